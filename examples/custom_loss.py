@@ -1,0 +1,79 @@
+"""A new algorithm: its loss in ten lines, a unit test without a model, and a run. `python examples/custom_loss.py`."""
+
+from typing import Any
+
+import attrs
+import torch
+
+import nrl
+from nrl import config, data, tiny
+from nrl.algos import advantages, from_rewards, leave_one_out, sft_loss, token_mean, token_ratio
+from nrl.backends import adamw, fsdp, hf
+from nrl.envs import number, single_turn
+
+
+def my_loss(out: Any, batch: nrl.Batch) -> tuple[nrl.Mean, nrl.Metrics]:
+    """REINFORCE, each token weighted by its detached importance ratio, at most 4."""
+    ratio = token_ratio(out["logprobs"], batch).exp()
+    loss = -(ratio.clamp(max=4).detach() * batch["advantages"] * out["logprobs"])
+    return token_mean(loss, batch["loss_mask"]), {"ratio": token_mean(ratio.detach(), batch["loss_mask"])}
+
+
+def check() -> None:
+    """The mathematics by hand: outputs are a leaf tensor, and no model is needed."""
+    logprobs = torch.tensor([[0.0, -1.0, -2.0]], requires_grad=True)
+    batch = nrl.assign(
+        nrl.Batch({}, batch_size=[1]),
+        input_ids=torch.tensor([[5, 6, 7]]),
+        loss_mask=torch.tensor([[False, True, True]]),
+        advantages=torch.tensor([[0.0, 2.0, 2.0]]),
+        old_logprobs=torch.tensor([[0.0, -1.0, -4.0]]),
+    )
+    loss, metrics = my_loss({"logprobs": logprobs}, batch)
+    loss.total.backward()
+    assert logprobs.grad is not None
+    expected = torch.tensor([[0.0, -2.0, -8.0]])  # exp(2) > 4, so the last token counts four times
+    torch.testing.assert_close(logprobs.grad, expected)
+    assert nrl.finalize({"loss": loss})["loss"] == (1 * 2 * 1 + 4 * 2 * 2) / 2
+    print("the loss is what it should be:", nrl.finalize(metrics))
+
+
+@attrs.frozen
+class Config:
+    steps: int = 100
+    warmup: int = 150
+    seed: int = 0
+    out: str | None = None
+    cluster: str = "local"
+    dp: int = 1
+
+
+def main(cfg: Config) -> None:
+    """The loop of `grpo.py` with another loss and another estimator."""
+    with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        slots = cluster.reserve(cfg.dp + 1)
+        trainer = fsdp.trainer(slots[: cfg.dp], tiny.model(), adamw(lr=1e-3))
+        sampler = hf.sampler(slots[cfg.dp :], tiny.model(), nrl.Sampling(max_new_tokens=4))
+        warm, step = trainer.train_step(sft_loss), trainer.train_step(my_loss)
+        rows = nrl.batched(data.tasks("arithmetic", seed=cfg.seed + 1), 128, collate=supervised)
+        groups = nrl.rollouts(sampler, single_turn(number), data.tasks("arithmetic", seed=cfg.seed), n=8)
+        state = trainer.init()
+        for i, batch in run.steps(rows, cfg.warmup, name="warmup"):
+            state, metrics = warm(state, batch)
+            run.log(i, metrics)
+        nrl.publish(state.params, sampler)
+        for i, batch in run.steps(nrl.batched(groups, 32)):
+            batch = advantages(batch, from_rewards(leave_one_out))
+            batch = nrl.assign(batch, old_logprobs=batch["rollout_logprobs"])
+            state, metrics = step(state, batch)
+            nrl.publish(state.params, sampler)
+            run.log(i, metrics, nrl.summary(batch))
+
+
+def supervised(rows: Any) -> nrl.Batch:
+    return data.supervised(rows, tiny.tokenizer())
+
+
+if __name__ == "__main__":
+    check()
+    main(config.load(Config))

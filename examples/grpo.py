@@ -1,0 +1,76 @@
+"""GRPO: `python examples/grpo.py` teaches a tiny model to add; `model=<folder or name> data=<file>` trains a real one."""
+
+from typing import Any, Literal
+
+import attrs
+
+import nrl
+from nrl import config, data, tiny
+from nrl.algos import advantages, grpo_loss, sft_loss
+from nrl.backends import Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, hf, load_tokenizer
+from nrl.envs import number, single_turn
+from nrl.runs import Run
+
+SAMPLERS = {"hf": hf.sampler}
+
+
+def embedded(value: Any, real: Any) -> Any:
+    """A default: one value for the tiny model that comes with nrl, another for a real one."""
+    return attrs.field(default=attrs.Factory(lambda cfg: real if cfg.model else value, takes_self=True))
+
+
+@attrs.frozen
+class Config:
+    model: str | None = None  # a folder or a hub name; none: the tiny model
+    data: str = "arithmetic"  # a JSONL file with "question" (or "prompt", "messages") and "answer"
+    steps: int = 250
+    seed: int = 0
+    out: str | None = None  # none: a new folder under runs/
+    cluster: str = "local"
+    sampler: Literal["hf"] = "hf"
+    dp: int = 1  # shards that the trainer splits a batch into
+    prompts: int = 32  # a step
+    group_size: int = 8  # samples a prompt
+    lag: int = 0  # publishes that a rollout may be early
+    max_tokens: int = 16_384  # of a micro-batch
+    optimizer: Optimizer = embedded(adamw(lr=1e-3), real=adamw(lr=1e-6))
+    sampling: Sampling = embedded(Sampling(max_new_tokens=4), real=Sampling(max_new_tokens=512))
+    warmup: int = embedded(150, real=0)  # supervised steps before the main loop, on rows with a "response"
+    warmup_rows: int = 128
+    warmup_optimizer: Optimizer = adamw(lr=3e-3)
+
+
+def warm_up(cfg: Config, run: Run, trainer: Trainer, model: Model) -> TrainState:
+    """Supervised steps, so that the main loop has a reward to start from."""
+    state, step, tokenizer = trainer.init(), trainer.train_step(sft_loss), load_tokenizer(model)
+    tasks = data.tasks(cfg.data, seed=cfg.seed + 1)
+    stream = nrl.batched(tasks, cfg.warmup_rows, collate=lambda rows: data.supervised(rows, tokenizer))
+    for i, batch in run.steps(stream, cfg.warmup, name="warmup"):
+        state, metrics = step(state, batch)
+        run.log(i, metrics)
+    return state
+
+
+def main(cfg: Config) -> None:
+    """The whole of GRPO."""
+    with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        slots = cluster.reserve(cfg.dp + 1)
+        model = Model(cfg.model) if cfg.model else tiny.model()
+        trainer = fsdp.trainer(slots[: cfg.dp], model, cfg.optimizer, max_tokens=cfg.max_tokens)
+        sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :], model, cfg.sampling)
+        step = trainer.train_step(grpo_loss)
+        groups = nrl.rollouts(sampler, single_turn(number), data.tasks(cfg.data, seed=cfg.seed), n=cfg.group_size)
+        stream = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
+        warm = fsdp.trainer(slots[: cfg.dp], model, cfg.warmup_optimizer, max_tokens=cfg.max_tokens)
+        state = trainer.init(warm_up(cfg, run, warm, model).params)
+        nrl.publish(state.params, sampler)
+        for i, batch in run.steps(stream):
+            batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
+            state, metrics = step(state, batch)
+            nrl.publish(state.params, sampler)
+            run.log(i, metrics, nrl.summary(batch))
+        trainer.export(state.params, run.out / "model")
+
+
+if __name__ == "__main__":
+    main(config.load(Config))

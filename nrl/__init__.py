@@ -1,0 +1,63 @@
+"""nrl: a composable functional library for LLM post-training.
+
+Algorithms are written from pure functions over immutable batches; a runtime maps them onto meshes.
+
+>>> import nrl, torch
+>>> with nrl.cluster("local") as cluster:
+...     mesh = cluster.reserve(3).mesh()
+...     double = nrl.shard_map(lambda x: 2 * x, mesh, nrl.P("dp"), nrl.P("dp"))
+...     double(torch.arange(4)).result().tolist()
+[0, 2, 4, 6]
+"""
+
+from nrl.backends import Model, Sampling, adamw, publish
+from nrl.batch import COLUMNS, Batch, assign, concatenate, lengths, microbatches, minibatches, pad, require, shard
+from nrl.episodes import rollout, rollouts, run_episode, summary
+from nrl.pack import pack, packed, unpack
+from nrl.reduce import Max, Mean, Metrics, Min, Sum, finalize, merge
+from nrl.runs import run
+from nrl.runtime import P, cluster, donated, merged, microbatched, resident, shard_map
+from nrl.stream import ahead, batched, drop_uniform, fresh
+
+__all__ = [
+    "COLUMNS",
+    "Batch",
+    "Max",
+    "Mean",
+    "Metrics",
+    "Min",
+    "Model",
+    "P",
+    "Sampling",
+    "Sum",
+    "adamw",
+    "ahead",
+    "assign",
+    "batched",
+    "cluster",
+    "concatenate",
+    "donated",
+    "drop_uniform",
+    "finalize",
+    "fresh",
+    "lengths",
+    "merge",
+    "merged",
+    "microbatched",
+    "microbatches",
+    "minibatches",
+    "pack",
+    "packed",
+    "pad",
+    "publish",
+    "require",
+    "resident",
+    "rollout",
+    "rollouts",
+    "run",
+    "run_episode",
+    "shard",
+    "shard_map",
+    "summary",
+    "unpack",
+]

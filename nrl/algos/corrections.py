@@ -1,0 +1,92 @@
+"""Weights for tokens that another program sampled: ``(log_ratio, mask) -> weight``, all ``[*B, T]``, without gradient.
+
+An inference engine and a trainer with the same parameters do not compute the same probabilities. `policy_loss` gives a
+correction the log-ratio old/rollout, or theta/rollout where the batch has no ``old_logprobs``, and multiplies each
+token's loss by the weight. Tokens of weight 0 stay in the denominator. Bounds are ratios themselves, not distances
+from 1.
+
+Under top-k or top-p the sampler's distribution is not the trainer's but renormalised over what was kept: the mean ratio
+is the kept mass rather than 1.
+"""
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from nrl.algos.masking import masked
+from nrl.algos.ratios import bounded
+
+__all__ = ["Correction", "icepop", "truncate"]
+
+type Correction = Callable[[Tensor, Tensor], Tensor]
+"""``(log_ratio, mask) -> weight``, all ``[*B, T]``; `policy_loss` detaches it."""
+
+
+def _ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    return bounded(masked(log_ratio.detach(), mask)).exp()
+
+
+def truncate(c: float) -> Correction:
+    """Truncated importance sampling (TIS).
+
+        min(r, c),   r = exp(log_ratio)
+
+    Only the upper end is bounded; implementations that also clamp small ratios are another method.
+
+    Args:
+        c: the largest weight, greater than 0; often 2.
+
+    Returns:
+        ``(log_ratio, mask) -> weight``, 0 outside the mask.
+
+    Raises:
+        ValueError: ``c`` is not positive.
+
+    Source: F. Yao et al., Your efficient RL framework secretly brings you off-policy RL training (2025),
+    https://fengyao.notion.site/off-policy-rl.
+
+    >>> import torch
+    >>> ratio = torch.tensor([[0.5, 1.0, 8.0]])
+    >>> truncate(2.0)(ratio.log(), torch.ones(1, 3, dtype=torch.bool)).tolist()
+    [[0.5, 1.0, 2.0]]
+    """
+    if not c > 0:
+        raise ValueError(f"truncate: c is {c}; it is the largest weight, so it must be greater than 0")
+
+    def truncate(log_ratio: Tensor, mask: Tensor) -> Tensor:
+        return masked(_ratio(log_ratio, mask).clamp(max=c), mask)
+
+    return truncate
+
+
+def icepop(low: float, high: float) -> Correction:
+    """Leave out tokens on which sampler and trainer disagree too much, on either side.
+
+        r  where low <= r <= high,  0 elsewhere,   r = exp(log_ratio)
+
+    Args:
+        low: the smallest ratio that counts, at least 0; often 0.5.
+        high: the largest, greater than ``low``; often 5. May be ``math.inf``.
+
+    Returns:
+        ``(log_ratio, mask) -> weight``, 0 outside the mask.
+
+    Raises:
+        ValueError: the bounds are negative or in the wrong order.
+
+    Sources: Ring-1T, https://arxiv.org/abs/2510.18855; INTELLECT-3, https://arxiv.org/abs/2512.16144.
+
+    >>> import torch
+    >>> ratio = torch.tensor([[0.25, 1.0, 8.0]])
+    >>> icepop(0.5, 5.0)(ratio.log(), torch.ones(1, 3, dtype=torch.bool)).tolist()
+    [[0.0, 1.0, 0.0]]
+    """
+    if not 0 <= low < high <= math.inf:
+        raise ValueError(f"icepop: low is {low} and high is {high}; they are ratios, so 0 <= low < high must hold")
+
+    def icepop(log_ratio: Tensor, mask: Tensor) -> Tensor:
+        ratio = _ratio(log_ratio, mask)
+        return masked(ratio, mask & (low <= ratio) & (ratio <= high))
+
+    return icepop

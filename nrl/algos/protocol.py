@@ -1,0 +1,153 @@
+"""What a loss is, what it needs, and how losses add up.
+
+A loss sees what a model put out, ``out["logprobs"]`` ``[*B, T]`` and what else it `needs`, never the model. Gradients
+flow through ``out`` alone, weights depend on the batch alone, and all sums run over rows, so no loss can see how a
+batch was split.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tensordict import TensorDict
+
+from nrl.batch import Batch
+from nrl.reduce import Mean, Metrics
+
+__all__ = ["Loss", "MeanLoss", "add", "name_of", "named", "needed", "needs"]
+
+
+class Loss(Protocol):
+    """What a model's outputs cost on a batch.
+
+    Returns one `Mean`, or one for each term under its own key, and metrics. The loss is the sum of total / weight over
+    the terms. Gradients flow only through ``out``; weights are functions of the batch alone.
+
+    >>> from nrl.algos import token_mean
+    >>> def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    ...     return token_mean(-batch["advantages"] * out["logprobs"], batch["loss_mask"]), {}
+    >>> loss: Loss = my_loss
+    """
+
+    def __call__(self, out: TensorDict, batch: Batch, /) -> tuple[Mean | dict[str, Mean], Metrics]:
+        """Evaluate the loss on outputs ``[*B, T]`` and the rows that they belong to."""
+        ...
+
+
+type MeanLoss = Callable[[TensorDict, Batch], tuple[Mean, Metrics]]
+"""A `Loss` of one term."""
+
+
+def needs[F: Callable[..., Any]](*outputs: str) -> Callable[[F], F]:
+    """Say which outputs a loss reads besides ``logprobs``, so that a backend computes them, or says that it cannot.
+
+    Args:
+        outputs: names, such as ``"entropy"`` or ``"values"``. They add to what the function needs already.
+
+    Raises:
+        TypeError: used without its brackets, as ``@needs``.
+
+    >>> from nrl.algos import token_mean
+    >>> @needs("entropy")
+    ... def entropy_loss(out, batch):
+    ...     return token_mean(out["entropy"], batch["loss_mask"]), {}
+    >>> sorted(entropy_loss.needs)
+    ['entropy']
+    """
+    if any(callable(output) for output in outputs):
+        raise TypeError("needs: give the names of outputs and then decorate: @needs('entropy')")
+
+    def decorate(fn: F) -> F:
+        fn.__dict__["needs"] = needed(fn) | frozenset(outputs)
+        return fn
+
+    return decorate
+
+
+def needed(*fns: Callable[..., Any] | None) -> frozenset[str]:
+    """The outputs that functions need besides ``logprobs``, all together; None and functions that do not say need none.
+
+    >>> sorted(needed(needs("entropy")(lambda out, batch: ...), needs("values")(lambda out, batch: ...), None))
+    ['entropy', 'values']
+    """
+    parts = (fn.func if isinstance(fn, functools.partial) and not hasattr(fn, "needs") else fn for fn in fns)
+    return frozenset().union(*(getattr(fn, "needs", frozenset()) for fn in parts))
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """How errors and metrics speak of a function.
+
+    >>> name_of(add), name_of(functools.partial(add))
+    ('add', 'partial')
+    """
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def named[F: Callable[..., Any]](name: str, doc: str, fn: F) -> F:
+    """Give a function that another one made the name that errors and metrics use, and a docstring.
+
+    >>> double = named("double", "Twice.", lambda x: 2 * x)
+    >>> double.__name__, double.__doc__
+    ('double', 'Twice.')
+    """
+    fn.__name__ = fn.__qualname__ = name
+    fn.__doc__ = doc
+    return fn
+
+
+def add(*terms: tuple[float, Loss]) -> Loss:
+    """A weighted sum of losses that keeps each term's own denominator.
+
+        Σ_k c_k total_k / weight_k
+
+    Terms are named by their losses; those of a nested `add` keep their names. A name that is taken, of a term or a
+    metric, gets the suffix ``_2``, ``_3``, ...
+
+    Args:
+        terms: pairs ``(coefficient, loss)``.
+
+    Returns:
+        A loss with one `Mean` a term, its total already times the coefficient. It needs what its terms need.
+
+    Raises:
+        ValueError: there are no terms, or a coefficient is not finite.
+        TypeError: a term is not such a pair.
+
+    >>> import torch
+    >>> from nrl.algos import sft_loss
+    >>> batch = Batch({"loss_mask": torch.tensor([[False, True]])}, batch_size=[1])
+    >>> out = TensorDict({"logprobs": torch.tensor([[0.0, -3.0]])}, batch_size=[1])
+    >>> loss, _ = add((1.0, sft_loss), (0.5, sft_loss))(out, batch)
+    >>> {key: term.total.item() for key, term in loss.items()}
+    {'sft_loss': 3.0, 'sft_loss_2': 1.5}
+    """
+    if not terms:
+        raise ValueError("add: there are no terms; give pairs (coefficient, loss)")
+    given: tuple[Any, ...] = terms
+    for number, term in enumerate(given, 1):
+        if not isinstance(term, tuple) or len(term) != 2 or not callable(term[1]):
+            raise TypeError(f"add: term {number} is {term!r}; give a pair (coefficient, loss)")
+        if not math.isfinite(term[0]):
+            raise ValueError(f"add: the coefficient of term {number} is {term[0]}; it must be finite")
+
+    @needs(*needed(*(loss for _, loss in terms)))
+    def total(out: TensorDict, batch: Batch) -> tuple[dict[str, Mean], Metrics]:
+        means: dict[str, Mean] = {}
+        metrics: Metrics = {}
+        for coef, loss in terms:
+            found, extra = loss(out, batch)
+            for key, mean in ({name_of(loss): found} if isinstance(found, Mean) else found).items():
+                means[_distinct(key, means)] = Mean(coef * mean.total, mean.weight)
+            for key, metric in extra.items():
+                metrics[_distinct(key, metrics)] = metric
+        return means, metrics
+
+    total.__name__ = f"add({', '.join(name_of(loss) for _, loss in terms)})"
+    return total
+
+
+def _distinct(key: str, taken: dict[str, Any]) -> str:
+    names = itertools.chain([key], (f"{key}_{n}" for n in itertools.count(2)))
+    return next(name for name in names if name not in taken)

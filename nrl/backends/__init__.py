@@ -1,0 +1,22 @@
+"""Backends: engines that train and samplers that generate. Importing this package is cheap."""
+
+from nrl.backends.base import Completion, Engine, Model, Params, Sampler, Sampling, Trainer, TrainState, publish
+from nrl.backends.models import load_tokenizer
+from nrl.backends.optimizers import Optimizer, Schedule, adamw, learning_rate
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "Model",
+    "Optimizer",
+    "Params",
+    "Sampler",
+    "Sampling",
+    "Schedule",
+    "TrainState",
+    "Trainer",
+    "adamw",
+    "learning_rate",
+    "load_tokenizer",
+    "publish",
+]

@@ -1,0 +1,312 @@
+"""What every backend agrees on: models, samplings, completions, train states, and the records of functions over them.
+
+A `Trainer` is a record of functions that are already mapped onto a mesh. A `TrainState` is linear: a step consumes it
+and returns the next. A `Sampler` holds weights in a versioned cell that `publish` replaces in place, because rollouts
+in flight must see updates. An `Engine` is what a backend author writes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import attrs
+from tensordict import TensorDict
+from torch import Tensor
+
+from nrl.algos import Loss
+from nrl.batch import Batch
+from nrl.errors import ConsumedState
+from nrl.reduce import Metrics
+from nrl.runtime.futures import Future
+from nrl.runtime.handles import Handle
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "Model",
+    "Params",
+    "Sampler",
+    "Sampling",
+    "TrainState",
+    "Trainer",
+    "publish",
+]
+
+
+@attrs.frozen(kw_only=False)
+class Model:
+    """Which model to build: frozen data, which every backend realises in its own way.
+
+    Args:
+        source: a folder, a name on the Hugging Face hub, or a config as a mapping with ``model_type``, from which a
+            model with random weights is made.
+        head: what the model computes from its last hidden state; ``"lm"``: a distribution over the next token.
+        dtype: what it computes in. Under ``"bfloat16"`` a trainer keeps its weights and moments in float32.
+        tokenizer: a folder, a hub name, or a transformers tokenizer; None: the one that lies with ``source``.
+        seed: of the random weights, where ``source`` is a config. The same seed gives the same weights everywhere.
+
+    Raises:
+        ValueError: a field that cannot be used.
+
+    >>> Model({"model_type": "qwen3", "vocab_size": 32}).dtype
+    'float32'
+    """
+
+    source: str | Mapping[str, Any]
+    head: Literal["lm"] = attrs.field(default="lm", validator=attrs.validators.in_(["lm"]))
+    dtype: Literal["float32", "bfloat16", "float64"] = attrs.field(
+        default="float32", validator=attrs.validators.in_(["float32", "bfloat16", "float64"])
+    )
+    tokenizer: Any = None
+    seed: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        if isinstance(self.source, Mapping) and "model_type" not in self.source:
+            raise ValueError(
+                f"Model: a config needs 'model_type' (such as 'qwen3'); found the keys {sorted(self.source)}"
+            )
+
+
+@attrs.frozen
+class Sampling:
+    """How tokens are drawn: temperature first, then top-k, then top-p, over what is left, renormalised.
+
+    Args:
+        temperature: the logits are divided by it; 0 is greedy, with log-probabilities at temperature 1.
+        top_k: keep the k most probable tokens; 0: all.
+        top_p: keep the most probable tokens until their mass reaches this; 1: all.
+        max_new_tokens: bound on the sampled tokens of a completion (of a turn, in an episode of several).
+        stop_token_ids: tokens that end a completion, besides the model's own end-of-sequence tokens.
+
+    Raises:
+        ValueError: a field out of its range.
+
+    >>> Sampling(temperature=0).max_new_tokens
+    256
+    """
+
+    temperature: float = attrs.field(default=1.0, validator=attrs.validators.ge(0))
+    top_k: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    top_p: float = attrs.field(default=1.0, validator=[attrs.validators.gt(0), attrs.validators.le(1)])
+    max_new_tokens: int = attrs.field(default=256, validator=attrs.validators.ge(1))
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+
+
+class Completion(NamedTuple):
+    """What a sampler answers to one prompt.
+
+    Args:
+        token_ids: ``[L]`` int64, the sampled tokens, with the one that ended it if it was sampled.
+        logprobs: ``[L]`` float32, nats: of each token under the distribution that it was sampled from, so after the
+            temperature, and renormalised over the kept tokens under top-k and top-p.
+        truncated: it was stopped by a length limit.
+        version: the version of the weights that sampled it; the oldest, where they changed meanwhile.
+
+    >>> import torch
+    >>> Completion(torch.tensor([7, 2]), torch.tensor([-0.5, -0.1]), truncated=False, version=1).version
+    1
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    truncated: bool
+    version: int
+
+
+class Sampler(Protocol):
+    """What `nrl.rollout` needs of an inference engine."""
+
+    @property
+    def version(self) -> int:
+        """How often weights had been published when the ones it holds were."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer of its model."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens that a prompt and its completion may have together."""
+        ...
+
+    @property
+    def sampling(self) -> Sampling:
+        """What it samples with where a call does not say."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seeds: Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+    ) -> Future[list[Completion]]:
+        """Complete each prompt once; equal prompts share their prefill. A row's noise depends on its seed alone."""
+        ...
+
+    def receive(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace the weights in place; `publish` calls it."""
+        ...
+
+
+class Engine[S, M](Protocol):
+    """What a backend author writes; it runs on each process of a mesh. ``S`` is its train state, ``M`` its params.
+
+    Both loops over micro-batches are the engine's own (under pipeline parallelism the schedule owns them).
+    Micro-batches are padded batches of whole rows; what the loss sees is ``[*b, T]`` like them.
+    """
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """The outputs that a loss may ask for with `nrl.algos.needs`, besides ``logprobs``."""
+        ...
+
+    def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> S:
+        """A fresh train state with the model's own weights, or with these."""
+        ...
+
+    def params(self, state: S) -> M:
+        """The params inside of a train state, shared with it."""
+        ...
+
+    def load(self, source: str | None) -> M:
+        """Params from elsewhere, to be used forward only; None: the model's own initial ones."""
+        ...
+
+    def freeze(self, params: M) -> M:
+        """A copy of params that later steps do not change."""
+        ...
+
+    def forward(self, params: M, microbatches: Sequence[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
+        """Outputs for each micro-batch, without gradients: ``logprobs`` and what ``needs`` names."""
+        ...
+
+    def train(
+        self, state: S, loss: Loss, microbatches: Sequence[Batch], weights: Mapping[str, float]
+    ) -> tuple[S, Metrics]:
+        """One optimizer step on the sum over micro-batches of ``total / weights[term]``.
+
+        Either steps once, or raises and leaves the state as it was. Raises `WeightError` where the weights of the real
+        calls do not add up to ``weights``.
+        """
+        ...
+
+    def tensors(self, params: M) -> Iterator[tuple[str, Tensor]]:
+        """The params by their Hugging Face names, tied ones once, for `publish`."""
+        ...
+
+    def save(self, state: S, folder: Path) -> None:
+        """Write all that `restore` needs."""
+        ...
+
+    def restore(self, folder: Path) -> S:
+        """The state that was saved."""
+        ...
+
+    def export(self, params: M, folder: Path) -> None:
+        """Write params and tokenizer in Hugging Face format."""
+        ...
+
+
+class Params:
+    """Weights of a model on a mesh. Those of a train state are borrowed: when a step consumes the state, they are gone.
+
+    Trainers make them (``state.params``, ``trainer.load``, ``trainer.freeze``).
+    """
+
+    def __init__(
+        self, handle: Handle, version: int, tensors: Callable[["Params"], Iterator[tuple[str, Tensor]]]
+    ) -> None:
+        self.handle, self.version, self._tensors = handle, version, tensors
+        self.published = False
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights by their Hugging Face names, one at a time."""
+        return self._tensors(self)
+
+
+class TrainState:
+    """A train state: an opaque handle that knows its trainer. Trainers make it (``trainer.init``, a step).
+
+    A step consumes it and returns the next; using it afterwards raises `ConsumedState`.
+    """
+
+    def __init__(self, params: Params, step: int) -> None:
+        self._params, self._step = params, step
+
+    @property
+    def handle(self) -> Handle:
+        """The handle of the values on the mesh."""
+        return self._params.handle
+
+    @property
+    def params(self) -> Params:
+        """The weights, borrowed."""
+        if self.handle.consumed:
+            self.handle.borrow(self.handle.owner, "state.params")
+        return self._params
+
+    @property
+    def step(self) -> int:
+        """The number of optimizer steps taken."""
+        return self._step
+
+    @property
+    def version(self) -> int:
+        """How often weights of this run have been published."""
+        return self._params.version
+
+
+class Trainer(NamedTuple):
+    """A record of functions, already mapped onto a mesh. Backends make it: ``fsdp.trainer(place, model, optimizer)``.
+
+    Args:
+        init: ``(params=None) -> TrainState``, with a fresh optimizer and the weights that `Model` names, or a copy of
+            ``params``, of this trainer or another one for the same model.
+        load: ``(source=None) -> Params``: frozen ones, for a reference or a teacher; None: those of the model itself.
+        freeze: ``(params) -> Params``: a copy that training does not change.
+        logprobs: ``(params, batch) -> Future``: ``[*B, T]`` float32, nats, of each token under its row's
+            ``temperature``; 0 for the first token and for padding. Forward only.
+        train_step: ``(loss) -> step``, and ``step(state, batch) -> (state, Future[Metrics])``, one optimizer step.
+        save: ``(state, folder) -> None``.
+        restore: ``(folder) -> TrainState``.
+        export: ``(params, folder) -> None``, in Hugging Face format.
+    """
+
+    init: Callable[..., TrainState]
+    load: Callable[..., Params]
+    freeze: Callable[[Params], Params]
+    logprobs: Callable[[Params, Batch], Future[Tensor]]
+    train_step: Callable[[Loss], Callable[[TrainState, Batch], tuple[TrainState, Future[Metrics]]]]
+    save: Callable[[TrainState, str | Path], None]
+    restore: Callable[[str | Path], TrainState]
+    export: Callable[[Params, str | Path], None]
+
+
+def publish(params: Params, sampler: Sampler) -> int:
+    """Move weights into a sampler, which from then on stamps their version on what it samples.
+
+    The version is the number of publishes. Params that have been published already, to another sampler or before a
+    restore, keep the number that they have.
+
+    Args:
+        params: from ``state.params``, ``trainer.load`` or ``trainer.freeze``.
+        sampler: the sampler whose weights are replaced in place.
+
+    Returns:
+        The version.
+
+    Raises:
+        ConsumedState: the params were borrowed from a state that has been consumed.
+    """
+    if params.handle.consumed:
+        raise ConsumedState(
+            "publish: these params were borrowed from a state that a step has consumed; publish(state.params, sampler) "
+            "with the state that the step returned"
+        )
+    version = params.version if params.published else params.version + 1
+    sampler.receive(params.tensors(), version)
+    params.version, params.published = version, True
+    return version

@@ -1,0 +1,56 @@
+"""The torch backend: one process today, with the seams that sharding needs."""
+
+from nrl.backends.base import Model, Trainer
+from nrl.backends.optimizers import Optimizer
+from nrl.runtime import Mesh, Slots
+
+__all__ = ["trainer"]
+
+
+def trainer(
+    place: Slots | Mesh,
+    model: Model,
+    optimizer: Optimizer,
+    *,
+    max_tokens: int = 16_384,
+    packed: bool = True,
+    checkpointing: bool = False,
+    compile: bool = False,
+    device: str | None = None,
+) -> Trainer:
+    """A trainer for any Hugging Face causal language model.
+
+    Args:
+        place: a mesh, or slots, which become a mesh with all of them along dp.
+        model: what to train. Under ``dtype="bfloat16"`` weights and moments stay in float32 and it computes in
+            bfloat16.
+        optimizer: `adamw` with its schedule and clipping.
+        max_tokens: bound on the tokens of a micro-batch, padding counted; a longer row is an error.
+        packed: lay rows out flat, without padding between them; False: the model's own padded forward.
+        checkpointing: recompute activations in the backward pass, which saves memory.
+        compile: compile the layers with ``torch.compile``; the first step takes longer.
+        device: ``"cpu"``, ``"cuda"``; None: a GPU if there is one.
+
+    Returns:
+        A `Trainer`.
+
+    Raises:
+        ModelError: the model cannot be loaded, or computes something that packed rows cannot (on ``init`` or ``load``).
+        PlacementError: the slots cannot make the mesh.
+
+    >>> import nrl
+    >>> from nrl.backends import adamw, tiny
+    >>> with nrl.cluster("local") as cluster:
+    ...     policy = trainer(cluster.reserve(1), tiny.model(), adamw(lr=1e-3))
+    ...     policy.init().step
+    0
+    """
+    import torch
+
+    from nrl.backends.fsdp.engine import TorchEngine
+    from nrl.backends.training import make_trainer
+    from nrl.runtime import as_mesh
+
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    engine = TorchEngine(model, optimizer, packed, checkpointing, compile, where)
+    return make_trainer(as_mesh(place, "base"), engine, name="fsdp.trainer", max_tokens=max_tokens)

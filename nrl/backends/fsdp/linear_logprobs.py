@@ -1,0 +1,299 @@
+"""Log-probabilities of given tokens straight from hidden states, without the `[tokens, vocabulary]` matrix.
+
+The logits of a large vocabulary are the largest tensor of a training step: 4,096 tokens by 151,936 words are 2.3 GiB in
+float32, and autograd keeps several such. A loss reads two numbers a token, so `linear_logprobs` computes the logits for
+one chunk of tokens at a time, keeps those two numbers, and computes the chunk's logits again in the backward.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nrl.errors import BatchError, ConfigError, ModelError
+
+__all__ = ["CHUNK_BYTES", "KEEP_BYTES", "linear_logprobs"]
+
+CHUNK_BYTES = 256 * 2**20
+"""Size of one chunk's logits, in bytes of the accumulating dtype, where `linear_logprobs` chooses the chunk itself.
+
+A chunk needs two such matrices, and one more in the inputs' dtype where that is bfloat16. Every chunk passes once
+over the weight and its gradient's sum, so much smaller chunks are slower; larger ones hardly gain. (441 tokens at a
+vocabulary of 151,936; 745,654 at one of 90.)
+"""
+
+KEEP_BYTES = 64 * 2**20
+"""Log-probabilities of all tokens and all words are kept for the backward where they are no larger than this.
+
+They are then cheaper to hold than to compute again: for a small vocabulary that computation is a quarter of the time.
+"""
+
+_ACCUMULATE = {torch.float32: torch.float32, torch.bfloat16: torch.float32, torch.float64: torch.float64}
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: Tensor | None = None,
+    bias: Tensor | None = None,
+    entropy: bool = False,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Log-probabilities of `targets` under the softmax of a linear layer, and that distribution's entropy.
+
+    With ``z_n = (W h_n + b) / temperature_n``::
+
+        logprobs_n = z_n[targets_n] - log sum_v exp z_n[v]
+        entropy_n  = - sum_v p_n[v] log p_n[v],    p_n = softmax(z_n)
+
+    Equal to ``log_softmax`` and ``gather`` on the whole matrix of logits, in memory that does not grow with tokens
+    times vocabulary. Gradients of both results flow to `hidden`, `weight` and `bias`; there is no second derivative.
+    An entropy that no gradient comes back to costs nothing in the backward. Nothing waits for the device.
+
+    Logits are products in the inputs' dtype, everything after them is float32 (float64 for float64 inputs). The
+    weight's gradient is added up over chunks in that dtype and cast once.
+
+    Args:
+        hidden: ``[N, H]`` float32, bfloat16 or float64; N may be 0.
+        weight: ``[V, H]``, of hidden's dtype.
+        targets: ``[N]`` int64 in ``[0, V)``. Give tokens that a mask leaves out any word of the vocabulary, such as 0.
+        temperature: ``[N]`` floating, greater than 0 (not checked: that would wait for the device); no gradient flows
+            to it. None: 1.
+        bias: ``[V]``, of hidden's dtype. None: 0.
+        entropy: whether to return the entropy.
+        chunk: the most tokens whose logits exist at once. None: as many as fit in `CHUNK_BYTES`. Where one chunk holds
+            all tokens, and their log-probabilities fit in `KEEP_BYTES`, these are kept for the backward.
+
+    Returns:
+        ``(logprobs, entropy)``: ``[N]`` each, nats, float32 (float64 for float64 inputs); the entropy is None unless
+        asked for.
+
+    Raises:
+        ModelError: hidden, weight and bias do not fit together.
+        BatchError: targets or temperature have the wrong shape or dtype.
+        ConfigError: chunk is less than 1.
+
+    >>> hidden, weight = torch.tensor([[0.0, 0.0], [3.0, 0.0]]).log1p(), torch.eye(2)
+    >>> logprobs, entropy = linear_logprobs(hidden, weight, torch.tensor([1, 0]), entropy=True)
+    >>> logprobs.exp()
+    tensor([0.5000, 0.8000])
+    >>> entropy.exp()
+    tensor([2.0000, 1.6494])
+    """
+    _check(hidden, weight, targets, temperature, bias, chunk)
+    if temperature is not None:
+        temperature = temperature.detach().to(_ACCUMULATE[hidden.dtype])[:, None]
+    size = _chunk_size(hidden, weight, chunk)
+    outputs: tuple[Tensor, Tensor | None] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets[:, None], temperature, entropy, size
+    )
+    return outputs
+
+
+def _chunk_size(hidden: Tensor, weight: Tensor, chunk: int | None) -> int:
+    """Tokens in a chunk: as even as possible, because a small last chunk costs a pass over the weight all the same."""
+    if chunk is None:
+        chunk = max(1, CHUNK_BYTES // (weight.shape[0] * _ACCUMULATE[hidden.dtype].itemsize))
+    chunks = max(1, -(-hidden.shape[0] // chunk))
+    return -(-hidden.shape[0] // chunks)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """The two results, with the logits computed again in the backward; `targets` and `temperature` are ``[N, 1]``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor | None,
+        entropy: bool,
+        size: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        low, logits = _buffers(hidden, weight, size)
+        logp = torch.empty_like(logits)
+        logprobs = logits.new_empty(hidden.shape[0])
+        entropies = torch.empty_like(logprobs) if entropy else None
+        for rows in _slices(hidden.shape[0], size):
+            chunk = _log_softmax(hidden, weight, bias, temperature, rows, low, logits, logp)
+            logprobs[rows] = chunk.gather(1, targets[rows]).squeeze(1)
+            if entropies is not None:
+                p = torch.exp(chunk, out=logits[: len(chunk)])
+                entropies[rows] = p.mul_(chunk).sum(1).neg_()
+        keep = size == hidden.shape[0] and logp.numel() * logp.itemsize <= KEEP_BYTES
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropies, logp if keep else None)
+        ctx.set_materialize_grads(False)
+        ctx.size = size
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * 7
+        hidden, weight, bias, targets, temperature, entropies, kept = ctx.saved_tensors
+        hidden_grad, weight_sum, bias_sum = _gradients(
+            hidden,
+            weight,
+            bias,
+            targets,
+            temperature,
+            entropies,
+            kept,
+            _per_token(grad_logprobs, temperature),
+            _per_token(grad_entropy, temperature),
+            ctx.needs_input_grad[:3],
+            ctx.size,
+        )
+        # Here the chunk's buffers are gone: the weight's cast needs memory too.
+        weight_grad = None if weight_sum is None else weight_sum.to(weight.dtype)
+        bias_grad = None if bias_sum is None else bias_sum.to(bias.dtype)
+        return hidden_grad, weight_grad, bias_grad, None, None, None, None
+
+
+def _gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor | None,
+    entropies: Tensor | None,
+    kept: Tensor | None,
+    of_logprobs: Tensor | None,
+    of_entropy: Tensor | None,
+    needs: tuple[bool, bool, bool],
+    size: int,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden, weight and bias, the last two as the sums over chunks that are still to be cast."""
+    low, logits = _buffers(hidden, weight, size)
+    logp = torch.empty_like(logits) if kept is None or of_entropy is not None else kept
+    # What a single chunk adds to zeros in the weight's own dtype is rounded once as well.
+    sum_dtype = weight.dtype if size == hidden.shape[0] else logits.dtype
+    hidden_grad = torch.empty_like(hidden) if needs[0] else None
+    weight_sum = torch.zeros_like(weight, dtype=sum_dtype) if needs[1] else None
+    bias_sum = logits.new_zeros(len(weight)) if needs[2] else None
+    for rows in _slices(hidden.shape[0], size):
+        chunk = kept
+        if chunk is None:
+            chunk = _log_softmax(hidden, weight, bias, temperature, rows, low, logits, logp)
+        # d logprob / d z_v = 1[v = target] - p_v and d entropy / d z_v = -p_v (log p_v + entropy)
+        grad = torch.exp(chunk, out=logits[: len(chunk)])
+        if of_entropy is not None and entropies is not None:
+            constant = of_entropy[rows] * entropies[rows, None]
+            constant = constant if of_logprobs is None else constant + of_logprobs[rows]
+            slope = torch.mul(chunk, -of_entropy[rows], out=logp[: len(chunk)])
+            grad.mul_(slope.sub_(constant))
+        elif of_logprobs is not None:
+            grad.mul_(-of_logprobs[rows])
+        if of_logprobs is not None:
+            grad.scatter_add_(1, targets[rows], of_logprobs[rows])
+        if bias_sum is not None:
+            bias_sum.add_(grad.sum(0))
+        if low is not logits:
+            grad = low[: len(grad)].copy_(grad)
+        if hidden_grad is not None:
+            torch.mm(grad, weight, out=hidden_grad[rows])
+        if weight_sum is not None:
+            _add_product(weight_sum, grad, hidden[rows])
+    return hidden_grad, weight_sum, bias_sum
+
+
+def _slices(tokens: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, max(size, 1))]
+
+
+def _buffers(hidden: Tensor, weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """A chunk's logits in the inputs' dtype and in the accumulating one; one tensor where these are the same.
+
+    All chunks share them: new pages for each cost as much as the arithmetic on them.
+    """
+    logits = hidden.new_empty((size, len(weight)), dtype=_ACCUMULATE[hidden.dtype])
+    return (logits if logits.dtype == hidden.dtype else hidden.new_empty((size, len(weight)))), logits
+
+
+def _log_softmax(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: Tensor | None,
+    rows: slice,
+    low: Tensor,
+    logits: Tensor,
+    out: Tensor,
+) -> Tensor:
+    """Log-probabilities of all words for the tokens `rows`, written to `out`; `low` and `logits` are scratch."""
+    count = rows.stop - rows.start
+    if bias is None:
+        torch.mm(hidden[rows], weight.t(), out=low[:count])
+    else:
+        torch.addmm(bias, hidden[rows], weight.t(), out=low[:count])
+    if low is not logits:
+        logits[:count].copy_(low[:count])
+    if temperature is not None:
+        logits[:count].div_(temperature[rows])
+    return torch.log_softmax(logits[:count], 1, out=out[:count])
+
+
+def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """``total += grad.T @ hidden`` in total's dtype, for some words at a time where the product has another dtype.
+
+    On a CPU, adding a tensor of another dtype copies it to total's first: blocks that fit in the cache make that cheap
+    (half the time of one large product). A GPU adds without a copy, and is faster with large products.
+    """
+    if total.dtype == grad.dtype:
+        total.addmm_(grad.t(), hidden)
+        return
+    for words in _slices(len(total), max(1, (2**21 if total.device.type == "cpu" else 2**24) // hidden.shape[1])):
+        total[words].add_(grad[:, words].t() @ hidden)
+
+
+def _per_token(grad: Tensor | None, temperature: Tensor | None) -> Tensor | None:
+    """The incoming gradient as a column, with the temperature's share of the chain rule."""
+    if grad is None or temperature is None:
+        return None if grad is None else grad[:, None]
+    return grad[:, None] / temperature
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    bias: Tensor | None,
+    chunk: int | None,
+) -> None:
+    """Shapes and dtypes only: looking at values would wait for the device."""
+    if hidden.ndim != 2:
+        raise ModelError(f"linear_logprobs: hidden is {_show(hidden)}; flatten it to [tokens, width].")
+    if hidden.dtype not in _ACCUMULATE:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _ACCUMULATE)
+        raise ModelError(f"linear_logprobs: hidden is {_show(hidden)}; use one of {known}.")
+    tokens, width = hidden.shape
+    if weight.ndim != 2 or weight.shape[1] != width or weight.shape[0] < 1:
+        raise ModelError(
+            f"linear_logprobs: weight is {_show(weight)}; for hidden {_show(hidden)} it must be [vocabulary, {width}]."
+        )
+    _fits(ModelError, "weight", weight, tuple(weight.shape), hidden.dtype)
+    if bias is not None:
+        _fits(ModelError, "bias", bias, (weight.shape[0],), hidden.dtype)
+    _fits(BatchError, "targets", targets, (tokens,), torch.int64)
+    if temperature is not None:
+        dtype = temperature.dtype if temperature.is_floating_point() else torch.float32
+        _fits(BatchError, "temperature", temperature, (tokens,), dtype)
+    if chunk is not None and chunk < 1:
+        raise ConfigError(f"linear_logprobs: chunk is {chunk}; give at least 1 token, or None to have it chosen.")
+
+
+def _fits(error: type[Exception], name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        kind = str(dtype).removeprefix("torch.")
+        raise error(f"linear_logprobs: {name} is {_show(tensor)}; it must be {kind} {list(shape)}. Reshape or cast it.")
+
+
+def _show(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,159 @@
+"""Building transformers models and tokenizers from `Model`; the one loading path of every backend.
+
+Imports transformers inside its functions, so that importing a backend stays cheap.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nrl.backends.base import Model
+from nrl.errors import ModelError
+
+__all__ = ["build", "context_length", "end_tokens", "head_weight", "load_tensors", "load_tokenizer", "named_tensors"]
+
+
+def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
+    """The transformers causal language model that ``model`` names, in float32 unless ``dtype`` says otherwise.
+
+    Dropout is off, so that a policy has ratio 1 to itself. Random weights depend on ``model.seed`` alone.
+
+    Raises:
+        ModelError: there is no such folder, name or config, or it is no causal language model.
+
+    >>> tiny = {
+    ...     "model_type": "qwen3",
+    ...     "vocab_size": 32,
+    ...     "hidden_size": 16,
+    ...     "num_hidden_layers": 1,
+    ...     "head_dim": 8,
+    ...     "num_attention_heads": 2,
+    ...     "num_key_value_heads": 1,
+    ...     "intermediate_size": 32,
+    ... }
+    >>> build(Model(tiny)).config.vocab_size
+    32
+    """
+    import transformers
+
+    dtype = dtype or getattr(torch, model.dtype)
+    try:
+        if isinstance(model.source, Mapping):
+            fields = dict(model.source)
+            config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(model.seed)
+                module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for parameter in module.parameters():  # not buffers: rotary frequencies stay exact
+                parameter.data = parameter.data.to(dtype)
+        else:
+            module = transformers.AutoModelForCausalLM.from_pretrained(model.source, dtype=dtype)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"Model(source={_name(model)}): {_reason(model.source, error)}") from error
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        if isinstance(getattr(part, "attention_dropout", None), float):
+            part.attention_dropout = 0.0
+    built: nn.Module = module
+    return built
+
+
+def _name(model: Model) -> str:
+    return f"a {model.source['model_type']} config" if isinstance(model.source, Mapping) else repr(model.source)
+
+
+def _reason(source: Any, error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(source, str) and (source.startswith((".", "/", "~")) or Path(source).exists()):
+        if not Path(source).exists():
+            return "there is no such folder; give a folder with config.json and weights, a hub name, or a config"
+        return f"the folder cannot be loaded as a causal language model: {first}"
+    if isinstance(source, str):
+        return f"neither a folder here nor a model that the Hugging Face hub gives: {first}"
+    return f"the config does not make a causal language model: {first}"
+
+
+def load_tokenizer(model: Model) -> Any:
+    """The transformers tokenizer of ``model``.
+
+    Raises:
+        ModelError: there is none.
+    """
+    import transformers
+
+    if model.tokenizer is not None and not isinstance(model.tokenizer, str | Path):
+        return model.tokenizer
+    source = model.tokenizer or model.source
+    if isinstance(source, Mapping):
+        raise ModelError(
+            "Model: a model made from a config has no tokenizer of its own; give one with Model(config, "
+            "tokenizer=...), a folder, a hub name or a transformers tokenizer"
+        )
+    try:
+        return transformers.AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"Model: no tokenizer can be loaded from '{source}': {str(error).strip()[:200]}") from error
+
+
+def context_length(module: nn.Module) -> int:
+    """The most tokens that a row may have: what the model's positions reach.
+
+    Raises:
+        ModelError: the config does not say.
+    """
+    limit = getattr(module.config, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        raise ModelError(
+            f"{type(module).__name__}: the config has no max_position_embeddings, so its context is unknown"
+        )
+    return limit
+
+
+def end_tokens(module: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a completion: the tokenizer's and the generation config's end-of-sequence tokens."""
+    found = {tokenizer.eos_token_id}
+    extra = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    found.update(extra if isinstance(extra, list | tuple) else [extra])
+    return tuple(sorted(token for token in found if token is not None))
+
+
+def head_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight ``[V, H]`` and bias ``[V]`` of the language-model head."""
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    return head.weight, getattr(head, "bias", None)
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters by their Hugging Face names, tied ones once, detached; persistent buffers too."""
+    seen: set[int] = set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor.detach()
+
+
+def load_tensors(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, who: str) -> None:
+    """Copy weights in by name, one at a time, in place; the inverse of `named_tensors`.
+
+    Raises:
+        ModelError: a name is unknown or missing, or a shape differs. Some weights may have been copied by then.
+    """
+    state = module.state_dict(keep_vars=True)
+    missing = {name for name, _ in named_tensors(module)}
+    with torch.no_grad():
+        for name, tensor in tensors:
+            if name not in state:
+                raise ModelError(f"{who}: the model has no weight '{name}'; both sides need the same architecture")
+            if state[name].shape != tensor.shape:
+                raise ModelError(
+                    f"{who}: weight '{name}' has shape {list(tensor.shape)}, and here it is {list(state[name].shape)}; "
+                    "both sides need the same config"
+                )
+            state[name].copy_(tensor)
+            missing -= {name}
+    if missing:
+        raise ModelError(f"{who}: {len(missing)} weights did not arrive, among them '{min(missing)}'; send all of them")

@@ -1,0 +1,101 @@
+"""Optimizers and their schedules as frozen data, which each engine realises with its own library."""
+
+import math
+from typing import Literal
+
+import attrs
+
+__all__ = ["Optimizer", "Schedule", "adamw", "learning_rate"]
+
+
+@attrs.frozen
+class Schedule:
+    """How the learning rate moves: linear warm-up, then constant, linear or cosine decay to ``floor``.
+
+    Args:
+        kind: the shape of the decay.
+        warmup: optimizer steps of linear warm-up, of which the first has ``1 / (warmup + 1)`` of the full rate.
+        steps: optimizer steps in all; the decay ends there. Needed for linear and cosine.
+        floor: the last rate, as a fraction of the full one.
+
+    Raises:
+        ValueError: a decay without ``steps`` after the warm-up.
+
+    >>> Schedule("cosine", warmup=10, steps=100).floor
+    0.0
+    """
+
+    kind: Literal["constant", "linear", "cosine"] = attrs.field(
+        default="constant", validator=attrs.validators.in_(["constant", "linear", "cosine"])
+    )
+    warmup: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    steps: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    floor: float = attrs.field(default=0.0, validator=[attrs.validators.ge(0), attrs.validators.le(1)])
+
+    def __attrs_post_init__(self) -> None:
+        if self.kind != "constant" and self.steps <= self.warmup:
+            raise ValueError(
+                f"Schedule: a {self.kind} decay needs steps > warmup; found steps={self.steps}, warmup={self.warmup}"
+            )
+
+
+@attrs.frozen
+class Optimizer:
+    """An optimizer as data; made by `adamw`.
+
+    >>> adamw(lr=1e-3).lr
+    0.001
+    """
+
+    lr: float = attrs.field(default=1e-6, validator=attrs.validators.ge(0))
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = attrs.field(default=1e-8, validator=attrs.validators.gt(0))
+    weight_decay: float = attrs.field(default=0.0, validator=attrs.validators.ge(0))
+    clip: float = attrs.field(default=1.0, validator=attrs.validators.gt(0))
+    schedule: Schedule = Schedule()
+
+
+def adamw(
+    lr: float,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    clip: float = 1.0,
+    schedule: Schedule | None = None,
+) -> Optimizer:
+    """AdamW, with clipping by the global norm of the gradient.
+
+    Args:
+        lr: the full learning rate.
+        betas: decay of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled; multiplied by the learning rate. Matrices only: norms and biases are left out.
+        clip: the largest global norm of the gradient; ``inf`` for none.
+        schedule: of the learning rate; None: constant.
+
+    Source: Loshchilov and Hutter, 2017 (1711.05101), algorithm 2.
+
+    >>> adamw(lr=1e-6, schedule=Schedule("linear", steps=100)).schedule.kind
+    'linear'
+    """
+    return Optimizer(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, clip=clip, schedule=schedule or Schedule())
+
+
+def learning_rate(optimizer: Optimizer, step: int) -> float:
+    """The learning rate of optimizer step ``step``, which counts from 0.
+
+    >>> [
+    ...     round(learning_rate(adamw(lr=1.0, schedule=Schedule("linear", warmup=1, steps=5)), step), 3)
+    ...     for step in range(6)
+    ... ]
+    [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    schedule = optimizer.schedule
+    if step < schedule.warmup:
+        return optimizer.lr * (step + 1) / (schedule.warmup + 1)
+    if schedule.kind == "constant":
+        return optimizer.lr
+    progress = min(1.0, (step - schedule.warmup) / (schedule.steps - schedule.warmup))
+    left = 1 - progress if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return optimizer.lr * (schedule.floor + (1 - schedule.floor) * left)

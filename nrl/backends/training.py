@@ -1,0 +1,260 @@
+"""The driver's half of training: what happens to a batch before it is split, and to the sums after.
+
+The weight of each term of a loss is a function of the batch alone, so the driver learns it by calling the loss on
+outputs of zeros, before the first forward. The engine divides each micro-batch's total by it: sums all the way.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nrl.algos import Loss, needed
+from nrl.backends.base import Engine, Params, Trainer, TrainState
+from nrl.batch import COLUMNS, Batch, microbatches, restore, shard, unchanged
+from nrl.errors import MissingColumn, MissingOutput, NotFinite, WeightError
+from nrl.reduce import Mean, Metrics, Sum
+from nrl.runtime import Future, Handle, Mesh, done
+
+__all__ = ["check_weights", "global_weights", "make_trainer", "terms_of"]
+
+RELATIVE = 1e-5
+"""How far sums of weights in another order may differ, as a fraction."""
+
+
+def terms_of(name: str, value: Any) -> tuple[dict[str, Mean], Metrics]:
+    """What a loss returned, as terms by name and metrics.
+
+    Raises:
+        TypeError: it returned something else.
+
+    >>> terms, metrics = terms_of("my_loss", (Mean(torch.tensor(1.0), torch.tensor(2.0)), {}))
+    >>> list(terms)
+    ['loss']
+    """
+    match value:
+        case (Mean() as mean, dict() as metrics):
+            return {"loss": mean}, metrics
+        case (dict() as terms, dict() as metrics) if terms and all(isinstance(x, Mean) for x in terms.values()):
+            return terms, metrics
+    raise TypeError(
+        f"{name} returned {type(value).__name__}; a loss returns (Mean, metrics) or (dict of Mean, metrics), for "
+        "example (token_mean(loss, batch['loss_mask']), {})"
+    )
+
+
+def global_weights(loss: Loss, batch: Batch, fill: float = 0.0) -> dict[str, float]:
+    """The weight of each term of ``loss`` over a whole batch, from a call on outputs that are all ``fill``.
+
+    Raises:
+        MissingColumn: the loss reads a column that the batch does not have.
+
+    >>> from nrl.algos import sft_loss
+    >>> mask = torch.tensor([[False, True, True]])
+    >>> batch = Batch({"input_ids": mask.long(), "loss_mask": mask}, batch_size=[1])
+    >>> global_weights(sft_loss, batch)
+    {'loss': 2.0}
+    """
+    name = _name(loss)
+    zeros = torch.full(batch["input_ids"].shape, fill, device=batch["input_ids"].device)
+    out = TensorDict(dict.fromkeys({"logprobs", *needed(loss)}, zeros), batch_size=batch.batch_size)
+    try:
+        with torch.no_grad(), unchanged(batch, name):
+            terms, _ = terms_of(name, loss(out, batch))
+    except MissingColumn:
+        raise
+    except KeyError as error:
+        column = re.search(r"[\"'](\w+)[\"']", str(error))
+        if column is None or column[1] in batch.keys():
+            raise
+        known = COLUMNS.get(column[1])
+        raise MissingColumn(
+            name, column[1], sorted(map(str, batch.keys())), known.hint if known else "Add it with assign."
+        ) from error
+    return {key: float(term.weight) for key, term in terms.items()}
+
+
+def check_weights(name: str, seen: Mapping[str, float], expected: Mapping[str, float]) -> None:
+    """Compare the weights of the real calls, added up, with those that the driver learned.
+
+    Raises:
+        WeightError: they differ, so the loss's weight depends on more than the rows of the batch.
+
+    >>> check_weights("my_loss", {"loss": 6.0}, {"loss": 6.0})
+    """
+    for key, weight in expected.items():
+        found = seen.get(key, 0.0)
+        if not abs(found - weight) <= RELATIVE * max(abs(found), abs(weight)):
+            raise WeightError(
+                f"{name}: the weight of term '{key}' is {weight:g} on the whole batch, but {found:g} added up over its "
+                "parts or on other outputs. A weight must be a sum over rows of the batch alone: aggregate with "
+                "token_mean, seq_mean or seq_sum (a mean of means is not, nor a count that the output selects)"
+            )
+
+
+def _name(loss: Loss) -> str:
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
+def _check_law(loss: Loss, batch: Batch, weights: Mapping[str, float]) -> None:
+    """Weights add up over rows, and do not look at the outputs."""
+    check_weights(_name(loss), global_weights(loss, batch, fill=-1.0), weights)
+    if len(batch) > 1:
+        total: dict[str, float] = {}
+        for half in shard(batch, 2):
+            for key, weight in global_weights(loss, half).items():
+                total[key] = total.get(key, 0.0) + weight
+        check_weights(_name(loss), total, weights)
+
+
+def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens: int) -> Trainer:
+    """Map an engine onto a local mesh.
+
+    The mesh holds one copy of the weights. A batch is split into its dp shards, each shard into micro-batches of at
+    most ``max_tokens`` tokens; the engine adds their gradients up and steps once.
+
+    Args:
+        mesh: where it runs.
+        engine: what runs there.
+        name: how errors speak of the trainer.
+        max_tokens: bound on the tokens of a micro-batch, padding counted.
+    """
+    owner = _Owner(name)
+
+    def tensors(params: Params) -> Iterator[tuple[str, Tensor]]:
+        yield from engine.tensors(local(params, "publish"))
+
+    def local(params: Params, who: str) -> Any:
+        if not isinstance(params, Params):
+            raise TypeError(f"{who}: expected params (state.params or trainer.load()), found {type(params).__name__}")
+        value = params.handle.borrow(owner, who)[0]
+        return value if isinstance(params, _Frozen) else engine.params(value)
+
+    def state_of(value: Any, step: int, version: int, published: bool) -> TrainState:
+        params = Params(Handle(mesh, owner, "train state", [value]), version, tensors)
+        params.published = published
+        return TrainState(params, step)
+
+    def frozen(value: Any, version: int, published: bool) -> Params:
+        params = _Frozen(Handle(mesh, owner, "frozen params", [value]), version, tensors)
+        params.published = published
+        return params
+
+    def init(params: Params | None = None) -> TrainState:
+        mesh.cluster.check_open("init")
+        return state_of(engine.init(None if params is None else params.tensors()), 0, 0, False)
+
+    def load(source: str | None = None) -> Params:
+        mesh.cluster.check_open("load")
+        return frozen(engine.load(source), 0, False)
+
+    def freeze(params: Params) -> Params:
+        return frozen(engine.freeze(local(params, "freeze")), params.version, params.published)
+
+    def split(batch: Batch) -> tuple[Sequence[Tensor], list[Any]]:
+        shards = shard(batch, mesh.dp)
+        return shards.rows, [microbatches(part, max_tokens=max_tokens) for part in shards]
+
+    def logprobs(params: Params, batch: Batch) -> Future[Tensor]:
+        weights = local(params, "logprobs")
+        rows, parts = split(batch)
+        width = batch["input_ids"].shape[-1]
+        outs = []
+        for part in parts:
+            found = [_widen(x["logprobs"], width) for x in engine.forward(weights, part, frozenset())]
+            outs.append(part.restore(found) if found else torch.zeros(0, *batch["input_ids"].shape[1:]))
+        return done(restore(rows, outs, who="logprobs"))
+
+    def train_step(loss: Loss) -> Callable[[TrainState, Batch], tuple[TrainState, Future[Metrics]]]:
+        missing = needed(loss) - engine.provides
+        if missing:
+            raise MissingOutput(
+                f"train_step({_name(loss)}): the loss needs {', '.join(sorted(missing))}, and {name} provides "
+                f"{', '.join(sorted(engine.provides | {'logprobs'}))}"
+            )
+        who = f"train_step({_name(loss)})"
+        checked = False
+
+        def step(state: TrainState, batch: Batch) -> tuple[TrainState, Future[Metrics]]:
+            nonlocal checked
+            if not isinstance(state, TrainState):
+                raise TypeError(f"{who}: expected a train state (trainer.init()), found {type(state).__name__}")
+            value = state.handle.borrow(owner, who)[0]
+            weights = global_weights(loss, batch)
+            if not checked:
+                _check_law(loss, batch, weights)
+                checked = True
+            metrics = _lag(state.version, batch)
+            if any(weight == 0 for weight in weights.values()):
+                state.handle.donate(owner, who)
+                metrics |= {"skipped": Sum(torch.tensor(1.0))}
+                return state_of(value, state.step, state.version, state._params.published), done(metrics)
+            _check_finite(who, batch)
+            _, parts = split(batch)
+            new, found = engine.train(value, loss, [part for some in parts for part in some], weights)
+            state.handle.donate(owner, who)
+            metrics |= found | {"skipped": Sum(torch.tensor(0.0))}
+            return state_of(new, state.step + 1, state.version, False), done(metrics)
+
+        return step
+
+    def save(state: TrainState, folder: str | Path) -> None:
+        value = state.handle.borrow(owner, "save")[0]
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        engine.save(value, Path(folder))
+        record = {"step": state.step, "version": state.version, "published": state.params.published}
+        (Path(folder) / "state.json").write_text(json.dumps(record))
+
+    def restore_state(folder: str | Path) -> TrainState:
+        record = json.loads((Path(folder) / "state.json").read_text())
+        return state_of(engine.restore(Path(folder)), record["step"], record["version"], record["published"])
+
+    def export(params: Params, folder: str | Path) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        engine.export(local(params, "export"), Path(folder))
+
+    return Trainer(init, load, freeze, logprobs, train_step, save, restore_state, export)
+
+
+class _Owner:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class _Frozen(Params):
+    """Params with a handle of their own."""
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+
+
+def _lag(version: int, batch: Batch) -> Metrics:
+    """How many publishes the weights are ahead of those that sampled a row, over the rows that are trained on."""
+    if "version" not in batch.keys() or "loss_mask" not in batch.keys():
+        return {}
+    rows = batch["loss_mask"].any(-1)
+    return {"lag": Mean(((version - batch["version"]) * rows).sum().float(), rows.sum().float())}
+
+
+def _check_finite(who: str, batch: Batch) -> None:
+    """Columns that are not finite where a token is trained on would poison the weights."""
+    if "loss_mask" not in batch.keys():
+        return
+    for column, value in batch.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == batch["loss_mask"].shape:
+            bad = ~torch.isfinite(value) & batch["loss_mask"]
+            if bool(bad.any()):
+                rows = torch.nonzero(bad.flatten(1).any(1))[:, 0].tolist()
+                raise NotFinite(
+                    f"{who}: the column '{column}' is NaN or infinite at tokens that are trained on, in rows "
+                    f"{rows[:10]}; mark such rows with assign(batch, valid=...), or mend what computed the column"
+                )

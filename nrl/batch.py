@@ -1,0 +1,483 @@
+"""Batches are values: locked TensorDicts of concrete tensors that no function changes.
+
+A column at position ``t`` describes token ``t``. Rows are right-padded. `COLUMNS` is the vocabulary; a column that is
+not in it is carried along, and counts as per-token if its shape is ``[*B, T, ...]``, where ``T`` is the width of
+``input_ids``.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nrl.errors import BatchError, ColumnError, MissingColumn, MutatedBatch
+
+__all__ = [
+    "COLUMNS",
+    "Batch",
+    "Column",
+    "Parts",
+    "assign",
+    "concatenate",
+    "lengths",
+    "microbatches",
+    "minibatches",
+    "pad",
+    "plan",
+    "require",
+    "restore",
+    "shard",
+    "unchanged",
+]
+
+Batch = TensorDict
+"""An immutable batch; an alias of TensorDict, so that losses take any, locked or not.
+
+>>> batch = Batch({"input_ids": torch.tensor([[5, 6]])}, batch_size=[1])
+>>> batch["input_ids"].shape
+torch.Size([1, 2])
+"""
+
+
+class Column(NamedTuple):
+    """What is known of a column: per row or per token, its dtype, what missing entries are, how to get it.
+
+    >>> COLUMNS["advantages"].per, COLUMNS["advantages"].dtype
+    ('token', torch.float32)
+    """
+
+    per: Literal["row", "token"]
+    dtype: torch.dtype
+    hint: str
+    default: bool | int | float | None = None
+    """The value that an absent column stands for; None where absence has no meaning."""
+
+
+def _from_trainer(call: str, column: str) -> str:
+    return f"Add it with assign(batch, {column}={call})."
+
+
+_DATA = "Data and rollout write it."
+COLUMNS: dict[str, Column] = {
+    "input_ids": Column("token", torch.int64, _DATA),
+    "attention_mask": Column("token", torch.bool, _DATA),
+    "loss_mask": Column(
+        "token",
+        torch.bool,
+        "Data and rollout write it; true for the tokens that are trained on.",
+    ),
+    "rollout_logprobs": Column("token", torch.float32, "rollout writes it."),
+    "temperature": Column("row", torch.float32, "rollout writes it.", 1.0),
+    "old_logprobs": Column(
+        "token",
+        torch.float32,
+        "Add it with assign(batch, old_logprobs=batch['rollout_logprobs']) or, exactly, "
+        "assign(batch, old_logprobs=trainer.logprobs(state.params, batch)).",
+    ),
+    "ref_logprobs": Column(
+        "token",
+        torch.float32,
+        _from_trainer("trainer.logprobs(reference, batch)", "ref_logprobs"),
+    ),
+    "teacher_logprobs": Column(
+        "token",
+        torch.float32,
+        _from_trainer("teacher.logprobs(params, batch)", "teacher_logprobs"),
+    ),
+    "values": Column(
+        "token",
+        torch.float32,
+        _from_trainer("critic.values(state.params, batch)", "values"),
+    ),
+    "rewards": Column("row", torch.float32, "The environment writes it, in rollout."),
+    "token_rewards": Column("token", torch.float32, _from_trainer("...", "token_rewards")),
+    "advantages": Column("token", torch.float32, "Add it with nrl.algos.advantages(batch)."),
+    "returns": Column("token", torch.float32, "Add it with nrl.algos.gae."),
+    "group_ids": Column(
+        "row",
+        torch.int64,
+        "rollout writes it; rows that answer one prompt share a number.",
+    ),
+    "episode_ids": Column("row", torch.int64, "rollout writes it; absent, every row is an episode."),
+    "version": Column("row", torch.int64, "rollout writes it."),
+    "valid": Column("row", torch.bool, "rollout writes it.", True),
+    "truncated": Column("row", torch.bool, "rollout writes it.", False),
+    "source": Column("row", torch.int64, "Data writes it where task sources are mixed.", 0),
+    "dropped": Column("row", torch.int64, "drop_uniform and fresh write it.", 0),
+    "dropped_rewards": Column("row", torch.float32, "drop_uniform and fresh write it.", 0.0),
+    "desirable": Column("row", torch.bool, "Unpaired preference data writes it."),
+}
+"""The vocabulary of columns. ``float32`` columns may be ``float64``, which is what the laws are tested in.
+
+>>> sorted(COLUMNS)[:3]
+['advantages', 'attention_mask', 'desirable']
+"""
+
+
+def assign(batch: TensorDict, **columns: Any) -> Batch:
+    """Add or replace columns: the only way to change a batch, and it returns a new one.
+
+    Waits on values that have ``.result()``. Columns are constants: they are detached. Rows that ``valid`` marks false
+    have their ``loss_mask`` cleared, whichever of the two is assigned.
+
+    Args:
+        batch: any TensorDict; it is left as it is.
+        **columns: tensors, or futures of tensors. Those in `COLUMNS` are checked for dtype and shape.
+
+    Raises:
+        ColumnError: a column has the wrong type, dtype or shape, or ``attention_mask`` is not right-padded.
+
+    >>> batch = Batch({"input_ids": torch.tensor([[5, 6]])}, batch_size=[1])
+    >>> sorted(assign(batch, rewards=torch.tensor([1.0])).keys())
+    ['input_ids', 'rewards']
+    """
+    values = {name: _detached(name, _wait(value)) for name, value in columns.items()}
+    ids = values.get("input_ids", batch.get("input_ids", None))
+    width = ids.shape[-1] if isinstance(ids, Tensor) and ids.ndim > 0 else None
+    for name, value in values.items():
+        _check(name, value, batch.batch_size, width)
+    out = batch.copy()
+    for name, value in values.items():
+        out.set(name, value)
+    if {"valid", "loss_mask"} & values.keys() and "valid" in out.keys() and "loss_mask" in out.keys():
+        out.set("loss_mask", out["loss_mask"] & out["valid"].unsqueeze(-1))
+    return cast(Batch, out.lock_())
+
+
+def _wait(value: Any) -> Any:
+    return value.result() if hasattr(value, "result") else value
+
+
+def _detached(name: str, value: Any) -> Any:
+    if not isinstance(value, Tensor | TensorDict):
+        raise ColumnError(
+            f"assign: column '{name}' is a {type(value).__name__}; give a torch tensor (or a future of one)"
+        )
+    return value.detach() if value.requires_grad else value
+
+
+def _check(name: str, value: Any, size: torch.Size, width: int | None) -> None:
+    if value.shape[: len(size)] != size:
+        raise ColumnError(
+            f"assign: column '{name}' has shape {list(value.shape)}, but the batch has batch size {list(size)}; "
+            "its first dimensions must be the batch's"
+        )
+    column = COLUMNS.get(name)
+    if column is None:
+        return
+    dtypes = (column.dtype, torch.float64) if column.dtype == torch.float32 else (column.dtype,)
+    if value.dtype not in dtypes:
+        raise ColumnError(
+            f"assign: column '{name}' has dtype {value.dtype}; it must be {column.dtype} "
+            f"(convert it with .to({column.dtype}))"
+        )
+    rest = list(value.shape[len(size) :])
+    if column.per == "token" and (len(rest) != 1 or (width is not None and rest[0] != width)):
+        raise ColumnError(
+            f"assign: column '{name}' has shape {list(value.shape)}; it is per token, so it must have shape "
+            f"{[*size, 'T' if width is None else width]}, as wide as input_ids"
+        )
+    if column.per == "row" and len(rest) > (1 if name == "rewards" else 0):
+        raise ColumnError(
+            f"assign: column '{name}' has shape {list(value.shape)}; it is per row, so it must have shape {list(size)}"
+        )
+    if name == "attention_mask" and bool((value[..., 1:] & ~value[..., :-1]).any()):
+        raise ColumnError(
+            "assign: 'attention_mask' has a false before a true; rows are right-padded, so move the padding to the end"
+        )
+
+
+def require(batch: TensorDict, *columns: str, reader: str = "this function") -> None:
+    """Say clearly which column is missing, to whom, what is there, and how to add it.
+
+    Raises:
+        MissingColumn: the first of ``columns`` that the batch does not have.
+
+    >>> require(Batch({"rewards": torch.zeros(2)}, batch_size=[2]), "rewards", reader="my_loss")
+    """
+    present = sorted(str(key) for key in batch.keys())
+    for name in columns:
+        if name not in present:
+            hint = COLUMNS[name].hint if name in COLUMNS else f"Add it with assign(batch, {name}=...)."
+            raise MissingColumn(reader, name, present, hint)
+
+
+def lengths(batch: TensorDict) -> Tensor:
+    """The number of real tokens in each row: ``[*B]`` int64, from ``attention_mask``; without one, the full width.
+
+    >>> lengths(Batch({"input_ids": torch.zeros(2, 3, dtype=torch.int64)}, batch_size=[2])).tolist()
+    [3, 3]
+    """
+    if "attention_mask" in batch.keys():
+        return cast(Tensor, batch["attention_mask"].sum(-1))
+    require(batch, "input_ids", reader="lengths")
+    ids = batch["input_ids"]
+    return torch.full(ids.shape[:-1], ids.shape[-1], dtype=torch.int64, device=ids.device)
+
+
+class Parts(list[Batch]):
+    """The parts of a batch, and which of its rows each part holds, so that what is computed on them can be put back.
+
+    >>> whole = Batch({"input_ids": torch.arange(6).view(3, 2)}, batch_size=[3])
+    >>> parts = shard(whole, 2)
+    >>> bool((parts.restore([part["input_ids"] for part in parts]) == whole["input_ids"]).all())
+    True
+    """
+
+    def __init__(self, batch: TensorDict, rows: Sequence[Tensor], *, trim: bool = False) -> None:
+        self.rows = list(rows)
+        super().__init__(_take(batch, index, trim) for index in self.rows)
+
+    def restore(self, outputs: Sequence[Any]) -> Any:
+        """Put outputs of the parts back into the order of the batch; see `restore`."""
+        return restore(self.rows, outputs)
+
+
+def restore(rows: Sequence[Tensor], outputs: Sequence[Any], *, who: str = "restore") -> Any:
+    """Put rows that were computed in parts back into their order; the inverse of splitting.
+
+    Args:
+        rows: for each part, which rows of the whole it holds.
+        outputs: for each part, a tensor or batch with an entry for each of its rows.
+        who: how errors name the caller.
+
+    Raises:
+        BatchError: an output does not have one entry for each row of its part.
+
+    >>> restore([torch.tensor([2]), torch.tensor([0, 1])], [torch.tensor([30]), torch.tensor([10, 20])]).tolist()
+    [10, 20, 30]
+    """
+    for index, output in zip(rows, outputs, strict=True):
+        if not isinstance(output, Tensor | TensorDict) or output.ndim == 0 or output.shape[0] != len(index):
+            found = list(output.shape) if isinstance(output, Tensor | TensorDict) else type(output).__name__
+            raise BatchError(
+                f"{who}: the part has {len(index)} rows, but what was computed on it is {found}; "
+                "return one entry for each row, or sums (merged)"
+            )
+    order = torch.argsort(torch.cat(list(rows)))
+    whole: Any = torch.cat(cast(Any, outputs))
+    whole = whole[order.to(whole.device)]
+    return whole.lock_() if isinstance(whole, TensorDict) else whole
+
+
+def _take(batch: TensorDict, rows: Tensor, trim: bool) -> Batch:
+    part = batch[rows]
+    if trim and "input_ids" in part.keys() and len(rows) > 0:
+        part = _resize(part, max(1, int(lengths(part).max())))
+    return cast(Batch, part.lock_())
+
+
+def shard(batch: TensorDict, n: int) -> Parts:
+    """Split rows into ``n`` parts of about equal numbers of tokens; ``.restore`` puts outputs back in order.
+
+    Longest row first, each to the part with the fewest tokens, which is within 4/3 of the best. Pairs of a preference
+    batch are rows here, so none is split. With fewer rows than parts, some parts have no rows.
+
+    Raises:
+        BatchError: ``n`` is not positive.
+
+    >>> mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]], dtype=torch.bool)
+    >>> batch = Batch({"input_ids": mask.long(), "attention_mask": mask}, batch_size=[3])
+    >>> [rows.tolist() for rows in shard(batch, 2).rows]
+    [[0], [1, 2]]
+    """
+    if n < 1:
+        raise BatchError(f"shard: n is {n}; it must be at least 1")
+    loads, rows = [0] * n, [list[int]() for _ in range(n)]
+    tokens = _row_tokens(batch)
+    for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):
+        lightest = min(range(n), key=lambda part: (loads[part], len(rows[part]), part))
+        loads[lightest] += tokens[row]
+        rows[lightest].append(row)
+    return Parts(batch, [torch.tensor(sorted(part), dtype=torch.int64) for part in rows])
+
+
+def _row_tokens(batch: TensorDict) -> list[int]:
+    if batch.ndim == 0:
+        raise BatchError("a batch needs at least one batch dimension; create it with batch_size=[B]")
+    return cast(
+        list[int],
+        lengths(batch).flatten(1).sum(1).tolist() if batch.ndim > 1 else lengths(batch).tolist(),
+    )
+
+
+def plan(widths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Choose rows for rectangles of at most ``max_tokens`` tokens, padding included: rows of like width go together.
+
+    Args:
+        widths: what each row takes, in tokens.
+        max_tokens: bound on rows times the widest of them.
+
+    Returns:
+        Row numbers of each rectangle, widest first, so that the one that needs the most memory comes first.
+
+    Raises:
+        BatchError: a row alone is wider than ``max_tokens``.
+
+    >>> plan([3, 1, 2, 1], max_tokens=4)
+    [[0], [2, 1], [3]]
+    """
+    order = sorted(range(len(widths)), key=lambda row: (-widths[row], row))
+    if order and widths[order[0]] > max_tokens:
+        raise BatchError(
+            f"microbatches: row {order[0]} has {widths[order[0]]} tokens, more than max_tokens={max_tokens}; "
+            "raise max_tokens, or leave out rows that long"
+        )
+    groups: list[list[int]] = []
+    widest = 0
+    for row in order:
+        if not groups or (len(groups[-1]) + 1) * widest > max_tokens:
+            groups.append([])
+            widest = max(1, widths[row])
+        groups[-1].append(row)
+    return groups
+
+
+def microbatches(batch: TensorDict, *, max_tokens: int) -> Parts:
+    """Split a batch into padded batches of at most ``max_tokens`` tokens each, padding counted.
+
+    Rows of like length go together and each part is cut to its longest row. A pair counts as its two rows.
+
+    Raises:
+        BatchError: one row alone has more than ``max_tokens`` tokens.
+
+    >>> mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]], dtype=torch.bool)
+    >>> batch = Batch({"input_ids": mask.long(), "attention_mask": mask}, batch_size=[3])
+    >>> [list(part["input_ids"].shape) for part in microbatches(batch, max_tokens=4)]
+    [[1, 3], [2, 2]]
+    """
+    each = lengths(batch).flatten(1) if batch.ndim > 1 else lengths(batch).unsqueeze(1)
+    widths = (each.amax(1).clamp(min=1) * each.shape[1]).tolist() if len(each) else []
+    return Parts(batch, [torch.tensor(rows) for rows in plan(widths, max_tokens)], trim=True)
+
+
+def minibatches(batch: TensorDict, n: int, seed: int) -> list[Batch]:
+    """Split the rows at random into ``n`` batches for several updates on one batch; sizes differ by at most one row.
+
+    Raises:
+        BatchError: ``n`` is not between 1 and the number of rows.
+
+    >>> batch = Batch({"input_ids": torch.arange(6).view(3, 2)}, batch_size=[3])
+    >>> [len(part) for part in minibatches(batch, 2, seed=0)]
+    [2, 1]
+    """
+    if not 1 <= n <= len(batch):
+        raise BatchError(f"minibatches: n is {n}; it must be between 1 and the number of rows, {len(batch)}")
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+    return list(Parts(batch, order.tensor_split(n)))
+
+
+def pad(batch: TensorDict, width: int) -> Batch:
+    """Pad every per-token column on the right to ``width`` tokens, with zeros (masks: false).
+
+    Raises:
+        BatchError: the batch is wider than that.
+
+    >>> pad(Batch({"input_ids": torch.tensor([[5, 6]])}, batch_size=[1]), 3)["input_ids"].tolist()
+    [[5, 6, 0]]
+    """
+    require(batch, "input_ids", reader="pad")
+    if batch["input_ids"].shape[-1] > width:
+        raise BatchError(f"pad: the batch is {batch['input_ids'].shape[-1]} tokens wide, more than width={width}")
+    return cast(Batch, _resize(batch, width).lock_())
+
+
+def _resize(batch: TensorDict, width: int) -> TensorDict:
+    """Cut or pad the per-token columns on the right."""
+    old, dim = batch["input_ids"].shape[-1], batch.ndim
+    out = batch.copy()
+    if "attention_mask" not in batch.keys() and width > old:
+        out.set("attention_mask", torch.ones_like(batch["input_ids"], dtype=torch.bool))
+    for name, value in out.items():
+        if isinstance(value, Tensor) and _per_token(name, value, dim, old):
+            short = value.narrow(dim, 0, min(old, width))
+            filler = short.new_zeros((*short.shape[:dim], width - short.shape[dim], *short.shape[dim + 1 :]))
+            out.set(name, torch.cat([short, filler], dim) if width > old else short)
+    return out
+
+
+def _per_token(name: str, value: Tensor, dim: int, width: int) -> bool:
+    if name in COLUMNS:
+        return COLUMNS[name].per == "token"
+    return value.ndim > dim and value.shape[dim] == width
+
+
+def concatenate(batches: Sequence[TensorDict]) -> Batch:
+    """Put batches under one another, padded to the widest.
+
+    A column that some of them lack is filled in where its absence has a meaning (`COLUMNS`: an absent ``valid`` is
+    true).
+
+    Raises:
+        BatchError: there are no batches, or one lacks a column that has no default.
+
+    >>> a = Batch({"input_ids": torch.tensor([[5, 6]])}, batch_size=[1])
+    >>> b = Batch({"input_ids": torch.tensor([[7]]), "valid": torch.tensor([False])}, batch_size=[1])
+    >>> concatenate([a, b])["valid"].tolist()
+    [True, False]
+    """
+    if not batches:
+        raise BatchError("concatenate: there are no batches to put together")
+    names = sorted({str(name) for batch in batches for name in batch.keys()})
+    width = max(
+        (batch["input_ids"].shape[-1] for batch in batches if "input_ids" in batch.keys()),
+        default=0,
+    )
+    if width and any(_ragged(batch, width) for batch in batches):
+        names = sorted({*names, "attention_mask"})
+    filled = [_filled(batch, names, width) for batch in batches]
+    return cast(Batch, torch.cat(cast(Any, filled)).lock_())  # type: ignore[attr-defined]
+
+
+def _ragged(batch: TensorDict, width: int) -> bool:
+    return "attention_mask" in batch.keys() or ("input_ids" in batch.keys() and batch["input_ids"].shape[-1] < width)
+
+
+def _filled(batch: TensorDict, names: Sequence[str], width: int) -> TensorDict:
+    out = batch.copy()
+    for name in names:
+        if name in out.keys():
+            continue
+        column = COLUMNS.get(name)
+        if name == "attention_mask" and "input_ids" in out.keys():
+            out.set(name, torch.ones_like(out["input_ids"], dtype=torch.bool))
+        elif column is not None and column.default is not None:
+            out.set(
+                name,
+                torch.full(tuple(batch.batch_size), column.default, dtype=column.dtype),
+            )
+        else:
+            raise BatchError(
+                f"concatenate: one batch has the column '{name}' and another has not; assign it to all of them first"
+            )
+    return _resize(out, width) if width and "input_ids" in out.keys() else out
+
+
+@contextmanager
+def unchanged(batch: TensorDict, who: str) -> Iterator[None]:
+    """With ``NRL_DEBUG=1``, catch a function that writes into the batch it was given; otherwise free.
+
+    Compares the version counters that torch keeps for every tensor, before and after.
+
+    Raises:
+        MutatedBatch: naming the function and the columns.
+
+    >>> with unchanged(Batch({"rewards": torch.zeros(2)}, batch_size=[2]), "my_loss"):
+    ...     pass
+    """
+    if os.environ.get("NRL_DEBUG") != "1":
+        yield
+        return
+    leaves = cast(dict[str, Tensor], dict(batch.items(include_nested=True, leaves_only=True)))
+    before = {name: (leaf, leaf._version) for name, leaf in leaves.items() if not leaf.is_inference()}
+    yield
+    written = [str(name) for name, (leaf, version) in before.items() if leaf._version != version]
+    if written:
+        raise MutatedBatch(
+            f"{who} wrote into its batch: {', '.join(written)}. Batches are values; use an out-of-place operation, "
+            "or clone the column first"
+        )

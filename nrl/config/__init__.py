@@ -1,0 +1,258 @@
+"""Configuration: YAML or TOML files and ``key=value`` arguments become a frozen attrs instance.
+
+A configuration is an attrs class that the program declares; `load` fills it in, `dump` writes it back. Values come
+from, each over the one before: the defaults of the class, the files in the order given, the ``key=value`` arguments.
+Mappings are merged key by key, so ``optimizer.lr=1e-4`` keeps the rest of the default optimizer; anything else is
+replaced whole, and so is the default of a ``dict`` field.
+
+Files are typed and nothing is converted, except that an ``int`` may stand for a ``float``. YAML is read by the rules
+of YAML 1.2: ``1e-3`` is a float; only ``true`` and ``false`` are booleans; ``on``, ``yes``, ``2026-01-31`` and
+``12:30`` are strings. A key that occurs twice is an error.
+
+Text on the command line has no type until its field gives it one. A ``str`` or `Path` field takes the text exactly as
+it stands: ``model=1e5`` is ``"1e5"``, ``name=null`` is ``"null"``. Where None is allowed, ``null``, ``~`` and nothing
+at all mean None. Every other field reads the text as YAML: ``betas=[0.9, 0.99]``, ``flag=true``,
+``optimizer={lr: 1e-4}``. In a union such as ``int | str``, a text that YAML reads as one of the types is that, and
+otherwise the string.
+"""
+
+import difflib
+import inspect
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attrs
+import yaml
+
+from nrl.config._typed import Unknown, default_of, fields, found, name, sections, structure
+from nrl.config._yaml import Problems, Word, mapping, parse, write
+from nrl.errors import ConfigError
+
+__all__ = ["dump", "load", "option"]
+
+
+def option[T](default: T, *, help: str, validator: Callable[[Any, Any, T], Any] | None = None) -> T:
+    """A field of a configuration with a default and the line that ``--help`` prints for it.
+
+    A field without a default takes ``attrs.field(metadata={"help": ...})`` instead.
+
+    Args:
+        default: the default; a list or dict is copied for each instance.
+        help: what the field means.
+        validator: an attrs validator, called with ``(instance, attribute, value)``.
+
+    Returns:
+        An `attrs.field`, typed as its value so that type checkers accept it in a class body.
+
+    >>> @attrs.frozen
+    ... class Config:
+    ...     steps: int = option(100, help="optimizer steps", validator=attrs.validators.gt(0))
+    >>> Config().steps
+    100
+    """
+    made: Any = attrs.Factory(default.copy) if isinstance(default, list | dict) else default
+    return attrs.field(default=made, validator=validator, metadata={"help": help})  # type: ignore[no-any-return]
+
+
+def load[T](cls: type[T], args: Sequence[str] | None = None) -> T:
+    """Make an instance of ``cls`` from files and ``key=value`` arguments; the module's docstring has the rules.
+
+    Args:
+        cls: an attrs class. Fields may be ``bool``, ``int``, ``float``, ``str``, `Path`, ``Literal``, an `Enum` (by
+            value), lists, tuples, mappings, attrs classes, and unions of these; ``Any`` takes what YAML makes of it.
+        args: ``key=value``, ``key.sub=value``, ``FILE.yaml``, ``FILE.toml`` or ``config=FILE`` (unless ``cls`` has a
+            field ``config``). Arguments of the form ``key=value`` win over files wherever they stand. With ``-h`` or
+            ``--help``, every key is printed and the program exits with 0. Default: the program's own arguments.
+
+    Returns:
+        The instance.
+
+    Raises:
+        ConfigError: names every problem at once, each with its key, what was expected, what was found and where.
+
+    >>> @attrs.frozen
+    ... class Optimizer:
+    ...     lr: float = 1e-3
+    ...     betas: tuple[float, float] = (0.9, 0.999)
+    >>> @attrs.frozen
+    ... class Config:
+    ...     model: str
+    ...     steps: int = 100
+    ...     optimizer: Optimizer = Optimizer()
+    >>> load(Config, ["model=tiny", "optimizer.lr=1e-4"])
+    Config(model='tiny', steps=100, optimizer=Optimizer(lr=0.0001, betas=(0.9, 0.999)))
+    >>> load(Config, ["steps=4.7", "optimizer.lrr=1"])
+    Traceback (most recent call last):
+    nrl.errors.ConfigError: load(Config): 3 problems
+      steps: expected int, found 4.7 (a float); from the command line
+      optimizer.lrr: no such key; did you mean 'optimizer.lr'?; from the command line
+      model: missing, and it has no default; expected str
+    """
+    if not inspect.isclass(cls) or not attrs.has(cls):
+        raise ConfigError(f"load: expected an attrs class, got {cls!r}; decorate it with @attrs.frozen")
+    args = sys.argv[1:] if args is None else args
+    if "-h" in args or "--help" in args:
+        sys.stdout.write(_usage(cls) + "\n")
+        raise SystemExit(0)
+    layers, problems = _layers(cls, args)
+    if not problems:
+        merged: Any = {}
+        for layer in layers:
+            merged = _merge(merged, layer.values)
+        try:
+            made: T = structure(merged, cls)
+        except Problems as error:
+            problems = [_explain(cls, path, text, layers) for path, text in error.found]
+        else:
+            return made
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    raise ConfigError("\n  ".join([f"load({cls.__name__}): {count}", *problems]))
+
+
+def dump(config: Any) -> str:
+    """Write a configuration as YAML, every key with its value; `load` reads the same configuration from it.
+
+    Args:
+        config: an instance of an attrs class, as `load` returns it.
+
+    Returns:
+        YAML text that readers of YAML 1.1 and 1.2 agree about.
+
+    Raises:
+        ConfigError: it is not an attrs instance, or holds a value that YAML has no plain form for.
+
+    >>> @attrs.frozen
+    ... class Config:
+    ...     lr: float = 1e-4
+    ...     betas: tuple[float, float] = (0.9, 0.99)
+    ...     name: str = "on"
+    >>> print(dump(Config()), end="")
+    lr: 0.0001
+    betas: [0.9, 0.99]
+    name: 'on'
+    """
+    if isinstance(config, type) or not attrs.has(type(config)):
+        raise ConfigError(f"dump: expected an instance of an attrs class, got {config!r}")
+    try:
+        return write(config)
+    except yaml.YAMLError as error:
+        reason = " ".join(map(str, error.args))
+        raise ConfigError(f"dump({type(config).__name__}): a value has no form in YAML: {reason}") from None
+
+
+class _Layer(NamedTuple):
+    source: str
+    values: Any
+
+
+def _layers(cls: type, args: Sequence[str]) -> tuple[list[_Layer], list[str]]:
+    """The files, then the pairs; and what is wrong with either."""
+    files: list[_Layer] = []
+    pairs: list[_Layer] = []
+    problems: list[str] = []
+    config_is_file = all(field.alias != "config" for field in fields(cls))
+    for arg in args:
+        key, equals, text = arg.partition("=")
+        if arg.startswith("-"):
+            problems.append(f"{arg}: options are written key=value, without dashes; --help prints every key")
+        elif equals and "/" not in key and not (key == "config" and config_is_file):
+            values: Any = Word(text)
+            for part in reversed(key.split(".")):
+                values = {Word(part): values}
+            pairs.append(_Layer("the command line", values))
+            if not all(key.split(".")):
+                problems.append(f"{arg}: a part of the key is empty; write key=value or key.sub=value")
+        else:
+            path = text if equals and key == "config" else arg
+            try:
+                files.append(_Layer(path, _read(Path(path))))
+            except OSError as error:
+                problems.append(f"{path}: cannot be read: {error.strerror}")
+            except ValueError as error:  # TOML or UTF-8 that cannot be decoded
+                problems.append(f"{path}: not valid: {error}")
+            except Problems as error:
+                problems += [f"{path}: {text}" for _, text in error.found]
+    return [*files, *pairs], problems
+
+
+def _read(path: Path) -> Any:
+    if path.suffix.lower() not in (".yaml", ".yml", ".toml"):
+        raise Problems(((), "neither key=value nor a file that ends in .yaml, .yml or .toml"))
+    text = path.read_text(encoding="utf-8-sig")
+    values = tomllib.loads(text) if path.suffix.lower() == ".toml" else parse(text)
+    if values is not None and not isinstance(values, Mapping):
+        raise Problems(((), f"expected a mapping of keys to values, found {found(values)}"))
+    return values or {}
+
+
+def _merge(base: Any, over: Any) -> Any:
+    """Lay one value over another: mappings key by key, anything else whole."""
+    if not isinstance(base, Mapping) and not isinstance(over, Mapping):
+        return over  # two texts: whether they are mappings is for their field to say
+    old, new = mapping(base), mapping(over)
+    if old is None or new is None:
+        return over
+    return {**old, **{key: _merge(old[key], value) if key in old else value for key, value in new.items()}}
+
+
+def _explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[_Layer]) -> str:
+    """One problem in one line: where, what, from where."""
+    dotted = ".".join(map(str, path))
+    if isinstance(text, Unknown):
+        *above, last = map(str, path)
+        near = [".".join([*above, key]) for key in difflib.get_close_matches(last, text.siblings, 1)]
+        if not near:  # perhaps it belongs into another section
+            elsewhere = {key.rpartition(".")[2]: key for key, _, _ in _keys(cls)}
+            near = [elsewhere[key] for key in difflib.get_close_matches(last, elsewhere, 1)]
+        hint = f"did you mean '{near[0]}'?" if near else f"the keys here are {', '.join(text.siblings)}"
+        text = f"{text}; {hint}"
+    origin = next(filter(None, (_origin(path, layer) for layer in reversed(layers))), "")
+    return f"{dotted or cls.__name__}: {text}{origin}"
+
+
+def _origin(path: tuple[Any, ...], layer: _Layer) -> str:
+    """Where a layer sets the value at a path; empty if it does not."""
+    value, line = layer.values, None
+    for key in path:
+        if isinstance(value, Word):  # the rest of the path is inside the text
+            break
+        try:
+            line, value = getattr(value, "lines", {}).get(str(key), line), value[key]
+        except (LookupError, TypeError):
+            return ""
+    return f"; from {layer.source}" + (f", line {line}" if line else "") if path else ""
+
+
+def _keys(cls: type, instance: Any = attrs.NOTHING, above: tuple[type, ...] = ()) -> Iterator[tuple[str, Any, Any]]:
+    """Every key, dotted, with its field and default; a section before what is in it."""
+    for field in fields(cls):
+        value = default_of(field) if instance is attrs.NOTHING else getattr(instance, field.name)
+        yield field.alias, field, value
+        for section in sections(field.type):
+            if section not in (cls, *above):
+                inner = value if type(value) is section else attrs.NOTHING
+                for key, *rest in _keys(section, inner, (cls, *above)):
+                    yield f"{field.alias}.{key}", *rest
+
+
+def _usage(cls: type) -> str:
+    lines = [f"usage: {Path(sys.argv[0]).name} [FILE.yaml | FILE.toml | config=FILE ...] [key=value ...]", ""]
+    lines += [inspect.cleandoc(cls.__doc__).split("\n\n")[0], ""] if cls.__doc__ else []
+    for key, field, value in _keys(cls):
+        if value is attrs.NOTHING:
+            shown = " (required)" if field.default is attrs.NOTHING else " (computed)"
+        else:
+            shown = "" if attrs.has(type(value)) else f" = {_inline(value)}"
+        lines += [f"  {key}: {name(field.type)}{shown}"]
+        lines += [f"      {field.metadata['help']}"] if "help" in field.metadata else []
+    return "\n".join(lines)
+
+
+def _inline(value: Any) -> str:
+    try:
+        return write(value, inline=True).removesuffix("...\n").strip()
+    except yaml.YAMLError:
+        return repr(value)

@@ -1,0 +1,308 @@
+"""Values of a type from what YAML or the command line holds; the machinery below `nrl.config`.
+
+Text on the command line is a `Word` and is read only here, because what it means depends on the type that it is for.
+"""
+
+import contextlib
+import itertools
+import reprlib
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from enum import Enum
+from pathlib import Path, PurePath
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NewType, TypeAliasType, Union, get_args, get_origin
+
+import attrs
+import cattrs
+
+from nrl.config._yaml import Found, Problems, Word, mapping, parse, word_items
+
+__all__ = ["Unknown", "default_of", "fields", "found", "name", "sections", "structure"]
+
+_UNIONS = (Union, UnionType)
+_HINTS = {bool: "; write true or false", str: "; put it in quotes", list: "; write [a, b]", tuple: "; write [a, b]"}
+
+
+class Unknown(str):
+    """The problem of a key that its section does not have."""
+
+    siblings: Sequence[str]
+
+
+def fields(cls: Any) -> list[Any]:
+    """The attrs fields of a class that can be given, with types in place of their names."""
+    return [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
+
+
+def default_of(field: Any) -> Any:
+    """A field's default, or NOTHING where there is none or it depends on other fields."""
+    if isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
+        return attrs.NOTHING if field.default.takes_self else field.default.factory()
+    return field.default
+
+
+def _bare(kind: Any) -> Any:
+    """A type without its alias, new name or annotations."""
+    while isinstance(kind, TypeAliasType | NewType) or get_origin(kind) is Annotated:
+        match kind:
+            case TypeAliasType():
+                kind = kind.__value__
+            case NewType():
+                kind = kind.__supertype__
+            case _:
+                kind = get_args(kind)[0]
+    return kind
+
+
+def sections(kind: Any) -> list[type]:
+    """The attrs classes that a type is, or is a union of."""
+    members = get_args(_bare(kind)) if get_origin(_bare(kind)) in _UNIONS else [_bare(kind)]
+    return [member for member in members if isinstance(member, type) and attrs.has(member)]
+
+
+def name(kind: Any) -> str:
+    """A type as a user would write it.
+
+    >>> name(dict[str, float | None]), name(Literal["adamw", "muon"])
+    ('dict[str, float | None]', "'adamw' or 'muon'")
+    """
+    kind = _bare(kind)
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " or ".join(map(repr, args))
+    if origin in _UNIONS:
+        return " | ".join(map(name, args))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return " or ".join(repr(member.value) for member in kind)
+    if kind is NoneType or kind is ... or kind is None:
+        return {NoneType: "None", ...: "..."}.get(kind, "Any")
+    text = getattr(origin or kind, "__name__", str(kind))
+    return f"{text}[{', '.join(map(name, args))}]" if args else text
+
+
+def found(value: Any) -> str:
+    """A value and its type, for a message."""
+    return "null" if value is None else f"{reprlib.repr(value)} (a {type(value).__name__})"
+
+
+def _reading(value: Any) -> Any:
+    """What YAML reads in a text from the command line, or the text itself; any other value as it is."""
+    try:
+        return parse(value) if isinstance(value, Word) else value
+    except Problems:
+        return str(value)
+
+
+def _wrong(kind: Any, value: Any) -> Problems:
+    value = _reading(value)
+    value = dict(value) if isinstance(value, Mapping) else value
+    hint = _HINTS.get(get_origin(kind) or kind, "")
+    if len(sections(kind)) == 1:
+        hint = f"; its keys are {', '.join(field.alias for field in fields(sections(kind)[0]))}"
+    return Problems(((), f"expected {name(kind)}, found {found(value)}{hint}"))
+
+
+# --- Structuring. A hook returns a value of the type or raises Problems, and nothing else.
+
+
+def _each(items: Iterable[tuple[Any, Any, Any]]) -> tuple[dict[Any, Any], list[Found]]:
+    """Structure (key, value, type) triples: what could be, and the problems of the others under their keys."""
+    done, problems = {}, []
+    for key, value, kind in items:
+        try:
+            done[key] = structure(value, kind)
+        except Problems as error:
+            problems += [((key, *path), text) for path, text in error.found]
+    return done, problems
+
+
+def _anything(value: Any, _: Any = Any) -> Any:
+    value = parse(value) if isinstance(value, Word) else value
+    if isinstance(value, Mapping):
+        return {_anything(key): _anything(item) for key, item in value.items()}
+    return [_anything(item) for item in value] if isinstance(value, list) else value
+
+
+def _scalar(value: Any, kind: Any) -> Any:
+    if issubclass(kind, Enum):  # an enumeration of strings is a str too
+        return _choice(value, kind)
+    if isinstance(value, Word):
+        value = str(value) if kind is str else _reading(value)
+    small = type(value) is int and abs(value) < 2**1023
+    if type(value) is kind or (kind is float and small):
+        return kind(value)
+    raise _wrong(kind, value)
+
+
+def _path(value: Any, kind: Any) -> Any:
+    if isinstance(value, str | PurePath):
+        return kind(value)
+    raise _wrong(kind, value)
+
+
+def _choice(value: Any, kind: Any) -> Any:
+    if isinstance(value, Enum):  # a default
+        return value
+    choices = [(x, x) for x in get_args(kind)] or [(member.value, member) for member in kind]
+    for wanted in [str(value), _reading(value)] if isinstance(value, Word) else [value]:
+        for choice, made in choices:
+            if type(choice) is type(wanted) and choice == wanted:
+                return made
+    raise _wrong(kind, value)
+
+
+def _union(value: Any, kind: Any) -> Any:
+    members = [member for member in get_args(kind) if member is not NoneType]
+    nothing = value is None or (isinstance(value, Word) and value in ("null", "Null", "NULL", "~", ""))
+    if nothing and len(members) < len(get_args(kind)):
+        return None
+    if len(members) == 1:
+        return structure(value, members[0])
+    typed = _reading(value)
+    if type(typed) in members and not isinstance(typed, Mapping | list):
+        return str(value) if isinstance(typed, str) else typed
+    fits = {}
+    for member in sorted(members, key=lambda member: member is str):  # every text fits str, so it comes last
+        with contextlib.suppress(Problems):
+            fits[member] = structure(value, member)
+    if len(several := [name(member) for member in fits if attrs.has(member)]) > 1:
+        raise Problems(((), f"fits {' and '.join(several)}; give a key that only one of them has"))
+    if not fits and mapping(value) is not None and len(sections(kind)) == 1:
+        return structure(value, sections(kind)[0])  # says which of its keys are wrong
+    if not fits:
+        raise _wrong(kind, value)
+    return next(iter(fits.values()))
+
+
+def _sequence(value: Any, kind: Any) -> Any:
+    items = word_items(value) if isinstance(value, Word) else value
+    origin, args = get_origin(kind) or kind, get_args(kind)
+    fixed = origin is tuple and bool(args) and args[-1] is not ...
+    if not isinstance(items, list | tuple) or (fixed and len(items) != len(args)):
+        raise _wrong(kind, value)
+    done, problems = _each(zip(itertools.count(), items, args if fixed else itertools.repeat(args[0] if args else Any)))
+    if problems:
+        raise Problems(*problems)
+    return list(done.values()) if origin is list else tuple(done.values())
+
+
+def _table(value: Any, kind: Any) -> Any:
+    given = mapping(value)
+    if given is None:
+        raise _wrong(kind, value)
+    key_kind, item_kind = get_args(kind) or (Any, Any)
+    keys, bad_keys = _each((key, key, key_kind) for key in given)
+    done, bad_items = _each((key, item, item_kind) for key, item in given.items())
+    if bad_keys or bad_items:
+        raise Problems(*bad_keys, *bad_items)
+    return {keys[key]: item for key, item in done.items()}
+
+
+def _fill(kind: Any, instance: Any, given: Any) -> Any:
+    """Lay what is given for a section over the instance that is its default."""
+    new = mapping(given) if sections(kind) == [type(instance)] else None
+    if new is None:
+        return given
+    kinds = {field.alias: field.type for field in fields(type(instance))}
+    old = {field.alias: getattr(instance, field.name) for field in fields(type(instance))}
+    return {**old, **{key: _fill(kinds[key], old[key], new[key]) if key in kinds else new[key] for key in new}}
+
+
+def _section(value: Any, cls: Any) -> Any:
+    if isinstance(value, cls):
+        return value
+    given = mapping(value)
+    if given is None:
+        raise _wrong(cls, value)
+    known = {field.alias: field for field in fields(cls)}
+    present = [(key, field) for key, field in known.items() if key in given]
+    done, problems = _each(
+        (key, _fill(field.type, default_of(field), given[key]), field.type) for key, field in present
+    )
+    for key, field in known.items():
+        if key not in given and field.default is attrs.NOTHING:
+            problems.append(((key,), f"missing, and it has no default; expected {name(field.type)}"))
+    for key in given:
+        if key not in known:
+            problems.append(((key,), unknown := Unknown("no such key")))
+            unknown.siblings = list(known)
+    try:
+        if not problems:
+            return cls(**done)
+    except Exception as error:  # validators may raise anything
+        raise Problems(*(_invalid(cls, given, done) or [((), _said(error))])) from error
+    raise Problems(*problems, *_invalid(cls, given, done))
+
+
+def _invalid(cls: Any, given: Mapping[str, Any], done: Mapping[str, Any]) -> list[Found]:
+    """Ask the validators one by one, so that each complaint has a key and the first does not hide the others."""
+    probe, problems = object.__new__(cls), []
+    for field in attrs.fields(cls):
+        value = done.get(field.alias, attrs.NOTHING) if field.alias in given else default_of(field)
+        try:
+            if value is not attrs.NOTHING:
+                object.__setattr__(probe, field.name, field.converter(value) if callable(field.converter) else value)
+        except Exception as error:
+            problems.append(((field.alias,), _said(error)))
+    for field in attrs.fields(cls):
+        try:
+            if field.alias in done and field.validator:
+                field.validator(probe, field, getattr(probe, field.name))
+        except AttributeError:  # it looks at a field that has its own problem
+            continue
+        except Exception as error:
+            problems.append(((field.alias,), _said(error)))
+    return problems
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, ValueError | TypeError):  # those of attrs carry more than their message
+        return str(error.args[0] if error.args else error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _refuse(value: Any, kind: Any) -> Any:
+    with contextlib.suppress(TypeError):  # not every type can be asked
+        if isinstance(value, get_origin(kind) or kind):
+            return value  # a default
+    raise Problems(((), f"a {name(kind)} cannot be written in a configuration; set it in Python"))
+
+
+def _origin(kind: Any) -> Any:
+    return get_origin(kind) or kind
+
+
+def _is_class(kind: Any, base: type) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base)
+
+
+_CONVERTER = cattrs.Converter()
+for _holds, _hook in (  # the last that holds for a type is asked
+    (lambda kind: True, _refuse),
+    (lambda kind: _bare(kind) is not kind, lambda value, kind: structure(value, _bare(kind))),
+    (lambda kind: kind in (Any, object, None), _anything),
+    (lambda kind: _origin(kind) is Literal, _choice),
+    (lambda kind: _origin(kind) in _UNIONS, _union),
+    (lambda kind: _origin(kind) in (list, tuple, Sequence), _sequence),
+    (lambda kind: _origin(kind) in (dict, Mapping, MutableMapping), _table),
+    (lambda kind: _is_class(kind, object) and attrs.has(kind), _section),
+    (lambda kind: _is_class(kind, Enum), _choice),
+    (lambda kind: _is_class(kind, PurePath), _path),
+):
+    _CONVERTER.register_structure_hook_func(_holds, _hook)
+for _kind in (bool, int, float, str):  # these, Path and bytes have hooks of cattrs' own, which convert
+    _CONVERTER.register_structure_hook(_kind, _scalar)
+_CONVERTER.register_structure_hook(Path, _path)
+_CONVERTER.register_structure_hook(bytes, _refuse)
+
+
+def structure(value: Any, kind: Any) -> Any:
+    """A value of the type, or `Problems`: all of them, each with its path.
+
+    >>> structure(Word("[1, 2.5]"), list[float])
+    [1.0, 2.5]
+    >>> structure(["1"], list[int])
+    Traceback (most recent call last):
+    nrl.config._yaml.Problems: ((0,), "expected int, found '1' (a str)")
+    """
+    return _CONVERTER.structure(value, kind)

@@ -1,0 +1,24 @@
+"""Environments and verifiers. In this process, elsewhere and behind HTTP are ways to call the same functions.
+
+>>> from nrl.envs import Task, number, single_turn
+>>> env = single_turn(number)
+>>> state, prompt = env.reset({"prompt": "What is 6 * 7?", "answer": "42"})
+>>> env.step(state, r"6 * 7 is \\boxed{42}.").reward
+1.0
+"""
+
+from nrl.envs.base import Env, Environment, Message, Prompt, Step, Task, Verifier, single_turn
+from nrl.envs.verifiers import exact, number
+
+__all__ = [
+    "Env",
+    "Environment",
+    "Message",
+    "Prompt",
+    "Step",
+    "Task",
+    "Verifier",
+    "exact",
+    "number",
+    "single_turn",
+]

@@ -1,0 +1,302 @@
+r"""Verifiers of answers that are known: `exact` compares text, `number` compares numbers.
+
+**Where `number` looks.** The first of these that a response has decides, and nothing after it is tried:
+
+1. the last ``####`` that a number follows, as in GSM8K's own solutions: ``#### 42 apples``. Of a line such as
+   ``#### 6 * 7 = 42`` the part after the last equals sign counts. Markdown headings (``#### Step 2``,
+   ``#### 2. Add up``) are no such marker;
+2. the last ``\boxed{...}``, which has to hold one number: with words, units and ``x =`` around it, but nothing else;
+3. the last thing in the text that looks like a number.
+
+**What a number is.** Digits with an optional sign (also the Unicode minus), decimals, thousands separators (``1,234``,
+``1{,}234``, thin spaces), an exponent as in ``1.5e3``, simple fractions (``3/4``, ``\frac{3}{4}``, ``½``), mixed ones
+(``1 1/2``). Currency, percent signs, units and emphasis around it are left out, so ``42%`` is 42. What looks like
+a number and is not one (``1,2``, ``3-4``, ``6 * 7``, ``10:30``, ``9^9``, ``\sqrt{2}``) is no answer, rather than one of
+its parts; where it is the last, the response has no answer.
+
+Numbers are compared as fractions, exactly. No expression is evaluated, and the time is linear in the text.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from nrl.envs.base import Task
+from nrl.errors import EnvError
+
+__all__ = ["exact", "number"]
+
+
+def exact(task: Task, response: str) -> float:
+    """1 where the response is the answer, white space around either left out; otherwise 0.
+
+    Args:
+        task: ``"answer"`` is a string or a number, which is compared as Python writes it.
+        response: what the model wrote.
+
+    Returns:
+        1.0 or 0.0.
+
+    Raises:
+        EnvError: the task has no such ``"answer"``.
+
+    >>> exact({"answer": "Paris"}, " Paris\\n"), exact({"answer": 4}, "4"), exact({"answer": "4"}, "four")
+    (1.0, 1.0, 0.0)
+    """
+    answer = _answer("exact", task)
+    return float(response.strip() == str(answer).strip())
+
+
+def number(task: Task, response: str) -> float:
+    r"""1 where the final number of the response equals the answer's; otherwise 0. The module says what is read how.
+
+    Args:
+        task: ``"answer"`` is a number, a string that holds one number (``"42"``, ``"$1,234.50"``, ``"\\boxed{42}"``), or
+            a solution that ends in ``#### 42``. A ``float`` stands for the decimal that Python writes for it.
+        response: what the model wrote.
+
+    Returns:
+        1.0 or 0.0; 0.0 too where the response has no number.
+
+    Raises:
+        EnvError: the task has no ``"answer"``, or no number can be read from it.
+
+    >>> number({"answer": "6 * 7 = 42\n#### 42"}, "The answer is $42.00.")
+    1.0
+    >>> number({"answer": 1234}, r"So \boxed{1{,}234} apples, of which 5 are left.")
+    1.0
+    >>> number({"answer": "12"}, "1,2"), number({"answer": "12"}, "I do not know.")
+    (0.0, 0.0)
+
+    Source: the format ``#### 42`` is that of Cobbe et al., 2021, "Training Verifiers to Solve Math Word Problems".
+    """
+    return float(_final(response) == _expected(_answer("number", task)))
+
+
+def _answer(verifier: str, task: Task) -> Any:
+    answer = task.get("answer")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal | Fraction):
+        found = (
+            f"is {answer!r}" if "answer" in task else f"is missing; it has {', '.join(map(repr, task)) or 'nothing'}"
+        )
+        raise EnvError(f"{verifier}: task['answer'] {found}; give a string or a number")
+    return answer
+
+
+def _expected(answer: Any) -> Fraction:
+    if isinstance(answer, int | Fraction):
+        return Fraction(answer)
+    text = str(answer)
+    value = next(itertools.chain(_marked(text), _boxed(text), [_only(_plain(text))]))
+    if value is None:
+        raise EnvError(
+            f"number: task['answer'] is {text if len(text) < 200 else '...' + text[-200:]!r}, from which no number can "
+            "be read; give a number, or a solution that ends in '#### 42'"
+        )
+    return value
+
+
+def _final(response: str) -> Fraction | None:
+    return next(itertools.chain(_marked(response), _boxed(response), _last(_plain(response))), None)
+
+
+# --- Where an answer may stand: each yields what it decides, None for no number, or nothing where it is not there.
+
+_MARK = re.compile(r"(?<!#)####(?!#)([^\n]*)")
+_BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_HEADING = re.compile(r"[.)][ \t]+[*_]*[A-Za-z]")  # the rest of "#### 2. Add up"
+_ANOTHER = re.compile(r"[ })]*(?:[,;]|or\b|and\b)[ ({]*[-+$€£¥₹]*[0-9]")  # the rest of "#### 2, 3"
+
+
+def _marked(text: str) -> Iterator[Fraction | None]:
+    for mark in reversed(list(_MARK.finditer(text))):
+        line = _plain(mark[1])
+        first = next(_numerals(line), None)
+        if first is None or line[: first.start("run")].strip(" \t*_:\"'({[$€£¥₹+-"):
+            continue  # words come first, as in "#### Step 2"
+        rest = line[first.end("run") :]
+        if _HEADING.match(rest):
+            continue
+        after = next(_numerals(line.rpartition("=")[2]), first)
+        yield None if _ANOTHER.match(rest) else _value(first) if _value(first) is not None else _value(after)
+
+
+def _boxed(text: str) -> Iterator[Fraction | None]:
+    last = None
+    for last in _BOX.finditer(text):
+        pass
+    if last is None:
+        return
+    depth = 1
+    for brace in _BRACE.finditer(text, last.end()):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            yield _only(_plain(text[last.end() : brace.start()]))
+            return
+    yield None  # cut off: what is there may be the beginning of a longer number
+
+
+def _last(plain: str) -> Iterator[Fraction | None]:
+    last = None
+    for last in _numerals(plain):
+        pass
+    if last is not None:
+        yield _value(last)
+
+
+def _only(plain: str) -> Fraction | None:
+    """The number of a text that has one and no mathematics besides, after its last equals sign."""
+    part = plain.rpartition("=")[2]
+    found = list(itertools.islice(_numerals(part), 2))
+    return _value(found[0]) if len(found) == 1 and not set(part) & set("^√!\0") else None
+
+
+# --- Numerals. Every pattern is linear: no two of its parts can share out the same characters in several ways.
+
+# What stands around numbers, without a meaning for them. Any other command is mathematics, and becomes "\0".
+_PROSE = frozenset(
+    [
+        "text",
+        "textbf",
+        "textit",
+        "textrm",
+        "textsf",
+        "texttt",
+        "textnormal",
+        "emph",
+        "mathrm",
+        "mathbf",
+        "mathit",
+        "mathsf",
+        "mathtt",
+        "mathbb",
+        "mathcal",
+        "mbox",
+        "hbox",
+        "fbox",
+        "boxed",
+        "bf",
+        "rm",
+        "it",
+        "tt",
+        "boldsymbol",
+        "bm",
+        "underline",
+        "displaystyle",
+        "textstyle",
+        "left",
+        "right",
+        "big",
+        "Big",
+        "bigg",
+        "Bigg",
+        "quad",
+        "qquad",
+        "space",
+        "begin",
+        "end",
+        "hspace",
+        "vspace",
+        "hfill",
+        "color",
+        "textcolor",
+        "label",
+        "tag",
+        "nonumber",
+        "therefore",
+        "because",
+        "so",
+        "pounds",
+        "euro",
+        "yen",
+        "square",
+        "blacksquare",
+        "Box",
+        "qed",
+        "checkmark",
+        "ldots",
+        "dots",
+        "cdots",
+        "small",
+        "large",
+        "Large",
+        "huge",
+        "Huge",
+        "normalsize",
+    ]
+)
+_RELATIONS = frozenset(
+    ["approx", "simeq", "equiv", "implies", "iff", "to", "Rightarrow", "rightarrow", "Longrightarrow", "longrightarrow"]
+)
+_TIMES = frozenset(["times", "cdot", "div", "ast", "star"])
+_SIGNS = {"\\": " ", "$": "$", "%": "%", "!": "", ",": "\u2009"}  # what follows a backslash
+_CHARACTERS = str.maketrans(
+    dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-")
+    | dict.fromkeys("≈≅≡→⇒⟹", "=")
+    | {"\u2044": "/", "\u2215": "/", "，": ",", "·": "×", "⋅": "×", "÷": "×", "\0": " ", "`": " ", "\u202f": "\u2009"}
+    | {"½": r"\frac12", "¼": r"\frac14", "¾": r"\frac34", "⅓": r"\frac13", "⅔": r"\frac23", "\xa0": "\u2009"}
+)
+_FRACTION = re.compile(r"\\[dtc]?frac *(?:\{ *(-?[0-9.,]+) *\}|([0-9])) *(?:\{ *([0-9.,]+) *\}|([0-9]))")
+_DEGREES = re.compile(r"\^ *\{? *\\(?:circ|degree)(?![A-Za-z]) *\}?")
+_COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
+_GROUPS = re.compile(r"(?<=[0-9])\u2009(?=[0-9]{3}(?![0-9]))")
+_POWER = re.compile(r"(?<=[0-9])\*\*(?=[0-9])")
+_UNIT_POWER = re.compile(r"(?<=[A-Za-z])[ })]*\^ *\{? *-?[0-9] *\}?")  # m^2
+
+_DIGITS = r"[0-9]+(?:[.,:][0-9]+)*"
+_NUMERAL = re.compile(
+    r"(?<![A-Za-z0-9_])[A-Za-z][A-Za-z_]*[0-9][A-Za-z0-9_]*(?:[.,:][0-9]+[A-Za-z0-9_]*)*"  # a name such as H2 or v1.5
+    r"|(?P<before>[\^√\0][ {(]*)?"
+    r"(?P<sign>(?:(?<![A-Za-z0-9)\]}])[-+])?(?:[$€£¥₹] ?-?)?)"
+    rf"(?<![A-Za-z0-9])(?P<run>(?:[0-9]+ (?=[0-9]+/[0-9]))?(?:{_DIGITS}|(?<!\.)\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+    rf"(?: ?[-+*/^×x] ?{_DIGITS})*)"
+    r"(?=(?P<after>[ })]*[\^\0²³¹⁰⁴-⁹])?)"
+)
+_DECIMAL = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?"
+_READABLE = re.compile(
+    rf"(?:(?P<whole>[0-9]+) )?(?P<top>{_DECIMAL})(?:[eE](?P<exponent>[-+]?[0-9]{{1,3}}))?(?: ?/ ?(?P<bottom>{_DECIMAL}))?"
+)
+_LONGEST = 1000  # characters; to read a longer numeral would take time that is quadratic in its length
+
+
+def _plain(text: str) -> str:
+    """The text without LaTeX, Markdown and typography, as far as they stand around numbers."""
+    text = text.translate(_CHARACTERS).replace("{,}", ",")
+    text = _FRACTION.sub(_fraction, _DEGREES.sub(" ", text))
+    text = _GROUPS.sub(",", _COMMAND.sub(_command, text)).replace("\u2009", " ")
+    return _UNIT_POWER.sub(" ", _POWER.sub("^", text).replace("**", " ").replace("__", " "))
+
+
+def _fraction(found: re.Match[str]) -> str:
+    mixed = found.start() > 0 and found.string[found.start() - 1] in "0123456789"
+    return f"{' ' * mixed}{found[1] or found[2]}/{found[3] or found[4]} "
+
+
+def _command(found: re.Match[str]) -> str:
+    command = found[1]
+    if not command.isalpha():
+        return _SIGNS.get(command, " ")
+    return " " if command in _PROSE else "=" if command in _RELATIONS else "×" if command in _TIMES else "\0"
+
+
+def _numerals(plain: str) -> Iterator[re.Match[str]]:
+    """Everything that looks like a number."""
+    return (found for found in _NUMERAL.finditer(plain) if found["run"])
+
+
+def _value(numeral: re.Match[str]) -> Fraction | None:
+    """The number that it is, or None: a list, a range, a time, a product, a power ..."""
+    read = _READABLE.fullmatch(numeral["run"]) if len(numeral["run"]) <= _LONGEST else None
+    if read is None or numeral["before"] or numeral["after"]:
+        return None
+    value = Fraction(read["top"].replace(",", "")) * Fraction(10) ** int(read["exponent"] or 0)
+    if read["bottom"]:
+        bottom = Fraction(read["bottom"].replace(",", ""))
+        if bottom == 0 or (read["whole"] and value >= bottom):
+            return None
+        value = value / bottom + int(read["whole"] or 0)
+    return -value if numeral["sign"].count("-") == 1 else value

@@ -1,0 +1,390 @@
+"""Episodes: a policy and an environment take turns, and what happened becomes rows of a batch.
+
+An episode is kept as token ids from first to last. What was sampled is never decoded and encoded again; a turn only
+appends.
+"""
+
+import asyncio
+import hashlib
+import inspect
+import math
+import warnings
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from nrl.backends.base import Completion, Sampler, Sampling
+from nrl.batch import Batch, assign, require
+from nrl.data import render
+from nrl.envs import Env, Task
+from nrl.errors import DataError, EnvError, GenerationError
+from nrl.reduce import Max, Mean, Metrics, Sum
+from nrl.stream import Source, Stream
+
+__all__ = ["Episode", "rollout", "rollouts", "run_episode", "summary"]
+
+type Generate = Callable[[list[int]], Awaitable[Completion]]
+
+
+@attrs.define
+class Episode:
+    """One episode as tokens.
+
+    Args:
+        token_ids: all of it, prompts and observations too.
+        sampled: for each token, whether the policy sampled it.
+        logprobs: for each token, nats, what the sampler said; 0 where it was not sampled.
+        reward: the sum over turns; several, where the environment gives several.
+        truncated: stopped by a length limit.
+        version: of the weights that sampled it; the oldest.
+        failure: why it does not count; None: it does.
+        info: numbers that the environment reported in its last step.
+
+    >>> Episode(token_ids=[5, 6]).failure is None
+    True
+    """
+
+    token_ids: list[int] = attrs.field(factory=list)
+    sampled: list[bool] = attrs.field(factory=list)
+    logprobs: list[float] = attrs.field(factory=list)
+    reward: float | tuple[float, ...] = 0.0
+    truncated: bool = False
+    version: int | None = None
+    failure: str | None = None
+    info: dict[str, float] = attrs.field(factory=dict)
+
+    def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """Append a turn; with ``logprobs`` one of the policy, without one of the environment."""
+        self.token_ids.extend(tokens)
+        self.sampled.extend([logprobs is not None] * len(tokens))
+        self.logprobs.extend([0.0] * len(tokens) if logprobs is None else logprobs)
+
+
+async def run_episode(generate: Generate, env: Env, task: Task, *, tokenizer: Any, context_length: int) -> Episode:
+    """Run one episode to its end.
+
+    Whatever the environment raises, and a reward that is NaN or infinite, makes the episode a failure: it is counted
+    and not trained on, and never passes for a reward of 0. So does a prompt that fills the context.
+
+    Args:
+        generate: asks the policy to continue token ids.
+        env: two functions, each plain or ``async``.
+        task: what ``env.reset`` gets.
+        tokenizer: renders prompts and decodes what was sampled.
+        context_length: the most tokens that an episode may have.
+
+    Raises:
+        GenerationError: the policy could not be asked.
+
+    >>> from nrl.envs import single_turn
+    >>> from nrl.backends import tiny_tokenizer  # doctest: +SKIP
+    """
+    episode = Episode()
+    try:
+        state, prompt = await _call(env.reset, task)
+        episode.append(render(prompt, tokenizer))
+        if len(episode.token_ids) >= context_length:
+            raise DataError(f"the prompt has {len(episode.token_ids)} tokens and fills the context of {context_length}")
+        done = False
+        while not done:
+            completion = await generate(episode.token_ids)
+            tokens = completion.token_ids.tolist()
+            episode.append(tokens, completion.logprobs.tolist())
+            episode.version = min(completion.version, episode.version or completion.version)
+            step = await _call(env.step, state, tokenizer.decode(tokens, skip_special_tokens=True))
+            state, episode.info = step.state, dict(step.info)
+            episode.reward = _add(episode.reward, step.reward)
+            episode.truncated = completion.truncated
+            done = step.done
+            if not done:
+                episode.append(_observed(step.observation, tokenizer))
+                if len(episode.token_ids) >= context_length:
+                    episode.truncated = done = True
+        if not all(map(math.isfinite, np.atleast_1d(episode.reward))):
+            raise EnvError(f"the reward is {episode.reward}")
+    except GenerationError:
+        raise
+    except Exception as error:  # an environment is anybody's code, and one failure must not end a run
+        episode.failure = f"{type(error).__name__}: {error}"
+    if len(episode.token_ids) > context_length:
+        del episode.token_ids[context_length:], episode.sampled[context_length:], episode.logprobs[context_length:]
+    return episode
+
+
+async def _call(fn: Callable[..., Any], *args: Any) -> Any:
+    result = fn(*args)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _add(a: float | tuple[float, ...], b: Any) -> float | tuple[float, ...]:
+    if isinstance(b, Sequence | np.ndarray | Tensor) and np.ndim(b) == 1:
+        before = a if isinstance(a, tuple) else (0.0,) * len(b)
+        return tuple(float(x) + float(y) for x, y in zip(before, b, strict=True))
+    return cast(float, a) + float(b)
+
+
+def _observed(observation: Any, tokenizer: Any) -> list[int]:
+    if observation is None:
+        raise EnvError("the step is not done, and it has no observation; return Step(..., done=True) or an observation")
+    if isinstance(observation, str):
+        return cast(list[int], tokenizer.encode(observation, add_special_tokens=False))
+    return [int(token) for token in observation]
+
+
+class _Together:
+    """Collects one request of every live episode and asks the sampler once, so that they are decoded together.
+
+    What is decoded together does not depend on time: the call waits for all of them, and orders them.
+    """
+
+    def __init__(self, sampler: Sampler, sampling: Sampling | None, seeds: Sequence[int]) -> None:
+        self.sampler, self.sampling, self.seeds = sampler, sampling, seeds
+        self.live = len(seeds)
+        self.waiting: dict[int, tuple[list[int], asyncio.Future[Completion]]] = {}
+
+    async def generate(self, index: int, tokens: list[int]) -> Completion:
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.waiting[index] = (list(tokens), answer)
+        self._ask()
+        return await answer
+
+    def leave(self) -> None:
+        self.live -= 1
+        self._ask()
+
+    def _ask(self) -> None:
+        if not self.waiting or len(self.waiting) < self.live:
+            return
+        asked, self.waiting = sorted(self.waiting.items()), {}
+        prompts = [tokens for _, (tokens, _) in asked]
+        try:
+            seeds = [self.seeds[index] for index, _ in asked]
+            completions = self.sampler.generate(prompts, seeds=seeds, sampling=self.sampling).result()
+        except Exception as error:
+            for _, (_, answer) in asked:
+                answer.set_exception(error)
+            return
+        for (_, (_, answer)), completion in zip(asked, completions, strict=True):
+            answer.set_result(completion)
+
+
+def rollout(
+    sampler: Sampler,
+    env: Env,
+    tasks: Sequence[Task],
+    *,
+    n: int = 1,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    first_group: int = 0,
+) -> Batch:
+    """Run ``n`` episodes of each task and return them as rows, group after group.
+
+    Args:
+        sampler: the policy.
+        env: the environment; see `nrl.envs`.
+        tasks: each is a group.
+        n: episodes of each task.
+        sampling: instead of the sampler's own.
+        seed: of the noise; a row's noise is a function of the seed, its group and its place in the group.
+        first_group: the number of the first group, which has to be unique in the run.
+
+    Returns:
+        A batch ``[len(tasks) * n, T]`` with ``input_ids``, ``attention_mask``, ``loss_mask``, ``rollout_logprobs``,
+        ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``, ``truncated``, with
+        ``source`` where tasks have one, and ``env/<name>`` for the environment's own numbers.
+
+    Raises:
+        DataError: there are no tasks, or ``n`` is not positive.
+        GenerationError: the sampler could not serve a request.
+
+    >>> import nrl
+    >>> from nrl import tiny
+    >>> from nrl.backends import hf
+    >>> from nrl.envs import exact, single_turn
+    >>> with nrl.cluster("local") as cluster:
+    ...     sampler = hf.sampler(cluster.reserve(1), tiny.model(), nrl.Sampling(max_new_tokens=3))
+    ...     batch = rollout(sampler, single_turn(exact), [{"prompt": "1+1=", "answer": "2"}], n=4)
+    >>> batch["group_ids"].tolist()
+    [0, 0, 0, 0]
+    """
+    if not tasks or n < 1:
+        raise DataError(f"rollout: {len(tasks)} tasks with n={n}; there must be at least one of each")
+    seeds = [_seed(seed, first_group + group, place) for group in range(len(tasks)) for place in range(n)]
+    together = _Together(sampler, sampling, seeds)
+
+    async def one(index: int) -> Episode:
+        try:
+            return await run_episode(
+                lambda tokens: together.generate(index, tokens),
+                env,
+                tasks[index // n],
+                tokenizer=sampler.tokenizer,
+                context_length=sampler.context_length,
+            )
+        finally:
+            together.leave()
+
+    async def every() -> list[Episode]:
+        return list(await asyncio.gather(*map(one, range(len(seeds)))))
+
+    episodes = _run(every())
+    _warn(episodes)
+    temperature = (sampling or sampler.sampling).temperature
+    batch = _rows(episodes, sampler.version, temperature)
+    groups = torch.arange(first_group, first_group + len(tasks)).repeat_interleave(n)
+    columns: dict[str, Tensor] = {"group_ids": groups}
+    if any("source" in task for task in tasks):
+        columns["source"] = torch.tensor([int(task.get("source", 0)) for task in tasks]).repeat_interleave(n)
+    return assign(batch, **columns)
+
+
+def _seed(*parts: int) -> int:
+    """63 bits that depend on all parts; a hash, so that neighbours have nothing in common."""
+    digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _run[T](work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end; in a thread of its own where a loop is running already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
+def _warn(episodes: Sequence[Episode]) -> None:
+    failures = [episode.failure for episode in episodes if episode.failure]
+    if failures:
+        warnings.warn(
+            f"rollout: {len(failures)} of {len(episodes)} episodes failed and are not trained on; "
+            f"the first: {failures[0]}",
+            stacklevel=3,
+        )
+
+
+def _rows(episodes: Sequence[Episode], version: int, temperature: float) -> Batch:
+    size, width = len(episodes), max(1, *(len(episode.token_ids) for episode in episodes))
+    ids = np.zeros((size, width), dtype=np.int64)
+    real, sampled = np.zeros((size, width), dtype=bool), np.zeros((size, width), dtype=bool)
+    logprobs = np.zeros((size, width), dtype=np.float32)
+    for row, episode in enumerate(episodes):
+        length = len(episode.token_ids)
+        ids[row, :length], real[row, :length] = episode.token_ids, True
+        sampled[row, :length], logprobs[row, :length] = episode.sampled, episode.logprobs
+    valid = torch.tensor([episode.failure is None for episode in episodes])
+    several = max((len(e.reward) for e in episodes if isinstance(e.reward, tuple)), default=0)
+    nothing: Any = (math.nan,) * several if several else math.nan
+    columns = {
+        "input_ids": torch.from_numpy(ids),
+        "attention_mask": torch.from_numpy(real),
+        "loss_mask": torch.from_numpy(sampled),
+        "rollout_logprobs": torch.from_numpy(logprobs),
+        "temperature": torch.full((size,), temperature),
+        "rewards": torch.tensor([nothing if e.failure else e.reward for e in episodes], dtype=torch.float32),
+        "version": torch.tensor([version if e.version is None else e.version for e in episodes]),
+        "valid": valid,
+        "truncated": torch.tensor([episode.truncated for episode in episodes]),
+    }
+    for key in sorted({key for episode in episodes for key in episode.info}):
+        columns[f"env/{key}"] = torch.tensor([float(e.info.get(key, math.nan)) for e in episodes])
+    return assign(Batch({}, batch_size=[size]), **columns)
+
+
+def rollouts(
+    sampler: Sampler,
+    env: Env,
+    tasks: Stream[Task],
+    *,
+    n: int,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+) -> Source[Batch]:
+    """The stream of groups: ``n`` episodes of each task of a stream; the groups of one ``take`` are decoded together.
+
+    Args:
+        sampler: the policy.
+        env: the environment.
+        tasks: a stream of tasks, such as `nrl.data.tasks`.
+        n: episodes of each task.
+        sampling: instead of the sampler's own.
+        seed: of the noise.
+
+    Raises:
+        DataError: ``n`` is not positive.
+
+    >>> import nrl
+    >>> from nrl import data, tiny
+    >>> from nrl.backends import hf
+    >>> from nrl.envs import exact, single_turn
+    >>> with nrl.cluster("local") as cluster:
+    ...     sampler = hf.sampler(cluster.reserve(1), tiny.model(), nrl.Sampling(max_new_tokens=3))
+    ...     groups = rollouts(sampler, single_turn(exact), data.tasks("arithmetic"), n=4)
+    ...     [group["group_ids"].tolist() for group in groups.take(2)]
+    [[0, 0, 0, 0], [1, 1, 1, 1]]
+    """
+    if n < 1:
+        raise DataError(f"rollouts: n is {n}; a group needs at least one episode")
+    drawn = 0
+
+    def take(count: int) -> list[Batch]:
+        nonlocal drawn
+        first, drawn = drawn, drawn + count
+        batch = rollout(sampler, env, tasks.take(count), n=n, sampling=sampling, seed=seed, first_group=first)
+        return [cast(Batch, batch[start : start + n].lock_()) for start in range(0, len(batch), n)]
+
+    def restore(state: Mapping[str, Any]) -> None:
+        nonlocal drawn
+        tasks.restore(state["tasks"])
+        drawn = int(state["groups"])
+
+    return Source(take, lambda: {"tasks": tasks.state(), "groups": drawn}, restore)
+
+
+def summary(batch: Batch) -> Metrics:
+    """What happened in a rollout, as metrics.
+
+    ``reward`` is the mean over all valid rows that were sampled, those dropped since included; ``reward/max`` the best
+    row; ``length`` the mean number of sampled tokens, ``length/max`` the largest; ``truncated`` the fraction of valid
+    rows that hit a length limit; ``invalid`` and ``dropped`` are counts of rows; ``env/<name>`` are means.
+
+    Raises:
+        MissingColumn: there are no rewards.
+
+    >>> rewards = torch.tensor([0.0, 1.0])
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> batch = Batch({"input_ids": mask.long(), "loss_mask": mask, "rewards": rewards}, batch_size=[2])
+    >>> from nrl.reduce import finalize
+    >>> finalize(summary(batch))["reward"]
+    0.5
+    """
+    require(batch, "rewards", "loss_mask", reader="summary")
+    size = batch.batch_size
+    valid = batch["valid"] if "valid" in batch.keys() else torch.ones(size, dtype=torch.bool)
+    truncated = batch["truncated"] if "truncated" in batch.keys() else torch.zeros(size, dtype=torch.bool)
+    rewards = batch["rewards"].sum(-1) if batch["rewards"].ndim > len(size) else batch["rewards"]
+    rewards, count = torch.where(valid, rewards, 0.0), valid.sum()
+    sampled = batch["loss_mask"].sum(-1)
+    dropped = batch["dropped"].sum() if "dropped" in batch.keys() else torch.tensor(0)
+    carried = batch["dropped_rewards"].sum() if "dropped" in batch.keys() else torch.tensor(0.0)
+    metrics: Metrics = {
+        "reward": Mean(rewards.sum() + carried, (count + dropped).float()),
+        "reward/max": Max(torch.where(valid, rewards, -math.inf).max()),
+        "length": Mean(sampled.sum().float(), count.float()),
+        "length/max": Max(sampled.max().float()),
+        "truncated": Mean((truncated & valid).sum().float(), count.float()),
+        "invalid": Sum((~valid).sum()),
+        "dropped": Sum(dropped),
+    }
+    for key, value in batch.items():
+        if str(key).startswith("env/"):
+            known = torch.isfinite(value) & valid
+            metrics[str(key)] = Mean(torch.where(known, value, 0.0).sum(), known.sum().float())
+    return metrics

@@ -1,0 +1,153 @@
+"""Every exception that nrl raises on purpose, in one tree.
+
+    NrlError
+    ├── BatchError (ValueError)           a batch or a column is not what a function can work with
+    │   ├── MissingColumn (KeyError)      a function read a column that the batch does not have
+    │   ├── ColumnError                   a known column with the wrong dtype or shape
+    │   └── MutatedBatch                  NRL_DEBUG=1 caught a function that wrote into its argument
+    ├── LossError                         a loss breaks the rules that make it layout invariant
+    │   ├── WeightError                   its weight is not a sum over rows of the batch alone
+    │   ├── NotFinite                     its value or gradient is NaN or infinite
+    │   └── MissingOutput (KeyError)      it needs an output that this backend cannot provide
+    ├── StateError                        a handle used against the rules of linear state
+    │   ├── ConsumedState                 the handle was donated to a step (or borrowed from one that was)
+    │   ├── ForeignState                  the handle belongs to another trainer or mesh
+    │   └── ClosedCluster                 the cluster that holds the value has been left
+    ├── PlacementError (ValueError)       slots, meshes and executables that do not fit together
+    ├── ConfigError (ValueError)          a configuration key or value that cannot be used
+    ├── DataError (ValueError)            a data file or a row of it that cannot be used
+    ├── ModelError (ValueError)           a model or tokenizer that cannot be loaded or cannot do what is asked
+    ├── GenerationError (ValueError)      a request that a sampler cannot serve
+    └── EnvError                          an environment or verifier broke its contract
+
+Every message names the function, the column or field, what was found, and what to do. All of them survive pickling,
+because on a cluster they travel between processes.
+"""
+
+from collections.abc import Iterable
+
+__all__ = [
+    "BatchError",
+    "ClosedCluster",
+    "ColumnError",
+    "ConfigError",
+    "ConsumedState",
+    "DataError",
+    "EnvError",
+    "ForeignState",
+    "GenerationError",
+    "LossError",
+    "MissingColumn",
+    "MissingOutput",
+    "ModelError",
+    "MutatedBatch",
+    "NotFinite",
+    "NrlError",
+    "PlacementError",
+    "StateError",
+    "WeightError",
+]
+
+
+class NrlError(Exception):
+    """The root of every exception that nrl raises on purpose."""
+
+
+class BatchError(NrlError, ValueError):
+    """A batch or one of its columns is not what a function can work with."""
+
+
+class MissingColumn(BatchError, KeyError):
+    """A function read a column that the batch does not have.
+
+    Args:
+        reader: the function that asked, as a user would name it.
+        column: the column it asked for.
+        present: the columns that are there.
+        hint: how to add the column; a sentence or empty.
+
+    >>> print(MissingColumn("grpo_loss", "advantages", ["input_ids", "rewards"], "Call advantages(batch)."))
+    grpo_loss reads the column 'advantages', which this batch does not have. It has: input_ids, rewards. Call \
+advantages(batch).
+    """
+
+    def __init__(self, reader: str, column: str, present: Iterable[str] = (), hint: str = "") -> None:
+        self.reader, self.column, self.present, self.hint = (
+            reader,
+            column,
+            tuple(present),
+            hint,
+        )
+        super().__init__(reader, column, self.present, hint)
+
+    def __str__(self) -> str:
+        there = ", ".join(self.present) or "no columns"
+        text = f"{self.reader} reads the column '{self.column}', which this batch does not have. It has: {there}."
+        return f"{text} {self.hint}".rstrip()
+
+
+class ColumnError(BatchError):
+    """A known column has the wrong dtype or shape."""
+
+
+class MutatedBatch(BatchError):
+    """A function wrote into a batch that it was given (found by ``NRL_DEBUG=1``)."""
+
+
+class LossError(NrlError):
+    """A loss breaks the rules that make it independent of layout."""
+
+
+class WeightError(LossError):
+    """A loss's weight is not a sum over rows of the batch alone."""
+
+
+class NotFinite(LossError):
+    """A loss, a gradient or a reward is NaN or infinite."""
+
+
+class MissingOutput(LossError, KeyError):
+    """A loss needs an output that this backend cannot provide."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class StateError(NrlError):
+    """A handle was used against the rules of linear state."""
+
+
+class ConsumedState(StateError):
+    """The handle was donated to a step already, or was borrowed from one that was."""
+
+
+class ForeignState(StateError):
+    """The handle belongs to another trainer or mesh."""
+
+
+class ClosedCluster(StateError):
+    """The cluster that held the value has been left."""
+
+
+class PlacementError(NrlError, ValueError):
+    """Slots, meshes and executables that do not fit together."""
+
+
+class ConfigError(NrlError, ValueError):
+    """A configuration key or value that cannot be used."""
+
+
+class DataError(NrlError, ValueError):
+    """A data file, or a row of it, that cannot be used."""
+
+
+class ModelError(NrlError, ValueError):
+    """A model or tokenizer that cannot be loaded or cannot do what is asked of it."""
+
+
+class GenerationError(NrlError, ValueError):
+    """A request that a sampler cannot serve."""
+
+
+class EnvError(NrlError):
+    """An environment or a verifier broke its contract."""

@@ -1,0 +1,117 @@
+"""Numbers that are still being added up.
+
+A reduced number stays ``(total, weight)`` until somebody reads it, so adding up over rows, micro-batches, ranks or
+steps in any order gives the same value. `merge` is the only rule by which metrics combine, `finalize` the only place
+that divides.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Max", "Mean", "Metrics", "Min", "Sum", "finalize", "merge"]
+
+
+class Mean(NamedTuple):
+    """A mean that has not been divided yet: ``total / weight``.
+
+    Args:
+        total: scalar, the weighted sum.
+        weight: scalar, what it will be divided by. A loss's weight is a function of the batch alone.
+
+    >>> finalize({"loss": Mean(torch.tensor(6.0), torch.tensor(4.0))})
+    {'loss': 1.5}
+    """
+
+    total: Tensor
+    weight: Tensor
+
+
+class Sum(NamedTuple):
+    """A number that adds up, such as a count of tokens.
+
+    >>> finalize(merge({"tokens": Sum(torch.tensor(3))}, {"tokens": Sum(torch.tensor(4))}))
+    {'tokens': 7.0}
+    """
+
+    total: Tensor
+
+
+class Max(NamedTuple):
+    """The largest of the numbers seen; of none, minus infinity.
+
+    >>> finalize(merge({"ratio": Max(torch.tensor(3.0))}, {"ratio": Max(torch.tensor(4.0))}))
+    {'ratio': 4.0}
+    """
+
+    value: Tensor
+
+
+class Min(NamedTuple):
+    """The smallest of the numbers seen; of none, infinity.
+
+    >>> finalize(merge({"ratio": Min(torch.tensor(3.0))}, {"ratio": Min(torch.tensor(4.0))}))
+    {'ratio': 3.0}
+    """
+
+    value: Tensor
+
+
+type Reduced = Mean | Sum | Max | Min
+type Metrics = dict[str, Mean | Sum | Max | Min]
+
+
+def merge(a: Metrics, b: Metrics) -> Metrics:
+    """Combine two sets of metrics; a key that only one of them has is kept as it is.
+
+    Associative and commutative (to rounding), with ``{}`` as its identity.
+
+    Raises:
+        TypeError: a key is of two kinds, for example a `Mean` here and a `Sum` there.
+
+    >>> a = {"kl": Mean(torch.tensor(1.0), torch.tensor(2.0))}
+    >>> finalize(merge(a, {"kl": Mean(torch.tensor(5.0), torch.tensor(1.0))}))
+    {'kl': 2.0}
+    """
+    merged = dict(a)
+    for key, value in b.items():
+        merged[key] = _combine(key, merged[key], value) if key in merged else value
+    return merged
+
+
+def _combine(key: str, a: Reduced, b: Reduced) -> Reduced:
+    match a, b:
+        case Mean(), Mean():
+            return Mean(a.total + b.total, a.weight + b.weight)
+        case Sum(), Sum():
+            return Sum(a.total + b.total)
+        case Max(), Max():
+            return Max(torch.maximum(a.value, b.value))
+        case Min(), Min():
+            return Min(torch.minimum(a.value, b.value))
+    raise TypeError(
+        f"merge: metric '{key}' is a {type(a).__name__} on one side and a {type(b).__name__} on the other; "
+        "give the two numbers different names, or reduce both the same way"
+    )
+
+
+def finalize(metrics: Metrics) -> dict[str, float]:
+    """Read metrics as plain numbers. A mean of weight 0 is NaN: nothing was measured.
+
+    Raises:
+        TypeError: a value is none of `Mean`, `Sum`, `Max` and `Min`.
+
+    >>> finalize({"n": Sum(torch.tensor(2)), "loss": Mean(torch.tensor(1.0), torch.tensor(0.0))})
+    {'n': 2.0, 'loss': nan}
+    """
+    return {key: _read(key, value) for key, value in metrics.items()}
+
+
+def _read(key: str, value: Reduced) -> float:
+    match value:
+        case Mean(total, weight):
+            return float(total) / float(weight) if float(weight) != 0 else float("nan")
+        case Sum(number) | Max(number) | Min(number):
+            return float(number)
+    raise TypeError(f"finalize: metric '{key}' is a {type(value).__name__}; return a Mean, Sum, Max or Min")

@@ -1,0 +1,219 @@
+"""Mapping functions of local values over a mesh.
+
+`shard_map` turns a function that a process runs on what is local to it into the same function of whole batches. The
+specs say how each argument gets there and how each result comes back.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nrl.batch import Batch, microbatches, restore, shard, unchanged
+from nrl.errors import PlacementError
+from nrl.reduce import Metrics, merge
+from nrl.runtime.futures import done
+from nrl.runtime.handles import Handle
+from nrl.runtime.local import Mesh
+
+__all__ = ["P", "State", "donated", "merged", "microbatched", "resident", "shard_map"]
+
+
+class P(tuple[str, ...]):
+    """How the first dimension of a value lies on a mesh: ``P("dp")`` splits rows, ``P()`` gives everyone the whole.
+
+    Raises:
+        PlacementError: an axis other than dp, along which rows are not split.
+
+    >>> P("dp"), P()
+    (P('dp'), P())
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *axes: str) -> "P":
+        """A spec over these axes."""
+        if axes not in ((), ("dp",)):
+            raise PlacementError(f"P{axes!r}: rows are split along 'dp' only; use P('dp') or P()")
+        return super().__new__(cls, axes)
+
+    def __repr__(self) -> str:
+        return f"P({', '.join(map(repr, self))})"
+
+
+class State(Enum):
+    """Specs for values that stay on the mesh, and for numbers that are still being added up.
+
+    >>> State.resident is resident
+    True
+    """
+
+    resident = "resident"
+    donated = "donated"
+    merged = "merged"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+resident = State.resident
+donated = State.donated
+merged = State.merged
+
+type Spec = P | State
+
+
+def shard_map(
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    in_specs: Spec | Sequence[Spec],
+    out_specs: Spec | Sequence[Spec],
+) -> Callable[..., Any]:
+    """Turn a function of local values into the same function of whole values on a mesh.
+
+    Args:
+        fn: called once for each dp shard.
+        mesh: where it runs.
+        in_specs: one for each argument, or one for all. ``P("dp")``: a batch or tensor whose rows are split, balanced
+            by tokens (several such arguments are split alike); ``P()``: any value, given whole; ``resident``: a handle,
+            borrowed; ``donated``: a handle, consumed.
+        out_specs: one for each result if ``fn`` returns a tuple, else one. ``P("dp")``: rows, put back in order;
+            ``P()``: the same from every shard; ``resident``: stays on the mesh; ``merged``: `Metrics`, added up.
+
+    Returns:
+        The mapped function. It returns futures, and handles where the spec is ``resident``; futures are accepted as
+        arguments.
+
+    Raises:
+        PlacementError: specs that do not fit the arguments or results, or shards that differ where ``P()`` says that
+            they agree.
+        ConsumedState, ForeignState, ClosedCluster: a handle that cannot be used here.
+
+    >>> from nrl.runtime import cluster
+    >>> with cluster("local") as here:
+    ...     double = shard_map(lambda x: 2 * x, here.reserve(3).mesh(), P("dp"), P("dp"))
+    ...     double(torch.arange(4)).result().tolist()
+    [0, 2, 4, 6]
+    """
+    name = getattr(fn, "__name__", type(fn).__name__)
+    who = f"shard_map({name})"
+
+    @functools.wraps(fn)
+    def mapped(*args: Any) -> Any:
+        mesh.cluster.check_open(who)
+        specs = [in_specs] * len(args) if isinstance(in_specs, P | State) else list(in_specs)
+        if len(specs) != len(args):
+            raise PlacementError(f"{who}: {len(specs)} in_specs for {len(args)} arguments; give one for each")
+        values = [arg.result() if hasattr(arg, "result") else arg for arg in args]
+        rows = _rows(who, values, specs, mesh.dp)
+        columns = [_spread(who, value, spec, rows, mesh) for value, spec in zip(values, specs, strict=True)]
+        locals_ = zip(*columns, strict=True) if columns else [()] * mesh.dp
+        results = [_call(fn, name, local) for local in locals_]
+        for value, spec in zip(values, specs, strict=True):
+            if spec is donated:
+                value.donate(mesh, who)
+        if isinstance(out_specs, P | State):
+            return _collect(who, results, out_specs, rows, mesh)
+        outs = list(out_specs)
+        for result in results:
+            if not isinstance(result, tuple) or len(result) != len(outs):
+                raise PlacementError(f"{who}: {len(outs)} out_specs, so it must return a tuple of {len(outs)} values")
+        return tuple(
+            _collect(who, list(column), spec, rows, mesh)
+            for column, spec in zip(zip(*results, strict=True), outs, strict=True)
+        )
+
+    return mapped
+
+
+def _rows(who: str, values: Sequence[Any], specs: Sequence[Spec], n: int) -> list[Tensor] | None:
+    """Which rows go to which shard: balanced by tokens if there is a batch, else as evenly as can be."""
+    split = [value for value, spec in zip(values, specs, strict=True) if spec == P("dp")]
+    for value in split:
+        if not isinstance(value, Tensor | TensorDict) or value.ndim == 0:
+            raise PlacementError(f"{who}: P('dp') splits the rows of a tensor or a batch; found {type(value).__name__}")
+    if len({len(value) for value in split}) > 1:
+        raise PlacementError(f"{who}: arguments with P('dp') have different numbers of rows: {[len(v) for v in split]}")
+    if not split:
+        return None
+    batches = [value for value in split if isinstance(value, TensorDict) and "input_ids" in value.keys()]
+    return shard(batches[0], n).rows if batches else list(torch.arange(len(split[0])).tensor_split(n))
+
+
+def _spread(who: str, value: Any, spec: Spec, rows: list[Tensor] | None, mesh: Mesh) -> list[Any]:
+    if spec == P("dp"):
+        assert rows is not None
+        parts = [value[index] for index in rows]
+        return [part.lock_() for part in parts] if isinstance(value, TensorDict) else parts
+    if spec == P():
+        return [value] * mesh.dp
+    if spec is merged:
+        raise PlacementError(f"{who}: merged is a spec for results; use P() for metrics that go in")
+    if not isinstance(value, Handle):
+        raise PlacementError(
+            f"{who}: {spec!r} takes a handle that a call on this mesh returned; found {type(value).__name__}"
+        )
+    return value.borrow(mesh, who)
+
+
+def _call(fn: Callable[..., Any], name: str, local: Sequence[Any]) -> Any:
+    batches = [value for value in local if isinstance(value, TensorDict)]
+    if not batches:
+        return fn(*local)
+    with unchanged(batches[0], name):
+        return fn(*local)
+
+
+def _collect(who: str, results: list[Any], spec: Spec, rows: list[Tensor] | None, mesh: Mesh) -> Any:
+    if spec is resident:
+        return Handle(mesh, mesh, f"value of {who}", results)
+    if spec is merged:
+        start: Metrics = {}
+        return done(functools.reduce(merge, results, start))
+    if spec is donated:
+        raise PlacementError(f"{who}: donated is a spec for arguments; a result that stays on the mesh is resident")
+    if spec == P():
+        if not all(_same(results[0], other) for other in results[1:]):
+            raise PlacementError(
+                f"{who}: out_specs says P(), the same from every shard, but the shards differ; "
+                "return rows with P('dp'), or sums with merged"
+            )
+        return done(results[0])
+    if rows is None:
+        raise PlacementError(f"{who}: out_specs has P('dp'), but no argument was split by rows")
+    return done(restore(rows, results, who=who))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, TensorDict) and isinstance(b, TensorDict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a.keys())
+    return type(a) is type(b) and bool(a == b)
+
+
+def microbatched(fn: Callable[..., Metrics], max_tokens: int) -> Callable[..., Metrics]:
+    """Turn a function of a batch that returns sums into the same sums over a batch of any size.
+
+    Args:
+        fn: ``(batch, ...) -> Metrics``; what it returns must add up over rows.
+        max_tokens: bound on the tokens of each micro-batch, padding counted.
+
+    >>> from nrl.reduce import Sum, finalize
+    >>> count = microbatched(lambda batch: {"tokens": Sum(batch["attention_mask"].sum())}, max_tokens=3)
+    >>> mask = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+    >>> finalize(count(Batch({"input_ids": mask.long(), "attention_mask": mask}, batch_size=[2])))
+    {'tokens': 4.0}
+    """
+
+    @functools.wraps(fn)
+    def over(batch: Batch, *args: Any) -> Metrics:
+        parts = microbatches(batch, max_tokens=max_tokens)
+        start: Metrics = {}
+        return functools.reduce(merge, (fn(part, *args) for part in parts), start)
+
+    return over

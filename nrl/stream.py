@@ -1,0 +1,260 @@
+"""Streams: endless sources that are pulled, and the transforms that turn one into another.
+
+A stream is pulled by ``take(n)`` and produces nothing that was not asked for, so what is sampled together is a function
+of how the stream is pulled alone. Its ``state()`` is the cursor after what was consumed, with what is pending, and
+``restore`` continues from there.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+
+from nrl.batch import Batch, assign, concatenate, require
+from nrl.errors import DataError
+
+__all__ = ["Source", "Stream", "Versioned", "ahead", "batched", "counting", "drop_uniform", "fresh"]
+
+
+class Stream[T](Protocol):
+    """What every stream can do; see `counting` for a small one."""
+
+    @property
+    def take(self) -> Callable[[int], list[T]]:
+        """The next ``n`` items."""
+        ...
+
+    @property
+    def state(self) -> Callable[[], dict[str, Any]]:
+        """All that ``restore`` needs to continue after what has been taken."""
+        ...
+
+    @property
+    def restore(self) -> Callable[[Mapping[str, Any]], None]:
+        """Continue from a state."""
+        ...
+
+
+class Source[T](NamedTuple):
+    """A stream as a record of three functions.
+
+    >>> numbers = counting()
+    >>> numbers.take(2), numbers.state()
+    ([0, 1], {'cursor': 2})
+    """
+
+    take: Callable[[int], list[T]]
+    state: Callable[[], dict[str, Any]]
+    restore: Callable[[Mapping[str, Any]], None]
+
+
+class Versioned(Protocol):
+    """Whatever has a ``version``: a sampler, a train state."""
+
+    @property
+    def version(self) -> int:
+        """How often weights had been published."""
+        ...
+
+
+def counting(item: Callable[[int], Any] = lambda index: index) -> Source[Any]:
+    """The endless stream ``item(0), item(1), ...``, whose whole state is a cursor.
+
+    Args:
+        item: a pure function of the index.
+
+    >>> squares = counting(lambda index: index**2)
+    >>> squares.restore({"cursor": 3})
+    >>> squares.take(2)
+    [9, 16]
+    """
+    cursor = 0
+
+    def take(n: int) -> list[Any]:
+        nonlocal cursor
+        cursor += n
+        return [item(index) for index in range(cursor - n, cursor)]
+
+    def restore(state: Mapping[str, Any]) -> None:
+        nonlocal cursor
+        cursor = int(state["cursor"])
+
+    return Source(take, lambda: {"cursor": cursor}, restore)
+
+
+_concatenate = cast(Callable[[Sequence[Any]], Batch], concatenate)
+
+
+def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch] = _concatenate) -> Source[Batch]:
+    """Batches of ``n`` items; they are asked for at once, so that a sampler decodes them together.
+
+    Args:
+        stream: of groups, or of rows that ``collate`` understands.
+        n: items in a batch.
+        collate: from ``n`` items to a batch.
+
+    Raises:
+        DataError: ``n`` is not positive.
+
+    >>> batched(counting(), 3, collate=tuple).take(2)
+    [(0, 1, 2), (3, 4, 5)]
+    """
+    if n < 1:
+        raise DataError(f"batched: n is {n}; a batch needs at least one item")
+
+    def take(count: int) -> list[Batch]:
+        return [collate(stream.take(n)) for _ in range(count)]
+
+    return Source(take, stream.state, stream.restore)
+
+
+def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
+    """Groups without those whose rewards are all equal, which teach nothing; what is missing is asked for again.
+
+    What was dropped is not lost: the next group that is kept carries it, in the columns ``dropped`` (the number of
+    valid rows) and ``dropped_rewards`` (their sum), which add up over rows. Invalid rows do not count; a group with
+    fewer than two valid rows is uniform.
+
+    Args:
+        stream: of groups.
+        patience: how many draws in a row may be dropped whole.
+
+    Raises:
+        DataError: so many draws held no group that teaches anything.
+
+    Source: dynamic sampling, Yu et al., 2025 (2503.14476), section 3.2.
+
+    >>> def group(index):
+    ...     rewards = torch.tensor([0.0, float(index % 2)])
+    ...     return Batch({"input_ids": torch.zeros(2, 3, dtype=torch.int64), "rewards": rewards}, batch_size=[2])
+    >>> kept = drop_uniform(counting(group)).take(2)
+    >>> [int(batch["dropped"].sum()) for batch in kept]
+    [2, 2]
+    """
+
+    def uniform(group: Batch) -> bool:
+        require(group, "rewards", reader="drop_uniform")
+        rewards = group["rewards"][_valid(group)]
+        return len(rewards) < 2 or bool((rewards == rewards[0]).all())
+
+    def take(n: int) -> list[Batch]:
+        kept: list[Batch] = []
+        dropped: list[Batch] = []
+        empty = 0
+        while len(kept) < n:
+            before = len(kept)
+            for group in stream.take(n - len(kept)):
+                if uniform(group):
+                    dropped.append(group)
+                else:
+                    kept.append(_carrying(group, dropped))
+                    dropped = []
+            empty = empty + 1 if len(kept) == before else 0
+            if empty >= patience:
+                raise DataError(
+                    f"drop_uniform: {empty} draws in a row ({len(dropped)} groups) had equal rewards throughout, so "
+                    "there is nothing left to learn from these tasks; use other tasks, or sample more answers to each"
+                )
+        return kept
+
+    return Source(take, stream.state, stream.restore)
+
+
+def fresh(stream: Stream[Batch], lag: int, sampler: Versioned) -> Source[Batch]:
+    """Groups or batches without those that have a row older than ``lag`` versions; others are pulled in their place.
+
+    What was dropped is carried in columns, as by `drop_uniform`.
+
+    Args:
+        stream: of groups or batches, with ``version``.
+        lag: how many publishes ago a row may have been sampled.
+        sampler: whose version is the present.
+
+    Raises:
+        DataError: ``lag`` is negative.
+
+    >>> class Now:
+    ...     version = 5
+    >>> def group(index):
+    ...     version = torch.tensor([index])
+    ...     return Batch({"input_ids": torch.zeros(1, 3, dtype=torch.int64), "version": version}, batch_size=[1])
+    >>> fresh(counting(group), 1, Now()).take(1)[0]["version"].tolist()
+    [4]
+    """
+    if lag < 0:
+        raise DataError(f"fresh: lag is {lag}; it must not be negative")
+
+    def take(n: int) -> list[Batch]:
+        kept: list[Batch] = []
+        dropped: list[Batch] = []
+        while len(kept) < n:
+            for batch in stream.take(n - len(kept)):
+                require(batch, "version", reader="fresh")
+                if int(batch["version"].min()) < sampler.version - lag:
+                    dropped.append(batch)
+                else:
+                    kept.append(_carrying(batch, dropped))
+                    dropped = []
+        return kept
+
+    return Source(take, stream.state, stream.restore)
+
+
+def _valid(batch: Batch) -> torch.Tensor:
+    return cast(torch.Tensor, batch["valid"]) if "valid" in batch.keys() else torch.ones(len(batch), dtype=torch.bool)
+
+
+def _carrying(batch: Batch, dropped: Iterable[Batch]) -> Batch:
+    """The batch with what was dropped before it added to its first row."""
+    rows = torch.zeros(len(batch), dtype=torch.int64)
+    rewards = torch.zeros(len(batch))
+    for other in dropped:
+        valid = _valid(other)
+        rows[0] += valid.sum()
+        if "rewards" in other.keys():
+            rewards[0] += other["rewards"][valid].sum()
+        if "dropped" in other.keys():
+            rows[0] += other["dropped"].sum()
+            rewards[0] += other["dropped_rewards"].sum()
+    if "dropped" in batch.keys():
+        rows, rewards = rows + batch["dropped"], rewards + batch["dropped_rewards"]
+    return assign(batch, dropped=rows, dropped_rewards=rewards)
+
+
+def ahead[T](stream: Stream[T], n: int) -> Source[T]:
+    """Items up to ``n`` versions early: pull ``k`` gets what was produced before pull ``max(k - n, 0)`` returned.
+
+    Before each pull returns, production catches up to ``n`` items beyond what is handed out, so a row's lag is at most
+    ``n``; where weights are published once a pull, the lag of pull ``k`` is exactly ``min(k, n)`` on the local cluster.
+    With ``n=0`` nothing is early, and the loop is synchronous.
+
+    Args:
+        stream: what is produced.
+        n: how many items may be waiting.
+
+    Raises:
+        DataError: ``n`` is negative.
+
+    >>> early = ahead(counting(), 2)
+    >>> early.take(1), early.state()["pending"]
+    ([0], [1, 2])
+    """
+    if n < 0:
+        raise DataError(f"ahead: n is {n}; it must not be negative")
+    pending: deque[T] = deque()
+
+    def take(count: int) -> list[T]:
+        taken = []
+        for _ in range(count):
+            while len(pending) <= n:
+                pending.extend(stream.take(1))
+            taken.append(pending.popleft())
+        return taken
+
+    def restore(state: Mapping[str, Any]) -> None:
+        stream.restore(state["source"])
+        pending.clear()
+        pending.extend(state["pending"])
+
+    return Source(take, lambda: {"source": stream.state(), "pending": list(pending)}, restore)

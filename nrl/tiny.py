@@ -1,0 +1,171 @@
+"""Small tokenizers and models made on the spot, so that the examples run on a laptop with no download.
+
+`tokenizer` and `model` belong together: one token a character, 0.4 million parameters with random weights, enough to
+learn to add. `bpe` makes a tokenizer of the kind that real models have, with a chat template; `save` writes a model
+folder of the kind that the Hugging Face hub gives.
+"""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from nrl.backends.base import Model
+from nrl.backends.models import build, load_tokenizer
+from nrl.errors import DataError, ModelError
+
+__all__ = ["ALPHABET", "CHATML", "bpe", "model", "save", "tokenizer"]
+
+ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
+"""The characters that `tokenizer` knows: the newline and printable ASCII.
+
+>>> len(ALPHABET)
+96
+"""
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The chat template of `bpe`: each message between ``<|im_start|>role`` and ``<|im_end|>``.
+
+>>> CHATML.count("<|im_end|>")
+1
+"""
+
+_CONTEXT = 512
+
+
+def tokenizer() -> Any:
+    """A transformers tokenizer with a token for each character of `ALPHABET`, and ``<pad>``, ``<bos>``, ``<eos>``, ``<unk>``.
+
+    It adds no special tokens and has no chat template. Decoding gives text over the alphabet back exactly; any other
+    character is ``<unk>``.
+
+    >>> made = tokenizer()
+    >>> made.decode(made.encode("7+12 = 19\\n")), len(made)
+    ('7+12 = 19\\n', 100)
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    vocabulary = {token: index for index, token in enumerate([*special.values(), *ALPHABET])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token=special["unk_token"]))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **special)
+
+
+def model(*, tokenizer: Any = None, seed: int = 0, **overrides: Any) -> Model:
+    """A Qwen3-shaped model with random weights: 406,784 parameters and a context of 512 tokens, with `tokenizer`.
+
+    It has 2 layers of width 128, 4 heads of 32, 2 of them for keys and values, and embeddings that are tied.
+
+    Args:
+        tokenizer: another transformers tokenizer; the model gets its vocabulary and its special tokens.
+        seed: of the random weights.
+        **overrides: fields of the config, such as ``num_hidden_layers=4``; also ``dtype`` of `nrl.backends.Model`.
+
+    Raises:
+        ModelError: the config has no such field.
+
+    >>> model().source["hidden_size"], model(hidden_size=64, seed=3).source["hidden_size"]
+    (128, 64)
+    """
+    from transformers import AutoConfig
+
+    made = _characters() if tokenizer is None else tokenizer
+    fields: dict[str, Any] = {"dtype": overrides.pop("dtype")} if "dtype" in overrides else {}
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": len(made),
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 384,
+        "max_position_embeddings": _CONTEXT,
+        "tie_word_embeddings": True,
+        "bos_token_id": made.bos_token_id,
+        "eos_token_id": made.eos_token_id,
+        "pad_token_id": made.pad_token_id,
+    } | overrides
+    known = set(AutoConfig.for_model(config["model_type"]).to_dict())
+    for name in overrides.keys() - known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "give fields of its transformers config"
+        raise ModelError(f"tiny.model: a {config['model_type']} config has no field '{name}'; {hint}")
+    return Model(config, tokenizer=made, seed=seed, **fields)
+
+
+_characters = tokenizer  # model's argument hides the name
+
+
+def bpe(texts: Iterable[str], vocab_size: int = 2048) -> Any:
+    """A byte-level BPE tokenizer trained on ``texts``, with ``<|im_end|>`` as its end of sequence and the template `CHATML`.
+
+    Any text is encoded and decoded back exactly. It adds no special tokens.
+
+    Args:
+        texts: what to learn merges from.
+        vocab_size: the most tokens, of which 256 are bytes and 3 special; few texts give fewer.
+
+    Raises:
+        DataError: ``vocab_size`` is less than 259, or ``texts`` is one string.
+
+    >>> made = bpe(["the cat and the hat"], vocab_size=264)
+    >>> made.decode(made.encode("the bat é")), len(made)
+    ('the bat é', 264)
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + len(special):
+        raise DataError(
+            f"tiny.bpe: vocab_size is {vocab_size}; 256 bytes and {len(special)} special tokens need at least "
+            f"{len(alphabet) + len(special)}"
+        )
+    if isinstance(texts, str):
+        raise DataError("tiny.bpe: texts is one string; give several, such as [text]")
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHATML,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save(model: Model, folder: str | Path) -> None:
+    """Write config, weights and tokenizer in Hugging Face format, so that ``Model(folder)`` loads them.
+
+    Args:
+        model: as `model` makes it, or any other.
+        folder: made if it is not there; files of the same names are replaced.
+
+    Raises:
+        ModelError: the model or its tokenizer cannot be made.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(model(), folder)
+    ...     sorted(path.name for path in Path(folder).iterdir())[:2]
+    ['config.json', 'generation_config.json']
+    """
+    made: Any = build(model)
+    made.save_pretrained(folder)
+    load_tokenizer(model).save_pretrained(folder)

@@ -1,0 +1,60 @@
+import math
+
+import pytest
+import torch
+
+from nrl.algos import Correction, icepop, truncate
+
+RATIO = torch.tensor([[0.25, 0.5, 1.0, 4.0, 8.0, 64.0]])
+MASK = torch.tensor([[True, True, True, True, True, False]])
+ALL = [truncate(2.0), icepop(0.5, 5.0), truncate(math.inf), icepop(0.0, math.inf)]
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        (truncate(2.0), [0.25, 0.5, 1.0, 2.0, 2.0, 0.0]),
+        (truncate(6.0), [0.25, 0.5, 1.0, 4.0, 6.0, 0.0]),
+        (icepop(0.4, 5.0), [0.0, 0.5, 1.0, 4.0, 0.0, 0.0]),
+        (icepop(0.6, 9.0), [0.0, 0.0, 1.0, 4.0, 8.0, 0.0]),
+    ],
+)
+def test_by_hand(correction: Correction, expected: list[float]) -> None:
+    assert correction(RATIO.log(), MASK)[0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("correction", [truncate(2.0), truncate(1.0), icepop(0.5, 5.0), icepop(1.0, 1.5)])
+def test_equal_policies_have_weight_one(correction: Correction) -> None:
+    assert correction(torch.zeros(1, 6), MASK).tolist() == MASK.float().tolist()
+
+
+@pytest.mark.parametrize("correction", ALL)
+def test_weights_have_no_gradient(correction: Correction) -> None:
+    assert not correction(RATIO.log().requires_grad_(), MASK).requires_grad
+
+
+@pytest.mark.parametrize("correction", ALL)
+def test_extreme_and_masked_ratios_are_finite(correction: Correction) -> None:
+    log_ratio = torch.tensor([[1e4, -1e4, 0.0, math.nan, math.inf]])
+    found = correction(log_ratio, torch.tensor([[True, True, True, False, False]]))
+    assert bool(found.isfinite().all())
+    assert not found[0, 3:].any()
+
+
+@pytest.mark.parametrize("correction", ALL)
+def test_shapes_and_dtypes(correction: Correction) -> None:
+    for shape in ((0, 3), (4, 2, 3)):
+        found = correction(torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.bool))
+        assert (found.shape, found.dtype) == (shape, torch.float64)
+
+
+@pytest.mark.parametrize("c", [0.0, -1.0, math.nan])
+def test_the_largest_weight_is_positive(c: float) -> None:
+    with pytest.raises(ValueError, match="truncate: c is"):
+        truncate(c)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.1, 1.0), (2.0, 1.0), (1.0, 1.0), (math.nan, 1.0)])
+def test_bounds_are_ratios_in_order(low: float, high: float) -> None:
+    with pytest.raises(ValueError, match="icepop: low is"):
+        icepop(low, high)

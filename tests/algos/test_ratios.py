@@ -1,0 +1,114 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from nrl.algos import Ratio, bounded, on_policy_ratio, sequence_ratio, token_ratio
+from nrl.batch import Batch
+from nrl.errors import MissingColumn
+
+MASK = torch.tensor([[False, True, True, True], [False, True, False, True], [False, False, False, False]])
+OLD = torch.tensor([[0.0, -1.0, -2.0, -3.0], [0.0, -1.0, -7.0, -2.0], [0.0, 0.0, 0.0, 0.0]])
+NEW = torch.tensor([[0.0, -2.0, -2.0, -2.5], [0.0, -1.5, -9.0, -0.5], [0.0, -1.0, -1.0, -1.0]])
+
+
+def batch(old: Tensor = OLD) -> Batch:
+    return Batch({"loss_mask": MASK, "old_logprobs": old}, batch_size=[3])
+
+
+def test_token_ratio_by_hand() -> None:
+    assert token_ratio(NEW, batch()).tolist() == [[0, -1, 0, 0.5], [0, -0.5, 0, 1.5], [0, 0, 0, 0]]
+
+
+def test_on_policy_ratio_is_zero_with_the_gradient_of_logprobs() -> None:
+    logprobs = NEW.clone().requires_grad_()
+    found = on_policy_ratio(logprobs, Batch({"loss_mask": MASK}, batch_size=[3]))
+    assert not found.any()
+    found.exp().sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == MASK.float().tolist()
+
+
+def test_sequence_ratio_by_hand() -> None:
+    third = pytest.approx(-0.5 / 3)
+    assert sequence_ratio(NEW, batch()).tolist() == [[0, third, third, third], [0, 0.5, 0, 0.5], [0, 0, 0, 0]]
+
+
+def test_sequence_ratio_by_a_slow_loop() -> None:
+    new, old = torch.randn(3, 4).double(), torch.randn(3, 4).double()
+    expected = torch.zeros(3, 4).double()
+    for i in range(3):
+        tokens = [t for t in range(4) if MASK[i, t]]
+        for t in tokens:
+            expected[i, t] = sum(new[i, s] - old[i, s] for s in tokens) / len(tokens)
+    torch.testing.assert_close(sequence_ratio(new, batch(old)), expected)
+
+
+def test_sequence_ratio_sends_a_gradient_to_every_token_of_the_row() -> None:
+    logprobs = NEW.clone().requires_grad_()
+    sequence_ratio(logprobs, batch())[0, 1].backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[0].tolist() == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3])
+    assert not logprobs.grad[1:].any()
+
+
+@pytest.mark.parametrize("ratio", [token_ratio, on_policy_ratio, sequence_ratio])
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_what_is_masked_is_not_seen(ratio: Ratio, garbage: float) -> None:
+    logprobs = torch.where(MASK, NEW, garbage).requires_grad_()
+    found = ratio(logprobs, batch(torch.where(MASK, OLD, garbage)))
+    assert found.tolist() == ratio(NEW, batch()).tolist()
+    found.exp().sum().backward()
+    assert logprobs.grad is not None
+    assert bool(logprobs.grad.isfinite().all())
+    assert not logprobs.grad[~MASK].any()
+
+
+@pytest.mark.parametrize("ratio", [token_ratio, sequence_ratio])
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_extreme_ratios_are_finite(ratio: Ratio, size: float) -> None:
+    logprobs = (NEW + size).requires_grad_()
+    found = ratio(logprobs, batch()).exp()
+    found.sum().backward()
+    assert bool(found.isfinite().all())
+    assert logprobs.grad is not None
+    assert bool(logprobs.grad.isfinite().all())
+
+
+def test_old_logprobs_get_no_gradient() -> None:
+    old = OLD.clone().requires_grad_()
+    assert not token_ratio(NEW, batch(old)).requires_grad
+    assert not sequence_ratio(NEW, batch(old)).requires_grad
+
+
+@pytest.mark.parametrize("ratio", [token_ratio, on_policy_ratio, sequence_ratio])
+def test_double_precision_and_empty_batches(ratio: Ratio) -> None:
+    assert ratio(NEW.double(), batch(OLD.double())).dtype == torch.float64
+    assert ratio(NEW[:0], batch()[:0]).shape == (0, 4)
+
+
+def test_pairs() -> None:
+    pairs = batch()[:2].reshape(1, 2)
+    for ratio in (token_ratio, sequence_ratio):
+        assert ratio(NEW[:2].view(1, 2, 4), pairs).view(2, 4).tolist() == ratio(NEW, batch())[:2].tolist()
+
+
+def test_bounded_leaves_small_ratios_alone() -> None:
+    assert bounded(torch.tensor([30.0, 20.0, 19.0, -50.0])).tolist() == [20, 20, 19, -50]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "column"),
+    [
+        (token_ratio, "old_logprobs"),
+        (sequence_ratio, "old_logprobs"),
+        (token_ratio, "loss_mask"),
+        (sequence_ratio, "loss_mask"),
+        (on_policy_ratio, "loss_mask"),
+    ],
+)
+def test_a_missing_column_is_named(ratio: Ratio, column: str) -> None:
+    name = getattr(ratio, "__name__", "")
+    with pytest.raises(MissingColumn, match=f"{name} reads the column '{column}'"):
+        ratio(NEW, batch().exclude(column))

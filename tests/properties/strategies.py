@@ -1,0 +1,210 @@
+"""Batches, losses and layouts for the laws, all in float64, where only a mistake can make a difference."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import Tensor
+
+import nrl
+from nrl import algos
+from nrl.algos import Loss, needs, policy_loss, preference_loss
+from nrl.batch import Batch
+from nrl.reduce import Mean, Metrics
+
+__all__ = [
+    "AGGREGATES",
+    "LOSSES",
+    "PAIR_LOSSES",
+    "TINY",
+    "Layout",
+    "batches",
+    "entropy_loss",
+    "hidden_rows",
+    "layouts",
+    "make_batch",
+    "outputs",
+    "policy_losses",
+    "taken",
+]
+
+TINY: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.3,
+}
+"""A model small enough to run hundreds of times, with weights large enough that its outputs are not all alike."""
+
+
+@needs("entropy")
+def entropy_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    """The mean entropy: a term that reads an output of its own."""
+    mean = algos.token_mean(out["entropy"], batch["loss_mask"])
+    return mean, {"entropy": algos.token_mean(out["entropy"].detach(), batch["loss_mask"])}
+
+
+def _length_normalised(logprobs: Tensor, batch: TensorDict) -> Tensor:
+    return logprobs.sum(-1) / batch["loss_mask"].sum(-1).clamp(min=1)
+
+
+def _hinge(margin: Tensor) -> Tensor:
+    return (1 - margin).relu()
+
+
+AGGREGATES = {"token_mean": algos.token_mean, "seq_mean": algos.seq_mean, "seq_sum": algos.seq_sum(16)}
+SURROGATES = (
+    algos.clip(0.2),
+    algos.clip(0.2, 0.28),
+    algos.clip(0.2, dual=1.5),
+    algos.clip(float("inf")),
+    algos.cispo(0.5),
+    algos.cispo(0.3, low=0.3),
+    algos.reinforce,
+)
+RATIOS = (algos.token_ratio, algos.on_policy_ratio, algos.sequence_ratio)
+PENALTIES = (None, algos.kl(algos.k1, 0.3), algos.kl(algos.k2, 0.3), algos.kl(algos.k3, 0.3))
+CORRECTIONS = (None, algos.truncate(1.2), algos.icepop(0.6, 1.5))
+
+policy_losses: st.SearchStrategy[Loss] = st.builds(
+    policy_loss,
+    st.sampled_from(SURROGATES),
+    ratio=st.sampled_from(RATIOS),
+    penalty=st.sampled_from(PENALTIES),
+    correction=st.sampled_from(CORRECTIONS),
+    aggregate=st.sampled_from(list(AGGREGATES.values())),
+)
+"""Every composition of the parts."""
+
+LOSSES: dict[str, Loss] = {
+    "sft": algos.sft_loss,
+    "grpo": algos.grpo_loss,
+    "grpo with a penalty": policy_loss(algos.clip(0.2), penalty=algos.kl(algos.k3, 0.04), aggregate=algos.seq_mean),
+    "dapo": algos.dapo_loss,
+    "dr grpo": policy_loss(algos.clip(0.2), aggregate=algos.seq_sum(16)),
+    "dual clip": policy_loss(algos.clip(0.2, dual=1.5)),
+    "gspo": policy_loss(algos.clip(0.1), ratio=algos.sequence_ratio, aggregate=algos.seq_mean),
+    "cispo": policy_loss(algos.cispo(0.5), correction=algos.truncate(1.2)),
+    "reinforce": policy_loss(algos.reinforce, ratio=algos.on_policy_ratio, correction=algos.icepop(0.6, 1.5)),
+    "on policy": policy_loss(algos.clip(0.2), ratio=algos.on_policy_ratio, penalty=algos.kl(algos.k2, 0.1)),
+    "k1": policy_loss(algos.clip(0.2), penalty=algos.kl(algos.k1, 0.1), aggregate=algos.seq_mean),
+    "entropy": entropy_loss,
+    "sum": algos.add((1.0, algos.grpo_loss), (-0.01, entropy_loss), (0.5, algos.sft_loss)),
+    "nested sum": algos.add((2.0, algos.add((1.0, algos.sft_loss), (1.0, algos.dapo_loss))), (1.0, algos.sft_loss)),
+}
+"""Losses over rows."""
+
+PAIR_LOSSES: dict[str, Loss] = {
+    "dpo": algos.dpo_loss(0.3),
+    "simpo": algos.simpo_loss(2.0, 0.5),
+    "hinge": preference_loss(_length_normalised, _hinge),
+    "dpo with sft": algos.add((1.0, algos.dpo_loss(0.3)), (0.2, algos.sft_loss)),
+}
+"""Losses over pairs."""
+
+
+def make_batch(
+    lengths: Sequence[int], hidden: Sequence[bool], invalid: Sequence[bool], seed: int, pairs: bool
+) -> Batch:
+    """A batch with every column that a loss here reads.
+
+    Args:
+        lengths: of the rows, in tokens; for pairs an even number of them.
+        hidden: rows whose ``loss_mask`` is empty.
+        invalid: rows that an environment failed on; ``assign`` clears their ``loss_mask``.
+        seed: of all the numbers.
+        pairs: rows 2 i and 2 i + 1 are a pair.
+    """
+    g = torch.Generator().manual_seed(seed)
+    n, width = len(lengths), max([1, *lengths])
+    mask = torch.arange(width) < torch.tensor(lengths).view(-1, 1)
+    # a prompt and a completion, with a hole now and then, as a tool's answer leaves one
+    start = torch.randint(1, 4, (n, 1), generator=g)
+    trained = mask & (torch.arange(width) >= start) & (torch.rand(n, width, generator=g) > 0.15)
+    trained &= ~torch.tensor(hidden, dtype=torch.bool).view(-1, 1)
+
+    def numbers(scale: float) -> Tensor:
+        return torch.randn(n, width, generator=g, dtype=torch.float64) * scale
+
+    old = -numbers(2.0).abs()
+    columns = {
+        "input_ids": torch.randint(0, TINY["vocab_size"], (n, width), generator=g) * mask,
+        "attention_mask": mask,
+        "loss_mask": trained,
+        "old_logprobs": old,
+        "rollout_logprobs": old + numbers(0.3),
+        "ref_logprobs": old + numbers(0.5),
+        "advantages": numbers(1.0) * (torch.rand(n, width, generator=g) > 0.1),
+        "temperature": torch.tensor([0.0, 0.5, 1.0, 1.3], dtype=torch.float64)[torch.randint(0, 4, (n,), generator=g)],
+        "version": torch.randint(0, 3, (n,), generator=g),
+        "valid": ~torch.tensor(invalid, dtype=torch.bool),
+    }
+    if pairs:
+        columns = {name: column.unflatten(0, (n // 2, 2)) for name, column in columns.items()}
+    return nrl.assign(Batch({}, batch_size=[n // 2, 2] if pairs else [n]), **columns)
+
+
+@st.composite
+def batches(draw: st.DrawFn, *, pairs: bool = False, rows: int | None = None, width: int = 9) -> Batch:
+    """Batches of a few rows, among them empty, untrained and invalid ones."""
+    n = draw(st.integers(1, 6)) if rows is None else rows
+    n = 2 * n if pairs else n
+    lengths = draw(st.lists(st.integers(0, width), min_size=n, max_size=n))
+    rare = st.integers(0, 5).map(lambda number: number == 5)
+    hidden = draw(st.lists(rare, min_size=n, max_size=n))
+    invalid = draw(st.lists(rare, min_size=n, max_size=n))
+    return make_batch(lengths, hidden, invalid, draw(st.integers(0, 2**16)), pairs)
+
+
+def outputs(batch: Batch, seed: int = 0) -> dict[str, Tensor]:
+    """What a model might have put out: log-probabilities near the old ones, and entropies."""
+    g = torch.Generator().manual_seed(seed)
+    noise = torch.randn(batch["old_logprobs"].shape, generator=g, dtype=torch.float64)
+    return {
+        "logprobs": (batch["old_logprobs"] + 0.3 * noise).clamp(max=0.0),
+        "entropy": torch.rand(noise.shape, generator=g, dtype=torch.float64),
+    }
+
+
+class Layout(NamedTuple):
+    """A way to lay out a batch: the rows of each part, extra columns of padding, extra rows without a trained token."""
+
+    parts: list[list[int]]
+    padding: int = 0
+    masked: int = 0
+
+
+@st.composite
+def layouts(draw: st.DrawFn, rows: int) -> Layout:
+    """Any order, any split, with a little padding and a few masked rows in each part."""
+    order = draw(st.permutations(range(rows)))
+    cuts = sorted(draw(st.lists(st.integers(0, rows), max_size=4)))
+    parts = [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
+    return Layout(parts, draw(st.integers(0, 3)), draw(st.integers(0, 2)))
+
+
+def taken(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Some rows of a batch, in this order."""
+    part: Batch = batch[torch.tensor(rows, dtype=torch.int64)].lock_()
+    return part
+
+
+def hidden_rows(batch: Batch, n: int) -> Batch:
+    """``n`` rows like those of ``batch``, without a token that is trained on, and with nonsense in their columns."""
+    part = taken(batch, [i % len(batch) for i in range(n)])
+    return nrl.assign(
+        part,
+        loss_mask=torch.zeros_like(part["loss_mask"]),
+        advantages=torch.full_like(part["advantages"], 1e6),
+        old_logprobs=torch.full_like(part["old_logprobs"], 3e4),
+        ref_logprobs=torch.full_like(part["ref_logprobs"], float("nan")),
+    )

@@ -1,0 +1,166 @@
+from collections.abc import Iterator
+
+import pytest
+
+from nrl.errors import ClosedCluster, PlacementError
+from nrl.runtime import Cluster, Mesh, Slots, as_mesh, cluster, done
+from nrl.runtime.executables import EXECUTABLES, check_importable
+
+
+@pytest.fixture
+def local() -> Iterator[Cluster]:
+    with cluster("local") as entered:
+        yield entered
+
+
+# --- cluster
+
+
+def test_the_local_cluster_is_the_default() -> None:
+    with cluster() as here:
+        assert here.name == "local"
+
+
+def test_an_unknown_address() -> None:
+    with pytest.raises(PlacementError, match="cluster: unknown address 'nowhere'; this version of nrl knows 'local'"):  # noqa: SIM117
+        with cluster("nowhere"):
+            pass
+
+
+def test_a_cluster_that_has_been_left_lends_nothing() -> None:
+    with cluster("local") as here:
+        slots = here.reserve(2)
+    with pytest.raises(ClosedCluster, match="reserve: the cluster 'local' has been left.*keep the call inside `with"):
+        here.reserve(1)
+    with pytest.raises(ClosedCluster, match="mesh: the cluster 'local' has been left"):
+        slots.mesh()
+
+
+def test_a_cluster_is_left_on_an_error_too() -> None:
+    with pytest.raises(ZeroDivisionError), cluster("local") as here:
+        raise ZeroDivisionError
+    assert not here.open
+
+
+def test_two_clusters_are_two() -> None:
+    with cluster("local") as one, cluster("local") as other:
+        assert one != other
+    with cluster("local") as again:
+        assert again.open
+
+
+# --- slots
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_at_least_one_slot(local: Cluster, n: int) -> None:
+    with pytest.raises(PlacementError, match=f"reserve: n is {n}; reserve at least one slot"):
+        local.reserve(n)
+
+
+def test_slots_can_be_sliced(local: Cluster) -> None:
+    slots = local.reserve(5)
+    train, sample = slots[:3], slots[3:]
+    assert (len(slots), len(train), len(sample)) == (5, 3, 2)
+    assert set(train.indices).isdisjoint(sample.indices)
+    assert slots[:3] == train
+
+
+def test_one_slot_is_slots_too(local: Cluster) -> None:
+    slots = local.reserve(3)
+    assert isinstance(slots[0], Slots)
+    assert slots[0] == slots[:1]
+    assert slots[-1] == slots[2:]
+    assert [len(slot) for slot in slots] == [1, 1, 1]  # type: ignore[attr-defined]
+    with pytest.raises(IndexError):
+        slots[3]
+
+
+def test_slots_that_were_reserved_apart_are_not_the_same(local: Cluster) -> None:
+    assert local.reserve(2) != local.reserve(2)
+
+
+# --- mesh
+
+
+def test_a_mesh_uses_all_its_slots(local: Cluster) -> None:
+    mesh = local.reserve(4).mesh()
+    assert mesh.axes == {"dp": 4, "tp": 1, "pp": 1, "cp": 1}
+    assert mesh.size == 4
+    assert mesh.cluster is local
+    assert mesh.executable == "base"
+    assert local.reserve(3).mesh(dp=3).axes["dp"] == 3
+    assert local.reserve(1).mesh(executable="system").executable == "system"
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_a_mesh_that_does_not_use_all_its_slots_says_so(local: Cluster, dp: int) -> None:
+    message = f"mesh: dp={dp} tp=1 pp=1 cp=1 is {dp} processes, but there are 3 slots; slice the slots"
+    with pytest.raises(PlacementError, match=message):
+        local.reserve(3).mesh(dp=dp)
+
+
+def test_axes_that_do_not_divide_the_slots(local: Cluster) -> None:
+    with pytest.raises(PlacementError, match="but there are 3 slots"):
+        local.reserve(3).mesh(tp=2)
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"cp": 2}])
+def test_the_local_cluster_has_dp_only(local: Cluster, axes: dict[str, int]) -> None:
+    with pytest.raises(PlacementError, match="mesh: the local cluster has the axis dp only; found .*=2"):
+        local.reserve(4).mesh(**axes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("axes", [{"dp": 0}, {"dp": -2}, {"tp": 0}, {"pp": -1}, {"cp": 0}])
+def test_axes_are_positive(local: Cluster, axes: dict[str, int]) -> None:
+    name, value = next(iter(axes.items()))
+    with pytest.raises(PlacementError, match=rf"mesh: axes must be positive \(dp may be -1\); found .*{name}={value}"):
+        local.reserve(2).mesh(**axes)  # type: ignore[arg-type]
+
+
+def test_a_mesh_of_no_slots(local: Cluster) -> None:
+    with pytest.raises(PlacementError, match="mesh: there are no slots to make a mesh of"):
+        local.reserve(2)[2:].mesh()
+
+
+def test_two_meshes_are_two(local: Cluster) -> None:
+    slots = local.reserve(2)
+    assert slots.mesh() != slots.mesh()
+
+
+def test_as_mesh_makes_a_mesh_of_slots_in_the_given_executable(local: Cluster) -> None:
+    slots = local.reserve(2)
+    made = as_mesh(slots, "system")
+    assert isinstance(made, Mesh)
+    assert (made.dp, made.executable) == (2, "system")
+    assert as_mesh(made, "base") is made
+
+
+# --- executables
+
+
+def test_the_executables_that_are_built_in() -> None:
+    assert set(EXECUTABLES) == {"system", "base", "vllm", "vllm-cpu", "mcore"}
+
+
+def test_an_unknown_executable(local: Cluster) -> None:
+    with pytest.raises(PlacementError, match="mesh: there is no executable 'bace'; did you mean 'base'"):
+        local.reserve(1).mesh(executable="bace")
+    with pytest.raises(PlacementError, match="mesh: there is no executable 'xyzxyz'; there are .*mcore"):
+        check_importable("xyzxyz")
+
+
+def test_an_executable_that_this_process_cannot_import(monkeypatch: pytest.MonkeyPatch, local: Cluster) -> None:
+    monkeypatch.setitem(EXECUTABLES, "mine", "a_package_that_nobody_has")
+    message = "mesh: executable 'mine' needs the package 'a_package_that_nobody_has', which this process cannot import"
+    with pytest.raises(PlacementError, match=message):
+        local.reserve(1).mesh(executable="mine")
+
+
+# --- futures
+
+
+def test_a_future_that_is_done() -> None:
+    assert done(3).result() == 3
+    assert done(3).result(timeout=0.0) == 3
+    assert done(None).result() is None

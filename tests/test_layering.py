@@ -1,0 +1,236 @@
+"""Which module may import which: the rooms of the package, from the ground up, and what stays out of `import nrl`."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# A room imports from its own line and from the lines above it. Rooms of one line import each other without a circle.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("reduce", "batch"),
+    ("algos", "pack", "config", "log", "envs"),
+    ("runtime",),
+    ("backends",),
+    ("checkpoint", "data", "episodes", "stream", "runs", "tiny"),
+    ("",),  # nrl/__init__.py, which gathers the public names
+    ("cli",),
+)
+HEAVY = frozenset({"datasets", "megatron", "peft", "ray", "transformers", "vllm", "wandb"})
+OWNERS = {"megatron": "nrl.backends.megatron", "ray": "nrl.runtime", "vllm": "nrl.backends.vllm", "wandb": "nrl.log"}
+OUTSIDE = frozenset({"benchmarks", "examples", "tests"})
+
+# Modules that run only in an executable of their own, so that they are imported inside functions: their heavy imports.
+LAZY: dict[str, frozenset[str]] = {}
+
+
+class Import(NamedTuple):
+    importer: str
+    target: str
+    line: int
+    lazy: bool  # inside a function, or for the type checker alone
+
+
+def sources(root: Path = ROOT) -> dict[str, str]:
+    found = {}
+    for path in sorted((root / "nrl").rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    return found
+
+
+def imports(importer: str, source: str, modules: Iterable[str]) -> Iterator[Import]:
+    """Every import, `import_module("literal")` included; `from a import b` counts as `a.b` where that is a module."""
+    known = frozenset(modules)
+
+    def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
+        targets: list[str] = []
+        match node:
+            case ast.Import(names):
+                targets = [alias.name for alias in names]
+            case ast.ImportFrom(module, names, 0):
+                joined = [f"{module}.{alias.name}" for alias in names]
+                targets = sorted({full if full in known else str(module) for full in joined})
+            case ast.ImportFrom():
+                targets = ["."]
+            case ast.Call(
+                ast.Name("import_module" | "__import__") | ast.Attribute(_, "import_module"),
+                [ast.Constant(str(name)), *_],
+            ):
+                targets = [name]
+        yield from (Import(importer, target, getattr(node, "lineno", 0), lazy) for target in targets)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            yield from (found for child in node.body for found in walk(child, True))
+            yield from (found for child in node.orelse for found in walk(child, lazy))
+            return
+        lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from (found for child in ast.iter_child_nodes(node) for found in walk(child, lazy))
+
+    return walk(ast.parse(source), False)
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def inside(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def circle(edges: Mapping[str, Iterable[str]]) -> list[str]:
+    """The first circle that a depth-first walk meets, its first name repeated at the end; empty if there is none."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        for target in sorted(edges.get(name, ())):
+            if found := visit(target, [*path, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in sorted(edges) if (found := visit(name, []))), [])
+
+
+def violations(files: Mapping[str, str], lazy_modules: Mapping[str, frozenset[str]] = LAZY) -> list[str]:
+    """What is wrong with the imports of a package, given as {module: source}; one sentence each."""
+    rank = {name: height for height, names in enumerate(LAYERS) for name in names}
+    found = [each for name, source in files.items() for each in imports(name, source, files)]
+    wrong = [f"{name}: no layer is given for this room" for name in files if room(name) not in rank]
+    for importer, target, line, lazy in found:
+        top = target.split(".")[0]
+        where = f"{importer}:{line}"
+        if target == ".":
+            wrong.append(f"{where}: relative import; write the full name")
+        if top in OUTSIDE:
+            wrong.append(f"{where}: nothing in nrl imports {top}")
+        if top == "nrl" and rank.get(room(target), 0) > rank.get(room(importer), 99):
+            wrong.append(f"{where}: {room(importer) or 'nrl'} is below {room(target) or 'nrl'}, which it imports")
+        if top in OWNERS and not inside(importer, OWNERS[top]):
+            wrong.append(f"{where}: {top} is imported only in {OWNERS[top]}")
+        if top in HEAVY and not lazy and top not in lazy_modules.get(importer, ()):
+            wrong.append(f"{where}: {top} is imported at module level; import it inside the function that needs it")
+        if target in lazy_modules and not lazy and importer not in lazy_modules:
+            wrong.append(f"{where}: {target} is imported only inside functions")
+
+    modules: dict[str, set[str]] = {}
+    rooms: dict[str, set[str]] = {}
+    for importer, target, _, lazy in found:
+        if not inside(target, "nrl"):
+            continue
+        if not lazy:
+            modules.setdefault(importer, set()).add(target)
+        if room(importer) != room(target):
+            rooms.setdefault(room(importer), set()).add(room(target))
+    wrong += [f"modules in a circle: {' -> '.join(path)}" for path in [circle(modules)] if path]
+    wrong += [f"rooms in a circle: {' -> '.join(path)}" for path in [circle(rooms)] if path]
+    return wrong
+
+
+def test_the_package_keeps_to_its_layers() -> None:
+    assert violations(sources()) == []
+
+
+def test_every_lazy_module_exists() -> None:
+    assert set(LAZY) <= set(sources())
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"nrl.errors": "import nrl.batch"}, "nrl.errors:1: errors is below batch, which it imports"),
+        ({"nrl.batch": "def f():\n    from nrl.algos.losses import g"}, "nrl.batch:2: batch is below algos"),
+        ({"nrl.algos.x": "from nrl import runtime", "nrl.runtime": ""}, "nrl.algos.x:1: algos is below runtime"),
+        ({"nrl.runs": "import nrl"}, "nrl.runs:1: runs is below nrl, which it imports"),
+        ({"nrl": "from nrl.cli import main"}, "nrl:1: nrl is below cli"),
+        ({"nrl.attic": ""}, "nrl.attic: no layer is given"),
+        ({"nrl.batch": "from .errors import E"}, "nrl.batch:1: relative import"),
+        ({"nrl.cli": "def f():\n    import examples.grpo"}, "nrl.cli:2: nothing in nrl imports examples"),
+        ({"nrl.data": "def f():\n    import ray"}, "nrl.data:2: ray is imported only in nrl.runtime"),
+        ({"nrl.runs": "def f():\n    import wandb.sdk"}, "nrl.runs:2: wandb is imported only in nrl.log"),
+        ({"nrl.log": "import wandb"}, "nrl.log:1: wandb is imported at module level"),
+        (
+            {"nrl.data": "try:\n    from datasets import load\nexcept E: ..."},
+            "nrl.data:2: datasets is imported at module",
+        ),
+        ({"nrl.data": "class A:\n    import transformers.models"}, "nrl.data:2: transformers is imported at module"),
+        ({"nrl.data": "if TYPE_CHECKING:\n    pass\nelse:\n    import peft"}, "nrl.data:4: peft is imported at module"),
+        ({"nrl.data": "x = importlib.import_module('peft.tuners')"}, "nrl.data:1: peft is imported at module level"),
+        (
+            {"nrl.batch": "from nrl import reduce", "nrl.reduce": "import nrl.batch"},
+            "modules in a circle: nrl.batch -> nrl.reduce -> nrl.batch",
+        ),
+        (
+            {"nrl.data": "def f():\n    import nrl.stream", "nrl.stream": "import nrl.data"},
+            "rooms in a circle: data -> stream -> data",
+        ),
+    ],
+)
+def test_the_checker_finds(files: dict[str, str], message: str) -> None:
+    assert any(found.startswith(message) for found in violations(files)), violations(files)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"nrl.batch": "import torch\nfrom nrl.errors import BatchError"},
+        {"nrl": "from nrl import batch\nfrom nrl.runs import run", "nrl.batch": ""},
+        {"nrl.cli": "import nrl"},
+        {"nrl.data": "def f():\n    import transformers"},
+        {"nrl.data": "if typing.TYPE_CHECKING:\n    from transformers import PreTrainedConfig"},
+        {"nrl.runtime.cluster": "async def f():\n    import ray.util"},
+        {
+            "nrl.backends.fsdp": "from nrl.backends.fsdp import rank",
+            "nrl.backends.fsdp.rank": "import nrl.backends.base",
+        },
+        {"nrl.batch": "def f():\n    import nrl.reduce", "nrl.reduce": ""},
+    ],
+)
+def test_the_checker_allows(files: dict[str, str]) -> None:
+    assert violations(files) == []
+
+
+def test_a_lazy_module_may_import_what_it_runs_beside_and_is_itself_imported_in_functions() -> None:
+    lazy = {"nrl.backends.vllm.worker": frozenset({"vllm"})}
+    files = {
+        "nrl.backends.vllm.worker": "import vllm",
+        "nrl.backends.vllm": "def f():\n    import nrl.backends.vllm.worker",
+    }
+    assert violations(files, lazy) == []
+    files["nrl.backends.vllm"] = "import nrl.backends.vllm.worker"
+    assert violations(files, lazy) == [
+        "nrl.backends.vllm:1: nrl.backends.vllm.worker is imported only inside functions"
+    ]
+
+
+def loaded_by(statement: str, *, path: Path | None = None) -> set[str]:
+    """The heavy packages that a fresh interpreter has loaded after the statement."""
+    program = f"import sys\n{statement}\nprint(*sorted({set(HEAVY)!r} & set(sys.modules)))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(p) for p in (path, ROOT) if p)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=240)
+    assert done.returncode == 0, f"{statement!r} fails:\n{done.stderr}"
+    return set(done.stdout.split())
+
+
+def test_importing_nrl_loads_nothing_heavy() -> None:
+    assert loaded_by("import nrl, nrl.algos") == set()
+
+
+def test_importing_any_module_of_nrl_loads_nothing_heavy() -> None:
+    modules = [name for name in sources() if name not in LAZY and not name.endswith("__main__")]
+    assert loaded_by("import " + ", ".join(modules)) == set()
+
+
+def test_a_heavy_import_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "wandb.py").touch()
+    assert loaded_by("import wandb", path=tmp_path) == {"wandb"}

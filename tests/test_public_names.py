@@ -1,0 +1,195 @@
+"""`__all__` is what is public, and every public name shows how it is used in an example that doctest runs.
+
+The order of `__all__` is ruff's to check (RUF022), which can also mend it.
+"""
+
+import ast
+import doctest
+import importlib
+import inspect
+import re
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("nrl", "nrl.algos")  # whose names are the public API
+
+
+def module_files() -> dict[str, Path]:
+    found = {}
+    for path in sorted((ROOT / "nrl").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def bound(statements: Sequence[ast.stmt]) -> Iterator[tuple[str, bool]]:
+    """The names that a module's top level binds, and whether it imports them."""
+    for node in statements:
+        match node:
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                yield name, False
+            case ast.Assign(targets) | ast.Delete(targets):
+                names = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+                yield from ((name, False) for name in names)
+            case ast.AnnAssign(ast.Name(name)) | ast.TypeAlias(ast.Name(name)):
+                yield name, False
+            case ast.Import(names) | ast.ImportFrom(_, names):
+                yield from ((alias.asname or alias.name.split(".")[0], True) for alias in names)
+            case ast.If(_, body, orelse):
+                yield from bound([*body, *orelse])
+            case ast.Try(body, handlers, orelse, final):
+                yield from bound([*body, *orelse, *final, *(each for handler in handlers for each in handler.body)])
+            case ast.With(_, body):
+                yield from bound(body)
+
+
+def problems_of_all(source: str, *, package: bool = False) -> list[str]:
+    """How `__all__` differs from the public names that a module defines; a package may list what it imports too."""
+    tree = ast.parse(source)
+    names = list(bound(tree.body))
+    defined = {name for name, imported in names if not imported and not name.startswith("_")}
+    available = {name for name, imported in names if package or not imported}
+    listed: list[str] | None = None
+    for node in tree.body:
+        match node:
+            case ast.Assign([ast.Name("__all__")], value) | ast.AnnAssign(ast.Name("__all__"), _, ast.expr() as value):
+                listed = list(ast.literal_eval(value))
+    if listed is None:
+        return [f"no __all__, but it defines {', '.join(sorted(defined))}"] if defined else []
+    wrong = [f"{name} is public and not in __all__" for name in sorted(defined - set(listed))]
+    wrong += [f"{name} is in __all__ and not defined here" for name in sorted(set(listed) - available)]
+    wrong += [f"{name} is in __all__ twice" for name in sorted({name for name in listed if listed.count(name) > 1})]
+    return wrong
+
+
+def examples(docstring: str | None) -> list[str]:
+    """The statements of a docstring's examples that doctest really runs."""
+    found = doctest.DocTestParser().get_examples(docstring or "")
+    return [each.source for each in found if not each.options.get(doctest.SKIP)]
+
+
+def has_own_docstring(value: object, name: str) -> bool:
+    """A function or class under its own name: not an alias of one, nor a closure that a factory returned."""
+    return isinstance(value, type | types.FunctionType) and value.__qualname__ == name and "nrl" in value.__module__
+
+
+def problems_of_examples(name: str, value: object, homes: Sequence[types.ModuleType]) -> list[str]:
+    """What is missing for one public name.
+
+    A function or a class needs a docstring with an example. Any other value (a ready-made loss, a type alias) has no
+    docstring that doctest reads: an example in the module that defines it has to use the name.
+    """
+    if inspect.ismodule(value):
+        return []
+    if has_own_docstring(value, name):
+        if not value.__doc__:
+            return [f"{name} has no docstring"]
+        return [] if examples(value.__doc__) else [f"{name}'s docstring has no example that runs"]
+    run = [each for home in homes for test in doctest.DocTestFinder().find(home) for each in examples(test.docstring)]
+    used = any(re.search(rf"\b{name}\b", example) for example in run)
+    return [] if used else [f"no example in {' or '.join(home.__name__ for home in homes)} uses {name}"]
+
+
+def home_modules(name: str, value: object) -> list[types.ModuleType]:
+    """The modules of nrl that define this value under this name."""
+    found = []
+    for module, path in module_files().items():
+        if (name, False) in bound(ast.parse(path.read_text()).body):
+            loaded = importlib.import_module(module)
+            if getattr(loaded, name, None) is value:
+                found.append(loaded)
+    return found
+
+
+@pytest.mark.parametrize("module", module_files())
+def test_all_is_what_is_public(module: str) -> None:
+    path = module_files()[module]
+    assert problems_of_all(path.read_text(), package=path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_has_an_example(package: str) -> None:
+    loaded = importlib.import_module(package)
+    wrong = []
+    for name in loaded.__all__:
+        value = getattr(loaded, name)
+        homes = [] if has_own_docstring(value, name) else home_modules(name, value)
+        wrong += problems_of_examples(name, value, homes or [loaded])
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("def f(): ...", "no __all__, but it defines f"),
+        ("__all__ = ['f']\ndef f(): ...\ndef g(): ...", "g is public and not in __all__"),
+        ("__all__ = ['f']\ndef f(): ...\nclass G: ...", "G is public and not in __all__"),
+        ("__all__ = ['f']\ndef f(): ...\na, b = 1, 2", "a is public and not in __all__"),
+        ("__all__ = []\ntype T = int", "T is public and not in __all__"),
+        ("__all__ = []\nx: int = 1", "x is public and not in __all__"),
+        ("__all__ = []\nif True:\n    async def f(): ...", "f is public and not in __all__"),
+        ("__all__ = []\ntry:\n    x = 1\nexcept ValueError:\n    y = 2", "y is public and not in __all__"),
+        ("__all__ = ['f', 'g']\ndef f(): ...", "g is in __all__ and not defined here"),
+        ("from a import g\n__all__ = ['g']", "g is in __all__ and not defined here"),
+        ("__all__ = ['f', 'f']\ndef f(): ...", "f is in __all__ twice"),
+    ],
+)
+def test_a_wrong_all_is_seen(source: str, problem: str) -> None:
+    assert problem in problems_of_all(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "package"),
+    [
+        ("import os\n_x = 1\ndef _f(): ...", False),
+        ("from a import b\n__all__ = ['f']\ndef f(): ...", False),
+        ("from a import b as c\nimport d\n__all__ = ['c', 'd']", True),
+        ("__all__: list[str] = ['x']\nx: int", False),
+    ],
+)
+def test_a_right_all_passes(source: str, package: bool) -> None:
+    assert problems_of_all(source, package=package) == []
+
+
+def a_module(source: str) -> types.ModuleType:
+    module = types.ModuleType("nrl.made_up")
+    exec(source, module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("def name(): pass", "name has no docstring"),
+        ("def name(): 'Do it.'", "name's docstring has no example that runs"),
+        (
+            "class name: '''Be it.\n\n    >>> 1/0  # doctest: +SKIP\n    '''",
+            "name's docstring has no example that runs",
+        ),
+        ("def make():\n    def name(): '>>> 1'\n    return name\nname = make()", "no example in nrl.made_up uses name"),
+        ("type name = int", "no example in nrl.made_up uses name"),
+        ("'>>> names, rename = 1, 2'\nname = 3", "no example in nrl.made_up uses name"),
+    ],
+)
+def test_a_missing_example_is_seen(source: str, problem: str) -> None:
+    module = a_module(source)
+    assert problems_of_examples("name", module.__dict__["name"], [module]) == [problem]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def name(): '>>> name()'",
+        "class name: '>>> name()'",
+        "'>>> name + 1\\n4'\nname = 3",
+        "def factory():\n    '>>> name'\n    return lambda: 1\nname = factory()",
+        "import math as name",
+    ],
+)
+def test_an_example_is_found(source: str) -> None:
+    module = a_module(source)
+    assert problems_of_examples("name", module.__dict__["name"], [module]) == []
