@@ -1,7 +1,7 @@
 """Data: rows of files as endless streams of tasks, and their rendering into tokens.
 
-A row is a mapping. What its ``"prompt"`` is, is decided here, once: chat messages, plain text or token ids. `render` turns
-any of the three into token ids; `supervised` does so for rows that also have a response.
+A row is a mapping. What its ``"prompt"`` is, is decided here, once: chat messages, plain text or token ids. `render`
+turns any of the three into token ids; `supervised` does so for rows that also have a response.
 """
 
 import json
@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from nrl.batch import Batch, assign
 from nrl.envs import arithmetic
@@ -75,20 +77,17 @@ def _lines(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
 
 def _object(line: bytes, place: str) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode())
+        text = line.decode().strip()
+        row = json.loads(text)
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"read_jsonl: {place}: invalid UTF-8 (byte {line[error.start]:#04x} at position {error.start}); save it as UTF-8"
-        ) from None
+        found = f"invalid UTF-8 (byte {line[error.start]:#04x} at position {error.start}); save the file as UTF-8"
+        raise DataError(f"read_jsonl: {place}: {found}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"read_jsonl: {place}: invalid JSON ({error}): {_shown(line.decode().strip())}; each line must be one JSON object"
-        ) from None
+        found = f"invalid JSON ({error}): {_shown(text)}; each line must be one JSON object"
+        raise DataError(f"read_jsonl: {place}: {found}") from None
     if not isinstance(row, dict):
-        raise DataError(
-            f"read_jsonl: {place}: found {_kind(row)} where an object belongs: {_shown(line.decode().strip())}; each line "
-            'must be one JSON object, such as {"prompt": "..."}'
-        )
+        found = f"{_kind(row)}, not an object: {_shown(text)}; each line must be one JSON object"
+        raise DataError(f"read_jsonl: {place}: {found}")
     return row
 
 
@@ -105,10 +104,10 @@ def rows(
 ) -> list[dict[str, Any]]:
     """The rows of a source, each with its ``"prompt"``, once and in order: what an evaluation goes through.
 
-    The prompt is what the row has under the first of ``prompt``, ``messages``, ``question`` and ``problem``: a text, a chat
-    (messages with ``role`` and ``content``) or token ids. A text becomes a chat of one user message, because models that
-    are post-trained expect their chat template; with ``chat=False`` it stays a text, which is what base models and
-    tokenizers without a chat template need.
+    The prompt is what the row has under the first of ``prompt``, ``messages``, ``question`` and ``problem``: a text, a
+    chat (messages with ``role`` and ``content``) or token ids. A text becomes a chat of one user message, because
+    models that are made to answer expect their chat template; with ``chat=False`` it stays a text, which is what base
+    models and tokenizers without a chat template need.
 
     Args:
         source: a JSON Lines file, or mappings.
@@ -146,8 +145,8 @@ def _task(row: Any, place: str, template: str | None, chat: bool) -> dict[str, A
         key = next((key for key in PROMPT_KEYS if key in row), None)
         if key is None:
             raise DataError(
-                f"tasks: {place} has none of {', '.join(PROMPT_KEYS)}; it has {_keys(row)}. Name the prompt so, or make it "
-                "with template='... {field} ...'"
+                f"tasks: {place} has none of {', '.join(PROMPT_KEYS)}; it has {_keys(row)}. Rename the field of the "
+                "prompt, or make the prompt with template='... {field} ...'"
             )
         prompt = row[key]
         _check_prompt(prompt, f"tasks: {place}: '{key}'")
@@ -164,61 +163,40 @@ def _formatted(template: str, row: Mapping[str, Any], place: str) -> str:
     try:
         return template.format_map(row)
     except KeyError as error:
-        raise DataError(
-            f"tasks: {place}: the template reads {{{error.args[0]}}}, which the row does not have; it has {_keys(row)}. "
-            "A brace that stands for itself is doubled: {{ and }}"
-        ) from None
+        found = f"the template reads {{{error.args[0]}}}, which the row does not have; it has {_keys(row)}"
     except (ValueError, IndexError, AttributeError, TypeError) as error:
-        raise DataError(
-            f"tasks: {place}: the template {_shown(repr(template))} does not fit the row: {error}. It is filled in as by "
-            "str.format, with the fields of the row; a brace that stands for itself is doubled: {{ and }}"
-        ) from None
-
-
-def _is_chat(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, str | bytes)
-        and any(isinstance(message, Mapping) for message in prompt)
-    )
+        found = f"the template {_shown(repr(template))} does not fit the row: {error}"
+    raise DataError(f"tasks: {place}: {found}. A brace that stands for itself is doubled: {{{{ and }}}}")
 
 
 def _check_prompt(prompt: Any, what: str) -> None:
     """A text, a chat that waits for an answer, or token ids; none of them empty."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise DataError(f"{what} is {_kind(prompt)}; give a text, a list of messages, or a list of token ids")
+    if not prompt:
+        raise DataError(f"{what} is empty; give a text, at least one message, or at least one token id")
     if isinstance(prompt, str):
-        if not prompt:
-            raise DataError(f"{what} is an empty text; give a prompt or leave the row out")
-    elif _is_chat(prompt):
-        _check_messages(prompt, what)
+        return
+    if isinstance(prompt[0], Mapping):
+        for number, message in enumerate(prompt):
+            _check_message(message, f"{what}: message {number}")
         if prompt[-1]["role"] == "assistant":
-            raise DataError(
-                f"{what} ends with the assistant's message, so nothing is left to answer; leave that message out of the "
-                "prompt"
-            )
-    else:
-        _check_ids(prompt, what)
-
-
-def _check_messages(messages: Sequence[Any], what: str) -> None:
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise DataError(f"{what}: message {number} is {_kind(message)}; give {{'role': ..., 'content': ...}}")
-        for field in ("role", "content"):
-            if not isinstance(message.get(field), str):
-                found = _kind(message[field]) if field in message else f"only {_keys(message)}"
-                raise DataError(f"{what}: message {number} has {found} where a text '{field}' belongs")
-
-
-def _check_ids(ids: Any, what: str) -> None:
-    if not isinstance(ids, Sequence) or isinstance(ids, bytes):
-        raise DataError(f"{what} is {_kind(ids)}; give a text, a list of messages, or a list of token ids")
-    if not ids:
-        raise DataError(f"{what} is empty; give at least one message or token id")
-    for position, token in enumerate(ids):
+            raise DataError(f"{what} ends with the assistant's message, which leaves nothing to answer; leave it out")
+        return
+    for position, token in enumerate(prompt):
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise DataError(
-                f"{what}: entry {position} is {_shown(repr(token))}; give messages or token ids, which are integers from 0"
-            )
+            found = _shown(repr(token))
+            raise DataError(f"{what}: entry {position} is {found}; give a list of messages, or of token ids from 0")
+
+
+def _check_message(message: Any, what: str) -> None:
+    if not isinstance(message, Mapping):
+        raise DataError(f"{what} is {_kind(message)}; give {{'role': ..., 'content': ...}}")
+    for field in ("role", "content"):
+        if field not in message:
+            raise DataError(f"{what} has no '{field}'; it has {_keys(message)}")
+        if not isinstance(message[field], str):
+            raise DataError(f"{what}: '{field}' is {_kind(message[field])}; give a text")
 
 
 def tasks(
@@ -267,7 +245,8 @@ def tasks(
 
     @lru_cache(maxsize=2)
     def order(epoch: int) -> list[int]:
-        return np.random.default_rng([seed, epoch]).permutation(len(found)).tolist()
+        permutation: list[int] = np.random.default_rng([seed, epoch]).permutation(len(found)).tolist()
+        return permutation
 
     def at(index: int) -> dict[str, Any]:
         epoch, position = divmod(index, len(found))
@@ -279,9 +258,9 @@ def tasks(
 def render(prompt: Any, tokenizer: Any) -> list[int]:
     """The token ids of a prompt, ready to be completed.
 
-    A text is encoded with the special tokens that the tokenizer puts before a text. They are not doubled where the text
-    begins with the beginning-of-sequence token itself, and an end-of-sequence token that it would append is left out. A chat is
-    rendered by the tokenizer's chat template up to where the assistant's answer begins. Ids are checked and kept.
+    A text is encoded with the special tokens that the tokenizer puts before a text; a text that itself begins with the
+    beginning-of-sequence token gets no second one, and an end-of-sequence token that would be appended is left out. A
+    chat goes through the tokenizer's chat template, up to where the assistant's answer begins. Ids stay as they are.
 
     Args:
         prompt: a text, messages with ``role`` and ``content``, or token ids.
@@ -308,13 +287,13 @@ def render(prompt: Any, tokenizer: Any) -> list[int]:
                 "render: the prompt is an empty text, and the tokenizer adds no special tokens; give some text"
             )
         return ids
-    if _is_chat(prompt):
-        _check_messages(prompt, "render: the prompt")
+    _check_prompt(prompt, "render: the prompt")
+    if isinstance(prompt[0], Mapping):
         return _chat(prompt, tokenizer)
-    _check_ids(prompt, "render: the prompt")
-    size = len(tokenizer)
-    if max(prompt) >= size:
-        raise DataError(f"render: the prompt has the token id {max(prompt)}; the tokenizer's last is {size - 1}")
+    if max(prompt) >= len(tokenizer):
+        raise DataError(
+            f"render: the prompt has the token id {max(prompt)}; the tokenizer's last is {len(tokenizer) - 1}"
+        )
     return list(prompt)
 
 
@@ -333,8 +312,9 @@ def _chat(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> list[int]:
 
     if getattr(tokenizer, "chat_template", None) is None:
         raise ModelError(
-            "render: the prompt is a chat, and the tokenizer has no chat template, as is usual for base models. Set "
-            "tokenizer.chat_template, take a model that has one, or give prompts as plain text: data.tasks(..., chat=False)"
+            "render: the prompt is a chat, and the tokenizer has no chat template, which is usual for base models. "
+            "Give prompts as plain text (data.tasks with chat=False), take a model with a chat template, or set "
+            "tokenizer.chat_template"
         )
     try:
         return list(
@@ -352,8 +332,8 @@ def supervised(
 ) -> Batch:
     """A batch that teaches each row's response: ``loss_mask`` is true on its tokens and on the one that ends it.
 
-    Prompt and response are encoded apart and put together, because that is how a sampler meets the prompt; a token never
-    reaches across the boundary. The end-of-sequence token is added where the response does not end with it.
+    Prompt and response are encoded apart and put together, so that no token reaches across the boundary and the prompt
+    is what a sampler meets. The end-of-sequence token is added where the response does not end with it.
 
     Args:
         rows: each with ``prompt``, which `render` takes, and a response, a text.
@@ -378,33 +358,29 @@ def supervised(
         raise ModelError(
             "supervised: the tokenizer has no end-of-sequence token to end responses with; set tokenizer.eos_token"
         )
-    sequences: list[tuple[list[int], int]] = []
+    ids: list[Tensor] = []
+    masks: list[Tensor] = []
     for number, row in enumerate(rows):
         missing = [field for field in ("prompt", response) if field not in row]
         if missing:
             raise DataError(f"supervised: row {number} has no '{missing[0]}'; it has {_keys(row)}")
-        answer = row[response]
-        if not isinstance(answer, str):
-            raise DataError(f"supervised: row {number}: '{response}' is {_kind(answer)}; give a text")
+        if not isinstance(row[response], str):
+            raise DataError(f"supervised: row {number}: '{response}' is {_kind(row[response])}; give a text")
         try:
             prompt = render(row["prompt"], tokenizer)
         except DataError as error:
             raise DataError(f"supervised: row {number}: {error}") from error
-        ids = tokenizer.encode(answer, add_special_tokens=False)
-        sequence = prompt + ids + ([] if ids[-1:] == [end] else [end])
-        if max_tokens is not None and len(sequence) > max_tokens:
+        answer = tokenizer.encode(row[response], add_special_tokens=False)
+        answer += [end] if answer[-1:] != [end] else []
+        ids.append(torch.tensor(prompt + answer))
+        masks.append(torch.arange(len(ids[-1])) >= len(prompt))
+        if max_tokens is not None and len(ids[-1]) > max_tokens:
             raise DataError(
-                f"supervised: row {number} has {len(sequence)} tokens ({len(prompt)} of the prompt), more than "
+                f"supervised: row {number} has {len(ids[-1])} tokens ({len(prompt)} of them the prompt's), more than "
                 f"max_tokens={max_tokens}; leave it out or raise max_tokens"
             )
-        sequences.append((sequence, len(prompt)))
-    if not sequences:
+    if not ids:
         raise DataError("supervised: there are no rows; give at least one")
-    ids_ = torch.zeros(len(sequences), max(len(sequence) for sequence, _ in sequences), dtype=torch.int64)
-    attention, trained = torch.zeros_like(ids_, dtype=torch.bool), torch.zeros_like(ids_, dtype=torch.bool)
-    for number, (sequence, start) in enumerate(sequences):
-        ids_[number, : len(sequence)] = torch.tensor(sequence)
-        attention[number, : len(sequence)] = True
-        trained[number, start : len(sequence)] = True
-    empty = Batch({}, batch_size=[len(sequences)])
-    return assign(empty, input_ids=ids_, attention_mask=attention, loss_mask=trained)
+    columns = {"input_ids": ids, "attention_mask": [torch.ones_like(mask) for mask in masks], "loss_mask": masks}
+    padded = {name: pad_sequence(column, batch_first=True) for name, column in columns.items()}
+    return assign(Batch({}, batch_size=[len(ids)]), **padded)

@@ -39,10 +39,10 @@ _CONTEXT = 512
 
 
 def tokenizer() -> Any:
-    """A transformers tokenizer with a token for each character of `ALPHABET`, and ``<pad>``, ``<bos>``, ``<eos>``, ``<unk>``.
+    """A transformers tokenizer with a token for each character of `ALPHABET`.
 
-    It adds no special tokens and has no chat template. Decoding gives text over the alphabet back exactly; any other
-    character is ``<unk>``.
+    Besides them it has ``<pad>``, ``<bos>``, ``<eos>`` and ``<unk>``, none of which it adds to a text, and no chat
+    template. Decoding gives text over the alphabet back exactly; any other character is ``<unk>``.
 
     >>> made = tokenizer()
     >>> made.decode(made.encode("7+12 = 19\\n")), len(made)
@@ -106,9 +106,9 @@ _characters = tokenizer  # model's argument hides the name
 
 
 def bpe(texts: Iterable[str], vocab_size: int = 2048) -> Any:
-    """A byte-level BPE tokenizer trained on ``texts``, with ``<|im_end|>`` as its end of sequence and the template `CHATML`.
+    """A byte-level BPE tokenizer that is trained on ``texts`` and has the chat template `CHATML`.
 
-    Any text is encoded and decoded back exactly. It adds no special tokens.
+    Any text is encoded and decoded back exactly. It adds no special tokens; ``<|im_end|>`` ends a sequence.
 
     Args:
         texts: what to learn merges from.

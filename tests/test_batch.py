@@ -281,7 +281,9 @@ def test_lengths_of_what_has_no_tokens() -> None:
 
 
 def test_pad_adds_zeros_on_the_right_of_every_column_per_token() -> None:
-    batch = assign(small(), loss_mask=MASK, advantages=torch.ones(2, 3), rewards=torch.ones(2), mine=torch.ones(2, 3, 2))
+    batch = assign(
+        small(), loss_mask=MASK, advantages=torch.ones(2, 3), rewards=torch.ones(2), mine=torch.ones(2, 3, 2)
+    )
     wide = pad(batch, 5)
     assert wide.is_locked
     assert wide["input_ids"].tolist() == [[5, 6, 7, 0, 0], [8, 9, 0, 0, 0]]
@@ -375,7 +377,9 @@ def test_concatenate_fills_in_what_absence_means(name: str, default: float) -> N
 
 def test_concatenate_of_preference_batches_fills_in_both_of_a_pair() -> None:
     a = Batch({"input_ids": torch.ones(1, 2, 3, dtype=torch.int64)}, batch_size=[1, 2])
-    b = Batch({"input_ids": torch.ones(3, 2, 4, dtype=torch.int64), "valid": torch.zeros(3, 2).bool()}, batch_size=[3, 2])
+    b = Batch(
+        {"input_ids": torch.ones(3, 2, 4, dtype=torch.int64), "valid": torch.zeros(3, 2).bool()}, batch_size=[3, 2]
+    )
     whole = concatenate([a, b])
     assert whole["input_ids"].shape == (4, 2, 4)
     assert whole["valid"].tolist() == [[True, True], *[[False, False]] * 3]

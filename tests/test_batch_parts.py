@@ -24,7 +24,9 @@ def of_lengths(sizes: list[int], extra: int = 0) -> Batch:
     pixels = Batch({"pixels": row.view(-1, 1).expand(-1, 4).float()}, batch_size=[len(sizes)])
     ids = torch.where(mask, row.view(-1, 1) * 100 + torch.arange(width), 0)
     columns = {"input_ids": ids, "attention_mask": mask, "row": row, "media": pixels}
-    return Batch(columns, batch_size=[len(sizes)]).lock_()
+    batch = Batch(columns, batch_size=[len(sizes)])
+    batch.lock_()
+    return batch
 
 
 def of_pairs(sizes: list[tuple[int, int]]) -> Batch:
@@ -33,7 +35,9 @@ def of_pairs(sizes: list[tuple[int, int]]) -> Batch:
     shape = (len(sizes), 2)
     columns = {name: flat[name].unflatten(0, shape) for name in ("input_ids", "attention_mask")}
     pair = torch.arange(len(sizes)).view(-1, 1).expand(shape)
-    return Batch({**columns, "row": pair}, batch_size=shape).lock_()
+    batch = Batch({**columns, "row": pair}, batch_size=shape)
+    batch.lock_()
+    return batch
 
 
 def rows_of(part: Batch) -> list[int]:

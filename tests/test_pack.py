@@ -21,7 +21,9 @@ def of_lengths(sizes: Sequence[int], width: int = 7, shape: tuple[int, ...] | No
     mask = torch.arange(width) < torch.tensor(sizes, dtype=torch.int64).view(-1, 1)
     shape = (len(sizes),) if shape is None else shape
     columns = {"input_ids": ids.view(*shape, width), "attention_mask": mask.view(*shape, width)}
-    return Batch(columns, batch_size=shape).lock_()
+    batch = Batch(columns, batch_size=shape)
+    batch.lock_()
+    return batch
 
 
 def cost_of(layout: Sequence[tuple[int, int]], sizes: Sequence[int], cost: int) -> int:

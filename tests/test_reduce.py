@@ -75,14 +75,14 @@ def test_a_merged_mean_is_the_mean_over_all(parts: list[tuple[float, float]]) ->
 
 
 def test_merge_by_hand() -> None:
-    a = {
+    a: Metrics = {
         "loss": Mean(torch.tensor(6.0), torch.tensor(2.0)),
         "tokens": Sum(torch.tensor(3)),
         "high": Max(torch.tensor(1.0)),
         "low": Min(torch.tensor(1.0)),
         "only a": Sum(torch.tensor(1.0)),
     }
-    b = {
+    b: Metrics = {
         "loss": Mean(torch.tensor(1.0), torch.tensor(5.0)),
         "tokens": Sum(torch.tensor(4)),
         "high": Max(torch.tensor(-2.0)),
@@ -100,8 +100,8 @@ def test_merge_by_hand() -> None:
 
 
 def test_of_nothing_the_largest_is_minus_infinity_and_the_smallest_infinity() -> None:
-    nothing = {"high": Max(torch.tensor(-math.inf)), "low": Min(torch.tensor(math.inf))}
-    something = {"high": Max(torch.tensor(-5.0)), "low": Min(torch.tensor(5.0))}
+    nothing: Metrics = {"high": Max(torch.tensor(-math.inf)), "low": Min(torch.tensor(math.inf))}
+    something: Metrics = {"high": Max(torch.tensor(-5.0)), "low": Min(torch.tensor(5.0))}
     assert finalize(nothing) == {"high": -math.inf, "low": math.inf}
     assert finalize(merge(nothing, something)) == {"high": -5.0, "low": 5.0}
 
@@ -119,7 +119,7 @@ def test_one_name_has_one_kind(a: str, b: str) -> None:
 
 
 def test_a_mean_of_weight_0_measured_nothing() -> None:
-    nothing = {"loss": Mean(torch.tensor(0.0), torch.tensor(0.0))}
+    nothing: Metrics = {"loss": Mean(torch.tensor(0.0), torch.tensor(0.0))}
     assert math.isnan(finalize(nothing)["loss"])
     assert finalize(merge(nothing, {"loss": Mean(torch.tensor(3.0), torch.tensor(2.0))})) == {"loss": 1.5}
 

@@ -32,7 +32,9 @@ def group(rewards: Sequence[float], valid: Sequence[bool] | None = None, version
     }
     if valid is not None:
         columns["valid"] = torch.tensor(valid)
-    return Batch(columns, batch_size=[size]).lock_()
+    batch = Batch(columns, batch_size=[size])
+    batch.lock_()
+    return batch
 
 
 def numbers(groups: Sequence[Batch]) -> list[int]:
@@ -127,7 +129,7 @@ def test_drop_uniform_keeps_groups_that_teach_something() -> None:
 
 
 def test_drop_uniform_asks_exactly_for_what_is_missing() -> None:
-    source, asked = watched(listed(MIXED, SAME, SAME, MIXED, SAME, SAME, MIXED, MIXED))
+    source, asked = watched(listed(MIXED, SAME, SAME, MIXED, SAME, MIXED, SAME, MIXED))
     drop_uniform(source).take(4)
     assert asked == [4, 2, 1, 1]
     assert source.state() == {"cursor": 8}
@@ -203,7 +205,9 @@ def test_rewards_that_are_equal_in_floating_point_are_equal() -> None:
 
 def test_patience_ends() -> None:
     source, asked = watched(counting(lambda _: group(SAME)))
-    message = r"drop_uniform: 3 draws in a row \(6 groups\) had equal rewards throughout.*use other tasks, or sample more"
+    message = (
+        r"drop_uniform: 3 draws in a row \(6 groups\) had equal rewards throughout.*use other tasks, or sample more"
+    )
     with pytest.raises(DataError, match=message):
         drop_uniform(source, patience=3).take(2)
     assert asked == [2, 2, 2]

@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from enum import Enum
 from pathlib import Path, PurePath
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, NewType, TypeAliasType, Union, get_args, get_origin
 
 import attrs
@@ -34,11 +34,13 @@ def fields(cls: Any) -> list[Any]:
     return [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
 
 
-def default_of(field: Any) -> Any:
-    """A field's default, or NOTHING where there is none or it depends on other fields."""
-    if isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
-        return attrs.NOTHING if field.default.takes_self else field.default.factory()
-    return field.default
+def default_of(field: Any, others: Any = None) -> Any:
+    """A field's default, or NOTHING where there is none or it depends on other fields and those are not given."""
+    if not isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
+        return field.default
+    if field.default.takes_self:
+        return attrs.NOTHING if others is None else field.default.factory(others)
+    return field.default.factory()
 
 
 def _bare(kind: Any) -> Any:
@@ -216,9 +218,16 @@ def _section(value: Any, cls: Any) -> Any:
         raise _wrong(cls, value)
     known = {field.alias: field for field in fields(cls)}
     present = [(key, field) for key, field in known.items() if key in given]
+    late = {key for key, field in present if getattr(field.default, "takes_self", False)}
     done, problems = _each(
-        (key, _fill(field.type, default_of(field), given[key]), field.type) for key, field in present
+        (key, _fill(field.type, default_of(field), given[key]), field.type) for key, field in present if key not in late
     )
+    if late and not problems:
+        others = SimpleNamespace(**{field.name: done.get(key, default_of(field)) for key, field in known.items()})
+        more, problems = _each(
+            (key, _fill(known[key].type, default_of(known[key], others), given[key]), known[key].type) for key in late
+        )
+        done |= more
     for key, field in known.items():
         if key not in given and field.default is attrs.NOTHING:
             problems.append(((key,), f"missing, and it has no default; expected {name(field.type)}"))

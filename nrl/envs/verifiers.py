@@ -3,9 +3,10 @@ r"""Verifiers of answers that are known: `exact` compares text, `number` compare
 **Where `number` looks.** The first of these that a response has decides, and nothing after it is tried:
 
 1. the last ``####`` that a number follows, as in GSM8K's own solutions: ``#### 42 apples``. Of a line such as
-   ``#### 6 * 7 = 42`` the part after the last equals sign counts. Markdown headings (``#### Step 2``,
+   ``#### 6 * 7 = 42`` the part after the equals sign counts. Markdown headings (``#### Step 2``,
    ``#### 2. Add up``) are no such marker;
-2. the last ``\boxed{...}``, which has to hold one number: with words, units and ``x =`` around it, but nothing else;
+2. the last ``\boxed{...}``, which has to be closed and to hold one number: words, units and ``x =`` may stand around
+   it, but no other number and no mathematics;
 3. the last thing in the text that looks like a number.
 
 **What a number is.** Digits with an optional sign (also the Unicode minus), decimals, thousands separators (``1,234``,
@@ -54,8 +55,8 @@ def number(task: Task, response: str) -> float:
     r"""1 where the final number of the response equals the answer's; otherwise 0. The module says what is read how.
 
     Args:
-        task: ``"answer"`` is a number, a string that holds one number (``"42"``, ``"$1,234.50"``, ``"\\boxed{42}"``), or
-            a solution that ends in ``#### 42``. A ``float`` stands for the decimal that Python writes for it.
+        task: ``"answer"`` is a number, a string that holds one number (``"42"``, ``"$1,234.50"``, ``"\\boxed{42}"``),
+            or a solution that ends in ``#### 42``. A ``float`` stands for the decimal that Python writes for it.
         response: what the model wrote.
 
     Returns:
@@ -105,7 +106,7 @@ def _final(response: str) -> Fraction | None:
 
 # --- Where an answer may stand: each yields what it decides, None for no number, or nothing where it is not there.
 
-_MARK = re.compile(r"(?<!#)####(?!#)([^\n]*)")
+_MARK = re.compile(r"(?<!#)####(?!#)([^\n#]*)")
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _HEADING = re.compile(r"[.)][ \t]+[*_]*[A-Za-z]")  # the rest of "#### 2. Add up"
@@ -126,24 +127,20 @@ def _marked(text: str) -> Iterator[Fraction | None]:
 
 
 def _boxed(text: str) -> Iterator[Fraction | None]:
-    last = None
-    for last in _BOX.finditer(text):
-        pass
-    if last is None:
+    *_, start = [None, *(box.end() for box in _BOX.finditer(text))]
+    if start is None:
         return
     depth = 1
-    for brace in _BRACE.finditer(text, last.end()):
+    for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            yield _only(_plain(text[last.end() : brace.start()]))
+            yield _only(_plain(text[start : brace.start()]))
             return
     yield None  # cut off: what is there may be the beginning of a longer number
 
 
 def _last(plain: str) -> Iterator[Fraction | None]:
-    last = None
-    for last in _numerals(plain):
-        pass
+    *_, last = [None, *_numerals(plain)]
     if last is not None:
         yield _value(last)
 
@@ -158,81 +155,13 @@ def _only(plain: str) -> Fraction | None:
 # --- Numerals. Every pattern is linear: no two of its parts can share out the same characters in several ways.
 
 # What stands around numbers, without a meaning for them. Any other command is mathematics, and becomes "\0".
-_PROSE = frozenset(
-    [
-        "text",
-        "textbf",
-        "textit",
-        "textrm",
-        "textsf",
-        "texttt",
-        "textnormal",
-        "emph",
-        "mathrm",
-        "mathbf",
-        "mathit",
-        "mathsf",
-        "mathtt",
-        "mathbb",
-        "mathcal",
-        "mbox",
-        "hbox",
-        "fbox",
-        "boxed",
-        "bf",
-        "rm",
-        "it",
-        "tt",
-        "boldsymbol",
-        "bm",
-        "underline",
-        "displaystyle",
-        "textstyle",
-        "left",
-        "right",
-        "big",
-        "Big",
-        "bigg",
-        "Bigg",
-        "quad",
-        "qquad",
-        "space",
-        "begin",
-        "end",
-        "hspace",
-        "vspace",
-        "hfill",
-        "color",
-        "textcolor",
-        "label",
-        "tag",
-        "nonumber",
-        "therefore",
-        "because",
-        "so",
-        "pounds",
-        "euro",
-        "yen",
-        "square",
-        "blacksquare",
-        "Box",
-        "qed",
-        "checkmark",
-        "ldots",
-        "dots",
-        "cdots",
-        "small",
-        "large",
-        "Large",
-        "huge",
-        "Huge",
-        "normalsize",
-    ]
+_PROSE = re.compile(
+    "text(?:bf|color|it|normal|rm|sf|style|tt)?|math(?:bb|bf|cal|it|rm|sf|tt)|[fhm]box|boxed|bf|it|rm|tt|emph|bm|boldsymbol"
+    "|underline|displaystyle|left|right|[bB]igg?|q?quad|[hv]space|hfill|begin|end|color|label|tag|nonumber|therefore"
+    "|because|so|pounds|euro|yen|(?:black)?square|Box|qed|checkmark|[lc]?dots|small|normalsize|large|Large|LARGE|huge|Huge"
 )
-_RELATIONS = frozenset(
-    ["approx", "simeq", "equiv", "implies", "iff", "to", "Rightarrow", "rightarrow", "Longrightarrow", "longrightarrow"]
-)
-_TIMES = frozenset(["times", "cdot", "div", "ast", "star"])
+_RELATION = re.compile("approx|simeq|equiv|implies|iff|to|(?:long|Long)?(?:right|Right)arrow")
+_TIMES = re.compile("times|cdot|div|ast|star")
 _SIGNS = {"\\": " ", "$": "$", "%": "%", "!": "", ",": "\u2009"}  # what follows a backslash
 _CHARACTERS = str.maketrans(
     dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-")
@@ -258,7 +187,8 @@ _NUMERAL = re.compile(
 )
 _DECIMAL = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?"
 _READABLE = re.compile(
-    rf"(?:(?P<whole>[0-9]+) )?(?P<top>{_DECIMAL})(?:[eE](?P<exponent>[-+]?[0-9]{{1,3}}))?(?: ?/ ?(?P<bottom>{_DECIMAL}))?"
+    rf"(?:(?P<whole>[0-9]+) )?(?P<top>{_DECIMAL})(?:[eE](?P<exponent>[-+]?[0-9]{{1,3}}))?"
+    rf"(?: ?/ ?(?P<bottom>{_DECIMAL}))?"
 )
 _LONGEST = 1000  # characters; to read a longer numeral would take time that is quadratic in its length
 
@@ -280,7 +210,8 @@ def _command(found: re.Match[str]) -> str:
     command = found[1]
     if not command.isalpha():
         return _SIGNS.get(command, " ")
-    return " " if command in _PROSE else "=" if command in _RELATIONS else "×" if command in _TIMES else "\0"
+    known = {" ": _PROSE, "=": _RELATION, "×": _TIMES}
+    return next((plain for plain, pattern in known.items() if pattern.fullmatch(command)), "\0")
 
 
 def _numerals(plain: str) -> Iterator[re.Match[str]]:

@@ -37,7 +37,9 @@ def test_a_handle_can_be_donated_once(mesh: Mesh) -> None:
 def test_a_handle_has_one_owner(local: Cluster, mesh: Mesh) -> None:
     state = Handle(mesh, mesh, "counter", [1, 2])
     other = local.reserve(2).mesh()
-    with pytest.raises(ForeignState, match="read: this counter belongs to .*pass the state of the same trainer or mesh"):
+    with pytest.raises(
+        ForeignState, match="read: this counter belongs to .*pass the state of the same trainer or mesh"
+    ):
         state.borrow(other, "read")
     with pytest.raises(ForeignState, match="step: this counter"):
         state.donate(other, "step")

@@ -1,0 +1,164 @@
+"""The examples are short, run, and leave behind what the documentation says."""
+
+import ast
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from nrl import tiny
+from nrl.data import read_jsonl
+from nrl.errors import ConfigError, DataError, ModelError
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+GSM8K = ROOT / "tests" / "data" / "gsm8k_sample.jsonl"
+KEYS = {
+    "step", "loss", "grad_norm", "reward", "tokens_per_second", "time/rollout", "time/train", "time/total", "lag"
+}  # fmt: skip
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # attrs looks types up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_has_at_most_90_lines_of_code(path: Path) -> None:
+    nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    code = {line for token in tokens if token.type not in nothing for line in range(token.start[0], token.end[0] + 1)}
+    assert len(code) <= 90
+
+
+def test_the_loop_of_grpo_has_at_most_25_lines() -> None:
+    tree = ast.parse((ROOT / "examples" / "grpo.py").read_text())
+    main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    assert main.end_lineno is not None
+    assert main.end_lineno - main.lineno + 1 <= 25
+
+
+def test_grpo_leaves_behind_what_is_documented(tmp_path: Path) -> None:
+    grpo = load("grpo")
+    out = tmp_path / "run"
+    grpo.main(grpo.Config(steps=3, warmup=2, warmup_rows=8, prompts=4, group_size=4, dp=2, lag=1, out=str(out)))
+    metrics = lines(out / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [0, 1, 2]
+    assert all(line.keys() >= KEYS for line in metrics)
+    assert [line["lag"] for line in metrics] == [0, 1, 1]
+    assert [line["step"] for line in lines(out / "warmup.jsonl")] == [0, 1]
+    resolved = yaml.safe_load((out / "config.yaml").read_text())
+    assert resolved["steps"] == 3
+    assert resolved["optimizer"]["lr"] == 1e-3
+    assert (out / "model" / "config.json").exists()
+    assert (out / "model" / "tokenizer.json").exists()
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
+    grpo = load("grpo")
+    rewards = []
+    for name in ("a", "b"):
+        config = grpo.Config(steps=2, warmup=3, warmup_rows=8, prompts=4, group_size=4, out=str(tmp_path / name))
+        grpo.main(config)
+        rewards.append([(line["reward"], line["loss"]) for line in lines(tmp_path / name / "metrics.jsonl")])
+    assert rewards[0] == rewards[1]
+
+
+def test_defaults_depend_on_whether_the_model_is_real() -> None:
+    grpo = load("grpo")
+    from nrl import config
+
+    assert config.load(grpo.Config, []).warmup == 150
+    real = config.load(grpo.Config, ["model=somewhere", "optimizer.clip=0.5"])
+    assert (real.warmup, real.optimizer.lr, real.optimizer.clip) == (0, 1e-6, 0.5)
+
+
+def test_custom_loss_checks_itself_and_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    custom = load("custom_loss")
+    custom.check()
+    assert "the loss is what it should be" in capsys.readouterr().out
+    custom.main(custom.Config(steps=1, warmup=1, out=str(tmp_path / "run")))
+    assert lines(tmp_path / "run" / "metrics.jsonl")[0].keys() >= KEYS
+
+
+@pytest.fixture(scope="module")
+def real_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like those on a hub: a Qwen3-shaped model, a byte-level BPE tokenizer, a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    rows = read_jsonl(GSM8K)
+    tokenizer = tiny.bpe((text for row in rows for text in (row["question"], row["answer"])), vocab_size=512)
+    tiny.save(tiny.model(tokenizer=tokenizer, num_hidden_layers=2, hidden_size=64), folder)
+    return folder
+
+
+def test_grpo_on_gsm8k_through_the_whole_path(real_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [
+        sys.executable, "examples/grpo.py", f"model={real_model}", f"data={GSM8K}", "steps=5", "prompts=4",
+        "group_size=2", "sampling.max_new_tokens=16", f"out={out}",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    metrics = lines(out / "metrics.jsonl")
+    assert len(metrics) == 5
+    assert all(line["reward"] is not None and 0 <= line["reward"] <= 1 for line in metrics)
+    assert all(line["invalid"] == 0 for line in metrics)
+    assert not (out / "warmup.jsonl").exists()
+
+
+def test_prompts_that_fill_the_context_are_counted(real_model: Path, tmp_path: Path) -> None:
+    grpo = load("grpo")
+    rows = [{"question": "one " * 2000, "answer": "#### 1"}, {"question": "two?", "answer": "#### 2"}]
+    data = tmp_path / "long.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = grpo.Config(
+        model=str(real_model), data=str(data), steps=1, prompts=2, group_size=4, out=str(tmp_path / "run"),
+        sampling=grpo.Sampling(max_new_tokens=4),
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match=r"4 of 8 episodes failed .* fills the context of 512"):
+        grpo.main(cfg)
+    assert lines(tmp_path / "run" / "metrics.jsonl")[0]["invalid"] == 4
+
+
+def test_bad_input_ends_in_a_clear_error(tmp_path: Path) -> None:
+    grpo = load("grpo")
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    for wrong, error, said in [
+        ({"data": "nowhere.jsonl"}, DataError, "nowhere.jsonl"),
+        ({"data": str(empty)}, DataError, "no rows"),
+        ({"model": str(tmp_path / "no-model")}, ModelError, "no such folder"),
+        ({"out": str(empty)}, ConfigError, "is a file"),
+    ]:
+        config = {"steps": 1, "out": str(tmp_path / error.__name__ / said.replace(" ", "-"))} | wrong
+        with pytest.raises(error, match=said):
+            grpo.main(grpo.Config(**config))
+
+
+@pytest.mark.slow
+def test_grpo_learns_to_add_in_three_minutes(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/grpo.py", f"out={tmp_path / 'run'}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rewards = [line["reward"] for line in lines(tmp_path / "run" / "metrics.jsonl")]
+    assert sum(rewards[:5]) / 5 < 0.4
+    assert sum(rewards[-5:]) / 5 > 0.8
