@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from nrl.batch import Batch, assign
 from nrl.envs import arithmetic
 from nrl.envs.arithmetic import Counted
+from nrl.envs.base import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
 
 __all__ = ["PROMPT_KEYS", "read_jsonl", "render", "rows", "supervised", "tasks"]
@@ -29,7 +30,7 @@ PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 'prompt'
 """
 
-_GENERATED: dict[str, Callable[[int], Counted[dict[str, Any]]]] = {"arithmetic": arithmetic.tasks}
+_GENERATED: dict[str, Callable[[int], Counted[Task]]] = {"arithmetic": arithmetic.tasks}
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -99,9 +100,7 @@ def _kind(value: Any) -> str:
     return "nothing (null)" if value is None else f"a {type(value).__name__}"
 
 
-def rows(
-    source: str | Path | Sequence[Mapping[str, Any]], *, template: str | None = None, chat: bool = True
-) -> list[dict[str, Any]]:
+def rows(source: str | Path | Sequence[Task], *, template: str | None = None, chat: bool = True) -> list[Task]:
     """The rows of a source, each with its ``"prompt"``, once and in order: what an evaluation goes through.
 
     The prompt is what the row has under the first of ``prompt``, ``messages``, ``question`` and ``problem``: a text, a
@@ -136,7 +135,7 @@ def rows(
     return [_task(row, place, template, chat) for place, row in placed]
 
 
-def _task(row: Any, place: str, template: str | None, chat: bool) -> dict[str, Any]:
+def _task(row: Any, place: str, template: str | None, chat: bool) -> Task:
     if not isinstance(row, Mapping):
         raise DataError(f"tasks: {place} is {_kind(row)}; give a mapping, such as {{'prompt': '...'}}")
     if template is not None:
@@ -200,13 +199,13 @@ def _check_message(message: Any, what: str) -> None:
 
 
 def tasks(
-    source: str | Path | Sequence[Mapping[str, Any]],
+    source: str | Path | Sequence[Task],
     *,
     seed: int = 0,
     template: str | None = None,
     chat: bool = True,
     shuffle: bool = True,
-) -> Counted[dict[str, Any]]:
+) -> Counted[Task]:
     """An endless stream of tasks, each epoch in a new order, which is a function of ``(seed, epoch)``.
 
     Args:
@@ -248,18 +247,18 @@ def tasks(
         permutation: list[int] = np.random.default_rng([seed, epoch]).permutation(len(found)).tolist()
         return permutation
 
-    def at(index: int) -> dict[str, Any]:
+    def at(index: int) -> Task:
         epoch, position = divmod(index, len(found))
         return dict(found[order(epoch)[position] if shuffle else position])
 
     return Counted(at, name="data.tasks")
 
 
-def render(prompt: Any, tokenizer: Any) -> list[int]:
+def render(prompt: Prompt, tokenizer: Any) -> list[int]:
     """The token ids of a prompt, ready to be completed.
 
-    A text is encoded with the special tokens that the tokenizer puts before a text; a text that itself begins with the
-    beginning-of-sequence token gets no second one, and an end-of-sequence token that would be appended is left out. A
+    A text is encoded with the special tokens that the tokenizer puts before a text, such as the one for its beginning;
+    those that the text itself begins with are not doubled, and what the tokenizer would put after it is left out. A
     chat goes through the tokenizer's chat template, up to where the assistant's answer begins. Ids stay as they are.
 
     Args:
@@ -280,34 +279,25 @@ def render(prompt: Any, tokenizer: Any) -> list[int]:
     """
     if hasattr(prompt, "tolist"):
         prompt = prompt.tolist()
-    if isinstance(prompt, str):
-        ids = _encoded(prompt, tokenizer)
-        if not ids:
-            raise DataError(
-                "render: the prompt is an empty text, and the tokenizer adds no special tokens; give some text"
-            )
-        return ids
     _check_prompt(prompt, "render: the prompt")
+    if isinstance(prompt, str):
+        return _encoded(prompt, tokenizer)
     if isinstance(prompt[0], Mapping):
-        return _chat(prompt, tokenizer)
-    if max(prompt) >= len(tokenizer):
-        raise DataError(
-            f"render: the prompt has the token id {max(prompt)}; the tokenizer's last is {len(tokenizer) - 1}"
-        )
-    return list(prompt)
-
-
-def _encoded(text: str, tokenizer: Any) -> list[int]:
-    ids: list[int] = list(tokenizer.encode(text))
-    begin, end = tokenizer.bos_token, tokenizer.eos_token
-    if begin and text.startswith(begin) and ids[:2] == [tokenizer.bos_token_id] * 2:
-        ids = ids[1:]
-    if end and not text.endswith(end) and ids[-1:] == [tokenizer.eos_token_id] and begin != end:
-        ids = ids[:-1]
+        return _chat(cast(Sequence[Message], prompt), tokenizer)
+    ids = list(cast(Sequence[int], prompt))
+    if max(ids) >= len(tokenizer):
+        raise DataError(f"render: the prompt has the token id {max(ids)}; the tokenizer's last is {len(tokenizer) - 1}")
     return ids
 
 
-def _chat(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> list[int]:
+def _encoded(text: str, tokenizer: Any) -> list[int]:
+    bare, full = list(tokenizer.encode(text, add_special_tokens=False)), list(tokenizer.encode(text))
+    starts = (start for start in range(len(full)) if full[start : start + len(bare)] == bare)
+    before = full[: next(starts, 0)]
+    return bare if bare[: len(before)] == before else before + bare
+
+
+def _chat(messages: Sequence[Message], tokenizer: Any) -> list[int]:
     from jinja2 import TemplateError
 
     if getattr(tokenizer, "chat_template", None) is None:
@@ -328,7 +318,7 @@ def _chat(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> list[int]:
 
 
 def supervised(
-    rows: Iterable[Mapping[str, Any]], tokenizer: Any, *, max_tokens: int | None = None, response: str = "response"
+    rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None = None, response: str = "response"
 ) -> Batch:
     """A batch that teaches each row's response: ``loss_mask`` is true on its tokens and on the one that ends it.
 

@@ -111,7 +111,8 @@ def finalize(metrics: Metrics) -> dict[str, float]:
 def _read(key: str, value: Reduced) -> float:
     match value:
         case Mean(total, weight):
-            return float(total) / float(weight) if float(weight) != 0 else float("nan")
+            divisor = float(weight.detach())
+            return float(total.detach()) / divisor if divisor != 0 else float("nan")
         case Sum(number) | Max(number) | Min(number):
-            return float(number)
+            return float(number.detach())
     raise TypeError(f"finalize: metric '{key}' is a {type(value).__name__}; return a Mean, Sum, Max or Min")

@@ -130,6 +130,11 @@ def test_finalize_returns_plain_floats() -> None:
     assert all(type(value) is float for value in read.values())
 
 
+def test_finalize_reads_numbers_that_have_a_gradient() -> None:
+    x = torch.tensor(3.0, requires_grad=True)
+    assert finalize({"m": Mean(x, x - 1), "s": Sum(x), "high": Max(x)}) == {"m": 1.5, "s": 3.0, "high": 3.0}
+
+
 def test_finalize_of_nothing() -> None:
     assert finalize({}) == {}
 

@@ -86,6 +86,17 @@ def test_every_run_without_a_folder_has_a_new_one(tmp_path: Path, monkeypatch: p
     assert all(re.fullmatch(r"\d{8}-\d{6}(-\d+)?", out.name) for out in seen)
 
 
+def test_no_new_folder_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(*_: object, **__: object) -> None:
+        raise FileExistsError
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "mkdir", taken)
+    with pytest.raises(ConfigError, match="run: no new folder could be made under .*runs"):  # noqa: SIM117
+        with run(Config()):
+            pass
+
+
 def test_a_config_needs_no_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @attrs.frozen
     class Small:

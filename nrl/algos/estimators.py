@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nrl.algos.masking import masked
 from nrl.algos.protocol import name_of
-from nrl.batch import Batch, assign, require
+from nrl.batch import Batch, assign, require, unchanged
 from nrl.errors import BatchError, NotFinite
 
 __all__ = [
@@ -276,6 +276,7 @@ def advantages(batch: Batch, estimator: Estimator = _NORMALIZED) -> Batch:
 
     Raises:
         ColumnError: the estimator returned another shape, or no floats.
+        MutatedBatch: (under ``NRL_DEBUG=1``) it wrote into the batch.
 
     >>> batch = Batch(
     ...     {
@@ -288,7 +289,9 @@ def advantages(batch: Batch, estimator: Estimator = _NORMALIZED) -> Batch:
     >>> advantages(batch, from_rewards(leave_one_out))["advantages"].tolist()
     [[0.0, 2.0], [0.0, -2.0]]
     """
-    return assign(batch, advantages=estimator(batch))
+    with unchanged(batch, name_of(estimator)):
+        found = estimator(batch)
+    return assign(batch, advantages=found)
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,9 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
         else:
             module = transformers.AutoModelForCausalLM.from_pretrained(model.source, dtype=dtype)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"Model(source={_name(model)}): {_reason(model.source, error)}") from error
+        raise ModelError(
+            f"Model(source={_name(model)}): {_reason(model.source, error, 'causal language model')}"
+        ) from error
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -66,15 +68,15 @@ def _name(model: Model) -> str:
     return f"a {model.source['model_type']} config" if isinstance(model.source, Mapping) else repr(model.source)
 
 
-def _reason(source: Any, error: Exception) -> str:
+def _reason(source: Any, error: Exception, wanted: str) -> str:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(source, str) and (source.startswith((".", "/", "~")) or Path(source).exists()):
         if not Path(source).exists():
             return "there is no such folder; give a folder with config.json and weights, a hub name, or a config"
-        return f"the folder cannot be loaded as a causal language model: {first}"
+        return f"the folder cannot be loaded as a {wanted}: {first}"
     if isinstance(source, str):
-        return f"neither a folder here nor a model that the Hugging Face hub gives: {first}"
-    return f"the config does not make a causal language model: {first}"
+        return f"neither a folder here nor a {wanted} that the Hugging Face hub gives: {first}"
+    return f"the config does not make a {wanted}: {first}"
 
 
 def load_tokenizer(model: Model) -> Any:
@@ -96,7 +98,7 @@ def load_tokenizer(model: Model) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"Model: no tokenizer can be loaded from '{source}': {str(error).strip()[:200]}") from error
+        raise ModelError(f"Model: the tokenizer of '{source}': {_reason(source, error, 'tokenizer')}") from error
 
 
 def context_length(module: nn.Module) -> int:

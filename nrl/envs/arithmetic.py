@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from nrl.envs.base import Task
 from nrl.errors import DataError
 
 __all__ = ["Counted", "task", "tasks"]
@@ -59,7 +60,7 @@ class Counted[T]:
         self._cursor = cursor
 
 
-def task(seed: int, index: int, *, largest: int = 19) -> dict[str, Any]:
+def task(seed: int, index: int, *, largest: int = 19) -> Task:
     """The sum that a seed has at an index.
 
     Args:
@@ -79,7 +80,7 @@ def task(seed: int, index: int, *, largest: int = 19) -> dict[str, Any]:
     return {"prompt": f"{first}+{second}=", "answer": total, "response": total}
 
 
-def tasks(seed: int = 0, *, largest: int = 19) -> Counted[dict[str, Any]]:
+def tasks(seed: int = 0, *, largest: int = 19) -> Counted[Task]:
     """An endless stream of sums; see `task`.
 
     Args:
@@ -94,7 +95,7 @@ def tasks(seed: int = 0, *, largest: int = 19) -> Counted[dict[str, Any]]:
 
     >>> stream = tasks(seed=0, largest=99)
     >>> [row["prompt"] for row in stream.take(2)]
-    ['85+63=', '57+34=']
+    ['85+63=', '52+88=']
     """
     for name, value in (("seed", seed), ("largest", largest)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:

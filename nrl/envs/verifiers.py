@@ -78,12 +78,14 @@ def number(task: Task, response: str) -> float:
 
 
 def _answer(verifier: str, task: Task) -> Any:
-    answer = task.get("answer")
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal | Fraction):
-        found = (
-            f"is {answer!r}" if "answer" in task else f"is missing; it has {', '.join(map(repr, task)) or 'nothing'}"
+    if "answer" not in task:
+        raise EnvError(
+            f"{verifier}: the task has no 'answer', only {', '.join(map(repr, task)) or 'nothing'}; "
+            "name the column that holds the right answer 'answer'"
         )
-        raise EnvError(f"{verifier}: task['answer'] {found}; give a string or a number")
+    answer = task["answer"]
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal | Fraction):
+        raise EnvError(f"{verifier}: task['answer'] is {answer!r}; give a string or a number")
     return answer
 
 
@@ -170,11 +172,11 @@ _CHARACTERS = str.maketrans(
     | {"½": r"\frac12", "¼": r"\frac14", "¾": r"\frac34", "⅓": r"\frac13", "⅔": r"\frac23", "\xa0": "\u2009"}
 )
 _FRACTION = re.compile(r"\\[dtc]?frac *(?:\{ *(-?[0-9.,]+) *\}|([0-9])) *(?:\{ *([0-9.,]+) *\}|([0-9]))")
-_DEGREES = re.compile(r"\^ *\{? *\\(?:circ|degree)(?![A-Za-z]) *\}?")
+_DEGREES = re.compile(r"\^ *(?:\{ *)?\\(?:circ|degree)(?![A-Za-z]) *\}?")
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
 _GROUPS = re.compile(r"(?<=[0-9])\u2009(?=[0-9]{3}(?![0-9]))")
 _POWER = re.compile(r"(?<=[0-9])\*\*(?=[0-9])")
-_UNIT_POWER = re.compile(r"(?<=[A-Za-z])[ })]*\^ *\{? *-?[0-9] *\}?")  # m^2
+_UNIT_POWER = re.compile(r"(?<=[A-Za-z])[ })]*\^ *(?:\{ *)?-?[0-9] *\}?")  # m^2
 
 _DIGITS = r"[0-9]+(?:[.,:][0-9]+)*"
 _NUMERAL = re.compile(
@@ -185,7 +187,7 @@ _NUMERAL = re.compile(
     rf"(?: ?[-+*/^×x] ?{_DIGITS})*)"
     r"(?=(?P<after>[ })]*[\^\0²³¹⁰⁴-⁹])?)"
 )
-_DECIMAL = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?"
+_DECIMAL = r"(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _READABLE = re.compile(
     rf"(?:(?P<whole>[0-9]+) )?(?P<top>{_DECIMAL})(?:[eE](?P<exponent>[-+]?[0-9]{{1,3}}))?"
     rf"(?: ?/ ?(?P<bottom>{_DECIMAL}))?"

@@ -54,7 +54,8 @@ def entropy_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
 
 
 def _length_normalised(logprobs: Tensor, batch: TensorDict) -> Tensor:
-    return logprobs.sum(-1) / batch["loss_mask"].sum(-1).clamp(min=1)
+    means: Tensor = logprobs.sum(-1) / batch["loss_mask"].sum(-1).clamp(min=1)
+    return means
 
 
 def _hinge(margin: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def assert_equal(found: Result, expected: Result) -> None:
         close(torch.tensor(found.metrics[name]).double(), torch.tensor(number).double(), f"metric {name}")
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(data=st.data(), loss=policy_losses)
 def test_every_composition_is_the_same_in_every_layout(data: st.DataObject, loss: Loss) -> None:
     batch = data.draw(batches())
@@ -101,7 +101,7 @@ def test_every_composition_is_the_same_in_every_layout(data: st.DataObject, loss
 
 
 @pytest.mark.parametrize(("loss", "pairs"), ALL)
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_every_loss_is_the_same_in_every_layout(loss: Loss, pairs: bool, data: st.DataObject) -> None:
     batch = data.draw(batches(pairs=pairs))
@@ -112,7 +112,7 @@ def test_every_loss_is_the_same_in_every_layout(loss: Loss, pairs: bool, data: s
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 12])
 @pytest.mark.parametrize(("loss", "pairs"), ALL)
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_every_loss_is_the_same_in_any_number_of_parts(loss: Loss, pairs: bool, n: int, data: st.DataObject) -> None:
     batch = data.draw(batches(pairs=pairs, rows=12))
@@ -124,7 +124,7 @@ def test_every_loss_is_the_same_in_any_number_of_parts(loss: Loss, pairs: bool, 
 
 
 @pytest.mark.parametrize(("loss", "pairs"), ALL)
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_every_loss_is_the_same_on_shards_and_their_microbatches(loss: Loss, pairs: bool, data: st.DataObject) -> None:
     batch = data.draw(batches(pairs=pairs))
@@ -147,7 +147,7 @@ def rows_of(batch: Batch, max_tokens: int) -> Sequence[Tensor]:
 
 
 @pytest.mark.parametrize(("loss", "pairs"), ALL)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_no_loss_sees_what_is_masked(loss: Loss, pairs: bool, data: st.DataObject) -> None:
     batch = data.draw(batches(pairs=pairs))
@@ -166,7 +166,7 @@ def test_no_loss_sees_what_is_masked(loss: Loss, pairs: bool, data: st.DataObjec
 
 
 @pytest.mark.parametrize(("loss", "pairs"), ALL)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_no_loss_trains_on_invalid_rows(loss: Loss, pairs: bool, data: st.DataObject) -> None:
     batch = data.draw(batches(pairs=pairs))
@@ -179,7 +179,7 @@ def test_no_loss_trains_on_invalid_rows(loss: Loss, pairs: bool, data: st.DataOb
 
 
 @pytest.mark.parametrize(("loss", "pairs"), ALL)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_weights_do_not_depend_on_the_outputs(loss: Loss, pairs: bool, data: st.DataObject) -> None:
     batch = data.draw(batches(pairs=pairs))
@@ -223,7 +223,7 @@ def test_no_loss_or_gradient_is_infinite_on_finite_inputs(loss: Loss, pairs: boo
 
 
 @pytest.mark.parametrize("name", AGGREGATES)
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_an_aggregate_adds_up_over_rows(name: str, data: st.DataObject) -> None:
     aggregate = AGGREGATES[name]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from torch import Tensor
 
 import nrl
@@ -33,6 +33,7 @@ from tests.properties.strategies import (
 MODEL = Model(TINY, dtype="float64")
 SHOW = adamw(lr=1e6, eps=1e6, betas=(0.0, 0.0), clip=float("inf"))
 LARGE = 10_000
+NO_SHRINK = (Phase.explicit, Phase.generate)  # a smaller example of a failure is not worth minutes of steps
 ALL = [(name, loss, False) for name, loss in LOSSES.items()] + [
     (name, loss, True) for name, loss in PAIR_LOSSES.items()
 ]
@@ -84,9 +85,7 @@ def assert_equal(found: Result, expected: Result, but: frozenset[str] = frozense
     for name in expected.metrics.keys() - but:
         assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-9, abs=1e-12, nan_ok=True), name
     for name, change in expected.change.items():
-        torch.testing.assert_close(
-            found.change[name], change, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close({name: found.change[name]}, {name: change}, rtol=1e-9, atol=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +144,7 @@ def test_order_padding_and_masked_rows_change_nothing(
         assert_equal(run(made, loss, more), expected, but=frozenset({"tokens"}))
 
 
-@settings(max_examples=12)
+@settings(max_examples=12, phases=NO_SHRINK)
 @given(data=st.data(), loss=st.one_of(policy_losses, st.sampled_from(list(LOSSES.values()))))
 def test_any_batch_any_loss_any_mesh(data: st.DataObject, loss: Loss, slots: Slots) -> None:
     batch = near(trainer(slots), data.draw(batches(width=7)))
@@ -156,7 +155,7 @@ def test_any_batch_any_loss_any_mesh(data: st.DataObject, loss: Loss, slots: Slo
     assert_equal(found, expected)
 
 
-@settings(max_examples=12)
+@settings(max_examples=12, phases=NO_SHRINK)
 @given(data=st.data())
 def test_log_probabilities_are_the_same_on_every_mesh(data: st.DataObject, slots: Slots) -> None:
     batch = data.draw(batches(pairs=data.draw(st.booleans())))
@@ -183,7 +182,7 @@ def test_the_gradient_is_that_of_the_plain_loss(slots: Slots, rows: Batch) -> No
             logits = module(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature
             logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
             total = total - logprobs[mask].sum()
-    (total / rows["loss_mask"].sum()).backward()  # type: ignore[no-untyped-call]
+    (total / rows["loss_mask"].sum()).backward()
     change = run(trainer(slots, 2, tokens_for(rows, 3)), LOSSES["sft"], rows).change
     for name, parameter in module.named_parameters():
         if name in change:

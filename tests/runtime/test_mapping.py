@@ -136,14 +136,15 @@ def test_several_arguments_are_split_alike(mesh: Mesh) -> None:
 
 
 def test_pairs_stay_whole(mesh: Mesh) -> None:
-    ids = torch.arange(24).view(4, 2, 3)
+    whole = torch.arange(24).view(4, 2, 3)
 
     def check(part: Batch) -> Tensor:
         assert part.batch_size == (len(part), 2)
-        return part["input_ids"] + 0
+        ids: Tensor = part["input_ids"]
+        return ids
 
     fn = shard_map(check, mesh, P("dp"), P("dp"))
-    assert fn(Batch({"input_ids": ids}, batch_size=[4, 2])).result().equal(ids)
+    assert fn(Batch({"input_ids": whole}, batch_size=[4, 2])).result().equal(whole)
 
 
 def test_with_fewer_rows_than_shards_some_shards_have_none(mesh: Mesh) -> None:
