@@ -11,7 +11,8 @@ Algorithms are written from pure functions over immutable batches; a runtime map
 """
 
 from nrl.backends import Model, Sampling, adamw, publish
-from nrl.batch import COLUMNS, Batch, assign, concatenate, lengths, microbatches, minibatches, pad, require, shard
+from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibatches, pad, require, shard
+from nrl.columns import COLUMNS
 from nrl.episodes import rollout, rollouts, run_episode, summary
 from nrl.pack import pack, packed, unpack
 from nrl.reduce import Max, Mean, Metrics, Min, Sum, finalize, merge

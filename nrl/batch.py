@@ -1,25 +1,24 @@
 """Batches are values: locked TensorDicts of concrete tensors that no function changes.
 
-A column at position ``t`` describes token ``t``. Rows are right-padded. `COLUMNS` is the vocabulary; a column that is
-not in it is carried along, and counts as per-token if its shape is ``[*B, T, ...]``, where ``T`` is the width of
+A column at position ``t`` describes token ``t``. Rows are right-padded. `nrl.COLUMNS` is the vocabulary; a column that
+is not in it is carried along, and counts as per-token if its shape is ``[*B, T, ...]``, where ``T`` is the width of
 ``input_ids``.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.columns import COLUMNS
 from nrl.errors import BatchError, ColumnError, MissingColumn, MutatedBatch
 
 __all__ = [
-    "COLUMNS",
     "Batch",
-    "Column",
     "Parts",
     "assign",
     "concatenate",
@@ -43,85 +42,11 @@ torch.Size([1, 2])
 """
 
 
-class Column(NamedTuple):
-    """What is known of a column: per row or per token, its dtype, what missing entries are, how to get it.
-
-    >>> COLUMNS["advantages"].per, COLUMNS["advantages"].dtype
-    ('token', torch.float32)
-    """
-
-    per: Literal["row", "token"]
-    dtype: torch.dtype
-    hint: str
-    default: bool | int | float | None = None
-    """The value that an absent column stands for; None where absence has no meaning."""
-
-
-def _from_trainer(call: str, column: str) -> str:
-    return f"Add it with assign(batch, {column}={call})."
-
-
-_DATA = "Data and rollout write it."
-COLUMNS: dict[str, Column] = {
-    "input_ids": Column("token", torch.int64, _DATA),
-    "attention_mask": Column("token", torch.bool, _DATA),
-    "loss_mask": Column(
-        "token",
-        torch.bool,
-        "Data and rollout write it; true for the tokens that are trained on.",
-    ),
-    "rollout_logprobs": Column("token", torch.float32, "rollout writes it."),
-    "temperature": Column("row", torch.float32, "rollout writes it.", 1.0),
-    "old_logprobs": Column(
-        "token",
-        torch.float32,
-        "Add it with assign(batch, old_logprobs=batch['rollout_logprobs']) or, exactly, "
-        "assign(batch, old_logprobs=trainer.logprobs(state.params, batch)).",
-    ),
-    "ref_logprobs": Column(
-        "token",
-        torch.float32,
-        _from_trainer("trainer.logprobs(reference, batch)", "ref_logprobs"),
-    ),
-    "teacher_logprobs": Column(
-        "token",
-        torch.float32,
-        _from_trainer("teacher.logprobs(params, batch)", "teacher_logprobs"),
-    ),
-    "values": Column(
-        "token",
-        torch.float32,
-        _from_trainer("critic.values(state.params, batch)", "values"),
-    ),
-    "rewards": Column("row", torch.float32, "The environment writes it, in rollout."),
-    "token_rewards": Column("token", torch.float32, _from_trainer("...", "token_rewards")),
-    "advantages": Column("token", torch.float32, "Add it with nrl.algos.advantages(batch)."),
-    "returns": Column("token", torch.float32, "Add it with nrl.algos.gae."),
-    "group_ids": Column(
-        "row",
-        torch.int64,
-        "rollout writes it; rows that answer one prompt share a number.",
-    ),
-    "episode_ids": Column("row", torch.int64, "rollout writes it; absent, every row is an episode."),
-    "version": Column("row", torch.int64, "rollout writes it."),
-    "valid": Column("row", torch.bool, "rollout writes it.", True),
-    "truncated": Column("row", torch.bool, "rollout writes it.", False),
-    "source": Column("row", torch.int64, "Data writes it where task sources are mixed.", 0),
-    "dropped": Column("row", torch.int64, "drop_uniform and fresh write it.", 0),
-    "dropped_rewards": Column("row", torch.float32, "drop_uniform and fresh write it.", 0.0),
-    "desirable": Column("row", torch.bool, "Unpaired preference data writes it."),
-}
-"""The vocabulary of columns. ``float32`` columns may be ``float64``, which is what the laws are tested in.
-
->>> sorted(COLUMNS)[:3]
-['advantages', 'attention_mask', 'desirable']
-"""
-
-
 def assign(batch: TensorDict, **columns: Any) -> Batch:
     """Add or replace columns: the only way to change a batch, and it returns a new one.
 
-    Waits on values that have ``.result()``. Columns are constants: they are detached. Rows that ``valid`` marks false
+    Waits on values that have ``.result()``. Columns are constants: they are detached, and share memory with what was
+    given, so do not write into that afterwards. Rows that ``valid`` marks false
     have their ``loss_mask`` cleared, whichever of the two is assigned.
 
     Args:
@@ -135,11 +60,14 @@ def assign(batch: TensorDict, **columns: Any) -> Batch:
     >>> sorted(assign(batch, rewards=torch.tensor([1.0])).keys())
     ['input_ids', 'rewards']
     """
-    values = {name: _detached(name, _wait(value)) for name, value in columns.items()}
-    ids = values.get("input_ids", batch.get("input_ids", None))
-    width = ids.shape[-1] if isinstance(ids, Tensor) and ids.ndim > 0 else None
+    values = {name: _constant(name, _wait(value)) for name, value in columns.items()}
+    width = _width({**dict(batch.items()), **values}, batch.ndim)
     for name, value in values.items():
         _check(name, value, batch.batch_size, width)
+    if "input_ids" in values:
+        for name, value in batch.items():
+            if str(name) in COLUMNS and str(name) not in values:
+                _check(str(name), value, batch.batch_size, width)
     out = batch.copy()
     for name, value in values.items():
         out.set(name, value)
@@ -152,12 +80,20 @@ def _wait(value: Any) -> Any:
     return value.result() if hasattr(value, "result") else value
 
 
-def _detached(name: str, value: Any) -> Any:
+def _width(columns: Mapping[str, Any], dim: int) -> int | None:
+    """How many tokens wide a batch is: as wide as its ids, or as any other column that is per token."""
+    names = ["input_ids", *(name for name, column in COLUMNS.items() if column.per == "token")]
+    widths = (columns[name].shape[-1] for name in names if name in columns and columns[name].ndim == dim + 1)
+    return next(widths, None)
+
+
+def _constant(name: str, value: Any) -> Any:
     if not isinstance(value, Tensor | TensorDict):
         raise ColumnError(
             f"assign: column '{name}' is a {type(value).__name__}; give a torch tensor (or a future of one)"
         )
-    return value.detach() if value.requires_grad else value
+    # Locking the batch locks what is nested in it, which must not be the caller's: detach gives another TensorDict
+    return value.detach() if isinstance(value, TensorDict) or value.requires_grad else value
 
 
 def _check(name: str, value: Any, size: torch.Size, width: int | None) -> None:
@@ -251,6 +187,8 @@ def restore(rows: Sequence[Tensor], outputs: Sequence[Any], *, who: str = "resto
     >>> restore([torch.tensor([2]), torch.tensor([0, 1])], [torch.tensor([30]), torch.tensor([10, 20])]).tolist()
     [10, 20, 30]
     """
+    if not rows:
+        raise BatchError(f"{who}: there are no parts to put together")
     for index, output in zip(rows, outputs, strict=True):
         if not isinstance(output, Tensor | TensorDict) or output.ndim == 0 or output.shape[0] != len(index):
             found = list(output.shape) if isinstance(output, Tensor | TensorDict) else type(output).__name__
@@ -287,8 +225,10 @@ def shard(batch: TensorDict, n: int) -> Parts:
     """
     if n < 1:
         raise BatchError(f"shard: n is {n}; it must be at least 1")
+    _check_rows("shard", batch)
     loads, rows = [0] * n, [list[int]() for _ in range(n)]
-    tokens = _row_tokens(batch)
+    each = lengths(batch)
+    tokens: list[int] = (each.flatten(1).sum(1) if each.ndim > 1 else each).tolist()
     for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):
         lightest = min(range(n), key=lambda part: (loads[part], len(rows[part]), part))
         loads[lightest] += tokens[row]
@@ -296,13 +236,10 @@ def shard(batch: TensorDict, n: int) -> Parts:
     return Parts(batch, [torch.tensor(sorted(part), dtype=torch.int64) for part in rows])
 
 
-def _row_tokens(batch: TensorDict) -> list[int]:
+def _check_rows(who: str, batch: TensorDict) -> None:
+    require(batch, "input_ids", reader=who)
     if batch.ndim == 0:
-        raise BatchError("a batch needs at least one batch dimension; create it with batch_size=[B]")
-    return cast(
-        list[int],
-        lengths(batch).flatten(1).sum(1).tolist() if batch.ndim > 1 else lengths(batch).tolist(),
-    )
+        raise BatchError(f"{who}: splitting takes at least one batch dimension; create the batch with batch_size=[B]")
 
 
 def plan(widths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -350,6 +287,7 @@ def microbatches(batch: TensorDict, *, max_tokens: int) -> Parts:
     >>> [list(part["input_ids"].shape) for part in microbatches(batch, max_tokens=4)]
     [[1, 3], [2, 2]]
     """
+    _check_rows("microbatches", batch)
     each = lengths(batch).flatten(1) if batch.ndim > 1 else lengths(batch).unsqueeze(1)
     widths = (each.amax(1).clamp(min=1) * each.shape[1]).tolist() if len(each) else []
     return Parts(batch, [torch.tensor(rows) for rows in plan(widths, max_tokens)], trim=True)
@@ -422,6 +360,9 @@ def concatenate(batches: Sequence[TensorDict]) -> Batch:
     """
     if not batches:
         raise BatchError("concatenate: there are no batches to put together")
+    if len({(batch.ndim, *batch.batch_size[1:]) for batch in batches}) > 1:
+        sizes = ", ".join(str(list(batch.batch_size)) for batch in batches)
+        raise BatchError(f"concatenate: the batch sizes {sizes} differ in more than the first dimension")
     names = sorted({str(name) for batch in batches for name in batch.keys()})
     width = max(
         (batch["input_ids"].shape[-1] for batch in batches if "input_ids" in batch.keys()),
@@ -472,12 +413,20 @@ def unchanged(batch: TensorDict, who: str) -> Iterator[None]:
     if os.environ.get("NRL_DEBUG") != "1":
         yield
         return
-    leaves = cast(dict[str, Tensor], dict(batch.items(include_nested=True, leaves_only=True)))
-    before = {name: (leaf, leaf._version) for name, leaf in leaves.items() if not leaf.is_inference()}
+    before = {key: (value, value._version) for key, value in _leaves(batch).items() if not value.is_inference()}
+    names = set(_leaves(batch))
     yield
-    written = [str(name) for name, (leaf, version) in before.items() if leaf._version != version]
+    after = _leaves(batch)
+    written = names ^ set(after)
+    for key, (value, version) in before.items():
+        if key in after and (after[key] is not value or value._version != version):
+            written.add(key)
     if written:
         raise MutatedBatch(
-            f"{who} wrote into its batch: {', '.join(written)}. Batches are values; use an out-of-place operation, "
-            "or clone the column first"
+            f"{who} wrote into its batch: {', '.join(sorted(written))}. Batches are values; use an out-of-place "
+            "operation, or clone the column first"
         )
+
+
+def _leaves(batch: TensorDict) -> dict[str, Tensor]:
+    return {str(key): cast(Tensor, value) for key, value in batch.items(include_nested=True, leaves_only=True)}

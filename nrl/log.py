@@ -31,8 +31,7 @@ class JsonLines:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object."""
-        clean = {key: None if _undefined(value) else value for key, value in record.items()}
-        self._file.write(json.dumps(clean) + "\n")
+        self._file.write(json.dumps(_defined(record), allow_nan=False) + "\n")
         self._file.flush()
 
     def __enter__(self) -> Self:
@@ -42,8 +41,12 @@ class JsonLines:
         self._file.close()
 
 
-def _undefined(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _defined(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _defined(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_defined(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def duration(seconds: float) -> str:
@@ -93,7 +96,7 @@ class Progress:
             *(f"{key} {value:.4g}" for key, value in numbers.items()),
             f"{left} left",
         ]
-        if self._console.is_terminal:
+        if sys.stdout.isatty():  # rich also calls a file a terminal where FORCE_COLOR is set
             self._show_live(parts)
         elif now - self._last >= self._interval or step == steps - 1:
             self._last = now

@@ -5,6 +5,7 @@ steps in any order gives the same value. `merge` is the only rule by which metri
 that divides.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ type Reduced = Mean | Sum | Max | Min
 type Metrics = dict[str, Mean | Sum | Max | Min]
 
 
-def merge(a: Metrics, b: Metrics) -> Metrics:
+def merge(a: Mapping[str, Reduced], b: Mapping[str, Reduced]) -> Metrics:
     """Combine two sets of metrics; a key that only one of them has is kept as it is.
 
     Associative and commutative (to rounding), with ``{}`` as its identity.
@@ -96,7 +97,7 @@ def _combine(key: str, a: Reduced, b: Reduced) -> Reduced:
     )
 
 
-def finalize(metrics: Metrics) -> dict[str, float]:
+def finalize(metrics: Mapping[str, Reduced]) -> dict[str, float]:
     """Read metrics as plain numbers. A mean of weight 0 is NaN: nothing was measured.
 
     Raises:

@@ -11,6 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from nrl import config
 from nrl.batch import Batch
 from nrl.errors import ConfigError
@@ -25,6 +27,14 @@ SHOWN = ("reward", "loss", "grad_norm", "kl", "length", "lag", "invalid", "skipp
 QUIET_AT_ZERO = ("lag", "invalid", "skipped")
 
 
+@attrs.define(eq=False)
+class _Loop:
+    name: str
+    steps: int
+    asked: float = 0.0
+    pulled: float = 0.0
+
+
 class Run:
     """A run that has been entered; made by `run`.
 
@@ -37,8 +47,7 @@ class Run:
         self.out, self.total, self._stack = out, total, stack
         self._progress = stack.enter_context(Progress())
         self._files: dict[str, JsonLines] = {}
-        self._loop, self._steps = "", 0
-        self._asked = self._pulled = 0.0
+        self._loops: list[_Loop] = []  # one within the other; the last is the one that is running
 
     def steps(
         self, stream: Stream[Batch], n: int | None = None, *, name: str = "metrics"
@@ -53,13 +62,16 @@ class Run:
         Yields:
             The step, from 0, and its batch.
         """
-        steps = self.total if n is None else n
-        for step in range(steps):
-            self._loop, self._steps = name, steps
-            self._asked = time.perf_counter()
-            batch = stream.take(1)[0]
-            self._pulled = time.perf_counter()
-            yield step, batch
+        loop = _Loop(name, self.total if n is None else n)
+        self._loops.append(loop)
+        try:
+            for step in range(loop.steps):
+                loop.asked = time.perf_counter()
+                batch = stream.take(1)[0]
+                loop.pulled = time.perf_counter()
+                yield step, batch
+        finally:
+            self._loops.remove(loop)
 
     def log(self, step: int, *metrics: Metrics | Future[Metrics]) -> dict[str, float]:
         """Write one line: the metrics, and the times of the step.
@@ -73,21 +85,27 @@ class Run:
 
         Returns:
             What was written.
+
+        Raises:
+            ConfigError: no loop over `steps` is running.
         """
+        if not self._loops:
+            raise ConfigError("run.log: no loop is running; call it inside of `for step, batch in run.steps(stream)`")
+        loop = self._loops[-1]
         merged: Metrics = {}
         for some in metrics:
             merged = merge(merged, some if isinstance(some, dict) else some.result())
         now = time.perf_counter()
         numbers = {"step": step, "loss": float("nan"), "grad_norm": float("nan")} | finalize(merged)
-        numbers["tokens_per_second"] = numbers.get("tokens", 0.0) / max(now - self._asked, 1e-9)
-        numbers["time/rollout"] = self._pulled - self._asked
-        numbers["time/train"] = now - self._pulled
-        numbers["time/total"] = now - self._asked
-        if self._loop not in self._files:
-            self._files[self._loop] = self._stack.enter_context(JsonLines(self.out / f"{self._loop}.jsonl"))
-        self._files[self._loop].write(numbers)
+        numbers["tokens_per_second"] = numbers.get("tokens", 0.0) / max(now - loop.asked, 1e-9)
+        numbers["time/rollout"] = loop.pulled - loop.asked
+        numbers["time/train"] = now - loop.pulled
+        numbers["time/total"] = now - loop.asked
+        if loop.name not in self._files:
+            self._files[loop.name] = self._stack.enter_context(JsonLines(self.out / f"{loop.name}.jsonl"))
+        self._files[loop.name].write(numbers)
         shown = {k: numbers[k] for k in SHOWN if k in numbers and (numbers[k] != 0 or k not in QUIET_AT_ZERO)}
-        self._progress.show("train" if self._loop == "metrics" else self._loop, step, self._steps, shown)
+        self._progress.show("train" if loop.name == "metrics" else loop.name, step, loop.steps, shown)
         return numbers
 
 
@@ -108,8 +126,9 @@ def run(cfg: Any) -> Iterator[Run]:
     ...     steps: int
     ...     out: str
     >>> with run(Config(steps=3, out=tempfile.mkdtemp())) as entered:
-    ...     entered.total
+    ...     print(entered.total)
     3
+    done in 0:00; metrics are in ...
     """
     out = Path(cfg.out) if getattr(cfg, "out", None) else _new_folder()
     if out.exists() and not out.is_dir():

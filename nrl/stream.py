@@ -121,7 +121,7 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
         patience: how many draws in a row may be dropped whole.
 
     Raises:
-        DataError: so many draws held no group that teaches anything.
+        DataError: so many draws held no group that teaches anything, or ``patience`` is not positive.
 
     Source: dynamic sampling, Yu et al., 2025 (2503.14476), section 3.2.
 
@@ -132,6 +132,8 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
     >>> [int(batch["dropped"].sum()) for batch in kept]
     [2, 2]
     """
+    if patience < 1:
+        raise DataError(f"drop_uniform: patience is {patience}; it must be at least 1")
 
     def uniform(group: Batch) -> bool:
         require(group, "rewards", reader="drop_uniform")
@@ -161,7 +163,7 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
     return Source(take, stream.state, stream.restore)
 
 
-def fresh(stream: Stream[Batch], lag: int, sampler: Versioned) -> Source[Batch]:
+def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 32) -> Source[Batch]:
     """Groups or batches without those that have a row older than ``lag`` versions; others are pulled in their place.
 
     What was dropped is carried in columns, as by `drop_uniform`.
@@ -170,9 +172,10 @@ def fresh(stream: Stream[Batch], lag: int, sampler: Versioned) -> Source[Batch]:
         stream: of groups or batches, with ``version``.
         lag: how many publishes ago a row may have been sampled.
         sampler: whose version is the present.
+        patience: how many draws in a row may be dropped whole.
 
     Raises:
-        DataError: ``lag`` is negative.
+        DataError: so many draws were too old, ``lag`` is negative, or ``patience`` is not positive.
 
     >>> class Now:
     ...     version = 5
@@ -184,11 +187,15 @@ def fresh(stream: Stream[Batch], lag: int, sampler: Versioned) -> Source[Batch]:
     """
     if lag < 0:
         raise DataError(f"fresh: lag is {lag}; it must not be negative")
+    if patience < 1:
+        raise DataError(f"fresh: patience is {patience}; it must be at least 1")
 
     def take(n: int) -> list[Batch]:
         kept: list[Batch] = []
         dropped: list[Batch] = []
+        empty = 0
         while len(kept) < n:
+            before = len(kept)
             for batch in stream.take(n - len(kept)):
                 require(batch, "version", reader="fresh")
                 if int(batch["version"].min()) < sampler.version - lag:
@@ -196,27 +203,37 @@ def fresh(stream: Stream[Batch], lag: int, sampler: Versioned) -> Source[Batch]:
                 else:
                     kept.append(_carrying(batch, dropped))
                     dropped = []
+            empty = empty + 1 if len(kept) == before else 0
+            if empty >= patience:
+                raise DataError(
+                    f"fresh: {empty} draws in a row were more than {lag} versions old; allow a larger lag, or sample "
+                    "fewer batches ahead"
+                )
         return kept
 
     return Source(take, stream.state, stream.restore)
 
 
 def _valid(batch: Batch) -> torch.Tensor:
-    return cast(torch.Tensor, batch["valid"]) if "valid" in batch.keys() else torch.ones(len(batch), dtype=torch.bool)
+    return (
+        cast(torch.Tensor, batch["valid"])
+        if "valid" in batch.keys()
+        else torch.ones(batch.batch_size, dtype=torch.bool)
+    )
 
 
 def _carrying(batch: Batch, dropped: Iterable[Batch]) -> Batch:
     """The batch with what was dropped before it added to its first row."""
-    rows = torch.zeros(len(batch), dtype=torch.int64)
-    rewards = torch.zeros(len(batch))
+    rows = torch.zeros(batch.batch_size, dtype=torch.int64)
+    rewards = torch.zeros(batch.batch_size)
     for other in dropped:
         valid = _valid(other)
-        rows[0] += valid.sum()
+        rows.view(-1)[0] += valid.sum()
         if "rewards" in other.keys():
-            rewards[0] += other["rewards"][valid].sum()
+            rewards.view(-1)[0] += other["rewards"][valid].sum()
         if "dropped" in other.keys():
-            rows[0] += other["dropped"].sum()
-            rewards[0] += other["dropped_rewards"].sum()
+            rows.view(-1)[0] += other["dropped"].sum()
+            rewards.view(-1)[0] += other["dropped_rewards"].sum()
     if "dropped" in batch.keys():
         rows, rewards = rows + batch["dropped"], rewards + batch["dropped_rewards"]
     return assign(batch, dropped=rows, dropped_rewards=rewards)

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nrl.batch import COLUMNS, Batch, assign, concatenate, lengths, pad, require, unchanged
+from nrl.batch import Batch, assign, concatenate, lengths, pad, require, unchanged
+from nrl.columns import COLUMNS
 from nrl.errors import BatchError, ColumnError, MissingColumn, MutatedBatch
 
 MASK = torch.tensor([[True, True, True], [True, True, False]])

@@ -7,8 +7,10 @@ import ast
 import doctest
 import importlib
 import inspect
+import itertools
 import re
 import types
+import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -72,6 +74,17 @@ def examples(docstring: str | None) -> list[str]:
     return [each.source for each in found if not each.options.get(doctest.SKIP)]
 
 
+def described_aliases(source: str) -> set[str]:
+    """The type aliases that have a text in the line below: what they stand for cannot be run."""
+    body = ast.parse(source).body
+    found = set()
+    for node, below in itertools.pairwise(body):
+        match node, below:
+            case ast.TypeAlias(ast.Name(name)), ast.Expr(ast.Constant(str())):
+                found.add(name)
+    return found
+
+
 def has_own_docstring(value: object, name: str) -> bool:
     """A function or class under its own name: not an alias of one, nor a closure that a factory returned."""
     return isinstance(value, type | types.FunctionType) and value.__qualname__ == name and "nrl" in value.__module__
@@ -80,11 +93,14 @@ def has_own_docstring(value: object, name: str) -> bool:
 def problems_of_examples(name: str, value: object, homes: Sequence[types.ModuleType]) -> list[str]:
     """What is missing for one public name.
 
-    A function or a class needs a docstring with an example. Any other value (a ready-made loss, a type alias) has no
-    docstring that doctest reads: an example in the module that defines it has to use the name.
+    A function or a class needs a docstring with an example, a type alias a text below it. Any other value (a ready-made
+    loss) has no docstring that doctest reads: an example in the module that defines it has to use the name.
     """
     if inspect.ismodule(value):
         return []
+    if isinstance(value, typing.TypeAliasType):
+        described = any(name in described_aliases(Path(str(home.__file__)).read_text()) for home in homes)
+        return [] if described else [f"the type {name} has no text below it"]
     if has_own_docstring(value, name):
         if not value.__doc__:
             return [f"{name} has no docstring"]
@@ -155,8 +171,10 @@ def test_a_right_all_passes(source: str, package: bool) -> None:
     assert problems_of_all(source, package=package) == []
 
 
-def a_module(source: str) -> types.ModuleType:
+def a_module(folder: Path, source: str) -> types.ModuleType:
     module = types.ModuleType("nrl.made_up")
+    module.__file__ = str(folder / "made_up.py")
+    Path(module.__file__).write_text(source)
     exec(source, module.__dict__)
     return module
 
@@ -171,12 +189,13 @@ def a_module(source: str) -> types.ModuleType:
             "name's docstring has no example that runs",
         ),
         ("def make():\n    def name(): '>>> 1'\n    return name\nname = make()", "no example in nrl.made_up uses name"),
-        ("type name = int", "no example in nrl.made_up uses name"),
+        ("type name = int", "the type name has no text below it"),
+        ("'Above.'\ntype name = int\nx = 1", "the type name has no text below it"),
         ("'>>> names, rename = 1, 2'\nname = 3", "no example in nrl.made_up uses name"),
     ],
 )
-def test_a_missing_example_is_seen(source: str, problem: str) -> None:
-    module = a_module(source)
+def test_a_missing_example_is_seen(source: str, problem: str, tmp_path: Path) -> None:
+    module = a_module(tmp_path, source)
     assert problems_of_examples("name", module.__dict__["name"], [module]) == [problem]
 
 
@@ -188,8 +207,9 @@ def test_a_missing_example_is_seen(source: str, problem: str) -> None:
         "'>>> name + 1\\n4'\nname = 3",
         "def factory():\n    '>>> name'\n    return lambda: 1\nname = factory()",
         "import math as name",
+        "type name = int\n'A number.'",
     ],
 )
-def test_an_example_is_found(source: str) -> None:
-    module = a_module(source)
+def test_an_example_is_found(source: str, tmp_path: Path) -> None:
+    module = a_module(tmp_path, source)
     assert problems_of_examples("name", module.__dict__["name"], [module]) == []

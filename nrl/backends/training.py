@@ -16,7 +16,8 @@ from torch import Tensor
 
 from nrl.algos import Loss, needed
 from nrl.backends.base import Engine, Params, Trainer, TrainState
-from nrl.batch import COLUMNS, Batch, microbatches, restore, shard, unchanged
+from nrl.batch import Batch, microbatches, restore, shard, unchanged
+from nrl.columns import COLUMNS
 from nrl.errors import MissingColumn, MissingOutput, NotFinite, WeightError
 from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Future, Handle, Mesh, done

@@ -27,6 +27,7 @@ class Cluster:
 
     name: str
     open: bool = True
+    reserved: int = 0
 
     def reserve(self, n: int) -> "Slots":
         """Reserve ``n`` slots: places that hold one process of a mesh each.
@@ -38,7 +39,8 @@ class Cluster:
         self.check_open("reserve")
         if n < 1:
             raise PlacementError(f"reserve: n is {n}; reserve at least one slot")
-        return Slots(self, tuple(range(n)))
+        first, self.reserved = self.reserved, self.reserved + n
+        return Slots(self, tuple(range(first, first + n)))
 
     def check_open(self, who: str) -> None:
         """Raise `ClosedCluster` if the ``with`` block of this cluster has been left."""

@@ -5,7 +5,8 @@ specs say how each argument gets there and how each result comes back.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from enum import Enum
 from typing import Any
 
@@ -14,8 +15,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.batch import Batch, microbatches, restore, shard, unchanged
-from nrl.errors import PlacementError
-from nrl.reduce import Metrics, merge
+from nrl.errors import ConsumedState, PlacementError
+from nrl.reduce import Max, Mean, Metrics, Min, Sum, merge
 from nrl.runtime.futures import done
 from nrl.runtime.handles import Handle
 from nrl.runtime.local import Mesh
@@ -40,6 +41,9 @@ class P(tuple[str, ...]):
         if axes not in ((), ("dp",)):
             raise PlacementError(f"P{axes!r}: rows are split along 'dp' only; use P('dp') or P()")
         return super().__new__(cls, axes)
+
+    def __getnewargs__(self) -> tuple[str, ...]:
+        return tuple(self)
 
     def __repr__(self) -> str:
         return f"P({', '.join(map(repr, self))})"
@@ -89,8 +93,9 @@ def shard_map(
         arguments.
 
     Raises:
+        BatchError: a result with ``P("dp")`` that does not have a row for each row of its shard.
         PlacementError: specs that do not fit the arguments or results, or shards that differ where ``P()`` says that
-            they agree.
+            they agree. Whatever is raised, nothing has been donated.
         ConsumedState, ForeignState, ClosedCluster: a handle that cannot be used here.
 
     >>> from nrl.runtime import cluster
@@ -109,25 +114,27 @@ def shard_map(
         if len(specs) != len(args):
             raise PlacementError(f"{who}: {len(specs)} in_specs for {len(args)} arguments; give one for each")
         values = [arg.result() if hasattr(arg, "result") else arg for arg in args]
+        _check_handles(who, values, specs)
         rows = _rows(who, values, specs, mesh.dp)
         columns = [_spread(who, value, spec, rows, mesh) for value, spec in zip(values, specs, strict=True)]
         locals_ = zip(*columns, strict=True) if columns else [()] * mesh.dp
         results = [_call(fn, name, local) for local in locals_]
+        collected = _collect_all(who, results, out_specs, rows, mesh)
         for value, spec in zip(values, specs, strict=True):
             if spec is donated:
                 value.donate(mesh, who)
-        if isinstance(out_specs, P | State):
-            return _collect(who, results, out_specs, rows, mesh)
-        outs = list(out_specs)
-        for result in results:
-            if not isinstance(result, tuple) or len(result) != len(outs):
-                raise PlacementError(f"{who}: {len(outs)} out_specs, so it must return a tuple of {len(outs)} values")
-        return tuple(
-            _collect(who, list(column), spec, rows, mesh)
-            for column, spec in zip(zip(*results, strict=True), outs, strict=True)
-        )
+        return collected
 
     return mapped
+
+
+def _check_handles(who: str, values: Sequence[Any], specs: Sequence[Spec]) -> None:
+    """Before anything runs: handles only where a spec takes them, and none that is donated is given twice."""
+    for value, spec in zip(values, specs, strict=True):
+        if isinstance(spec, P) and isinstance(value, Handle):
+            raise PlacementError(f"{who}: a handle was given for {spec!r}; its spec is resident (borrow) or donated")
+        if spec is donated and sum(other is value for other in values) > 1:
+            raise ConsumedState(f"{who}: a handle that is donated was given twice in one call; nothing else may use it")
 
 
 def _rows(who: str, values: Sequence[Any], specs: Sequence[Spec], n: int) -> list[Tensor] | None:
@@ -161,17 +168,35 @@ def _spread(who: str, value: Any, spec: Spec, rows: list[Tensor] | None, mesh: M
 
 
 def _call(fn: Callable[..., Any], name: str, local: Sequence[Any]) -> Any:
-    batches = [value for value in local if isinstance(value, TensorDict)]
-    if not batches:
+    with ExitStack() as stack:
+        for value in local:
+            if isinstance(value, TensorDict):
+                stack.enter_context(unchanged(value, name))
         return fn(*local)
-    with unchanged(batches[0], name):
-        return fn(*local)
+
+
+def _collect_all(
+    who: str, results: list[Any], out_specs: Spec | Sequence[Spec], rows: list[Tensor] | None, mesh: Mesh
+) -> Any:
+    if isinstance(out_specs, P | State):
+        return _collect(who, results, out_specs, rows, mesh)
+    outs = list(out_specs)
+    for result in results:
+        if not isinstance(result, tuple) or len(result) != len(outs):
+            raise PlacementError(f"{who}: {len(outs)} out_specs, so it must return a tuple of {len(outs)} values")
+    columns = zip(zip(*results, strict=True), outs, strict=True)
+    return tuple(_collect(who, list(column), spec, rows, mesh) for column, spec in columns)
 
 
 def _collect(who: str, results: list[Any], spec: Spec, rows: list[Tensor] | None, mesh: Mesh) -> Any:
     if spec is resident:
         return Handle(mesh, mesh, f"value of {who}", results)
     if spec is merged:
+        for result in results:
+            if not isinstance(result, dict) or not all(isinstance(x, Mean | Sum | Max | Min) for x in result.values()):
+                raise PlacementError(
+                    f"{who}: merged wants metrics, a dict of Mean, Sum, Max and Min; found {type(result).__name__}"
+                )
         start: Metrics = {}
         return done(functools.reduce(merge, results, start))
     if spec is donated:
@@ -189,11 +214,16 @@ def _collect(who: str, results: list[Any], spec: Spec, rows: list[Tensor] | None
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, TensorDict) and isinstance(b, TensorDict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a.keys())
-    return type(a) is type(b) and bool(a == b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        alike = a.shape == b.shape and a.dtype == b.dtype
+        return alike and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is the same as NaN here
+    if isinstance(a, Mapping | TensorDict):
+        return set(a.keys()) == set(b.keys()) and all(_same(a[key], b[key]) for key in a.keys())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b) or (a != a and b != b)
 
 
 def microbatched(fn: Callable[..., Metrics], max_tokens: int) -> Callable[..., Metrics]:

@@ -1,0 +1,82 @@
+"""The vocabulary of batches: one name for one thing, in code, documentation, metrics and errors."""
+
+from typing import Literal, NamedTuple
+
+import torch
+
+__all__ = ["COLUMNS", "Column"]
+
+
+class Column(NamedTuple):
+    """What is known of a column: per row or per token, its dtype, what missing entries are, how to get it.
+
+    >>> COLUMNS["advantages"].per, COLUMNS["advantages"].dtype
+    ('token', torch.float32)
+    """
+
+    per: Literal["row", "token"]
+    dtype: torch.dtype
+    hint: str
+    default: bool | int | float | None = None
+    """The value that an absent column stands for; None where absence has no meaning."""
+
+
+def _from_trainer(call: str, column: str) -> str:
+    return f"Add it with assign(batch, {column}={call})."
+
+
+_DATA = "Data and rollout write it."
+COLUMNS: dict[str, Column] = {
+    "input_ids": Column("token", torch.int64, _DATA),
+    "attention_mask": Column("token", torch.bool, _DATA),
+    "loss_mask": Column(
+        "token",
+        torch.bool,
+        "Data and rollout write it; true for the tokens that are trained on.",
+    ),
+    "rollout_logprobs": Column("token", torch.float32, "rollout writes it."),
+    "temperature": Column("row", torch.float32, "rollout writes it.", 1.0),
+    "old_logprobs": Column(
+        "token",
+        torch.float32,
+        "Add it with assign(batch, old_logprobs=batch['rollout_logprobs']) or, exactly, "
+        "assign(batch, old_logprobs=trainer.logprobs(state.params, batch)).",
+    ),
+    "ref_logprobs": Column(
+        "token",
+        torch.float32,
+        _from_trainer("trainer.logprobs(reference, batch)", "ref_logprobs"),
+    ),
+    "teacher_logprobs": Column(
+        "token",
+        torch.float32,
+        _from_trainer("teacher.logprobs(params, batch)", "teacher_logprobs"),
+    ),
+    "values": Column(
+        "token",
+        torch.float32,
+        _from_trainer("critic.values(state.params, batch)", "values"),
+    ),
+    "rewards": Column("row", torch.float32, "The environment writes it, in rollout."),
+    "token_rewards": Column("token", torch.float32, _from_trainer("...", "token_rewards")),
+    "advantages": Column("token", torch.float32, "Add it with nrl.algos.advantages(batch)."),
+    "returns": Column("token", torch.float32, "Add it with nrl.algos.gae."),
+    "group_ids": Column(
+        "row",
+        torch.int64,
+        "rollout writes it; rows that answer one prompt share a number.",
+    ),
+    "episode_ids": Column("row", torch.int64, "rollout writes it; absent, every row is an episode."),
+    "version": Column("row", torch.int64, "rollout writes it."),
+    "valid": Column("row", torch.bool, "rollout writes it.", True),
+    "truncated": Column("row", torch.bool, "rollout writes it.", False),
+    "source": Column("row", torch.int64, "Data writes it where task sources are mixed.", 0),
+    "dropped": Column("row", torch.int64, "drop_uniform and fresh write it.", 0),
+    "dropped_rewards": Column("row", torch.float32, "drop_uniform and fresh write it.", 0.0),
+    "desirable": Column("row", torch.bool, "Unpaired preference data writes it."),
+}
+"""The vocabulary of columns. ``float32`` columns may be ``float64``, which is what the laws are tested in.
+
+>>> sorted(COLUMNS)[:3]
+['advantages', 'attention_mask', 'desirable']
+"""

@@ -1,0 +1,118 @@
+"""The smallest engine there is, a table of next-token logits, and a sampler that keeps what it receives.
+
+Both satisfy their protocols, so the driver's half of training is tested without transformers.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nrl.algos import Loss
+from nrl.backends import Completion, Sampling
+from nrl.backends.training import check_weights, terms_of
+from nrl.batch import Batch, lengths
+from nrl.reduce import Metrics, Sum, merge
+from nrl.runtime.futures import Future, done
+
+__all__ = ["VOCABULARY", "Bigram", "BigramState", "Recorder"]
+
+VOCABULARY = 7
+
+
+class BigramState(NamedTuple):
+    """``table`` ``[V, V]``: row v holds the logits of the token after v."""
+
+    table: Tensor
+
+
+@attrs.frozen
+class Bigram:
+    """Plain gradient descent on a table; satisfies `nrl.backends.Engine`."""
+
+    rate: float = 0.5
+    provides: frozenset[str] = frozenset()
+
+    def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> BigramState:
+        if tensors is not None:
+            return BigramState(dict(tensors)["table"].clone())
+        generator = torch.Generator().manual_seed(0)
+        return BigramState(torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64))
+
+    def params(self, state: BigramState) -> Tensor:
+        return state.table
+
+    def load(self, source: str | None) -> Tensor:
+        return self.init().table if source is None else torch.load(Path(source) / "table.pt", weights_only=True)
+
+    def freeze(self, params: Tensor) -> Tensor:
+        return params.clone()
+
+    def forward(self, params: Tensor, microbatches: Sequence[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
+        return [self._outputs(params, batch) for batch in microbatches]
+
+    def train(
+        self, state: BigramState, loss: Loss, microbatches: Sequence[Batch], weights: Mapping[str, float]
+    ) -> tuple[BigramState, Metrics]:
+        table = state.table.clone().requires_grad_()
+        metrics: Metrics = {"parts": Sum(torch.tensor(len(microbatches)))}
+        seen = dict.fromkeys(weights, 0.0)
+        for batch in microbatches:
+            terms, extra = terms_of("loss", loss(self._outputs(table, batch), batch))
+            value = torch.stack([term.total / weights[key] for key, term in terms.items()]).sum()
+            value.backward()
+            seen = {key: seen[key] + float(term.weight) for key, term in terms.items()}
+            tokens = Sum(lengths(batch).sum())
+            metrics = merge(metrics, extra | {"loss": Sum(value.detach()), "tokens": tokens})
+        check_weights("loss", seen, weights)
+        assert table.grad is not None
+        return BigramState((table - self.rate * table.grad).detach()), metrics
+
+    def _outputs(self, table: Tensor, batch: Batch) -> TensorDict:
+        ids = batch["input_ids"]
+        found = table.log_softmax(-1)[ids[..., :-1], ids[..., 1:]]
+        logprobs = torch.cat([torch.zeros_like(ids[..., :1], dtype=table.dtype), found], -1)
+        real = torch.arange(ids.shape[-1]) < lengths(batch).unsqueeze(-1)
+        return TensorDict({"logprobs": torch.where(real, logprobs, 0.0)}, batch_size=batch.batch_size)
+
+    def tensors(self, params: Tensor) -> Iterator[tuple[str, Tensor]]:
+        yield "table", params
+
+    def save(self, state: BigramState, folder: Path) -> None:
+        torch.save(state.table, folder / "table.pt")
+
+    def restore(self, folder: Path) -> BigramState:
+        return BigramState(torch.load(folder / "table.pt", weights_only=True))
+
+    def export(self, params: Tensor, folder: Path) -> None:
+        torch.save(params, folder / "table.pt")
+
+
+@attrs.define
+class Recorder:
+    """Satisfies `nrl.backends.Sampler`; ``weights`` are a copy of the last ones of ``calls`` publishes."""
+
+    version: int = 0
+    weights: dict[str, Tensor] = attrs.field(factory=dict)
+    calls: int = 0
+    tokenizer: Any = None
+    context_length: int = 64
+    sampling: Sampling = Sampling()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seeds: Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+    ) -> Future[list[Completion]]:
+        token = torch.tensor([0])
+        return done([Completion(token, torch.zeros(1), truncated=True, version=self.version) for _ in prompts])
+
+    def receive(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in tensors}
+        self.version, self.calls = version, self.calls + 1

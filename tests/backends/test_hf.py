@@ -1,0 +1,253 @@
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nrl.backends import hf
+from nrl.backends.base import Completion, Model, Sampling
+from nrl.backends.cache import ATTENTION
+from nrl.backends.models import build, named_tensors
+from nrl.errors import ClosedCluster, GenerationError, ModelError
+from nrl.runtime import cluster
+
+WORDS = ["<pad>", "<bos>", "<eos>", *"abcdefghijklmnopqrst"]
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": len(WORDS),
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.4,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
+PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10]]
+
+
+def tokenizer(**options: Any) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", **options
+    )
+
+
+def model(**changes: Any) -> Model:
+    return Model({**CONFIG, **changes}, tokenizer=tokenizer())
+
+
+@pytest.fixture
+def slots() -> Iterator[Any]:
+    with cluster("local") as here:
+        yield here.reserve(2)
+
+
+def ids(completions: list[Completion]) -> list[list[int]]:
+    return [completion.token_ids.tolist() for completion in completions]
+
+
+def weights(**changes: Any) -> dict[str, Tensor]:
+    return dict(named_tensors(build(model(**changes))))
+
+
+def full(tensors: dict[str, Tensor], prompt: list[int], completion: Completion, **changes: Any) -> Tensor:
+    """The log-probabilities of a completion by one forward pass of another model with these weights."""
+    module: Any = build(model(**changes)).eval()
+    module.load_state_dict(tensors, strict=False)
+    module.tie_weights()
+    sequence = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
+    logits = module(input_ids=sequence).logits[0, len(prompt) - 1 : -1]
+    logprobs: Tensor = logits.log_softmax(-1).gather(1, completion.token_ids[:, None])[:, 0].detach()
+    return logprobs
+
+
+# --- what it says of itself -------------------------------------------------------------------------------------------
+
+
+def test_it_is_made_of_slots_or_of_a_mesh_and_knows_itself(slots: Any) -> None:
+    for place in (slots, slots.mesh()):
+        sampler = hf.sampler(place, model(), Sampling(max_new_tokens=5))
+        assert sampler.version == 0
+        assert sampler.context_length == 256
+        assert sampler.tokenizer.decode([3]) == "a"
+        assert sampler.sampling == Sampling(max_new_tokens=5)
+    assert hf.sampler(slots, model()).sampling == Sampling()
+
+
+def test_the_tokenizer_may_shorten_the_context(slots: Any) -> None:
+    sampler = hf.sampler(slots, Model(CONFIG, tokenizer=tokenizer(model_max_length=6)))
+    assert sampler.context_length == 6
+    (row,) = sampler.generate([[3, 4, 5]], seeds=[0], sampling=Sampling(max_new_tokens=50)).result()
+    assert len(row.token_ids) <= 3
+
+
+def test_it_loads_a_folder(slots: Any, tmp_path: Path) -> None:
+    build(model()).save_pretrained(tmp_path)  # type: ignore[operator]
+    tokenizer().save_pretrained(tmp_path)
+    here = hf.sampler(slots, Model(str(tmp_path)), Sampling(max_new_tokens=6))
+    assert ids(here.generate(PROMPTS).result()) == ids(
+        hf.sampler(slots, model(), here.sampling).generate(PROMPTS).result()
+    )
+
+
+def test_a_model_without_a_tokenizer_is_an_error(slots: Any) -> None:
+    with pytest.raises(ModelError, match="tokenizer"):
+        hf.sampler(slots, Model(CONFIG))
+
+
+# --- generating -------------------------------------------------------------------------------------------------------
+
+
+def test_completions_carry_logprobs_and_the_version(slots: Any) -> None:
+    sampler = hf.sampler(slots, model(), Sampling(max_new_tokens=8))
+    rows = sampler.generate(PROMPTS, seeds=[5, 6, 7]).result()
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        assert isinstance(row, Completion)
+        assert row.version == 0
+        torch.testing.assert_close(row.logprobs, full(weights(), prompt, row), atol=1e-5, rtol=0)
+
+
+def test_seeds_default_to_the_row_and_sampling_is_per_call(slots: Any) -> None:
+    sampler = hf.sampler(slots, model(), Sampling(max_new_tokens=8))
+    assert ids(sampler.generate(PROMPTS).result()) == ids(sampler.generate(PROMPTS, seeds=[0, 1, 2]).result())
+    assert ids(sampler.generate(PROMPTS).result()) != ids(sampler.generate(PROMPTS, seeds=[3, 4, 5]).result())
+    short = sampler.generate(PROMPTS, sampling=Sampling(max_new_tokens=1)).result()
+    assert [len(row.token_ids) for row in short] == [1, 1, 1]
+
+
+def test_it_stops_at_the_end_tokens_of_tokenizer_and_generation_config_and_at_those_of_the_call(slots: Any) -> None:
+    sampler = hf.sampler(slots, model(eos_token_id=[9, 10]), Sampling(max_new_tokens=200))
+    rows = sampler.generate([[3]] * 40).result()
+    assert {row.token_ids[-1].item() for row in rows if not row.truncated} == {2, 9, 10}
+    assert not any(token in (2, 9, 10) for row in rows for token in row.token_ids[:-1].tolist())
+    rows = sampler.generate([[3]] * 40, sampling=Sampling(max_new_tokens=200, stop_token_ids=(11,))).result()
+    assert {row.token_ids[-1].item() for row in rows if not row.truncated} == {2, 9, 10, 11}
+
+
+def test_its_module_alone_has_the_decoding_attention(slots: Any) -> None:
+    sampler = hf.sampler(slots, model())
+    assert sampler._module.config._attn_implementation == ATTENTION
+    assert build(model()).config._attn_implementation != ATTENTION
+
+
+def test_models_of_other_types_work(slots: Any) -> None:
+    changes = {"model_type": "mistral", "sliding_window": 4}
+    sampler = hf.sampler(slots, model(**changes), Sampling(max_new_tokens=8))
+    for prompt, row in zip(PROMPTS, sampler.generate(PROMPTS).result(), strict=True):
+        torch.testing.assert_close(row.logprobs, full(weights(**changes), prompt, row, **changes), atol=1e-5, rtol=0)
+
+
+def test_a_prompt_that_fills_the_context_is_an_error(slots: Any) -> None:
+    with pytest.raises(GenerationError, match="row 1 has 256 tokens"):
+        hf.sampler(slots, model()).generate([[3], [3] * 256])
+
+
+def test_a_cluster_that_was_left_is_an_error() -> None:
+    with cluster("local") as here:
+        sampler = hf.sampler(here.reserve(1), model())
+    with pytest.raises(ClosedCluster, match="generate"):
+        sampler.generate([[3]])
+
+
+def test_truncated_sampling_warns_once(slots: Any) -> None:
+    sampler = hf.sampler(slots, model(), Sampling(max_new_tokens=2, top_p=0.9))
+    with pytest.warns(UserWarning, match=r"top_k=0, top_p=0.9 .* E\[p/q\] is the kept mass and not 1.*top_p=1"):
+        sampler.generate([[3]])
+    sampler.generate([[3]])  # warnings are errors here
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(max_new_tokens=2), Sampling(0, 5, 0.5, 2), Sampling(top_k=len(WORDS), max_new_tokens=2)]
+)
+def test_sampling_that_truncates_nothing_does_not_warn(slots: Any, sampling: Sampling) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf.sampler(slots, model(), sampling).generate([[3]])
+
+
+# --- receiving weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_received_weights_are_those_that_it_samples_with(slots: Any, tied: bool) -> None:
+    changes = {"tie_word_embeddings": tied}
+    sampler = hf.sampler(slots, model(**changes), Sampling(max_new_tokens=10))
+    prompts = [*PROMPTS, [3 + i % 20 for i in range(150)]]
+    before = sampler.generate(prompts).result()
+    new = {name: tensor * 0.9 + 0.05 * tensor.roll(1) for name, tensor in weights(**changes).items()}
+    assert ("lm_head.weight" in new) != tied
+    sampler.receive(iter(new.items()), 7)
+    after = sampler.generate(prompts).result()
+    assert sampler.version == 7
+    assert ids(after) != ids(before)
+    for prompt, row in zip(prompts, after, strict=True):
+        assert row.version == 7
+        torch.testing.assert_close(row.logprobs, full(new, prompt, row, **changes), atol=1e-5, rtol=0)
+    embeddings = sampler._module.get_input_embeddings().weight, sampler._module.get_output_embeddings().weight
+    assert (embeddings[0] is embeddings[1]) == tied
+
+
+def test_receiving_copies_and_converts(slots: Any) -> None:
+    sampler = hf.sampler(slots, model(), Sampling(max_new_tokens=4))
+    new = {name: tensor.double() for name, tensor in weights().items()}
+    sampler.receive(new.items(), 1)
+    before = ids(sampler.generate(PROMPTS).result())
+    for tensor in new.values():
+        tensor.zero_()
+    assert ids(sampler.generate(PROMPTS).result()) == before
+
+
+def test_tied_weights_may_come_under_both_names_if_they_agree(slots: Any) -> None:
+    sampler = hf.sampler(slots, model())
+    new = weights()
+    embedding = new["model.embed_tokens.weight"]
+    sampler.receive({**new, "lm_head.weight": embedding.clone()}.items(), 1)
+    with pytest.raises(ModelError, match=r"'lm_head.weight' came twice with different values, or is tied"):
+        sampler.receive({**new, "lm_head.weight": embedding + 1}.items(), 2)
+
+
+def without(name: str) -> dict[str, Tensor]:
+    return {key: tensor for key, tensor in weights().items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({**weights(), "model.extra": torch.zeros(1)}, r"no weight 'model.extra'; it has .* more\. Build the trainer"),
+        (without("model.norm.weight"), r"1 of the model's weights are missing: model.norm.weight; send all"),
+        ({**weights(), "model.norm.weight": torch.zeros(3)}, r"'model.norm.weight' has shape \[3\], .* has \[16\]"),
+        ({}, r"missing: .* and \d+ more"),
+    ],
+)
+def test_weights_that_do_not_fit_are_an_error_and_stop_it(slots: Any, tensors: dict[str, Tensor], message: str) -> None:
+    sampler = hf.sampler(slots, model(), Sampling(max_new_tokens=4))
+    with pytest.raises(ModelError, match=message):
+        sampler.receive(tensors.items(), 3)
+    assert sampler.version == 0
+    with pytest.raises(GenerationError, match=r"weights are incomplete since the last receive \(receive: .*publish"):
+        sampler.generate([[3]])
+    sampler.receive(weights().items(), 4)
+    assert sampler.generate([[3]]).result()[0].version == 4
+
+
+def test_a_sender_that_fails_midway_stops_it(slots: Any) -> None:
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield next(iter(weights().items()))
+        raise OSError("the wire broke")
+
+    sampler = hf.sampler(slots, model())
+    with pytest.raises(OSError, match="the wire broke"):
+        sampler.receive(broken(), 1)
+    with pytest.raises(GenerationError, match="the wire broke"):
+        sampler.generate([[3]])

@@ -1,0 +1,543 @@
+"""The driver's half of a step, over the smallest engine there is."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import nrl
+from nrl.algos import Loss, needs, policy_loss, reinforce, sft_loss, token_mean
+from nrl.backends import Engine, Sampler, Trainer, publish
+from nrl.backends.training import check_weights, global_weights, make_trainer, terms_of
+from nrl.batch import Batch
+from nrl.errors import (
+    BatchError,
+    ClosedCluster,
+    ConsumedState,
+    ForeignState,
+    MissingColumn,
+    MissingOutput,
+    NotFinite,
+    WeightError,
+)
+from nrl.reduce import Mean, Metrics, Sum, finalize
+from nrl.runtime import Cluster
+from tests.backends.bigram import VOCABULARY, Bigram, Recorder
+
+MASK = torch.tensor([[False, True, True, False], [False, False, True, True], [False, True, False, False]])
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with nrl.cluster("local") as entered:
+        yield entered
+
+
+@pytest.fixture
+def trainer(cluster: Cluster) -> Trainer:
+    return made(cluster)
+
+
+def made(cluster: Cluster, dp: int = 1, max_tokens: int = 100, engine: Engine[Any, Any] | None = None) -> Trainer:
+    return make_trainer(cluster.reserve(dp).mesh(), engine or Bigram(), name="bigram", max_tokens=max_tokens)
+
+
+def batch_of(n: int = 3, **columns: torch.Tensor) -> Batch:
+    """``n`` rows of 4, 4, 2, 3, 4, ... tokens, none of them alike."""
+    ids = torch.arange(n * 4).view(n, 4).pow(2) % VOCABULARY
+    sizes = torch.tensor([4, 4, 2, 3] * n)[:n, None]
+    mask = torch.arange(4) < sizes
+    trained = MASK.repeat(n, 1)[:n] & mask
+    return nrl.assign(
+        Batch({}, batch_size=[n]), input_ids=ids * mask, attention_mask=mask, loss_mask=trained, **columns
+    )
+
+
+def by_hand(batch: Batch) -> torch.Tensor:
+    """Log-probabilities under the table that `Bigram` starts from, one token at a time."""
+    table = Bigram().init().table.log_softmax(-1)
+    out = torch.zeros(batch["input_ids"].shape, dtype=torch.float64)
+    for row, ids in enumerate(batch["input_ids"].tolist()):
+        for t in range(1, int(nrl.lengths(batch)[row])):
+            out[row, t] = table[ids[t - 1], ids[t]]
+    return out
+
+
+# what a loss returns
+
+
+def test_terms_of_one_mean_and_of_several() -> None:
+    mean, other = Mean(torch.tensor(1.0), torch.tensor(2.0)), Mean(torch.tensor(3.0), torch.tensor(4.0))
+    assert terms_of("f", (mean, {})) == ({"loss": mean}, {})
+    metrics: Metrics = {"kl": other}
+    assert terms_of("f", ({"a": mean, "b": other}, metrics)) == ({"a": mean, "b": other}, metrics)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        torch.tensor(1.0),
+        Mean(torch.tensor(1.0), torch.tensor(1.0)),
+        (torch.tensor(1.0), {}),
+        (Mean(torch.tensor(1.0), torch.tensor(1.0)),),
+        (Mean(torch.tensor(1.0), torch.tensor(1.0)), None),
+        ({}, {}),
+        ({"a": torch.tensor(1.0)}, {}),
+    ],
+)
+def test_terms_of_anything_else(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"my_loss returned .*a loss returns \(Mean, metrics\)"):
+        terms_of("my_loss", value)
+
+
+# weights
+
+
+def test_global_weights_by_hand() -> None:
+    batch = batch_of()
+    assert global_weights(sft_loss, batch) == {"loss": 5.0}
+    assert global_weights(nrl.algos.grpo_loss, with_policy(batch)) == {"loss": 3.0}
+    both = nrl.algos.add((1.0, sft_loss), (0.1, nrl.algos.grpo_loss))
+    assert global_weights(both, with_policy(batch)) == {"sft_loss": 5.0, "grpo_loss": 3.0}
+
+
+def with_policy(batch: Batch) -> Batch:
+    zeros = torch.zeros(batch["input_ids"].shape)
+    return nrl.assign(batch, advantages=zeros + 1, old_logprobs=zeros - 1)
+
+
+def test_global_weights_gives_the_loss_all_outputs_that_it_needs() -> None:
+    @needs("entropy")
+    def loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        assert set(out.keys()) == {"entropy", "logprobs"}
+        assert out["entropy"].shape == batch["input_ids"].shape
+        return token_mean(out["entropy"], batch["loss_mask"]), {}
+
+    assert global_weights(loss, batch_of()) == {"loss": 5.0}
+
+
+def test_a_missing_column_of_a_custom_loss_is_named() -> None:
+    def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        return token_mean(out["logprobs"] * batch["advantages"], batch["loss_mask"]), {}
+
+    with pytest.raises(
+        MissingColumn, match="my_loss reads the column 'advantages', which this batch does not have"
+    ) as e:
+        global_weights(my_loss, batch_of())
+    assert e.value.column == "advantages"
+    assert "nrl.algos.advantages" in str(e.value)
+    assert "loss_mask" in str(e.value)
+
+
+def test_a_missing_column_that_nobody_knows_is_named_too() -> None:
+    def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        return token_mean(out["logprobs"] * batch["my_column"], batch["loss_mask"]), {}
+
+    with pytest.raises(MissingColumn, match="my_loss reads the column 'my_column'"):
+        global_weights(my_loss, batch_of())
+
+
+def test_an_output_that_was_not_asked_for_is_no_missing_column() -> None:
+    """The way out is ``@needs``, and not a column."""
+
+    def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        return token_mean(out["entropy"], batch["loss_mask"]), {}
+
+    with pytest.raises(MissingOutput, match=r"my_loss.*entropy.*needs"):
+        global_weights(my_loss, batch_of())
+
+
+def test_a_key_error_of_the_loss_itself_is_left_alone() -> None:
+    def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        raise KeyError("loss_mask")
+
+    with pytest.raises(KeyError, match="loss_mask") as e:
+        global_weights(my_loss, batch_of())
+    assert not isinstance(e.value, MissingColumn)
+
+
+def test_check_weights() -> None:
+    check_weights("f", {"a": 6.0, "b": 0.0}, {"a": 6.0, "b": 0.0})
+    check_weights("f", {"a": 6.0 * (1 + 1e-7)}, {"a": 6.0})  # float32 sums in another order
+    for seen, expected in [({"a": 6.1}, {"a": 6.0}), ({}, {"a": 1.0}), ({"a": math.nan}, {"a": 1.0})]:
+        with pytest.raises(WeightError, match="my_loss: the weight of term 'a' is .*token_mean"):
+            check_weights("my_loss", seen, expected)
+
+
+# log-probabilities
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("max_tokens", [4, 8, 100])
+def test_logprobs_come_back_in_the_order_of_the_rows(cluster: Cluster, dp: int, max_tokens: int) -> None:
+    trainer, batch = made(cluster, dp, max_tokens), batch_of(7)
+    found = trainer.logprobs(trainer.init().params, batch).result()
+    torch.testing.assert_close(found, by_hand(batch))
+
+
+def test_logprobs_of_no_rows_and_of_rows_without_tokens(cluster: Cluster) -> None:
+    trainer = made(cluster, dp=2)
+    params = trainer.init().params
+    assert trainer.logprobs(params, batch_of()[:0].lock_()).result().shape == (0, 4)
+    empty = nrl.assign(batch_of(), attention_mask=torch.zeros(3, 4, dtype=torch.bool))
+    assert not trainer.logprobs(params, empty).result().any()
+
+
+def test_logprobs_of_pairs_keep_their_shape(cluster: Cluster) -> None:
+    trainer, flat = made(cluster, dp=3, max_tokens=8), batch_of(8)
+    pairs = Batch({name: flat[name].unflatten(0, (4, 2)) for name in flat.keys()}, batch_size=[4, 2]).lock_()
+    found = trainer.logprobs(trainer.init().params, pairs).result()
+    torch.testing.assert_close(found, by_hand(flat).unflatten(0, (4, 2)))
+
+
+def test_a_row_longer_than_max_tokens_is_an_error(cluster: Cluster) -> None:
+    trainer = made(cluster, max_tokens=3)
+    state = trainer.init()
+    with pytest.raises(BatchError, match=r"4 tokens, more than max_tokens=3"):
+        trainer.logprobs(state.params, batch_of())
+    with pytest.raises(BatchError, match=r"4 tokens, more than max_tokens=3"):
+        trainer.train_step(sft_loss)(state, batch_of())
+    assert not state.handle.consumed
+
+
+# a step
+
+
+def test_a_step_by_hand(trainer: Trainer) -> None:
+    """One gradient-descent step on the negative log-likelihood: logits move by rate times (one-hot - p) per token."""
+    batch = batch_of()
+    expected = Bigram().init().table
+    probs, slope = expected.softmax(-1), torch.zeros_like(expected)
+    for row, ids in enumerate(batch["input_ids"].tolist()):
+        for t in torch.nonzero(batch["loss_mask"][row])[:, 0].tolist():
+            slope[ids[t - 1]] += probs[ids[t - 1]] / 5
+            slope[ids[t - 1], ids[t]] -= 1 / 5
+    state, metrics = trainer.train_step(sft_loss)(trainer.init(), batch)
+    torch.testing.assert_close(dict(state.params.tensors())["table"], expected - 0.5 * slope)
+    numbers = finalize(metrics.result())
+    assert numbers["loss"] == pytest.approx(float(-by_hand(batch)[batch["loss_mask"]].mean()))
+    assert numbers["skipped"] == 0
+    assert state.step == 1
+
+
+def test_the_batch_is_split_into_shards_and_their_micro_batches(cluster: Cluster) -> None:
+    batch = batch_of(7)
+    for dp, max_tokens, parts in [(1, 100, 1), (7, 100, 7), (2, 8, 4), (1, 4, 6)]:
+        trainer = made(cluster, dp, max_tokens)
+        _, metrics = trainer.train_step(sft_loss)(trainer.init(), batch)
+        assert finalize(metrics.result())["parts"] == parts
+
+
+def test_lag_is_what_the_state_is_ahead_of_the_rows_that_are_trained_on(trainer: Trainer) -> None:
+    state, sampler = trainer.init(), Recorder()
+    for _ in range(3):
+        publish(state.params, sampler)
+        state, _ = trainer.train_step(sft_loss)(state, batch_of())
+    assert state.version == 3
+    batch = batch_of(4, version=torch.tensor([3, 2, 1, 0]))
+    batch = nrl.assign(batch, loss_mask=batch["loss_mask"] & torch.tensor([True, True, True, False])[:, None])
+    _, metrics = trainer.train_step(sft_loss)(state, batch)
+    lag = metrics.result()["lag"]
+    assert isinstance(lag, Mean)
+    assert (float(lag.total), float(lag.weight)) == (3.0, 3.0)  # 0 + 1 + 2 over three rows
+
+
+def test_no_lag_without_versions(trainer: Trainer) -> None:
+    _, metrics = trainer.train_step(sft_loss)(trainer.init(), batch_of())
+    assert "lag" not in metrics.result()
+
+
+def test_a_weight_of_zero_skips_the_step(trainer: Trainer) -> None:
+    state = trainer.init()
+    publish(state.params, Recorder())
+    before = dict(state.params.tensors())["table"].clone()
+    step = trainer.train_step(sft_loss)
+    new, metrics = step(state, nrl.assign(batch_of(), loss_mask=torch.zeros_like(MASK)))
+    assert finalize(metrics.result())["skipped"] == 1
+    assert torch.equal(dict(new.params.tensors())["table"], before)
+    assert (new.step, new.version) == (0, 1)
+    with pytest.raises(ConsumedState):
+        step(state, batch_of())
+    assert publish(new.params, Recorder()) == 1  # the same weights, and so the same number
+    new, metrics = step(new, batch_of())
+    assert finalize(metrics.result())["skipped"] == 0
+    assert new.step == 1
+
+
+def test_one_term_of_weight_zero_skips_the_step_too(trainer: Trainer) -> None:
+    def sources(out: TensorDict, batch: Batch) -> tuple[dict[str, Mean], Metrics]:
+        first = (batch["source"] == 0)[:, None] & batch["loss_mask"]
+        return {
+            "first": token_mean(-out["logprobs"], first),
+            "second": token_mean(-out["logprobs"], batch["loss_mask"] & ~first),
+        }, {}
+
+    batch = batch_of(source=torch.zeros(3, dtype=torch.int64))
+    state, metrics = trainer.train_step(sources)(trainer.init(), batch)
+    assert finalize(metrics.result())["skipped"] == 1
+    assert state.step == 0
+
+
+# what is refused
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_column_that_is_not_finite(trainer: Trainer, bad: float) -> None:
+    state, loss = trainer.init(), policy_loss(reinforce, ratio=nrl.algos.on_policy_ratio)
+    batch = with_policy(batch_of())
+    advantages = batch["advantages"].clone()
+    advantages[1, 2] = bad
+    with pytest.raises(NotFinite, match=r"policy_loss.*'advantages' is NaN or infinite.*in rows \[1\]"):
+        trainer.train_step(loss)(state, nrl.assign(batch, advantages=advantages))
+    assert not state.handle.consumed
+    advantages[1, 2] = 1.0
+    advantages[0, 0] = bad  # nobody trains on it
+    state, metrics = trainer.train_step(loss)(state, nrl.assign(batch, advantages=advantages))
+    assert math.isfinite(finalize(metrics.result())["loss"])
+
+
+def test_an_output_that_the_engine_lacks_is_refused_before_the_run(trainer: Trainer) -> None:
+    @needs("entropy", "values")
+    def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        raise AssertionError("it must not be called")
+
+    with pytest.raises(MissingOutput, match=r"my_loss.*needs entropy, values, and bigram provides logprobs"):
+        trainer.train_step(my_loss)
+
+
+def test_a_part_that_needs_an_output_makes_the_composition_need_it(trainer: Trainer) -> None:
+    @needs("values")
+    def penalty(logprobs: torch.Tensor, batch: TensorDict) -> torch.Tensor:
+        return logprobs
+
+    loss = nrl.algos.add((1.0, policy_loss(reinforce, penalty=penalty)))
+    with pytest.raises(MissingOutput, match="values"):
+        trainer.train_step(loss)
+
+
+def test_things_that_are_no_state_and_no_params(trainer: Trainer) -> None:
+    state: Any = trainer.init()
+    with pytest.raises(TypeError, match=r"train_step\(sft_loss\): expected a train state .*, found Params"):
+        trainer.train_step(sft_loss)(state.params, batch_of())
+    with pytest.raises(TypeError, match=r"logprobs: expected params .*, found TrainState"):
+        trainer.logprobs(state, batch_of())
+    with pytest.raises(TypeError, match=r"freeze: expected params .*, found TrainState"):
+        trainer.freeze(state)
+
+
+def test_a_loss_that_raises_leaves_the_state(trainer: Trainer) -> None:
+    state = trainer.init()
+    before = dict(state.params.tensors())["table"].clone()
+
+    def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        if out["logprobs"].requires_grad:
+            raise RuntimeError("a bug of mine")
+        return sft_loss(out, batch)
+
+    with pytest.raises(RuntimeError, match="a bug of mine"):
+        trainer.train_step(my_loss)(state, batch_of())
+    assert torch.equal(dict(state.params.tensors())["table"], before)
+    state, _ = trainer.train_step(sft_loss)(state, batch_of())
+    assert state.step == 1
+
+
+def test_a_loss_that_writes_into_its_batch(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        batch["advantages"].mul_(2)
+        return sft_loss(out, batch)
+
+    monkeypatch.setenv("NRL_DEBUG", "1")
+    with pytest.raises(nrl.errors.MutatedBatch, match="my_loss wrote into its batch: advantages"):
+        trainer.train_step(my_loss)(trainer.init(), with_policy(batch_of()))
+
+
+# state
+
+
+def test_a_consumed_state_and_everything_borrowed_from_it(trainer: Trainer, tmp_path: Path) -> None:
+    old = trainer.init()
+    params, frozen = old.params, trainer.freeze(old.params)
+    step = trainer.train_step(sft_loss)
+    state, _ = step(old, batch_of())
+    uses: dict[str, Callable[[], Any]] = {
+        r"train_step\(sft_loss\)": lambda: step(old, batch_of()),
+        "logprobs": lambda: trainer.logprobs(params, batch_of()),
+        "freeze": lambda: trainer.freeze(params),
+        "export": lambda: trainer.export(params, tmp_path / "export"),
+        "save": lambda: trainer.save(old, tmp_path / "save"),
+        "publish": lambda: publish(params, Recorder()),
+        r"state\.params": lambda: old.params,
+    }
+    for who, use in uses.items():
+        with pytest.raises(ConsumedState, match=rf"^{who}: .*consumed"):
+            use()
+    with pytest.raises(ConsumedState, match=r"consumed by train_step\(sft_loss\) already.*state, metrics = step"):
+        trainer.logprobs(params, batch_of())
+    torch.testing.assert_close(trainer.logprobs(frozen, batch_of()).result(), by_hand(batch_of()))
+    assert not torch.equal(trainer.logprobs(state.params, batch_of()).result(), by_hand(batch_of()))
+
+
+def test_what_is_refused_writes_nothing(trainer: Trainer, tmp_path: Path) -> None:
+    old = trainer.init()
+    params = old.params
+    trainer.train_step(sft_loss)(old, batch_of())
+    with pytest.raises(ConsumedState):
+        trainer.export(params, tmp_path / "export")
+    with pytest.raises(ConsumedState):
+        trainer.save(old, tmp_path / "save")
+    assert not list(tmp_path.iterdir())
+
+
+def test_init_from_params_that_are_gone_names_init(trainer: Trainer) -> None:
+    old = trainer.init()
+    params = old.params
+    trainer.train_step(sft_loss)(old, batch_of())
+    with pytest.raises(ConsumedState, match=r"^init: .*consumed by train_step\(sft_loss\)"):
+        trainer.init(params)
+
+
+def test_the_state_of_another_trainer(cluster: Cluster) -> None:
+    policy = make_trainer(cluster.reserve(1).mesh(), Bigram(), name="policy", max_tokens=100)
+    critic = make_trainer(cluster.reserve(1).mesh(), Bigram(), name="critic", max_tokens=100)
+    state = critic.init()
+    with pytest.raises(
+        ForeignState, match=r"train_step\(sft_loss\): this train state belongs to critic, not to policy"
+    ):
+        policy.train_step(sft_loss)(state, batch_of())
+    with pytest.raises(ForeignState, match=r"logprobs: this train state belongs to critic, not to policy"):
+        policy.logprobs(state.params, batch_of())
+    with pytest.raises(ForeignState, match=r"logprobs: this frozen params belongs to critic|frozen params"):
+        policy.logprobs(critic.load(), batch_of())
+    assert not state.handle.consumed
+    copied = policy.init(state.params)  # weights may be copied across, though
+    policy.train_step(sft_loss)(copied, batch_of())
+    torch.testing.assert_close(critic.logprobs(state.params, batch_of()).result(), by_hand(batch_of()))
+
+
+def test_a_cluster_that_has_been_left(tmp_path: Path) -> None:
+    with nrl.cluster("local") as cluster:
+        trainer = made(cluster)
+        state, frozen = trainer.init(), trainer.load()
+        params, step, sampler = state.params, trainer.train_step(sft_loss), Recorder()
+        trainer.save(state, tmp_path / "saved")
+    uses: dict[str, Callable[[], Any]] = {
+        "init": trainer.init,
+        "load": trainer.load,
+        r"train_step\(sft_loss\)": lambda: step(state, batch_of()),
+        "logprobs": lambda: trainer.logprobs(frozen, batch_of()),
+        "freeze": lambda: trainer.freeze(params),
+        "save": lambda: trainer.save(state, tmp_path / "again"),
+        "export": lambda: trainer.export(params, tmp_path / "export"),
+        "publish": lambda: publish(params, sampler),
+    }
+    for who, use in uses.items():
+        with pytest.raises(ClosedCluster, match=rf"^{who}: the cluster 'local' has been left.*nrl\.cluster"):
+            use()
+    assert sampler.version == 0
+
+
+def test_restore_on_a_cluster_that_has_been_left(tmp_path: Path) -> None:
+    with nrl.cluster("local") as cluster:
+        trainer = made(cluster)
+        trainer.save(trainer.init(), tmp_path)
+    with pytest.raises(ClosedCluster, match="^restore: the cluster 'local' has been left"):
+        trainer.restore(tmp_path)
+
+
+def test_restore_from_a_folder_that_nobody_saved(trainer: Trainer, tmp_path: Path) -> None:
+    with pytest.raises(nrl.errors.NrlError, match=f"restore.*{tmp_path / 'nothing'}"):
+        trainer.restore(tmp_path / "nothing")
+
+
+def test_init_copies_params(trainer: Trainer) -> None:
+    state, _ = trainer.train_step(sft_loss)(trainer.init(), batch_of())
+    publish(state.params, Recorder())
+    copy = trainer.init(state.params)
+    assert (copy.step, copy.version) == (0, 0)
+    expected = trainer.logprobs(state.params, batch_of()).result()
+    trainer.train_step(sft_loss)(copy, batch_of())
+    assert torch.equal(trainer.logprobs(state.params, batch_of()).result(), expected)
+
+
+def test_save_and_restore_keep_the_counts(trainer: Trainer, tmp_path: Path) -> None:
+    step, sampler = trainer.train_step(sft_loss), Recorder()
+    state, _ = step(trainer.init(), batch_of())
+    assert publish(state.params, sampler) == 1
+    trainer.save(state, tmp_path / "deep" / "folder")
+    again = trainer.restore(tmp_path / "deep" / "folder")
+    assert (again.step, again.version) == (1, 1)
+    assert publish(again.params, Recorder()) == 1  # published before the restore: the number that it has
+    a, _ = step(state, batch_of())
+    b, _ = step(again, batch_of())
+    assert torch.equal(dict(a.params.tensors())["table"], dict(b.params.tensors())["table"])
+    assert (publish(a.params, sampler), publish(b.params, sampler)) == (2, 2)
+    assert json.loads((tmp_path / "deep" / "folder" / "state.json").read_text())["step"] == 1
+
+
+# publish
+
+
+def test_publish_counts(trainer: Trainer) -> None:
+    first: Sampler = (recorder := Recorder())
+    second = Recorder()
+    step = trainer.train_step(sft_loss)
+    state = trainer.init()
+    assert (state.version, publish(state.params, first), state.version) == (0, 1, 1)
+    assert publish(state.params, second) == 1  # a second sampler: the same number
+    assert publish(state.params, first) == 1
+    assert (first.version, second.version, recorder.calls) == (1, 1, 2)
+    state, _ = step(state, batch_of())
+    assert state.version == 1  # a step is no publish
+    state, _ = step(state, batch_of())
+    assert publish(state.params, first) == 2
+    assert (state.step, state.version, first.version, second.version) == (2, 2, 2, 1)
+    assert torch.equal(recorder.weights["table"], dict(state.params.tensors())["table"])
+    assert not torch.equal(second.weights["table"], recorder.weights["table"])
+
+
+def test_a_publish_that_fails_does_not_count(trainer: Trainer) -> None:
+    class Broken(Recorder):
+        def receive(self, tensors: Any, version: int) -> None:
+            raise RuntimeError("the sampler is gone")
+
+    state = trainer.init()
+    with pytest.raises(RuntimeError, match="gone"):
+        publish(state.params, Broken())
+    assert state.version == 0
+    assert publish(state.params, Recorder()) == 1
+
+
+def test_frozen_params_keep_their_number(trainer: Trainer) -> None:
+    state, sampler = trainer.init(), Recorder()
+    publish(state.params, sampler)
+    frozen = trainer.freeze(state.params)
+    state, _ = trainer.train_step(sft_loss)(state, batch_of())
+    assert publish(state.params, sampler) == 2
+    assert publish(frozen, sampler) == 1
+    assert sampler.version == 1
+
+
+def test_the_names_in_messages_are_functions_of_the_loss() -> None:
+    with nrl.cluster("local") as cluster:
+        trainer = made(cluster)
+        loss: Loss = nrl.algos.add((1.0, sft_loss), (1.0, nrl.algos.grpo_loss))
+        with pytest.raises(MissingColumn, match=re.escape("advantages")):
+            trainer.train_step(loss)(trainer.init(), batch_of())
+
+
+def test_metrics_of_steps_add_up(trainer: Trainer) -> None:
+    """Counts of skipped steps add up over steps, so that a loop over minibatches can merge what it gets."""
+    step, state = trainer.train_step(sft_loss), trainer.init()
+    merged: Metrics = {}
+    for batch in (batch_of(), nrl.assign(batch_of(), loss_mask=torch.zeros_like(MASK)), batch_of()):
+        state, metrics = step(state, batch)
+        merged = nrl.merge(merged, metrics.result())
+    assert isinstance(merged["skipped"], Sum)
+    assert finalize(merged)["skipped"] == 1

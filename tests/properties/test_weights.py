@@ -1,0 +1,240 @@
+"""What keeps a loss inside of the law: a weight that is not a sum over rows of the batch alone never trains a model.
+
+Each loss here is refused, and then the same state takes a good step that is bit for bit the step of a state that never
+saw the bad one.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+import nrl
+from nrl.algos import Loss, sft_loss, token_mean
+from nrl.backends import Model, Trainer, adamw, fsdp
+from nrl.batch import Batch
+from nrl.errors import LossError, MissingColumn, MutatedBatch, NotFinite, WeightError
+from nrl.reduce import Mean, Metrics, finalize
+from nrl.runtime import Slots
+from tests.properties.strategies import TINY, make_batch
+
+LARGE = 10_000
+
+
+@pytest.fixture(scope="module")
+def slots() -> Iterator[Slots]:
+    with nrl.cluster("local") as cluster:
+        yield cluster.reserve(3)
+
+
+def make(slots: Slots, dp: int = 1, max_tokens: int = LARGE) -> Trainer:
+    return fsdp.trainer(slots[:dp], Model(TINY, dtype="float64"), adamw(lr=0.1), max_tokens=max_tokens)
+
+
+@pytest.fixture(scope="module")
+def trainer(slots: Slots) -> Trainer:
+    return make(slots)
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    """Six rows of different lengths, all of them with trained tokens, and no padding beyond the longest."""
+    batch = make_batch([9, 7, 8, 5, 9, 6], [False] * 6, [False] * 6, seed=0, pairs=False)
+    assert batch["loss_mask"].any(-1).all()
+    return batch
+
+
+def weights(state: Any) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in state.params.tensors()}
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def refused(trainer: Trainer, loss: Loss, batch: Batch, error: type[Exception], match: str) -> None:
+    """``loss`` raises, and the state that it was given is as good as new."""
+    state = trainer.init()
+    before = weights(state)
+    with pytest.raises(error, match=match):
+        trainer.train_step(loss)(state, batch)
+    assert not state.handle.consumed
+    assert_same(weights(state), before)
+    good = make_batch([6, 6, 6], [False] * 3, [False] * 3, seed=8, pairs=False)
+    after, _ = trainer.train_step(sft_loss)(state, good)
+    expected, _ = trainer.train_step(sft_loss)(trainer.init(), good)
+    assert after.step == 1
+    assert_same(weights(after), weights(expected))
+
+
+def mean_of_means(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    total, weight = token_mean(-out["logprobs"], batch["loss_mask"])
+    return Mean(total / weight, torch.ones(())), {}
+
+
+def counts_likely_tokens(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    likely = batch["loss_mask"] & (out["logprobs"].detach() > -0.5)
+    return Mean((-out["logprobs"] * likely).sum(), likely.sum()), {}
+
+
+def counts_tokens_that_no_probe_doubts(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    likely = batch["loss_mask"] & (out["logprobs"].detach() > -3.0)
+    return Mean((-out["logprobs"] * likely).sum(), likely.sum()), {}
+
+
+def weighs_by_probability(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    return Mean((-out["logprobs"] * batch["loss_mask"]).sum(), (out["logprobs"].exp() * batch["loss_mask"]).sum()), {}
+
+
+def counts_padding(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    """What ``(loss * mask).mean()`` amounts to."""
+    loss = -out["logprobs"] * batch["loss_mask"]
+    return Mean(loss.sum(), torch.tensor(float(loss.numel()))), {}
+
+
+LAYOUTS = pytest.mark.parametrize(("dp", "max_tokens"), [(1, LARGE), (1, 9), (3, LARGE), (2, 18)])
+
+
+@LAYOUTS
+def test_a_mean_of_means(slots: Slots, batch: Batch, dp: int, max_tokens: int) -> None:
+    match = r"mean_of_means: the weight of term 'loss' is 1 on the whole batch, but .*token_mean, seq_mean or seq_sum"
+    refused(make(slots, dp, max_tokens), mean_of_means, batch, WeightError, match)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("loss", [counts_likely_tokens, weighs_by_probability, counts_tokens_that_no_probe_doubts])
+def test_a_weight_that_looks_at_the_output(slots: Slots, batch: Batch, dp: int, max_tokens: int, loss: Loss) -> None:
+    refused(make(slots, dp, max_tokens), loss, batch, WeightError, "the weight of term 'loss' is")
+
+
+@LAYOUTS
+def test_a_weight_that_counts_padding(slots: Slots, batch: Batch, dp: int, max_tokens: int) -> None:
+    refused(
+        make(slots, dp, max_tokens), counts_padding, batch, WeightError, "counts_padding: the weight of term 'loss'"
+    )
+
+
+def test_one_bad_term_of_several_is_named(trainer: Trainer, batch: Batch) -> None:
+    loss = nrl.algos.add((1.0, sft_loss), (0.1, mean_of_means))
+    refused(trainer, loss, batch, WeightError, "the weight of term 'mean_of_means' is 1")
+
+
+def test_a_mean_of_means_is_caught_after_a_batch_of_one_row(trainer: Trainer, batch: Batch) -> None:
+    """On one row it is no different from the mean; the next batch may have more."""
+    step = trainer.train_step(mean_of_means)
+    state, _ = step(trainer.init(), batch[:1].lock_())
+    with pytest.raises(WeightError, match="mean_of_means"):
+        step(state, batch)
+
+
+def test_a_mean_of_means_is_caught_after_a_batch_with_one_row_that_counts(trainer: Trainer, batch: Batch) -> None:
+    def mean_where_there_is_one(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        total, weight = token_mean(-out["logprobs"], batch["loss_mask"])
+        return Mean(total / weight.clamp(min=1), (weight > 0).float()), {}
+
+    step = trainer.train_step(mean_where_there_is_one)
+    only = torch.arange(6) == 2
+    state, _ = step(trainer.init(), nrl.assign(batch, loss_mask=batch["loss_mask"] & only[:, None]))
+    with pytest.raises(WeightError, match="mean_where_there_is_one"):
+        step(state, batch)
+
+
+@pytest.mark.parametrize("max_tokens", [LARGE, 9])
+def test_terms_that_come_and_go_with_the_output(slots: Slots, batch: Batch, max_tokens: int) -> None:
+    def loss(out: TensorDict, batch: Batch) -> tuple[dict[str, Mean], Metrics]:
+        mean = token_mean(-out["logprobs"], batch["loss_mask"])
+        return {"all": mean} | ({"rare": mean} if bool((out["logprobs"] < -2).any()) else {}), {}
+
+    refused(make(slots, 1, max_tokens), loss, batch, LossError, "rare")
+
+
+@pytest.mark.parametrize(
+    "value", [None, torch.tensor(1.0), (torch.tensor(1.0), {}), Mean(torch.tensor(1.0), torch.tensor(1.0))]
+)
+def test_a_loss_that_returns_something_else(trainer: Trainer, batch: Batch, value: Any) -> None:
+    def my_loss(out: TensorDict, batch: Batch) -> Any:
+        return value
+
+    refused(trainer, my_loss, batch, TypeError, r"my_loss returned .*a loss returns \(Mean, metrics\)")
+
+
+def test_a_metric_that_is_no_reduced_number(trainer: Trainer, batch: Batch) -> None:
+    def my_loss(out: TensorDict, batch: Batch) -> Any:
+        return token_mean(-out["logprobs"], batch["loss_mask"]), {"my_metric": 3.0}
+
+    refused(trainer, my_loss, batch, TypeError, "my_loss.*my_metric|my_metric.*Mean")
+
+
+def test_a_missing_column(trainer: Trainer, batch: Batch) -> None:
+    def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        return token_mean(-out["logprobs"] * batch["teacher_logprobs"], batch["loss_mask"]), {}
+
+    refused(trainer, my_loss, batch, MissingColumn, "my_loss reads the column 'teacher_logprobs'.*teacher.logprobs")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_advantages_that_are_not_finite(trainer: Trainer, batch: Batch, bad: float) -> None:
+    advantages = batch["advantages"].clone()
+    advantages[4][batch["loss_mask"][4]] = bad
+    spoiled = nrl.assign(batch, advantages=advantages)
+    refused(trainer, nrl.algos.grpo_loss, spoiled, NotFinite, r"'advantages' is NaN or infinite.*rows \[4\]")
+    failed = nrl.assign(spoiled, valid=torch.arange(6) != 4)  # what the message says to do helps
+    _, metrics = trainer.train_step(nrl.algos.grpo_loss)(trainer.init(), failed)
+    assert finalize(metrics.result())["skipped"] == 0
+
+
+def test_a_temperature_that_is_not_finite(trainer: Trainer, batch: Batch) -> None:
+    temperature = torch.where(torch.arange(6) == 1, float("nan"), 1.0)
+    refused(trainer, sft_loss, nrl.assign(batch, temperature=temperature), NotFinite, "train_step")
+
+
+@pytest.mark.parametrize("spoil", [lambda x: x / 0, lambda x: (x - x.detach()).sqrt(), lambda x: x * float("nan")])
+def test_a_loss_whose_gradient_is_not_finite(trainer: Trainer, batch: Batch, spoil: Callable[[Tensor], Tensor]) -> None:
+    def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        return token_mean(spoil(out["logprobs"]), batch["loss_mask"]), {}
+
+    refused(trainer, my_loss, batch, NotFinite, r"train_step\(my_loss\): the norm of the gradient is (nan|inf)")
+
+
+@pytest.mark.parametrize("max_tokens", [LARGE, 9])
+def test_an_exception_in_the_middle_of_a_step(slots: Slots, batch: Batch, max_tokens: int) -> None:
+    calls = []
+
+    def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        if out["logprobs"].requires_grad:
+            calls.append(len(batch))
+            if sum(calls) == 6:  # the last micro-batch: the others have left their gradients already
+                raise RuntimeError("a bug of mine")
+        return sft_loss(out, batch)
+
+    refused(make(slots, 1, max_tokens), my_loss, batch, RuntimeError, "a bug of mine")
+    assert len(calls) == (1 if max_tokens == LARGE else 6)
+
+
+def test_debug_catches_a_loss_that_writes_into_its_batch(
+    trainer: Trainer, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        if out["logprobs"].requires_grad:
+            batch["advantages"][:] = 0
+        return sft_loss(out, batch)
+
+    monkeypatch.setenv("NRL_DEBUG", "1")
+    refused(trainer, my_loss, batch, MutatedBatch, "my_loss wrote into its batch: advantages")
+
+
+def test_a_weight_of_zero_is_no_step(trainer: Trainer, batch: Batch) -> None:
+    state = trainer.init()
+    before = weights(state)
+    hidden = nrl.assign(batch, loss_mask=torch.zeros_like(batch["loss_mask"]))
+    state, metrics = trainer.train_step(nrl.algos.grpo_loss)(state, hidden)
+    assert finalize(metrics.result())["skipped"] == 1
+    assert state.step == 0
+    assert_same(weights(state), before)
+    state, metrics = trainer.train_step(nrl.algos.grpo_loss)(state, batch)
+    assert finalize(metrics.result())["skipped"] == 0
+    assert state.step == 1
