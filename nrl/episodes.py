@@ -28,7 +28,7 @@ from nrl.stream import Source, Stream
 
 __all__ = ["Episode", "rollout", "rollouts", "run_episode", "summary"]
 
-type Generate = Callable[[list[int]], Awaitable[Completion]]
+type _Generate = Callable[[list[int]], Awaitable[Completion]]
 
 
 @attrs.define
@@ -65,7 +65,7 @@ class Episode:
         self.logprobs.extend([0.0] * len(tokens) if logprobs is None else logprobs)
 
 
-async def run_episode(generate: Generate, env: Env, task: Task, *, tokenizer: Any, context_length: int) -> Episode:
+async def run_episode(generate: _Generate, env: Env, task: Task, *, tokenizer: Any, context_length: int) -> Episode:
     """Run one episode to its end.
 
     Whatever the environment raises, and a reward that is NaN or infinite, makes the episode a failure: it is counted

@@ -17,7 +17,7 @@ from nrl.batch import lengths, require
 
 __all__ = ["Packed", "blocks", "pack", "packed", "unpack"]
 
-BLOCK_COST = 150
+_BLOCK_COST = 150
 """What one more block costs, in tokens of padding: a call of the attention kernel."""
 
 
@@ -46,7 +46,7 @@ class Packed(NamedTuple):
     shape: torch.Size
 
 
-def blocks(widths: Sequence[int], cost: int = BLOCK_COST) -> list[tuple[int, int]]:
+def blocks(widths: Sequence[int], cost: int = _BLOCK_COST) -> list[tuple[int, int]]:
     """Cut sorted rows into rectangles so that padding plus ``cost`` a rectangle is least.
 
     Dynamic programming over the distinct widths: ``best[j] = min over i < j of best[i] + rows(i..j) * width[j] +

@@ -23,8 +23,8 @@ from nrl.stream import Stream
 
 __all__ = ["Run", "run"]
 
-SHOWN = ("reward", "loss", "grad_norm", "kl", "length", "lag", "invalid", "skipped", "tokens_per_second")
-QUIET_AT_ZERO = ("lag", "invalid", "skipped")
+_SHOWN = ("reward", "loss", "grad_norm", "kl", "length", "lag", "invalid", "skipped", "tokens_per_second")
+_QUIET_AT_ZERO = ("lag", "invalid", "skipped")
 
 
 @attrs.define(eq=False)
@@ -104,7 +104,7 @@ class Run:
         if loop.name not in self._files:
             self._files[loop.name] = self._stack.enter_context(JsonLines(self.out / f"{loop.name}.jsonl"))
         self._files[loop.name].write(numbers)
-        shown = {k: numbers[k] for k in SHOWN if k in numbers and (numbers[k] != 0 or k not in QUIET_AT_ZERO)}
+        shown = {k: numbers[k] for k in _SHOWN if k in numbers and (numbers[k] != 0 or k not in _QUIET_AT_ZERO)}
         self._progress.show("train" if loop.name == "metrics" else loop.name, step, loop.steps, shown)
         return numbers
 

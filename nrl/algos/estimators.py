@@ -35,7 +35,7 @@ type GroupFunction = Callable[[Tensor, Tensor], Tensor]
 type Estimator = Callable[[TensorDict], Tensor]
 """``batch -> advantages [B, T]``."""
 
-EPS = 1e-6
+_EPS = 1e-6
 
 
 def _check_rows(reader: str, rewards: Tensor, group_ids: Tensor) -> None:
@@ -115,7 +115,7 @@ def group_normalize(rewards: Tensor, group_ids: Tensor) -> Tensor:
     centred, group, size = _center("group_normalize", rewards, group_ids)
     squares = torch.zeros_like(centred).index_add(0, group, centred.square())[group]
     std = (squares / (size - 1).clamp(min=1)).sqrt()
-    return (centred / (std + EPS)).to(_dtype(rewards))
+    return (centred / (std + _EPS)).to(_dtype(rewards))
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:

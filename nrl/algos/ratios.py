@@ -17,7 +17,7 @@ __all__ = ["Ratio", "bounded", "on_policy_ratio", "sequence_ratio", "token_ratio
 type Ratio = Callable[[Tensor, TensorDict], Tensor]
 """``(logprobs, batch) -> log-ratio``, ``[*B, T]`` in nats, 0 outside ``loss_mask``."""
 
-BOUND = 20.0
+_BOUND = 20.0
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def bounded(log_ratio: Tensor) -> Tensor:
     >>> bounded(torch.tensor([1e4, 0.5, -1e4])).tolist()
     [20.0, 0.5, -10000.0]
     """
-    return log_ratio.clamp(max=BOUND)
+    return log_ratio.clamp(max=_BOUND)
 
 
 def token_ratio(logprobs: Tensor, batch: Batch) -> Tensor:

@@ -300,6 +300,17 @@ def publish(params: Params, sampler: Sampler) -> int:
 
     Raises:
         ConsumedState: the params were borrowed from a state that has been consumed.
+
+    >>> import nrl
+    >>> from nrl import tiny
+    >>> from nrl.backends import adamw, fsdp, hf
+    >>> with nrl.cluster("local") as cluster:
+    ...     slots = cluster.reserve(2)
+    ...     trainer = fsdp.trainer(slots[:1], tiny.model(), adamw(lr=1e-3))
+    ...     sampler = hf.sampler(slots[1:], tiny.model())
+    ...     state = trainer.init()
+    ...     publish(state.params, sampler), publish(state.params, sampler), sampler.version, state.version
+    (1, 1, 1, 1)
     """
     if params.handle.consumed:
         raise ConsumedState(

@@ -24,7 +24,7 @@ from nrl.runtime import Future, Handle, Mesh, done
 
 __all__ = ["check_weights", "global_weights", "make_trainer", "terms_of"]
 
-RELATIVE = 1e-5
+_RELATIVE = 1e-5
 """How far sums of weights in another order may differ, as a fraction."""
 
 
@@ -90,7 +90,7 @@ def check_weights(name: str, seen: Mapping[str, float], expected: Mapping[str, f
     """
     for key, weight in expected.items():
         found = seen.get(key, 0.0)
-        if not abs(found - weight) <= RELATIVE * max(abs(found), abs(weight)):
+        if not abs(found - weight) <= _RELATIVE * max(abs(found), abs(weight)):
             raise WeightError(
                 f"{name}: the weight of term '{key}' is {weight:g} on the whole batch, but {found:g} added up over its "
                 "parts or on other outputs. A weight must be a sum over rows of the batch alone: aggregate with "

@@ -172,11 +172,11 @@ _CHARACTERS = str.maketrans(
     | {"½": r"\frac12", "¼": r"\frac14", "¾": r"\frac34", "⅓": r"\frac13", "⅔": r"\frac23", "\xa0": "\u2009"}
 )
 _FRACTION = re.compile(r"\\[dtc]?frac *(?:\{ *(-?[0-9.,]+) *\}|([0-9])) *(?:\{ *([0-9.,]+) *\}|([0-9]))")
-_DEGREES = re.compile(r"\^ *\{? *\\(?:circ|degree)(?![A-Za-z]) *\}?")
+_DEGREES = re.compile(r"\^ *(?:\{ *)?\\(?:circ|degree)(?![A-Za-z]) *\}?")
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
 _GROUPS = re.compile(r"(?<=[0-9])\u2009(?=[0-9]{3}(?![0-9]))")
 _POWER = re.compile(r"(?<=[0-9])\*\*(?=[0-9])")
-_UNIT_POWER = re.compile(r"(?<=[A-Za-z])[ })]*\^ *\{? *-?[0-9] *\}?")  # m^2
+_UNIT_POWER = re.compile(r"(?<=[A-Za-z])[ })]*\^ *(?:\{ *)?-?[0-9] *\}?")  # m^2
 
 _DIGITS = r"[0-9]+(?:[.,:][0-9]+)*"
 _NUMERAL = re.compile(

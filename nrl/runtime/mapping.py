@@ -68,14 +68,14 @@ resident = State.resident
 donated = State.donated
 merged = State.merged
 
-type Spec = P | State
+type _Spec = P | State
 
 
 def shard_map(
     fn: Callable[..., Any],
     mesh: Mesh,
-    in_specs: Spec | Sequence[Spec],
-    out_specs: Spec | Sequence[Spec],
+    in_specs: _Spec | Sequence[_Spec],
+    out_specs: _Spec | Sequence[_Spec],
 ) -> Callable[..., Any]:
     """Turn a function of local values into the same function of whole values on a mesh.
 
@@ -100,9 +100,22 @@ def shard_map(
 
     >>> from nrl.runtime import cluster
     >>> with cluster("local") as here:
-    ...     double = shard_map(lambda x: 2 * x, here.reserve(3).mesh(), P("dp"), P("dp"))
+    ...     mesh = here.reserve(3).mesh()
+    ...     double = shard_map(lambda x: 2 * x, mesh, P("dp"), P("dp"))
     ...     double(torch.arange(4)).result().tolist()
     [0, 2, 4, 6]
+
+    A value that stays on the mesh, and a sum over it:
+
+    >>> def count(seen, x):
+    ...     return seen + len(x), {"rows": Sum(torch.tensor(seen + len(x)))}
+    >>> with cluster("local") as here:
+    ...     mesh = here.reserve(3).mesh()
+    ...     start = shard_map(lambda: 0, mesh, (), resident)()
+    ...     state, metrics = shard_map(count, mesh, (donated, P("dp")), (resident, merged))(start, torch.arange(4))
+    ...     state, metrics = shard_map(count, mesh, (donated, P("dp")), (resident, merged))(state, torch.arange(4))
+    >>> int(metrics.result()["rows"].total)
+    8
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     who = f"shard_map({name})"
@@ -128,7 +141,7 @@ def shard_map(
     return mapped
 
 
-def _check_handles(who: str, values: Sequence[Any], specs: Sequence[Spec]) -> None:
+def _check_handles(who: str, values: Sequence[Any], specs: Sequence[_Spec]) -> None:
     """Before anything runs: handles only where a spec takes them, and none that is donated is given twice."""
     for value, spec in zip(values, specs, strict=True):
         if isinstance(spec, P) and isinstance(value, Handle):
@@ -137,7 +150,7 @@ def _check_handles(who: str, values: Sequence[Any], specs: Sequence[Spec]) -> No
             raise ConsumedState(f"{who}: a handle that is donated was given twice in one call; nothing else may use it")
 
 
-def _rows(who: str, values: Sequence[Any], specs: Sequence[Spec], n: int) -> list[Tensor] | None:
+def _rows(who: str, values: Sequence[Any], specs: Sequence[_Spec], n: int) -> list[Tensor] | None:
     """Which rows go to which shard: balanced by tokens if there is a batch, else as evenly as can be."""
     split = [value for value, spec in zip(values, specs, strict=True) if spec == P("dp")]
     for value in split:
@@ -151,7 +164,7 @@ def _rows(who: str, values: Sequence[Any], specs: Sequence[Spec], n: int) -> lis
     return shard(batches[0], n).rows if batches else list(torch.arange(len(split[0])).tensor_split(n))
 
 
-def _spread(who: str, value: Any, spec: Spec, rows: list[Tensor] | None, mesh: Mesh) -> list[Any]:
+def _spread(who: str, value: Any, spec: _Spec, rows: list[Tensor] | None, mesh: Mesh) -> list[Any]:
     if spec == P("dp"):
         assert rows is not None
         parts = [value[index] for index in rows]
@@ -176,7 +189,7 @@ def _call(fn: Callable[..., Any], name: str, local: Sequence[Any]) -> Any:
 
 
 def _collect_all(
-    who: str, results: list[Any], out_specs: Spec | Sequence[Spec], rows: list[Tensor] | None, mesh: Mesh
+    who: str, results: list[Any], out_specs: _Spec | Sequence[_Spec], rows: list[Tensor] | None, mesh: Mesh
 ) -> Any:
     if isinstance(out_specs, P | State):
         return _collect(who, results, out_specs, rows, mesh)
@@ -188,7 +201,7 @@ def _collect_all(
     return tuple(_collect(who, list(column), spec, rows, mesh) for column, spec in columns)
 
 
-def _collect(who: str, results: list[Any], spec: Spec, rows: list[Tensor] | None, mesh: Mesh) -> Any:
+def _collect(who: str, results: list[Any], spec: _Spec, rows: list[Tensor] | None, mesh: Mesh) -> Any:
     if spec is resident:
         return Handle(mesh, mesh, f"value of {who}", results)
     if spec is merged:

@@ -131,14 +131,16 @@ def test_it_stops_at_the_end_tokens_of_tokenizer_and_generation_config_and_at_th
     rows = sampler.generate([[3]] * 40).result()
     assert {row.token_ids[-1].item() for row in rows if not row.truncated} == {2, 9, 10}
     assert not any(token in (2, 9, 10) for row in rows for token in row.token_ids[:-1].tolist())
-    rows = sampler.generate([[3]] * 40, sampling=Sampling(max_new_tokens=200, stop_token_ids=(11,))).result()
+    stops: Any = (11,)
+    rows = sampler.generate([[3]] * 40, sampling=Sampling(max_new_tokens=200, stop_token_ids=stops)).result()
     assert {row.token_ids[-1].item() for row in rows if not row.truncated} == {2, 9, 10, 11}
 
 
 def test_its_module_alone_has_the_decoding_attention(slots: Any) -> None:
     sampler = hf.sampler(slots, model())
     assert sampler._module.config._attn_implementation == ATTENTION
-    assert build(model()).config._attn_implementation != ATTENTION
+    other: Any = build(model())
+    assert other.config._attn_implementation != ATTENTION
 
 
 def test_models_of_other_types_work(slots: Any) -> None:

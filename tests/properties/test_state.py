@@ -70,7 +70,7 @@ def test_any_program(operations: list[str], trainer: Trainer, tmp_path_factory: 
                 state = trainer.restore(folder)
         assert (state.step, state.version) == (steps, version)
     for old, params in dead:
-        for use in (lambda old=old: step(old, batch_of(True)), lambda old=old: old.params):  # type: ignore[misc]
+        for use in (lambda old=old: step(old, batch_of(True)), lambda old=old: old.params):
             with pytest.raises(ConsumedState):
                 use()
         with pytest.raises(ConsumedState):

@@ -1,0 +1,285 @@
+"""Building models and tokenizers, and naming what is wrong where that fails."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nrl import tiny
+from nrl.backends import Model, models
+from nrl.errors import ModelError
+from tests.properties.strategies import TINY
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 23, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
+
+
+def build(config: Mapping[str, Any] = TINY, **fields: Any) -> Any:
+    return models.build(Model(config, **fields))
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return dict(models.named_tensors(module))
+
+
+def saved(folder: Path, config: dict[str, Any] = TINY, seed: int = 0) -> Any:
+    module = build(config, seed=seed)
+    module.save_pretrained(folder)
+    return module
+
+
+# models
+
+
+def test_a_config_makes_a_causal_language_model() -> None:
+    module = build()
+    assert type(module).__name__ == "Qwen3ForCausalLM"
+    assert module.config.hidden_size == 16
+    assert {x.dtype for x in weights(module).values()} == {torch.float32}
+
+
+def test_the_config_is_left_as_it_is() -> None:
+    config = dict(TINY)
+    models.build(Model(config))
+    assert config == TINY
+
+
+def test_the_same_seed_gives_the_same_weights() -> None:
+    a, b, c = (weights(models.build(Model(TINY, seed=seed))) for seed in (3, 3, 4))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["model.embed_tokens.weight"], c["model.embed_tokens.weight"])
+
+
+def test_the_seed_does_not_touch_the_global_generator_and_does_not_read_it() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    a = weights(models.build(Model(TINY, seed=3)))
+    assert torch.equal(torch.rand(3), expected)
+    b = weights(models.build(Model(TINY, seed=3)))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_the_weights_do_not_depend_on_the_dtype(dtype: Any) -> None:
+    wanted = getattr(torch, dtype)
+    expected = weights(models.build(Model(TINY, seed=3)))
+    for made in (models.build(Model(TINY, seed=3, dtype=dtype)), models.build(Model(TINY, seed=3), dtype=wanted)):
+        found = weights(made)
+        assert {x.dtype for x in found.values()} == {wanted}
+        assert all(torch.equal(found[name], expected[name].to(wanted)) for name in expected)
+
+
+def test_positions_stay_exact_in_every_dtype() -> None:
+    """Rotary frequencies in bfloat16 would move every token."""
+    expected = {name: x for name, x in models.build(Model(TINY)).named_buffers() if "inv_freq" in name}
+    assert expected
+    for dtype in ("bfloat16", "float64"):
+        found = dict(build(dtype=dtype).named_buffers())
+        for name, x in expected.items():
+            assert found[name].dtype == torch.float32
+            assert torch.equal(found[name], x)
+
+
+def test_dropout_is_off() -> None:
+    config = GPT2 | {"embd_pdrop": 0.5, "attn_pdrop": 0.5, "resid_pdrop": 0.5}
+    for source in (config, {**TINY, "attention_dropout": 0.5}):
+        module = models.build(Model(source))
+        module.train()
+        ids = torch.arange(8)[None]
+        assert torch.equal(module(input_ids=ids).logits, module(input_ids=ids).logits)
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    expected = weights(saved(tmp_path, seed=7))
+    found = weights(models.build(Model(str(tmp_path))))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_path_object_is_a_folder_too(tmp_path: Path) -> None:
+    expected = weights(saved(tmp_path, seed=7))
+    source: Any = tmp_path
+    assert all(torch.equal(x, expected[name]) for name, x in models.named_tensors(models.build(Model(source))))
+
+
+def test_a_folder_in_bfloat16(tmp_path: Path) -> None:
+    expected = weights(saved(tmp_path, seed=7))
+    found = weights(models.build(Model(str(tmp_path), dtype="bfloat16")))
+    assert all(torch.equal(found[name], expected[name].bfloat16()) for name in expected)
+
+
+# what cannot be built
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    with pytest.raises(ModelError, match=f"{missing}.*there is no such folder; give a folder with config.json"):
+        models.build(Model(missing))
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"{tmp_path}.*cannot be loaded"):
+        models.build(Model(str(tmp_path)))
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=f"{tmp_path}.*cannot be loaded.*model.safetensors"):
+        models.build(Model(str(tmp_path)))
+
+
+def test_a_folder_with_broken_weights(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not a safetensors file")
+    with pytest.raises(ModelError, match=f"{tmp_path}.*cannot be loaded"):
+        models.build(Model(str(tmp_path)))
+
+
+def test_a_folder_with_a_weight_missing(tmp_path: Path) -> None:
+    """transformers would fill it in at random, with no more than a warning."""
+    from safetensors.torch import load_file, save_file
+
+    saved(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="model.layers.1.mlp.up_proj.weight"):
+        models.build(Model(str(tmp_path)))
+
+
+def test_a_name_that_the_hub_does_not_give() -> None:
+    with pytest.raises(ModelError, match="'nobody/nothing'.*neither a folder here nor a .*hub"):
+        models.build(Model("nobody/nothing"))
+
+
+def test_a_config_without_a_model_type() -> None:
+    with pytest.raises(ValueError, match=r"Model: a config needs 'model_type' .*found the keys \['vocab_size'\]"):
+        Model({"vocab_size": 3})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "no_such_thing"},
+        {"model_type": "vit"},  # no language model
+        TINY | {"hidden_size": "many"},
+    ],
+)
+def test_a_config_that_makes_no_language_model(config: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=rf"Model\(source=a {config['model_type']} config\): the config does not make"):
+        models.build(Model(config))
+
+
+@pytest.mark.parametrize("fields", [{"head": "nonsense"}, {"dtype": "int8"}])
+def test_fields_that_cannot_be(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        Model(TINY, **fields)
+
+
+# tokenizers
+
+
+def test_a_model_from_a_config_has_no_tokenizer() -> None:
+    with pytest.raises(ModelError, match=r"no tokenizer of its own; give one with Model\(config, tokenizer=\.\.\.\)"):
+        models.load_tokenizer(Model(TINY))
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with pytest.raises(ModelError, match=f"no tokenizer can be loaded from '{tmp_path}'"):
+        models.load_tokenizer(Model(str(tmp_path)))
+
+
+def test_tokenizers(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    assert models.load_tokenizer(Model(TINY, tokenizer=tokenizer)) is tokenizer
+    tokenizer.save_pretrained(tmp_path)
+    for model in (Model(TINY, tokenizer=str(tmp_path)), Model(TINY, tokenizer=tmp_path), Model(str(tmp_path))):
+        assert models.load_tokenizer(model).encode("12+3") == tokenizer.encode("12+3")
+
+
+# what a model says of itself
+
+
+def test_context_length() -> None:
+    assert models.context_length(models.build(Model(TINY))) == 64
+    assert models.context_length(models.build(Model(GPT2))) == 32  # under a name of its own
+    module = build(TINY)
+    module.config.max_position_embeddings = None
+    with pytest.raises(ModelError, match="Qwen3ForCausalLM: the config has no max_position_embeddings"):
+        models.context_length(module)
+
+
+def test_end_tokens() -> None:
+    module, tokenizer = build(), tiny.tokenizer()
+    assert models.end_tokens(module, tokenizer) == (tokenizer.eos_token_id,)
+    module.generation_config.eos_token_id = [9, 5]
+    assert models.end_tokens(module, tokenizer) == tuple(sorted({tokenizer.eos_token_id, 5, 9}))
+    module.generation_config.eos_token_id = 9
+    assert models.end_tokens(module, tokenizer) == tuple(sorted({tokenizer.eos_token_id, 9}))
+
+
+def test_head_weight() -> None:
+    module = build()
+    weight, bias = models.head_weight(module)
+    assert weight is module.model.embed_tokens.weight
+    assert bias is None
+
+
+# weights, out and in
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_named_tensors_are_what_a_folder_holds(tied: bool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    module = saved(tmp_path, TINY | {"tie_word_embeddings": tied})
+    found = weights(module)
+    assert ("lm_head.weight" in found) != tied
+    assert found.keys() == load_file(tmp_path / "model.safetensors").keys()
+    assert not any(x.requires_grad for x in found.values())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_load_tensors_is_the_inverse(tied: bool) -> None:
+    config = TINY | {"tie_word_embeddings": tied}
+    a, b = build(config, seed=1), build(config, seed=2)
+    models.load_tensors(b, models.named_tensors(a), who="test")
+    ids = torch.arange(8)[None]
+    assert torch.equal(a(input_ids=ids).logits, b(input_ids=ids).logits)
+    with torch.no_grad():
+        a.model.embed_tokens.weight.zero_()  # a copy, which does not follow
+    assert b.model.embed_tokens.weight.any()
+    assert (b.lm_head.weight is b.model.embed_tokens.weight) == tied
+
+
+def test_load_tensors_from_another_dtype() -> None:
+    a, b = models.build(Model(TINY, seed=1, dtype="float64")), models.build(Model(TINY, seed=2))
+    models.load_tensors(b, models.named_tensors(a), who="test")
+    assert {x.dtype for x in weights(b).values()} == {torch.float32}
+    assert torch.equal(weights(b)["model.norm.weight"], weights(a)["model.norm.weight"].float())
+
+
+def test_load_tensors_says_what_does_not_fit() -> None:
+    module = models.build(Model(TINY))
+    tensors = weights(module)
+    with pytest.raises(ModelError, match="receive: the model has no weight 'extra'"):
+        models.load_tensors(module, [("extra", torch.zeros(1))], who="receive")
+    with pytest.raises(ModelError, match=r"receive: weight 'model.norm.weight' has shape \[3\], and here it is \[16\]"):
+        models.load_tensors(module, [("model.norm.weight", torch.zeros(3))], who="receive")
+    some = [(name, x) for name, x in tensors.items() if name != "model.norm.weight"]
+    with pytest.raises(ModelError, match="receive: 1 weights did not arrive, among them 'model.norm.weight'"):
+        models.load_tensors(module, some, who="receive")
+
+
+def test_a_saved_config_is_plain(tmp_path: Path) -> None:
+    saved(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == "qwen3"
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
