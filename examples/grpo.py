@@ -1,4 +1,4 @@
-"""GRPO: `python examples/grpo.py` teaches a tiny model to add; `model=<folder or name> data=<file>` trains a real one."""
+"""GRPO: `python examples/grpo.py` teaches a tiny model to add; `model=<folder or name> data=<file>` a real one more."""
 
 from typing import Any, Literal
 

@@ -287,7 +287,7 @@ def _rows(episodes: Sequence[Episode], version: int, temperature: float) -> Batc
         "attention_mask": torch.from_numpy(real),
         "loss_mask": torch.from_numpy(sampled),
         "rollout_logprobs": torch.from_numpy(logprobs),
-        "temperature": torch.full((size,), temperature),
+        "temperature": torch.full((size,), temperature, dtype=torch.float32),
         "rewards": torch.tensor([nothing if e.failure else e.reward for e in episodes], dtype=torch.float32),
         "version": torch.tensor([version if e.version is None else e.version for e in episodes]),
         "valid": valid,
@@ -384,7 +384,7 @@ def summary(batch: Batch) -> Metrics:
         "dropped": Sum(dropped),
     }
     for key, value in batch.items():
-        if str(key).startswith("env/"):
+        if str(key).startswith("env/") and isinstance(value, Tensor):
             known = torch.isfinite(value) & valid
             metrics[str(key)] = Mean(torch.where(known, value, 0.0).sum(), known.sum().float())
     return metrics

@@ -89,7 +89,7 @@ class Sampling:
     top_k: int = attrs.field(default=0, validator=attrs.validators.ge(0))
     top_p: float = attrs.field(default=1.0, validator=[attrs.validators.gt(0), attrs.validators.le(1)])
     max_new_tokens: int = attrs.field(default=256, validator=attrs.validators.ge(1))
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    stop_token_ids: tuple[int, ...] = ()
 
 
 class Completion(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nrl.backends.base import Completion, Model, Sampling
 from nrl.backends.cache import prepare
-from nrl.backends.decode import decode
+from nrl.backends.decoding import decode
 from nrl.backends.models import build, context_length, end_tokens, load_tokenizer
 from nrl.errors import GenerationError, ModelError
 from nrl.runtime.futures import Future, done
@@ -106,7 +106,7 @@ class HFSampler:
         seeds: Sequence[int] | None = None,
         sampling: Sampling | None = None,
     ) -> Future[list[Completion]]:
-        """Complete each prompt once, at once; see `nrl.backends.decode.decode`.
+        """Complete each prompt once, at once; see `nrl.backends.decoding.decode`.
 
         Args:
             prompts: token ids, of any lengths; equal ones are read once.

@@ -30,12 +30,12 @@ def register() -> str:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, _attend)
+    # Not compiled: the blocks differ from batch to batch, and each layout would be compiled anew
+    AttentionInterface.register(NAME, torch.compiler.disable(_attend))
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
     return NAME
 
 
-@torch.compiler.disable  # the blocks differ from batch to batch, and each layout would be compiled anew
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -71,4 +71,5 @@ def _attend(
 
 def _rectangle(x: Tensor, start: int, rows: int, width: int) -> Tensor:
     """``[1, H, N, D]`` to ``[rows, H, width, D]``."""
-    return x[0, :, start : start + rows * width].unflatten(1, (rows, width)).transpose(0, 1)
+    heads, _, dim = x.shape[1:]
+    return x[0, :, start : start + rows * width].view(heads, rows, width, dim).transpose(0, 1)

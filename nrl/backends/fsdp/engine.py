@@ -64,7 +64,8 @@ class TorchEngine:
     def load(self, source: str | None) -> nn.Module:
         """A frozen module."""
         model = self.model if source is None else attrs.evolve(self.model, source=source)
-        return self._build(model).requires_grad_(False)
+        module: nn.Module = self._build(model).requires_grad_(False)
+        return module
 
     def freeze(self, params: nn.Module) -> nn.Module:
         """A frozen copy."""
@@ -121,7 +122,7 @@ class TorchEngine:
                 terms, extra = terms_of(name, loss(out, local))
             scaled = torch.stack([term.total / weights[key] for key, term in terms.items()]).sum()
             if scaled.requires_grad:
-                scaled.backward()  # type: ignore[no-untyped-call]
+                scaled.backward()
             seen = merge(seen, {key: Sum(term.weight.detach().double()) for key, term in terms.items()})
             metrics = merge(metrics, extra | {"loss": Sum(scaled.detach())})
             if len(terms) > 1:
@@ -129,7 +130,7 @@ class TorchEngine:
         check_weights(name, {key: float(value[0]) for key, value in seen.items()}, weights)
         return {key: type(value)(*(x.detach().cpu() for x in value)) for key, value in metrics.items()}
 
-    def _outputs(self, module: nn.Module, batch: Batch, needs: frozenset[str]) -> TensorDict:
+    def _outputs(self, module: Any, batch: Batch, needs: frozenset[str]) -> TensorDict:
         """``logprobs`` and the outputs in ``needs``, ``[*b, T]`` on the device; zero where no token is predicted."""
         tokens = pack(batch)
         at = torch.nonzero(tokens.real & (tokens.position_ids > 0))[:, 0]
@@ -140,7 +141,7 @@ class TorchEngine:
             temperature = torch.where(each == 0, 1.0, each).to(self.device)
         with self._precision():
             if self.packed and len(tokens.input_ids):
-                hidden = module.base_model(  # type: ignore[operator]
+                hidden = module.base_model(
                     input_ids=tokens.input_ids[None].to(self.device),
                     position_ids=tokens.position_ids[None].to(self.device),
                     use_cache=False,
@@ -167,7 +168,7 @@ class TorchEngine:
         out = {"logprobs": spread(logprobs)} | ({} if entropy is None else {"entropy": spread(entropy)})
         return TensorDict(out, batch_size=batch.batch_size)
 
-    def _padded(self, module: nn.Module, batch: Batch, source: Tensor) -> Tensor:
+    def _padded(self, module: Any, batch: Batch, source: Tensor) -> Tensor:
         """Hidden states from which the tokens at ``source`` are predicted, by the model's stock padded forward."""
         ids = batch["input_ids"].flatten(0, -2)
         width, sizes = ids.shape[-1], lengths(batch).flatten()
@@ -176,25 +177,26 @@ class TorchEngine:
         if len(rows) == 0:
             weight, _ = models.head_weight(module)
             return weight[:0]
-        hidden = module.base_model(  # type: ignore[operator]
+        hidden = module.base_model(
             input_ids=ids[rows].to(self.device), attention_mask=mask.long().to(self.device), use_cache=False
         ).last_hidden_state
         place = torch.zeros(len(ids), dtype=torch.int64)
         place[rows] = torch.arange(len(rows))
-        return hidden[place[source // width].to(self.device), (source % width - 1).to(self.device)]
+        before: Tensor = hidden[place[source // width].to(self.device), (source % width - 1).to(self.device)]
+        return before
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.dtype == "bfloat16")
 
-    def _build(self, model: Model) -> nn.Module:
+    def _build(self, model: Model) -> Any:
         master = torch.float64 if model.dtype == "float64" else torch.float32
-        module = models.build(model, dtype=master).to(self.device)
+        module: Any = models.build(model, dtype=master).to(self.device)
         if self.packed:
             _check_packing(module, attention.register())
         if self.checkpointing:
-            module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            module.gradient_checkpointing_enable({"use_reentrant": False})
         if self.compile:
-            module.base_model.compile(dynamic=True)  # type: ignore[operator]
+            module.base_model.compile(dynamic=True)
         return module
 
     def _optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
@@ -224,7 +226,8 @@ class TorchEngine:
     def export(self, params: nn.Module, folder: Path) -> None:
         """Write a folder that transformers and vLLM load."""
         dtype: Any = getattr(torch, self.model.dtype)
-        copy.deepcopy(params).to(dtype).save_pretrained(folder)  # type: ignore[operator]
+        module: Any = copy.deepcopy(params).to(dtype)
+        module.save_pretrained(folder)
         if self.model.tokenizer is not None or isinstance(self.model.source, str):
             models.load_tokenizer(self.model).save_pretrained(folder)
 
@@ -233,20 +236,20 @@ def _detach(term: Mean) -> Mean:
     return Mean(term.total.detach(), term.weight.detach())
 
 
-def _check_packing(module: nn.Module, name: str) -> None:
+def _check_packing(module: Any, name: str) -> None:
     """Compare packed rows with the model's own forward once; many models silently ignore what they do not know.
 
     Catches log-probabilities that the head alone does not give (scaled or capped logits) and layers that look across
     rows.
     """
-    vocab = module.config.vocab_size  # type: ignore[union-attr]
+    vocab = module.config.vocab_size
     rows = [torch.arange(start, start + 4) % vocab for start in (1, 5)]
     device = next(module.parameters()).device
     module.eval()
     with torch.no_grad():
         own = [module(input_ids=row[None].to(device), use_cache=False).logits[0] for row in rows]
-        module.set_attn_implementation(name)  # type: ignore[operator]
-        hidden = module.base_model(  # type: ignore[operator]
+        module.set_attn_implementation(name)
+        hidden = module.base_model(
             input_ids=torch.cat(rows)[None].to(device),
             position_ids=torch.arange(4).repeat(2)[None].to(device),
             use_cache=False,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nrl.backends import cache
 from nrl.backends.cache import ATTENTION, attend, prepare
-from nrl.backends.decode import Decoded, decode
+from nrl.backends.decoding import Decoded, decode
 from nrl.backends.noise import draw, keep_most_probable, uniforms
 from nrl.errors import GenerationError, ModelError
 

@@ -1,0 +1,327 @@
+"""Rollouts with a real sampler: rows, failures, several turns, streams, and agreement with the trainer."""
+
+import asyncio
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import nrl
+from nrl import data, tiny
+from nrl.algos import advantages, grpo_loss
+from nrl.backends import Sampling, Trainer, adamw, fsdp, hf
+from nrl.backends.hf import HFSampler
+from nrl.envs import Environment, Step, exact, number, single_turn
+from nrl.episodes import rollout, rollouts, run_episode, summary
+from nrl.errors import DataError, GenerationError, MissingColumn
+from nrl.reduce import finalize
+from nrl.runtime import Cluster
+
+TASKS = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "12+7=", "answer": "19"}]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with nrl.cluster("local") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def sampler(cluster: Cluster) -> HFSampler:
+    return hf.sampler(cluster.reserve(1), tiny.model(num_hidden_layers=1), Sampling(max_new_tokens=5))
+
+
+@pytest.fixture(scope="module")
+def trainer(cluster: Cluster) -> Trainer:
+    return fsdp.trainer(cluster.reserve(1), tiny.model(num_hidden_layers=1), adamw(lr=1e-2))
+
+
+# --- rows
+
+
+def test_rows_hold_prompt_and_completion(sampler: HFSampler) -> None:
+    batch = rollout(sampler, single_turn(exact), TASKS, n=3, seed=5, first_group=7)
+    assert batch.is_locked
+    assert batch["group_ids"].tolist() == [7, 7, 7, 8, 8, 8]
+    assert batch["valid"].all()
+    prompts = [sampler.tokenizer.encode(task["prompt"]) for task in TASKS for _ in range(3)]
+    for row, prompt in enumerate(prompts):
+        length = int(batch["attention_mask"][row].sum())
+        assert batch["input_ids"][row, : len(prompt)].tolist() == prompt
+        mask = batch["loss_mask"][row]
+        assert mask.nonzero()[:, 0].tolist() == list(range(len(prompt), length))
+        assert (batch["rollout_logprobs"][row][mask] < 0).all()
+        assert (batch["rollout_logprobs"][row][~mask] == 0).all()
+    assert batch["temperature"].tolist() == [1.0] * 6
+    assert batch["version"].tolist() == [sampler.version] * 6
+    assert batch["truncated"].tolist() == [
+        int(ids[int(real.sum()) - 1]) != sampler.tokenizer.eos_token_id
+        for ids, real in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+
+
+def test_a_row_depends_on_seed_group_and_place_alone(sampler: HFSampler) -> None:
+    both = rollout(sampler, single_turn(exact), TASKS, n=2, seed=1)
+    second = rollout(sampler, single_turn(exact), TASKS[1:], n=2, seed=1, first_group=1)
+    width = second["input_ids"].shape[1]
+    assert both["input_ids"][2:, :width].equal(second["input_ids"])
+    other = rollout(sampler, single_turn(exact), TASKS, n=2, seed=2)
+    assert not torch.equal(nrl.pad(both, 16)["input_ids"], nrl.pad(other, 16)["input_ids"])
+
+
+def test_rows_of_a_group_differ(sampler: HFSampler) -> None:
+    batch = rollout(sampler, single_turn(exact), TASKS[:1], n=8)
+    assert len({tuple(row) for row in batch["input_ids"].tolist()}) > 1
+
+
+def test_sampling_of_the_call_wins(sampler: HFSampler) -> None:
+    batch = rollout(sampler, single_turn(exact), TASKS, n=2, sampling=Sampling(temperature=0, max_new_tokens=2))
+    assert batch["temperature"].tolist() == [0.0] * 4
+    assert batch["input_ids"][0].equal(batch["input_ids"][1])
+    assert batch["loss_mask"].sum(1).max() <= 2
+
+
+def test_sources_are_carried(sampler: HFSampler) -> None:
+    tasks: list[dict[str, Any]] = [{**TASKS[0], "source": 3}, TASKS[1]]
+    assert rollout(sampler, single_turn(exact), tasks, n=2)["source"].tolist() == [3, 3, 0, 0]
+    assert "source" not in rollout(sampler, single_turn(exact), TASKS, n=2).keys()
+
+
+def test_in_a_running_loop(sampler: HFSampler) -> None:
+    async def notebook() -> nrl.Batch:
+        return rollout(sampler, single_turn(exact), TASKS)
+
+    assert len(asyncio.run(notebook())) == 2
+
+
+# --- failures
+
+
+def failing(task: Mapping[str, Any], response: str) -> float:
+    if task["answer"] == "3":
+        raise RuntimeError("the verifier broke")
+    return 1.0
+
+
+def test_a_verifier_that_raises_makes_the_row_invalid(sampler: HFSampler) -> None:
+    with pytest.warns(UserWarning, match="2 of 4 episodes failed .* RuntimeError: the verifier broke"):
+        batch = rollout(sampler, single_turn(failing), TASKS, n=2)
+    assert batch["valid"].tolist() == [False, False, True, True]
+    assert not batch["loss_mask"][:2].any()
+    assert batch["rewards"][2:].tolist() == [1.0, 1.0]
+    assert batch["rewards"][:2].isnan().all()  # a failure is never a reward of 0
+    numbers = finalize(summary(batch))
+    assert (numbers["reward"], numbers["invalid"]) == (1.0, 2.0)
+    assert (advantages(batch)["advantages"][:2] == 0).all()
+
+
+def test_the_run_goes_on_after_a_verifier_has_raised(sampler: HFSampler, trainer: Trainer) -> None:
+    with pytest.warns(UserWarning, match="episodes failed"):
+        batch = rollout(sampler, single_turn(failing), TASKS, n=2)
+    batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
+    _, metrics = trainer.train_step(grpo_loss)(trainer.init(), batch)
+    assert finalize(metrics.result())["skipped"] == 0
+    with pytest.warns(UserWarning, match="episodes failed"):
+        batch = rollout(sampler, single_turn(failing), TASKS[:1], n=2)
+    batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
+    state, metrics = trainer.train_step(grpo_loss)(trainer.init(), batch)
+    assert (finalize(metrics.result())["skipped"], state.step) == (1, 0)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_makes_the_row_invalid(sampler: HFSampler, reward: float) -> None:
+    with pytest.warns(UserWarning, match="EnvError: the reward is"):
+        batch = rollout(sampler, single_turn(lambda task, response: reward), TASKS)
+    assert not batch["valid"].any()
+
+
+def test_a_task_without_prompt_makes_the_row_invalid(sampler: HFSampler) -> None:
+    with pytest.warns(UserWarning, match="no 'prompt'"):
+        batch = rollout(sampler, single_turn(exact), [{"answer": "3"}, TASKS[1]])
+    assert batch["valid"].tolist() == [False, True]
+    assert batch["attention_mask"][0].sum() == 0
+
+
+def test_a_prompt_that_fills_the_context_is_counted(sampler: HFSampler) -> None:
+    limit = sampler.context_length
+    tasks = [{"prompt": "1" * limit, "answer": "1"}, {"prompt": "1" * (limit - 1), "answer": "1"}]
+    with pytest.warns(UserWarning, match=f"1 of 2 .* the prompt has {limit} tokens and fills the context of {limit}"):
+        batch = rollout(sampler, single_turn(exact), tasks)
+    assert batch["valid"].tolist() == [False, True]
+    assert batch["input_ids"].shape[1] == limit
+
+
+def test_all_of_one_call_may_fail_before_they_ask(sampler: HFSampler) -> None:
+    with pytest.warns(UserWarning, match="2 of 2"):
+        batch = rollout(sampler, single_turn(exact), [{}, {}])
+    assert batch["input_ids"].shape == (2, 1)
+
+
+def test_a_sampler_that_cannot_serve_ends_the_rollout(sampler: HFSampler) -> None:
+    bad = Environment(lambda task: (task, [10**6]), lambda state, action: Step(state))
+    with pytest.warns(UserWarning, match="vocabulary|last is"):  # an id outside of it is the environment's failure
+        assert not rollout(sampler, bad, TASKS)["valid"].any()
+    with pytest.raises(GenerationError, match="stop token"):
+        rollout(sampler, single_turn(exact), TASKS, sampling=Sampling(stop_token_ids=(10**6,)))
+
+
+@pytest.mark.parametrize(("tasks", "n"), [([], 1), (TASKS, 0)])
+def test_nothing_to_roll_out(sampler: HFSampler, tasks: list[Any], n: int) -> None:
+    with pytest.raises(DataError, match=f"rollout: {len(tasks)} tasks with n={n}"):
+        rollout(sampler, single_turn(exact), tasks, n=n)
+    with pytest.raises(DataError, match="rollouts: n is 0"):
+        rollouts(sampler, single_turn(exact), data.tasks("arithmetic"), n=0)
+
+
+# --- several turns
+
+
+def test_turns_are_appended_and_observations_not_trained_on(sampler: HFSampler) -> None:
+    turns: list[str] = []
+
+    async def step(state: int, action: str) -> Step:
+        turns.append(action)
+        await asyncio.sleep(0)
+        return Step(state + 1, reward=0.5, done=state == 2, observation="\nagain: ", info={"turns": state + 1})
+
+    env = Environment(lambda task: (0, task["prompt"]), step)
+    batch = rollout(sampler, env, TASKS[:1], n=2)
+    assert batch["rewards"].tolist() == [1.5, 1.5]
+    assert batch["env/turns"].tolist() == [3.0, 3.0]
+    assert finalize(summary(batch))["env/turns"] == 3.0
+    told = sampler.tokenizer.encode("\nagain: ")
+    for ids, mask, real in zip(batch["input_ids"], batch["loss_mask"], batch["attention_mask"], strict=True):
+        untrained = ids[real & ~mask].tolist()
+        assert untrained == sampler.tokenizer.encode("1+2=") + told + told
+    assert len(turns) == 6
+
+
+def test_later_turns_draw_fresh_noise(sampler: HFSampler) -> None:
+    seen: list[list[int]] = []
+
+    async def generate(tokens: list[int]) -> Any:
+        [completion] = sampler.generate([tokens], seeds=[3], sampling=Sampling(max_new_tokens=1)).result()
+        seen.append(completion.token_ids.tolist())
+        return completion
+
+    env = Environment(lambda task: (0, "1"), lambda state, _: Step(state + 1, done=state == 19, observation=[]))
+    episode = asyncio.run(run_episode(generate, env, {}, tokenizer=sampler.tokenizer, context_length=64))
+    assert episode.failure is None
+    assert len(seen) == 20
+    assert len({tuple(ids) for ids in seen}) > 5
+
+
+def test_an_episode_ends_where_the_context_does(sampler: HFSampler) -> None:
+    env = Environment(lambda task: (0, "1" * 500), lambda state, _: Step(state, 1.0, done=False, observation="22222"))
+    batch = rollout(sampler, env, TASKS[:1])
+    assert batch["truncated"].all()
+    assert batch["valid"].all()
+    assert batch["input_ids"].shape[1] <= sampler.context_length
+
+
+def test_a_step_without_observation_is_a_failure(sampler: HFSampler) -> None:
+    env = Environment(lambda task: (0, "1"), lambda state, _: Step(state, done=False))
+    with pytest.warns(UserWarning, match="not done, and it has no observation"):
+        assert not rollout(sampler, env, TASKS[:1])["valid"].any()
+
+
+def test_several_rewards(sampler: HFSampler) -> None:
+    batch = rollout(sampler, single_turn(lambda task, response: (1.0, 0.25)), TASKS)
+    assert batch["rewards"].tolist() == [[1.0, 0.25]] * 2
+    assert finalize(summary(batch))["reward"] == 1.25
+
+
+# --- streams
+
+
+def test_rollouts_are_groups_and_continue_from_their_state(sampler: HFSampler) -> None:
+    def stream() -> Any:
+        return rollouts(sampler, single_turn(number), data.tasks("arithmetic", seed=1), n=2, seed=4)
+
+    first = stream()
+    first.take(3)
+    state = first.state()
+    expected = [group["input_ids"].tolist() for group in first.take(2)]
+    again = stream()
+    again.restore(state)
+    groups = again.take(2)
+    assert [group["input_ids"].tolist() for group in groups] == expected
+    assert [group["group_ids"].tolist() for group in groups] == [[3, 3], [4, 4]]
+    assert state == {"tasks": {"cursor": 3}, "groups": 3}
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_the_lag_of_ahead_is_exactly_min_k_n(cluster: Cluster, trainer: Trainer, n: int) -> None:
+    sampler = hf.sampler(cluster.reserve(1), tiny.model(num_hidden_layers=1), Sampling(max_new_tokens=2))
+    env = single_turn(lambda task, response: float(len(response)))
+    stream = nrl.ahead(nrl.batched(rollouts(sampler, env, data.tasks("arithmetic"), n=4), 2), n)
+    state, step = trainer.init(), trainer.train_step(grpo_loss)
+    nrl.publish(state.params, sampler)
+    lags = []
+    for _ in range(6):
+        [batch] = stream.take(1)
+        batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
+        state, metrics = step(state, batch)
+        nrl.publish(state.params, sampler)
+        lags.append(finalize(metrics.result())["lag"])
+    assert lags == [min(k, n) for k in range(6)]
+
+
+# --- agreement
+
+
+@pytest.mark.parametrize("temperature", [0.25, 0.5, 1.0, 2.0])
+def test_the_sampler_and_the_trainer_speak_of_one_distribution(
+    sampler: HFSampler, trainer: Trainer, temperature: float
+) -> None:
+    state = trainer.init()
+    nrl.publish(state.params, sampler)
+    tasks = data.tasks("arithmetic").take(8)
+    batch = rollout(sampler, single_turn(number), tasks, n=4, sampling=Sampling(temperature, max_new_tokens=12))
+    mask = batch["loss_mask"]
+    found = trainer.logprobs(state.params, batch).result()
+    torch.testing.assert_close(found[mask], batch["rollout_logprobs"][mask], atol=1e-4, rtol=0)
+
+
+def test_under_top_k_the_sampler_speaks_of_the_kept_tokens(sampler: HFSampler, trainer: Trainer) -> None:
+    state = trainer.init()
+    nrl.publish(state.params, sampler)
+    sampling = Sampling(top_k=3, max_new_tokens=8)
+    with pytest.warns(UserWarning, match="kept mass") if not sampler._warned else pytest.MonkeyPatch.context():
+        batch = rollout(sampler, single_turn(number), data.tasks("arithmetic").take(8), n=4, sampling=sampling)
+    mask = batch["loss_mask"]
+    gap = (trainer.logprobs(state.params, batch).result() - batch["rollout_logprobs"])[mask]
+    assert (gap < 0).all()  # the log of the kept mass: the trainer's distribution has a tail
+    assert (gap.exp() > 3 / 100).all()  # three of a hundred tokens hold at least their share
+
+
+# --- summary
+
+
+def test_summary_by_hand() -> None:
+    batch = nrl.assign(
+        nrl.Batch({}, batch_size=[3]),
+        input_ids=torch.zeros(3, 4, dtype=torch.int64),
+        loss_mask=torch.tensor([[False, True, True, True], [False, True, False, False], [False, True, True, False]]),
+        rewards=torch.tensor([1.0, 0.5, math.nan]),
+        valid=torch.tensor([True, True, False]),
+        truncated=torch.tensor([True, False, True]),
+        dropped=torch.tensor([2, 0, 0]),
+        dropped_rewards=torch.tensor([2.0, 0.0, 0.0]),
+    )
+    assert finalize(summary(batch)) == {
+        "reward": 3.5 / 4,
+        "reward/max": 1.0,
+        "length": 2.0,
+        "length/max": 3.0,
+        "truncated": 0.5,
+        "invalid": 1.0,
+        "dropped": 2.0,
+    }
+
+
+def test_summary_needs_rewards() -> None:
+    with pytest.raises(MissingColumn, match=r"summary reads the column 'rewards'"):
+        summary(nrl.Batch({"input_ids": torch.zeros(1, 1)}, batch_size=[1]))
