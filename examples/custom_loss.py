@@ -41,7 +41,7 @@ def check() -> None:
 @attrs.frozen
 class Config:
     steps: int = 100
-    warmup: int = 150
+    warmup: int = 40
     seed: int = 0
     out: str | None = None
     cluster: str = "local"
@@ -52,15 +52,17 @@ def main(cfg: Config) -> None:
     """The loop of `grpo.py` with another loss and another estimator."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         slots = cluster.reserve(cfg.dp + 1)
-        trainer = fsdp.trainer(slots[: cfg.dp], tiny.model(), adamw(lr=1e-3))
+        warm = fsdp.trainer(slots[: cfg.dp], tiny.model(), adamw(lr=1e-3))
+        trainer = fsdp.trainer(slots[: cfg.dp], tiny.model(), adamw(lr=5e-4, betas=(0.9, 0.95)))
         sampler = hf.sampler(slots[cfg.dp :], tiny.model(), nrl.Sampling(max_new_tokens=4))
-        warm, step = trainer.train_step(sft_loss), trainer.train_step(my_loss)
+        learn, step = warm.train_step(sft_loss), trainer.train_step(my_loss)
         rows = nrl.batched(data.tasks("arithmetic", seed=cfg.seed + 1), 128, collate=supervised)
         groups = nrl.rollouts(sampler, single_turn(number), data.tasks("arithmetic", seed=cfg.seed), n=8)
-        state = trainer.init()
+        state = warm.init()
         for i, batch in run.steps(rows, cfg.warmup, name="warmup"):
-            state, metrics = warm(state, batch)
+            state, metrics = learn(state, batch)
             run.log(i, metrics)
+        state = trainer.init(state.params)
         nrl.publish(state.params, sampler)
         for i, batch in run.steps(nrl.batched(groups, 32)):
             batch = advantages(batch, from_rewards(leave_one_out))

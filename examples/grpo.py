@@ -23,7 +23,7 @@ def embedded(value: Any, real: Any) -> Any:
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
     data: str = "arithmetic"  # a JSONL file with "question" (or "prompt", "messages") and "answer"
-    steps: int = 250
+    steps: int = 300
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/
     cluster: str = "local"
@@ -33,11 +33,11 @@ class Config:
     group_size: int = 8  # samples a prompt
     lag: int = 0  # publishes that a rollout may be early
     max_tokens: int = 16_384  # of a micro-batch
-    optimizer: Optimizer = embedded(adamw(lr=1e-3), real=adamw(lr=1e-6))
+    optimizer: Optimizer = embedded(adamw(lr=5e-4, betas=(0.9, 0.95)), real=adamw(lr=1e-6))
     sampling: Sampling = embedded(Sampling(max_new_tokens=4), real=Sampling(max_new_tokens=512))
-    warmup: int = embedded(150, real=0)  # supervised steps before the main loop, on rows with a "response"
+    warmup: int = embedded(40, real=0)  # supervised steps before the main loop, on rows with a "response"
     warmup_rows: int = 128
-    warmup_optimizer: Optimizer = adamw(lr=3e-3)
+    warmup_optimizer: Optimizer = adamw(lr=1e-3)
 
 
 def warm_up(cfg: Config, run: Run, trainer: Trainer, model: Model) -> TrainState:

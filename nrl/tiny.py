@@ -87,7 +87,7 @@ def model(*, tokenizer: Any = None, seed: int = 0, **overrides: Any) -> Model:
         "head_dim": 32,
         "intermediate_size": 384,
         "max_position_embeddings": 512,
-        "initializer_range": 0.06,  # the usual 0.02 is meant for widths in the thousands and learns half as fast here
+        "initializer_range": 0.09,  # about 1 / sqrt(hidden_size); the usual 0.02 suits widths in the thousands
         "tie_word_embeddings": True,
         "bos_token_id": made.bos_token_id,
         "eos_token_id": made.eos_token_id,

@@ -66,7 +66,7 @@ def test_grpo_leaves_behind_what_is_documented(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(out / "warmup.jsonl")] == [0, 1]
     resolved = yaml.safe_load((out / "config.yaml").read_text())
     assert resolved["steps"] == 3
-    assert resolved["optimizer"]["lr"] == 1e-3
+    assert resolved["optimizer"]["lr"] == 5e-4
     assert (out / "model" / "config.json").exists()
     assert (out / "model" / "tokenizer.json").exists()
 
@@ -85,7 +85,7 @@ def test_defaults_depend_on_whether_the_model_is_real() -> None:
     grpo = load("grpo")
     from nrl import config
 
-    assert config.load(grpo.Config, []).warmup == 150
+    assert config.load(grpo.Config, []).warmup == 40
     real = config.load(grpo.Config, ["model=somewhere", "optimizer.clip=0.5"])
     assert (real.warmup, real.optimizer.lr, real.optimizer.clip) == (0, 1e-6, 0.5)
 

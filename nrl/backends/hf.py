@@ -10,8 +10,8 @@ from torch import Tensor
 from nrl.backends.base import Completion, Model, Sampling
 from nrl.backends.cache import prepare
 from nrl.backends.decoding import decode
-from nrl.backends.models import build, context_length, end_tokens, load_tokenizer
-from nrl.errors import GenerationError, ModelError
+from nrl.backends.models import build, context_length, end_tokens, load_tensors, load_tokenizer
+from nrl.errors import GenerationError
 from nrl.runtime.futures import Future, done
 from nrl.runtime.local import Mesh, Slots, as_mesh
 
@@ -152,43 +152,13 @@ class HFSampler:
             ModelError: a name that the model does not have, a wrong shape, or weights that are missing. The sampler
                 then holds a mixture and refuses to generate until it has received a complete set.
         """
-        own: dict[str, Tensor] = self._module.state_dict()
-        waiting = {tensor.data_ptr(): name for name, tensor in own.items()}  # tied ones once
         self._broken = "it did not finish"
         try:
-            with torch.no_grad():
-                for name, tensor in tensors:
-                    self._accept(own, waiting, name, tensor)
-            if waiting:
-                raise ModelError(
-                    f"receive: {len(waiting)} of the model's weights are missing: {_some(waiting.values())}; "
-                    "send all of them, under their Hugging Face names"
-                )
+            load_tensors(self._module, tensors, who="receive")
         except BaseException as error:
             self._broken = str(error) or type(error).__name__
             raise
         self._broken, self._version = "", version
-
-    def _accept(self, own: dict[str, Tensor], waiting: dict[int, str], name: str, tensor: Tensor) -> None:
-        if name not in own:
-            raise ModelError(
-                f"receive: the sampler's model has no weight '{name}'; it has {_some(own)}. "
-                "Build the trainer and the sampler from the same Model"
-            )
-        held = own[name]
-        if held.shape != tensor.shape:
-            raise ModelError(
-                f"receive: '{name}' has shape {list(tensor.shape)}, but the sampler's has {list(held.shape)}; "
-                "build the trainer and the sampler from the same Model"
-            )
-        if held.data_ptr() in waiting:
-            del waiting[held.data_ptr()]
-            held.copy_(tensor)
-        elif not torch.equal(held, tensor.to(held)):
-            raise ModelError(
-                f"receive: '{name}' came twice with different values, or is tied to another weight in the sampler and "
-                "not in the trainer; build both from the same Model"
-            )
 
     def _warn(self, sampling: Sampling) -> None:
         size = self._module.get_input_embeddings().num_embeddings
@@ -204,8 +174,3 @@ class HFSampler:
             UserWarning,
             stacklevel=3,
         )
-
-
-def _some(names: Iterable[str], most: int = 5) -> str:
-    found = list(names)
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")

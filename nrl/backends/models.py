@@ -16,6 +16,9 @@ from nrl.errors import ModelError
 __all__ = ["build", "context_length", "end_tokens", "head_weight", "load_tensors", "load_tokenizer", "named_tensors"]
 
 
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
+
+
 def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
     """The transformers causal language model that ``model`` names, in float32 unless ``dtype`` says otherwise.
 
@@ -50,8 +53,12 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
             for parameter in module.parameters():  # not buffers: rotary frequencies stay exact
                 parameter.data = parameter.data.to(dtype)
         else:
-            module = transformers.AutoModelForCausalLM.from_pretrained(model.source, dtype=dtype)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            module, info = transformers.AutoModelForCausalLM.from_pretrained(
+                model.source, dtype=dtype, output_loading_info=True
+            )
+            if info["missing_keys"]:  # transformers fills them in at random, with no more than a warning
+                raise ValueError(f"its files lack the weights {_some(sorted(info['missing_keys']))}")
+    except Exception as error:  # transformers and what it reads files with raise all kinds
         raise ModelError(
             f"Model(source={_name(model)}): {_reason(model.source, error, 'causal language model')}"
         ) from error
@@ -96,8 +103,10 @@ def load_tokenizer(model: Model) -> Any:
             "tokenizer=...), a folder, a hub name or a transformers tokenizer"
         )
     try:
+        if Path(source).is_dir() and not any(file for kind in _TOKENIZERS for file in Path(source).glob(kind)):
+            raise ValueError("it has no tokenizer files; save a tokenizer into it, or give Model(..., tokenizer=...)")
         return transformers.AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
         raise ModelError(f"Model: the tokenizer of '{source}': {_reason(source, error, 'tokenizer')}") from error
 
 
@@ -139,23 +148,40 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_tensors(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, who: str) -> None:
-    """Copy weights in by name, one at a time, in place; the inverse of `named_tensors`.
+    """Copy weights in by name, in place, one at a time; the inverse of `named_tensors`.
+
+    Args:
+        module: its weights are replaced.
+        tensors: Hugging Face name and value, of any dtype and device; of tied weights one name is enough.
+        who: how errors name the caller.
 
     Raises:
-        ModelError: a name is unknown or missing, or a shape differs. Some weights may have been copied by then.
+        ModelError: a name that the model does not have, a wrong shape, weights that are missing, or tied ones that
+            differ. Some weights may have been replaced by then.
     """
-    state = module.state_dict(keep_vars=True)
-    missing = {name for name, _ in named_tensors(module)}
+    own: dict[str, Tensor] = module.state_dict()
+    waiting = {tensor.data_ptr(): name for name, tensor in own.items()}  # tied ones once
+    same = "build both sides from the same Model"
     with torch.no_grad():
         for name, tensor in tensors:
-            if name not in state:
-                raise ModelError(f"{who}: the model has no weight '{name}'; both sides need the same architecture")
-            if state[name].shape != tensor.shape:
+            if name not in own:
+                raise ModelError(f"{who}: the model has no weight '{name}'; it has {_some(own)}; {same}")
+            held = own[name]
+            if held.shape != tensor.shape:
                 raise ModelError(
-                    f"{who}: weight '{name}' has shape {list(tensor.shape)}, and here it is {list(state[name].shape)}; "
-                    "both sides need the same config"
+                    f"{who}: '{name}' has shape {list(tensor.shape)}, and here it is {list(held.shape)}; {same}"
                 )
-            state[name].copy_(tensor)
-            missing -= {name}
-    if missing:
-        raise ModelError(f"{who}: {len(missing)} weights did not arrive, among them '{min(missing)}'; send all of them")
+            if waiting.pop(held.data_ptr(), None) is not None:
+                held.copy_(tensor)
+            elif not torch.equal(held, tensor.to(held)):
+                raise ModelError(
+                    f"{who}: '{name}' came twice with different values, or is tied to another weight here and not "
+                    f"where it came from; {same}"
+                )
+    if waiting:
+        raise ModelError(f"{who}: {len(waiting)} weights did not arrive: {_some(waiting.values())}; send all of them")
+
+
+def _some(names: Iterable[str], most: int = 5) -> str:
+    found = list(names)
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")

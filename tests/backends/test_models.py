@@ -192,7 +192,7 @@ def test_a_model_from_a_config_has_no_tokenizer() -> None:
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     saved(tmp_path)
-    with pytest.raises(ModelError, match=f"no tokenizer can be loaded from '{tmp_path}'"):
+    with pytest.raises(ModelError, match=f"the tokenizer of '{tmp_path}': .* it has no tokenizer files"):
         models.load_tokenizer(Model(str(tmp_path)))
 
 
@@ -270,10 +270,10 @@ def test_load_tensors_says_what_does_not_fit() -> None:
     tensors = weights(module)
     with pytest.raises(ModelError, match="receive: the model has no weight 'extra'"):
         models.load_tensors(module, [("extra", torch.zeros(1))], who="receive")
-    with pytest.raises(ModelError, match=r"receive: weight 'model.norm.weight' has shape \[3\], and here it is \[16\]"):
+    with pytest.raises(ModelError, match=r"receive: 'model.norm.weight' has shape \[3\], and here it is \[16\]"):
         models.load_tensors(module, [("model.norm.weight", torch.zeros(3))], who="receive")
     some = [(name, x) for name, x in tensors.items() if name != "model.norm.weight"]
-    with pytest.raises(ModelError, match="receive: 1 weights did not arrive, among them 'model.norm.weight'"):
+    with pytest.raises(ModelError, match="receive: 1 weights did not arrive: model.norm.weight"):
         models.load_tensors(module, some, who="receive")
 
 
