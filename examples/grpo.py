@@ -23,7 +23,7 @@ def embedded(value: Any, real: Any) -> Any:
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
     data: str = "arithmetic"  # a JSONL file with "question" (or "prompt", "messages") and "answer"
-    steps: int = 300
+    steps: int = 350
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/
     cluster: str = "local"

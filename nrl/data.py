@@ -6,7 +6,7 @@ turns any of the three into token ids; `supervised` does so for rows that also h
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,9 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nrl.batch import Batch, assign
 from nrl.envs import arithmetic
-from nrl.envs.arithmetic import Counted
 from nrl.envs.base import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
+from nrl.stream import Source, counting
 
 __all__ = ["PROMPT_KEYS", "read_jsonl", "render", "rows", "supervised", "tasks"]
 
@@ -30,7 +30,7 @@ PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 'prompt'
 """
 
-_GENERATED: dict[str, Callable[[int], Counted[Task]]] = {"arithmetic": arithmetic.tasks}
+_GENERATED: dict[str, Callable[[int, int], Task]] = {"arithmetic": arithmetic.task}
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -205,7 +205,7 @@ def tasks(
     template: str | None = None,
     chat: bool = True,
     shuffle: bool = True,
-) -> Counted[Task]:
+) -> Source[Task]:
     """An endless stream of tasks, each epoch in a new order, which is a function of ``(seed, epoch)``.
 
     Args:
@@ -234,7 +234,7 @@ def tasks(
     if isinstance(source, str) and source in _GENERATED:
         if template is not None:
             raise DataError(f"tasks: '{source}' makes its own prompts, so it takes no template; leave it out")
-        return _GENERATED[source](seed)
+        return counting(partial(_GENERATED[source], seed), name="data.tasks")
     if isinstance(source, str) and not Path(source).exists():
         raise DataError(
             f"tasks: '{source}' is neither a file (looked in {Path.cwd()}) nor one of the generated sources: "
@@ -251,7 +251,7 @@ def tasks(
         epoch, position = divmod(index, len(found))
         return dict(found[order(epoch)[position] if shuffle else position])
 
-    return Counted(at, name="data.tasks")
+    return counting(at, name="data.tasks")
 
 
 def render(prompt: Prompt, tokenizer: Any) -> list[int]:

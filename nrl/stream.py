@@ -5,6 +5,7 @@ of how the stream is pulled alone. Its ``state()`` is the cursor after what was 
 ``restore`` continues from there.
 """
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
@@ -58,11 +59,18 @@ class Versioned(Protocol):
         ...
 
 
-def counting(item: Callable[[int], Any] = lambda index: index) -> Source[Any]:
+_itself: Callable[[int], Any] = operator.index
+
+
+def counting[T](item: Callable[[int], T] = _itself, *, name: str = "counting") -> Source[T]:
     """The endless stream ``item(0), item(1), ...``, whose whole state is a cursor.
 
     Args:
         item: a pure function of the index.
+        name: how errors name the stream.
+
+    Raises:
+        DataError: (when taken from) a negative number of items; (when restored) a state that is none.
 
     >>> squares = counting(lambda index: index**2)
     >>> squares.restore({"cursor": 3})
@@ -71,14 +79,19 @@ def counting(item: Callable[[int], Any] = lambda index: index) -> Source[Any]:
     """
     cursor = 0
 
-    def take(n: int) -> list[Any]:
+    def take(n: int) -> list[T]:
         nonlocal cursor
+        if n < 0:
+            raise DataError(f"{name}: take({n}); the number of items cannot be negative")
         cursor += n
         return [item(index) for index in range(cursor - n, cursor)]
 
     def restore(state: Mapping[str, Any]) -> None:
         nonlocal cursor
-        cursor = int(state["cursor"])
+        found = state.get("cursor") if isinstance(state, Mapping) else None
+        if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+            raise DataError(f"{name}: restore({state!r}); give what state() returned, such as {{'cursor': 0}}")
+        cursor = found
 
     return Source(take, lambda: {"cursor": cursor}, restore)
 
