@@ -59,10 +59,7 @@ class Versioned(Protocol):
         ...
 
 
-_itself: Callable[[int], Any] = operator.index
-
-
-def counting[T](item: Callable[[int], T] = _itself, *, name: str = "counting") -> Source[T]:
+def counting(item: Callable[[int], Any] = operator.index, *, name: str = "counting") -> Source[Any]:
     """The endless stream ``item(0), item(1), ...``, whose whole state is a cursor.
 
     Args:
@@ -79,7 +76,7 @@ def counting[T](item: Callable[[int], T] = _itself, *, name: str = "counting") -
     """
     cursor = 0
 
-    def take(n: int) -> list[T]:
+    def take(n: int) -> list[Any]:
         nonlocal cursor
         if n < 0:
             raise DataError(f"{name}: take({n}); the number of items cannot be negative")

@@ -53,9 +53,10 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
             for parameter in module.parameters():  # not buffers: rotary frequencies stay exact
                 parameter.data = parameter.data.to(dtype)
         else:
-            module, info = transformers.AutoModelForCausalLM.from_pretrained(
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 model.source, dtype=dtype, output_loading_info=True
             )
+            module, info = loaded
             if info["missing_keys"]:  # transformers fills them in at random, with no more than a warning
                 raise ValueError(f"its files lack the weights {_some(sorted(info['missing_keys']))}")
     except Exception as error:  # transformers and what it reads files with raise all kinds

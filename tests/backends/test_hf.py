@@ -228,7 +228,10 @@ def without(name: str) -> dict[str, Tensor]:
     [
         ({**weights(), "model.extra": torch.zeros(1)}, r"no weight 'model.extra'; it has .* more; build both sides"),
         (without("model.norm.weight"), r"1 weights did not arrive: model.norm.weight; send all"),
-        ({**weights(), "model.norm.weight": torch.zeros(3)}, r"'model.norm.weight' has shape \[3\], and here it is \[16\]"),
+        (
+            {**weights(), "model.norm.weight": torch.zeros(3)},
+            r"'model.norm.weight' has shape \[3\], and here it is \[16\]",
+        ),
         ({}, r"did not arrive: .* and \d+ more"),
     ],
 )
