@@ -217,14 +217,14 @@ class Params:
     """
 
     def __init__(
-        self, handle: Handle, version: int, tensors: Callable[["Params"], Iterator[tuple[str, Tensor]]]
+        self, handle: Handle, version: int, tensors: Callable[["Params", str], Iterator[tuple[str, Tensor]]]
     ) -> None:
         self.handle, self.version, self._tensors = handle, version, tensors
         self.published = False
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights by their Hugging Face names, one at a time."""
-        return self._tensors(self)
+    def tensors(self, who: str = "tensors") -> Iterator[tuple[str, Tensor]]:
+        """The weights by their Hugging Face names, one at a time; ``who`` is how errors name the reader."""
+        return self._tensors(self, who)
 
 
 class TrainState:
@@ -318,6 +318,6 @@ def publish(params: Params, sampler: Sampler) -> int:
             "with the state that the step returned"
         )
     version = params.version if params.published else params.version + 1
-    sampler.receive(params.tensors(), version)
+    sampler.receive(params.tensors("publish"), version)
     params.version, params.published = version, True
     return version

@@ -39,6 +39,9 @@ class Schedule:
             )
 
 
+_ge, _lt = attrs.validators.ge, attrs.validators.lt
+
+
 @attrs.frozen
 class Optimizer:
     """An optimizer as data; made by `adamw`.
@@ -48,7 +51,9 @@ class Optimizer:
     """
 
     lr: float = attrs.field(default=1e-6, validator=attrs.validators.ge(0))
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = attrs.field(
+        default=(0.9, 0.999), validator=attrs.validators.deep_iterable(attrs.validators.and_(_ge(0), _lt(1)))
+    )
     eps: float = attrs.field(default=1e-8, validator=attrs.validators.gt(0))
     weight_decay: float = attrs.field(default=0.0, validator=attrs.validators.ge(0))
     clip: float = attrs.field(default=1.0, validator=attrs.validators.gt(0))

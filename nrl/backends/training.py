@@ -16,13 +16,13 @@ from torch import Tensor
 
 from nrl.algos import Loss, needed
 from nrl.backends.base import Engine, Params, Trainer, TrainState
-from nrl.batch import Batch, microbatches, restore, shard, unchanged
+from nrl.batch import Batch, microbatches, pad, restore, shard, unchanged
 from nrl.columns import COLUMNS
 from nrl.errors import MissingColumn, MissingOutput, NotFinite, WeightError
-from nrl.reduce import Mean, Metrics, Sum
+from nrl.reduce import Max, Mean, Metrics, Min, Sum
 from nrl.runtime import Future, Handle, Mesh, done
 
-__all__ = ["check_weights", "global_weights", "make_trainer", "terms_of"]
+__all__ = ["check_terms", "check_weights", "global_weights", "make_trainer", "terms_of"]
 
 _RELATIVE = 1e-5
 """How far sums of weights in another order may differ, as a fraction."""
@@ -40,13 +40,23 @@ def terms_of(name: str, value: Any) -> tuple[dict[str, Mean], Metrics]:
     """
     match value:
         case (Mean() as mean, dict() as metrics):
-            return {"loss": mean}, metrics
+            return {"loss": mean}, _checked_metrics(name, metrics)
         case (dict() as terms, dict() as metrics) if terms and all(isinstance(x, Mean) for x in terms.values()):
-            return terms, metrics
+            return terms, _checked_metrics(name, metrics)
     raise TypeError(
         f"{name} returned {type(value).__name__}; a loss returns (Mean, metrics) or (dict of Mean, metrics), for "
         "example (token_mean(loss, batch['loss_mask']), {})"
     )
+
+
+def _checked_metrics(name: str, metrics: dict[str, Any]) -> Metrics:
+    for key, value in metrics.items():
+        if not isinstance(value, Mean | Sum | Max | Min):
+            raise TypeError(
+                f"{name} returned the metric '{key}' as a {type(value).__name__}; return a Mean, Sum, Max or Min, "
+                f"such as token_mean({key}, batch['loss_mask'])"
+            )
+    return metrics
 
 
 def global_weights(loss: Loss, batch: Batch, fill: float = 0.0) -> dict[str, float]:
@@ -54,6 +64,7 @@ def global_weights(loss: Loss, batch: Batch, fill: float = 0.0) -> dict[str, flo
 
     Raises:
         MissingColumn: the loss reads a column that the batch does not have.
+        MissingOutput: the loss reads an output that it did not ask for.
 
     >>> from nrl.algos import sft_loss
     >>> mask = torch.tensor([[False, True, True]])
@@ -70,14 +81,33 @@ def global_weights(loss: Loss, batch: Batch, fill: float = 0.0) -> dict[str, flo
     except MissingColumn:
         raise
     except KeyError as error:
-        column = re.search(r"[\"'](\w+)[\"']", str(error))
-        if column is None or column[1] in batch.keys():
+        missing = re.match(r".*key \"(.+)\" not found in TensorDict with keys \[(.*)\]", str(*error.args[:1]))
+        if missing is None:
             raise
-        known = COLUMNS.get(column[1])
-        raise MissingColumn(
-            name, column[1], sorted(map(str, batch.keys())), known.hint if known else "Add it with assign."
-        ) from error
+        if missing[2] == ", ".join(f"'{key}'" for key in sorted(out.keys())):
+            raise MissingOutput(
+                f"{name} reads the output '{missing[1]}' and did not ask for it; decorate it with "
+                f"@nrl.algos.needs('{missing[1]}')"
+            ) from error
+        known = COLUMNS.get(missing[1])
+        hint = known.hint if known else f"Add it with assign(batch, {missing[1]}=...)."
+        raise MissingColumn(name, missing[1], sorted(map(str, batch.keys())), hint) from error
     return {key: float(term.weight) for key, term in terms.items()}
+
+
+def check_terms(name: str, seen: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Compare the terms of a real call with those that the driver knows.
+
+    Raises:
+        WeightError: they differ.
+
+    >>> check_terms("my_loss", {"loss": 6.0}, {"loss": 6.0})
+    """
+    if seen.keys() != expected.keys():
+        raise WeightError(
+            f"{name}: its terms are {', '.join(sorted(seen)) or 'none'} on some outputs and "
+            f"{', '.join(sorted(expected))} on others; a loss returns the same terms for every output and part of a batch"
+        )
 
 
 def check_weights(name: str, seen: Mapping[str, float], expected: Mapping[str, float]) -> None:
@@ -102,15 +132,17 @@ def _name(loss: Loss) -> str:
     return getattr(loss, "__name__", type(loss).__name__)
 
 
-def _check_law(loss: Loss, batch: Batch, weights: Mapping[str, float]) -> None:
-    """Weights add up over rows, and do not look at the outputs."""
-    check_weights(_name(loss), global_weights(loss, batch, fill=-1.0), weights)
-    if len(batch) > 1:
-        total: dict[str, float] = {}
-        for half in shard(batch, 2):
-            for key, weight in global_weights(loss, half).items():
-                total[key] = total.get(key, 0.0) + weight
-        check_weights(_name(loss), total, weights)
+def _check_law(loss: Loss, batch: Batch, weights: Mapping[str, float]) -> bool:
+    """Weights do not look at outputs or padding and add up over rows; whether this batch could tell."""
+    name, width = _name(loss), batch["input_ids"].shape[-1]
+    for probe in (global_weights(loss, batch, fill=-1.0), global_weights(loss, pad(batch, width + 1))):
+        check_terms(name, probe, weights)
+        check_weights(name, probe, weights)
+    if len(batch) < 2:
+        return False
+    halves = [global_weights(loss, half) for half in shard(batch, 2)]
+    check_weights(name, {key: sum(half.get(key, 0.0) for half in halves) for key in halves[0]}, weights)
+    return all(weight != 0 for half in halves for weight in half.values())
 
 
 def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens: int) -> Trainer:
@@ -127,8 +159,8 @@ def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens:
     """
     owner = _Owner(name)
 
-    def tensors(params: Params) -> Iterator[tuple[str, Tensor]]:
-        yield from engine.tensors(local(params, "publish"))
+    def tensors(params: Params, reader: str) -> Iterator[tuple[str, Tensor]]:
+        yield from engine.tensors(local(params, reader))
 
     def local(params: Params, who: str) -> Any:
         if not isinstance(params, Params):
@@ -148,7 +180,7 @@ def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens:
 
     def init(params: Params | None = None) -> TrainState:
         mesh.cluster.check_open("init")
-        return state_of(engine.init(None if params is None else params.tensors()), 0, 0, False)
+        return state_of(engine.init(None if params is None else params.tensors("init")), 0, 0, False)
 
     def load(source: str | None = None) -> Params:
         mesh.cluster.check_open("load")
@@ -188,8 +220,7 @@ def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens:
             value = state.handle.borrow(owner, who)[0]
             weights = global_weights(loss, batch)
             if not checked:
-                _check_law(loss, batch, weights)
-                checked = True
+                checked = _check_law(loss, batch, weights)
             metrics = _lag(state.version, batch)
             if any(weight == 0 for weight in weights.values()):
                 state.handle.donate(owner, who)
@@ -212,12 +243,16 @@ def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens:
         (Path(folder) / "state.json").write_text(json.dumps(record))
 
     def restore_state(folder: str | Path) -> TrainState:
+        mesh.cluster.check_open("restore")
+        if not (Path(folder) / "state.json").exists():
+            raise FileNotFoundError(f"restore: no train state has been saved in {folder}")
         record = json.loads((Path(folder) / "state.json").read_text())
         return state_of(engine.restore(Path(folder)), record["step"], record["version"], record["published"])
 
     def export(params: Params, folder: str | Path) -> None:
+        value = local(params, "export")
         Path(folder).mkdir(parents=True, exist_ok=True)
-        engine.export(local(params, "export"), Path(folder))
+        engine.export(value, Path(folder))
 
     return Trainer(init, load, freeze, logprobs, train_step, save, restore_state, export)
 

@@ -295,7 +295,7 @@ def test_an_output_that_it_does_not_provide(slots: Slots) -> None:
 
 
 def test_a_model_whose_attention_is_capped_is_refused(slots: Slots) -> None:
-    trainer = make(slots, Model(GEMMA2))
+    trainer = make(slots, Model(GEMMA2 | {"final_logit_softcapping": None}))
     with pytest.raises(ModelError, match=r"Gemma2.*packed=False"):
         trainer.init()
     with pytest.raises(ModelError, match=r"Gemma2.*packed=False"):
@@ -570,7 +570,7 @@ def test_init_copies_params(slots: Slots) -> None:
 
 def test_init_from_the_params_of_another_model(slots: Slots) -> None:
     params = make(slots).load()
-    with pytest.raises(ModelError, match=r"trainer\.init: weight '.*' has shape"):
+    with pytest.raises(ModelError, match=r"trainer\.init: .* has shape"):
         make(slots, Model(QWEN3 | {"hidden_size": 32})).init(params)
     with pytest.raises(ModelError, match=r"trainer\.init: .*weights did not arrive"):
         make(slots, Model(QWEN3 | {"num_hidden_layers": 3})).init(params)

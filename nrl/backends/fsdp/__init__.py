@@ -39,7 +39,8 @@ def trainer(
         PlacementError: the slots cannot make the mesh.
 
     >>> import nrl
-    >>> from nrl.backends import adamw, tiny
+    >>> from nrl import tiny
+    >>> from nrl.backends import adamw
     >>> with nrl.cluster("local") as cluster:
     ...     policy = trainer(cluster.reserve(1), tiny.model(), adamw(lr=1e-3))
     ...     policy.init().step

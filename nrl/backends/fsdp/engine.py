@@ -17,7 +17,7 @@ from nrl.backends.base import Model
 from nrl.backends.fsdp import attention
 from nrl.backends.fsdp.linear_logprobs import linear_logprobs
 from nrl.backends.optimizers import Optimizer, learning_rate
-from nrl.backends.training import check_weights, terms_of
+from nrl.backends.training import check_terms, check_weights, terms_of
 from nrl.batch import Batch, lengths, unchanged
 from nrl.errors import ModelError, NotFinite
 from nrl.pack import pack
@@ -120,6 +120,7 @@ class TorchEngine:
             local = batch.to(self.device)
             with unchanged(local, name):
                 terms, extra = terms_of(name, loss(out, local))
+            check_terms(name, terms, weights)
             scaled = torch.stack([term.total / weights[key] for key, term in terms.items()]).sum()
             if scaled.requires_grad:
                 scaled.backward()
@@ -191,6 +192,7 @@ class TorchEngine:
     def _build(self, model: Model) -> Any:
         master = torch.float64 if model.dtype == "float64" else torch.float32
         module: Any = models.build(model, dtype=master).to(self.device)
+        _check_head(module)
         if self.packed:
             _check_packing(module, attention.register())
         if self.checkpointing:
@@ -217,7 +219,8 @@ class TorchEngine:
         """Read what `save` wrote."""
         step = json.loads((folder / "engine.json").read_text())["step"]
         state = self.init()
-        state.module.load_state_dict(torch.load(folder / "model.pt", map_location=self.device, weights_only=True))
+        tensors = torch.load(folder / "model.pt", map_location=self.device, weights_only=True)
+        models.load_tensors(state.module, tensors.items(), who="restore")
         state.optimizer.load_state_dict(
             torch.load(folder / "optimizer.pt", map_location=self.device, weights_only=True)
         )
@@ -236,11 +239,33 @@ def _detach(term: Mean) -> Mean:
     return Mean(term.total.detach(), term.weight.detach())
 
 
+def _check_head(module: Any) -> None:
+    """Compare the model's logits with its head alone once, far from 0, where capped or scaled ones show."""
+    hidden: list[Tensor] = []
+
+    def amplify(_: nn.Module, inputs: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state * 1e3
+        hidden.append(output.last_hidden_state)
+        return output
+
+    hook = module.base_model.register_forward_hook(amplify)
+    try:
+        with torch.no_grad():
+            logits = module.eval()(input_ids=torch.tensor([[1, 2]], device=module.device), use_cache=False).logits
+    finally:
+        hook.remove()
+    plain = torch.nn.functional.linear(hidden[0], *models.head_weight(module))
+    if not (logits - plain).abs().max() <= 1e-3 * plain.abs().max():
+        raise ModelError(
+            f"{type(module).__name__}: the model caps or scales its logits, which fused log-probabilities do not; "
+            "it cannot be trained by this backend"
+        )
+
+
 def _check_packing(module: Any, name: str) -> None:
     """Compare packed rows with the model's own forward once; many models silently ignore what they do not know.
 
-    Catches log-probabilities that the head alone does not give (scaled or capped logits) and layers that look across
-    rows.
+    Catches layers that look across rows.
     """
     vocab = module.config.vocab_size
     rows = [torch.arange(start, start + 4) % vocab for start in (1, 5)]
@@ -255,12 +280,10 @@ def _check_packing(module: Any, name: str) -> None:
             use_cache=False,
             nrl_blocks=((2, 4),),
         ).last_hidden_state[0]
-        weight, bias = models.head_weight(module)
-        packed = torch.nn.functional.linear(hidden, weight, bias)
+        packed = torch.nn.functional.linear(hidden, *models.head_weight(module))
     gap = (torch.cat(own).log_softmax(-1) - packed.log_softmax(-1)).abs().max()
     if not gap < 1e-3:
         raise ModelError(
             f"{type(module).__name__}: log-probabilities of packed rows differ from the model's own by "
-            f"{float(gap):.3g}; it has parts that look across rows or change the logits. "
-            "Use fsdp.trainer(..., packed=False) if its head is plain"
+            f"{float(gap):.3g}; it has parts that look across rows. Use fsdp.trainer(..., packed=False)"
         )
