@@ -106,7 +106,7 @@ def check_terms(name: str, seen: Mapping[str, Any], expected: Mapping[str, Any])
     if seen.keys() != expected.keys():
         raise WeightError(
             f"{name}: its terms are {', '.join(sorted(seen)) or 'none'} on some outputs and "
-            f"{', '.join(sorted(expected))} on others; a loss returns the same terms for every output and part of a batch"
+            f"{', '.join(sorted(expected))} on others; a loss returns the same terms for every output and part"
         )
 
 
