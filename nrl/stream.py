@@ -145,32 +145,18 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
     if patience < 1:
         raise DataError(f"drop_uniform: patience is {patience}; it must be at least 1")
 
-    def uniform(group: Batch) -> bool:
+    def teaches(group: Batch) -> bool:
         require(group, "rewards", reader="drop_uniform")
         rewards = group["rewards"][_valid(group)]
-        return len(rewards) < 2 or bool((rewards == rewards[0]).all())
+        return len(rewards) > 1 and not bool((rewards == rewards[0]).all())
 
-    def take(n: int) -> list[Batch]:
-        kept: list[Batch] = []
-        dropped: list[Batch] = []
-        empty = 0
-        while len(kept) < n:
-            before = len(kept)
-            for group in stream.take(n - len(kept)):
-                if uniform(group):
-                    dropped.append(group)
-                else:
-                    kept.append(_carrying(group, dropped))
-                    dropped = []
-            empty = empty + 1 if len(kept) == before else 0
-            if empty >= patience:
-                raise DataError(
-                    f"drop_uniform: {empty} draws in a row ({len(dropped)} groups) had equal rewards throughout, so "
-                    "there is nothing left to learn from these tasks; use other tasks, or sample more answers to each"
-                )
-        return kept
+    def complain(draws: int, groups: int) -> str:
+        return (
+            f"drop_uniform: {draws} draws in a row ({groups} groups) had equal rewards throughout, so there is nothing "
+            "left to learn from these tasks; use other tasks, or sample more answers to each"
+        )
 
-    return Source(take, stream.state, stream.restore)
+    return _filtered(stream, teaches, patience, complain)
 
 
 def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 32) -> Source[Batch]:
@@ -200,25 +186,39 @@ def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 3
     if patience < 1:
         raise DataError(f"fresh: patience is {patience}; it must be at least 1")
 
+    def is_fresh(batch: Batch) -> bool:
+        require(batch, "version", reader="fresh")
+        return int(batch["version"].min()) >= sampler.version - lag
+
+    def complain(draws: int, _: int) -> str:
+        return (
+            f"fresh: {draws} draws in a row were more than {lag} versions old; allow a larger lag, or sample fewer "
+            "batches ahead"
+        )
+
+    return _filtered(stream, is_fresh, patience, complain)
+
+
+def _filtered(
+    stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int, complain: Callable[[int, int], str]
+) -> Source[Batch]:
+    """What ``keep`` lets through; as much as was dropped is asked for again, and what is kept carries it."""
+
     def take(n: int) -> list[Batch]:
         kept: list[Batch] = []
         dropped: list[Batch] = []
         empty = 0
         while len(kept) < n:
             before = len(kept)
-            for batch in stream.take(n - len(kept)):
-                require(batch, "version", reader="fresh")
-                if int(batch["version"].min()) < sampler.version - lag:
-                    dropped.append(batch)
-                else:
-                    kept.append(_carrying(batch, dropped))
+            for item in stream.take(n - len(kept)):
+                if keep(item):
+                    kept.append(_carrying(item, dropped))
                     dropped = []
+                else:
+                    dropped.append(item)
             empty = empty + 1 if len(kept) == before else 0
             if empty >= patience:
-                raise DataError(
-                    f"fresh: {empty} draws in a row were more than {lag} versions old; allow a larger lag, or sample "
-                    "fewer batches ahead"
-                )
+                raise DataError(complain(empty, len(dropped)))
         return kept
 
     return Source(take, stream.state, stream.restore)

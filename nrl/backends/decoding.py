@@ -69,19 +69,9 @@ def decode(
             too few, or logits that are not finite.
         ModelError: the model's forward pass cannot be decoded from.
 
-    >>> from nrl.backends import Model
+    >>> from nrl import tiny
     >>> from nrl.backends.models import build
-    >>> tiny = {
-    ...     "model_type": "qwen3",
-    ...     "vocab_size": 32,
-    ...     "hidden_size": 16,
-    ...     "num_hidden_layers": 1,
-    ...     "head_dim": 8,
-    ...     "num_attention_heads": 2,
-    ...     "num_key_value_heads": 1,
-    ...     "intermediate_size": 32,
-    ... }
-    >>> module = build(Model(tiny)).eval()
+    >>> module = build(tiny.model()).eval()
     >>> first, second = decode(module, [[1, 2, 3], [4]], [0, 1], max_new_tokens=5, context_length=64)
     >>> len(first.token_ids), second.truncated
     (5, True)

@@ -37,21 +37,10 @@ def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None)
         PlacementError: slots that no mesh can be made of.
 
     >>> import nrl
-    >>> from nrl.backends import Model, Sampling, hf
-    >>> tiny = {
-    ...     "model_type": "qwen3",
-    ...     "vocab_size": 32,
-    ...     "hidden_size": 16,
-    ...     "num_hidden_layers": 1,
-    ...     "head_dim": 8,
-    ...     "num_attention_heads": 2,
-    ...     "num_key_value_heads": 1,
-    ...     "intermediate_size": 32,
-    ... }
-    >>> from types import SimpleNamespace
-    >>> tokenizer = SimpleNamespace(eos_token_id=2, model_max_length=64)
+    >>> from nrl import tiny
+    >>> from nrl.backends import Sampling, hf
     >>> with nrl.cluster("local") as here:
-    ...     sampler = hf.sampler(here.reserve(1), Model(tiny, tokenizer=tokenizer), Sampling(max_new_tokens=3))
+    ...     sampler = hf.sampler(here.reserve(1), tiny.model(), Sampling(max_new_tokens=3))
     ...     a, b = sampler.generate([[5, 6], [5, 6]], seeds=[0, 1]).result()
     >>> a.version, len(a.token_ids) <= 3
     (0, True)
