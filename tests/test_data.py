@@ -413,3 +413,12 @@ def test_supervised_needs_rows_and_an_end() -> None:
         ModelError, match=r"supervised: the tokenizer has no end-of-sequence token.*set tokenizer.eos_tok"
     ):
         data.supervised([{"prompt": "a", "response": "b"}], endless)
+
+
+def test_real_rows_become_chats_and_are_trained_on() -> None:
+    path = Path(__file__).parent / "data" / "gsm8k_sample.jsonl"
+    rows = data.tasks(path, seed=0, template="{question}\nEnd with #### and the number.").take(8)
+    assert all(row["prompt"][0]["content"] == f"{row['question']}\nEnd with #### and the number." for row in rows)
+    batch = data.supervised(rows, CHATS, response="answer")
+    for row, ids, mask in zip(rows, batch["input_ids"], batch["loss_mask"], strict=True):
+        assert CHATS.decode(ids[mask]) == row["answer"] + "<|im_end|>"

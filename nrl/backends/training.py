@@ -27,6 +27,8 @@ __all__ = ["check_terms", "check_weights", "global_weights", "make_trainer", "te
 _RELATIVE = 1e-5
 """How far sums of weights in another order may differ, as a fraction."""
 
+_RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "lag", "skipped"})
+
 
 def terms_of(name: str, value: Any) -> tuple[dict[str, Mean], Metrics]:
     """What a loss returned, as terms by name and metrics.
@@ -51,6 +53,8 @@ def terms_of(name: str, value: Any) -> tuple[dict[str, Mean], Metrics]:
 
 def _checked_metrics(name: str, metrics: dict[str, Any]) -> Metrics:
     for key, value in metrics.items():
+        if key in _RESERVED:
+            raise TypeError(f"{name} returned a metric '{key}', a name that the step itself reports; give it another")
         if not isinstance(value, Mean | Sum | Max | Min):
             raise TypeError(
                 f"{name} returned the metric '{key}' as a {type(value).__name__}; return a Mean, Sum, Max or Min, "
@@ -230,7 +234,10 @@ def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens:
             _, parts = split(batch)
             new, found = engine.train(value, loss, [part for some in parts for part in some], weights)
             state.handle.donate(owner, who)
-            metrics |= found | {"skipped": Sum(torch.tensor(0.0))}
+            value_of_loss = {
+                "loss": Mean(found["loss"][0], torch.ones(()))
+            }  # all parts are added up: over steps, a mean
+            metrics |= found | value_of_loss | {"skipped": Sum(torch.tensor(0.0))}
             return state_of(new, state.step + 1, state.version, False), done(metrics)
 
         return step

@@ -46,6 +46,59 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
     "phi, a head with a bias": SIZES | {"model_type": "phi", "num_key_value_heads": 4, "partial_rotary_factor": 0.5},
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", "vocab_size": 23, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "opt": SIZES | {"model_type": "opt", "ffn_dim": 24, "word_embed_proj_dim": 16, "init_std": 0.3},
+    "bloom": {"model_type": "bloom", "vocab_size": 23, "hidden_size": 16, "n_layer": 2, "n_head": 4},
+    "xglm": {
+        "model_type": "xglm",
+        "vocab_size": 23,
+        "d_model": 16,
+        "ffn_dim": 24,
+        "num_layers": 2,
+        "attention_heads": 4,
+        "max_position_embeddings": 64,
+    },
+    "gemma3": SIZES
+    | {
+        "model_type": "gemma3_text",
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "mixtral": SIZES | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "stablelm": SIZES | {"model_type": "stablelm"},
+    "nemotron": SIZES | {"model_type": "nemotron"},
+    "llama4": SIZES
+    | {
+        "model_type": "llama4_text",
+        "head_dim": 4,
+        "num_local_experts": 2,
+        "attention_chunk_size": 4,
+        "intermediate_size_mlp": 24,
+        "no_rope_layers": [1, 0],
+    },
+    "llama, dynamic positions": SIZES
+    | {
+        "model_type": "llama",
+        "max_position_embeddings": 8,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    },
+    "phi3, long and short positions": SIZES
+    | {
+        "model_type": "phi3",
+        "original_max_position_embeddings": 8,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.0],
+            "long_factor": [4.0, 9.0],
+            "original_max_position_embeddings": 8,
+        },
+    },
+}
+"""Architectures that need not work, but may not be wrong."""
 GEMMA2 = SIZES | {"model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}
 QUIET = adamw(lr=1e-2, eps=1e-3)
 
@@ -331,6 +384,21 @@ def test_a_model_that_looks_across_rows_works_when_padded(slots: Slots) -> None:
     with torch.no_grad():
         expected = stock_logprobs(models.build(Model(config)).eval(), batch)
     close(logprobs(make(slots, Model(config), packed=False), batch), expected)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", list(OTHERS))
+def test_any_other_model_is_right_or_refused(slots: Slots, name: str, packed: bool, tmp_path: Path) -> None:
+    """Positions that depend on the longest row of a batch, for one, let a row see its neighbours."""
+    module, batch = randomised(OTHERS[name]), batch_of(MIXED)
+    with torch.no_grad():
+        expected = stock_logprobs(module, batch)
+    module.save_pretrained(tmp_path)
+    try:
+        found = logprobs(make(slots, Model(str(tmp_path)), packed=packed), batch)
+    except ModelError:
+        return
+    close(found, expected)
 
 
 # precision, memory, speed

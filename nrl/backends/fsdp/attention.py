@@ -54,6 +54,11 @@ def _attend(
                 f"{type(module).__name__}: packed rows do not support attention with '{unsupported}'; "
                 "use fsdp.trainer(..., packed=False)"
             )
+    if not nrl_blocks:
+        raise ModelError(
+            f"{type(module).__name__}: the model does not hand its attention what packed rows need; "
+            "use fsdp.trainer(..., packed=False)"
+        )
     outputs, start = [], 0
     for rows, width in nrl_blocks:
         q, k, v = (_rectangle(x, start, rows, width) for x in (query, key, value))

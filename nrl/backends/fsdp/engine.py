@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from nrl.algos import Loss, needed
 from nrl.backends import models
 from nrl.backends.base import Model
-from nrl.backends.fsdp import attention
+from nrl.backends.fsdp import attention, probe
 from nrl.backends.fsdp.linear_logprobs import linear_logprobs
 from nrl.backends.optimizers import Optimizer, learning_rate
 from nrl.backends.training import check_terms, check_weights, terms_of
 from nrl.batch import Batch, lengths, unchanged
-from nrl.errors import ModelError, NotFinite
+from nrl.errors import NotFinite
 from nrl.pack import pack
 from nrl.reduce import Mean, Metrics, Sum, merge
 
@@ -192,9 +192,10 @@ class TorchEngine:
     def _build(self, model: Model) -> Any:
         master = torch.float64 if model.dtype == "float64" else torch.float32
         module: Any = models.build(model, dtype=master).to(self.device)
-        _check_head(module)
+        probe.check_positions(module)
+        probe.check_head(module)
         if self.packed:
-            _check_packing(module, attention.register())
+            probe.check_packing(module, attention.register())
         if self.checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         if self.compile:
@@ -237,53 +238,3 @@ class TorchEngine:
 
 def _detach(term: Mean) -> Mean:
     return Mean(term.total.detach(), term.weight.detach())
-
-
-def _check_head(module: Any) -> None:
-    """Compare the model's logits with its head alone once, far from 0, where capped or scaled ones show."""
-    hidden: list[Tensor] = []
-
-    def amplify(_: nn.Module, inputs: Any, output: Any) -> Any:
-        output.last_hidden_state = output.last_hidden_state * 1e3
-        hidden.append(output.last_hidden_state)
-        return output
-
-    hook = module.base_model.register_forward_hook(amplify)
-    try:
-        with torch.no_grad():
-            logits = module.eval()(input_ids=torch.tensor([[1, 2]], device=module.device), use_cache=False).logits
-    finally:
-        hook.remove()
-    plain = torch.nn.functional.linear(hidden[0], *models.head_weight(module))
-    if not (logits - plain).abs().max() <= 1e-3 * plain.abs().max():
-        raise ModelError(
-            f"{type(module).__name__}: the model caps or scales its logits, which fused log-probabilities do not; "
-            "it cannot be trained by this backend"
-        )
-
-
-def _check_packing(module: Any, name: str) -> None:
-    """Compare packed rows with the model's own forward once; many models silently ignore what they do not know.
-
-    Catches layers that look across rows.
-    """
-    vocab = module.config.vocab_size
-    rows = [torch.arange(start, start + 4) % vocab for start in (1, 5)]
-    device = next(module.parameters()).device
-    module.eval()
-    with torch.no_grad():
-        own = [module(input_ids=row[None].to(device), use_cache=False).logits[0] for row in rows]
-        module.set_attn_implementation(name)
-        hidden = module.base_model(
-            input_ids=torch.cat(rows)[None].to(device),
-            position_ids=torch.arange(4).repeat(2)[None].to(device),
-            use_cache=False,
-            nrl_blocks=((2, 4),),
-        ).last_hidden_state[0]
-        packed = torch.nn.functional.linear(hidden, *models.head_weight(module))
-    gap = (torch.cat(own).log_softmax(-1) - packed.log_softmax(-1)).abs().max()
-    if not gap < 1e-3:
-        raise ModelError(
-            f"{type(module).__name__}: log-probabilities of packed rows differ from the model's own by "
-            f"{float(gap):.3g}; it has parts that look across rows. Use fsdp.trainer(..., packed=False)"
-        )

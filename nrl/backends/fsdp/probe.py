@@ -1,0 +1,120 @@
+"""What a model must be so that the torch engine computes it rightly, found out once when it is built.
+
+transformers has hundreds of architectures, and many ignore silently what they do not know. So nothing is taken from a
+list of names: small forwards show whether the engine's way gives the model's own numbers.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from nrl.backends.models import head_weight
+from nrl.errors import ModelError
+
+__all__ = ["check_head", "check_packing", "check_positions"]
+
+_TOLERANCE = 1e-4
+"""Of the spread of the logits; rounding is a hundredth of it."""
+
+
+def check_positions(module: Any) -> None:
+    """Refuse positions that depend on the longest row of a batch: a row's numbers would depend on its neighbours.
+
+    Raises:
+        ModelError: the config has dynamic or longrope positions.
+
+    >>> from nrl import tiny
+    >>> from nrl.backends.models import build
+    >>> check_positions(build(tiny.model()))
+    """
+    found = _rope_types(getattr(module.config, "rope_parameters", None)) & {"dynamic", "longrope"}
+    if found:
+        raise ModelError(
+            f"{type(module).__name__}: its '{found.pop()}' positions depend on the longest row of a micro-batch, so "
+            "that a row's log-probabilities would depend on its neighbours; set rope_parameters to another type"
+        )
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    if not isinstance(parameters, Mapping):
+        return set()
+    own = {str(parameters.get("rope_type", "default"))}
+    return own.union(*map(_rope_types, parameters.values()))
+
+
+def check_head(module: Any) -> None:
+    """Compare the model's logits with its head alone, far from 0, where capped or scaled logits show.
+
+    Raises:
+        ModelError: they differ, so fused log-probabilities would be wrong; or the model has no plain head.
+
+    >>> from nrl import tiny
+    >>> from nrl.backends.models import build
+    >>> check_head(build(tiny.model()))
+    """
+    hidden: list[Tensor] = []
+
+    def amplify(_: nn.Module, inputs: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state * 1e3
+        hidden.append(output.last_hidden_state)
+        return output
+
+    hook = module.base_model.register_forward_hook(amplify)
+    try:
+        with torch.no_grad():
+            logits = module.eval()(input_ids=torch.tensor([[1, 2]], device=module.device), use_cache=False).logits
+            plain = linear(hidden[0], *head_weight(module))
+    except (AttributeError, IndexError, TypeError, RuntimeError) as error:
+        raise ModelError(
+            f"{type(module).__name__}: the model is not a body whose last hidden state goes through a linear head "
+            f"({error}), which is what this backend trains"
+        ) from error
+    finally:
+        hook.remove()
+    if not _alike(logits, plain):
+        raise ModelError(
+            f"{type(module).__name__}: the model caps or scales its logits, which fused log-probabilities do not; "
+            "it cannot be trained by this backend"
+        )
+
+
+def check_packing(module: Any, attention: str) -> None:
+    """Switch to the attention of packed rows, and compare their logits with the model's own, one row at a time.
+
+    Args:
+        module: it is changed.
+        attention: the name under which transformers knows the attention.
+
+    Raises:
+        ModelError: they differ: some layer looks across rows, or does not use the attention that it is told to.
+
+    >>> from nrl import tiny
+    >>> from nrl.backends.fsdp.attention import register
+    >>> from nrl.backends.models import build
+    >>> check_packing(build(tiny.model()), register())
+    """
+    rows = [torch.arange(start, start + 4, device=module.device) % module.config.vocab_size for start in (1, 5)]
+    module.eval()
+    with torch.no_grad():
+        own = torch.cat([module(input_ids=row[None], use_cache=False).logits[0] for row in rows])
+        module.set_attn_implementation(attention)
+        hidden = module.base_model(
+            input_ids=torch.cat(rows)[None],
+            position_ids=torch.arange(4, device=module.device).repeat(2)[None],
+            use_cache=False,
+            nrl_blocks=((2, 4),),
+        ).last_hidden_state[0]
+        packed = linear(hidden, *head_weight(module))
+    if not _alike(own, packed):
+        raise ModelError(
+            f"{type(module).__name__}: packed rows give logits that differ from the model's own by up to "
+            f"{float((own - packed).abs().max()):.3g}; it has parts that look across rows. Use "
+            "fsdp.trainer(..., packed=False)"
+        )
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= _TOLERANCE * a.std())  # false for NaN
