@@ -234,10 +234,8 @@ def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens:
             _, parts = split(batch)
             new, found = engine.train(value, loss, [part for some in parts for part in some], weights)
             state.handle.donate(owner, who)
-            value_of_loss = {
-                "loss": Mean(found["loss"][0], torch.ones(()))
-            }  # all parts are added up: over steps, a mean
-            metrics |= found | value_of_loss | {"skipped": Sum(torch.tensor(0.0))}
+            whole = Mean(found["loss"][0], torch.ones(()))  # its parts have been added up: over steps it is a mean
+            metrics |= found | {"loss": whole, "skipped": Sum(torch.tensor(0.0))}
             return state_of(new, state.step + 1, state.version, False), done(metrics)
 
         return step
