@@ -1,6 +1,6 @@
 """A new algorithm: its loss in ten lines, a unit test without a model, and a run. `python examples/custom_loss.py`."""
 
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -40,11 +40,16 @@ def check() -> None:
 
 @attrs.frozen
 class Config:
+    model: str | None = None  # a folder or a hub name; none: the tiny model
+    data: str = "arithmetic"
     steps: int = 100
-    warmup: int = 40
+    warmup: int = 40  # 0 for a real model
+    lr: float = 5e-4
+    max_new_tokens: int = 4
     seed: int = 0
     out: str | None = None
     cluster: str = "local"
+    sampler: Literal["hf"] = "hf"
     dp: int = 1
 
 
@@ -52,12 +57,16 @@ def main(cfg: Config) -> None:
     """The loop of `grpo.py` with another loss and another estimator."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         slots = cluster.reserve(cfg.dp + 1)
-        warm = fsdp.trainer(slots[: cfg.dp], tiny.model(), adamw(lr=1e-3))
-        trainer = fsdp.trainer(slots[: cfg.dp], tiny.model(), adamw(lr=5e-4, betas=(0.9, 0.95)))
-        sampler = hf.sampler(slots[cfg.dp :], tiny.model(), nrl.Sampling(max_new_tokens=4))
+        model = nrl.Model(cfg.model) if cfg.model else tiny.model()
+        warm = fsdp.trainer(slots[: cfg.dp], model, adamw(lr=1e-3))
+        trainer = fsdp.trainer(slots[: cfg.dp], model, adamw(lr=cfg.lr, betas=(0.9, 0.95)))
+        sampler = hf.sampler(slots[cfg.dp :], model, nrl.Sampling(max_new_tokens=cfg.max_new_tokens))
         learn, step = warm.train_step(sft_loss), trainer.train_step(my_loss)
-        rows = nrl.batched(data.tasks("arithmetic", seed=cfg.seed + 1), 128, collate=supervised)
-        groups = nrl.rollouts(sampler, single_turn(number), data.tasks("arithmetic", seed=cfg.seed), n=8)
+        rows = nrl.batched(
+            data.tasks(cfg.data, seed=cfg.seed + 1), 128, collate=lambda rows: data.supervised(rows, sampler.tokenizer)
+        )
+        tasks = data.tasks(cfg.data, seed=cfg.seed)
+        groups = nrl.rollouts(sampler, single_turn(number), tasks, n=8, seed=cfg.seed)
         state = warm.init()
         for i, batch in run.steps(rows, cfg.warmup, name="warmup"):
             state, metrics = learn(state, batch)
@@ -70,10 +79,6 @@ def main(cfg: Config) -> None:
             state, metrics = step(state, batch)
             nrl.publish(state.params, sampler)
             run.log(i, metrics, nrl.summary(batch))
-
-
-def supervised(rows: Any) -> nrl.Batch:
-    return data.supervised(rows, tiny.tokenizer())
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ import attrs
 import nrl
 from nrl import config, data, tiny
 from nrl.algos import advantages, grpo_loss, sft_loss
-from nrl.backends import Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, hf, load_tokenizer
+from nrl.backends import Model, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw, fsdp, hf, load_tokenizer
 from nrl.envs import number, single_turn
 from nrl.runs import Run
 
 SAMPLERS = {"hf": hf.sampler}
+DECAY = Schedule("linear", steps=300, floor=0.1)
 
 
 def embedded(value: Any, real: Any) -> Any:
@@ -23,7 +24,7 @@ def embedded(value: Any, real: Any) -> Any:
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
     data: str = "arithmetic"  # a JSONL file with "question" (or "prompt", "messages") and "answer"
-    steps: int = 350
+    steps: int = 300
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/
     cluster: str = "local"
@@ -33,7 +34,7 @@ class Config:
     group_size: int = 8  # samples a prompt
     lag: int = 0  # publishes that a rollout may be early
     max_tokens: int = 16_384  # of a micro-batch
-    optimizer: Optimizer = embedded(adamw(lr=5e-4, betas=(0.9, 0.95)), real=adamw(lr=1e-6))
+    optimizer: Optimizer = embedded(adamw(lr=7e-4, betas=(0.9, 0.95), schedule=DECAY), real=adamw(lr=1e-6))
     sampling: Sampling = embedded(Sampling(max_new_tokens=4), real=Sampling(max_new_tokens=512))
     warmup: int = embedded(40, real=0)  # supervised steps before the main loop, on rows with a "response"
     warmup_rows: int = 128
@@ -59,10 +60,11 @@ def main(cfg: Config) -> None:
         trainer = fsdp.trainer(slots[: cfg.dp], model, cfg.optimizer, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :], model, cfg.sampling)
         step = trainer.train_step(grpo_loss)
-        groups = nrl.rollouts(sampler, single_turn(number), data.tasks(cfg.data, seed=cfg.seed), n=cfg.group_size)
+        tasks = data.tasks(cfg.data, seed=cfg.seed)
+        groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
         stream = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
         warm = fsdp.trainer(slots[: cfg.dp], model, cfg.warmup_optimizer, max_tokens=cfg.max_tokens)
-        state = trainer.init(warm_up(cfg, run, warm, model).params)
+        state = trainer.init(warm_up(cfg, run, warm, model).params) if cfg.warmup else trainer.init()
         nrl.publish(state.params, sampler)
         for i, batch in run.steps(stream):
             batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])

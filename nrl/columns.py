@@ -55,7 +55,7 @@ COLUMNS: dict[str, Column] = {
     "values": Column(
         "token",
         torch.float32,
-        _from_trainer("critic.values(state.params, batch)", "values"),
+        "Add it with assign(batch, values=...); V before each token.",
     ),
     "rewards": Column("row", torch.float32, "The environment writes it, in rollout."),
     "token_rewards": Column("token", torch.float32, _from_trainer("...", "token_rewards")),
@@ -72,6 +72,7 @@ COLUMNS: dict[str, Column] = {
     "truncated": Column("row", torch.bool, "rollout writes it.", False),
     "source": Column("row", torch.int64, "Data writes it where task sources are mixed.", 0),
     "dropped": Column("row", torch.int64, "drop_uniform and fresh write it.", 0),
+    "dropped_invalid": Column("row", torch.int64, "drop_uniform and fresh write it.", 0),
     "dropped_rewards": Column("row", torch.float32, "drop_uniform and fresh write it.", 0.0),
     "desirable": Column("row", torch.bool, "Unpaired preference data writes it."),
 }

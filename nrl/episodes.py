@@ -21,8 +21,8 @@ from torch import Tensor
 from nrl.backends.base import Completion, Sampler, Sampling
 from nrl.batch import Batch, assign, require
 from nrl.data import render
-from nrl.envs import Env, Task
-from nrl.errors import DataError, EnvError, GenerationError
+from nrl.envs import Env, Step, Task
+from nrl.errors import DataError, EnvError
 from nrl.reduce import Max, Mean, Metrics, Sum
 from nrl.stream import Source, Stream
 
@@ -79,41 +79,63 @@ async def run_episode(generate: _Generate, env: Env, task: Task, *, tokenizer: A
         context_length: the most tokens that an episode may have.
 
     Raises:
-        GenerationError: the policy could not be asked.
+        Exception: whatever ``generate`` raises.
 
-    >>> from nrl.envs import single_turn
-    >>> from nrl.backends import tiny_tokenizer  # doctest: +SKIP
+    >>> from nrl import tiny
+    >>> from nrl.envs import exact, single_turn
+    >>> tokenizer = tiny.tokenizer()
+    >>> async def generate(tokens):
+    ...     return Completion(torch.tensor(tokenizer.encode("2")), torch.tensor([-0.1]), truncated=False, version=1)
+    >>> task = {"prompt": "1+1=", "answer": "2"}
+    >>> episode = asyncio.run(run_episode(generate, single_turn(exact), task, tokenizer=tokenizer, context_length=64))
+    >>> episode.reward, episode.sampled
+    (1.0, [False, False, False, False, True])
     """
     episode = Episode()
-    try:
+
+    async def reset() -> Any:
         state, prompt = await _call(env.reset, task)
         episode.append(render(prompt, tokenizer))
         if len(episode.token_ids) >= context_length:
             raise DataError(f"the prompt has {len(episode.token_ids)} tokens and fills the context of {context_length}")
-        done = False
-        while not done:
-            completion = await generate(episode.token_ids)
-            tokens = completion.token_ids.tolist()
-            episode.append(tokens, completion.logprobs.tolist())
-            episode.version = min(completion.version, episode.version or completion.version)
-            step = await _call(env.step, state, tokenizer.decode(tokens, skip_special_tokens=True))
-            state, episode.info = step.state, dict(step.info)
-            episode.reward = _add(episode.reward, step.reward)
-            episode.truncated = completion.truncated
-            done = step.done
-            if not done:
-                episode.append(_observed(step.observation, tokenizer))
-                if len(episode.token_ids) >= context_length:
-                    episode.truncated = done = True
-        if not all(map(math.isfinite, np.atleast_1d(episode.reward))):
-            raise EnvError(f"the reward is {episode.reward}")
-    except GenerationError:
-        raise
-    except Exception as error:  # an environment is anybody's code, and one failure must not end a run
-        episode.failure = f"{type(error).__name__}: {error}"
+        return state
+
+    async def step(state: Any, tokens: Sequence[int]) -> Step:
+        taken = await _call(env.step, state, tokenizer.decode(tokens, skip_special_tokens=True))
+        if not isinstance(taken, Step):
+            raise EnvError(f"the environment's step returned {type(taken).__name__}; return a Step(state, reward, ...)")
+        episode.reward = _add(episode.reward, taken.reward)
+        episode.info = {str(key): float(value) for key, value in taken.info.items()}
+        if not taken.done:
+            episode.append(_observed(taken.observation, tokenizer))
+        return taken
+
+    # Only the environment may fail without ending the run: it is anybody's code. What the sampler raises is passed on
+    state = await _guarded(reset(), episode)
+    while episode.failure is None:
+        completion = await generate(episode.token_ids)
+        tokens = completion.token_ids.tolist()
+        episode.append(tokens, completion.logprobs.tolist())
+        episode.version = completion.version if episode.version is None else min(completion.version, episode.version)
+        episode.truncated = completion.truncated
+        taken = await _guarded(step(state, tokens), episode)
+        if taken is None or taken.done:
+            break
+        state = taken.state
+        if len(episode.token_ids) >= context_length:
+            episode.truncated = True
+            break
     if len(episode.token_ids) > context_length:
         del episode.token_ids[context_length:], episode.sampled[context_length:], episode.logprobs[context_length:]
     return episode
+
+
+async def _guarded[T](work: Awaitable[T], episode: Episode) -> T | None:
+    try:
+        return await work
+    except Exception as error:
+        episode.failure = f"{type(error).__name__}: {error}"
+        return None
 
 
 async def _call(fn: Callable[..., Any], *args: Any) -> Any:
@@ -122,10 +144,15 @@ async def _call(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _add(a: float | tuple[float, ...], b: Any) -> float | tuple[float, ...]:
+    total: float | tuple[float, ...]
     if isinstance(b, Sequence | np.ndarray | Tensor) and np.ndim(b) == 1:
         before = a if isinstance(a, tuple) else (0.0,) * len(b)
-        return tuple(float(x) + float(y) for x, y in zip(before, b, strict=True))
-    return cast(float, a) + float(b)
+        total = tuple(float(x) + float(y) for x, y in zip(before, b, strict=True))
+    else:
+        total = cast(float, a) + float(b)
+    if not all(map(math.isfinite, np.atleast_1d(total))):
+        raise EnvError(f"the reward is {total}")
+    return total
 
 
 def _observed(observation: Any, tokenizer: Any) -> list[int]:
@@ -133,6 +160,11 @@ def _observed(observation: Any, tokenizer: Any) -> list[int]:
         raise EnvError("the step is not done, and it has no observation; return Step(..., done=True) or an observation")
     if isinstance(observation, str):
         return cast(list[int], tokenizer.encode(observation, add_special_tokens=False))
+    if any(isinstance(part, Mapping) for part in observation):
+        raise EnvError(
+            "the observation is chat messages, whose place within an episode no template gives; give text, "
+            "which is appended as it is, or token ids"
+        )
     return [int(token) for token in observation]
 
 
@@ -201,7 +233,7 @@ def rollout(
 
     Raises:
         DataError: there are no tasks, or ``n`` is not positive.
-        GenerationError: the sampler could not serve a request.
+        GenerationError: the sampler could not serve a request; whatever else it raises is passed on, too.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -233,15 +265,40 @@ def rollout(
     async def every() -> list[Episode]:
         return list(await asyncio.gather(*map(one, range(len(seeds)))))
 
+    sources = _sources(tasks)
     episodes = _run(every())
+    _check_rewards(episodes)
     _warn(episodes)
     temperature = (sampling or sampler.sampling).temperature
     batch = _rows(episodes, sampler.version, temperature)
     groups = torch.arange(first_group, first_group + len(tasks)).repeat_interleave(n)
     columns: dict[str, Tensor] = {"group_ids": groups}
-    if any("source" in task for task in tasks):
-        columns["source"] = torch.tensor([int(task.get("source", 0)) for task in tasks]).repeat_interleave(n)
+    if sources is not None:
+        columns["source"] = torch.tensor(sources).repeat_interleave(n)
     return assign(batch, **columns)
+
+
+def _sources(tasks: Sequence[Task]) -> list[int] | None:
+    if not any("source" in task for task in tasks):
+        return None
+    for number, task in enumerate(tasks):
+        if not isinstance(task.get("source", 0), int):
+            raise DataError(
+                f"rollout: task {number} has the source {task['source']!r}; give an integer for each source"
+            )
+    return [task.get("source", 0) for task in tasks]
+
+
+def _check_rewards(episodes: Sequence[Episode]) -> None:
+    """Rows of a batch have the same number of rewards; those that differ from the first valid one are failures."""
+    sizes = [np.size(episode.reward) if isinstance(episode.reward, tuple) else 0 for episode in episodes]
+    first = next((size for size, episode in zip(sizes, episodes, strict=True) if episode.failure is None), 0)
+    for size, episode in zip(sizes, episodes, strict=True):
+        if episode.failure is None and size != first:
+            episode.failure = (
+                f"EnvError: the reward is {episode.reward}, and other episodes have "
+                f"{f'{first} rewards' if first else 'one number'}; give every episode as many"
+            )
 
 
 def _seed(*parts: int) -> int:
@@ -280,7 +337,7 @@ def _rows(episodes: Sequence[Episode], version: int, temperature: float) -> Batc
         ids[row, :length], real[row, :length] = episode.token_ids, True
         sampled[row, :length], logprobs[row, :length] = episode.sampled, episode.logprobs
     valid = torch.tensor([episode.failure is None for episode in episodes])
-    several = max((len(e.reward) for e in episodes if isinstance(e.reward, tuple)), default=0)
+    several = max((len(e.reward) for e in episodes if isinstance(e.reward, tuple) and not e.failure), default=0)
     nothing: Any = (math.nan,) * several if several else math.nan
     columns = {
         "input_ids": torch.from_numpy(ids),
@@ -373,6 +430,7 @@ def summary(batch: Batch) -> Metrics:
     rewards, count = torch.where(valid, rewards, 0.0), valid.sum()
     sampled = batch["loss_mask"].sum(-1)
     dropped = batch["dropped"].sum() if "dropped" in batch.keys() else torch.tensor(0)
+    failed = batch["dropped_invalid"].sum() if "dropped_invalid" in batch.keys() else torch.tensor(0)
     carried = batch["dropped_rewards"].sum() if "dropped" in batch.keys() else torch.tensor(0.0)
     metrics: Metrics = {
         "reward": Mean(rewards.sum() + carried, (count + dropped).float()),
@@ -380,7 +438,7 @@ def summary(batch: Batch) -> Metrics:
         "length": Mean(sampled.sum().float(), count.float()),
         "length/max": Max(sampled.max().float()),
         "truncated": Mean((truncated & valid).sum().float(), count.float()),
-        "invalid": Sum((~valid).sum()),
+        "invalid": Sum((~valid).sum() + failed),
         "dropped": Sum(dropped),
     }
     for key, value in batch.items():

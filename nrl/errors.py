@@ -1,4 +1,4 @@
-"""Every exception that nrl raises on purpose, in one tree.
+"""The exceptions of nrl, in one tree.
 
     NrlError
     ├── BatchError (ValueError)           a batch or a column is not what a function can work with
@@ -19,6 +19,8 @@
     ├── ModelError (ValueError)           a model or tokenizer that cannot be loaded or cannot do what is asked
     ├── GenerationError (ValueError)      a request that a sampler cannot serve
     └── EnvError                          an environment or verifier broke its contract
+
+Arguments that no value could make right are Python's own ValueError and TypeError.
 
 Every message names the function, the column or field, what was found, and what to do. All of them survive pickling,
 because on a cluster they travel between processes.

@@ -133,7 +133,7 @@ def run(cfg: Any) -> Iterator[Run]:
     out = Path(cfg.out) if getattr(cfg, "out", None) else _new_folder()
     if out.exists() and not out.is_dir():
         raise ConfigError(f"run: out={out} is a file; give a folder, or leave it out to make a new one")
-    if (out / "config.yaml").exists():
+    if any(path.stat().st_size for path in out.glob("*.jsonl")):  # a start that failed leaves none
         raise ConfigError(f"run: out={out} holds a run already; give another folder, or remove that one")
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.yaml").write_text(config.dump(cfg), encoding="utf-8")

@@ -123,8 +123,8 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
     """Groups without those whose rewards are all equal, which teach nothing; what is missing is asked for again.
 
     What was dropped is not lost: the next group that is kept carries it, in the columns ``dropped`` (the number of
-    valid rows) and ``dropped_rewards`` (their sum), which add up over rows. Invalid rows do not count; a group with
-    fewer than two valid rows is uniform.
+    valid rows), ``dropped_rewards`` (their sum) and ``dropped_invalid`` (the number of failed rows), which add up over
+    rows. A group with fewer than two valid rows is uniform.
 
     Args:
         stream: of groups.
@@ -152,8 +152,8 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
 
     def complain(draws: int, groups: int) -> str:
         return (
-            f"drop_uniform: {draws} draws in a row ({groups} groups) had equal rewards throughout, so there is nothing "
-            "left to learn from these tasks; use other tasks, or sample more answers to each"
+            f"drop_uniform: {draws} draws in a row ({groups} groups) had equal rewards or failed throughout, so there "
+            "is nothing to learn; look for warnings of failed episodes, use other tasks, or sample more answers to each"
         )
 
     return _filtered(stream, teaches, patience, complain)
@@ -234,19 +234,20 @@ def _valid(batch: Batch) -> torch.Tensor:
 
 def _carrying(batch: Batch, dropped: Iterable[Batch]) -> Batch:
     """The batch with what was dropped before it added to its first row."""
-    rows = torch.zeros(batch.batch_size, dtype=torch.int64)
-    rewards = torch.zeros(batch.batch_size)
+    carried = {
+        "dropped": torch.zeros(batch.batch_size, dtype=torch.int64),
+        "dropped_invalid": torch.zeros(batch.batch_size, dtype=torch.int64),
+        "dropped_rewards": torch.zeros(batch.batch_size),
+    }
     for other in dropped:
         valid = _valid(other)
-        rows.view(-1)[0] += valid.sum()
+        carried["dropped"].view(-1)[0] += valid.sum()
+        carried["dropped_invalid"].view(-1)[0] += (~valid).sum()
         if "rewards" in other.keys():
-            rewards.view(-1)[0] += other["rewards"][valid].sum()
-        if "dropped" in other.keys():
-            rows.view(-1)[0] += other["dropped"].sum()
-            rewards.view(-1)[0] += other["dropped_rewards"].sum()
-    if "dropped" in batch.keys():
-        rows, rewards = rows + batch["dropped"], rewards + batch["dropped_rewards"]
-    return assign(batch, dropped=rows, dropped_rewards=rewards)
+            carried["dropped_rewards"].view(-1)[0] += other["rewards"][valid].sum()
+        for name in carried.keys() & set(other.keys()):
+            carried[name].view(-1)[0] += other[name].sum()
+    return assign(batch, **{name: x + batch[name] if name in batch.keys() else x for name, x in carried.items()})
 
 
 def ahead[T](stream: Stream[T], n: int) -> Source[T]:

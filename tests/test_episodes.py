@@ -1,8 +1,10 @@
 """Rollouts with a real sampler: rows, failures, several turns, streams, and agreement with the trainer."""
 
 import asyncio
+import itertools
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import nrl
 from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
-from nrl.backends import Sampling, Trainer, adamw, fsdp, hf
+from nrl.backends import Completion, Sampling, Trainer, adamw, fsdp, hf
 from nrl.backends.hf import HFSampler
 from nrl.envs import Environment, Step, exact, number, single_turn
 from nrl.episodes import rollout, rollouts, run_episode, summary
@@ -325,3 +327,90 @@ def test_summary_by_hand() -> None:
 def test_summary_needs_rewards() -> None:
     with pytest.raises(MissingColumn, match=r"summary reads the column 'rewards'"):
         summary(nrl.Batch({"input_ids": torch.zeros(1, 1)}, batch_size=[1]))
+
+
+class Scripted:
+    """Answers each prompt with the next of its texts; everything else is the real thing."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts, self.tokenizer = texts, tiny.tokenizer()
+        self.version, self.context_length, self.sampling = 1, 4096, Sampling()
+
+    def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
+        texts, self.texts = self.texts[: len(prompts)], self.texts[len(prompts) :]
+        ids = [torch.tensor([*self.tokenizer.encode(text), self.tokenizer.eos_token_id]) for text in texts]
+        return nrl.runtime.done([Completion(x, -torch.ones(len(x)), truncated=False, version=1) for x in ids])
+
+    def receive(self, tensors: Any, version: int) -> None:
+        raise AssertionError("nothing is published")
+
+
+def test_rewards_and_failures_on_gsm8k_are_counted_exactly() -> None:
+    path = Path(__file__).parent / "data" / "gsm8k_sample.jsonl"
+    tasks = [*data.rows(path, chat=False)[:2], {"prompt": "How many?", "answer": "no number"}]
+    right, wrong = tasks[0]["answer"], "#### 123456789"
+    sampler = Scripted([right, wrong, right, tasks[1]["answer"], "3", "4"])
+    with pytest.warns(UserWarning, match="2 of 6 episodes failed"):
+        batch = rollout(sampler, single_turn(number), tasks, n=2)
+    assert batch["rewards"][:4].tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert batch["valid"].tolist() == [True, True, True, True, False, False]
+    found = finalize(summary(batch))
+    assert (found["reward"], found["invalid"]) == (0.5, 2.0)
+
+
+def test_what_the_sampler_raises_is_no_failure_of_the_environment() -> None:
+    class Broken(Scripted):
+        def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        rollout(Broken([]), single_turn(exact), TASKS)
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (
+            Step(None, 1.0, info={"note": "x"}),  # type: ignore[dict-item]
+            "could not convert string to float",
+        ),
+        (1.0, "step returned float; return a Step"),
+        (Step(None, done=False, observation=[{"role": "user", "content": "x"}]), "observation is chat messages"),  # type: ignore[list-item]
+    ],
+)
+def test_a_step_that_is_malformed_makes_the_row_invalid(sampler: HFSampler, step: Any, said: str) -> None:
+    env = Environment(lambda task: (0, task["prompt"]), lambda state, action: step)
+    with pytest.warns(UserWarning, match=said):
+        assert not rollout(sampler, env, TASKS)["valid"].any()
+
+
+def test_rows_have_as_many_rewards_as_the_first(sampler: HFSampler) -> None:
+    env = single_turn(lambda task, response: (1.0, 2.0) if task["answer"] == "3" else 1.0)
+    with pytest.warns(UserWarning, match="other episodes have 2 rewards"):
+        batch = rollout(sampler, env, TASKS)
+    assert batch["valid"].tolist() == [True, False]
+
+
+def test_a_source_is_an_integer(sampler: HFSampler) -> None:
+    with pytest.raises(DataError, match="task 0 has the source 'gsm8k'; give an integer"):
+        rollout(sampler, single_turn(exact), [{**TASKS[0], "source": "gsm8k"}])
+
+
+def test_the_oldest_version_may_be_0(sampler: HFSampler) -> None:
+    versions = iter([0, 3])
+
+    async def generate(tokens: list[int]) -> Completion:
+        return Completion(torch.tensor([20]), torch.tensor([-1.0]), truncated=False, version=next(versions))
+
+    env = Environment(lambda task: (0, "1"), lambda state, _: Step(state + 1, done=state == 1, observation="2"))
+    episode = asyncio.run(run_episode(generate, env, {}, tokenizer=sampler.tokenizer, context_length=64))
+    assert episode.version == 0
+
+
+def test_dropped_failures_are_counted(sampler: HFSampler) -> None:
+    count = itertools.count()
+    env = single_turn(lambda task, response: float(next(count)) if task["answer"] != "3" else 1 / 0)
+    tasks = nrl.stream.counting(lambda index: TASKS[index % 2])
+    with pytest.warns(UserWarning, match="ZeroDivisionError"):
+        [batch] = nrl.batched(nrl.drop_uniform(rollouts(sampler, env, tasks, n=8)), 1).take(1)
+    assert finalize(summary(batch))["invalid"] == 8

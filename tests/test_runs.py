@@ -119,6 +119,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 def test_a_folder_that_holds_a_run(tmp_path: Path) -> None:
     with run(Config(out=tmp_path, steps=1)):
         pass
+    (tmp_path / "metrics.jsonl").write_text("{}\n")  # a start that failed before its first step leaves none
     before = (tmp_path / "config.yaml").read_text()
     message = r"run: out=.* holds a run already; give another folder, or remove that one"
     with pytest.raises(ConfigError, match=message):  # noqa: SIM117

@@ -16,7 +16,7 @@ class Schedule:
         kind: the shape of the decay.
         warmup: optimizer steps of linear warm-up, of which the first has ``1 / (warmup + 1)`` of the full rate.
         steps: optimizer steps in all; the decay ends there. Needed for linear and cosine.
-        floor: the last rate, as a fraction of the full one.
+        floor: the rate at the end of the decay, as a fraction of the full one; it is kept afterwards.
 
     Raises:
         ValueError: a decay without ``steps`` after the warm-up.
@@ -76,7 +76,7 @@ def adamw(
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled; multiplied by the learning rate. Matrices only: norms and biases are left out.
-        clip: the largest global norm of the gradient; ``inf`` for none.
+        clip: the largest global norm of the gradient; infinity (``.inf`` in a configuration) for none.
         schedule: of the learning rate; None: constant.
 
     Source: Loshchilov and Hutter, 2017 (1711.05101), algorithm 2.

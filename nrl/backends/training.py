@@ -5,6 +5,7 @@ outputs of zeros, before the first forward. The engine divides each micro-batch'
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,20 +43,31 @@ def terms_of(name: str, value: Any) -> tuple[dict[str, Mean], Metrics]:
     """
     match value:
         case (Mean() as mean, dict() as metrics):
-            return {"loss": mean}, _checked_metrics(name, metrics)
+            return _checked_terms(name, {"loss": mean}), _checked_metrics(name, metrics)
         case (dict() as terms, dict() as metrics) if terms and all(isinstance(x, Mean) for x in terms.values()):
-            return terms, _checked_metrics(name, metrics)
+            return _checked_terms(name, terms), _checked_metrics(name, metrics)
     raise TypeError(
         f"{name} returned {type(value).__name__}; a loss returns (Mean, metrics) or (dict of Mean, metrics), for "
         "example (token_mean(loss, batch['loss_mask']), {})"
     )
 
 
+def _checked_terms(name: str, terms: dict[str, Mean]) -> dict[str, Mean]:
+    for key, term in terms.items():
+        for part, value in zip(term._fields, term, strict=True):
+            if not isinstance(value, Tensor) or value.ndim != 0:
+                found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise TypeError(
+                    f"{name}: the {part} of term '{key}' is {found}; it must be a scalar tensor, a sum over rows"
+                )
+    return terms
+
+
 def _checked_metrics(name: str, metrics: dict[str, Any]) -> Metrics:
     for key, value in metrics.items():
         if key in _RESERVED:
             raise TypeError(f"{name} returned a metric '{key}', a name that the step itself reports; give it another")
-        if not isinstance(value, Mean | Sum | Max | Min):
+        if not isinstance(value, Mean | Sum | Max | Min) or not all(isinstance(x, Tensor) for x in value):
             raise TypeError(
                 f"{name} returned the metric '{key}' as a {type(value).__name__}; return a Mean, Sum, Max or Min, "
                 f"such as token_mean({key}, batch['loss_mask'])"
@@ -76,6 +88,11 @@ def global_weights(loss: Loss, batch: Batch, fill: float = 0.0) -> dict[str, flo
     >>> global_weights(sft_loss, batch)
     {'loss': 2.0}
     """
+    return {key: float(term.weight) for key, term in _probe(loss, batch, fill).items()}
+
+
+def _probe(loss: Loss, batch: Batch, fill: float) -> dict[str, Mean]:
+    """The terms of a loss on outputs that are all ``fill``."""
     name = _name(loss)
     zeros = torch.full(batch["input_ids"].shape, fill, device=batch["input_ids"].device)
     out = TensorDict(dict.fromkeys({"logprobs", *needed(loss)}, zeros), batch_size=batch.batch_size)
@@ -96,7 +113,7 @@ def global_weights(loss: Loss, batch: Batch, fill: float = 0.0) -> dict[str, flo
         known = COLUMNS.get(missing[1])
         hint = known.hint if known else f"Add it with assign(batch, {missing[1]}=...)."
         raise MissingColumn(name, missing[1], sorted(map(str, batch.keys())), hint) from error
-    return {key: float(term.weight) for key, term in terms.items()}
+    return terms
 
 
 def check_terms(name: str, seen: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -137,16 +154,29 @@ def _name(loss: Loss) -> str:
 
 
 def _check_law(loss: Loss, batch: Batch, weights: Mapping[str, float]) -> bool:
-    """Weights do not look at outputs or padding and add up over rows; whether this batch could tell."""
+    """Weights do not look at outputs or padding, and terms add up over rows; whether this batch could tell."""
     name, width = _name(loss), batch["input_ids"].shape[-1]
-    for probe in (global_weights(loss, batch, fill=-1.0), global_weights(loss, pad(batch, width + 1))):
+    whole = _probe(loss, batch, -1.0)
+    for probe in (whole, _probe(loss, pad(batch, width + 1), 0.0)):
         check_terms(name, probe, weights)
-        check_weights(name, probe, weights)
+        check_weights(name, {key: float(term.weight) for key, term in probe.items()}, weights)
     if len(batch) < 2:
         return False
-    halves = [global_weights(loss, half) for half in shard(batch, 2)]
-    check_weights(name, {key: sum(half.get(key, 0.0) for half in halves) for key in halves[0]}, weights)
-    return all(weight != 0 for half in halves for weight in half.values())
+    halves = [_probe(loss, half, -1.0) for half in shard(batch, 2)]
+    for half in halves:
+        check_terms(name, half, weights)
+    check_weights(name, {key: sum(float(half[key].weight) for half in halves) for key in whole}, weights)
+    for key, term in whole.items():
+        parts = [float(half[key].total) for half in halves]
+        total = float(term.total)
+        finite = math.isfinite(total) and all(map(math.isfinite, parts))  # otherwise there is a better error to come
+        if finite and abs(sum(parts) - total) > 1e-3 * (sum(map(abs, parts)) + abs(total)):
+            raise WeightError(
+                f"{name}: the total of term '{key}' is {total:g} on the whole batch, but {sum(parts):g} added up over "
+                "its halves. A total must be a sum over rows: compute statistics of the batch, such as a mean to "
+                "subtract, on the driver, and read them from a column"
+            )
+    return all(float(term.weight) != 0 for half in halves for term in half.values())
 
 
 def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens: int) -> Trainer:

@@ -241,7 +241,11 @@ def _keys(cls: type, instance: Any = attrs.NOTHING, above: tuple[type, ...] = ()
 def _usage(cls: type) -> str:
     lines = [f"usage: {Path(sys.argv[0]).name} [FILE.yaml | FILE.toml | config=FILE ...] [key=value ...]", ""]
     lines += [inspect.cleandoc(cls.__doc__).split("\n\n")[0], ""] if cls.__doc__ else []
-    for key, field, value in _keys(cls):
+    try:
+        defaults = cls()  # so that defaults which depend on others are shown as they are
+    except Exception:  # something is required
+        defaults = attrs.NOTHING
+    for key, field, value in _keys(cls, defaults):
         if value is attrs.NOTHING:
             shown = " (required)" if field.default is attrs.NOTHING else " (computed)"
         else:

@@ -1,10 +1,14 @@
 """The torch backend: one process today, with the seams that sharding needs."""
 
+import itertools
+
 from nrl.backends.base import Model, Trainer
 from nrl.backends.optimizers import Optimizer
 from nrl.runtime import Mesh, Slots
 
 __all__ = ["trainer"]
+
+_NUMBERS = itertools.count(1)  # so that errors can tell trainers apart
 
 
 def trainer(
@@ -54,4 +58,4 @@ def trainer(
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     engine = TorchEngine(model, optimizer, packed, checkpointing, compile, where)
-    return make_trainer(as_mesh(place, "base"), engine, name="fsdp.trainer", max_tokens=max_tokens)
+    return make_trainer(as_mesh(place, "base"), engine, name=f"fsdp.trainer {next(_NUMBERS)}", max_tokens=max_tokens)
