@@ -340,7 +340,7 @@ def test_an_output_that_it_does_not_provide(slots: Slots) -> None:
     def critic_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
         raise AssertionError("it must not be called")
 
-    with pytest.raises(MissingOutput, match=r"critic_loss.*needs values, and fsdp.trainer provides entropy, logprobs"):
+    with pytest.raises(MissingOutput, match=r"critic_loss.*needs values, and .* provides entropy, logprobs"):
         make(slots).train_step(critic_loss)
 
 
@@ -729,7 +729,10 @@ def test_restore_of_another_model(slots: Slots, tmp_path: Path) -> None:
 def test_the_state_of_the_critic_in_the_step_of_the_policy(slots: Slots) -> None:
     policy, critic = make(slots), make(slots)
     state = critic.init()
-    with pytest.raises(ForeignState, match=r"train_step\(sft_loss\): this train state belongs to fsdp.trainer"):
+    with pytest.raises(
+        ForeignState,
+        match=r"train_step\(sft_loss\): this train state belongs to fsdp.trainer \d+, not to fsdp.trainer \d+",
+    ):
         policy.train_step(sft_loss)(state, batch_of([5]))
     with pytest.raises(ForeignState, match=r"logprobs: .* belongs to .*pass the state of the same trainer"):
         policy.logprobs(state.params, batch_of([5]))
