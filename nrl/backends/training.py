@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos import Loss, needed
+from nrl.algos import Loss, name_of, needed
 from nrl.backends.base import Engine, Params, Trainer, TrainState
 from nrl.batch import Batch, microbatches, pad, restore, shard, unchanged
 from nrl.columns import COLUMNS
@@ -93,7 +93,7 @@ def global_weights(loss: Loss, batch: Batch, fill: float = 0.0) -> dict[str, flo
 
 def _probe(loss: Loss, batch: Batch, fill: float) -> dict[str, Mean]:
     """The terms of a loss on outputs that are all ``fill``."""
-    name = _name(loss)
+    name = name_of(loss)
     zeros = torch.full(batch["input_ids"].shape, fill, device=batch["input_ids"].device)
     out = TensorDict(dict.fromkeys({"logprobs", *needed(loss)}, zeros), batch_size=batch.batch_size)
     try:
@@ -149,13 +149,9 @@ def check_weights(name: str, seen: Mapping[str, float], expected: Mapping[str, f
             )
 
 
-def _name(loss: Loss) -> str:
-    return getattr(loss, "__name__", type(loss).__name__)
-
-
 def _check_law(loss: Loss, batch: Batch, weights: Mapping[str, float]) -> bool:
     """Weights do not look at outputs or padding, and terms add up over rows; whether this batch could tell."""
-    name, width = _name(loss), batch["input_ids"].shape[-1]
+    name, width = name_of(loss), batch["input_ids"].shape[-1]
     whole = _probe(loss, batch, -1.0)
     for probe in (whole, _probe(loss, pad(batch, width + 1), 0.0)):
         check_terms(name, probe, weights)
@@ -241,10 +237,10 @@ def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens:
         missing = needed(loss) - engine.provides
         if missing:
             raise MissingOutput(
-                f"train_step({_name(loss)}): the loss needs {', '.join(sorted(missing))}, and {name} provides "
+                f"train_step({name_of(loss)}): the loss needs {', '.join(sorted(missing))}, and {name} provides "
                 f"{', '.join(sorted(engine.provides | {'logprobs'}))}"
             )
-        who = f"train_step({_name(loss)})"
+        who = f"train_step({name_of(loss)})"
         checked = False
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Future[Metrics]]:

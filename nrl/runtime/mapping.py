@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.algos import name_of
 from nrl.batch import Batch, microbatches, restore, shard, unchanged
 from nrl.errors import ConsumedState, PlacementError
 from nrl.reduce import Max, Mean, Metrics, Min, Sum, merge
@@ -117,7 +118,7 @@ def shard_map(
     >>> int(metrics.result()["rows"].total)
     8
     """
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name = name_of(fn)
     who = f"shard_map({name})"
 
     @functools.wraps(fn)

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from nrl.algos import Loss, needed
+from nrl.algos import Loss, name_of, needed
 from nrl.backends import models
 from nrl.backends.base import Model
 from nrl.backends.fsdp import attention, probe
@@ -86,7 +86,7 @@ class TorchEngine:
     ) -> tuple[State, Metrics]:
         """One optimizer step; either steps once or raises and leaves the state as it was."""
         module, optimizer, step = state
-        name = getattr(loss, "__name__", type(loss).__name__)
+        name = name_of(loss)
         module.train()
         try:
             metrics = self._accumulate(module, loss, name, microbatches, weights)
