@@ -8,6 +8,7 @@ import nrl
 from nrl import config, data, tiny
 from nrl.algos import advantages, grpo_loss, sft_loss
 from nrl.backends import Model, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw, fsdp, hf, load_tokenizer
+from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
 from nrl.runs import Run
 
@@ -26,7 +27,8 @@ class Config:
     data: str = "arithmetic"  # a JSONL file with "question" (or "prompt", "messages") and "answer"
     steps: int = 300
     seed: int = 0
-    out: str | None = None  # none: a new folder under runs/
+    out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
+    checkpoints: Checkpoints = Checkpoints(every=50)
     cluster: str = "local"
     sampler: Literal["hf"] = "hf"
     dp: int = 1  # shards that the trainer splits a batch into
@@ -43,12 +45,15 @@ class Config:
 
 def warm_up(cfg: Config, run: Run, trainer: Trainer, model: Model) -> TrainState:
     """Supervised steps, so that the main loop has a reward to start from."""
-    state, step, tokenizer = trainer.init(), trainer.train_step(sft_loss), load_tokenizer(model)
+    step, tokenizer = trainer.train_step(sft_loss), load_tokenizer(model)
     tasks = data.tasks(cfg.data, seed=cfg.seed + 1)
     stream = nrl.batched(tasks, cfg.warmup_rows, collate=lambda rows: data.supervised(rows, tokenizer))
+    state: TrainState
+    state, stream = run.restore("warmup", policy=trainer, stream=stream)
     for i, batch in run.steps(stream, cfg.warmup, name="warmup"):
         state, metrics = step(state, batch)
         run.log(i, metrics)
+        run.save(i, policy=state, stream=stream)
     return state
 
 
@@ -64,13 +69,15 @@ def main(cfg: Config) -> None:
         groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
         stream = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
         warm = fsdp.trainer(slots[: cfg.dp], model, cfg.warmup_optimizer, max_tokens=cfg.max_tokens)
-        state = trainer.init(warm_up(cfg, run, warm, model).params) if cfg.warmup else trainer.init()
+        policy = trainer.init(warm_up(cfg, run, warm, model).params) if cfg.warmup else trainer
+        state, stream = run.restore(policy=policy, stream=stream)
         nrl.publish(state.params, sampler)
         for i, batch in run.steps(stream):
             batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
             state, metrics = step(state, batch)
             nrl.publish(state.params, sampler)
             run.log(i, metrics, nrl.summary(batch))
+            run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")
 
 

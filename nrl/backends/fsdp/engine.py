@@ -212,20 +212,29 @@ class TorchEngine:
 
     def save(self, state: State, folder: Path) -> None:
         """Write module and optimizer."""
-        torch.save(state.module.state_dict(), folder / "model.pt")
+        self.save_params(state.module, folder)
         torch.save(state.optimizer.state_dict(), folder / "optimizer.pt")
         (folder / "engine.json").write_text(json.dumps({"step": state.step}))
 
     def restore(self, folder: Path) -> State:
         """Read what `save` wrote."""
         step = json.loads((folder / "engine.json").read_text())["step"]
-        state = self.init()
-        tensors = torch.load(folder / "model.pt", map_location=self.device, weights_only=True)
-        models.load_tensors(state.module, tensors.items(), who="restore")
-        state.optimizer.load_state_dict(
-            torch.load(folder / "optimizer.pt", map_location=self.device, weights_only=True)
-        )
+        state = self.init(self._read(folder / "model.pt").items())
+        state.optimizer.load_state_dict(self._read(folder / "optimizer.pt"))
         return State(state.module, state.optimizer, step)
+
+    def save_params(self, params: nn.Module, folder: Path) -> None:
+        """Write the module."""
+        torch.save(params.state_dict(), folder / "model.pt")
+
+    def restore_params(self, folder: Path) -> nn.Module:
+        """Read what `save_params` wrote."""
+        module = self.load(None)
+        models.load_tensors(module, self._read(folder / "model.pt").items(), who="restore")
+        return module
+
+    def _read(self, file: Path) -> Any:
+        return torch.load(file, map_location=self.device, weights_only=True)
 
     def export(self, params: nn.Module, folder: Path) -> None:
         """Write a folder that transformers and vLLM load."""
