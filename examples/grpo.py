@@ -1,6 +1,6 @@
 """GRPO: `python examples/grpo.py` teaches a tiny model to add; `model=<folder or name> data=<file>` a real one more."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 
@@ -13,12 +13,7 @@ from nrl.envs import number, single_turn
 from nrl.runs import Run
 
 SAMPLERS = {"hf": hf.sampler}
-DECAY = Schedule("linear", steps=300, floor=0.1)
-
-
-def embedded(value: Any, real: Any) -> Any:
-    """A default: one value for the tiny model that comes with nrl, another for a real one."""
-    return attrs.field(default=attrs.Factory(lambda cfg: real if cfg.model else value, takes_self=True))
+EMBEDDED = adamw(lr=7e-4, betas=(0.9, 0.95), schedule=Schedule("linear", steps=300, floor=0.1))
 
 
 @attrs.frozen
@@ -30,15 +25,16 @@ class Config:
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
     checkpoints: Checkpoints = Checkpoints(every=50)
     cluster: str = "local"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     sampler: Literal["hf"] = "hf"
     dp: int = 1  # shards that the trainer splits a batch into
     prompts: int = 32  # a step
     group_size: int = 8  # samples a prompt
     lag: int = 0  # publishes that a rollout may be early
     max_tokens: int = 16_384  # of a micro-batch
-    optimizer: Optimizer = embedded(adamw(lr=7e-4, betas=(0.9, 0.95), schedule=DECAY), real=adamw(lr=1e-6))
-    sampling: Sampling = embedded(Sampling(max_new_tokens=4), real=Sampling(max_new_tokens=512))
-    warmup: int = embedded(40, real=0)  # supervised steps before the main loop, on rows with a "response"
+    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6) if cfg.model else EMBEDDED)
+    sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
+    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40)  # supervised steps, on rows with a "response"
     warmup_rows: int = 128
     warmup_optimizer: Optimizer = adamw(lr=1e-3)
 
@@ -61,7 +57,7 @@ def main(cfg: Config) -> None:
     """The whole of GRPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         slots = cluster.reserve(cfg.dp + 1)
-        model = Model(cfg.model) if cfg.model else tiny.model()
+        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
         trainer = fsdp.trainer(slots[: cfg.dp], model, cfg.optimizer, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :], model, cfg.sampling)
         step = trainer.train_step(grpo_loss)

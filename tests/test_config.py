@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nrl.config import dump, load, option
+from nrl.config import derived, dump, load, option
 from nrl.errors import ConfigError
 
 
@@ -707,3 +707,24 @@ def test_any_other_text_is_a_value_or_a_config_error(text: str) -> None:
             load(Config, [f"{key}={text}"])
         except ConfigError as error:
             assert str(error).startswith("load(Config): ")  # noqa: PT017
+
+
+# --- defaults that depend on other fields
+
+
+@attrs.frozen
+class Derived:
+    model: str | None = None
+    warmup: int = derived(lambda cfg: 0 if cfg.model else 40, help="supervised steps")
+
+
+def test_a_default_may_depend_on_the_fields_before() -> None:
+    assert load(Derived, []).warmup == 40
+    assert load(Derived, ["model=x"]).warmup == 0
+    assert load(Derived, ["model=x", "warmup=3"]).warmup == 3
+
+
+def test_a_derived_default_is_shown_by_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(Derived, ["--help"])
+    assert "warmup: int = 40\n      supervised steps" in capsys.readouterr().out

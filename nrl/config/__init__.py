@@ -31,7 +31,7 @@ from nrl.config._typed import Unknown, default_of, fields, found, name, sections
 from nrl.config._yaml import Problems, Word, mapping, parse, write
 from nrl.errors import ConfigError
 
-__all__ = ["dump", "load", "option"]
+__all__ = ["derived", "dump", "load", "option"]
 
 
 def option[T](default: T, *, help: str, validator: Callable[[Any, Any, T], Any] | None = None) -> T:
@@ -55,6 +55,26 @@ def option[T](default: T, *, help: str, validator: Callable[[Any, Any, T], Any] 
     """
     made: Any = attrs.Factory(default.copy) if isinstance(default, list | dict) else default
     return attrs.field(default=made, validator=validator, metadata={"help": help})  # type: ignore[no-any-return]
+
+
+def derived(default: Callable[[Any], Any], *, help: str = "") -> Any:
+    """A field of a configuration whose default depends on the fields before it.
+
+    Args:
+        default: from the instance, with the fields before this one, to the default.
+        help: the line that ``--help`` prints.
+
+    Returns:
+        An `attrs.field`.
+
+    >>> @attrs.frozen
+    ... class Config:
+    ...     model: str | None = None
+    ...     lr: float = derived(lambda cfg: 1e-6 if cfg.model else 1e-3)
+    >>> Config().lr, Config("a-real-one").lr
+    (0.001, 1e-06)
+    """
+    return attrs.field(default=attrs.Factory(default, takes_self=True), metadata={"help": help} if help else {})
 
 
 def load[T](cls: type[T], args: Sequence[str] | None = None) -> T:
