@@ -13,12 +13,13 @@ Algorithms are written from pure functions over immutable batches; a runtime map
 from nrl.backends import Model, Sampling, adamw, evaluate, publish
 from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibatches, pad, require, shard
 from nrl.columns import COLUMNS
-from nrl.episodes import rollout, rollouts, run_episode, summary
+from nrl.episodes import rollout, rollouts, run_episode
 from nrl.pack import pack, packed, unpack
 from nrl.reduce import Max, Mean, Metrics, Min, Sum, finalize, merge
 from nrl.runs import run
 from nrl.runtime import P, cluster, donated, merged, microbatched, resident, shard_map
 from nrl.stream import ahead, batched, drop_uniform, fresh
+from nrl.summaries import samples, summary
 
 __all__ = [
     "COLUMNS",
@@ -58,6 +59,7 @@ __all__ = [
     "rollouts",
     "run",
     "run_episode",
+    "samples",
     "shard",
     "shard_map",
     "summary",

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from nrl.backends.base import Completion, Sampler, Sampling
-from nrl.batch import Batch, assign, require
+from nrl.batch import Batch, assign
 from nrl.data import render
 from nrl.envs import Env, Step, Task
 from nrl.errors import DataError, EnvError
-from nrl.reduce import Max, Mean, Metrics, Sum
 from nrl.stream import Source, Stream
 
-__all__ = ["Episode", "rollout", "rollouts", "run_episode", "summary"]
+__all__ = ["Episode", "rollout", "rollouts", "run_episode"]
 
 type _Generate = Callable[[list[int]], Awaitable[Completion]]
 
@@ -403,46 +402,3 @@ def rollouts(
         drawn = int(state["groups"])
 
     return Source(take, lambda: {"tasks": tasks.state(), "groups": drawn}, restore)
-
-
-def summary(batch: Batch) -> Metrics:
-    """What happened in a rollout, as metrics.
-
-    ``reward`` is the mean over all valid rows that were sampled, those dropped since included; ``reward/max`` the best
-    row; ``length`` the mean number of sampled tokens, ``length/max`` the largest; ``truncated`` the fraction of valid
-    rows that hit a length limit; ``invalid`` and ``dropped`` are counts of rows; ``env/<name>`` are means.
-
-    Raises:
-        MissingColumn: there are no rewards.
-
-    >>> rewards = torch.tensor([0.0, 1.0])
-    >>> mask = torch.tensor([[True, True], [True, False]])
-    >>> batch = Batch({"input_ids": mask.long(), "loss_mask": mask, "rewards": rewards}, batch_size=[2])
-    >>> from nrl.reduce import finalize
-    >>> finalize(summary(batch))["reward"]
-    0.5
-    """
-    require(batch, "rewards", "loss_mask", reader="summary")
-    size = batch.batch_size
-    valid = batch["valid"] if "valid" in batch.keys() else torch.ones(size, dtype=torch.bool)
-    truncated = batch["truncated"] if "truncated" in batch.keys() else torch.zeros(size, dtype=torch.bool)
-    rewards = batch["rewards"].sum(-1) if batch["rewards"].ndim > len(size) else batch["rewards"]
-    rewards, count = torch.where(valid, rewards, 0.0), valid.sum()
-    sampled = batch["loss_mask"].sum(-1)
-    dropped = batch["dropped"].sum() if "dropped" in batch.keys() else torch.tensor(0)
-    failed = batch["dropped_invalid"].sum() if "dropped_invalid" in batch.keys() else torch.tensor(0)
-    carried = batch["dropped_rewards"].sum() if "dropped" in batch.keys() else torch.tensor(0.0)
-    metrics: Metrics = {
-        "reward": Mean(rewards.sum() + carried, (count + dropped).float()),
-        "reward/max": Max(torch.where(valid, rewards, -math.inf).max()),
-        "length": Mean(sampled.sum().float(), count.float()),
-        "length/max": Max(sampled.max().float()),
-        "truncated": Mean((truncated & valid).sum().float(), count.float()),
-        "invalid": Sum((~valid).sum() + failed),
-        "dropped": Sum(dropped),
-    }
-    for key, value in batch.items():
-        if str(key).startswith("env/") and isinstance(value, Tensor):
-            known = torch.isfinite(value) & valid
-            metrics[str(key)] = Mean(torch.where(known, value, 0.0).sum(), known.sum().float())
-    return metrics

@@ -16,10 +16,11 @@ from nrl.algos import advantages, grpo_loss
 from nrl.backends import Completion, Sampling, Trainer, adamw, fsdp, hf
 from nrl.backends.hf import HFSampler
 from nrl.envs import Environment, Step, exact, number, single_turn
-from nrl.episodes import rollout, rollouts, run_episode, summary
-from nrl.errors import DataError, GenerationError, MissingColumn
+from nrl.episodes import rollout, rollouts, run_episode
+from nrl.errors import DataError, GenerationError
 from nrl.reduce import finalize
 from nrl.runtime import Cluster
+from nrl.summaries import summary
 
 TASKS = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "12+7=", "answer": "19"}]
 
@@ -297,36 +298,6 @@ def test_under_top_k_the_sampler_speaks_of_the_kept_tokens(sampler: HFSampler, t
     gap = (trainer.logprobs(state.params, batch).result() - batch["rollout_logprobs"])[mask]
     assert (gap < 0).all()  # the log of the kept mass: the trainer's distribution has a tail
     assert (gap.exp() > 3 / 100).all()  # three of a hundred tokens hold at least their share
-
-
-# --- summary
-
-
-def test_summary_by_hand() -> None:
-    batch = nrl.assign(
-        nrl.Batch({}, batch_size=[3]),
-        input_ids=torch.zeros(3, 4, dtype=torch.int64),
-        loss_mask=torch.tensor([[False, True, True, True], [False, True, False, False], [False, True, True, False]]),
-        rewards=torch.tensor([1.0, 0.5, math.nan]),
-        valid=torch.tensor([True, True, False]),
-        truncated=torch.tensor([True, False, True]),
-        dropped=torch.tensor([2, 0, 0]),
-        dropped_rewards=torch.tensor([2.0, 0.0, 0.0]),
-    )
-    assert finalize(summary(batch)) == {
-        "reward": 3.5 / 4,
-        "reward/max": 1.0,
-        "length": 2.0,
-        "length/max": 3.0,
-        "truncated": 0.5,
-        "invalid": 1.0,
-        "dropped": 2.0,
-    }
-
-
-def test_summary_needs_rewards() -> None:
-    with pytest.raises(MissingColumn, match=r"summary reads the column 'rewards'"):
-        summary(nrl.Batch({"input_ids": torch.zeros(1, 1)}, batch_size=[1]))
 
 
 class Scripted:

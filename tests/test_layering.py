@@ -19,9 +19,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("algos", "pack", "config", "log", "envs"),
     ("runtime",),
     ("backends",),
-    ("checkpoint", "data", "episodes", "stream", "runs", "tiny"),
+    ("checkpoint", "data", "episodes", "report", "runs", "stream", "summaries", "tiny"),
     ("",),  # nrl/__init__.py, which gathers the public names
     ("cli",),
+    ("__main__",),
 )
 HEAVY = frozenset({"datasets", "megatron", "peft", "ray", "transformers", "vllm", "wandb"})
 OWNERS = {"megatron": "nrl.backends.megatron", "ray": "nrl.runtime", "vllm": "nrl.backends.vllm", "wandb": "nrl.log"}

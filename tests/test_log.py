@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nrl import log
-from nrl.log import JsonLines, Progress, duration
+from nrl.log import JsonLines, Progress, duration, terminal
 
 
 class Clock:
@@ -23,7 +22,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(log, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=clock))
     return clock
 
 

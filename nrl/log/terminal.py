@@ -1,52 +1,16 @@
-"""Metrics to the terminal and to JSONL."""
+"""Where a run is, on the terminal."""
 
-import json
 import math
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import IO, Any, Self
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-__all__ = ["JsonLines", "Progress", "duration"]
-
-
-class JsonLines:
-    r"""A file of one JSON object a line, flushed line by line. NaN and infinities become null.
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
-    >>> with JsonLines(path) as lines:
-    ...     lines.write({"step": 0, "loss": math.nan})
-    >>> path.read_text()
-    '{"step": 0, "loss": null}\n'
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file: IO[str] = path.open("a", encoding="utf-8")
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append one object."""
-        self._file.write(json.dumps(_defined(record), allow_nan=False) + "\n")
-        self._file.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-
-def _defined(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _defined(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_defined(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+__all__ = ["Progress", "duration"]
 
 
 def duration(seconds: float) -> str:

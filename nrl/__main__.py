@@ -1,0 +1,8 @@
+"""``python -m nrl`` is ``nrl``."""
+
+import sys
+
+from nrl.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""What a run says of itself: to JSONL files, to the terminal, to Weights & Biases, TensorBoard and MLflow."""
+
+from nrl.log.jsonlines import JsonLines
+from nrl.log.redaction import redact, redacted
+from nrl.log.sinks import Sink, open_sinks
+from nrl.log.terminal import Progress, duration
+
+__all__ = ["JsonLines", "Progress", "Sink", "duration", "open_sinks", "redact", "redacted"]

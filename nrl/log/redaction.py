@@ -1,0 +1,121 @@
+"""What is written down holds no secrets."""
+
+import functools
+import netrc
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+__all__ = ["redact", "redacted"]
+
+_MASK = "***"
+# TOKENIZERS_PARALLELISM and KEYBOARD_LAYOUT are no secrets
+_SECRET_NAME = re.compile(
+    r"KEY(?!BOARD|MAP)|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(^|_)(PAT|PWD)$", re.IGNORECASE
+)
+_SHORTEST = 8  # characters; a shorter value is a word, and would be masked wherever it is used
+_SHAPES = (
+    r"(?<![A-Za-z0-9])(?:"
+    r"hf_[A-Za-z0-9]{20,}"  # Hugging Face
+    r"|sk-(?=[\w-]*\d)[\w-]{20,}"  # OpenAI, Anthropic and those who follow them
+    r"|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{22,}|glpat-[\w-]{20,}"
+    r"|(?:AKIA|ASIA)[0-9A-Z]{16}"  # Amazon
+    r"|AIza[\w-]{35}"  # Google
+    r"|xox[abprs]-[\w-]{10,}"  # Slack
+    r")"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----"
+    r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"  # user:password in an address
+)
+
+
+def redact(text: str) -> str:
+    """Mask what must not be written down with ``***``.
+
+    That is: the values, of at least 8 characters, of environment variables whose names look secret (``*KEY*``,
+    ``*TOKEN*``, ``*SECRET*``, ``*PASSW*`` ...); passwords in ``~/.netrc`` or ``$NETRC``, where the key of Weights &
+    Biases is; and what has the shape of a well-known token (``hf_...``, ``sk-...``, ``ghp_...``, ``AKIA...``), of a
+    private key, or of a password in an address.
+
+    Args:
+        text: any.
+
+    Returns:
+        The text, masked.
+
+    >>> redact("login with hf_abcdefghijklmnopqrstuvwxyz012345, please")
+    'login with ***, please'
+    >>> redact("postgres://me:hunter2@host/db")
+    'postgres://***@host/db'
+    """
+    return _pattern().sub(_MASK, text)
+
+
+def redacted(value: Any) -> Any:
+    """Apply `redact` to every text in a JSON-like value, keys too.
+
+    A list of texts is read as one text: a secret is found also where it is spread over several tokens.
+
+    Args:
+        value: mappings, lists and tuples of texts, numbers, None.
+
+    Returns:
+        The same, masked.
+
+    >>> key = "AKIA" + "ABCDEFGHIJKLMNOP"
+    >>> redacted({"key": key, "tokens": ["it is ", key[:9], key[9:], "!"]})
+    {'key': '***', 'tokens': ['it is ', '***', '', '!']}
+    """
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {redact(key) if isinstance(key, str) else key: redacted(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        if value and all(isinstance(item, str) for item in value):
+            return _pieces(value)
+        return [redacted(item) for item in value]
+    return value
+
+
+def _pieces(pieces: Sequence[str]) -> list[str]:
+    text = "".join(pieces)
+    masked = [found.span() for found in _pattern().finditer(text)]
+    if not masked:
+        return list(pieces)
+    ends = list(accumulate(map(len, pieces)))
+    return ["".join(_cut(text, end - len(piece), end, masked)) for piece, end in zip(pieces, ends, strict=True)]
+
+
+def _cut(text: str, start: int, end: int, masked: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """The text from start to end; a mask stands where its secret begins."""
+    for first, last in masked:
+        if last <= start or first >= end:
+            continue
+        yield text[start:first]
+        yield _MASK if start <= first else ""
+        start = last
+    yield text[start:end]
+
+
+def _pattern() -> re.Pattern[str]:
+    named = {value for name, value in os.environ.items() if _SECRET_NAME.search(name)}
+    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    stored = _passwords(path, path.stat().st_mtime_ns) if path.is_file() else frozenset()
+    return _compiled(frozenset(value.strip() for value in named | stored if len(value.strip()) >= _SHORTEST))
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(secrets: frozenset[str]) -> re.Pattern[str]:
+    longest_first = sorted(secrets, key=lambda value: (-len(value), value))
+    return re.compile("|".join([*map(re.escape, longest_first), _SHAPES]))
+
+
+@functools.lru_cache(maxsize=4)
+def _passwords(path: Path, changed: int) -> frozenset[str]:
+    try:
+        hosts = netrc.netrc(path).hosts.values()
+    except (OSError, netrc.NetrcParseError):  # not ours to complain about
+        return frozenset()
+    return frozenset(password for _, _, password in hosts if password)
