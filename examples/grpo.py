@@ -24,6 +24,7 @@ class Config:
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
     checkpoints: Checkpoints = Checkpoints(every=50)
+    sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"
     dtype: Literal["float32", "bfloat16"] = "float32"
     sampler: Literal["hf"] = "hf"
@@ -72,7 +73,7 @@ def main(cfg: Config) -> None:
             batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
             state, metrics = step(state, batch)
             nrl.publish(state.params, sampler)
-            run.log(i, metrics, nrl.summary(batch))
+            run.log(i, metrics, nrl.summary(batch), samples=nrl.samples(batch, sampler.tokenizer))
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")
 

@@ -23,6 +23,7 @@ class Config:
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
     checkpoints: Checkpoints = Checkpoints(best="eval/loss", mode="min")
+    sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"
     dtype: Literal["float32", "bfloat16"] = "float32"
     dp: int = 1  # shards that the trainer splits a batch into

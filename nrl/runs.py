@@ -9,6 +9,7 @@ checkpoint: files are cut back to it, so they are those of a run that was never 
 import os
 import random
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -25,15 +26,13 @@ from nrl.backends.base import Trainer
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 from nrl.errors import ConfigError
-from nrl.log import JsonLines, Progress, duration
+from nrl.log import JsonLines, Progress, Sink, duration, open_sinks
 from nrl.reduce import Metrics, finalize, merge
+from nrl.report import report
 from nrl.runtime.futures import Future
 from nrl.stream import Stream
 
 __all__ = ["Run", "run"]
-
-_SHOWN = ("reward", "loss", "grad_norm", "kl", "length", "lag", "invalid", "skipped", "tokens_per_second")
-_QUIET_AT_ZERO = ("lag", "invalid", "skipped")
 
 
 @attrs.define(eq=False)
@@ -60,10 +59,12 @@ class Run:
         out: its folder.
         total: steps of the main loop.
         keep: when checkpoints are written, and which are kept.
+        sink: what else is told of metrics, besides the terminal and the JSONL files.
     """
 
-    def __init__(self, out: Path, total: int, keep: Checkpoints, stack: ExitStack) -> None:
+    def __init__(self, out: Path, total: int, keep: Checkpoints, sink: Sink, stack: ExitStack) -> None:
         self.out, self.total, self.keep, self._stack = out, total, keep, stack
+        self._sink = sink
         self._progress = stack.enter_context(Progress())
         self._files: dict[str, JsonLines] = {}
         self._loops: list[_Loop] = []  # one within the other; the last is the one that is running
@@ -211,8 +212,8 @@ class Run:
         self._write(loop.file, numbers)
         if samples is not None:
             self._write("rollouts" if loop.name == "train" else f"{loop.name}.rollouts", {"step": step} | dict(samples))
-        shown = {k: numbers[k] for k in _SHOWN if k in numbers and (numbers[k] != 0 or k not in _QUIET_AT_ZERO)}
-        self._progress.show(loop.name, step, loop.steps, shown)
+        self._progress.show(loop.name, step, loop.steps, numbers)
+        self._sink.write(loop.name, step, numbers)
         loop.numbers = numbers
         return numbers
 
@@ -262,7 +263,8 @@ def run(cfg: Any) -> Iterator[Run]:
     Args:
         cfg: a frozen attrs config. What it has of these is read: ``out``, the run's folder (None: a new one under
             ``runs/``), ``steps``, the number of steps of the main loop, ``seed``, of the global random generators,
-            and ``checkpoints``, a `nrl.checkpoint.Checkpoints`.
+            ``checkpoints``, a `nrl.checkpoint.Checkpoints`, and ``sinks``, where metrics go besides the terminal and
+            the JSONL files: any of ``"wandb"``, ``"tensorboard"`` and ``"mlflow"``.
 
     Raises:
         ConfigError: ``out`` is a file, holds a run that has no checkpoints, or one that another process is in.
@@ -292,8 +294,19 @@ def run(cfg: Any) -> Iterator[Run]:
         _lock(out, stack)
         _write_config(out / "config.yaml", text)
         _seed(getattr(cfg, "seed", 0))
-        yield Run(out, int(getattr(cfg, "steps", 0)), getattr(cfg, "checkpoints", Checkpoints()), stack)
+        sink = stack.enter_context(open_sinks(getattr(cfg, "sinks", ()), out, attrs.asdict(cfg), name=out.name))
+        stack.callback(_report, out)
+        yield Run(out, int(getattr(cfg, "steps", 0)), getattr(cfg, "checkpoints", Checkpoints()), sink, stack)
     print(f"done in {duration(time.monotonic() - started)}; metrics are in {out}", flush=True)  # noqa: T201
+
+
+def _report(out: Path) -> None:
+    """However a run ends, there is something to look at; and what ended it is not hidden by this."""
+    try:
+        if any(path.stat().st_size for path in out.glob("*.jsonl")):
+            report(out)
+    except Exception as error:
+        warnings.warn(f"run: {out}/report.html could not be written: {type(error).__name__}: {error}", stacklevel=2)
 
 
 def _lock(out: Path, stack: ExitStack) -> None:
