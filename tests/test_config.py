@@ -728,3 +728,27 @@ def test_a_derived_default_is_shown_by_help(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         load(Derived, ["--help"])
     assert "warmup: int = 40\n      supervised steps" in capsys.readouterr().out
+
+
+@attrs.frozen
+class Commented:
+    steps: int = 3  # of the main loop
+    rate: float = option(0.5, help="said by the option")  # not by this
+    # nor by this
+    name: str = "x"
+
+
+def test_help_shows_the_comments_behind_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(Commented, ["--help"])
+    shown = capsys.readouterr().out
+    assert "steps: int = 3\n      of the main loop\n" in shown
+    assert "rate: float = 0.5\n      said by the option\n" in shown
+    assert shown.endswith("name: str = x\n")
+
+
+def test_a_class_without_source_has_help_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    made = attrs.make_class("Made", {"steps": attrs.field(default=1, type=int)}, frozen=True)
+    with pytest.raises(SystemExit):
+        load(made, ["--help"])
+    assert "steps: int = 1" in capsys.readouterr().out

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import attrs
 import yaml
 
+from nrl.config._comments import comments
 from nrl.config._typed import Unknown, default_of, fields, found, name, sections, structure
 from nrl.config._yaml import Problems, Word, mapping, parse, write
 from nrl.errors import ConfigError
@@ -36,6 +37,8 @@ __all__ = ["derived", "dump", "load", "option"]
 
 def option[T](default: T, *, help: str, validator: Callable[[Any, Any, T], Any] | None = None) -> T:
     """A field of a configuration with a default and the line that ``--help`` prints for it.
+
+    A comment at the end of a field's line in the source is printed as well, so this is for texts that are computed.
 
     A field without a default takes ``attrs.field(metadata={"help": ...})`` instead.
 
@@ -248,8 +251,11 @@ def _origin(path: tuple[Any, ...], layer: _Layer) -> str:
 
 def _keys(cls: type, instance: Any = attrs.NOTHING, above: tuple[type, ...] = ()) -> Iterator[tuple[str, Any, Any]]:
     """Every key, dotted, with its field and default; a section before what is in it."""
+    notes = comments(cls)
     for field in fields(cls):
         value = default_of(field) if instance is attrs.NOTHING else getattr(instance, field.name)
+        if field.name in notes and "help" not in field.metadata:
+            field = field.evolve(metadata={"help": notes[field.name]})
         yield field.alias, field, value
         for section in sections(field.type):
             if section not in (cls, *above):
