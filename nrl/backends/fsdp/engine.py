@@ -205,7 +205,8 @@ class TorchEngine:
     def restore(self, folder: Path) -> State:
         """Read what `save` wrote."""
         step = json.loads((folder / "engine.json").read_text())["step"]
-        state = self.init(self._read(folder / "model.pt").items())
+        state = self.init()
+        models.load_tensors(state.module, self._read(folder / "model.pt").items(), who="restore")
         state.optimizer.load_state_dict(self._read(folder / "optimizer.pt"))
         return State(state.module, state.optimizer, step)
 
