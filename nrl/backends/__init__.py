@@ -1,7 +1,7 @@
 """Backends: engines that train and samplers that generate. Importing this package is cheap."""
 
 from nrl.backends.base import Completion, Engine, Model, Params, Sampler, Sampling, Trainer, TrainState, publish
-from nrl.backends.evaluation import evaluate
+from nrl.backends.held_out import evaluate
 from nrl.backends.models import load_tokenizer
 from nrl.backends.optimizers import Optimizer, Schedule, adamw, learning_rate
 

@@ -1,50 +1,148 @@
-"""A loss as a measurement: forward only, on rows that are not trained on."""
+"""A loss on the outputs of one micro-batch: its value, its gradient, and whether it reads outputs that are not there.
 
+The model's head is the dearest part of small models, and most losses read its outputs only where ``loss_mask`` is true.
+A loss is any function, so that is found and not assumed: it is called twice on the real outputs, with two different
+numbers in the place of those that were not computed. Where terms, metrics and gradients are the same to the last bit,
+what stands there does not matter; otherwise the engine computes all of them.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from nrl.algos import Loss, name_of, needed
-from nrl.backends.base import Params, Trainer
-from nrl.backends.training import terms_of
-from nrl.batch import Batch
-from nrl.errors import MissingOutput
-from nrl.reduce import Metrics
+from nrl.algos import Loss
+from nrl.backends.training import check_terms, terms_of
+from nrl.batch import Batch, unchanged
+from nrl.reduce import Mean, Metrics
 
-__all__ = ["evaluate"]
+__all__ = ["Evaluation", "evaluate", "ignores"]
 
 
-def evaluate(loss: Loss, trainer: Trainer, params: Params, batch: Batch) -> Metrics:
-    """What a loss and its metrics are on a batch, by the same function that trains.
+class Evaluation(NamedTuple):
+    """What a loss makes of some outputs.
 
     Args:
-        loss: one that reads ``logprobs`` alone, such as `nrl.algos.sft_loss` or a `preference_loss`.
-        trainer: computes the log-probabilities.
-        params: from ``state.params``, or frozen ones.
-        batch: with the columns that the loss reads; of any size, since the trainer makes micro-batches of it.
+        loss: scalar, the sum over terms of ``total / weight``.
+        terms: detached.
+        metrics: detached.
+        gradients: of ``loss``, for each output ``[*b, T]``; zeros where it does not depend on it.
+    """
 
-    Returns:
-        The loss as ``eval/loss`` (``eval/loss/<term>`` where it has several terms) and its metrics as ``eval/<name>``,
-        to be given to ``run.log``.
+    loss: Tensor
+    terms: dict[str, Mean]
+    metrics: Metrics
+    gradients: dict[str, Tensor]
+
+
+def evaluate(
+    loss: Loss, name: str, outputs: Mapping[str, Tensor], batch: Batch, weights: Mapping[str, float]
+) -> Evaluation:
+    """Call a loss, and differentiate it with respect to the outputs.
+
+        sum over terms of total / weights[term]
+
+    Args:
+        loss: what to call.
+        name: how errors speak of it.
+        outputs: ``[*b, T]`` each; taken as constants.
+        batch: the rows that they belong to.
+        weights: of each term, over the whole batch.
 
     Raises:
-        MissingOutput: the loss needs more than log-probabilities.
+        WeightError: its terms are not those of ``weights``.
 
-    >>> import nrl
-    >>> from nrl import data, tiny
     >>> from nrl.algos import sft_loss
-    >>> from nrl.backends import adamw, fsdp
-    >>> with nrl.cluster("local") as cluster:
-    ...     trainer = fsdp.trainer(cluster.reserve(1), tiny.model(), adamw(lr=1e-3))
-    ...     batch = data.supervised([{"prompt": "1+1=", "response": "2"}], tiny.tokenizer())
-    ...     found = evaluate(sft_loss, trainer, trainer.load(), batch)
-    >>> list(found), found["eval/loss"].weight.item()
-    (['eval/loss'], 2.0)
+    >>> batch = Batch({"loss_mask": torch.tensor([[False, True]])}, batch_size=[1])
+    >>> found = evaluate(sft_loss, "sft", {"logprobs": torch.tensor([[0.0, -3.0]])}, batch, {"loss": 2.0})
+    >>> found.loss, found.gradients["logprobs"]
+    (tensor(1.5000), tensor([[-0.0000, -0.5000]]))
     """
-    name = name_of(loss)
-    more = needed(loss) - {"logprobs"}
-    if more:
-        raise MissingOutput(f"evaluate({name}): the loss needs {', '.join(sorted(more))}; only logprobs are computed")
-    out = TensorDict({"logprobs": trainer.logprobs(params, batch).result()}, batch_size=batch.batch_size)
-    terms, metrics = terms_of(name, loss(out, batch))
-    single = len(terms) == 1
-    losses: Metrics = {"eval/loss" if single else f"eval/loss/{key}": term for key, term in terms.items()}
-    return losses | {f"eval/{key}": value for key, value in metrics.items()}
+    leaves = {key: value.detach().requires_grad_() for key, value in outputs.items()}
+    with torch.enable_grad(), unchanged(batch, name):
+        terms, metrics = terms_of(name, loss(TensorDict(leaves, batch_size=batch.batch_size), batch))
+        check_terms(name, terms, weights)
+        total = torch.stack([term.total / weights[key] for key, term in terms.items()]).sum()
+    found: tuple[Tensor | None, ...] = (None,) * len(leaves)
+    if total.requires_grad:
+        found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    return Evaluation(
+        total.detach(),
+        {key: Mean(*(x.detach() for x in term)) for key, term in terms.items()},
+        {key: type(value)(*(x.detach() for x in value)) for key, value in metrics.items()},
+        {
+            key: torch.zeros_like(leaf) if grad is None else grad
+            for (key, leaf), grad in zip(leaves.items(), found, strict=True)
+        },
+    )
+
+
+def ignores(
+    loss: Loss,
+    name: str,
+    outputs: Mapping[str, Tensor],
+    batch: Batch,
+    weights: Mapping[str, float],
+    places: Tensor,
+    found: Evaluation,
+) -> Tensor:
+    """Whether it does not matter to a loss what the outputs are at some places.
+
+    Nothing waits for the device.
+
+    Args:
+        loss: what to call, a second time.
+        name: how errors speak of it.
+        outputs: ``[*b, T]`` each, with zeros at ``places``.
+        batch: the rows that they belong to.
+        weights: of each term, over the whole batch.
+        places: ``[k]`` int64, of the flattened outputs.
+        found: what it made of ``outputs``.
+
+    Returns:
+        Scalar bool: with other numbers there, the value, its terms and metrics and all gradients are the same to the
+        last bit, and the gradient there is 0.
+
+    >>> from nrl.algos import sft_loss, token_mean
+    >>> batch = Batch({"loss_mask": torch.tensor([[False, True]])}, batch_size=[1])
+    >>> outputs, first = {"logprobs": torch.tensor([[0.0, -3.0]])}, torch.tensor([0])
+    >>> def everywhere(out, batch):
+    ...     return token_mean(out["logprobs"], batch["loss_mask"].logical_not()), {}
+    >>> for loss in (sft_loss, everywhere):
+    ...     found = evaluate(loss, "loss", outputs, batch, {"loss": 1.0})
+    ...     bool(ignores(loss, "loss", outputs, batch, {"loss": 1.0}, first, found))
+    True
+    False
+    """
+    # Spread over the range of log-probabilities, so that a threshold lies between it and the zeros
+    noise = 1 + 16 * (0.618034 * torch.arange(1, len(places) + 1, device=places.device, dtype=torch.float64) % 1)
+    other = {
+        key: value.flatten()
+        .index_copy(0, places, (-noise if key == "logprobs" else noise).to(value.dtype))
+        .view(value.shape)
+        for key, value in outputs.items()
+    }
+    no = torch.zeros((), dtype=torch.bool, device=places.device)
+    try:
+        again = evaluate(loss, name, other, batch, weights)
+    except Exception:  # a loss that refuses these numbers has looked at them
+        return no
+    pairs = list(zip(_leaves(found), _leaves(again), strict=False))
+    if _shape(found) != _shape(again):
+        return no
+    same = [(a == b).all() for a, b in pairs]
+    same += [(grad.flatten().index_select(0, places) == 0).all() for grad in found.gradients.values()]
+    return torch.stack(same).all()
+
+
+def _leaves(found: Evaluation) -> list[Tensor]:
+    reduced = [*found.terms.values(), *found.metrics.values()]
+    return [found.loss, *(x for value in reduced for x in value), *found.gradients.values()]
+
+
+def _shape(found: Evaluation) -> list[object]:
+    """All that is known of an evaluation without looking at numbers."""
+    metrics = [(key, type(value)) for key, value in found.metrics.items()]
+    return [metrics, [(x.shape, x.dtype) for x in _leaves(found)]]

@@ -1,0 +1,61 @@
+"""Which rows begin alike, and how much of them is worth computing once.
+
+Rows that answer one prompt begin with the same tokens. That is found from the tokens themselves, so it needs no group
+numbers, holds for any order of the rows, and is exact for whatever else happens to be equal.
+"""
+
+import numpy as np
+
+__all__ = ["common_prefixes"]
+
+
+def common_prefixes(ids: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Put rows into sets that begin alike, so that laying out each set's common first tokens once saves the most.
+
+    Sorted rows that have their first k tokens in common are neighbours, so the candidates form a tree: a set either
+    shares what all of its rows have in common, which saves ``(rows - 1) * k``, or falls into smaller sets that share
+    more each. The tree is built from its leaves, joining the two neighbours that have the most in common.
+
+    Args:
+        ids: ``[B, T]`` integers, right-padded.
+        sizes: ``[B]`` integers, the tokens of each row that count.
+
+    Returns:
+        stem: ``[B]`` int64, a row of the same set, the same one for all of the set.
+        shared: ``[B]`` int64, how many first tokens the set has in common; of a row alone, all of them.
+
+    >>> ids = np.array([[5, 6, 1, 2], [7, 7, 7, 7], [5, 6, 3, 0]])
+    >>> common_prefixes(ids, np.array([4, 4, 3]))
+    (array([0, 1, 0]), array([2, 4, 2]))
+    """
+    keys = ids.astype(">i8")
+    order = np.array(sorted(range(len(ids)), key=lambda row: keys[row, : sizes[row]].tobytes()), dtype=np.int64)
+    alike = _in_common(ids[order], sizes[order])
+    # A set of sorted rows is known by its first and its last one, which know each other
+    last, first = list(range(len(ids))), list(range(len(ids)))
+    saved = [0] * len(ids)  # of the set that begins here
+    cut: dict[int, list[tuple[int, int, int]]] = {}  # of the set that begins here: (first, end, shared) of its parts
+    for left in np.argsort(-alike, kind="stable").tolist():
+        common = int(alike[left])
+        if common == 0:
+            break
+        begin, end = first[left], last[left + 1]
+        last[begin], first[end] = end, begin
+        parts = saved[begin] + saved[left + 1]
+        whole = (end - begin) * common
+        below = cut.pop(begin, []) + cut.pop(left + 1, [])
+        saved[begin], cut[begin] = (whole, [(begin, end + 1, common)]) if whole >= parts else (parts, below)
+    stem, shared = np.arange(len(ids)), np.array(sizes, dtype=np.int64)
+    for parts_of in cut.values():
+        for begin, stop, common in parts_of:
+            rows = order[begin:stop]
+            stem[rows], shared[rows] = rows.min(), common
+    return stem, shared
+
+
+def _in_common(ids: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """How many first tokens each row has in common with the next one."""
+    differs = ids[1:] != ids[:-1]
+    first = np.where(differs.any(1), differs.argmax(1), ids.shape[1]) if ids.shape[1] else np.zeros(len(differs), int)
+    common: np.ndarray = np.minimum(np.minimum(first, sizes[1:]), sizes[:-1])
+    return common
