@@ -25,7 +25,7 @@ from nrl import checkpoint, config
 from nrl.backends.base import Trainer
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
-from nrl.errors import ConfigError
+from nrl.errors import CheckpointError, ConfigError
 from nrl.log import JsonLines, Progress, Sink, duration, open_sinks
 from nrl.reduce import Metrics, finalize, merge
 from nrl.report import report
@@ -39,17 +39,12 @@ __all__ = ["Run", "run"]
 class _Loop:
     name: str
     steps: int
+    file: str  # without its suffix: a loop within a loop other than the main one bears that one's name too
+    checked: bool = False  # what it saves
+    saved: bool = False  # the step that is running
     asked: float = 0.0
     pulled: float = 0.0
     numbers: dict[str, float] = attrs.field(factory=dict)  # of the step, once it is logged
-
-    @property
-    def file(self) -> str:
-        return _file(self.name)
-
-
-def _file(loop: str) -> str:
-    return "metrics" if loop == "train" else loop
 
 
 class Run:
@@ -69,6 +64,7 @@ class Run:
         self._files: dict[str, JsonLines] = {}
         self._loops: list[_Loop] = []  # one within the other; the last is the one that is running
         self._next: dict[str, int] = {}  # the step at which a restored loop goes on
+        self._names: dict[str, set[str]] = {}  # of what a loop restores and saves
         self._best: dict[str, float] = {}
 
     def restore(self, loop: str = "train", /, **named: Any) -> Any:
@@ -100,19 +96,19 @@ class Run:
         ...         total, stream = entered.restore(total=0, stream=counting())
         ...         for i, batch in entered.steps(stream):
         ...             total += 10
-        ...             entered.save(i, total=total, stream=stream)
+        ...             folder = entered.save(i, total=total, stream=stream)
         ...     total
-        done in 0:00; ...
+        done in ...
         20
-        train: 2 of 2 steps were done ...
-        done in 0:00; ...
+        train: 2 of 2 steps were done; going on after them
+        done in ...
         20
         """
         root = self._checkpoints(loop)
         root.mkdir(parents=True, exist_ok=True)
         found = checkpoint.newest(root)
         self._next[loop] = 0 if found is None else found.step + 1
-        self._cut(loop, {} if found is None else found.meta["files"])
+        self._names[loop] = set(named)
         if found is None:
             values = [value.init() if isinstance(value, Trainer) else value for value in named.values()]
         else:
@@ -121,6 +117,7 @@ class Run:
             if champion is not None:
                 self._best[loop] = checkpoint.score(champion.meta["metrics"], self.keep) or 0.0
             self._say(f"{loop}: {found.step + 1} of {found.meta['steps']} steps were done; going on after them")
+        self._cut(loop, {} if found is None else found.meta["files"])
         return values[0] if len(values) == 1 else tuple(values)
 
     def save(self, step: int, **named: Any) -> Path | None:
@@ -136,17 +133,19 @@ class Run:
             The folder of the checkpoint, None where none was due.
 
         Raises:
-            CheckpointError: it could not be written; those before stand.
+            CheckpointError: it could not be written (those before stand), or the names are not those of `restore`.
             ConfigError: no loop over `steps` is running.
         """
         loop = self._running("save")
+        self._check(loop, named)
+        loop.saved = True
         score = checkpoint.score(loop.numbers, self.keep)
         better = score is not None and score > self._best.get(loop.name, float("-inf"))
         if not better and (step + 1) % self.keep.every and step + 1 != loop.steps:
             return None
         if better and score is not None:
             self._best[loop.name] = score
-        sizes = {path.name: path.stat().st_size for path in self._logs(loop.name)}
+        sizes = {path.name: _size(path) for path in self._logs(loop.name)}
         meta = {"steps": loop.steps, "files": sizes, "metrics": _finite(loop.numbers)}
         return checkpoint.store(self._checkpoints(loop.name), step, named, self.keep, meta)
 
@@ -156,7 +155,9 @@ class Run:
         Args:
             stream: of batches.
             n: the number of steps in all; None: the config's ``steps``.
-            name: the loop's file is ``<name>.jsonl``, that of ``train`` is ``metrics.jsonl``.
+            name: the loop's file is ``<name>.jsonl``, that of ``train`` is ``metrics.jsonl``. A loop within
+                another one, such as an evaluation, belongs to it: its file is cut back with it, and is
+                ``<outer>.<name>.jsonl`` where the outer one is not ``train``.
 
         Yields:
             The step, from 0, or from where the loop was restored, and its batch.
@@ -164,8 +165,10 @@ class Run:
         Raises:
             ConfigError: the loop has been run before in this folder, and it was not restored.
         """
-        loop = _Loop(name, self.total if n is None else n)
-        if not self._loops and name not in self._next and name not in self._files and self._size(name):
+        outer = f"{self._loops[-1].file}." if self._loops else ""
+        file = outer.removeprefix("metrics.") + ("metrics" if name == "train" else name)
+        loop = _Loop(name, self.total if n is None else n, file)
+        if not self._loops and name not in self._next and file not in self._files and self._used(file):
             raise ConfigError(
                 f"run.steps: out={self.out} holds steps of the loop '{name}', which this run did not restore; call "
                 f"run.restore('{name}', ...) before the loop, or give another folder"
@@ -173,7 +176,7 @@ class Run:
         self._loops.append(loop)
         try:
             for step in range(self._next.pop(name, 0), loop.steps):
-                loop.numbers, loop.asked = {}, time.perf_counter()
+                loop.numbers, loop.saved, loop.asked = {}, False, time.perf_counter()
                 batch = stream.take(1)[0]
                 loop.pulled = time.perf_counter()
                 yield step, batch
@@ -197,9 +200,15 @@ class Run:
             What was written.
 
         Raises:
-            ConfigError: no loop over `steps` is running.
+            ConfigError: no loop over `steps` is running, or the step has been saved already.
+            OSError: the disk is full.
         """
         loop = self._running("log")
+        if any(each.saved for each in self._loops):
+            raise ConfigError(
+                f"run.log: step {step} of the loop '{loop.name}' comes after run.save, so its line would be cut off "
+                "when the run goes on from that checkpoint; save last in a step"
+            )
         merged: Metrics = {}
         for some in metrics:
             merged = merge(merged, some if isinstance(some, dict) else some.result())
@@ -211,11 +220,24 @@ class Run:
         numbers["time/total"] = now - loop.asked
         self._write(loop.file, numbers)
         if samples is not None:
-            self._write("rollouts" if loop.name == "train" else f"{loop.name}.rollouts", {"step": step} | dict(samples))
+            file = "rollouts" if loop.file == "metrics" else f"{loop.file}.rollouts"
+            self._write(file, {"step": step} | dict(samples))
         self._progress.show(loop.name, step, loop.steps, numbers)
         self._sink.write(loop.name, step, numbers)
         loop.numbers = numbers
         return numbers
+
+    def _check(self, loop: _Loop, named: Mapping[str, Any]) -> None:
+        """What could not be saved or restored is said at the first step, not where the first checkpoint is due."""
+        known = self._names.setdefault(loop.name, set(named))
+        if known != set(named):
+            raise CheckpointError(
+                f"run.save: the loop '{loop.name}' restores {', '.join(sorted(known)) or 'nothing'} and saves "
+                f"{', '.join(sorted(named)) or 'nothing'}; give the same names to restore and save"
+            )
+        if not loop.checked:
+            checkpoint.check(named)
+        loop.checked = True
 
     def _running(self, who: str) -> _Loop:
         if not self._loops:
@@ -225,31 +247,51 @@ class Run:
         return self._loops[-1]
 
     def _write(self, file: str, record: Mapping[str, Any]) -> None:
-        if file not in self._files:
-            self._files[file] = self._stack.enter_context(JsonLines(self.out / f"{file}.jsonl"))
-        self._files[file].write(record)
+        path = self.out / f"{file}.jsonl"
+        try:
+            if file not in self._files:
+                self._files[file] = self._stack.enter_context(JsonLines(path))
+            self._files[file].write(record)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"run.log: {path} could not be written ({error.strerror}); make room, and start the same command again",
+            ) from error
 
     def _checkpoints(self, loop: str) -> Path:
         return self.out / "checkpoints" / loop
 
-    def _size(self, loop: str) -> int:
-        path = self.out / f"{_file(loop)}.jsonl"
-        return path.stat().st_size if path.exists() else 0
+    def _used(self, file: str) -> bool:
+        path = self.out / f"{file}.jsonl"
+        return path.exists() and path.stat().st_size > 0
 
     def _logs(self, loop: str) -> list[Path]:
-        """The files of a loop and of those within it: all but those of other loops with checkpoints of their own."""
-        others = [_file(path.name) for path in self._checkpoints(loop).parent.glob("*") if path.name != loop]
-        others += ["rollouts"] if "metrics" in others else []
-        mine = (path for path in sorted(self.out.glob("*.jsonl")))
-        return [path for path in mine if path.stem.removesuffix(".rollouts") not in others]
+        """The files of a loop and of those within it, which begin with its name; all others are of the main one."""
+        loops = {loop, *(path.name for path in self._checkpoints(loop).parent.glob("*"))} - {"train"}
+
+        def owner(path: Path) -> str:
+            return next((name for name in loops if path.name.startswith(f"{name}.")), "train")
+
+        return [path for path in sorted(self.out.glob("*.jsonl")) if owner(path) == loop]
 
     def _cut(self, loop: str, sizes: Mapping[str, int]) -> None:
         for path in self._logs(loop):
-            if path.stat().st_size > sizes.get(path.name, 0):
+            if path.stem not in self._files and path.stat().st_size > sizes.get(path.name, 0):
                 os.truncate(path, sizes.get(path.name, 0))
+        for name, size in sizes.items():
+            path = self.out / name
+            if not path.exists() or path.stat().st_size < size:
+                self._say(f"{loop}: {name} is shorter than at the checkpoint; lines that were in it are lost")
 
     def _say(self, text: str) -> None:
         print(text, flush=True)  # noqa: T201
+
+
+def _size(path: Path) -> int:
+    """In bytes, all of them on the disk, so that no checkpoint is newer than its logs when a machine loses power."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
 
 
 def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
