@@ -1,7 +1,8 @@
 """Two programs that take turns: workers that obey lines, and the statistics of pairs. The standard library alone.
 
 A shared machine is never equally fast for two minutes. So both sides are alive from the start, one step of the one is
-followed by one step of the other, which of them is first alternates, and what is reported is the ratio within each pair.
+followed by one step of the other, which of them is first alternates, and what is reported is the ratio within each
+pair.
 """
 
 import json
@@ -16,10 +17,21 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "Clock", "Worker", "disagreement", "lengths_of", "pair", "percentile", "ratios", "replies", "spread", "table"
-]  # fmt: skip
+    "Clock",
+    "Times",
+    "Worker",
+    "disagreement",
+    "lengths_of",
+    "pair",
+    "percentile",
+    "ratios",
+    "replies",
+    "spread",
+    "table",
+]
 
 type Times = Mapping[str, float]
+"""Seconds by ``wall/<phase>`` and ``cpu/<phase>``."""
 
 
 class Clock:
@@ -78,6 +90,7 @@ def replies() -> Callable[[Mapping[str, Any] | None], None]:
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    sys.stdout = sys.stderr
 
     def answer(result: Mapping[str, Any] | None) -> None:
         answers.write(json.dumps(result) + "\n")
@@ -114,9 +127,8 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             end = "\n".join(self._log.read_text().splitlines()[-30:])
-            raise RuntimeError(
-                f"the worker '{self.name}' ended ({self._process.wait()}); the end of {self._log}:\n{end}"
-            )
+            code = self._process.wait()
+            raise RuntimeError(f"the worker '{self.name}' ended with exit code {code}; the end of {self._log}:\n{end}")
         return json.loads(line)
 
     def step(self) -> Any:
@@ -129,7 +141,7 @@ class Worker:
     def close(self) -> None:
         """End it."""
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()  # closes the pipes, too
 
 
 def pair[A](first: Callable[[], A], second: Callable[[], A], number: int) -> tuple[A, A]:

@@ -39,10 +39,11 @@ def main() -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
     torch.set_num_threads(cfg["threads"])
-    clock, forwards, lengths = Clock(), [0], []
+    clock, forwards = Clock(), [0]
+    lengths: list[int] = []
     rows = cfg["prompts"] * cfg["group"]
     size = min(rows, cfg["trl_rows"])
     args = GRPOConfig(
@@ -74,7 +75,7 @@ def main() -> None:
         lengths.extend(map(len, completion_ids))
         return [reward(text) for text in completions]
 
-    class Turns(TrainerCallback):  # type: ignore[misc]
+    class Turns(TrainerCallback):
         last: Any = None
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:

@@ -13,10 +13,11 @@ ratio is taken within each pair of steps (see `_paired.py`). CPU seconds are wha
 ``skewed`` its weights make the length of a completion a draw from a known distribution: one prompt in 32 asks for long
 answers (geometric with mean 400), all others for the sum of two geometric draws with mean 17; the limit is 256. That is
 a mean of about 38, a 95th percentile of about 98, and a few at the limit. Both sides sample for themselves; where means
-differ by more than ``--tolerance`` (or 95th percentiles by twice that) after as many steps again, no ratio is printed.
+differ by more than ``--tolerance`` (or 95th percentiles by twice that), up to as many steps again are taken; where they
+still do, no ratio is printed.
 
-**TRL** is `GRPOTrainer` of TRL 1.16 with torch and transformers of nrl's versions, in a virtual environment that is made
-once by uv, in the user's cache. It is set as fast as it goes here: no logging, saving, progress bar, checkpointing of
+**TRL** is `GRPOTrainer` of TRL 1.16 with torch and transformers of nrl's versions, in a virtual environment that uv
+makes once, in the user's cache. It is set as fast as it goes here: no logging, saving, progress bar, checkpointing of
 activations or reference model, float32 as it is slower in bfloat16 on a CPU; ``--trl-rows`` (the rows of a forward) and
 ``--trl-cache`` choose among its own options. With one step a batch it computes no old log-probabilities, which is
 checked. Its total is what lies between its callbacks at the beginning and the end of a step; fetching prompts
@@ -41,7 +42,7 @@ from typing import Any
 from benchmarks import _trl
 from benchmarks._paired import Clock, Worker, disagreement, lengths_of, pair, replies, table
 
-__all__ = ["SIZES", "compare", "environment", "main", "make_model", "nrl_worker", "options", "prompts"]
+__all__ = ["SIZES", "compare", "environment", "main", "make_model", "nrl_worker", "options", "prompts", "report"]
 
 ROOT = Path(__file__).resolve().parent.parent
 TRL = "1.16.0"
@@ -102,7 +103,7 @@ def main() -> None:
 
 
 def environment() -> str:
-    """An interpreter with TRL, torch and transformers of this environment's versions; made by uv where it is not there."""
+    """An interpreter with TRL, and torch and transformers of the versions here; uv makes it where it is not there."""
     pins = [f"trl=={TRL}", *(f"{name}=={version(name).split('+')[0]}" for name in ("torch", "transformers"))]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nrl-benchmarks"
     folder = cache / "-".join(pins).replace("==", "-")
@@ -120,7 +121,7 @@ def prompts(count: int) -> list[dict[str, str]]:
     """Sums to be answered; every 32nd ends in a question mark, which the model of `make_model` answers at length.
 
     >>> [prompt["prompt"] for prompt in prompts(2)]
-    ['47+25=', '97+73?']
+    ['57+25=', '94+78?']
     """
     sums = [(f"{(index * 37 + 47) % 90 + 10}", f"{(index * 53 + 15) % 90 + 10}") for index in range(count)]
     return [{"prompt": f"{a}+{b}{'?' if index % 32 == 1 else '='}"} for index, (a, b) in enumerate(sums)]
