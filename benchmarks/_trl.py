@@ -45,14 +45,13 @@ def main() -> None:
     clock, forwards = Clock(), [0]
     lengths: list[int] = []
     rows = cfg["prompts"] * cfg["group"]
-    size = min(rows, cfg["trl_rows"])
     args = GRPOConfig(
         output_dir=str(Path(cfg["folder"]) / "trl"),
         use_cpu=True,
         bf16=False,
         max_steps=1_000_000,
-        per_device_train_batch_size=size,
-        gradient_accumulation_steps=rows // size,
+        per_device_train_batch_size=rows // cfg["passes"],
+        gradient_accumulation_steps=cfg["passes"],
         num_generations=cfg["group"],
         max_completion_length=cfg["new_tokens"],
         cache_implementation=cfg["trl_cache"],

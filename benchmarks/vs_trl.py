@@ -17,11 +17,11 @@ differ by more than ``--tolerance`` (or 95th percentiles by twice that), up to a
 still do, no ratio is printed.
 
 **TRL** is `GRPOTrainer` of TRL 1.16 with torch and transformers of nrl's versions, in a virtual environment that uv
-makes once, in the user's cache. It is set as fast as it goes here: no logging, saving, progress bar, checkpointing of
-activations or reference model, float32 as it is slower in bfloat16 on a CPU; ``--trl-rows`` (the rows of a forward) and
-``--trl-cache`` choose among its own options. With one step a batch it computes no old log-probabilities, which is
-checked. Its total is what lies between its callbacks at the beginning and the end of a step; fetching prompts
-is not in it.
+makes once, in the user's cache. It is set as fast as was found here: no logging, saving or progress bar, no
+checkpointing of activations, no reference model; all rows of a step in one forward for short rows and 64 for skewed
+ones (``--trl-rows``; 32 and 256 are slower), transformers' dynamic cache (``--trl-cache``). With one update a batch it
+computes no old log-probabilities: passes are counted, and one that training does not need is an error. Its total is
+what lies between its callbacks at the beginning and at the end of a step; fetching prompts is not in it.
 
 **nrl** is the loop of ``examples/grpo.py``, with that example's defaults; its total is all of it, with the wait for the
 prompts, writing weights to the sampler, and logging.
@@ -74,7 +74,9 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tolerance", type=float, default=0.05, help="how far mean lengths may differ, as a fraction")
-    parser.add_argument("--trl-rows", type=int, default=256, help="rows of one forward of TRL's training")
+    parser.add_argument(
+        "--trl-rows", type=int, nargs="+", default=[256, 64], help="of a forward of TRL's: short, skewed"
+    )
     parser.add_argument("--trl-cache", default=None, help="TRL's cache_implementation, such as 'static'")
     parser.add_argument("--trl-python", default=None, help="an interpreter that has TRL; default: one is made")
     parser.add_argument("--out", type=Path, default=None, help="write every pair as JSON")
@@ -195,13 +197,17 @@ def _scale(module: Any, tokens: list[int], width: int) -> float:
 
 def compare(args: argparse.Namespace, folder: Path, regime: str, python: str) -> dict[str, Any]:
     """Have both sides take turns on one model."""
-    cfg = {key: vars(args)[key] for key in ("prompts", "group", "threads", "lr", "seed", "trl_rows", "trl_cache")}
+    steps, size = (given[0] if regime == "short" else given[-1] for given in (args.steps, args.trl_rows))
+    rows = args.prompts * args.group
+    if rows % min(rows, size):
+        raise SystemExit(f"vs_trl: --trl-rows {size} does not divide the {rows} rows of a step; give a divisor")
+    cfg = {key: vars(args)[key] for key in ("prompts", "group", "threads", "lr", "seed", "trl_cache")}
     cfg |= {"folder": str(folder), "data": str(folder / "prompts.jsonl"), "new_tokens": LIMITS[regime]}
+    cfg |= {"passes": rows // min(rows, size)}
     env = os.environ | {
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads),
         "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
     }  # fmt: skip
-    steps = args.steps[0] if regime == "short" else args.steps[-1]
     sides: list[Worker] = []
     try:
         for name, command in (
@@ -224,9 +230,12 @@ def compare(args: argparse.Namespace, folder: Path, regime: str, python: str) ->
     finally:
         for side in sides:
             side.close()
-    passes = max(1, args.prompts * args.group // args.trl_rows)
-    if any(trl["forwards"] != passes for _, trl in pairs):
-        raise RuntimeError(f"TRL made other than {passes} forward passes in a step: its settings are not comparable")
+    if any(trl["forwards"] != cfg["passes"] for _, trl in pairs):
+        found = sorted({trl["forwards"] for _, trl in pairs})
+        raise RuntimeError(
+            f"vs_trl: TRL made {found} passes for log-probabilities in a step, and training needs {cfg['passes']}; see "
+            "what this version of it computes besides, and set it up without"
+        )
     return {
         "regime": regime,
         "lengths": dict(zip(("nrl", "TRL"), lengths, strict=True)),
