@@ -1,6 +1,6 @@
 """nrl's train step against the same loop written by hand in plain torch, taking turns.
 
-    python benchmarks/by_hand.py              # about a minute on one CPU core
+    python benchmarks/by_hand.py              # two minutes on a CPU core
     python benchmarks/by_hand.py --quick      # does it run?
 
 What a step of nrl costs above its arithmetic: the weights of the loss, micro-batches, packing, checks, metrics. So the
@@ -50,7 +50,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=48, help="of the longest row")
     parser.add_argument("--prompt", type=int, default=8, help="of them, tokens of the prompt")
     parser.add_argument("--spread", type=int, nargs="+", default=[0, 4])
-    parser.add_argument("--steps", type=int, default=12, help="pairs of steps, after two that do not count")
+    parser.add_argument("--steps", type=int, default=10, help="pairs of steps, after two that do not count")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=None, help="write every pair as JSON")
     parser.add_argument("--quick", action="store_true", help="tiny, two steps: shows that it runs, measures nothing")

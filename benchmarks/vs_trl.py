@@ -19,9 +19,10 @@ still do, no ratio is printed.
 **TRL** is `GRPOTrainer` of TRL 1.16 with torch and transformers of nrl's versions, in a virtual environment that uv
 makes once, in the user's cache. It is set as fast as was found here: no logging, saving or progress bar, no
 checkpointing of activations, no reference model; all rows of a step in one forward for short rows and 64 for skewed
-ones (``--trl-rows``; 32 and 256 are slower), transformers' dynamic cache (``--trl-cache``). With one update a batch it
-computes no old log-probabilities: passes are counted, and one that training does not need is an error. Its total is
-what lies between its callbacks at the beginning and at the end of a step; fetching prompts is not in it.
+ones (``--trl-rows``; 32 and 256 are slower), transformers' dynamic cache (``--trl-cache static`` is slower). With one
+update a batch it computes no old log-probabilities: passes are counted, and one that training does not need is an
+error. Its total is what lies between its callbacks at the beginning and at the end of a step; fetching prompts is not
+in it.
 
 **nrl** is the loop of ``examples/grpo.py``, with that example's defaults; its total is all of it, with the wait for the
 prompts, writing weights to the sampler, and logging.
@@ -42,7 +43,18 @@ from typing import Any
 from benchmarks import _trl
 from benchmarks._paired import Clock, Worker, disagreement, lengths_of, pair, replies, table
 
-__all__ = ["SIZES", "compare", "environment", "main", "make_model", "nrl_worker", "options", "prompts", "report"]
+__all__ = [
+    "SIZES",
+    "check_passes",
+    "compare",
+    "environment",
+    "main",
+    "make_model",
+    "nrl_worker",
+    "options",
+    "prompts",
+    "report",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 TRL = "1.16.0"
@@ -230,12 +242,7 @@ def compare(args: argparse.Namespace, folder: Path, regime: str, python: str) ->
     finally:
         for side in sides:
             side.close()
-    if any(trl["forwards"] != cfg["passes"] for _, trl in pairs):
-        found = sorted({trl["forwards"] for _, trl in pairs})
-        raise RuntimeError(
-            f"vs_trl: TRL made {found} passes for log-probabilities in a step, and training needs {cfg['passes']}; see "
-            "what this version of it computes besides, and set it up without"
-        )
+    check_passes([trl["forwards"] for _, trl in pairs], cfg["passes"])
     return {
         "regime": regime,
         "lengths": dict(zip(("nrl", "TRL"), lengths, strict=True)),
@@ -243,6 +250,22 @@ def compare(args: argparse.Namespace, folder: Path, regime: str, python: str) ->
         "peak_mib": {name: max(each[side]["peak_mib"] for each in pairs) for side, name in enumerate(("nrl", "TRL"))},
         "pairs": [{"nrl": one["times"], "TRL": other["times"]} for one, other in pairs],
     }
+
+
+def check_passes(counted: Sequence[int], needed: int) -> None:
+    """Refuse a comparison with a TRL that computes log-probabilities more often than its training needs.
+
+    Raises:
+        RuntimeError: in some step it made another number of passes.
+
+    >>> check_passes([4, 4], 4)
+    """
+    found = sorted(set(counted))
+    if found != [needed]:
+        raise RuntimeError(
+            f"vs_trl: TRL made {found} passes for log-probabilities in a step, and training needs {needed}; see what "
+            "this version of it computes besides, and set it up without"
+        )
 
 
 def _lengths(pairs: list[tuple[Any, Any]], limit: int) -> tuple[dict[str, float], dict[str, float]]:

@@ -121,6 +121,17 @@ def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
     worker.close()
 
 
+def test_passes_that_training_does_not_need_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"vs_trl: TRL made \[1, 2\] passes .* training needs 1; see what"):
+        vs_trl.check_passes([1, 2, 1], 1)
+
+
+def test_micro_batches_that_do_not_divide_a_step_are_refused(tmp_path: Path) -> None:
+    args = vs_trl.options(["--quick", "--trl-rows", "6"])
+    with pytest.raises(SystemExit, match="vs_trl: --trl-rows 6 does not divide the 16 rows of a step"):
+        vs_trl.compare(args, tmp_path, "short", sys.executable)
+
+
 def test_the_models_lengths_are_those_that_the_benchmark_promises(tmp_path: Path) -> None:
     import nrl
     from nrl.backends import Model, Sampling, hf
