@@ -163,8 +163,7 @@ def _cost(pieces: Sequence[_Piece]) -> int:
 def _plan(sizes: np.ndarray, stem: np.ndarray, shared: np.ndarray) -> list[_Piece]:
     """Blocks for the first ``shared`` tokens of each row, in the row ``stem`` for all, and then for what follows."""
     pieces = [
-        _Piece(block, members, np.zeros_like(members))
-        for block, members in _blocks(np.unique(stem[sizes > 0]), shared)
+        _Piece(block, members, np.zeros_like(members)) for block, members in _blocks(np.unique(stem[sizes > 0]), shared)
     ]
     rank = np.zeros_like(stem)
     for number in range(len(pieces)):

@@ -12,8 +12,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from nrl.backends.models import head_weight
 from nrl.backends.fsdp.attention import Layout
+from nrl.backends.models import head_weight
 from nrl.errors import ModelError
 from nrl.pack import pack
 
