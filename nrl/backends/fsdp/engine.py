@@ -50,7 +50,9 @@ class TorchEngine:
     checkpointing: bool
     compile: bool
     device: torch.device
-    _curious: WeakValueDictionary[int, Loss] = attrs.field(factory=WeakValueDictionary, init=False, repr=False, eq=False)
+    _curious: WeakValueDictionary[int, Loss] = attrs.field(
+        factory=WeakValueDictionary, init=False, repr=False, eq=False
+    )
     """Losses that have been seen to read outputs where ``loss_mask`` is false."""
 
     @property
