@@ -21,7 +21,7 @@ from nrl.prefix import common_prefixes
 
 __all__ = ["After", "Block", "Packed", "blocks", "pack", "packed", "unpack"]
 
-_BLOCK_COST = 150
+_BLOCK_COST = 50
 """What one more block costs, in tokens of padding: a call of the attention kernel."""
 
 
@@ -64,7 +64,7 @@ class Packed(NamedTuple):
         source: ``[N]`` int64, where each token stood in the flattened batch ``[B * T]``; of a token that several rows
             share, in one of them.
         real: ``[N]`` bool, false for the little padding that is left inside of blocks.
-        index: ``[B * T]`` int64, where each token of the batch is among the N; -1: nowhere, as for padding.
+        place: ``[B * T]`` int64, where each token of the batch is among the N; -1: nowhere, as for padding.
         shape: of the batch, ``(*B, T)``.
 
     >>> mask = torch.tensor([[1, 1, 0], [1, 1, 1]], dtype=torch.bool)
@@ -78,7 +78,7 @@ class Packed(NamedTuple):
     blocks: tuple[Block, ...]
     source: Tensor
     real: Tensor
-    index: Tensor
+    place: Tensor
     shape: torch.Size
 
 
@@ -116,11 +116,12 @@ def blocks(widths: Sequence[int], cost: int = _BLOCK_COST) -> list[tuple[int, in
 
 
 class _Piece(NamedTuple):
-    """A block while it is planned: which row of the batch each of its rows is of, and at which token it begins."""
+    """A block while it is planned: of which row of the batch each of its rows is, from which token up to which."""
 
     block: Block
     owner: np.ndarray
     start: np.ndarray
+    stop: np.ndarray
 
 
 def pack(batch: TensorDict, *, ends: Tensor | None = None, share: bool | None = False) -> Packed:
@@ -162,9 +163,9 @@ def _cost(pieces: Sequence[_Piece]) -> int:
 
 def _plan(sizes: np.ndarray, stem: np.ndarray, shared: np.ndarray) -> list[_Piece]:
     """Blocks for the first ``shared`` tokens of each row, in the row ``stem`` for all, and then for what follows."""
-    pieces = [
-        _Piece(block, members, np.zeros_like(members)) for block, members in _blocks(np.unique(stem[sizes > 0]), shared)
-    ]
+    pieces = []
+    for block, members in _blocks(np.unique(stem[sizes > 0]), shared):
+        pieces.append(_Piece(block, members, np.zeros_like(members), shared[members]))
     rank = np.zeros_like(stem)
     for number in range(len(pieces)):
         stems = pieces[number].owner
@@ -172,14 +173,14 @@ def _plan(sizes: np.ndarray, stem: np.ndarray, shared: np.ndarray) -> list[_Piec
         tails = np.flatnonzero(np.isin(stem, stems) & (sizes > shared))
         for block, members in _blocks(tails, sizes - shared):
             after = After(number, torch.from_numpy(rank[stem[members]]), torch.from_numpy(shared[members]))
-            pieces.append(_Piece(block._replace(after=after), members, shared[members]))
+            pieces.append(_Piece(block._replace(after=after), members, shared[members], sizes[members]))
     return pieces
 
 
 def _blocks(rows: np.ndarray, widths: np.ndarray) -> list[tuple[Block, np.ndarray]]:
     """Rectangles for some rows, with the rows that each holds."""
     rows = rows[np.argsort(widths[rows], kind="stable")]
-    cut = blocks(widths[rows].tolist())
+    cut = blocks(widths[rows].tolist(), _BLOCK_COST)
     ends = np.cumsum([count for count, _ in cut], dtype=np.int64)
     return [(Block(*shape), members) for shape, members in zip(cut, np.split(rows, ends), strict=False)]
 
@@ -189,18 +190,20 @@ def _lay(
 ) -> Packed:
     width, end = rows.shape[1], 0
     none = np.zeros(0, dtype=np.int64)
-    places, owners = [none], [none]
+    places, owners, reals = [none], [none], [none.astype(bool)]
     first, rest = np.zeros_like(stem), np.zeros_like(stem)  # where each row's stem begins, and what follows it
-    for (count, wide, after), owner, start in pieces:
+    for (count, wide, after), owner, start, stop in pieces:
         # The padding of a block may reach over the end of the batch
-        places.append(np.minimum(start[:, None] + np.arange(wide), width - 1).ravel())
+        position = start[:, None] + np.arange(wide)
+        places.append(np.minimum(position, width - 1).ravel())
+        reals.append((position < stop[:, None]).ravel())
         owners.append(np.repeat(owner, wide))
         (first if after is None else rest)[owner] = end + wide * np.arange(count)
         end += count * wide
     position, row = np.concatenate(places), np.concatenate(owners)
     source, column = row * width + position, np.arange(width)
-    index = np.where(column < shared[:, None], first[stem, None], (rest - shared)[:, None]) + column
-    index[column >= sizes[:, None]] = -1
+    place = np.where(column < shared[:, None], first[stem, None], (rest - shared)[:, None]) + column
+    place[column >= sizes[:, None]] = -1
 
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(ids.device)
@@ -210,8 +213,8 @@ def _lay(
         position_ids=tensor(position),
         blocks=tuple(piece.block for piece in pieces),
         source=tensor(source),
-        real=tensor(position < sizes[row]),
-        index=tensor(index.ravel()),
+        real=tensor(np.concatenate(reals)),
+        place=tensor(place.ravel()),
         shape=ids.shape,
     )
 
@@ -230,9 +233,9 @@ def unpack(values: Tensor, tokens: Packed) -> Tensor:
     >>> unpack(torch.tensor([1.0, 2.0]), tokens)
     tensor([[1., 2.]])
     """
-    there = torch.nonzero(tokens.index >= 0)[:, 0]
+    there = torch.nonzero(tokens.place >= 0)[:, 0]
     flat = values.new_zeros((tokens.shape.numel(), *values.shape[1:]))
-    flat = flat.index_copy(0, there, values.index_select(0, tokens.index[there]))
+    flat = flat.index_copy(0, there, values.index_select(0, tokens.place[there]))
     return flat.view(*tokens.shape, *values.shape[1:])
 
 

@@ -10,11 +10,12 @@ __all__ = ["common_prefixes"]
 
 
 def common_prefixes(ids: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Put rows into sets that begin alike, so that laying out each set's common first tokens once saves the most.
+    """Put rows into sets that begin alike, so that laying out each set's common first tokens once saves much.
 
     Sorted rows that have their first k tokens in common are neighbours, so the candidates form a tree: a set either
     shares what all of its rows have in common, which saves ``(rows - 1) * k``, or falls into smaller sets that share
-    more each. The tree is built from its leaves, joining the two neighbours that have the most in common.
+    more each, whichever saves more. The tree is built from its leaves, joining the two neighbours that have the most
+    in common. So no single k would save more for all rows.
 
     Args:
         ids: ``[B, T]`` integers, right-padded.

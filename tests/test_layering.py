@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("reduce", "columns", "batch"),
-    ("algos", "pack", "config", "log", "envs"),
+    ("algos", "prefix", "pack", "config", "log", "envs"),
     ("runtime",),
     ("backends",),
     ("checkpoint", "data", "episodes", "plain", "report", "runs", "stream", "summaries", "tiny"),

@@ -98,7 +98,7 @@ def _packed(module: Any, batch: Batch, ends: Tensor, places: Tensor) -> Tensor:
         use_cache=False,
         nrl_blocks=Layout(tokens.blocks, module.device),
     ).last_hidden_state[0]
-    return hidden.index_select(0, tokens.index[places].to(module.device))
+    return hidden.index_select(0, tokens.place[places].to(module.device))
 
 
 def _padded(module: Any, batch: Batch, ends: Tensor, places: Tensor) -> Tensor:

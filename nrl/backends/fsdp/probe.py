@@ -115,7 +115,7 @@ def check_packing(module: Any, attention: str) -> None:
                 use_cache=False,
                 nrl_blocks=Layout(tokens.blocks, module.device),
             ).last_hidden_state[0]
-            found.append(linear(hidden[tokens.index.to(module.device)], *head_weight(module)))
+            found.append(linear(hidden[tokens.place.to(module.device)], *head_weight(module)))
     packed = max(found, key=lambda logits: float((own - logits).abs().max()))
     if not all(_alike(own, logits) for logits in found):
         raise ModelError(
