@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("",),  # nrl/__init__.py, which gathers the public names
     ("cli",),
 )
-HEAVY = frozenset({"datasets", "megatron", "peft", "ray", "transformers", "vllm", "wandb"})
+HEAVY = frozenset({"datasets", "megatron", "peft", "pyarrow", "ray", "transformers", "vllm", "wandb"})
 OWNERS = {"megatron": "nrl.backends.megatron", "ray": "nrl.runtime", "vllm": "nrl.backends.vllm", "wandb": "nrl.log"}
 OUTSIDE = frozenset({"benchmarks", "examples", "tests"})
 
