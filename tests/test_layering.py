@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-HEAVY = frozenset({"datasets", "megatron", "peft", "ray", "transformers", "vllm", "wandb"})
+HEAVY = frozenset({"datasets", "megatron", "peft", "pyarrow", "ray", "transformers", "vllm", "wandb"})
 OWNERS = {"megatron": "nrl.backends.megatron", "ray": "nrl.runtime", "vllm": "nrl.backends.vllm", "wandb": "nrl.log"}
 OUTSIDE = frozenset({"benchmarks", "examples", "tests"})
 

@@ -8,13 +8,13 @@ from nrl.errors import DataError
 __all__ = ["check_messages", "check_prompt", "fields", "kind", "shown"]
 
 
-def shown(text: str) -> str:
-    """At most 60 characters of a text, on one line.
+def shown(text: str, most: int = 60) -> str:
+    """The beginning of a text, of at most so many characters.
 
     >>> shown("a" * 100) == "a" * 57 + "..."
     True
     """
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def kind(value: Any) -> str:

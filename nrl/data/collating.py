@@ -13,7 +13,7 @@ from nrl.data.rendering import answered
 from nrl.envs.base import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
 
-__all__ = ["preferences", "shared", "sides", "supervised", "turns"]
+__all__ = ["preferences", "shared", "sides", "supervised"]
 
 
 def supervised(
@@ -168,40 +168,6 @@ def shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
 
 def _plain(messages: Any) -> list[Any]:
     return [(each["role"], each["content"]) if isinstance(each, Mapping) else each for each in messages]
-
-
-def turns(row: Task) -> list[Task]:
-    """A row for each message of the assistant in a conversation, which teaches that one alone.
-
-    For chat templates that write earlier turns differently from the last, such as Qwen3's, which drops their thinking:
-    each row is then what the model meets and writes in that turn.
-
-    Args:
-        row: with ``messages``.
-
-    Returns:
-        Its other fields, ``prompt``, the messages so far, and ``response``, a list of one message.
-
-    Raises:
-        DataError: no ``messages``, or none of the assistant among them that answers anything.
-
-    >>> chat = [{"role": role, "content": text} for role, text in [("user", "a"), ("assistant", "b"), ("user", "c")]]
-    >>> turns({"messages": [*chat, {"role": "assistant", "content": "d"}]})[1]["response"]
-    [{'role': 'assistant', 'content': 'd'}]
-    """
-    if "messages" not in row:
-        raise DataError(f"turns: the row has no 'messages'; it has {fields(row)}")
-    messages = row["messages"]
-    check_messages(messages, "turns: 'messages'")
-    others = {name: value for name, value in row.items() if name != "messages"}
-    found: list[Task] = [
-        {**others, "prompt": list(messages[:index]), "response": [messages[index]]}
-        for index in range(1, len(messages))
-        if messages[index]["role"] == "assistant"
-    ]
-    if not found:
-        raise DataError("turns: 'messages' has no message of the assistant after another, so there is nothing to teach")
-    return found
 
 
 type _Encoded = tuple[Tensor, Tensor]

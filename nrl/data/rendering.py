@@ -215,7 +215,10 @@ def _end_of_sequence(tokenizer: Any) -> int:
 
 
 def _encode(text: str, tokenizer: Any) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+    except (TypeError, UnicodeError):  # JSON can write halves of a character, which no encoding has
+        raise DataError(f"render: {shown(ascii(text))} has a half of a surrogate pair, which is no character") from None
 
 
 def _with_specials(text: str, tokenizer: Any) -> list[int]:
