@@ -19,7 +19,9 @@ EMBEDDED = adamw(lr=7e-4, betas=(0.9, 0.95), schedule=Schedule("linear", steps=3
 @attrs.frozen
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
-    data: str = "arithmetic"  # a JSONL file with "question" (or "prompt", "messages") and "answer"
+    data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
+    adapter: str | None = None  # from the rows of a well-known dataset
+    chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 300
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
@@ -43,7 +45,7 @@ class Config:
 def warm_up(cfg: Config, run: Run, trainer: Trainer, model: Model) -> TrainState:
     """Supervised steps, so that the main loop has a reward to start from."""
     step, tokenizer = trainer.train_step(sft_loss), load_tokenizer(model)
-    tasks = data.tasks(cfg.data, seed=cfg.seed + 1)
+    tasks = data.tasks(cfg.data, seed=cfg.seed + 1, adapter=cfg.adapter, chat=cfg.chat)
     stream = nrl.batched(tasks, cfg.warmup_rows, collate=lambda rows: data.supervised(rows, tokenizer))
     state: TrainState
     state, stream = run.restore("warmup", policy=trainer, stream=stream)
@@ -62,7 +64,7 @@ def main(cfg: Config) -> None:
         trainer = fsdp.trainer(slots[: cfg.dp], model, cfg.optimizer, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :], model, cfg.sampling)
         step = trainer.train_step(grpo_loss)
-        tasks = data.tasks(cfg.data, seed=cfg.seed)
+        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
         stream = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
         warm = fsdp.trainer(slots[: cfg.dp], model, cfg.warmup_optimizer, max_tokens=cfg.max_tokens)
