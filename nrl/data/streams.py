@@ -1,5 +1,6 @@
 """Endless streams of tasks, with an integer as their state."""
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -110,7 +111,7 @@ def tasks(
     table = read(source)
     made = adapted(adapter, template, chat)
     length = _length(tokenizer, collate)
-    kept: list[tuple[int, int]] = []  # the row, and the how manieth task of it
+    kept = array("q")  # of each task its row, and its number among those of the row
     total = unused = long = 0
     for index, row in enumerate(table.rows):
         found = made(row, table.place(index))
@@ -120,7 +121,7 @@ def tasks(
             if max_tokens is not None and length(task, table.place(index)) > max_tokens:
                 long += 1
             else:
-                kept.append((index, number))
+                kept.extend((index, number))
     if long:
         said = f"{long} of {total} rows of {table.name} have more than {max_tokens} tokens"
         if not kept:
@@ -129,7 +130,7 @@ def tasks(
     if not kept:
         that = " that the adapter keeps" if unused else ""
         raise DataError(f"tasks: {table.name} has no rows{that}; give at least one")
-    which = np.array(kept, dtype=np.int64)
+    which = np.frombuffer(kept, dtype=np.int64).reshape(-1, 2)
 
     @lru_cache(maxsize=2)
     def order(epoch: int) -> np.ndarray[Any, Any]:
