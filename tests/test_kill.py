@@ -1,7 +1,6 @@
 """Killed at any moment and started again, a run ends with the numbers and weights of one that was never killed."""
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -13,30 +12,29 @@ from typing import Any
 import pytest
 
 from nrl import config
+from tests.children import server
 
 STEPS, WARMUP = 8, 4
+CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree"}
 
 
-def program(out: str, lag: int, log: str, crash_at: int = 0) -> None:
-    """One attempt at the whole of examples/grpo.py. With ``crash_at`` it kills itself at its n-th change of a file."""
+def program(out: str, lag: int, log: str, crash: tuple[str, int]) -> None:
+    """One attempt at the whole of examples/grpo.py. It kills itself at the n-th change of a path with a text in it."""
     from examples import grpo
 
     with Path(log).open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    changes = 0
+    where, left = crash
 
     def count(event: str, args: tuple[Any, ...]) -> None:
-        nonlocal changes
-        writes = event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate") or (
-            event == "open" and isinstance(args[1], str) and args[1][0] in "wax"
-        )
-        if writes and out in str(args[0]):
-            changes += 1
-            if changes == crash_at:
+        nonlocal left
+        if event in CHANGES or (event == "open" and isinstance(args[1], str) and args[1][0] in "wax"):
+            left -= where in str(args[0])
+            if left == 0 and where in str(args[0]):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    if crash_at:
+    if left:
         sys.addaudithook(count)
     settings = [
         f"out={out}",
@@ -51,14 +49,13 @@ def program(out: str, lag: int, log: str, crash_at: int = 0) -> None:
     grpo.main(config.load(grpo.Config, settings))
 
 
-def attempt(out: Path, lag: int, log: Path, *, seconds: float | None = None, crash_at: int = 0) -> float | None:
+def attempt(
+    out: Path, lag: int, log: Path, *, seconds: float | None = None, crash: tuple[str, int] = ("", 0)
+) -> float | None:
     """Run the program to its end, or kill it after so many seconds; returns what it took, None if it was killed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["examples.grpo", "transformers.models.qwen3.modeling_qwen3", "nrl.backends.fsdp.engine"]
-    )
+    context = server()
     started = time.monotonic()
-    child = context.Process(target=program, args=(str(out), lag, str(log), crash_at))
+    child = context.Process(target=program, args=(str(out), lag, str(log), crash))
     child.start()
     child.join(seconds)
     if child.is_alive():
@@ -80,22 +77,31 @@ def numbers(out: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def check(tmp_path: Path, lag: int, kills: int, seed: int) -> None:
+def phase(out: Path) -> str:
+    """How far an attempt had come when it was killed."""
+    train = len(list(out.glob("checkpoints/train/[0-9]*")))
+    return f"{train} checkpoints" if train else "warmup" if (out / "warmup.jsonl").exists() else "start"
+
+
+def check(tmp_path: Path, lag: int, kills: int, seed: int) -> set[str]:
+    """Returns the phases that kills have hit."""
     draw = random.Random(seed)
     whole, broken, log = tmp_path / "whole", tmp_path / "broken", tmp_path / "log"
     took = attempt(whole, lag, log)
     assert took is not None
     expected = numbers(whole)
     assert [len(expected[name]) for name in ("metrics.jsonl", "warmup.jsonl")] == [STEPS, WARMUP]
-    killed = 0
-    while killed < kills:
+    phases: list[str] = []
+    while len(phases) < kills:
         if attempt(broken, lag, log, seconds=draw.uniform(0, took)) is None:
-            killed += 1
+            phases.append(phase(broken))
         else:  # it came through: begin again
             assert_same(whole, broken, expected)
-            broken = tmp_path / f"broken {killed}"
+            broken = tmp_path / f"broken {len(phases)}"
     attempt(broken, lag, log)
     assert_same(whole, broken, expected)
+    print(f"took {took:.1f} s; killed in the phases {', '.join(phases)}")
+    return set(phases)
 
 
 def assert_same(whole: Path, broken: Path, expected: dict[str, list[dict[str, Any]]]) -> None:
@@ -112,11 +118,37 @@ def test_killed_at_random_moments(tmp_path: Path, lag: int) -> None:
     check(tmp_path, lag, kills=3 if lag else 1, seed=lag)
 
 
+WRITTEN = [  # in this order, each found by the one attempt after the other
+    ("config.yaml", 1),
+    ("warmup/.000003.writing", 3),
+    ("warmup/.000004.writing", 6),
+    ("warmup.jsonl", 1),
+    ("metrics.jsonl", 1),
+    ("train/.000003.writing", 4),
+    ("train/.000006.writing", 1),
+    ("train/.000008.writing", 7),
+    ("train/000003", 1),
+    ("model", 1),
+]
+
+
+@pytest.mark.timeout(900)
+def test_killed_while_files_are_written(tmp_path: Path) -> None:
+    whole, broken, log = tmp_path / "whole", tmp_path / "broken", tmp_path / "log"
+    assert attempt(whole, 2, log) is not None
+    for crash in WRITTEN:
+        assert attempt(broken, 2, log, crash=crash) is None, crash
+    assert attempt(broken, 2, log) is not None
+    assert_same(whole, broken, numbers(whole))
+    assert not list(broken.glob("checkpoints/*/.*"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("lag", [0, 2])
 def test_killed_at_twenty_random_moments(tmp_path: Path, lag: int) -> None:
-    check(tmp_path, lag, kills=20, seed=100 + lag)
+    phases = check(tmp_path, lag, kills=20, seed=100 + lag)
+    assert {"warmup", "1 checkpoints", "2 checkpoints"} <= phases
 
 
 @pytest.mark.slow
@@ -127,7 +159,7 @@ def test_killed_at_every_change_of_a_file(tmp_path: Path) -> None:
     expected = numbers(whole)
     for crash_at in range(1, 1000, 7):
         broken = tmp_path / f"broken {crash_at}"
-        if attempt(broken, 2, log, crash_at=crash_at) is not None:
+        if attempt(broken, 2, log, crash=("", crash_at)) is not None:
             break
         assert attempt(broken, 2, log) is not None
         assert_same(whole, broken, expected)
