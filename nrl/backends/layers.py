@@ -58,11 +58,12 @@ def stack(module: Any) -> Stack:
 
 def _layer(layer: Any) -> Layer:
     attention = layer.self_attn
-    projections = (_linear(getattr(attention, f"{name}_proj")) for name in "qkv")
     norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
     return Layer(
         layer.input_layernorm,
-        *projections,
+        _linear(attention.q_proj),
+        _linear(attention.k_proj),
+        _linear(attention.v_proj),
         norms,
         _linear(attention.o_proj),
         layer.post_attention_layernorm,
