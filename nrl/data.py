@@ -291,7 +291,10 @@ def render(prompt: Prompt, tokenizer: Any) -> list[int]:
 
 
 def _encoded(text: str, tokenizer: Any) -> list[int]:
-    bare, full = list(tokenizer.encode(text, add_special_tokens=False)), list(tokenizer.encode(text))
+    bare = list(tokenizer.encode(text, add_special_tokens=False))
+    if tokenizer.num_special_tokens_to_add() == 0:  # encoding is the dearest part of a short rollout
+        return bare
+    full = list(tokenizer.encode(text))
     starts = (start for start in range(len(full)) if full[start : start + len(bare)] == bare)
     before = full[: next(starts, 0)]
     return bare if bare[: len(before)] == before else before + bare

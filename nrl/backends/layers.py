@@ -117,7 +117,7 @@ def step(
             q, k = _norm(layer.norms[0], q), _norm(layer.norms[1], k)
         heads, shared = q.shape[1], k.shape[1]
         both = torch.cat([q, k], 1)
-        q, k = torch.addcmul(both * cos, both.roll(dim // 2, -1), sin).split([heads, shared], 1)
+        q, k = (both * cos + both.roll(dim // 2, -1) * sin).split([heads, shared], 1)
         keys, values = cache[:, :n, :, : column + 1]
         keys[:, :, column] = k
         values[:, :, column] = v
