@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nrl.batch import Batch, lengths
-from nrl.errors import MissingColumn
+from nrl.batch import Batch, lengths, microbatches
+from nrl.errors import BatchError, MissingColumn
 from nrl.pack import Block, Packed, blocks, pack, packed, unpack
-from nrl.prefix import common_prefixes
+from nrl.prefix import common_prefixes, together
 
 quick = settings(max_examples=50)
 row_lengths = st.lists(st.integers(0, 7), max_size=8)
@@ -352,3 +352,60 @@ def test_tokens_are_shared_where_that_is_cheaper() -> None:
     assert pack(rows_of(few), share=None).blocks == (Block(2, 3),)
     assert [block[:2] for block in pack(rows_of(many, 41), share=None).blocks] == [(1, 40), (4, 1)]
     assert pack(rows_of(many, 41)).blocks == (Block(4, 41),)
+
+
+# --- parts of rows that begin alike
+
+
+def answers(prompts: int, each: int, prompt: int, sizes: Sequence[int]) -> Batch:
+    """Rows of several prompts in turn, with answers of these lengths, none of them alike."""
+    rows, width = prompts * each, prompt + max(sizes)
+    ids = torch.arange(rows * width).view(rows, width) + 1000
+    ids[:, :prompt] = torch.arange(rows)[:, None] % prompts
+    mask = torch.arange(width) < prompt + torch.tensor(sizes).repeat(rows)[:rows, None]
+    return Batch({"input_ids": ids, "attention_mask": mask}, batch_size=[rows])
+
+
+def laid_out(parts: Sequence[Batch]) -> int:
+    return sum(len(pack(part, share=None).input_ids) for part in parts)
+
+
+def test_answers_to_long_prompts_stay_together() -> None:
+    """Six prompts of 500 tokens with four answers each; four rows of the longest fit into a part."""
+    batch = answers(6, 4, 500, [10, 40, 70, 100, 20, 50, 80])
+    found, apart = together(batch, max_tokens=2400), microbatches(batch, max_tokens=2400)
+    assert len(found) == 6
+    assert all(len(set((rows % 6).tolist())) == 1 for rows in found.rows)
+    assert laid_out(found) < 0.5 * laid_out(apart)
+
+
+def test_answers_to_short_prompts_go_by_length() -> None:
+    batch = answers(6, 4, 5, [10, 400, 70, 600, 20, 50, 80])
+    found, apart = together(batch, max_tokens=2400), microbatches(batch, max_tokens=2400)
+    assert [rows.tolist() for rows in found.rows] == [rows.tolist() for rows in apart.rows]
+
+
+@quick
+@given(alike, st.integers(6, 40), st.sampled_from([0, 500]))
+def test_parts_hold_every_row_once_and_are_bounded(rows: list[list[int]], max_tokens: int, cost: int) -> None:
+    batch = rows_of(rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nrl.prefix._PART_COST", cost)
+        parts = together(batch, max_tokens=max_tokens)
+    assert sorted(row for part in parts.rows for row in part.tolist()) == list(range(len(rows)))
+    for part in parts:
+        assert len(part) * part["input_ids"].shape[-1] <= max_tokens
+        assert part["input_ids"].shape[-1] == max(1, int(lengths(part).max()))
+    if rows:
+        assert parts.restore([part["input_ids"][:, 0] for part in parts]).equal(batch["input_ids"][:, 0])
+
+
+def test_pairs_go_by_length() -> None:
+    batch = of_lengths([7, 2, 7, 7], shape=(2, 2))
+    found, apart = together(batch, max_tokens=14), microbatches(batch, max_tokens=14)
+    assert [rows.tolist() for rows in found.rows] == [rows.tolist() for rows in apart.rows]
+
+
+def test_a_row_that_fits_in_no_part() -> None:
+    with pytest.raises(BatchError, match="7 tokens, more than max_tokens=6"):
+        together(of_lengths([7, 2]), max_tokens=6)

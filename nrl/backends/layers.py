@@ -58,11 +58,12 @@ def stack(module: Any) -> Stack:
 
 def _layer(layer: Any) -> Layer:
     attention = layer.self_attn
-    projections = (_linear(getattr(attention, f"{name}_proj")) for name in "qkv")
     norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
     return Layer(
         layer.input_layernorm,
-        *projections,
+        _linear(attention.q_proj),
+        _linear(attention.k_proj),
+        _linear(attention.v_proj),
         norms,
         _linear(attention.o_proj),
         layer.post_attention_layernorm,
@@ -116,7 +117,7 @@ def step(
             q, k = _norm(layer.norms[0], q), _norm(layer.norms[1], k)
         heads, shared = q.shape[1], k.shape[1]
         both = torch.cat([q, k], 1)
-        q, k = torch.addcmul(both * cos, both.roll(dim // 2, -1), sin).split([heads, shared], 1)
+        q, k = (both * cos + both.roll(dim // 2, -1) * sin).split([heads, shared], 1)
         keys, values = cache[:, :n, :, : column + 1]
         keys[:, :, column] = k
         values[:, :, column] = v

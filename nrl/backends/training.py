@@ -175,7 +175,14 @@ def _check_law(loss: Loss, batch: Batch, weights: Mapping[str, float]) -> bool:
     return all(float(term.weight) != 0 for half in halves for term in half.values())
 
 
-def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens: int) -> Trainer:
+def make_trainer(
+    mesh: Mesh,
+    engine: Engine[Any, Any],
+    *,
+    name: str,
+    max_tokens: int,
+    parts_of: Callable[..., Sequence[Batch]] = microbatches,
+) -> Trainer:
     """Map an engine onto a local mesh.
 
     The mesh holds one copy of the weights. A batch is split into its dp shards, each shard into micro-batches of at
@@ -186,6 +193,7 @@ def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens:
         engine: what runs there.
         name: how errors speak of the trainer.
         max_tokens: bound on the tokens of a micro-batch, padding counted.
+        parts_of: how a shard is split; called as ``parts_of(batch, max_tokens=...)``.
     """
     owner = _Owner(name)
 
@@ -221,7 +229,7 @@ def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens:
 
     def split(batch: Batch) -> tuple[Sequence[Tensor], list[Any]]:
         shards = shard(batch, mesh.dp)
-        return shards.rows, [microbatches(part, max_tokens=max_tokens) for part in shards]
+        return shards.rows, [parts_of(part, max_tokens=max_tokens) for part in shards]
 
     def logprobs(params: Params, batch: Batch) -> Future[Tensor]:
         weights = local(params, "logprobs")

@@ -1,6 +1,7 @@
 """Common first tokens that are computed once, and outputs that are not computed at all, change no number.
 
-A batch here is small, so its blocks are made free: then all that rows have in common at their beginning is shared.
+A batch here is small, so blocks and micro-batches are made free: then all that rows have in common at their beginning
+is shared, and rows that begin alike are kept together.
 """
 
 import importlib
@@ -55,6 +56,7 @@ def laid_out() -> Iterator[list[Packed]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.import_module("nrl.pack"), "_BLOCK_COST", 0)
+        patch.setattr("nrl.prefix._PART_COST", 0)
         patch.setattr(outputs, "pack", recorded)
         yield made
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from nrl.algos import Loss, name_of, needed
 from nrl.backends import models
 from nrl.backends.base import Model
-from nrl.backends.evaluation import evaluate, ignores
 from nrl.backends.fsdp import attention, probe
 from nrl.backends.fsdp.outputs import Outputs, compute, predicted
+from nrl.backends.gradients import ignores, value_and_grad
 from nrl.backends.optimizers import Optimizer, learning_rate
 from nrl.backends.training import check_weights
 from nrl.batch import Batch, lengths
@@ -159,7 +159,7 @@ class TorchEngine:
             out = self._outputs(module, batch, wanted, needs)
             local = batch.to(self.device)
             outputs = {key: out.spread(values.detach()) for key, values in out.values.items()}
-            found = evaluate(loss, name, outputs, local, weights)
+            found = value_and_grad(loss, name, outputs, local, weights)
             left_out = torch.nonzero((every & ~wanted).flatten())[:, 0].to(self.device)
             if len(left_out):
                 trusted &= ignores(loss, name, outputs, local, weights, left_out, found)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import nrl
 from nrl.algos import grpo_loss, needs, sft_loss, token_mean
-from nrl.backends.evaluation import evaluate, ignores
+from nrl.backends.gradients import ignores, value_and_grad
 from nrl.batch import Batch
 from nrl.errors import WeightError
 from nrl.reduce import Max, Mean, Metrics, Sum
@@ -35,7 +35,7 @@ def batch_of() -> Batch:
 def looks(loss: Any, **outputs: Tensor) -> bool:
     """Whether it is found out to read what has been left out."""
     given = {"logprobs": LOGPROBS} | outputs
-    found = evaluate(loss, "loss", given, batch_of(), {"loss": 3.0})
+    found = value_and_grad(loss, "loss", given, batch_of(), {"loss": 3.0})
     same = ignores(loss, "loss", given, batch_of(), {"loss": 3.0}, PLACES, found)
     assert same.shape == ()
     return not bool(same)
@@ -47,7 +47,7 @@ def test_evaluate_by_hand() -> None:
         plain = token_mean(-out["logprobs"], batch["loss_mask"])
         return {"square": square, "plain": plain}, {"longest": Max(out["logprobs"].abs().max())}
 
-    found = evaluate(loss, "loss", {"logprobs": LOGPROBS}, batch_of(), {"square": 2.0, "plain": 4.0})
+    found = value_and_grad(loss, "loss", {"logprobs": LOGPROBS}, batch_of(), {"square": 2.0, "plain": 4.0})
     assert found.loss.item() == (1 + 4 + 16) / 2 + 7 / 4
     assert {key: (float(x.total), float(x.weight)) for key, x in found.terms.items()} == {
         "square": (21.0, 3.0),
@@ -62,19 +62,19 @@ def test_evaluate_without_a_gradient() -> None:
     def constant(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
         return token_mean(batch["advantages"], batch["loss_mask"]), {}
 
-    found = evaluate(constant, "constant", {"logprobs": LOGPROBS}, batch_of(), {"loss": 3.0})
+    found = value_and_grad(constant, "constant", {"logprobs": LOGPROBS}, batch_of(), {"loss": 3.0})
     assert found.loss.item() == 0
     assert not found.gradients["logprobs"].any()
 
 
 def test_evaluate_names_a_loss_whose_terms_change() -> None:
     with pytest.raises(WeightError, match=r"my_loss: its terms are loss on some outputs and other on others"):
-        evaluate(sft_loss, "my_loss", {"logprobs": LOGPROBS}, batch_of(), {"other": 3.0})
+        value_and_grad(sft_loss, "my_loss", {"logprobs": LOGPROBS}, batch_of(), {"other": 3.0})
 
 
 def test_evaluate_leaves_outputs_alone() -> None:
     given = LOGPROBS.clone()
-    evaluate(sft_loss, "sft", {"logprobs": given}, batch_of(), {"loss": 3.0})
+    value_and_grad(sft_loss, "sft", {"logprobs": given}, batch_of(), {"loss": 3.0})
     assert given.equal(LOGPROBS)
     assert not given.requires_grad
 

@@ -18,7 +18,7 @@ from nrl.backends.training import check_terms, terms_of
 from nrl.batch import Batch, unchanged
 from nrl.reduce import Mean, Metrics
 
-__all__ = ["Evaluation", "evaluate", "ignores"]
+__all__ = ["Evaluation", "ignores", "value_and_grad"]
 
 
 class Evaluation(NamedTuple):
@@ -37,7 +37,7 @@ class Evaluation(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def evaluate(
+def value_and_grad(
     loss: Loss, name: str, outputs: Mapping[str, Tensor], batch: Batch, weights: Mapping[str, float]
 ) -> Evaluation:
     """Call a loss, and differentiate it with respect to the outputs.
@@ -56,7 +56,7 @@ def evaluate(
 
     >>> from nrl.algos import sft_loss
     >>> batch = Batch({"loss_mask": torch.tensor([[False, True]])}, batch_size=[1])
-    >>> found = evaluate(sft_loss, "sft", {"logprobs": torch.tensor([[0.0, -3.0]])}, batch, {"loss": 2.0})
+    >>> found = value_and_grad(sft_loss, "sft", {"logprobs": torch.tensor([[0.0, -3.0]])}, batch, {"loss": 2.0})
     >>> found.loss, found.gradients["logprobs"]
     (tensor(1.5000), tensor([[-0.0000, -0.5000]]))
     """
@@ -111,7 +111,7 @@ def ignores(
     >>> def everywhere(out, batch):
     ...     return token_mean(out["logprobs"], batch["loss_mask"].logical_not()), {}
     >>> for loss in (sft_loss, everywhere):
-    ...     found = evaluate(loss, "loss", outputs, batch, {"loss": 1.0})
+    ...     found = value_and_grad(loss, "loss", outputs, batch, {"loss": 1.0})
     ...     bool(ignores(loss, "loss", outputs, batch, {"loss": 1.0}, first, found))
     True
     False
@@ -126,7 +126,7 @@ def ignores(
     }
     no = torch.zeros((), dtype=torch.bool, device=places.device)
     try:
-        again = evaluate(loss, name, other, batch, weights)
+        again = value_and_grad(loss, name, other, batch, weights)
     except Exception:  # a loss that refuses these numbers has looked at them
         return no
     pairs = list(zip(_leaves(found), _leaves(again), strict=False))
