@@ -10,10 +10,11 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 __all__ = ["BOX", "Array", "Axis", "Histogram", "Series", "curve", "heatmap", "number", "stack"]
 
-type Array = np.ndarray[Any, np.dtype[np.float64]]
+type Array = NDArray[np.floating[Any]]
 type Series = tuple[Array, Array]  # steps, values
 
 
@@ -53,8 +54,8 @@ class Axis:
         width = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
         width = max(width, 1.0) if whole else width
         places = np.arange(math.ceil(self.low / width - 1e-9), math.floor(self.high / width + 1e-9) + 1)
-        digits = math.ceil(math.log10(max(abs(self.low), abs(self.high)) / width)) + 1  # those that tell two apart
-        return [(number(place * width, digits), round(float(self(place * width)), 1)) for place in places]
+        digits = math.ceil(math.log10(max(abs(self.low), abs(self.high)) / width)) + 1  # that tell two apart
+        return [(number(place * width, max(digits, 6)), round(float(self(place * width)), 1)) for place in places]
 
 
 def number(value: float, digits: int = 4) -> str:
