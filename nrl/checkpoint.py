@@ -359,9 +359,9 @@ def _load(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"load: {path} holds something that is no data, so it was not read and nothing of it was run "
-            f"({str(error).splitlines()[0]}); nrl did not write it"
-        ) from None
+            f"load: {path} holds something that is no data; it was not read, and nothing of it was run. nrl did not "
+            "write it: look where it came from, and use another checkpoint"
+        ) from error
 
 
 def _random_state() -> dict[str, Any]:

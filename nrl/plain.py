@@ -18,8 +18,8 @@ from nrl.errors import CheckpointError
 
 __all__ = ["decode", "encode"]
 
-_AS_IT_IS = (type(None), bool, int, float, str, bytes)  # exactly: subclasses such as an IntEnum are pickled as code
-_KINDS = "numbers, texts, tensors, batches, and dicts, lists, tuples, named tuples and attrs instances of these"
+_AS_IT_IS = (type(None), bool, int, float, str)  # exactly: subclasses such as an IntEnum are pickled as code
+_KINDS = "numbers, texts, bytes, tensors, batches, and dicts, lists, tuples, named tuples and attrs instances of these"
 
 
 def encode(value: Any, name: str, *, classes: bool = True) -> Any:
@@ -36,8 +36,12 @@ def encode(value: Any, name: str, *, classes: bool = True) -> Any:
     >>> encode({"mean": 0.5}, "running")
     {'keys': ['mean'], 'values': [0.5]}
     """
+    if type(value) is int and value.bit_length() > 63:  # torch's unpickler does not know long ones, nor empty bytes
+        return {"int": hex(value)}
     if type(value) in _AS_IT_IS:
         return value
+    if type(value) is bytes:
+        return {"bytes": value.hex()}
     if isinstance(value, Tensor):  # a view would bring the whole of its storage along
         return value if value.untyped_storage().nbytes() <= value.nbytes else value.clone()
     if isinstance(value, np.ndarray | np.generic):
@@ -76,6 +80,10 @@ def decode(stored: Any, like: Any, name: str) -> Any:
     {'mean': 0.5}
     """
     match stored:
+        case {"int": text}:
+            return int(text, 16)
+        case {"bytes": text}:
+            return bytes.fromhex(text)
         case {"ndarray": tensor, "scalar": scalar}:
             return tensor.numpy()[()] if scalar else tensor.numpy()
         case {"batch": columns, "batch_size": size, "locked": locked}:

@@ -523,6 +523,8 @@ def crash_everywhere(case: str, folder: Path) -> None:
             store(root, step, {"x": 1000}, keep, {"metrics": {"m": -9.0}})
             os._exit(0)
         status = os.waitpid(pid, 0)[1]
+        for listed in checkpoints(root):  # before anything is tidied
+            verify(listed.folder)
         said: list[str] = []
         found = newest(root, said.append)
         assert said == []  # nothing is damaged
