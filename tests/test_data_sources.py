@@ -103,11 +103,10 @@ def test_reading_is_fast_and_a_parquet_file_stays_columns(tmp_path: Path) -> Non
     path = tmp_path / "a.jsonl"
     line = json.dumps({"question": "a" * 240, "answer": "b" * 300 + "\n#### 1"}) + "\n"
     path.write_text(line * 7473)
-    start = time.perf_counter()
+    start = time.process_time()  # not that of a machine that does other things
     assert len(data.read_jsonl(path)) == 7473
-    assert time.perf_counter() - start < 0.3 * 3  # measured 0.09 s; the rest is for a machine that does other things
+    assert time.process_time() - start < 0.9  # measured 0.09 s
     pq.write_table(pa.table({"question": ["a" * 100] * 50_000}), tmp_path / "a.parquet")
-    start = time.perf_counter()
     table = read(tmp_path / "a.parquet")
     assert table.rows[49_999] == {"question": "a" * 100}
     assert not any(isinstance(value, list) for value in vars(table.rows).values())

@@ -69,8 +69,8 @@ def test_the_number_of_live_tensors_is_the_same_after_10_and_after_40_steps(
     counts: dict[int, int] = {}
     log = Run.log
 
-    def counting(self: Run, step: int, *metrics: Any) -> dict[str, float]:
-        numbers = log(self, step, *metrics)
+    def counting(self: Run, step: int, *metrics: Any, **others: Any) -> dict[str, float]:
+        numbers = log(self, step, *metrics, **others)
         if step in (10, 20, 30, 40):
             gc.collect()
             counts[step] = sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())

@@ -28,7 +28,7 @@ def task(seed: int, index: int, *, largest: int = 19) -> Task:
         DataError: ``seed`` or ``largest`` is negative or no integer.
 
     >>> task(0, 0)
-    {'prompt': '17+12=', 'answer': '29', 'response': '29', 'chosen': '29', 'rejected': '34'}
+    {'prompt': '17+12=', 'answer': '29', 'response': '29', 'chosen': '29', 'rejected': '24'}
     """
     for name, value in (("seed", seed), ("largest", largest)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
