@@ -1,6 +1,6 @@
 """GRPO: `python examples/grpo.py` teaches a tiny model to add; `model=<folder or name> data=<file>` a real one more."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 
@@ -8,47 +8,51 @@ import nrl
 from nrl import config, data, tiny
 from nrl.algos import advantages, grpo_loss, sft_loss
 from nrl.backends import Model, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw, fsdp, hf, load_tokenizer
+from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
 from nrl.runs import Run
 
 SAMPLERS = {"hf": hf.sampler}
-DECAY = Schedule("linear", steps=300, floor=0.1)
-
-
-def embedded(value: Any, real: Any) -> Any:
-    """A default: one value for the tiny model that comes with nrl, another for a real one."""
-    return attrs.field(default=attrs.Factory(lambda cfg: real if cfg.model else value, takes_self=True))
+EMBEDDED = adamw(lr=7e-4, betas=(0.9, 0.95), schedule=Schedule("linear", steps=300, floor=0.1))
 
 
 @attrs.frozen
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
-    data: str = "arithmetic"  # a JSONL file with "question" (or "prompt", "messages") and "answer"
+    data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
+    adapter: str | None = None  # from the rows of a well-known dataset
+    chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 300
     seed: int = 0
-    out: str | None = None  # none: a new folder under runs/
+    out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
+    checkpoints: Checkpoints = Checkpoints(every=50)
+    sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     sampler: Literal["hf"] = "hf"
     dp: int = 1  # shards that the trainer splits a batch into
     prompts: int = 32  # a step
     group_size: int = 8  # samples a prompt
     lag: int = 0  # publishes that a rollout may be early
     max_tokens: int = 16_384  # of a micro-batch
-    optimizer: Optimizer = embedded(adamw(lr=7e-4, betas=(0.9, 0.95), schedule=DECAY), real=adamw(lr=1e-6))
-    sampling: Sampling = embedded(Sampling(max_new_tokens=4), real=Sampling(max_new_tokens=512))
-    warmup: int = embedded(40, real=0)  # supervised steps before the main loop, on rows with a "response"
+    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6) if cfg.model else EMBEDDED)
+    sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
+    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40)  # supervised steps, on rows with a "response"
     warmup_rows: int = 128
     warmup_optimizer: Optimizer = adamw(lr=1e-3)
 
 
 def warm_up(cfg: Config, run: Run, trainer: Trainer, model: Model) -> TrainState:
     """Supervised steps, so that the main loop has a reward to start from."""
-    state, step, tokenizer = trainer.init(), trainer.train_step(sft_loss), load_tokenizer(model)
-    tasks = data.tasks(cfg.data, seed=cfg.seed + 1)
+    step, tokenizer = trainer.train_step(sft_loss), load_tokenizer(model)
+    tasks = data.tasks(cfg.data, seed=cfg.seed + 1, adapter=cfg.adapter, chat=cfg.chat)
     stream = nrl.batched(tasks, cfg.warmup_rows, collate=lambda rows: data.supervised(rows, tokenizer))
+    state: TrainState
+    state, stream = run.restore("warmup", policy=trainer, stream=stream)
     for i, batch in run.steps(stream, cfg.warmup, name="warmup"):
         state, metrics = step(state, batch)
         run.log(i, metrics)
+        run.save(i, policy=state, stream=stream)
     return state
 
 
@@ -56,21 +60,23 @@ def main(cfg: Config) -> None:
     """The whole of GRPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         slots = cluster.reserve(cfg.dp + 1)
-        model = Model(cfg.model) if cfg.model else tiny.model()
+        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
         trainer = fsdp.trainer(slots[: cfg.dp], model, cfg.optimizer, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :], model, cfg.sampling)
         step = trainer.train_step(grpo_loss)
-        tasks = data.tasks(cfg.data, seed=cfg.seed)
+        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
         stream = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
         warm = fsdp.trainer(slots[: cfg.dp], model, cfg.warmup_optimizer, max_tokens=cfg.max_tokens)
-        state = trainer.init(warm_up(cfg, run, warm, model).params) if cfg.warmup else trainer.init()
+        policy = trainer.init(warm_up(cfg, run, warm, model).params) if cfg.warmup else trainer
+        state, stream = run.restore(policy=policy, stream=stream)
         nrl.publish(state.params, sampler)
         for i, batch in run.steps(stream):
             batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
             state, metrics = step(state, batch)
             nrl.publish(state.params, sampler)
-            run.log(i, metrics, nrl.summary(batch))
+            run.log(i, metrics, nrl.summary(batch), samples=nrl.samples(batch, sampler.tokenizer))
+            run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")
 
 

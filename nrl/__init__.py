@@ -10,7 +10,7 @@ Algorithms are written from pure functions over immutable batches; a runtime map
 [0, 2, 4, 6]
 """
 
-from nrl.backends import Model, Sampling, adamw, publish
+from nrl.backends import Model, Sampling, adamw, evaluate, publish
 from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibatches, pad, require, shard
 from nrl.columns import COLUMNS
 from nrl.episodes import rollout, rollouts, run_episode
@@ -40,6 +40,7 @@ __all__ = [
     "concatenate",
     "donated",
     "drop_uniform",
+    "evaluate",
     "finalize",
     "fresh",
     "lengths",

@@ -17,10 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None: the program's own.
 
     Returns:
-        The exit status: 0, or 1 where something could not be done.
+        The exit status: 0, or 2 where something could not be done, which one line on stderr tells.
 
     >>> main(["report", "/nowhere"])
-    1
+    2
     """
     parser = argparse.ArgumentParser(prog="nrl", description="A composable functional library for LLM post-training.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         given.do(given)
-    except NrlError as error:
+    except (NrlError, OSError) as error:
         print(f"nrl: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0

@@ -22,6 +22,7 @@ from nrl.backends.base import Completion, Sampler, Sampling
 from nrl.batch import Batch, assign
 from nrl.data import render
 from nrl.envs import Env, Step, Task
+from nrl.envs.base import Prompt
 from nrl.errors import DataError, EnvError
 from nrl.stream import Source, Stream
 
@@ -90,6 +91,17 @@ async def run_episode(generate: _Generate, env: Env, task: Task, *, tokenizer: A
     >>> episode.reward, episode.sampled
     (1.0, [False, False, False, False, True])
     """
+    return await _episode(generate, env, task, tokenizer, context_length, render)
+
+
+async def _episode(
+    generate: _Generate,
+    env: Env,
+    task: Task,
+    tokenizer: Any,
+    context_length: int,
+    render: Callable[[Prompt, Any], list[int]],
+) -> Episode:
     episode = Episode()
 
     async def reset() -> Any:
@@ -248,15 +260,24 @@ def rollout(
         raise DataError(f"rollout: {len(tasks)} tasks with n={n}; there must be at least one of each")
     seeds = [_seed(seed, first_group + group, place) for group in range(len(tasks)) for place in range(n)]
     together = _Together(sampler, sampling, seeds)
+    rendered: dict[str, list[int]] = {}
+
+    def once(prompt: Prompt, tokenizer: Any) -> list[int]:
+        """Rows of a group answer one prompt."""
+        key = repr(prompt)
+        if key not in rendered:
+            rendered[key] = render(prompt, tokenizer)
+        return rendered[key]
 
     async def one(index: int) -> Episode:
         try:
-            return await run_episode(
+            return await _episode(
                 lambda tokens: together.generate(index, tokens),
                 env,
                 tasks[index // n],
-                tokenizer=sampler.tokenizer,
-                context_length=sampler.context_length,
+                sampler.tokenizer,
+                sampler.context_length,
+                once,
             )
         finally:
             together.leave()

@@ -15,6 +15,7 @@
     │   └── ClosedCluster                 the cluster that holds the value has been left
     ├── PlacementError (ValueError)       slots, meshes and executables that do not fit together
     ├── ConfigError (ValueError)          a configuration key or value that cannot be used
+    ├── CheckpointError                   a checkpoint that cannot be written, or that is not what was written
     ├── DataError (ValueError)            a data file or a row of it that cannot be used
     ├── ModelError (ValueError)           a model or tokenizer that cannot be loaded or cannot do what is asked
     ├── GenerationError (ValueError)      a request that a sampler cannot serve
@@ -30,6 +31,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "BatchError",
+    "CheckpointError",
     "ClosedCluster",
     "ColumnError",
     "ConfigError",
@@ -137,6 +139,10 @@ class PlacementError(NrlError, ValueError):
 
 class ConfigError(NrlError, ValueError):
     """A configuration key or value that cannot be used."""
+
+
+class CheckpointError(NrlError):
+    """A checkpoint that cannot be written, or that is not what was written."""
 
 
 class DataError(NrlError, ValueError):

@@ -1,38 +1,50 @@
-"""One run's folder: what was asked for, what was measured, and how far it is.
+"""One run's folder: what was asked for, what was measured, how far it is, and how to go on from there.
 
-A run leaves behind ``config.yaml``, resolved, and ``metrics.jsonl``, one object for each step of the main loop, flushed
-when the step ends. Other loops, such as a supervised warm-up, write files of their own.
+A run leaves behind ``config.yaml``, resolved; ``metrics.jsonl``, one object for each step of the main loop, flushed
+when the step ends; ``rollouts.jsonl``, samples; ``report.html``, made of these; and ``checkpoints/``. Other loops, such
+as a supervised warm-up, write files of their own. The same command with the same ``out`` goes on after the last
+checkpoint: files are cut back to it, so they are those of a run that was never interrupted.
 """
 
+import os
+import random
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import attrs
+import filelock
+import numpy as np
+import torch
 
-from nrl import config
+from nrl import checkpoint, config
+from nrl.backends.base import Trainer
 from nrl.batch import Batch
-from nrl.errors import ConfigError
-from nrl.log import JsonLines, Progress, duration
+from nrl.checkpoint import Checkpoints
+from nrl.errors import CheckpointError, ConfigError
+from nrl.log import JsonLines, Progress, Sink, duration, open_sinks
 from nrl.reduce import Metrics, finalize, merge
+from nrl.report import report
 from nrl.runtime.futures import Future
 from nrl.stream import Stream
 
 __all__ = ["Run", "run"]
-
-_SHOWN = ("reward", "loss", "grad_norm", "kl", "length", "lag", "invalid", "skipped", "tokens_per_second")
-_QUIET_AT_ZERO = ("lag", "invalid", "skipped")
 
 
 @attrs.define(eq=False)
 class _Loop:
     name: str
     steps: int
+    file: str  # without its suffix: a loop within a loop other than the main one bears that one's name too
+    checked: bool = False  # what it saves
+    saved: bool = False  # the step that is running
     asked: float = 0.0
     pulled: float = 0.0
+    numbers: dict[str, float] = attrs.field(factory=dict)  # of the step, once it is logged
 
 
 class Run:
@@ -41,39 +53,139 @@ class Run:
     Args:
         out: its folder.
         total: steps of the main loop.
+        keep: when checkpoints are written, and which are kept.
+        sink: what else is told of metrics, besides the terminal and the JSONL files.
     """
 
-    def __init__(self, out: Path, total: int, stack: ExitStack) -> None:
-        self.out, self.total, self._stack = out, total, stack
+    def __init__(self, out: Path, total: int, keep: Checkpoints, sink: Sink, stack: ExitStack) -> None:
+        self.out, self.total, self.keep, self._stack = out, total, keep, stack
+        self._sink = sink
         self._progress = stack.enter_context(Progress())
         self._files: dict[str, JsonLines] = {}
         self._loops: list[_Loop] = []  # one within the other; the last is the one that is running
+        self._next: dict[str, int] = {}  # the step at which a restored loop goes on
+        self._names: dict[str, set[str]] = {}  # of what a loop restores and saves
+        self._best: dict[str, float] = {}
 
-    def steps(
-        self, stream: Stream[Batch], n: int | None = None, *, name: str = "metrics"
-    ) -> Iterator[tuple[int, Batch]]:
-        """Pull a batch for each step of a loop.
+    def restore(self, loop: str = "train", /, **named: Any) -> Any:
+        """The named values as the newest checkpoint of a loop has them; without a checkpoint, as they are.
+
+        The loop's files are cut back to the checkpoint, and the next `steps` of that loop goes on after it. A
+        checkpoint that is not what was written, by its checksums, is said and set aside, and the one before is used.
+
+        Args:
+            loop: the ``name`` of `steps`.
+            **named: a `Trainer` stands for its train state, which is ``trainer.init()`` where there is no checkpoint.
+                A train state (consumed where there is one), frozen params, a stream (restored in place), or plain data
+                stand for themselves.
+
+        Returns:
+            The values, in order; one alone not in a tuple.
+
+        Raises:
+            CheckpointError: every checkpoint is damaged, or they hold other names.
+
+        >>> import attrs, tempfile
+        >>> from nrl.stream import counting
+        >>> @attrs.frozen
+        ... class Config:
+        ...     out: str = tempfile.mkdtemp()
+        ...     steps: int = 2
+        >>> for attempt in range(2):
+        ...     with run(Config()) as entered:
+        ...         total, stream = entered.restore(total=0, stream=counting())
+        ...         for i, batch in entered.steps(stream):
+        ...             total += 10
+        ...             folder = entered.save(i, total=total, stream=stream)
+        ...     total
+        done in ...
+        20
+        train: 2 of 2 steps were done; going on after them
+        done in ...
+        20
+        """
+        root = self._checkpoints(loop)
+        root.mkdir(parents=True, exist_ok=True)
+        found = checkpoint.newest(root)
+        self._next[loop] = 0 if found is None else found.step + 1
+        self._names[loop] = set(named)
+        if found is None:
+            values = [value.init() if isinstance(value, Trainer) else value for value in named.values()]
+        else:
+            values = checkpoint.load(found.folder, **named)
+            champion = checkpoint.best(checkpoint.checkpoints(root), self.keep)
+            if champion is not None:
+                self._best[loop] = checkpoint.score(champion.meta["metrics"], self.keep) or 0.0
+            self._say(f"{loop}: {found.step + 1} of {found.meta['steps']} steps were done; going on after them")
+        self._cut(loop, {} if found is None else found.meta["files"])
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def save(self, step: int, **named: Any) -> Path | None:
+        """Write a checkpoint of the running loop if one is due: see `nrl.checkpoint.Checkpoints`.
+
+        Call it when the step is logged and its weights are published.
+
+        Args:
+            step: from `steps`.
+            **named: train states, params, streams and plain data; the same names as in `restore`.
+
+        Returns:
+            The folder of the checkpoint, None where none was due.
+
+        Raises:
+            CheckpointError: it could not be written (those before stand), or the names are not those of `restore`.
+            ConfigError: no loop over `steps` is running.
+        """
+        loop = self._running("save")
+        self._check(loop, named)
+        loop.saved = True
+        score = checkpoint.score(loop.numbers, self.keep)
+        better = score is not None and score > self._best.get(loop.name, float("-inf"))
+        if not better and (step + 1) % self.keep.every and step + 1 != loop.steps:
+            return None
+        if better and score is not None:
+            self._best[loop.name] = score
+        sizes = {path.name: _size(path) for path in self._logs(loop.name)}
+        meta = {"steps": loop.steps, "files": sizes, "metrics": _finite(loop.numbers)}
+        return checkpoint.store(self._checkpoints(loop.name), step, named, self.keep, meta)
+
+    def steps(self, stream: Stream[Batch], n: int | None = None, *, name: str = "train") -> Iterator[tuple[int, Batch]]:
+        """Pull a batch for each step of a loop that is left to do.
 
         Args:
             stream: of batches.
-            n: the number of steps; None: the config's ``steps``.
-            name: the loop's file is ``<name>.jsonl``.
+            n: the number of steps in all; None: the config's ``steps``.
+            name: the loop's file is ``<name>.jsonl``, that of ``train`` is ``metrics.jsonl``. A loop within
+                another one, such as an evaluation, belongs to it: its file is cut back with it, and is
+                ``<outer>.<name>.jsonl`` where the outer one is not ``train``.
 
         Yields:
-            The step, from 0, and its batch.
+            The step, from 0, or from where the loop was restored, and its batch.
+
+        Raises:
+            ConfigError: the loop has been run before in this folder, and it was not restored.
         """
-        loop = _Loop(name, self.total if n is None else n)
+        outer = f"{self._loops[-1].file}." if self._loops else ""
+        file = outer.removeprefix("metrics.") + ("metrics" if name == "train" else name)
+        loop = _Loop(name, self.total if n is None else n, file)
+        if not self._loops and name not in self._next and file not in self._files and self._used(file):
+            raise ConfigError(
+                f"run.steps: out={self.out} holds steps of the loop '{name}', which this run did not restore; call "
+                f"run.restore('{name}', ...) before the loop, or give another folder"
+            )
         self._loops.append(loop)
         try:
-            for step in range(loop.steps):
-                loop.asked = time.perf_counter()
+            for step in range(self._next.pop(name, 0), loop.steps):
+                loop.numbers, loop.saved, loop.asked = {}, False, time.perf_counter()
                 batch = stream.take(1)[0]
                 loop.pulled = time.perf_counter()
                 yield step, batch
         finally:
             self._loops.remove(loop)
 
-    def log(self, step: int, *metrics: Metrics | Future[Metrics]) -> dict[str, float]:
+    def log(
+        self, step: int, *metrics: Metrics | Future[Metrics], samples: Mapping[str, Any] | None = None
+    ) -> dict[str, float]:
         """Write one line: the metrics, and the times of the step.
 
         ``time/rollout`` is the time that the stream took, ``time/train`` all from then until now, ``time/total`` their
@@ -82,16 +194,21 @@ class Run:
         Args:
             step: from `steps`.
             *metrics: several are merged; futures are waited for.
+            samples: from `nrl.samples`; a line of ``rollouts.jsonl``, which the report shows.
 
         Returns:
             What was written.
 
         Raises:
-            ConfigError: no loop over `steps` is running.
+            ConfigError: no loop over `steps` is running, or the step has been saved already.
+            OSError: the disk is full.
         """
-        if not self._loops:
-            raise ConfigError("run.log: no loop is running; call it inside of `for step, batch in run.steps(stream)`")
-        loop = self._loops[-1]
+        loop = self._running("log")
+        if any(each.saved for each in self._loops):
+            raise ConfigError(
+                f"run.log: step {step} of the loop '{loop.name}' comes after run.save, so its line would be cut off "
+                "when the run goes on from that checkpoint; save last in a step"
+            )
         merged: Metrics = {}
         for some in metrics:
             merged = merge(merged, some if isinstance(some, dict) else some.result())
@@ -101,12 +218,84 @@ class Run:
         numbers["time/rollout"] = loop.pulled - loop.asked
         numbers["time/train"] = now - loop.pulled
         numbers["time/total"] = now - loop.asked
-        if loop.name not in self._files:
-            self._files[loop.name] = self._stack.enter_context(JsonLines(self.out / f"{loop.name}.jsonl"))
-        self._files[loop.name].write(numbers)
-        shown = {k: numbers[k] for k in _SHOWN if k in numbers and (numbers[k] != 0 or k not in _QUIET_AT_ZERO)}
-        self._progress.show("train" if loop.name == "metrics" else loop.name, step, loop.steps, shown)
+        self._write(loop.file, numbers)
+        if samples is not None:
+            file = "rollouts" if loop.file == "metrics" else f"{loop.file}.rollouts"
+            self._write(file, {"step": step} | dict(samples))
+        self._progress.show(loop.name, step, loop.steps, numbers)
+        self._sink.write(loop.name, step, numbers)
+        loop.numbers = numbers
         return numbers
+
+    def _check(self, loop: _Loop, named: Mapping[str, Any]) -> None:
+        """What could not be saved or restored is said at the first step, not where the first checkpoint is due."""
+        known = self._names.setdefault(loop.name, set(named))
+        if known != set(named):
+            raise CheckpointError(
+                f"run.save: the loop '{loop.name}' restores {', '.join(sorted(known)) or 'nothing'} and saves "
+                f"{', '.join(sorted(named)) or 'nothing'}; give the same names to restore and save"
+            )
+        if not loop.checked:
+            checkpoint.check(named)
+        loop.checked = True
+
+    def _running(self, who: str) -> _Loop:
+        if not self._loops:
+            raise ConfigError(
+                f"run.{who}: no loop is running; call it inside of `for step, batch in run.steps(stream)`"
+            )
+        return self._loops[-1]
+
+    def _write(self, file: str, record: Mapping[str, Any]) -> None:
+        path = self.out / f"{file}.jsonl"
+        try:
+            if file not in self._files:
+                self._files[file] = self._stack.enter_context(JsonLines(path))
+            self._files[file].write(record)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"run.log: {path} could not be written ({error.strerror}); make room, and start the same command again",
+            ) from error
+
+    def _checkpoints(self, loop: str) -> Path:
+        return self.out / "checkpoints" / loop
+
+    def _used(self, file: str) -> bool:
+        path = self.out / f"{file}.jsonl"
+        return path.exists() and path.stat().st_size > 0
+
+    def _logs(self, loop: str) -> list[Path]:
+        """The files of a loop and of those within it, which begin with its name; all others are of the main one."""
+        loops = {loop, *(path.name for path in self._checkpoints(loop).parent.glob("*"))} - {"train"}
+
+        def owner(path: Path) -> str:
+            return next((name for name in loops if path.name.startswith(f"{name}.")), "train")
+
+        return [path for path in sorted(self.out.glob("*.jsonl")) if owner(path) == loop]
+
+    def _cut(self, loop: str, sizes: Mapping[str, int]) -> None:
+        for path in self._logs(loop):
+            if path.stem not in self._files and path.stat().st_size > sizes.get(path.name, 0):
+                os.truncate(path, sizes.get(path.name, 0))
+        for name, size in sizes.items():
+            path = self.out / name
+            if not path.exists() or path.stat().st_size < size:
+                self._say(f"{loop}: {name} is shorter than at the checkpoint; lines that were in it are lost")
+
+    def _say(self, text: str) -> None:
+        print(text, flush=True)  # noqa: T201
+
+
+def _size(path: Path) -> int:
+    """In bytes, all of them on the disk, so that no checkpoint is newer than its logs when a machine loses power."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
+
+
+def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {key: value for key, value in numbers.items() if np.isfinite(value)}
 
 
 @contextmanager
@@ -114,11 +303,13 @@ def run(cfg: Any) -> Iterator[Run]:
     """Enter a run: ``with nrl.run(cfg) as run``.
 
     Args:
-        cfg: a frozen attrs config. Its ``out`` is the run's folder (None: a new one under ``runs/``), its ``steps`` the
-            number of steps of the main loop.
+        cfg: a frozen attrs config. What it has of these is read: ``out``, the run's folder (None: a new one under
+            ``runs/``), ``steps``, the number of steps of the main loop, ``seed``, of the global random generators,
+            ``checkpoints``, a `nrl.checkpoint.Checkpoints`, and ``sinks``, where metrics go besides the terminal and
+            the JSONL files: any of ``"wandb"``, ``"tensorboard"`` and ``"mlflow"``.
 
     Raises:
-        ConfigError: ``out`` is a file, or holds a run already.
+        ConfigError: ``out`` is a file, holds a run that has no checkpoints, or one that another process is in.
 
     >>> import attrs, tempfile
     >>> @attrs.frozen
@@ -133,14 +324,60 @@ def run(cfg: Any) -> Iterator[Run]:
     out = Path(cfg.out) if getattr(cfg, "out", None) else _new_folder()
     if out.exists() and not out.is_dir():
         raise ConfigError(f"run: out={out} is a file; give a folder, or leave it out to make a new one")
-    if any(path.stat().st_size for path in out.glob("*.jsonl")):  # a start that failed leaves none
-        raise ConfigError(f"run: out={out} holds a run already; give another folder, or remove that one")
+    if any(path.stat().st_size for path in out.glob("*.jsonl")) and not (out / "checkpoints").exists():
+        raise ConfigError(
+            f"run: out={out} holds a run already, which has no checkpoints to go on from; give another folder, or "
+            "remove that one"
+        )
+    text = config.dump(cfg)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.yaml").write_text(config.dump(cfg), encoding="utf-8")
     started = time.monotonic()
     with ExitStack() as stack:
-        yield Run(out, int(getattr(cfg, "steps", 0)), stack)
+        _lock(out, stack)
+        _write_config(out / "config.yaml", text)
+        _seed(getattr(cfg, "seed", 0))
+        sink = stack.enter_context(open_sinks(getattr(cfg, "sinks", ()), out, attrs.asdict(cfg), name=out.name))
+        stack.callback(_report, out)
+        yield Run(out, int(getattr(cfg, "steps", 0)), getattr(cfg, "checkpoints", Checkpoints()), sink, stack)
     print(f"done in {duration(time.monotonic() - started)}; metrics are in {out}", flush=True)  # noqa: T201
+
+
+def _report(out: Path) -> None:
+    """However a run ends, there is something to look at; and what ended it is not hidden by this."""
+    try:
+        if any(path.stat().st_size for path in out.glob("*.jsonl")):
+            report(out)
+    except Exception as error:
+        warnings.warn(f"run: {out}/report.html could not be written: {type(error).__name__}: {error}", stacklevel=2)
+
+
+def _lock(out: Path, stack: ExitStack) -> None:
+    """The system lets go of it when the process ends, however it ends."""
+    try:
+        stack.enter_context(filelock.FileLock(out / ".lock", timeout=0))
+    except filelock.Timeout:
+        raise ConfigError(
+            f"run: another process is running in out={out}; wait for it, or give another folder"
+        ) from None
+
+
+def _write_config(path: Path, text: str) -> None:
+    """Whole or not at all; what a resumed run asks for differently is said, and the former one is kept."""
+    if path.exists() and (before := path.read_text(encoding="utf-8")) != text:
+        number = next(i for i in range(1, 10**6) if not path.with_suffix(f".{i}.yaml").exists())
+        path.with_suffix(f".{number}.yaml").write_text(before, encoding="utf-8")
+        changed = [line for line in text.splitlines() if line not in before.splitlines()]
+        print(f"run: going on with another configuration: {'; '.join(x.strip() for x in changed)}", flush=True)  # noqa: T201
+    temporary = path.with_name(".config.yaml")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _seed(seed: int) -> None:
+    """Nrl's own randomness has explicit seeds; this is for what a program or a library draws besides."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def _new_folder() -> Path:

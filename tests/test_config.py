@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nrl.config import dump, load, option
+from nrl.config import derived, dump, load, option
 from nrl.errors import ConfigError
 
 
@@ -707,3 +707,48 @@ def test_any_other_text_is_a_value_or_a_config_error(text: str) -> None:
             load(Config, [f"{key}={text}"])
         except ConfigError as error:
             assert str(error).startswith("load(Config): ")  # noqa: PT017
+
+
+# --- defaults that depend on other fields
+
+
+@attrs.frozen
+class Derived:
+    model: str | None = None
+    warmup: int = derived(lambda cfg: 0 if cfg.model else 40, help="supervised steps")
+
+
+def test_a_default_may_depend_on_the_fields_before() -> None:
+    assert load(Derived, []).warmup == 40
+    assert load(Derived, ["model=x"]).warmup == 0
+    assert load(Derived, ["model=x", "warmup=3"]).warmup == 3
+
+
+def test_a_derived_default_is_shown_by_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(Derived, ["--help"])
+    assert "warmup: int = 40\n      supervised steps" in capsys.readouterr().out
+
+
+@attrs.frozen
+class Commented:
+    steps: int = 3  # of the main loop
+    rate: float = option(0.5, help="said by the option")  # not by this
+    # nor by this
+    name: str = "x"
+
+
+def test_help_shows_the_comments_behind_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(Commented, ["--help"])
+    shown = capsys.readouterr().out
+    assert "steps: int = 3\n      of the main loop\n" in shown
+    assert "rate: float = 0.5\n      said by the option\n" in shown
+    assert shown.endswith("name: str = x\n")
+
+
+def test_a_class_without_source_has_help_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    made = attrs.make_class("Made", {"steps": attrs.field(default=1, type=int)}, frozen=True)
+    with pytest.raises(SystemExit):
+        load(made, ["--help"])
+    assert "steps: int = 1" in capsys.readouterr().out

@@ -93,6 +93,16 @@ def test_chats_and_ids_stay_as_they_are() -> None:
     assert [row["prompt"] for row in data.rows([{"messages": chat}, {"prompt": [5, 6]}])] == [chat, [5, 6]]
 
 
+def test_what_a_conversation_asks_is_what_comes_before_its_last_answer() -> None:
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    whole = [*asked, {"role": "assistant", "content": "d"}]
+    other = [*asked, {"role": "assistant", "content": "e"}]
+    assert data.rows([{"messages": whole}]) == [{"messages": whole, "prompt": asked}]
+    assert data.rows([{"messages": asked}]) == [{"messages": asked, "prompt": asked}]
+    pair = {"chosen": whole, "rejected": other}
+    assert data.rows([pair]) == [{**pair, "prompt": asked}]
+
+
 def test_a_template_makes_the_text() -> None:
     row = {"question": "1+1", "level": 3}
     template = "{question} ({level:02d}) {{boxed}}"
@@ -128,9 +138,15 @@ def test_the_source_is_left_as_it_is() -> None:
         ({"messages": [{"content": "a"}]}, "message 0 has no 'role'; it has content"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "message 0: 'content' is a list; give a text"),
         (
-            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-            "'messages' ends with the assistant's message, which leaves nothing to answer",
+            {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            "'prompt' ends with the assistant's message, which leaves nothing to answer; .* conversation as 'messages'",
         ),
+        ({"messages": [{"role": "assistant", "content": "b"}]}, "'messages' ends with the assistant's message"),
+        (
+            {"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "a"}]},
+            "what 'chosen' and 'rejected' share is empty",
+        ),
+        ({"chosen": [{"role": "user"}], "rejected": []}, "'chosen': message 0 has no 'content'; it has role"),
         ("text", "is a str; give a mapping"),
     ],
 )
@@ -410,7 +426,7 @@ def test_supervised_needs_rows_and_an_end() -> None:
     endless = tiny.tokenizer()
     endless.eos_token = None
     with pytest.raises(
-        ModelError, match=r"supervised: the tokenizer has no end-of-sequence token.*set tokenizer.eos_tok"
+        ModelError, match=r"supervised: row 0: the tokenizer has no end-of-sequence token.*set tokenizer.eos_tok"
     ):
         data.supervised([{"prompt": "a", "response": "b"}], endless)
 

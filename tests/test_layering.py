@@ -16,15 +16,15 @@ ROOT = Path(__file__).parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("reduce", "columns", "batch"),
-    ("algos", "pack", "config", "log", "envs"),
+    ("algos", "prefix", "pack", "config", "log", "envs"),
     ("runtime",),
     ("backends",),
-    ("checkpoint", "data", "episodes", "report", "runs", "stream", "summaries", "tiny"),
+    ("charts", "checkpoint", "data", "episodes", "plain", "report", "runs", "stream", "summaries", "tiny"),
     ("",),  # nrl/__init__.py, which gathers the public names
     ("cli",),
     ("__main__",),
 )
-HEAVY = frozenset({"datasets", "megatron", "peft", "ray", "transformers", "vllm", "wandb"})
+HEAVY = frozenset({"datasets", "megatron", "peft", "pyarrow", "ray", "transformers", "vllm", "wandb"})
 OWNERS = {"megatron": "nrl.backends.megatron", "ray": "nrl.runtime", "vllm": "nrl.backends.vllm", "wandb": "nrl.log"}
 OUTSIDE = frozenset({"benchmarks", "examples", "tests"})
 

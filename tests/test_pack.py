@@ -1,15 +1,19 @@
 import itertools
+from collections import Counter
 from collections.abc import Sequence
+from random import Random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nrl.batch import Batch, lengths
-from nrl.errors import MissingColumn
-from nrl.pack import Packed, blocks, pack, packed, unpack
+from nrl.batch import Batch, lengths, microbatches
+from nrl.errors import BatchError, MissingColumn
+from nrl.pack import Block, Packed, blocks, pack, packed, unpack
+from nrl.prefix import common_prefixes, together
 
 quick = settings(max_examples=50)
 row_lengths = st.lists(st.integers(0, 7), max_size=8)
@@ -106,7 +110,7 @@ def test_packed_tokens_know_their_places(sizes: list[int]) -> None:
     n = len(tokens.input_ids)
     assert tokens.shape == batch["input_ids"].shape
     assert tokens.position_ids.shape == tokens.source.shape == tokens.real.shape == (n,)
-    assert sum(rows * width for rows, width in tokens.blocks) == n
+    assert sum(block.rows * block.width for block in tokens.blocks) == n
     assert int(tokens.real.sum()) == sum(sizes)
     assert tokens.input_ids.equal(batch["input_ids"].flatten()[tokens.source])
     assert tokens.real.equal(batch["attention_mask"].flatten()[tokens.source])
@@ -119,7 +123,7 @@ def test_a_line_of_a_block_is_the_start_of_one_row(sizes: list[int]) -> None:
     batch = of_lengths(sizes)
     tokens = pack(batch)
     seen, start = [], 0
-    for rows, width in tokens.blocks:
+    for rows, width, _ in tokens.blocks:
         source = tokens.source[start : start + rows * width].view(rows, width)
         start += rows * width
         assert (source // 7 == source[:, :1] // 7).all()
@@ -133,17 +137,18 @@ def test_packing_by_hand() -> None:
     ids = torch.tensor([[7, 8, 9], [5, 6, 0], [0, 0, 0]])
     mask = torch.tensor([[True, True, True], [True, True, False], [False, False, False]])
     tokens = pack(Batch({"input_ids": ids, "attention_mask": mask}, batch_size=[3]))
-    assert tokens.blocks == ((2, 3),)
+    assert tokens.blocks == (Block(2, 3),)
     assert tokens.input_ids.tolist() == [5, 6, 0, 7, 8, 9]
     assert tokens.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
     assert tokens.source.tolist() == [3, 4, 5, 0, 1, 2]
     assert tokens.real.tolist() == [True, True, False, True, True, True]
+    assert tokens.place.tolist() == [3, 4, 5, 0, 1, -1, -1, -1, -1]
 
 
 def test_rows_of_unlike_length_lie_in_blocks_of_their_own() -> None:
     mask = torch.arange(400) < torch.tensor([[400], [1], [2], [0]])
     tokens = pack(Batch({"input_ids": mask.long(), "attention_mask": mask}, batch_size=[4]))
-    assert tokens.blocks == ((2, 2), (1, 400))
+    assert tokens.blocks == (Block(2, 2), Block(1, 400))
 
 
 def test_packing_without_a_mask_takes_every_token() -> None:
@@ -198,13 +203,16 @@ def test_pack_needs_tokens() -> None:
 
 
 def prefix_sums(tokens: Packed) -> Tensor:
-    """A small causal forward: each token sees the tokens before it in its own row."""
-    out, start = [], 0
-    for rows, width in tokens.blocks:
-        block = tokens.input_ids[start : start + rows * width].view(rows, width)
-        out.append(block.cumsum(1).flatten())
+    """A small causal forward: each token sees the tokens before it in its own row, and in the one that comes before."""
+    out: list[Tensor] = []
+    start = 0
+    for rows, width, after in tokens.blocks:
+        sums = tokens.input_ids[start : start + rows * width].view(rows, width).cumsum(1)
+        if after is not None:
+            sums = sums + out[after.block][after.row, after.length - 1][:, None]
+        out.append(sums)
         start += rows * width
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *out])
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *(sums.flatten() for sums in out)])
 
 
 @quick
@@ -226,3 +234,178 @@ def test_packed_never_sees_rows_without_tokens() -> None:
 
     packed(forward)(of_lengths([0, 2]))
     assert seen == [[8, 9]]
+
+
+# --- common first tokens
+
+alike = st.lists(st.lists(st.integers(1, 2), max_size=6), max_size=7)
+"""Rows that often begin alike: of two words."""
+
+
+def rows_of(rows: Sequence[Sequence[int]], width: int = 6) -> Batch:
+    ids = torch.tensor([[*row, *[9] * (width - len(row))] for row in rows]).view(len(rows), width)
+    mask = torch.arange(width) < torch.tensor([len(row) for row in rows]).view(-1, 1)
+    return Batch({"input_ids": ids, "attention_mask": mask}, batch_size=[len(rows)])
+
+
+def in_common(rows: Sequence[Sequence[int]]) -> int:
+    return next((t for t, column in enumerate(zip(*rows, strict=False)) if len(set(column)) > 1), min(map(len, rows)))
+
+
+@quick
+@given(alike)
+def test_common_prefixes_save_as_much_as_any_length_of_prefix(rows: list[list[int]]) -> None:
+    batch = rows_of(rows)
+    stem, shared = common_prefixes(batch["input_ids"].numpy(), lengths(batch).numpy())
+    sets = [[row for row in range(len(rows)) if stem[row] == number] for number in set(stem.tolist())]
+    for members in sets:
+        expected = in_common([rows[row] for row in members])
+        assert shared[members].tolist() == [expected] * len(members)
+        assert stem[members[0]] in members
+    saved = sum((len(members) - 1) * int(shared[members[0]]) for members in sets)
+    for k in range(1, 7):
+        begins = Counter(tuple(row[:k]) for row in rows if len(row) >= k)
+        assert saved >= sum((count - 1) * k for count in begins.values())
+
+
+def test_nested_prompts_are_shared_at_the_length_that_saves_most() -> None:
+    prompt = [1] * 4
+    nested = [[*prompt, 2, 2, i] for i in range(3)] + [[*prompt, 3, 3, i] for i in range(3)]
+    stem, shared = common_prefixes(rows_of(nested, 7)["input_ids"].numpy(), np.full(6, 7))
+    assert stem.tolist() == [0, 0, 0, 3, 3, 3]  # 2 * 2 * 6 tokens saved, and not 5 * 4
+    assert shared.tolist() == [6] * 6
+    pairs = [nested[0], nested[3]]
+    assert common_prefixes(rows_of(pairs, 7)["input_ids"].numpy(), np.full(2, 7))[1].tolist() == [4, 4]
+
+
+@quick
+@given(alike, st.randoms(use_true_random=False))
+def test_what_is_shared_does_not_depend_on_the_order_of_the_rows(rows: list[list[int]], random: Random) -> None:
+    def tokens(order: list[int]) -> int:
+        return int(pack(rows_of([rows[i] for i in order]), share=True).real.sum())
+
+    order = list(range(len(rows)))
+    random.shuffle(order)
+    assert tokens(order) == tokens(sorted(order))
+
+
+@quick
+@given(alike)
+def test_shared_tokens_come_back_in_every_row(rows: list[list[int]]) -> None:
+    batch = rows_of(rows)
+    tokens = pack(batch, share=True)
+    assert unpack(tokens.input_ids, tokens).equal(torch.where(batch["attention_mask"], batch["input_ids"], 0))
+    positions = torch.where(batch["attention_mask"], torch.arange(6), 0)
+    assert unpack(tokens.position_ids, tokens).equal(positions)
+    assert sum(block.rows * block.width for block in tokens.blocks) == len(tokens.input_ids)
+    assert tokens.input_ids.equal(batch["input_ids"].flatten()[tokens.source])
+    assert ((tokens.place >= 0) == batch["attention_mask"].flatten()).all()
+    assert tokens.real[tokens.place[tokens.place >= 0]].all()
+
+
+@quick
+@given(alike)
+def test_shared_rows_compute_the_same_as_rows_one_at_a_time(rows: list[list[int]]) -> None:
+    tokens = pack(rows_of(rows), share=True)
+    found = unpack(prefix_sums(tokens), tokens)
+    for row, ids in enumerate(rows):
+        assert found[row].tolist() == list(itertools.accumulate(ids)) + [0] * (6 - len(ids))
+
+
+@quick
+@given(alike, st.lists(st.integers(0, 6), min_size=7, max_size=7), st.booleans())
+def test_rows_are_laid_out_up_to_their_ends(rows: list[list[int]], cut: list[int], share: bool) -> None:
+    short = [row[:end] for row, end in zip(rows, cut, strict=False)]
+    ends = torch.tensor([len(row) for row in short], dtype=torch.int64)
+    found, expected = pack(rows_of(rows), ends=ends, share=share), pack(rows_of(short), share=share)
+    assert found.place.equal(expected.place)
+    assert found.input_ids[found.real].equal(expected.input_ids[expected.real])
+
+
+def test_sharing_by_hand() -> None:
+    """Two answers to one prompt, and a row of its own."""
+    tokens = pack(rows_of([[1, 2, 3], [7, 7], [1, 2, 4, 5]]), share=True)
+    assert [(block.rows, block.width) for block in tokens.blocks] == [(2, 2), (2, 2)]
+    assert tokens.input_ids.tolist() == [1, 2, 7, 7, 3, 9, 4, 5]
+    assert tokens.position_ids.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert tokens.real.tolist() == [True] * 5 + [False, True, True]
+    after = tokens.blocks[1].after
+    assert after is not None
+    assert (after.block, after.row.tolist(), after.length.tolist()) == (0, [0, 0], [2, 2])
+    assert tokens.place.view(3, 6).tolist() == [
+        [0, 1, 4, -1, -1, -1],
+        [2, 3, -1, -1, -1, -1],
+        [0, 1, 6, 7, -1, -1],
+    ]
+
+
+def test_gradients_of_shared_tokens_add_up() -> None:
+    tokens = pack(rows_of([[1, 2, 3], [1, 2, 4]]), share=True)
+    values = torch.ones(len(tokens.input_ids), requires_grad=True)
+    unpack(values, tokens).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [2, 2, 1, 1]
+
+
+def test_tokens_are_shared_where_that_is_cheaper() -> None:
+    few, many = [[1, 2, 3], [1, 2, 4]], [[1] * 40 + [i] for i in range(4)]
+    assert pack(rows_of(few), share=None).blocks == (Block(2, 3),)
+    assert [block[:2] for block in pack(rows_of(many, 41), share=None).blocks] == [(1, 40), (4, 1)]
+    assert pack(rows_of(many, 41)).blocks == (Block(4, 41),)
+
+
+# --- parts of rows that begin alike
+
+
+def answers(prompts: int, each: int, prompt: int, sizes: Sequence[int]) -> Batch:
+    """Rows of several prompts in turn, with answers of these lengths, none of them alike."""
+    rows, width = prompts * each, prompt + max(sizes)
+    ids = torch.arange(rows * width).view(rows, width) + 1000
+    ids[:, :prompt] = torch.arange(rows)[:, None] % prompts
+    mask = torch.arange(width) < prompt + torch.tensor(sizes).repeat(rows)[:rows, None]
+    return Batch({"input_ids": ids, "attention_mask": mask}, batch_size=[rows])
+
+
+def laid_out(parts: Sequence[Batch]) -> int:
+    return sum(len(pack(part, share=None).input_ids) for part in parts)
+
+
+def test_answers_to_long_prompts_stay_together() -> None:
+    """Six prompts of 500 tokens with four answers each; four rows of the longest fit into a part."""
+    batch = answers(6, 4, 500, [10, 40, 70, 100, 20, 50, 80])
+    found, apart = together(batch, max_tokens=2400), microbatches(batch, max_tokens=2400)
+    assert len(found) == 6
+    assert all(len(set((rows % 6).tolist())) == 1 for rows in found.rows)
+    assert laid_out(found) < 0.5 * laid_out(apart)
+
+
+def test_answers_to_short_prompts_go_by_length() -> None:
+    batch = answers(6, 4, 5, [10, 400, 70, 600, 20, 50, 80])
+    found, apart = together(batch, max_tokens=2400), microbatches(batch, max_tokens=2400)
+    assert [rows.tolist() for rows in found.rows] == [rows.tolist() for rows in apart.rows]
+
+
+@quick
+@given(alike, st.integers(6, 40), st.sampled_from([0, 500]))
+def test_parts_hold_every_row_once_and_are_bounded(rows: list[list[int]], max_tokens: int, cost: int) -> None:
+    batch = rows_of(rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nrl.prefix._PART_COST", cost)
+        parts = together(batch, max_tokens=max_tokens)
+    assert sorted(row for part in parts.rows for row in part.tolist()) == list(range(len(rows)))
+    for part in parts:
+        assert len(part) * part["input_ids"].shape[-1] <= max_tokens
+        assert part["input_ids"].shape[-1] == max(1, int(lengths(part).max()))
+    if rows:
+        assert parts.restore([part["input_ids"][:, 0] for part in parts]).equal(batch["input_ids"][:, 0])
+
+
+def test_pairs_go_by_length() -> None:
+    batch = of_lengths([7, 2, 7, 7], shape=(2, 2))
+    found, apart = together(batch, max_tokens=14), microbatches(batch, max_tokens=14)
+    assert [rows.tolist() for rows in found.rows] == [rows.tolist() for rows in apart.rows]
+
+
+def test_a_row_that_fits_in_no_part() -> None:
+    with pytest.raises(BatchError, match="7 tokens, more than max_tokens=6"):
+        together(of_lengths([7, 2]), max_tokens=6)

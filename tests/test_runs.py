@@ -1,20 +1,32 @@
+import contextlib
 import json
 import math
+import os
+import random
 import re
+import resource
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
+import numpy as np
 import pytest
 import torch
 
 import nrl.config
+from nrl import checkpoint
 from nrl.batch import Batch
-from nrl.errors import ConfigError
+from nrl.checkpoint import Checkpoints
+from nrl.errors import CheckpointError, ConfigError
 from nrl.reduce import Max, Mean, Metrics, Sum
 from nrl.runs import Run, run
 from nrl.runtime import done
-from nrl.stream import Source, counting
+from nrl.stream import Source, ahead, counting
+from tests.children import child
 
 ALWAYS = {"step", "loss", "grad_norm", "tokens_per_second", "time/rollout", "time/train", "time/total"}
 
@@ -50,7 +62,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def names(out: Path) -> list[str]:
-    return sorted(path.name for path in out.iterdir())
+    return sorted(path.name for path in out.iterdir() if path.name not in (".lock", "report.html"))
 
 
 # --- the folder
@@ -121,7 +133,7 @@ def test_a_folder_that_holds_a_run(tmp_path: Path) -> None:
         pass
     (tmp_path / "metrics.jsonl").write_text("{}\n")  # a start that failed before its first step leaves none
     before = (tmp_path / "config.yaml").read_text()
-    message = r"run: out=.* holds a run already; give another folder, or remove that one"
+    message = r"run: out=.* holds a run already, which has no checkpoints to go on from; give another folder, or remove"
     with pytest.raises(ConfigError, match=message):  # noqa: SIM117
         with run(Config(out=tmp_path, steps=2)):
             pass
@@ -280,3 +292,431 @@ def test_trouble_is_shown_only_where_there_is_some(tmp_path: Path, capsys: pytes
     assert "invalid 3" in last
     assert "skipped" not in last
     assert all(line.keys() >= {"invalid", "skipped", "lag"} for line in read(tmp_path / "metrics.jsonl"))
+
+
+# --- going on
+
+
+class Killed(BaseException):
+    """Ends a program where it is raised."""
+
+
+class Controller(NamedTuple):
+    mean: float
+    seen: torch.Tensor
+
+
+@attrs.frozen
+class Resumable:
+    out: Path
+    steps: int = 7
+    checkpoints: Checkpoints = Checkpoints(every=3)
+    lr: float = 0.5
+
+
+def drawn(index: int) -> Batch:
+    return Batch({"rewards": torch.rand(2) + index}, batch_size=[2])
+
+
+def walk(cfg: Resumable, at: Callable[[str, int], None] = lambda place, step: None) -> tuple[float, Controller]:
+    """A program with a warm-up, evaluations within both loops, samples, and randomness of all kinds.
+
+    Args:
+        cfg: its configuration.
+        at: is told of each place that the program passes.
+    """
+    total, kl = 0.0, Controller(0.0, torch.zeros(1, dtype=torch.float64))
+
+    def evaluate(entered: Run, step: int, where: str) -> dict[str, Mean]:
+        for j, batch in entered.steps(batches(), 2, name="eval"):
+            entered.log(j, {"loss": mean(float(batch["rewards"]) + step)})
+            at(f"{where} eval", step)
+        return {"eval/loss": mean((step - 4.0) ** 2)}
+
+    with run(cfg) as entered:
+        at("entered", 0)
+        total, stream = entered.restore("warmup", total=total, stream=counting(drawn))
+        for i, batch in entered.steps(stream, 4, name="warmup"):
+            total += float(batch["rewards"].sum())
+            evaluate(entered, i, "warmup")
+            entered.log(i, {"loss": mean(total)}, samples={"text": "warm"})
+            at("warmup logged", i)
+            entered.save(i, total=total, stream=stream)
+            at("warmup saved", i)
+        at("between", 0)
+        total, kl, stream = entered.restore(total=total, kl=kl, stream=ahead(counting(drawn), 2))
+        for i, batch in entered.steps(stream):
+            at("pulled", i)
+            noise = random.random() + float(np.random.normal()) + float(torch.rand(1))
+            total += float(batch["rewards"].sum()) + noise
+            kl = Controller(kl.mean + noise, kl.seen + total)
+            metrics = evaluate(entered, i, "train") if i % 2 else {}
+            entered.log(i, {"loss": mean(total), **metrics}, samples={"text": f"{i}"})
+            at("logged", i)
+            entered.save(i, total=total, kl=kl, stream=stream)
+            at("saved", i)
+    return total, kl
+
+
+def logs(out: Path) -> dict[str, list[dict[str, Any]]]:
+    """All that was written but times."""
+    timed = ("time/", "tokens_per_second")
+    return {
+        path.name: [{k: v for k, v in line.items() if not k.startswith(timed)} for line in read(path)]
+        for path in sorted(out.glob("*.jsonl"))
+    }
+
+
+def killed(cfg: Resumable, place: str, step: int) -> None:
+    def at(here: str, now: int) -> None:
+        if (here, now) == (place, step):
+            raise Killed
+
+    with pytest.raises(Killed):
+        walk(cfg, at)
+
+
+def places() -> list[tuple[str, int]]:
+    """The places of a whole run, the first visit of each."""
+    found: list[tuple[str, int]] = []
+    with tempfile.TemporaryDirectory() as out:
+        walk(Resumable(Path(out)), lambda place, step: found.append((place, step)))
+    return list(dict.fromkeys(found))
+
+
+def test_killed_anywhere_and_started_again_it_is_as_if_nothing_had_been(tmp_path: Path) -> None:
+    expected = walk(Resumable(tmp_path / "whole"))
+    lines = logs(tmp_path / "whole")
+    assert {name: len(found) for name, found in lines.items()} == {
+        "metrics.jsonl": 7,
+        "rollouts.jsonl": 7,
+        "eval.jsonl": 6,
+        "warmup.jsonl": 4,
+        "warmup.rollouts.jsonl": 4,
+        "warmup.eval.jsonl": 8,
+    }
+    everywhere = places()
+    assert len(everywhere) == 1 + 4 * 3 + 1 + 7 * 3 + 3
+    for place, step in everywhere:
+        cfg = Resumable(tmp_path / f"{place} {step}")
+        killed(cfg, place, step)
+        for path in cfg.out.glob("*.jsonl"):
+            with path.open("a") as file:
+                file.write('{"step": 9, "lo')  # a line that was cut short
+        total, kl = walk(cfg)
+        assert (total, kl.mean) == (expected[0], expected[1].mean), (place, step)
+        assert torch.equal(kl.seen, expected[1].seen)
+        assert logs(cfg.out) == lines, (place, step)
+
+
+def test_killed_again_and_again(tmp_path: Path) -> None:
+    expected = walk(Resumable(tmp_path / "whole"))
+    cfg = Resumable(tmp_path / "broken")
+    for place, step in [
+        ("warmup eval", 2),
+        ("warmup saved", 2),
+        ("between", 0),
+        ("train eval", 1),
+        ("logged", 3),
+        ("saved", 5),
+    ]:
+        killed(cfg, place, step)
+    assert walk(cfg)[0] == expected[0]
+    assert logs(cfg.out) == logs(tmp_path / "whole")
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = Resumable(tmp_path)
+    expected = walk(cfg)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "report.html"}
+    passed: list[str] = []
+    capsys.readouterr()
+    again = walk(cfg, lambda place, step: passed.append(place))
+    assert (again[0], again[1].mean) == (expected[0], expected[1].mean)
+    assert passed == ["entered", "between"]
+    assert {path: path.read_bytes() for path in before} == before
+    said = capsys.readouterr().out
+    assert "warmup: 4 of 4 steps were done; going on after them" in said
+    assert "train: 7 of 7 steps were done; going on after them" in said
+
+
+def test_more_steps_may_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = walk(Resumable(tmp_path / "whole", steps=9))
+    cfg = Resumable(tmp_path / "more", steps=4)
+    walk(cfg)
+    before = (cfg.out / "config.yaml").read_text()
+    capsys.readouterr()
+    assert walk(attrs.evolve(cfg, steps=9))[0] == expected[0]
+    assert logs(cfg.out) == logs(tmp_path / "whole")
+    assert "run: going on with another configuration: steps: 9" in capsys.readouterr().out
+    assert (cfg.out / "config.1.yaml").read_text() == before
+    assert nrl.config.load(Resumable, [str(cfg.out / "config.yaml")]).steps == 9
+    walk(attrs.evolve(cfg, steps=9, lr=0.25))
+    assert "going on with another configuration: lr: 0.25" in capsys.readouterr().out
+    assert sorted(path.name for path in cfg.out.glob("config*")) == ["config.1.yaml", "config.2.yaml", "config.yaml"]
+
+
+@pytest.mark.parametrize("damage", ["x = b''", "flip", "gone", "manifest"])
+def test_a_damaged_checkpoint_is_passed_over(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = walk(Resumable(tmp_path / "whole"))
+    cfg = Resumable(tmp_path / "broken")
+    killed(cfg, "pulled", 6)
+    newest = cfg.out / "checkpoints" / "train" / "000006"
+    file = newest / ("manifest.json" if damage == "manifest" else "total.pt")
+    data = file.read_bytes()
+    file.unlink()
+    if damage != "gone":
+        file.write_bytes(b"" if damage == "x = b''" else data[:200] + bytes([data[200] ^ 4]) + data[201:])
+    assert walk(cfg)[0] == expected[0]
+    assert logs(cfg.out) == logs(tmp_path / "whole")
+    said = capsys.readouterr().out
+    assert f"checkpoint: {newest}: " in said
+    assert "it is now 000006.damaged, and 000003 is used" in said
+    assert "train: 3 of 7 steps were done" in said
+    assert (cfg.out / "checkpoints" / "train" / "000006.damaged").is_dir()
+
+
+def test_all_checkpoints_damaged_is_an_error_and_nothing_is_cut(tmp_path: Path) -> None:
+    cfg = Resumable(tmp_path)
+    killed(cfg, "pulled", 6)
+    for file in tmp_path.glob("checkpoints/train/*/total.pt"):
+        file.write_bytes(b"")
+    before = logs(tmp_path)
+    root = tmp_path / "checkpoints" / "train"
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=f"none of its 2 checkpoints .* remove {root} to start from the beg"):
+            walk(cfg)
+        assert logs(tmp_path) == before
+
+
+def test_the_best_outlives_others_and_is_known_after_a_resume(tmp_path: Path) -> None:
+    def found(out: Path) -> list[int]:
+        return [x.step for x in checkpoint.checkpoints(out / "checkpoints" / "train")]
+
+    keep = Checkpoints(every=100, keep=1, best="eval/loss", mode="min")  # 9, 1, 1, 9 at steps 1, 3, 5, 7
+    cfg = Resumable(tmp_path / "whole", steps=9, checkpoints=keep)
+    walk(cfg)
+    assert found(cfg.out) == [3, 8]
+    broken = attrs.evolve(cfg, out=tmp_path / "broken")
+    killed(broken, "saved", 4)
+    assert found(broken.out) == [3]
+
+    def at(place: str, step: int) -> None:
+        if (place, step) == ("saved", 5):
+            assert found(broken.out) == [3]  # as good is not better, and the best is known
+
+    walk(broken, at)
+    assert found(broken.out) == [3, 8]
+    highest = Resumable(tmp_path / "max", steps=9, checkpoints=attrs.evolve(keep, mode="max"))
+    walk(highest)
+    assert found(highest.out) == [1, 8]
+
+
+@pytest.mark.parametrize("worst", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_not_finite_is_no_best(worst: float, tmp_path: Path) -> None:
+    keep = Checkpoints(every=100, keep=1, best="eval/score")
+    with run(Resumable(tmp_path, steps=5, checkpoints=keep)) as entered:
+        stream = entered.restore(stream=counting())
+        made = []
+        for i, _ in entered.steps(stream):
+            entered.log(i, {"eval/score": mean([worst, 1.0, worst, 2.0, 0.0][i])})
+            made.append(entered.save(i, stream=stream) is not None)
+    assert made == [False, True, False, True, True]
+
+
+def test_a_best_needs_to_be_measured(tmp_path: Path) -> None:
+    with run(Resumable(tmp_path, checkpoints=Checkpoints(every=100, best="eval/score"))) as entered:
+        for i, _ in entered.steps(counting()):
+            entered.log(i, {"loss": mean(1.0)})
+            assert (entered.save(i, x=1) is None) == (i < 6)
+
+
+# --- what is refused
+
+
+def never_restores(cfg: Resumable) -> None:
+    with run(cfg) as entered:
+        for i, _ in entered.steps(counting()):
+            entered.log(i, {"loss": mean(1.0)})
+            entered.save(i, x=1)
+
+
+def test_a_program_that_never_restores_is_refused_in_a_used_folder(tmp_path: Path) -> None:
+    cfg = Resumable(tmp_path)
+    never_restores(cfg)
+    before = logs(tmp_path)
+    message = (
+        r"run.steps: out=.* holds steps of the loop 'train', which this run did not restore; call "
+        r"run.restore\('train', ...\) before the loop, or give another folder"
+    )
+    with pytest.raises(ConfigError, match=message):
+        never_restores(cfg)
+    assert logs(tmp_path) == before
+
+
+def test_a_loop_may_come_twice_in_one_run(tmp_path: Path) -> None:
+    with run(Resumable(tmp_path)) as entered:
+        for name in ("train", "probe", "probe", "train"):
+            for i, _ in entered.steps(counting(), 2, name=name):
+                entered.log(i, {"loss": mean(1.0)})
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [0, 1, 0, 1]
+    assert [line["step"] for line in read(tmp_path / "probe.jsonl")] == [0, 1, 0, 1]
+
+
+def test_what_this_run_wrote_before_it_restores_is_not_cut(tmp_path: Path) -> None:
+    with run(Resumable(tmp_path)) as entered:
+        for i, _ in entered.steps(counting(), 2, name="baseline"):
+            entered.log(i, {"loss": mean(1.0)})
+        entered.restore(x=1)
+        assert len(read(tmp_path / "baseline.jsonl")) == 2
+
+
+def test_a_folder_that_is_in_use(tmp_path: Path) -> None:
+    cfg = Resumable(tmp_path)
+    message = r"run: another process is running in out=.*; wait for it, or give another folder"
+    with run(cfg):
+        assert child(refused, cfg, message) == 0
+        with pytest.raises(ConfigError, match=message):
+            walk(cfg)
+    walk(cfg)
+
+
+def refused(cfg: Resumable, message: str) -> None:
+    before = (cfg.out / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=message):
+        walk(attrs.evolve(cfg, lr=9.0))
+    assert (cfg.out / "config.yaml").read_text() == before
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
+    assert child(leaves_at_once, Resumable(tmp_path)) == 7
+    walk(Resumable(tmp_path))
+
+
+def leaves_at_once(cfg: Resumable) -> None:
+    walk(cfg, lambda place, step: os._exit(7) if (place, step) == ("logged", 4) else None)
+
+
+def test_names_are_compared_at_the_first_step(tmp_path: Path) -> None:
+    with run(Resumable(tmp_path)) as entered:
+        entered.restore(kl=1.0, stream=counting())
+        entered.restore("warmup")
+        for i, _ in entered.steps(counting()):
+            message = "run.save: the loop 'train' restores kl, stream and saves policy, stream; give the same names"
+            with pytest.raises(CheckpointError, match=message):
+                entered.save(i, policy=1, stream=counting())
+            with pytest.raises(CheckpointError, match="restores kl, stream and saves nothing; "):
+                entered.save(i)
+            entered.save(i, stream=counting(), kl=2.0)  # in any order
+        for i, _ in entered.steps(counting(), 1, name="warmup"):
+            with pytest.raises(CheckpointError, match="the loop 'warmup' restores nothing and saves x; "):
+                entered.save(i, x=1)
+            entered.save(i)
+
+
+def test_what_cannot_be_held_is_said_at_the_first_step(tmp_path: Path) -> None:
+    with run(Resumable(tmp_path)) as entered:
+        for i, _ in entered.steps(counting()):
+            with pytest.raises(CheckpointError, match="save: 'seen' is a set, which a checkpoint cannot hold"):
+                entered.save(i, seen={1})
+            break
+
+
+def test_other_names_than_the_checkpoint_has(tmp_path: Path) -> None:
+    walk(Resumable(tmp_path))
+    before = logs(tmp_path)
+    with run(Resumable(tmp_path)) as entered:
+        with pytest.raises(CheckpointError, match="load: .*7 holds kl, stream, total, and the program asks for x;"):
+            entered.restore(x=1)
+        with pytest.raises(CheckpointError, match="'kl' was saved as a Controller with the fields mean, seen"):
+            entered.restore(kl={"mean": 0.0}, stream=ahead(counting(), 2), total=0.0)
+    assert logs(tmp_path) == before
+
+
+def test_what_is_logged_after_the_save_would_be_lost(tmp_path: Path) -> None:
+    message = r"run.log: step 0 of the loop '{}' comes after run.save, so its line would be cut off when .*; save last"
+    with run(Resumable(tmp_path)) as entered:
+        for i, _ in entered.steps(counting(), 2):
+            if i:
+                entered.log(i, {"loss": mean(1.0)})  # another step
+                break
+            entered.save(i, x=1)
+            with pytest.raises(ConfigError, match=message.format("train")):
+                entered.log(i, {"loss": mean(1.0)})
+            for j, _ in entered.steps(counting(), 1, name="eval"):
+                with pytest.raises(ConfigError, match=message.format("eval")):
+                    entered.log(j, {"loss": mean(1.0)})
+
+
+@pytest.mark.parametrize("verb", ["save", "log"])
+def test_outside_of_a_loop(verb: str, tmp_path: Path) -> None:
+    message = rf"run.{verb}: no loop is running; call it inside of `for step, batch in run.steps\(stream\)`"
+    with run(Resumable(tmp_path)) as entered, pytest.raises(ConfigError, match=message):
+        getattr(entered, verb)(0)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_lines_that_somebody_took_away_are_missed(
+    gone: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    walk(Resumable(tmp_path))
+    path = tmp_path / "metrics.jsonl"
+    text = path.read_text()
+    path.unlink()
+    if not gone:
+        path.write_text(text[: len(text) // 2])
+    capsys.readouterr()
+    walk(Resumable(tmp_path))
+    said = capsys.readouterr().out
+    assert "train: metrics.jsonl is shorter than at the checkpoint; lines that were in it are lost" in said
+    assert "eval.jsonl is shorter" not in said
+
+
+# --- full disks
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of two MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a file system can be mounted only with the rights to")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.filterwarnings("ignore:run. .*report.html could not be written")
+@pytest.mark.parametrize("place", ["entered", "warmup logged", "between", "pulled", "logged", "saved"])
+def test_a_full_disk_anywhere_and_then_room_again(place: str, small_disk: Path, tmp_path: Path) -> None:
+    expected = walk(Resumable(tmp_path / "whole"))
+    cfg, heavy = Resumable(small_disk / "run"), small_disk / "ballast"
+
+    def fill(here: str, step: int) -> None:
+        if here == place and step >= 3 * (place in ("pulled", "logged", "saved")):
+            with contextlib.suppress(OSError), heavy.open("ab", buffering=0) as file:
+                while file.write(b"\0" * 4096):
+                    pass
+
+    with pytest.raises((CheckpointError, OSError)) as caught:
+        walk(cfg, fill)
+    assert "ake room" in str(caught.value)
+    assert "and start the same command again" in str(caught.value)
+    assert not list(cfg.out.glob("checkpoints/*/.*"))
+    heavy.unlink()
+    assert walk(cfg)[0] == expected[0]
+    assert logs(cfg.out) == logs(tmp_path / "whole")
+
+
+def writes_until_it_may_not(cfg: Resumable) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))
+    message = r"run.log: .*metrics.jsonl could not be written \(File too large\); make room, and start the same command"
+    with pytest.raises(OSError, match=message):
+        never_restores(cfg)
+    assert (cfg.out / "metrics.jsonl").stat().st_size == 1500  # to the last byte
+
+
+@pytest.mark.filterwarnings("ignore:run. .*report.html could not be written")
+def test_a_line_that_cannot_be_written(tmp_path: Path) -> None:
+    assert child(writes_until_it_may_not, Resumable(tmp_path, steps=100, checkpoints=Checkpoints(every=100))) == 0

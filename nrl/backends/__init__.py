@@ -1,6 +1,7 @@
 """Backends: engines that train and samplers that generate. Importing this package is cheap."""
 
 from nrl.backends.base import Completion, Engine, Model, Params, Sampler, Sampling, Trainer, TrainState, publish
+from nrl.backends.held_out import evaluate
 from nrl.backends.models import load_tokenizer
 from nrl.backends.optimizers import Optimizer, Schedule, adamw, learning_rate
 
@@ -16,6 +17,7 @@ __all__ = [
     "TrainState",
     "Trainer",
     "adamw",
+    "evaluate",
     "learning_rate",
     "load_tokenizer",
     "publish",

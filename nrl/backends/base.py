@@ -205,6 +205,14 @@ class Engine[S, M](Protocol):
         """The state that was saved."""
         ...
 
+    def save_params(self, params: M, folder: Path) -> None:
+        """Write all that `restore_params` needs, to the last bit."""
+        ...
+
+    def restore_params(self, folder: Path) -> M:
+        """The frozen params that were saved."""
+        ...
+
     def export(self, params: M, folder: Path) -> None:
         """Write params and tokenizer in Hugging Face format."""
         ...
@@ -217,9 +225,13 @@ class Params:
     """
 
     def __init__(
-        self, handle: Handle, version: int, tensors: Callable[["Params", str], Iterator[tuple[str, Tensor]]]
+        self,
+        handle: Handle,
+        trainer: "Trainer",
+        version: int,
+        tensors: Callable[["Params", str], Iterator[tuple[str, Tensor]]],
     ) -> None:
-        self.handle, self.version, self._tensors = handle, version, tensors
+        self.handle, self.trainer, self.version, self._tensors = handle, trainer, version, tensors
         self.published = False
 
     def tensors(self, who: str = "tensors") -> Iterator[tuple[str, Tensor]]:
@@ -249,6 +261,11 @@ class TrainState:
         return self._params
 
     @property
+    def trainer(self) -> "Trainer":
+        """The trainer that made it."""
+        return self._params.trainer
+
+    @property
     def step(self) -> int:
         """The number of optimizer steps taken."""
         return self._step
@@ -270,8 +287,8 @@ class Trainer(NamedTuple):
         logprobs: ``(params, batch) -> Future``: ``[*B, T]`` float32, nats, of each token under its row's
             ``temperature``; 0 for the first token and for padding. Forward only.
         train_step: ``(loss) -> step``, and ``step(state, batch) -> (state, Future[Metrics])``, one optimizer step.
-        save: ``(state, folder) -> None``.
-        restore: ``(folder) -> TrainState``.
+        save: ``(state or params, folder) -> None``, to the last bit; `nrl.checkpoint` makes it atomic.
+        restore: ``(folder) -> TrainState or Params``: what was saved there.
         export: ``(params, folder) -> None``, in Hugging Face format.
     """
 
@@ -280,8 +297,8 @@ class Trainer(NamedTuple):
     freeze: Callable[[Params], Params]
     logprobs: Callable[[Params, Batch], Future[Tensor]]
     train_step: Callable[[Loss], Callable[[TrainState, Batch], tuple[TrainState, Future[Metrics]]]]
-    save: Callable[[TrainState, str | Path], None]
-    restore: Callable[[str | Path], TrainState]
+    save: Callable[[TrainState | Params, str | Path], None]
+    restore: Callable[[str | Path], Any]
     export: Callable[[Params, str | Path], None]
 
 

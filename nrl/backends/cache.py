@@ -9,12 +9,14 @@ transformers can generate from.
 import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from nrl.backends import layers
 from nrl.errors import ModelError
 
 __all__ = ["ATTENTION", "Cache", "Generic", "Preallocated", "attend", "prepare"]
@@ -24,6 +26,7 @@ ATTENTION = "nrl_decode"  # the name of `attend` in transformers' registry
 _PLAIN = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"}
 )  # attention is softmax(QK)V over all of the past
+_STACKED: WeakSet[Any] = WeakSet()  # prepared modules whose steps skip their modules
 _PREFILL = 8192  # tokens, padding counted, that one forward pass over prompts takes
 _GROWTH = 64  # columns for sampled tokens at first; doubled when they are full
 
@@ -111,7 +114,24 @@ def prepare(module: Any) -> bool:
     # Not in the registry of masks on purpose: transformers then builds none and passes ours on
     AttentionInterface.register(ATTENTION, attend)
     module.set_attn_implementation(ATTENTION)
+    if _steps_alike(module):
+        _STACKED.add(module)
     return True
+
+
+def _steps_alike(module: Any) -> bool:
+    """Whether `nrl.backends.layers` computes what the module does."""
+    found = []
+    with torch.no_grad():
+        for stacked in (False, True):
+            cache = Preallocated(module, 1, 1)
+            cache.prefill([[0, 1]], np.zeros(1, dtype=np.int64))
+            try:
+                cache.stack = layers.stack(module) if stacked else None
+            except AttributeError:
+                return False
+            found.append(cache.step(*torch.tensor([[1], [2]], device=module.device)))
+    return bool((found[0] - found[1]).abs().max() <= 1e-2 * found[0].std())  # bfloat16 rounds to that
 
 
 class Preallocated:
@@ -133,6 +153,7 @@ class Preallocated:
         self.bias: Tensor | None = None  # [B, 1, 1, capacity]; None: all prompts have the same length
         self.columns = 0  # how many are written
         self.width = 0  # how many of them are for prompts
+        self.stack = layers.stack(module) if module in _STACKED else None
 
     def prefill(self, prompts: Sequence[Sequence[int]], origin: np.ndarray) -> Tensor:
         """See `Cache`. Prompts of similar length are read together."""
@@ -166,7 +187,12 @@ class Preallocated:
         """See `Cache`."""
         if self.columns == self.layers[0].shape[3]:
             self._grow()
-        return self._head(self.forward(tokens[:, None], positions[:, None])[:, 0])
+        if self.stack is None:
+            return self._head(self.forward(tokens[:, None], positions[:, None])[:, 0])
+        bias = None if self.bias is None else self.bias[: self.rows, :, :, : self.columns + 1]
+        hidden = layers.step(self.stack, tokens, positions, self.layers, self.columns, bias)
+        self.columns += 1
+        return self._head(hidden)
 
     def compact(self, kept: np.ndarray) -> None:
         """See `Cache`. Only rows that fill a gap are copied."""

@@ -175,7 +175,14 @@ def _check_law(loss: Loss, batch: Batch, weights: Mapping[str, float]) -> bool:
     return all(float(term.weight) != 0 for half in halves for term in half.values())
 
 
-def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens: int) -> Trainer:
+def make_trainer(
+    mesh: Mesh,
+    engine: Engine[Any, Any],
+    *,
+    name: str,
+    max_tokens: int,
+    parts_of: Callable[..., Sequence[Batch]] = microbatches,
+) -> Trainer:
     """Map an engine onto a local mesh.
 
     The mesh holds one copy of the weights. A batch is split into its dp shards, each shard into micro-batches of at
@@ -186,6 +193,7 @@ def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens:
         engine: what runs there.
         name: how errors speak of the trainer.
         max_tokens: bound on the tokens of a micro-batch, padding counted.
+        parts_of: how a shard is split; called as ``parts_of(batch, max_tokens=...)``.
     """
     owner = _Owner(name)
 
@@ -199,12 +207,12 @@ def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens:
         return value if isinstance(params, _Frozen) else engine.params(value)
 
     def state_of(value: Any, step: int, version: int, published: bool) -> TrainState:
-        params = Params(Handle(mesh, owner, "train state", [value]), version, tensors)
+        params = Params(Handle(mesh, owner, "train state", [value]), trainer, version, tensors)
         params.published = published
         return TrainState(params, step)
 
     def frozen(value: Any, version: int, published: bool) -> Params:
-        params = _Frozen(Handle(mesh, owner, "frozen params", [value]), version, tensors)
+        params = _Frozen(Handle(mesh, owner, "frozen params", [value]), trainer, version, tensors)
         params.published = published
         return params
 
@@ -221,7 +229,7 @@ def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens:
 
     def split(batch: Batch) -> tuple[Sequence[Tensor], list[Any]]:
         shards = shard(batch, mesh.dp)
-        return shards.rows, [microbatches(part, max_tokens=max_tokens) for part in shards]
+        return shards.rows, [parts_of(part, max_tokens=max_tokens) for part in shards]
 
     def logprobs(params: Params, batch: Batch) -> Future[Tensor]:
         weights = local(params, "logprobs")
@@ -266,18 +274,25 @@ def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens:
 
         return step
 
-    def save(state: TrainState, folder: str | Path) -> None:
-        value = state.handle.borrow(owner, "save")[0]
+    def save(value: TrainState | Params, folder: str | Path) -> None:
+        params = value._params if isinstance(value, TrainState) else value
+        record = {"version": params.version, "published": params.published}
+        held = params.handle.borrow(owner, "save")[0]
         Path(folder).mkdir(parents=True, exist_ok=True)
-        engine.save(value, Path(folder))
-        record = {"step": state.step, "version": state.version, "published": state.params.published}
+        if isinstance(value, TrainState):
+            engine.save(held, Path(folder))
+            record |= {"step": value.step}
+        else:
+            engine.save_params(local(params, "save"), Path(folder))
         (Path(folder) / "state.json").write_text(json.dumps(record))
 
-    def restore_state(folder: str | Path) -> TrainState:
+    def restore_state(folder: str | Path) -> TrainState | Params:
         mesh.cluster.check_open("restore")
         if not (Path(folder) / "state.json").exists():
-            raise FileNotFoundError(f"restore: no train state has been saved in {folder}")
+            raise FileNotFoundError(f"restore: nothing that a trainer saved is in {folder}")
         record = json.loads((Path(folder) / "state.json").read_text())
+        if "step" not in record:
+            return frozen(engine.restore_params(Path(folder)), record["version"], record["published"])
         return state_of(engine.restore(Path(folder)), record["step"], record["version"], record["published"])
 
     def export(params: Params, folder: str | Path) -> None:
@@ -285,7 +300,8 @@ def make_trainer(mesh: Mesh, engine: Engine[Any, Any], *, name: str, max_tokens:
         Path(folder).mkdir(parents=True, exist_ok=True)
         engine.export(value, Path(folder))
 
-    return Trainer(init, load, freeze, logprobs, train_step, save, restore_state, export)
+    trainer = Trainer(init, load, freeze, logprobs, train_step, save, restore_state, export)
+    return trainer
 
 
 class _Owner:

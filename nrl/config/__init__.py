@@ -27,15 +27,18 @@ from typing import Any, NamedTuple
 import attrs
 import yaml
 
+from nrl.config._comments import comments
 from nrl.config._typed import Unknown, default_of, fields, found, name, sections, structure
 from nrl.config._yaml import Problems, Word, mapping, parse, write
 from nrl.errors import ConfigError
 
-__all__ = ["dump", "load", "option"]
+__all__ = ["derived", "dump", "load", "option"]
 
 
 def option[T](default: T, *, help: str, validator: Callable[[Any, Any, T], Any] | None = None) -> T:
     """A field of a configuration with a default and the line that ``--help`` prints for it.
+
+    A comment at the end of a field's line in the source is printed as well, so this is for texts that are computed.
 
     A field without a default takes ``attrs.field(metadata={"help": ...})`` instead.
 
@@ -55,6 +58,26 @@ def option[T](default: T, *, help: str, validator: Callable[[Any, Any, T], Any] 
     """
     made: Any = attrs.Factory(default.copy) if isinstance(default, list | dict) else default
     return attrs.field(default=made, validator=validator, metadata={"help": help})  # type: ignore[no-any-return]
+
+
+def derived(default: Callable[[Any], Any], *, help: str = "") -> Any:
+    """A field of a configuration whose default depends on the fields before it.
+
+    Args:
+        default: from the instance, with the fields before this one, to the default.
+        help: the line that ``--help`` prints.
+
+    Returns:
+        An `attrs.field`.
+
+    >>> @attrs.frozen
+    ... class Config:
+    ...     model: str | None = None
+    ...     lr: float = derived(lambda cfg: 1e-6 if cfg.model else 1e-3)
+    >>> Config().lr, Config("a-real-one").lr
+    (0.001, 1e-06)
+    """
+    return attrs.field(default=attrs.Factory(default, takes_self=True), metadata={"help": help} if help else {})
 
 
 def load[T](cls: type[T], args: Sequence[str] | None = None) -> T:
@@ -228,8 +251,11 @@ def _origin(path: tuple[Any, ...], layer: _Layer) -> str:
 
 def _keys(cls: type, instance: Any = attrs.NOTHING, above: tuple[type, ...] = ()) -> Iterator[tuple[str, Any, Any]]:
     """Every key, dotted, with its field and default; a section before what is in it."""
+    notes = comments(cls)
     for field in fields(cls):
         value = default_of(field) if instance is attrs.NOTHING else getattr(instance, field.name)
+        if field.name in notes and "help" not in field.metadata:
+            field = field.evolve(metadata={"help": notes[field.name]})
         yield field.alias, field, value
         for section in sections(field.type):
             if section not in (cls, *above):

@@ -21,17 +21,27 @@ def task(seed: int, index: int, *, largest: int = 19) -> Task:
 
     Returns:
         ``prompt``, the sum as plain text that ends in an equals sign; ``answer``, its value as text; ``response``,
-        the same, which is what supervised training learns.
+        the same, which is what supervised training learns; ``chosen``, the same, and ``rejected``, another number
+        nearby, which are what preference training learns.
 
     Raises:
         DataError: ``seed`` or ``largest`` is negative or no integer.
 
     >>> task(0, 0)
-    {'prompt': '17+12=', 'answer': '29', 'response': '29'}
+    {'prompt': '17+12=', 'answer': '29', 'response': '29', 'chosen': '29', 'rejected': '34'}
     """
     for name, value in (("seed", seed), ("largest", largest)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise DataError(f"arithmetic.task: {name} is {value!r}; it must be an integer that is not negative")
-    first, second = np.random.default_rng([seed, index]).integers(0, largest + 1, 2).tolist()
-    total = str(first + second)
-    return {"prompt": f"{first}+{second}=", "answer": total, "response": total}
+    generator = np.random.default_rng([seed, index])
+    first, second = generator.integers(0, largest + 1, 2).tolist()
+    total = first + second
+    wrong = total + int(generator.integers(1, 10)) * (1 if total < 10 else int(generator.choice([-1, 1])))
+    right = str(total)
+    return {
+        "prompt": f"{first}+{second}=",
+        "answer": right,
+        "response": right,
+        "chosen": right,
+        "rejected": str(wrong),
+    }

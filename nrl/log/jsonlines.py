@@ -12,7 +12,7 @@ __all__ = ["JsonLines"]
 
 
 class JsonLines:
-    r"""A file of one JSON object a line, flushed line by line. NaN and infinities become null, secrets ``***``.
+    r"""A file of one JSON object a line, written line by line. NaN and infinities become null, secrets ``***``.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
@@ -23,12 +23,13 @@ class JsonLines:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._file: IO[bytes] = path.open("ab", buffering=0)  # nothing is left to be written when it is closed
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object."""
-        self._file.write(json.dumps(redacted(_defined(record)), allow_nan=False) + "\n")
-        self._file.flush()
+        line = (json.dumps(redacted(_defined(record)), allow_nan=False) + "\n").encode()
+        while line:  # a disk that is nearly full takes a part
+            line = line[self._file.write(line) :]
 
     def __enter__(self) -> Self:
         return self

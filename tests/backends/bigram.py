@@ -88,6 +88,13 @@ class Bigram:
     def restore(self, folder: Path) -> BigramState:
         return BigramState(torch.load(folder / "table.pt", weights_only=True))
 
+    def save_params(self, params: Tensor, folder: Path) -> None:
+        torch.save(params, folder / "params.pt")
+
+    def restore_params(self, folder: Path) -> Tensor:
+        found: Tensor = torch.load(folder / "params.pt", weights_only=True)
+        return found
+
     def export(self, params: Tensor, folder: Path) -> None:
         torch.save(params, folder / "table.pt")
 

@@ -1,5 +1,6 @@
 """The torch backend against transformers' own forward, torch's own AdamW, and itself."""
 
+import importlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -10,14 +11,19 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import nrl
 from nrl import algos, tiny
 from nrl.algos import needs, sft_loss, token_mean
 from nrl.backends import Model, Optimizer, Schedule, Trainer, TrainState, adamw, fsdp, learning_rate, models, publish
+from nrl.backends.fsdp.engine import TorchEngine
+from nrl.backends.training import global_weights
 from nrl.batch import Batch, lengths
 from nrl.errors import BatchError, ForeignState, MissingOutput, ModelError, PlacementError
-from nrl.reduce import Mean, Metrics, finalize
+from nrl.reduce import Mean, Metrics, Sum, finalize
 from nrl.runtime import Slots
 from tests.backends.bigram import Recorder
 
@@ -798,3 +804,73 @@ def test_a_gpu_computes_what_the_cpu_does(slots: Slots) -> None:
         assert b.device.type == "cpu"
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     assert found["cuda"][2] == pytest.approx(found["cpu"][2], rel=1e-6, abs=1e-9)
+
+
+# nothing waits for the device in the loop over micro-batches
+
+
+class Reads(TorchDispatchMode):
+    """Counts reads of numbers that come from the model's weights, which on a device would wait for it."""
+
+    forbidden = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.computed = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tainted = any(x in self.computed for x in given)
+        found = func(*args, **(kwargs or {}))
+        if tainted:
+            self.count += func.overloadpacket.__name__ in self.forbidden
+            self.computed.update(dict.fromkeys(x for x in tree_leaves(found) if isinstance(x, Tensor)))
+        return found
+
+
+def test_more_micro_batches_read_no_more_numbers(slots: Slots) -> None:
+    """The first step of a loss that is computed for trained tokens only, and one of a loss that needs all of them."""
+
+    @needs("entropy")
+    def curious(out: TensorDict, batch: Batch) -> tuple[dict[str, Mean], Metrics]:
+        mean = token_mean(-out["logprobs"], batch["loss_mask"])
+        return {"a": mean, "b": token_mean(-out["entropy"], batch["loss_mask"])}, {"all": Sum(out["logprobs"].sum())}
+
+    batch = batch_of([8] * 8)
+    for loss in (algos.grpo_loss, curious):
+        counts = []
+        for max_tokens in (64, 8):
+            engine = TorchEngine(Model(QWEN3), QUIET, True, False, False, torch.device("cpu"))
+            state = engine.init()
+            parts = nrl.microbatches(batch, max_tokens=max_tokens)
+            with Reads(state.module) as reads:
+                engine.train(state, loss, parts, global_weights(loss, batch))
+            counts.append(reads.count)
+            assert len(parts) == 64 // max_tokens
+        assert 0 < counts[0] < 20
+        assert counts[1] == counts[0]
+
+
+def test_common_first_tokens_give_the_logprobs_of_each_row_alone(
+    slots: Slots, stock: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For every architecture, sliding windows among them: two prompts of 9 and 6 tokens with five answers each."""
+    monkeypatch.setattr(importlib.import_module("nrl.pack"), "_BLOCK_COST", 0)
+    module, folder = stock
+    batch = batch_of([14, 9, 17, 12, 11, 10, 7, 17, 8, 6])
+    ids = batch["input_ids"].clone()
+    ids[:5, :9], ids[5:, :6] = ids[0, :9], ids[5, :6]
+    batch = nrl.assign(batch, input_ids=ids * batch["attention_mask"])
+    with torch.no_grad():
+        expected = stock_logprobs(module, batch)
+    choices: list[dict[str, Any]] = [{}, {"max_tokens": 40}, {"checkpointing": True}]
+    for options in choices:
+        trainer = make(slots, Model(folder), **options)
+        close(logprobs(trainer, batch), expected)
+        after = []
+        for other in (trainer, make(slots, Model(folder), packed=False)):
+            state, _ = other.train_step(algos.grpo_loss)(other.init(), batch)
+            after.append(weights(state))
+        for name, x in after[0].items():
+            close(x, after[1][name], atol=1e-5)

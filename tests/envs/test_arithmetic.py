@@ -21,8 +21,15 @@ def test_a_task_is_a_sum_with_its_value_as_answer_and_response() -> None:
         first, second = map(int, match.groups())
         assert 0 <= first <= 19
         assert 0 <= second <= 19
-        assert row["answer"] == row["response"] == str(first + second)
-        assert set(row) == {"prompt", "answer", "response"}
+        assert row["answer"] == row["response"] == row["chosen"] == str(first + second)
+        assert 1 <= abs(int(row["rejected"]) - (first + second)) <= 9
+        assert int(row["rejected"]) >= 0
+        assert set(row) == {"prompt", "answer", "response", "chosen", "rejected"}
+
+
+def test_wrong_sums_are_above_and_below() -> None:
+    wrong = [int(row["rejected"]) - int(row["chosen"]) for row in tasks(seed=1).take(2000)]
+    assert set(wrong) == {*range(-9, 0), *range(1, 10)}
 
 
 def test_largest_bounds_both_numbers_and_is_reached() -> None:

@@ -54,8 +54,11 @@ def trainer(
 
     from nrl.backends.fsdp.engine import TorchEngine
     from nrl.backends.training import make_trainer
+    from nrl.batch import microbatches
+    from nrl.prefix import together
     from nrl.runtime import as_mesh
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     engine = TorchEngine(model, optimizer, packed, checkpointing, compile, where)
-    return make_trainer(as_mesh(place, "base"), engine, name=f"fsdp.trainer {next(_NUMBERS)}", max_tokens=max_tokens)
+    name, parts_of = f"fsdp.trainer {next(_NUMBERS)}", together if packed else microbatches
+    return make_trainer(as_mesh(place, "base"), engine, name=name, max_tokens=max_tokens, parts_of=parts_of)

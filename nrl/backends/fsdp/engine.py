@@ -1,10 +1,12 @@
 """The torch engine, in one process: any Hugging Face causal language model, packed rows, fused log-probabilities."""
 
+import contextlib
 import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import attrs
 import torch
@@ -15,15 +17,19 @@ from nrl.algos import Loss, name_of, needed
 from nrl.backends import models
 from nrl.backends.base import Model
 from nrl.backends.fsdp import attention, probe
-from nrl.backends.fsdp.linear_logprobs import linear_logprobs
+from nrl.backends.fsdp.outputs import Outputs, compute, predicted
+from nrl.backends.gradients import ignores, value_and_grad
 from nrl.backends.optimizers import Optimizer, learning_rate
-from nrl.backends.training import check_terms, check_weights, terms_of
-from nrl.batch import Batch, lengths, unchanged
+from nrl.backends.training import check_weights
+from nrl.batch import Batch, lengths
 from nrl.errors import NotFinite
-from nrl.pack import pack
 from nrl.reduce import Mean, Metrics, Sum, merge
 
 __all__ = ["State", "TorchEngine"]
+
+
+_SEEN = "weight of "
+"""Before the name of a term: its weight, added up over micro-batches."""
 
 
 class State(NamedTuple):
@@ -44,6 +50,10 @@ class TorchEngine:
     checkpointing: bool
     compile: bool
     device: torch.device
+    _curious: WeakValueDictionary[int, Loss] = attrs.field(
+        factory=WeakValueDictionary, init=False, repr=False, eq=False
+    )
+    """Losses that have been seen to read outputs where ``loss_mask`` is false."""
 
     @property
     def provides(self) -> frozenset[str]:
@@ -79,7 +89,11 @@ class TorchEngine:
         """Outputs without gradients, on the CPU."""
         params.eval()
         with torch.no_grad():
-            return [self._outputs(params, batch, needs).cpu() for batch in microbatches]
+            found = [(batch, self._outputs(params, batch, predicted(batch), needs)) for batch in microbatches]
+        return [
+            TensorDict({key: out.spread(x) for key, x in out.values.items()}, batch_size=batch.batch_size).cpu()
+            for batch, out in found
+        ]
 
     def train(
         self, state: State, loss: Loss, microbatches: Sequence[Batch], weights: Mapping[str, float]
@@ -112,82 +126,56 @@ class TorchEngine:
         self, module: nn.Module, loss: Loss, name: str, microbatches: Sequence[Batch], weights: Mapping[str, float]
     ) -> Metrics:
         """Backward through every micro-batch; returns the metrics, the loss among them."""
+        if self._curious.get(id(loss)) is not loss:
+            metrics = self._sums(module, loss, name, microbatches, weights, everywhere=False)
+            if metrics is not None:
+                return metrics
+            module.zero_grad(set_to_none=True)
+            with contextlib.suppress(TypeError):  # not every function can be remembered without keeping it alive
+                self._curious[id(loss)] = loss
+        metrics = self._sums(module, loss, name, microbatches, weights, everywhere=True)
+        assert metrics is not None
+        return metrics
+
+    def _sums(
+        self,
+        module: nn.Module,
+        loss: Loss,
+        name: str,
+        microbatches: Sequence[Batch],
+        weights: Mapping[str, float],
+        everywhere: bool,
+    ) -> Metrics | None:
+        """The sums over micro-batches; None if the loss reads outputs that have been left out.
+
+        Nothing in the loop waits for the device, and after it one copy does.
+        """
         needs = needed(loss)
-        seen: Metrics = {}
-        metrics: Metrics = {"tokens": Sum(torch.tensor(sum(int(lengths(batch).sum()) for batch in microbatches)))}
+        sums: Metrics = {}
+        trusted = torch.ones((), dtype=torch.bool, device=self.device)
         for batch in microbatches:
-            out = self._outputs(module, batch, needs)
+            every = predicted(batch)
+            wanted = every & batch["loss_mask"] if not everywhere and "loss_mask" in batch.keys() else every
+            out = self._outputs(module, batch, wanted, needs)
             local = batch.to(self.device)
-            with unchanged(local, name):
-                terms, extra = terms_of(name, loss(out, local))
-            check_terms(name, terms, weights)
-            scaled = torch.stack([term.total / weights[key] for key, term in terms.items()]).sum()
-            if scaled.requires_grad:
-                scaled.backward()
-            seen = merge(seen, {key: Sum(term.weight.detach().double()) for key, term in terms.items()})
-            metrics = merge(metrics, extra | {"loss": Sum(scaled.detach())})
-            if len(terms) > 1:
-                metrics = merge(metrics, {f"loss/{key}": _detach(term) for key, term in terms.items()})
-        check_weights(name, {key: float(value[0]) for key, value in seen.items()}, weights)
-        return {key: type(value)(*(x.detach().cpu() for x in value)) for key, value in metrics.items()}
+            outputs = {key: out.spread(values.detach()) for key, values in out.values.items()}
+            found = value_and_grad(loss, name, outputs, local, weights)
+            left_out = torch.nonzero((every & ~wanted).flatten())[:, 0].to(self.device)
+            if len(left_out):
+                trusted &= ignores(loss, name, outputs, local, weights, left_out, found)
+            out.backward(found.gradients)
+            terms = {f"loss/{key}": term for key, term in found.terms.items()} if len(found.terms) > 1 else {}
+            seen = {_SEEN + key: Sum(term.weight.double()) for key, term in found.terms.items()}
+            sums = merge(sums, found.metrics | terms | seen | {"loss": Sum(found.loss)})
+        sums, (certain,) = _fetch(sums, trusted)
+        if not certain:
+            return None
+        check_weights(name, {key: float(sums.pop(_SEEN + key)[0]) for key in weights}, weights)
+        return sums | {"tokens": Sum(torch.tensor(sum(int(lengths(batch).sum()) for batch in microbatches)))}
 
-    def _outputs(self, module: Any, batch: Batch, needs: frozenset[str]) -> TensorDict:
-        """``logprobs`` and the outputs in ``needs``, ``[*b, T]`` on the device; zero where no token is predicted."""
-        tokens = pack(batch)
-        at = torch.nonzero(tokens.real & (tokens.position_ids > 0))[:, 0]
-        source, targets = tokens.source[at], tokens.input_ids[at]
-        temperature = None
-        if "temperature" in batch.keys():
-            each = batch["temperature"].flatten()[source // tokens.shape[-1]]
-            temperature = torch.where(each == 0, 1.0, each).to(self.device)
-        with self._precision():
-            if self.packed and len(tokens.input_ids):
-                hidden = module.base_model(
-                    input_ids=tokens.input_ids[None].to(self.device),
-                    position_ids=tokens.position_ids[None].to(self.device),
-                    use_cache=False,
-                    nrl_blocks=tokens.blocks,
-                ).last_hidden_state[0]
-                before = hidden[(at - 1).to(self.device)]
-            else:
-                before = self._padded(module, batch, source)
-            weight, bias = models.head_weight(module)
-            bias = None if bias is None else bias.to(before.dtype)
-            logprobs, entropy = linear_logprobs(
-                before,
-                weight.to(before.dtype),
-                targets.to(self.device),
-                temperature=temperature,
-                bias=bias,
-                entropy="entropy" in needs,
-            )
-        into = source.to(self.device)
-
-        def spread(values: Tensor) -> Tensor:
-            return values.new_zeros(tokens.shape.numel()).index_copy(0, into, values).view(tokens.shape)
-
-        out = {"logprobs": spread(logprobs)} | ({} if entropy is None else {"entropy": spread(entropy)})
-        return TensorDict(out, batch_size=batch.batch_size)
-
-    def _padded(self, module: Any, batch: Batch, source: Tensor) -> Tensor:
-        """Hidden states from which the tokens at ``source`` are predicted, by the model's stock padded forward."""
-        ids = batch["input_ids"].flatten(0, -2)
-        width, sizes = ids.shape[-1], lengths(batch).flatten()
-        rows = torch.nonzero(sizes)[:, 0]  # a row without any token has no softmax
-        mask = torch.arange(width) < sizes[rows, None]
-        if len(rows) == 0:
-            weight, _ = models.head_weight(module)
-            return weight[:0]
-        hidden = module.base_model(
-            input_ids=ids[rows].to(self.device), attention_mask=mask.long().to(self.device), use_cache=False
-        ).last_hidden_state
-        place = torch.zeros(len(ids), dtype=torch.int64)
-        place[rows] = torch.arange(len(rows))
-        before: Tensor = hidden[place[source // width].to(self.device), (source % width - 1).to(self.device)]
-        return before
-
-    def _precision(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.dtype == "bfloat16")
+    def _outputs(self, module: Any, batch: Batch, wanted: Tensor, needs: frozenset[str]) -> Outputs:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.dtype == "bfloat16"):
+            return compute(module, batch, wanted, needs, self.packed)
 
     def _build(self, model: Model) -> Any:
         master = torch.float64 if model.dtype == "float64" else torch.float32
@@ -212,7 +200,7 @@ class TorchEngine:
 
     def save(self, state: State, folder: Path) -> None:
         """Write module and optimizer."""
-        torch.save(state.module.state_dict(), folder / "model.pt")
+        self.save_params(state.module, folder)
         torch.save(state.optimizer.state_dict(), folder / "optimizer.pt")
         (folder / "engine.json").write_text(json.dumps({"step": state.step}))
 
@@ -220,12 +208,22 @@ class TorchEngine:
         """Read what `save` wrote."""
         step = json.loads((folder / "engine.json").read_text())["step"]
         state = self.init()
-        tensors = torch.load(folder / "model.pt", map_location=self.device, weights_only=True)
-        models.load_tensors(state.module, tensors.items(), who="restore")
-        state.optimizer.load_state_dict(
-            torch.load(folder / "optimizer.pt", map_location=self.device, weights_only=True)
-        )
+        models.load_tensors(state.module, self._read(folder / "model.pt").items(), who="restore")
+        state.optimizer.load_state_dict(self._read(folder / "optimizer.pt"))
         return State(state.module, state.optimizer, step)
+
+    def save_params(self, params: nn.Module, folder: Path) -> None:
+        """Write the module."""
+        torch.save(params.state_dict(), folder / "model.pt")
+
+    def restore_params(self, folder: Path) -> nn.Module:
+        """Read what `save_params` wrote."""
+        module = self.load(None)
+        models.load_tensors(module, self._read(folder / "model.pt").items(), who="restore")
+        return module
+
+    def _read(self, file: Path) -> Any:
+        return torch.load(file, map_location=self.device, weights_only=True)
 
     def export(self, params: nn.Module, folder: Path) -> None:
         """Write a folder that transformers and vLLM load."""
@@ -236,5 +234,11 @@ class TorchEngine:
             models.load_tokenizer(self.model).save_pretrained(folder)
 
 
-def _detach(term: Mean) -> Mean:
-    return Mean(term.total.detach(), term.weight.detach())
+def _fetch(metrics: Metrics, *others: Tensor) -> tuple[Metrics, list[float]]:
+    """Copy numbers to the CPU, all at once."""
+    values = [x for value in metrics.values() for x in value]
+    flat = torch.cat([x.double().flatten() for x in [*values, *others]]).cpu()
+    parts = flat.split([x.numel() for x in [*values, *others]])
+    copies = (part.to(x.dtype).view(x.shape) for part, x in zip(parts, values, strict=False))
+    fetched = {key: type(value)(*(next(copies) for _ in value)) for key, value in metrics.items()}
+    return fetched, [float(part) for part in parts[len(values) :]]

@@ -1,0 +1,70 @@
+"""DPO: `python examples/dpo.py` makes a tiny model prefer right sums; `model=<folder> data=<source>` a real one."""
+
+from functools import partial
+from typing import Literal
+
+import attrs
+
+import nrl
+from nrl import config, data, tiny
+from nrl.algos import dpo_loss
+from nrl.backends import Model, Optimizer, adamw, fsdp, load_tokenizer
+from nrl.batch import Batch
+from nrl.checkpoint import Checkpoints
+
+
+@attrs.frozen
+class Config:
+    model: str | None = None  # a folder or a hub name; none: the tiny model
+    data: str = "arithmetic"  # rows with "prompt", "chosen" and "rejected"
+    held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/* is over
+    adapter: str | None = None  # from the rows of a well-known dataset
+    chat: bool = True  # false: prompts that are texts stay texts, as base models need them
+    steps: int = 100
+    seed: int = 0
+    out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
+    checkpoints: Checkpoints = Checkpoints(best="eval/accuracy")
+    sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
+    cluster: str = "local"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    dp: int = 1  # shards that the trainer splits a batch into
+    pairs: int = 64  # a step
+    beta: float = 0.1
+    max_length: int = 1024  # of a row, in tokens; longer ones are left out and counted
+    max_tokens: int = 16_384  # of a micro-batch
+    evaluate_every: int = 10  # steps
+    evaluate_pairs: int = 256
+    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=5e-7 if cfg.model else 1e-3))
+
+
+def main(cfg: Config) -> None:
+    """The whole of DPO."""
+    with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
+        tokenizer = load_tokenizer(model)
+        trainer = fsdp.trainer(cluster.reserve(cfg.dp), model, cfg.optimizer, max_tokens=cfg.max_tokens)
+        loss = dpo_loss(cfg.beta)
+        step, reference = trainer.train_step(loss), trainer.load()
+
+        def with_reference(batch: Batch) -> Batch:
+            return nrl.assign(batch, ref_logprobs=trainer.logprobs(reference, batch))
+
+        collate = partial(data.preferences, tokenizer=tokenizer)
+        tasks = partial(data.tasks, adapter=cfg.adapter, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
+        tasks = partial(tasks, collate=data.preferences)
+        stream = nrl.batched(tasks(cfg.data, seed=cfg.seed), cfg.pairs, collate=collate)
+        held_out = tasks(cfg.held_out, seed=cfg.seed + 1).take(cfg.evaluate_pairs) if cfg.held_out else None
+        measured = with_reference(collate(held_out)) if held_out else None
+        state, stream = run.restore(policy=trainer, stream=stream)
+        for i, batch in run.steps(stream):
+            state, metrics = step(state, with_reference(batch))
+            evaluated = {}
+            if measured is not None and (i % cfg.evaluate_every == 0 or i + 1 == cfg.steps):
+                evaluated = nrl.evaluate(loss, trainer, state.params, measured)
+            run.log(i, metrics, evaluated)
+            run.save(i, policy=state, stream=stream)
+        trainer.export(state.params, run.out / "model")
+
+
+if __name__ == "__main__":
+    main(config.load(Config))

@@ -1,0 +1,63 @@
+"""SFT: `python examples/sft.py` teaches a tiny model sums; `model=<folder or name> data=<source>` a real one more."""
+
+from functools import partial
+from typing import Literal
+
+import attrs
+
+import nrl
+from nrl import config, data, tiny
+from nrl.algos import sft_loss
+from nrl.backends import Model, Optimizer, adamw, fsdp, load_tokenizer
+from nrl.checkpoint import Checkpoints
+
+
+@attrs.frozen
+class Config:
+    model: str | None = None  # a folder or a hub name; none: the tiny model
+    data: str = "arithmetic"  # rows with a prompt and a "response", or with "messages" that end with the assistant's
+    held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/loss is over
+    adapter: str | None = None  # from the rows of a well-known dataset
+    chat: bool = True  # false: prompts that are texts stay texts, as base models need them
+    steps: int = 200
+    seed: int = 0
+    out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
+    checkpoints: Checkpoints = Checkpoints(best="eval/loss", mode="min")
+    sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
+    cluster: str = "local"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    dp: int = 1  # shards that the trainer splits a batch into
+    rows: int = 128  # a step
+    max_length: int = 1024  # of a row, in tokens; longer ones are left out and counted
+    max_tokens: int = 16_384  # of a micro-batch
+    evaluate_every: int = 20  # steps
+    evaluate_rows: int = 256
+    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=5e-6 if cfg.model else 1e-3))
+
+
+def main(cfg: Config) -> None:
+    """The whole of SFT."""
+    with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
+        tokenizer = load_tokenizer(model)
+        trainer = fsdp.trainer(cluster.reserve(cfg.dp), model, cfg.optimizer, max_tokens=cfg.max_tokens)
+        step = trainer.train_step(sft_loss)
+
+        collate = partial(data.supervised, tokenizer=tokenizer)
+        tasks = partial(data.tasks, adapter=cfg.adapter, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
+        tasks = partial(tasks, collate=data.supervised)
+        stream = nrl.batched(tasks(cfg.data, seed=cfg.seed), cfg.rows, collate=collate)
+        held_out = collate(tasks(cfg.held_out, seed=cfg.seed + 1).take(cfg.evaluate_rows)) if cfg.held_out else None
+        state, stream = run.restore(policy=trainer, stream=stream)
+        for i, batch in run.steps(stream):
+            state, metrics = step(state, batch)
+            evaluated = {}
+            if held_out is not None and (i % cfg.evaluate_every == 0 or i + 1 == cfg.steps):
+                evaluated = nrl.evaluate(sft_loss, trainer, state.params, held_out)
+            run.log(i, metrics, evaluated)
+            run.save(i, policy=state, stream=stream)
+        trainer.export(state.params, run.out / "model")
+
+
+if __name__ == "__main__":
+    main(config.load(Config))

@@ -1,0 +1,184 @@
+"""Charts as SVG: where lines, areas and shades go, from numbers.
+
+A chart is what `report.html.jinja` writes down: paths and ticks in the chart's own units, and the numbers themselves,
+for the script that shows them under the pointer.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["BOX", "Array", "Axis", "Histogram", "Series", "curve", "heatmap", "number", "stack"]
+
+type Array = NDArray[np.floating[Any]]
+type Series = tuple[Array, Array]  # steps, values
+
+
+BOX = {"width": 360, "height": 180, "left": 50, "right": 352, "top": 8, "bottom": 158}  # of a chart and of its plot
+_TOP, _BOTTOM = BOX["top"], BOX["bottom"]
+_SAME = 1e-6  # relative; what differs less is drawn level, for it is rounding of float32
+_POINTS = 1000  # of a curve, at most
+_COLUMNS, _BINS, _SHADES = 100, 20, 8  # of a heatmap, at most
+
+
+class Histogram(NamedTuple):
+    """Of one step: counts in bins of equal width."""
+
+    step: float
+    low: float
+    high: float
+    counts: Array
+
+
+class Axis:
+    """Where values are, from ``start`` to ``end``; of one value alone, in the middle."""
+
+    def __init__(self, low: float, high: float, start: float, end: float) -> None:
+        if high - low <= _SAME * max(abs(low), abs(high)):
+            margin = 0.5 if float(low).is_integer() and abs(low) < 1e6 else abs(low) / 10
+            low, high = low - margin, high + margin
+        self.low, self.high, self.start, self.end = low, high, start, end
+
+    def __call__(self, values: Any) -> Any:
+        """Where values are; in units of the chart."""
+        return self.start + (np.asarray(values) - self.low) / (self.high - self.low) * (self.end - self.start)
+
+    def ticks(self, count: int, whole: bool = False) -> list[tuple[str, float]]:
+        """At most about so many round numbers, and where they are."""
+        rough = (self.high - self.low) / count
+        power = 10.0 ** math.floor(math.log10(rough))
+        width = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+        width = max(width, 1.0) if whole else width
+        places = np.arange(math.ceil(self.low / width - 1e-9), math.floor(self.high / width + 1e-9) + 1)
+        digits = math.ceil(math.log10(max(abs(self.low), abs(self.high)) / width)) + 1  # that tell two apart
+        return [(number(place * width, max(digits, 6)), round(float(self(place * width)), 1)) for place in places]
+
+
+def number(value: float, digits: int = 4) -> str:
+    """As it is read.
+
+    >>> number(-0.000012345), number(1234567), number(0.5), number(math.nan)
+    ('−1.234e−5', '1.235e6', '0.5', 'undefined')
+    """
+    if not math.isfinite(value):
+        return "undefined"
+    mantissa, e, exponent = f"{value:.{digits}g}".partition("e")
+    return mantissa.replace("-", "−") + (f"e{int(exponent)}".replace("-", "−") if e else "")
+
+
+def _chart(kind: str, name: str, x: Axis, y: Axis, steps: Array, series: Mapping[str, Array]) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "name": name,
+        "x": x.ticks(5, whole=True),
+        "y": y.ticks(4),
+        "x_range": f"{x.low:.9g} {x.high:.9g}",
+        "steps": " ".join(f"{step:.9g}" for step in steps),
+        "series": ";".join(" ".join(f"{value:.5g}" for value in values) for values in series.values()),
+        "labels": ";".join(series),
+    }
+
+
+def curve(name: str, steps: Array, values: Array, x: Axis) -> dict[str, Any]:
+    """A line through the values, broken where they are not finite; of many, also through their moving mean."""
+    finite = np.isfinite(values)
+    low, high = float(values[finite].min()), float(values[finite].max())
+    y = Axis(low, high, _BOTTOM - 6, _TOP + 6)
+    kept = _thinned(values)
+    window = max(5, int(finite.sum()) // 20) | 1
+    smooth = finite.sum() >= 50 and high - low > _SAME * max(abs(low), abs(high))
+    middle = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _POINTS // 2)).astype(int))
+    return _chart("curve", name, x, y, steps[kept], {"": values[kept]}) | {
+        "last": number(values[finite][-1]),
+        "lost": int((~finite).sum()),
+        "path": _path(x(steps[kept]), y(values[kept])),
+        "dots": _path(x(steps[finite]), y(values[finite]), joined=False) if finite.sum() <= 30 else "",
+        "window": window if smooth else 0,
+        "mean": _path(x(steps[middle]), y(_moving_mean(values, window)[middle])) if smooth else "",
+    }
+
+
+def _thinned(values: Array) -> np.ndarray:
+    """Which of the values to draw: the first, the last, and of each few between these the lowest and the highest."""
+    if len(values) <= _POINTS:
+        return np.arange(len(values))
+    chosen = {0, len(values) - 1}
+    for part in np.array_split(np.arange(len(values)), _POINTS // 2 - 1):
+        finite = part[np.isfinite(values[part])]
+        chosen |= {finite[values[finite].argmin()], finite[values[finite].argmax()]} if len(finite) else {part[0]}
+    return np.array(sorted(chosen))
+
+
+def _moving_mean(values: Array, window: int) -> Array:
+    """Over the finite ones of as many neighbours on either side; NaN where there is none."""
+    finite, half = np.isfinite(values), window // 2
+    totals, counts = (np.concatenate([[0.0], np.cumsum(each)]) for each in (np.where(finite, values, 0.0), finite))
+    place = np.arange(len(values))
+    first, end = np.maximum(place - half, 0), np.minimum(place + half + 1, len(values))
+    count = counts[end] - counts[first]
+    mean: Array = np.where(count > 0, (totals[end] - totals[first]) / np.maximum(count, 1), np.nan)
+    return mean
+
+
+def _path(x: Array, y: Array, joined: bool = True) -> str:
+    """An SVG path; one that is round at its ends shows a point that has no neighbours, too."""
+    parts, before = [], False
+    for across, down in zip(x.tolist(), y.tolist(), strict=True):
+        if math.isfinite(down):
+            parts.append(f"{'L' if before and joined else 'M'}{across:.1f} {down:.1f}")
+            parts += [] if before and joined else ["h0"]
+        before = math.isfinite(down)
+    return "".join(parts)
+
+
+def stack(phases: Mapping[str, Series], x: Axis) -> dict[str, Any]:
+    """Seconds of each phase, one upon the other."""
+    steps = np.unique(np.concatenate([some for some, _ in phases.values()]))
+    seconds = [np.interp(steps, some[np.isfinite(v)], v[np.isfinite(v)]) for some, v in phases.values()]
+    kept = _thinned(np.sum(seconds, axis=0))
+    levels = np.cumsum([np.zeros(len(steps)), *seconds], axis=0)[:, kept]
+    y = Axis(0.0, float(levels.max()) or 1.0, _BOTTOM, _TOP + 4)
+    across = np.concatenate([x(steps[kept]), x(steps[kept])[::-1]])
+    labels = [key.removeprefix("time/") for key in phases]
+    chart = _chart("stack", "time, s", x, y, steps[kept], {k: v[kept] for k, v in zip(labels, seconds, strict=True)})
+    areas = [np.concatenate([y(upper), y(lower)[::-1]]) for lower, upper in pairwise(levels)]
+    return chart | {"areas": [_path(across, area) + "Z" for area in areas], "legend": labels, "unit": "s"}
+
+
+def heatmap(name: str, histograms: Sequence[Histogram], x: Axis) -> dict[str, Any]:
+    """For each few steps the share of rows in each of the bins that all have in common: the more, the darker."""
+    y = Axis(min(each.low for each in histograms), max(each.high for each in histograms), _BOTTOM, _TOP)
+    edges = np.linspace(y.low, y.high, _BINS + 1)
+    parts = np.array_split(np.arange(len(histograms)), min(len(histograms), _COLUMNS))
+    columns = np.array([np.sum([_spread(histograms[i], edges) for i in part], axis=0) for part in parts])
+    shares = columns / columns.sum(axis=1, keepdims=True)
+    firsts, lasts = ([histograms[part[end]].step for part in parts] for end in (0, -1))
+    between = [(last + first) / 2 for last, first in zip(lasts[:-1], firsts[1:], strict=True)]
+    ends = (firsts[0], lasts[-1]) if len(parts) > 1 else (x.low, x.high)
+    sides, heights = x([ends[0], *between, ends[1]]), y(edges)
+    shades: list[str] = [""] * (_SHADES + 1)
+    for (column, row), share in np.ndenumerate(shares):
+        left, right, up, down = sides[column], sides[column + 1], heights[row + 1], heights[row]
+        shades[math.ceil(math.sqrt(share) * _SHADES)] += f"M{left:.1f} {down:.1f}V{up:.1f}H{right:.1f}V{down:.1f}Z"
+    means = (shares * (edges[1:] + edges[:-1]) / 2).sum(axis=1)
+    return _chart("heat", name, x, y, np.array(firsts), {"mean": means}) | {
+        "shades": [(round(level / _SHADES, 3), path) for level, path in enumerate(shades) if level and path],
+        "sides": " ".join(f"{side:.1f}" for side in sides),
+        "bins": " ".join(f"{edge:.5g}" for edge in edges),
+        "shares": ";".join(" ".join(f"{100 * share:.3g}" for share in column) for column in shares),
+    }
+
+
+def _spread(histogram: Histogram, edges: Array) -> Array:
+    """The counts in other bins, as if each bin's were spread evenly over it; all of one value stay together."""
+    spread: Array
+    if histogram.low == histogram.high:
+        spread = np.histogram([histogram.low], edges)[0] * histogram.counts.sum()
+        return spread
+    own = np.linspace(histogram.low, histogram.high, len(histogram.counts) + 1)
+    spread = np.diff(np.interp(edges, own, np.concatenate([[0.0], np.cumsum(histogram.counts)])))
+    return spread

@@ -1,0 +1,200 @@
+"""Rows into batches to train on: `supervised` rows, and `preferences`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from nrl.batch import Batch, assign
+from nrl.data.checks import check_messages, fields, kind
+from nrl.data.rendering import answered
+from nrl.envs.base import Message, Prompt, Task
+from nrl.errors import DataError, ModelError
+
+__all__ = ["preferences", "shared", "sides", "supervised"]
+
+
+def supervised(
+    rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None = None, response: str = "response"
+) -> Batch:
+    """A batch that teaches each row's response: ``loss_mask`` is true on its tokens and on the one that ends it.
+
+    A row has a prompt and a response: a text, as the model is to write it, or messages, as the chat template writes
+    them; or it has ``messages``, a conversation, of which every message of the assistant is taught. The mask covers
+    what the model has to write, and nothing that the template writes around it. The prompt is what a sampler meets: no
+    token reaches across its end.
+
+    Args:
+        rows: each with ``prompt``, which `render` takes, and a response; or with ``messages``.
+        tokenizer: a transformers tokenizer.
+        max_tokens: the most that a row may have; None: no bound.
+        response: the field that holds the response.
+
+    Returns:
+        ``input_ids`` ``[B, T]`` int64, ``attention_mask`` and ``loss_mask`` ``[B, T]`` bool, right-padded with zeros.
+
+    Raises:
+        DataError: no rows; a row without prompt or response, with more than ``max_tokens`` tokens, or whose messages
+            the chat template does not write turn by turn (see `turns`); it names the row.
+        ModelError: the tokenizer has no end-of-sequence token, or no chat template that ends the assistant's messages.
+
+    >>> from nrl import tiny
+    >>> batch = supervised([{"prompt": "1+1=", "response": "2"}], tiny.tokenizer())
+    >>> batch["loss_mask"].tolist()
+    [[False, False, False, False, True, True]]
+    """
+    encoded = []
+    for number, row in enumerate(rows):
+        place = f"supervised: row {number}"
+        prompt, answer = _lesson(row, response, place)
+        encoded.append(_encoded(prompt, answer, tokenizer, max_tokens, place))
+    if not encoded:
+        raise DataError("supervised: there are no rows; give at least one")
+    return assign(Batch({}, batch_size=[len(encoded)]), **_padded(encoded))
+
+
+def _lesson(row: Task, response: str, place: str) -> tuple[Prompt, str | Sequence[Message]]:
+    if response not in row and "messages" in row:
+        check_messages(row["messages"], f"{place}: 'messages'")
+        return [], row["messages"]
+    missing = [field for field in ("prompt", response) if field not in row]
+    if missing:
+        raise DataError(f"{place} has no '{missing[0]}'; it has {fields(row)}")
+    return row["prompt"], _answer(row[response], f"{place}: '{response}'")
+
+
+def _answer(value: Any, what: str) -> str | Sequence[Message]:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise DataError(f"{what} is {kind(value)}; give a text, or a list of messages")
+    check_messages(value, what)
+    return value
+
+
+def preferences(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None = None) -> Batch:
+    """A batch of pairs, the chosen response first: what `nrl.algos.preference_loss` works on.
+
+    ``chosen`` and ``rejected`` are texts, as the model would write them; or messages that follow the prompt; or whole
+    conversations, which begin with the prompt or, where the row has none, with the messages that they share. The mask
+    covers what the model writes after the prompt, as in `supervised`.
+
+    Args:
+        rows: each with ``chosen`` and ``rejected``, and ``prompt``, which `render` takes.
+        tokenizer: a transformers tokenizer.
+        max_tokens: the most that a side may have; None: no bound.
+
+    Returns:
+        Batch size ``[P, 2]``: ``input_ids`` ``[P, 2, T]`` int64, ``attention_mask`` and ``loss_mask`` ``[P, 2, T]``
+        bool, right-padded with zeros.
+
+    Raises:
+        DataError: no rows; a row that lacks a side or the prompt, whose sides are not of one kind, or that has more
+            than ``max_tokens`` tokens in a side; it names row and side.
+        ModelError: as `supervised` does.
+
+    >>> from nrl import tiny
+    >>> batch = preferences([{"prompt": "1+1=", "chosen": "2", "rejected": "11"}], tiny.tokenizer())
+    >>> batch.batch_size, batch["loss_mask"].int().tolist()
+    (torch.Size([1, 2]), [[[0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1, 1]]])
+    """
+    encoded = []
+    for number, row in enumerate(rows):
+        place = f"preferences: row {number}"
+        prompt, *answers = sides(row, place)
+        for side, answer in zip(("chosen", "rejected"), answers, strict=True):
+            encoded.append(_encoded(prompt, answer, tokenizer, max_tokens, f"{place}: {side}"))
+    if not encoded:
+        raise DataError("preferences: there are no rows; give at least one")
+    pairs = len(encoded) // 2
+    columns = {name: column.unflatten(0, (pairs, 2)) for name, column in _padded(encoded).items()}
+    return assign(Batch({}, batch_size=[pairs, 2]), **columns)
+
+
+def sides(row: Task, place: str) -> tuple[Prompt, str | Sequence[Message], str | Sequence[Message]]:
+    """The prompt of a pair, and what follows it on either side.
+
+    Args:
+        row: see `preferences`.
+        place: how errors name it.
+
+    Raises:
+        DataError: see `preferences`.
+
+    >>> sides({"prompt": "1+1=", "chosen": "2", "rejected": "11"}, "row 0")
+    ('1+1=', '2', '11')
+    """
+    for field in ("chosen", "rejected"):
+        if field not in row:
+            raise DataError(f"{place} has no '{field}'; it has {fields(row)}")
+    chosen, rejected = (_answer(row[field], f"{place}: '{field}'") for field in ("chosen", "rejected"))
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise DataError(f"{place}: 'chosen' is {kind(chosen)} and 'rejected' {kind(rejected)}; give two of one kind")
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        if "prompt" not in row:
+            raise DataError(f"{place} has no 'prompt', which texts answer; it has {fields(row)}")
+        return row["prompt"], chosen, rejected
+    if "prompt" not in row:
+        count = shared(chosen, rejected)
+        if not count:
+            raise DataError(f"{place} has no 'prompt', and 'chosen' and 'rejected' do not begin with the same message")
+        return chosen[:count], chosen[count:], rejected[count:]
+    prompt = row["prompt"]
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if all(_plain(side[: len(asked)]) == _plain(asked) and len(side) > len(asked) for side in (chosen, rejected)):
+        return asked, chosen[len(asked) :], rejected[len(asked) :]
+    for field, side in (("chosen", chosen), ("rejected", rejected)):
+        if side[0]["role"] != "assistant":
+            raise DataError(
+                f"{place}: '{field}' begins with neither the prompt nor an answer of the assistant to it; give both "
+                "sides either way, or leave the prompt out where they hold it"
+            )
+    return asked, chosen, rejected
+
+
+def shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """How many messages two conversations begin with alike, at least one of each left over.
+
+    >>> asked = {"role": "user", "content": "1+1="}
+    >>> shared([asked, {"role": "assistant", "content": "2"}], [asked, {"role": "assistant", "content": "11"}])
+    1
+    """
+    most = max(0, min(len(chosen), len(rejected)) - 1)
+    pairs = zip(_plain(chosen), _plain(rejected), strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b or index == most), most)
+
+
+def _plain(messages: Any) -> list[Any]:
+    return [(each["role"], each["content"]) if isinstance(each, Mapping) else each for each in messages]
+
+
+type _Encoded = tuple[Tensor, Tensor]
+
+
+def _encoded(
+    prompt: Prompt, answer: str | Sequence[Message], tokenizer: Any, max_tokens: int | None, place: str
+) -> _Encoded:
+    try:
+        ids, mask = answered(prompt, answer, tokenizer)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
+    except ModelError as error:
+        raise ModelError(f"{place}: {error}") from error
+    if max_tokens is not None and len(ids) > max_tokens:
+        raise DataError(
+            f"{place} has {len(ids)} tokens ({mask.index(True)} of them the prompt's), more than "
+            f"max_tokens={max_tokens}; leave it out or raise max_tokens"
+        )
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def _padded(encoded: Sequence[_Encoded]) -> dict[str, Tensor]:
+    masks = [mask for _, mask in encoded]
+    columns = {
+        "input_ids": [ids for ids, _ in encoded],
+        "attention_mask": [torch.ones_like(mask) for mask in masks],
+        "loss_mask": masks,
+    }
+    return {name: pad_sequence(column, batch_first=True) for name, column in columns.items()}

@@ -1,0 +1,128 @@
+"""Several streams as one, in fixed proportions."""
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from nrl.data.streams import Tasks, check_seed, tasks
+from nrl.envs.base import Task
+from nrl.errors import DataError
+from nrl.stream import Stream
+
+__all__ = ["mixture"]
+
+# The circle over the golden ratio: the steps around a circle that spread most evenly. In integers, so that nothing is
+# ever rounded; of 128 bits, because with 64 the counts of a million million draws are off by tens.
+_CIRCLE = 1 << 128
+_STEP = 0x9E3779B97F4A7C15F39CC0605CEDC835
+
+
+def mixture(streams: Mapping[str, float | tuple[Stream[Task], float]], *, seed: int = 0) -> Tasks:
+    """A stream that draws its tasks from several, each as often as its weight says.
+
+    Draw k comes from the stream in whose part of a circle, as long as its weight, the point ``offset + k * phi`` lies,
+    with phi the golden ratio and an offset from the seed. So of any n draws in a row a stream gives n times its share
+    of the weights, give or take a few, and how many it gave before is a function of the cursor, known without
+    counting. Each task gets ``source``, the number of its stream, which rollouts carry as a column.
+
+    Args:
+        streams: by name, in order: a weight, of a source that `tasks` reads under that name; or a pair of a stream,
+            whose state is a cursor as that of `tasks` is, and its weight.
+        seed: of the offset, and of the streams that are made here.
+
+    Returns:
+        A stream whose state is the number of tasks taken. ``names`` are the streams' by their number in ``source``,
+        ``dropped`` the sums over them.
+
+    Raises:
+        DataError: no streams, a weight that is no positive number, a stream without a cursor, or a negative seed.
+
+    Source: Weyl, 1916, on the equidistribution of ``k * phi``.
+
+    >>> sums = tasks([{"prompt": "1+1="}], chat=False)
+    >>> mixed = mixture({"sums": (sums, 3), "arithmetic": 1})
+    >>> [task["source"] for task in mixed.take(12)], mixed.names
+    ([0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0], ('sums', 'arithmetic'))
+    """
+    check_seed(seed, "mixture")
+    if not streams:
+        raise DataError("mixture: there are no streams; give at least one")
+    names = tuple(streams)
+    parts: list[Any] = []
+    weights: list[Fraction] = []
+    for name, value in streams.items():
+        stream, weight = value if isinstance(value, tuple) and len(value) == 2 else (None, value)
+        weights.append(_weight(name, weight))
+        parts.append(tasks(name, seed=seed) if stream is None else stream)
+        if set(parts[-1].state()) != {"cursor"}:
+            raise DataError(
+                f"mixture: the state of the stream '{name}' is more than a cursor ({', '.join(parts[-1].state())}); "
+                "give streams such as data.tasks makes, and put transforms around the mixture"
+            )
+    ends = [int(end / sum(weights) * _CIRCLE) for end in accumulate(weights)]
+    ends[-1] = _CIRCLE
+    offset = int.from_bytes(np.random.default_rng([seed, len(names)]).bytes(16), "little")
+    cursor = 0
+
+    def given(draws: int) -> list[int]:
+        """How many of the first draws came from each stream."""
+        below = [_count_below(draws, end, offset) for end in ends]
+        return [end - start for start, end in zip([0, *below], below, strict=False)]
+
+    def take(n: int) -> list[Task]:
+        nonlocal cursor
+        if n < 0:
+            raise DataError(f"mixture: take({n}); the number of tasks cannot be negative")
+        which = [bisect_right(ends, (offset + k * _STEP) % _CIRCLE) for k in range(cursor, cursor + n)]
+        drawn = []
+        for number, (part, before) in enumerate(zip(parts, given(cursor), strict=True)):
+            part.restore({"cursor": before})
+            drawn.append(iter(part.take(which.count(number))))
+        cursor += n
+        return [{**next(drawn[number]), "source": number} for number in which]
+
+    def restore(state: Mapping[str, Any]) -> None:
+        nonlocal cursor
+        found = state.get("cursor") if isinstance(state, Mapping) else None
+        if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+            raise DataError(f"mixture: restore({state!r}); give what state() returned, such as {{'cursor': 0}}")
+        cursor = found
+
+    dropped: dict[str, int] = {}
+    for part in parts:
+        for reason, count in getattr(part, "dropped", {}).items():
+            dropped[reason] = dropped.get(reason, 0) + count
+    return Tasks(take, lambda: {"cursor": cursor}, restore, names, None, dropped)
+
+
+def _weight(name: str, weight: Any) -> Fraction:
+    try:
+        found = Fraction(weight) if not isinstance(weight, bool | str) else Fraction(0)
+    except (TypeError, ValueError, OverflowError):
+        found = Fraction(0)
+    if found <= 0:
+        raise DataError(f"mixture: the weight of '{name}' is {weight!r}; it must be a positive number")
+    return found
+
+
+def _count_below(draws: int, end: int, offset: int) -> int:
+    """How many of the first draws lie before ``end``: the sum of floor((x + m) / m) - floor((x + m - end) / m)."""
+    if end == _CIRCLE:
+        return draws
+    return _floor_sum(draws, _STEP, offset + _CIRCLE) - _floor_sum(draws, _STEP, offset + _CIRCLE - end)
+
+
+def _floor_sum(n: int, a: int, b: int, m: int = _CIRCLE) -> int:
+    """The sum of floor((a k + b) / m) over k from 0 to n - 1, in as many steps as Euclid's algorithm takes."""
+    total = 0
+    while n:
+        total += n * (n - 1) // 2 * (a // m) + n * (b // m)
+        a, b = a % m, b % m
+        top = a * n + b
+        n, b = divmod(top, m)
+        a, m = m, a
+    return total

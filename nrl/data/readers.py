@@ -1,0 +1,284 @@
+"""Where rows come from: files, folders and names of the Hugging Face hub, each as a table of rows.
+
+Every fault of a file is a `DataError` that names the file, the line or row, and what is wrong there.
+"""
+
+import csv
+import io
+import json
+import os.path
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from nrl.data.checks import kind, shown
+from nrl.envs.base import Task
+from nrl.errors import DataError
+
+__all__ = ["Table", "exists", "read", "read_csv", "read_jsonl", "read_parquet"]
+
+
+class Table(NamedTuple):
+    """Rows, which may be made only when they are asked for, and where each of them stands.
+
+    Args:
+        name: of the source.
+        rows: by index from 0.
+        place: of the row of an index, as errors say it.
+
+    >>> Table("sums", [{"question": "1+1="}], "row {}".format).place(0)
+    'row 0'
+    """
+
+    name: str
+    rows: Sequence[Any]
+    place: Callable[[int], str]
+
+
+def read(source: str | Path | Sequence[Task]) -> Table:
+    """The table of a source: the ending of a file's name says how it is read.
+
+    Args:
+        source: a file (``.parquet``, ``.csv``, ``.tsv``, any other: JSON Lines); a folder that
+            ``datasets.save_to_disk`` wrote, or one of data files; the name of a dataset on the Hugging Face hub with
+            its split, ``"owner/name:split"`` or ``"owner/name/config:split"`` (a folder takes ``":split"`` too; a
+            split may be cut, ``"train[:100]"``); or mappings.
+
+    Raises:
+        DataError: nothing of the kind is there, or it cannot be read.
+
+    >>> read([{"question": "1+1="}]).rows[0]
+    {'question': '1+1='}
+    """
+    if not isinstance(source, str | Path):
+        return Table("the source", source, "row {}".format)
+    path = Path(source)
+    if not exists(path) and ":" in str(source):
+        from nrl.data.hub import load
+
+        return load(str(source))
+    if os.path.isdir(path):  # noqa: PTH112 - false, and no error, for what may not be looked at
+        from nrl.data.hub import load
+
+        return load(str(source))
+    match path.suffix.lower():
+        case ".parquet":
+            return read_parquet(path)
+        case ".csv":
+            return _listed(path, _separated(path, ","))
+        case ".tsv":
+            return _listed(path, _separated(path, "\t"))
+    return _listed(path, _lines(path))
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a file or folder of this name; a text that no file could be named by is none.
+
+    >>> exists(Path("a" * 5000))
+    False
+    """
+    try:
+        return path.exists()
+    except PermissionError:
+        return True  # whoever reads it says so
+    except (OSError, ValueError):  # a name that is too long for a file, or has a NUL
+        return False
+
+
+def _listed(path: Path, found: Sequence[tuple[int, Task]]) -> Table:
+    return Table(str(path), [row for _, row in found], lambda index: f"{path}, line {found[index][0]}")
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a JSON Lines file: UTF-8, one object a line. Blank lines are passed over.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        A dict for each row, in order.
+
+    Raises:
+        DataError: no file that can be read, no rows, or a line that is no JSON object in UTF-8; it names the line.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "sums.jsonl"
+    ...     _ = path.write_text('{"question": "1+1=", "answer": "2"}\\n')
+    ...     read_jsonl(path)
+    [{'question': '1+1=', 'answer': '2'}]
+    """
+    return [row for _, row in _lines(path)]
+
+
+def _lines(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
+    """Each row with the number of its line."""
+    content = _content(path, "read_jsonl", "one JSON object a line")
+    found = [
+        (number, _object(line, f"{path}, line {number}"))
+        for number, line in enumerate(content.split(b"\n"), 1)
+        if line.strip()
+    ]
+    if not found:
+        raise DataError(f"read_jsonl: {path} has no rows; it must hold one JSON object a line")
+    return found
+
+
+def _content(path: str | Path, reader: str, holding: str, most: int = -1) -> bytes:
+    try:
+        if Path(path).is_dir():
+            raise DataError(f"{reader}: {path} is a folder; give a file, {holding}")
+        with Path(path).open("rb") as file:
+            content = file.read(most)
+    except FileNotFoundError:
+        raise DataError(f"{reader}: there is no file {path} (looked in {Path.cwd()})") from None
+    except (OSError, ValueError) as error:
+        found = getattr(error, "strerror", None) or error
+        raise DataError(f"{reader}: {path} cannot be read: {found}") from error
+    return content.removeprefix(b"\xef\xbb\xbf")  # some editors begin a file with a byte-order mark
+
+
+def _object(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        text = line.decode().strip()
+        row = json.loads(text)
+    except UnicodeDecodeError as error:
+        found = f"invalid UTF-8 (byte {line[error.start]:#04x} at position {error.start}); save the file as UTF-8"
+        raise DataError(f"read_jsonl: {place}: {found}") from None
+    except (ValueError, RecursionError) as error:
+        found = f"invalid JSON ({error}): {shown(text)}; each line must be one JSON object"
+        raise DataError(f"read_jsonl: {place}: {found}") from None
+    if not isinstance(row, dict):
+        found = f"{kind(row)}, not an object: {shown(text)}; each line must be one JSON object"
+        raise DataError(f"read_jsonl: {place}: {found}")
+    return row
+
+
+def read_csv(path: str | Path, delimiter: str = ",") -> list[dict[str, str]]:
+    """The rows of a CSV file: UTF-8, the first line names the columns, and every value is a text.
+
+    Values that hold the delimiter, a quote or a line end stand in double quotes, in which a quote is doubled. Blank
+    lines are passed over.
+
+    Args:
+        path: of the file.
+        delimiter: between values.
+
+    Raises:
+        DataError: no file that can be read, no rows, columns without a name of their own, a line with another number
+            of values, or quotes that do not match; it names the line.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "sums.csv"
+    ...     _ = path.write_text("question,answer\\n1+1=,2\\n")
+    ...     read_csv(path)
+    [{'question': '1+1=', 'answer': '2'}]
+    """
+    return [row for _, row in _separated(path, delimiter)]
+
+
+def _separated(path: str | Path, delimiter: str) -> list[tuple[int, dict[str, str]]]:
+    """Each row with the number of the line that it begins on."""
+    content = _content(path, "read_csv", "one row a line")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        found = f"invalid UTF-8 (byte {content[error.start]:#04x}); save the file as UTF-8"
+        raise DataError(f"read_csv: {path}, line {line}: {found}") from None
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise DataError(f"read_csv: {path}, line {line}: a NUL byte; save the file as text in UTF-8")
+    begin, columns, found_rows = 1, list[str](), list[tuple[int, dict[str, str]]]()
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        for values in reader:
+            place = f"{path}, line {begin}"
+            if values and not columns:
+                columns = _columns(values, place)
+            elif values and len(values) != len(columns):
+                raise DataError(
+                    f"read_csv: {place} has {len(values)} values where the header has {len(columns)} columns: "
+                    f"{shown(repr(delimiter.join(values)))}; put quotes around values that hold a '{delimiter}'"
+                )
+            elif values:
+                found_rows.append((begin, dict(zip(columns, values, strict=True))))
+            begin = reader.line_num + 1
+    except csv.Error as error:
+        near = shown(repr(next(islice(io.StringIO(text, newline=""), begin - 1, None), "")[:60]))
+        fault = f"{error} (a quote that is not closed, or not doubled inside of quotes, reads so)"
+        raise DataError(f"read_csv: {path}, line {begin}: {fault}: {near}") from None
+    if not found_rows:
+        raise DataError(f"read_csv: {path} has no rows; it must hold a line of column names and one row a line")
+    return found_rows
+
+
+def _columns(names: Sequence[str], place: str) -> list[str]:
+    unnamed = [name for name in names if not name.strip() or names.count(name) > 1]
+    if unnamed:
+        found = f"the header has {shown(repr(unnamed[0]))} as a column name"
+        raise DataError(f"read_csv: {place}: {found}, which is empty or there twice; give each column a name")
+    return list(names)
+
+
+class _ArrowRows(Sequence[Any]):
+    """The rows of an Arrow table, each made into Python values when it is asked for."""
+
+    def __init__(self, table: Any, path: str | Path) -> None:
+        self._table, self._path = table, path
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._values(self._table.slice(range(len(self))[index], 1))[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._table.to_batches(max_chunksize=1024):
+            yield from self._values(batch)
+
+    def _values(self, part: Any) -> list[Any]:
+        try:
+            return cast(list[Any], part.to_pylist())
+        except (ValueError, OverflowError) as error:  # such as a date that Python does not have
+            raise DataError(f"read_parquet: {self._path} has a value that Python cannot hold: {error}") from error
+
+
+def read_parquet(path: str | Path) -> Table:
+    """The rows of a Parquet file, which stay as columns in memory; a row is made when it is asked for.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        DataError: no file that can be read, none in the Parquet format or a damaged one, or no rows.
+
+    >>> import tempfile, pyarrow, pyarrow.parquet
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "sums.parquet"
+    ...     pyarrow.parquet.write_table(pyarrow.table({"question": ["1+1="], "answer": [2]}), path)
+    ...     read_parquet(path).rows[0]
+    {'question': '1+1=', 'answer': 2}
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    _content(path, "read_parquet", "in the Parquet format", most=4)
+    try:
+        table = pq.ParquetFile(path, memory_map=True).read()
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+        found = shown(str(error).splitlines()[0]) if str(error) else type(error).__name__
+        raise DataError(
+            f"read_parquet: {path} is no whole Parquet file ({found}); it may be cut off, damaged, or of another "
+            "format; copy it again"
+        ) from None
+    names = table.column_names
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise DataError(f"read_parquet: {path} has two columns of the name {shown(repr(twice[0]))}; rename one")
+    if not table.num_rows:
+        raise DataError(f"read_parquet: {path} has no rows")
+    return Table(str(path), _ArrowRows(table, path), lambda index: f"{path}, row {index}")

@@ -1,0 +1,263 @@
+"""Rendering: prompts and conversations into token ids, and which of the tokens are the assistant's.
+
+All goes through the tokenizer's own chat template, as text. What the assistant writes in a turn is what the template
+puts behind its generation prompt, up to the token that ends the turn.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+from nrl.data.checks import check_messages, check_prompt, shown
+from nrl.envs.base import Message, Prompt
+from nrl.errors import DataError, ModelError
+
+__all__ = ["answered", "render"]
+
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def render(prompt: Prompt, tokenizer: Any) -> list[int]:
+    """The token ids of a prompt, ready to be completed.
+
+    A text is encoded with the special tokens that the tokenizer puts before a text, such as the one for its beginning;
+    those that the text itself begins with are not doubled, and what the tokenizer would put after it is left out. A
+    chat goes through the tokenizer's chat template, up to where the assistant's answer begins. Ids stay as they are.
+
+    Args:
+        prompt: a text, messages with ``role`` and ``content``, or token ids.
+        tokenizer: a transformers tokenizer.
+
+    Returns:
+        At least one token id.
+
+    Raises:
+        DataError: a prompt that is none of the three, that is empty, that the chat template refuses, or that has ids
+            outside of the vocabulary.
+        ModelError: a chat, for a tokenizer that has no chat template.
+
+    >>> from nrl import tiny
+    >>> render("7+12=", tiny.tokenizer())
+    [28, 16, 22, 23, 34]
+    """
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    check_prompt(prompt, "render: the prompt")
+    if isinstance(prompt, str):
+        return _with_specials(prompt, tokenizer)
+    if isinstance(prompt[0], Mapping):
+        return _encode(_templated(cast(Sequence[Message], prompt), tokenizer, asking=True), tokenizer)
+    ids = list(cast(Sequence[int], prompt))
+    if max(ids) >= len(tokenizer):
+        raise DataError(f"render: the prompt has the token id {max(ids)}; the tokenizer's last is {len(tokenizer) - 1}")
+    return ids
+
+
+def answered(prompt: Prompt, answer: str | Sequence[Message], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """The token ids of a prompt with its answer, up to the end of the answer, and which of them the assistant writes.
+
+    A text is an answer as the model writes it: it is encoded apart from the prompt, so that no token reaches across the
+    boundary, and ended, where it does not end itself, with what the chat template ends a turn with (for a prompt that
+    is no chat: the end-of-sequence token). Messages are an answer as the chat template writes it; all of the
+    assistant's messages among them count, those in the prompt do not.
+
+    Args:
+        prompt: what `render` takes; empty: there is nothing before the messages of the answer.
+        answer: a text, or messages.
+        tokenizer: a transformers tokenizer.
+
+    Returns:
+        Ids, and for each of them whether the assistant writes it. The ids before the first that it writes are those
+        that `render` gives.
+
+    Raises:
+        DataError: a prompt that `render` refuses, messages among which none is the assistant's, or a conversation that
+            the chat template refuses or does not write turn by turn.
+        ModelError: no end-of-sequence token, no chat template, or one that does not end the assistant's messages.
+
+    >>> from nrl import tiny
+    >>> ids, wrote = answered("1+1=", "2", tiny.tokenizer())
+    >>> wrote
+    [False, False, False, False, True, True]
+    """
+    if not isinstance(answer, str):
+        return _conversation(prompt, answer, tokenizer)
+    before = render(prompt, tokenizer)
+    chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
+    end = _encode(_ending(tokenizer) if chat else "", tokenizer) or [_end_of_sequence(tokenizer)]
+    after = _encode(answer, tokenizer)
+    after += [] if after[-len(end) :] == end else end
+    return before + after, [False] * len(before) + [True] * len(after)
+
+
+def _conversation(prompt: Prompt, answer: Sequence[Message], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}] if prompt else []
+    if len(prompt) and not isinstance(prompt[0], Mapping):
+        raise DataError("the prompt is token ids and the answer messages; give the prompt as a text or messages")
+    messages = [*cast(Sequence[Message], prompt), *answer]
+    check_messages(messages, "the conversation")
+    turns = [index for index in range(len(prompt), len(messages)) if messages[index]["role"] == "assistant"]
+    if not turns:
+        raise DataError("the conversation has no message of the assistant, so there is nothing to train on")
+    if turns[0] == 0:
+        raise DataError("the conversation begins with the assistant's message; begin with what it answers")
+    if _MARKER.search(_template(tokenizer)):
+        text, spans = _marked(messages, turns[0], tokenizer)
+    else:
+        text, spans = _derived(messages, turns, tokenizer)
+    return _apart(text, spans, tokenizer)
+
+
+def _derived(messages: Sequence[Message], turns: Sequence[int], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
+    """Where in the text each turn begins and ends: behind the generation prompt, and with the ending of a turn."""
+    text = _templated(messages, tokenizer)
+    ending = _ending(tokenizer)
+    if not ending:
+        raise ModelError(
+            "the chat template ends the assistant's messages with no token, so nothing would teach the model to stop; "
+            "put {{ eos_token }} behind their content in tokenizer.chat_template"
+        )
+    spans = []
+    for turn in turns:
+        asked = _templated(messages[:turn], tokenizer, asking=True)
+        so_far = _templated(messages[: turn + 1], tokenizer)
+        if not so_far.startswith(asked):
+            raise DataError(
+                f"the chat template asks for the assistant's message {turn} with {_after(asked, so_far)} and then "
+                f"writes {_after(so_far, asked)}; {_ADVICE}"
+            )
+        end = so_far.rfind(ending, len(asked))
+        if end < 0:
+            found = shown(repr(so_far[len(asked) :][-50:]))
+            raise DataError(f"the chat template ends the assistant's message {turn} with {found}, without {ending!r}")
+        end += len(ending)
+        if text[:end] != so_far[:end]:
+            raise DataError(
+                f"the chat template writes {_after(so_far, text)} for the assistant's message {turn} while it is the "
+                f"last, and {_after(text, so_far)} once others follow, as templates do that drop the thinking of "
+                f"earlier turns; {_ADVICE}"
+            )
+        spans.append((len(asked), end))
+    return text, spans
+
+
+_ADVICE = (
+    "one row cannot teach what the model is to write. Make a row of each turn (data.turns), or set "
+    "tokenizer.chat_template to one that leaves what it wrote"
+)
+
+
+def _after(text: str, other: str) -> str:
+    """What a text has where it first differs from another."""
+    same = next((at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    return repr(text[same : same + 30])
+
+
+def _marked(messages: Sequence[Message], first: int, tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
+    """Where in the text each turn begins and ends, as the template's ``{% generation %}`` says."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def call() -> tuple[list[str], list[list[tuple[int, int]]]]:
+        return cast(
+            tuple[list[str], list[list[tuple[int, int]]]],
+            render_jinja_template(
+                [[dict(message) for message in messages]],
+                chat_template=_template(tokenizer),
+                return_assistant_tokens_mask=True,
+                **tokenizer.special_tokens_map,
+            ),
+        )
+
+    (text,), (found,) = _asked(call, messages)
+    ending = _ending(tokenizer)
+    before = len(_templated(messages[:first], tokenizer, asking=True))
+    spans = []
+    for start, end in found:
+        close = text.rfind(ending, start, end) if ending else -1  # what follows the ending is the template's
+        if start >= before and start < end:
+            spans.append((start, end if close < 0 else close + len(ending)))
+    if not spans:
+        raise DataError("the chat template marks nothing of the conversation with {% generation %} to be trained on")
+    return text, spans
+
+
+def _apart(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """The text up to the last span as token ids, none of which reaches across the edge of a span, and the mask."""
+    edges = [0, *(edge for span in spans for edge in span)]
+    pieces = [_encode(text[start:end], tokenizer) for start, end in pairwise(edges)]
+    whole = _encode(text[: edges[-1]], tokenizer)
+    if [token for piece in pieces for token in piece] != whole:
+        # Either a token reaches across an edge (then it is cut, as sampling cuts it), or the tokenizer encodes the
+        # beginning of a text differently (then the pieces are taken out of the whole).
+        heads = [_encode(text[:edge], tokenizer) for edge in edges]
+        if all(whole[: len(head)] == head for head in heads):
+            pieces = [whole[len(head) : len(longer)] for head, longer in pairwise(heads)]
+    mask = [position % 2 == 1 for position, piece in enumerate(pieces) for _ in piece]
+    return [token for piece in pieces for token in piece], mask
+
+
+def _ending(tokenizer: Any) -> str:
+    """What the chat template writes behind the assistant's text, up to the token that ends the turn; or nothing."""
+    answer = "ANSWER"
+    text = _templated([{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}], tokenizer)
+    after = text[text.rfind(answer) + len(answer) :]
+    special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    ends = [(at, at + len(token)) for token in special if (at := after.find(token)) >= 0]
+    return after[: min(ends, key=lambda each: (each[0], -each[1]))[1]] if ends else after.rstrip()
+
+
+def _end_of_sequence(tokenizer: Any) -> int:
+    if tokenizer.eos_token_id is None:
+        raise ModelError("the tokenizer has no end-of-sequence token to end responses with; set tokenizer.eos_token")
+    return int(tokenizer.eos_token_id)
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+    except (TypeError, UnicodeError):  # JSON can write halves of a character, which no encoding has
+        raise DataError(f"render: {shown(ascii(text))} has a half of a surrogate pair, which is no character") from None
+
+
+def _with_specials(text: str, tokenizer: Any) -> list[int]:
+    bare, full = _encode(text, tokenizer), list(tokenizer.encode(text))
+    starts = (start for start in range(len(full)) if full[start : start + len(bare)] == bare)
+    before = full[: next(starts, 0)]
+    return bare if bare[: len(before)] == before else before + bare
+
+
+def _template(tokenizer: Any) -> str:
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ModelError(
+            "render: the prompt is a chat, and the tokenizer has no chat template, which is usual for base models. "
+            "Give prompts as plain text (data.tasks with chat=False), take a model with a chat template, or set "
+            "tokenizer.chat_template"
+        )
+    return str(tokenizer.get_chat_template())
+
+
+def _templated(messages: Sequence[Message], tokenizer: Any, *, asking: bool = False) -> str:
+    """The text of a chat; ``asking``: with the beginning of the assistant's next message."""
+    _template(tokenizer)
+
+    def call() -> str:
+        return cast(
+            str,
+            tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=asking, tokenize=False
+            ),
+        )
+
+    return _asked(call, messages)
+
+
+def _asked[T](call: Callable[[], T], messages: Sequence[Message]) -> T:
+    from jinja2 import TemplateError
+
+    try:
+        return call()
+    except (TemplateError, TypeError) as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise DataError(f"render: the chat template refuses the messages of the roles {roles}: {error}") from error

@@ -1,0 +1,123 @@
+"""Which rows begin alike, and how to keep them together, so that what they have in common is computed once.
+
+Rows that answer one prompt begin with the same tokens. That is found from the tokens themselves, so it needs no group
+numbers, holds for any order of the rows, and is exact for whatever else happens to be equal.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from nrl.batch import Parts, lengths, microbatches
+
+__all__ = ["common_prefixes", "together"]
+
+_PART_COST = 500
+"""What one more micro-batch costs, in tokens."""
+
+
+def common_prefixes(ids: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Put rows into sets that begin alike, so that laying out each set's common first tokens once saves much.
+
+    Sorted rows that have their first k tokens in common are neighbours, so the candidates form a tree: a set either
+    shares what all of its rows have in common, which saves ``(rows - 1) * k``, or falls into smaller sets that share
+    more each, whichever saves more. The tree is built from its leaves, joining the two neighbours that have the most
+    in common. So no single k would save more for all rows.
+
+    Args:
+        ids: ``[B, T]`` integers, right-padded.
+        sizes: ``[B]`` integers, the tokens of each row that count.
+
+    Returns:
+        stem: ``[B]`` int64, a row of the same set, the same one for all of the set.
+        shared: ``[B]`` int64, how many first tokens the set has in common; of a row alone, all of them.
+
+    >>> ids = np.array([[5, 6, 1, 2], [7, 7, 7, 7], [5, 6, 3, 0]])
+    >>> common_prefixes(ids, np.array([4, 4, 3]))
+    (array([0, 1, 0]), array([2, 4, 2]))
+    """
+    keys = ids.astype(">i8")
+    order = np.array(sorted(range(len(ids)), key=lambda row: keys[row, : sizes[row]].tobytes()), dtype=np.int64)
+    alike = _in_common(ids[order], sizes[order])
+    # A set of sorted rows is known by its first and its last one, which know each other
+    last, first = list(range(len(ids))), list(range(len(ids)))
+    saved = [0] * len(ids)  # of the set that begins here
+    cut: dict[int, list[tuple[int, int, int]]] = {}  # of the set that begins here: (first, end, shared) of its parts
+    for left in np.argsort(-alike, kind="stable").tolist():
+        common = int(alike[left])
+        if common == 0:
+            break
+        begin, end = first[left], last[left + 1]
+        last[begin], first[end] = end, begin
+        parts = saved[begin] + saved[left + 1]
+        whole = (end - begin) * common
+        below = cut.pop(begin, []) + cut.pop(left + 1, [])
+        saved[begin], cut[begin] = (whole, [(begin, end + 1, common)]) if whole >= parts else (parts, below)
+    stem, shared = np.arange(len(ids)), np.array(sizes, dtype=np.int64)
+    for parts_of in cut.values():
+        for begin, stop, common in parts_of:
+            rows = order[begin:stop]
+            stem[rows], shared[rows] = rows.min(), common
+    return stem, shared
+
+
+def _in_common(ids: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """How many first tokens each row has in common with the next one."""
+    differs = ids[1:] != ids[:-1]
+    first = np.where(differs.any(1), differs.argmax(1), ids.shape[1]) if ids.shape[1] else np.zeros(len(differs), int)
+    common: np.ndarray = np.minimum(np.minimum(first, sizes[1:]), sizes[:-1])
+    return common
+
+
+def together(batch: TensorDict, *, max_tokens: int) -> Parts:
+    """Split a batch as `nrl.microbatches` does, but with rows that begin alike in one part where that saves tokens.
+
+    Rows of like length go together in `nrl.microbatches`, which spreads the answers to a prompt over all parts. Where
+    tokens are packed, padding costs nothing, so parts of like beginnings may be cheaper, though they are more. Counted
+    is what a model computes, every common beginning once a part, and something for each part.
+
+    Args:
+        batch: rows, or pairs, which are split by length alone.
+        max_tokens: bound on the tokens of each part, padding counted.
+
+    Raises:
+        BatchError: one row alone has more than ``max_tokens`` tokens.
+
+    >>> ids = torch.arange(4)[:, None] // 2 * torch.ones(1, 600, dtype=torch.int64)
+    >>> mask = torch.arange(600) < torch.tensor([[599], [600], [600], [599]])
+    >>> batch = TensorDict({"input_ids": ids, "attention_mask": mask}, batch_size=[4])
+    >>> [rows.tolist() for rows in together(batch, max_tokens=1200).rows]
+    [[1, 0], [2, 3]]
+    """
+    parts = microbatches(batch, max_tokens=max_tokens)
+    if len(parts) < 2 or batch.ndim > 1:
+        return parts
+    sizes = lengths(batch).cpu().numpy()
+    stem, shared = common_prefixes(batch["input_ids"].cpu().numpy(), sizes)
+
+    def cost(plan: Sequence[np.ndarray]) -> int:
+        beginnings = sum(int(shared[np.unique(stem[rows])].sum()) for rows in plan)
+        return beginnings + int((sizes - shared).sum()) + _PART_COST * len(plan)
+
+    plan = _fill(sizes, stem, max_tokens)
+    if cost(plan) >= cost([rows.numpy() for rows in parts.rows]):
+        return parts
+    return Parts(batch, [torch.from_numpy(rows) for rows in plan], trim=True)
+
+
+def _fill(sizes: np.ndarray, stem: np.ndarray, max_tokens: int) -> list[np.ndarray]:
+    """Rows one set after the other, those with the longest rows first, into parts of at most ``max_tokens``."""
+    longest = np.zeros_like(sizes)
+    np.maximum.at(longest, stem, sizes)
+    parts: list[list[int]] = [[]]
+    widest = 1
+    for row in np.lexsort((-sizes, stem, -longest[stem])).tolist():
+        width = max(widest, int(sizes[row]))
+        if parts[-1] and (len(parts[-1]) + 1) * width > max_tokens:
+            parts.append([])
+            width = max(1, int(sizes[row]))
+        parts[-1].append(row)
+        widest = width
+    return [np.array(part, dtype=np.int64) for part in parts]

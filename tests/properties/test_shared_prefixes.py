@@ -1,0 +1,315 @@
+"""Common first tokens that are computed once, and outputs that are not computed at all, change no number.
+
+A batch here is small, so blocks and micro-batches are made free: then all that rows have in common at their beginning
+is shared, and rows that begin alike are kept together.
+"""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from tensordict import TensorDict
+from torch import Tensor
+
+import nrl
+from nrl import algos
+from nrl.algos import Loss, needs, token_mean
+from nrl.backends import Model, Trainer, fsdp
+from nrl.backends.fsdp import outputs
+from nrl.backends.fsdp.linear_logprobs import linear_logprobs
+from nrl.backends.models import build
+from nrl.batch import Batch
+from nrl.pack import Packed, pack
+from nrl.reduce import Mean, Metrics, Sum
+from nrl.runtime import Slots
+from tests.properties.strategies import LOSSES, TINY, policy_losses, taken
+from tests.properties.test_trainer_laws import LARGE, NO_SHRINK, SHOW, assert_equal, near, run, tokens_for
+
+WIDTH = 12
+CONFIG = TINY | {"model_type": "starcoder2", "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": None}
+"""Layer norms in float64: RMS norms round to float32 in transformers, and adding gradients up before or after shows."""
+MODEL = Model(CONFIG, dtype="float64")
+
+
+def trainer(slots: Slots, dp: int = 1, max_tokens: int = LARGE, packed: bool = True) -> Trainer:
+    return fsdp.trainer(slots[:dp], MODEL, SHOW, max_tokens=max_tokens, packed=packed)
+
+
+@pytest.fixture(scope="module")
+def slots() -> Iterator[Slots]:
+    with nrl.cluster("local") as cluster:
+        yield cluster.reserve(3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def laid_out() -> Iterator[list[Packed]]:
+    """Every layout that was made, newest last; blocks are free."""
+    made: list[Packed] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Packed:
+        made.append(pack(*args, **kwargs))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("nrl.pack"), "_BLOCK_COST", 0)
+        patch.setattr("nrl.prefix._PART_COST", 0)
+        patch.setattr(outputs, "pack", recorded)
+        yield made
+
+
+def batch_of(rows: list[list[int]], prompts: list[int], seed: int = 0) -> Batch:
+    """Rows of these tokens, trained on after their prompts with a hole now and then, with every column."""
+    g, n = torch.Generator().manual_seed(seed), len(rows)
+    sizes = torch.tensor([len(row) for row in rows])[:, None]
+    mask = torch.arange(WIDTH) < sizes
+    trained = mask & (torch.arange(WIDTH) >= torch.tensor(prompts)[:, None]) & (torch.rand(n, WIDTH, generator=g) > 0.3)
+
+    def numbers(scale: float) -> Tensor:
+        return torch.randn(n, WIDTH, generator=g, dtype=torch.float64) * scale
+
+    old = -numbers(2.0).abs()
+    return nrl.assign(
+        Batch({}, batch_size=[n]),
+        input_ids=torch.tensor([[*row, *[0] * (WIDTH - len(row))] for row in rows]),
+        attention_mask=mask,
+        loss_mask=trained & (torch.arange(WIDTH) > 0),
+        old_logprobs=old,
+        rollout_logprobs=old + numbers(0.3),
+        ref_logprobs=old + numbers(0.5),
+        advantages=numbers(1.0),
+        temperature=torch.tensor([0.0, 0.7, 1.0], dtype=torch.float64)[torch.randint(0, 3, (n,), generator=g)],
+    )
+
+
+@st.composite
+def families(draw: st.DrawFn) -> Batch:
+    """Answers to a few prompts, of which one may begin like another; alone, equal, empty and untrained ones too."""
+    words = st.integers(1, 3)
+    prompts: list[list[int]] = []
+    for _ in range(draw(st.integers(1, 3))):
+        begin = draw(st.sampled_from([[], *prompts]))
+        prompts.append([*begin, *draw(st.lists(words, max_size=4))][:8])
+    rows, trained = [], []
+    for _ in range(draw(st.integers(1, 7))):
+        prompt = draw(st.sampled_from(prompts))
+        rows.append([*prompt, *draw(st.lists(words, max_size=4))])
+        trained.append(draw(st.sampled_from([len(prompt), len(prompt), 0, WIDTH])))
+    return batch_of(rows, trained, draw(st.integers(0, 2**16)))
+
+
+@settings(max_examples=25, phases=NO_SHRINK)
+@given(data=st.data(), batch=families(), loss=st.one_of(policy_losses, st.sampled_from(list(LOSSES.values()))))
+def test_a_step_on_shared_tokens_is_that_of_rows_laid_out_whole(
+    data: st.DataObject, batch: Batch, loss: Loss, slots: Slots
+) -> None:
+    batch = near(trainer(slots, packed=False), batch)
+    expected = run(trainer(slots, packed=False), loss, batch)
+    order = data.draw(st.permutations(range(len(batch))))
+    dp, n = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 4))
+    assert_equal(run(trainer(slots, dp, tokens_for(batch, n)), loss, taken(batch, order)), expected)
+
+
+@settings(max_examples=25, phases=NO_SHRINK)
+@given(batch=families())
+def test_log_probabilities_of_shared_tokens(batch: Batch, slots: Slots) -> None:
+    plain, made = trainer(slots, packed=False), trainer(slots)
+    expected = plain.logprobs(plain.init().params, batch).result()
+    found = made.logprobs(made.init().params, batch).result()
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+GROUPS = [[5, 1, 7, 2, *answer] for answer in ([3, 4, 9], [3, 4, 9], [8], [1, 1, 1, 1], [])] + [
+    [5, 1, 6, *answer] for answer in ([2, 2], [9, 9, 9])
+]
+"""Two prompts that begin alike, with five answers and two."""
+PROMPTS = [4] * 5 + [3] * 2
+
+
+def each_alone(loss: Loss, batch: Batch) -> dict[str, Tensor]:
+    """The gradient of a loss by autograd through the stock model, a row at a time."""
+    module = build(MODEL)
+    logprobs = torch.zeros(batch["input_ids"].shape, dtype=torch.float64)
+    for row, size in enumerate(nrl.lengths(batch).tolist()):
+        logits = module(input_ids=batch["input_ids"][row : row + 1, :size], use_cache=False).logits[0, :-1]
+        logits = logits / (float(batch["temperature"][row]) or 1.0)
+        found = logits.log_softmax(-1).gather(1, batch["input_ids"][row, 1:size, None])[:, 0]
+        logprobs[row] = torch.nn.functional.pad(found, (1, WIDTH - size))
+    mean, _ = loss(TensorDict({"logprobs": logprobs}, batch_size=batch.batch_size), batch)
+    assert isinstance(mean, Mean)
+    (mean.total / mean.weight).backward()
+    return {name: x.grad for name, x in module.named_parameters() if x.grad is not None}
+
+
+@pytest.mark.parametrize("loss", [algos.grpo_loss, algos.sft_loss])
+def test_the_gradient_is_that_of_rows_one_at_a_time(loss: Loss, slots: Slots, laid_out: list[Packed]) -> None:
+    batch = near(trainer(slots), batch_of(GROUPS, PROMPTS))
+    found = run(trainer(slots), loss, batch)
+    assert len(laid_out[-1].input_ids) < int(nrl.lengths(batch).sum()) - 4 * 3
+    expected = each_alone(loss, batch)
+    assert len(expected) > 20
+    for name, gradient in expected.items():
+        change = found.change[name]  # -g / (1 + |g| / 1e6)
+        torch.testing.assert_close(-change / (1 - change.abs() / 1e6), gradient, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 50])
+def test_sliding_windows_reach_into_shared_tokens(window: int, slots: Slots) -> None:
+    batch = batch_of(GROUPS, PROMPTS)
+    results = [
+        fsdp.trainer(
+            slots[:1],
+            Model(CONFIG | {"sliding_window": window}, dtype="float64"),
+            SHOW,
+            max_tokens=LARGE,
+            packed=packed,
+        )
+        for packed in (True, False)
+    ]
+    params = [made.init().params for made in results]
+    logprobs = [made.logprobs(x, batch).result() for made, x in zip(results, params, strict=True)]
+    torch.testing.assert_close(logprobs[0], logprobs[1], rtol=1e-9, atol=1e-12)
+    shared, whole = (run(made, algos.grpo_loss, batch) for made in results)
+    assert_equal(shared, whole)
+
+
+def test_checkpointing_recomputes_shared_tokens(slots: Slots) -> None:
+    batch = batch_of(GROUPS, PROMPTS)
+    made = fsdp.trainer(slots[:1], MODEL, SHOW, checkpointing=True)
+    assert_equal(run(made, algos.grpo_loss, batch), run(trainer(slots, packed=False), algos.grpo_loss, batch))
+
+
+# what is computed
+
+
+def test_no_token_is_computed_that_no_trained_one_needs(slots: Slots, laid_out: list[Packed]) -> None:
+    """A row goes as far as the token before its last trained one, and one without any does not go at all."""
+    batch = batch_of([[5, 1, 2, 3, 4], [6, 1, 2, 3], [7, 1, 2]], [0, 0, 0])
+    trained = torch.zeros(3, WIDTH, dtype=torch.bool)
+    trained[0, 2] = trained[2, 2] = True
+    run(trainer(slots), algos.sft_loss, nrl.assign(batch, loss_mask=trained))
+    tokens = laid_out[-1]
+    assert sorted(tokens.input_ids[tokens.real].tolist()) == [1, 1, 5, 7]
+
+
+def spy(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For how many tokens the head runs."""
+    counts: list[int] = []
+
+    def counted(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        counts.append(len(hidden))
+        return linear_logprobs(hidden, *args, **kwargs)
+
+    monkeypatch.setattr(outputs, "linear_logprobs", counted)
+    return counts
+
+
+@needs("entropy")
+def reads_entropy_elsewhere(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    return token_mean(-out["logprobs"], batch["loss_mask"]), {"entropy": Sum(out["entropy"].detach().sum())}
+
+
+def reads_the_row_before(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    return token_mean(-out["logprobs"] - out["logprobs"].roll(1, -1), batch["loss_mask"]), {}
+
+
+def reads_in_its_gradient_alone(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    """Its value is the same whatever the outputs are."""
+    row = out["logprobs"].sum(-1, keepdim=True)
+    return token_mean((row - row.detach()).exp() * batch["advantages"], batch["loss_mask"]), {}
+
+
+def reads_if_a_token_is_improbable(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    """It does not show on outputs of zeros."""
+    before = torch.where(out["logprobs"] < -2, out["logprobs"].roll(1, -1), 0.0)
+    return token_mean(-out["logprobs"] - before, batch["loss_mask"]), {}
+
+
+def counts_probable_tokens(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    count = (out["logprobs"].detach() > -2).sum()
+    return token_mean(-out["logprobs"], batch["loss_mask"]), {"probable": Sum(count.double())}
+
+
+def multiplies_by_the_mask(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    mask = batch["loss_mask"].double()
+    return Mean(-(out["logprobs"] * mask).sum(), mask.sum()), {"square": Sum((out["logprobs"] ** 2 * mask).sum())}
+
+
+CURIOUS = [
+    reads_entropy_elsewhere,
+    reads_the_row_before,
+    reads_in_its_gradient_alone,
+    reads_if_a_token_is_improbable,
+    counts_probable_tokens,
+]
+
+
+@pytest.mark.parametrize("loss", CURIOUS)
+def test_a_loss_that_reads_other_outputs_gets_them(loss: Loss, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the same step where all of them are trained on, but for a column of the mask's."""
+    batch = near(trainer(slots), batch_of(GROUPS, PROMPTS))
+    every = int((nrl.lengths(batch) - 1).sum())
+
+    @needs(*algos.needed(loss))
+    def told(out: TensorDict, renamed: Batch) -> tuple[Any, Metrics]:
+        return loss(out, nrl.assign(renamed, loss_mask=renamed["own"]))
+
+    renamed = nrl.assign(batch, own=batch["loss_mask"], loss_mask=outputs.predicted(batch))
+    counts = spy(monkeypatch)
+    expected = run(trainer(slots), told, renamed)
+    assert counts == [every]
+    counts.clear()
+    made = trainer(slots)
+    assert_equal(run(made, loss, batch), expected)
+    assert counts == [int(batch["loss_mask"].sum()), every]
+    run(made, loss, batch)  # it is known by now
+    assert counts[2:] == [every]
+
+
+@pytest.mark.parametrize("loss", [*LOSSES.values(), multiplies_by_the_mask])
+def test_the_head_runs_where_a_token_is_trained_on(loss: Loss, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = near(trainer(slots), batch_of(GROUPS, PROMPTS))
+    counts = spy(monkeypatch)
+    run(trainer(slots), loss, batch)
+    assert counts == [int(batch["loss_mask"].sum())]
+
+
+def test_a_loss_that_reads_elsewhere_in_one_batch_only(slots: Slots) -> None:
+    """While all advantages are zero nothing shows; what shows later is right all the same."""
+
+    def loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        row = out["logprobs"].mean(-1, keepdim=True)
+        return token_mean(batch["advantages"] * (out["logprobs"] + row), batch["loss_mask"]), {}
+
+    batch = batch_of(GROUPS, PROMPTS)
+    made, plain = trainer(slots), trainer(slots, packed=False)
+    step, other = made.train_step(loss), plain.train_step(algos.add((1.0, loss), (1.0, everything)))
+    quiet = nrl.assign(batch, advantages=torch.zeros_like(batch["advantages"]))
+    state, _ = step(made.init(), quiet)
+    twin, _ = other(plain.init(), quiet)
+    state, _ = step(state, batch)
+    twin, _ = other(twin, batch)
+    expected = dict(twin.params.tensors())
+    for name, x in state.params.tensors():
+        torch.testing.assert_close(x, expected[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+def everything(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    """Reads all outputs and adds nothing."""
+    zero = out["logprobs"].sum() * 0.0
+    return Mean(zero, batch["loss_mask"].sum().double()), {"all": Sum(out["logprobs"].detach().sum())}
+
+
+def test_without_a_loss_mask_every_token_is_computed(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        return token_mean(-out["logprobs"], batch["attention_mask"]), {}
+
+    batch = batch_of(GROUPS, PROMPTS)
+    bare = Batch({name: batch[name] for name in ("input_ids", "attention_mask")}, batch_size=[len(batch)]).lock_()
+    counts = spy(monkeypatch)
+    made = trainer(slots)
+    made.train_step(loss)(made.init(), bare)
+    assert counts == [int((nrl.lengths(batch) - 1).sum())]

@@ -1,0 +1,201 @@
+"""The benchmarks run, and what they compute from their measurements is right."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import by_hand, overhead, vs_trl
+from benchmarks._paired import Clock, Worker, disagreement, lengths_of, pair, percentile, ratios, spread, table
+
+ROOT = Path(__file__).parents[1]
+ECHO = """
+from benchmarks._paired import replies
+answer, steps = replies(), 0
+print("this is no answer")
+answer(None)
+while True:
+    steps += 1
+    answer({"steps": steps})
+"""
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Any:
+    """The scripts set the number of threads, which other tests rely on."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run(script: str, *words: str, timeout: int = 250) -> str:
+    command = [sys.executable, f"benchmarks/{script}.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.0, 1), (0.05, 1), (0.1, 1), (0.11, 2), (0.5, 5), (0.95, 10), (1.0, 10)]
+)
+def test_percentile_is_the_nearest_rank(share: float, expected: int) -> None:
+    assert percentile([10, 1, 9, 2, 8, 3, 7, 4, 6, 5], share) == expected
+
+
+def test_ratios_are_taken_within_pairs() -> None:
+    pairs = [({"cpu/a": 1.0}, {"cpu/a": 2.0}), ({"cpu/a": 9.0}, {"cpu/a": 3.0}), ({"cpu/a": 1.0}, {"cpu/a": 1.0})]
+    assert ratios(pairs, "cpu/a") == [0.5, 3.0, 1.0]
+    assert spread(ratios(pairs, "cpu/a")) == "1.00 (0.50-3.00)"  # not 11 / 6, the ratio of sums
+
+
+def test_a_phase_that_the_second_side_does_not_have_has_no_ratio() -> None:
+    pairs = [({"cpu/publish": 1.0, "wall/publish": 1.0}, {"cpu/total": 2.0})]
+    assert table(("a", "b"), pairs, ["publish"]).splitlines()[-1] == "| publish | 1.000 | 0.000 | - | - |"
+
+
+def test_who_is_first_alternates_and_the_result_does_not() -> None:
+    order: list[str] = []
+
+    def side(name: str) -> str:
+        order.append(name)
+        return name
+
+    assert [pair(lambda: side("a"), lambda: side("b"), number) for number in range(3)] == [("a", "b")] * 3
+    assert "".join(order) == "abbaab"
+
+
+def test_lengths_agree_within_the_tolerance_and_not_beyond() -> None:
+    one = lengths_of([10] * 90 + [100] * 10, limit=100)
+    assert one == {"mean": 19.0, "p95": 100, "limit": 0.1}
+    assert disagreement(one, one | {"mean": 19.9}, 0.05) is None
+    assert "mean lengths are 19.0 and 20.0, which differ by 5%" in str(disagreement(one, one | {"mean": 20.0}, 0.05))
+    assert disagreement(one, one | {"p95": 109}, 0.05) is None
+    assert "p95 lengths are 100.0 and 120.0" in str(disagreement(one, one | {"p95": 120}, 0.05))
+
+
+def test_no_ratio_is_printed_where_lengths_disagree() -> None:
+    times = {f"{kind}/total": 1.0 for kind in ("cpu", "wall")}
+    result = {
+        "lengths": {name: {"mean": 8.0, "p95": 8, "limit": 1.0} for name in ("nrl", "TRL")},
+        "peak_mib": {"nrl": 1.0, "TRL": 1.0},
+        "pairs": [{"nrl": times, "TRL": times}],
+    }
+    assert "| total |" in vs_trl.report(result | {"disagreement": None})
+    refused = vs_trl.report(result | {"disagreement": "mean lengths are 8.0 and 9.0"})
+    assert "no ratio: mean lengths are 8.0 and 9.0" in refused
+    assert "|" not in refused
+
+
+def test_a_clock_counts_a_phase_within_itself_once() -> None:
+    clock = Clock()
+
+    def recursive(depth: int) -> int:
+        return 0 if depth == 0 else 1 + timed(depth - 1)
+
+    timed = clock.wrap("a", recursive)
+    assert timed(3) == 3
+    assert sorted(clock.take()) == ["cpu/a", "wall/a"]
+    for seconds in (1.0, 2.0):
+        clock.add("b", seconds, seconds / 2)
+    assert clock.take() == {"wall/b": 3.0, "cpu/b": 1.5}
+
+
+def test_a_worker_answers_steps_and_what_it_prints_is_in_the_log(tmp_path: Path) -> None:
+    worker = Worker("echo", [sys.executable, "-c", ECHO], tmp_path / "log", {"PYTHONPATH": str(ROOT)})
+    try:
+        assert worker.read() is None
+        assert [worker.step() for _ in range(2)] == [{"steps": 1}, {"steps": 2}]
+    finally:
+        worker.close()
+    assert "this is no answer" in (tmp_path / "log").read_text()
+
+
+def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
+    worker = Worker("broken", [sys.executable, "-c", "raise ValueError('no model')"], tmp_path / "log", {})
+    with pytest.raises(RuntimeError, match=r"the worker 'broken' ended with exit code 1.*(\n.*)*no model"):
+        worker.read()
+    worker.close()
+
+
+def test_passes_that_training_does_not_need_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"vs_trl: TRL made \[1, 2\] passes .* training needs 1; see what"):
+        vs_trl.check_passes([1, 2, 1], 1)
+
+
+def test_micro_batches_that_do_not_divide_a_step_are_refused(tmp_path: Path) -> None:
+    args = vs_trl.options(["--quick", "--trl-rows", "6"])
+    with pytest.raises(SystemExit, match="vs_trl: --trl-rows 6 does not divide the 16 rows of a step"):
+        vs_trl.compare(args, tmp_path, "short", sys.executable)
+
+
+def test_the_models_lengths_are_those_that_the_benchmark_promises(tmp_path: Path) -> None:
+    import nrl
+    from nrl.backends import Model, Sampling, hf
+
+    def sample(ends: bool, most: int, groups: int) -> list[int]:
+        folder = tmp_path / str(ends)
+        vs_trl.make_model(folder, *vs_trl.SIZES["tiny"], ends=ends)
+        with nrl.cluster("local") as cluster:
+            sampler = hf.sampler(cluster.reserve(1), Model(str(folder)), Sampling(max_new_tokens=most))
+            asked = [sampler.tokenizer.encode(row["prompt"]) for row in vs_trl.prompts(groups) for _ in range(8)]
+            return [len(found.token_ids) for found in sampler.generate(asked).result()]
+
+    assert set(sample(False, 8, 32)) == {8}
+    lengths = sample(True, 256, 96)  # 768 draws with a standard deviation of 39: the mean is within 5% or so
+    found = lengths_of(lengths, 256)
+    assert found["mean"] == pytest.approx(38.8, rel=0.1)
+    assert found["p95"] == pytest.approx(96, rel=0.15)
+    assert 0.005 < found["limit"] < 0.03
+    long = [length for row, length in enumerate(lengths) if row // 8 % 32 == 1]
+    assert sum(long) / len(long) > 4 * found["mean"]
+
+
+def test_what_is_outside_of_rollout_and_training_adds_up() -> None:
+    [step] = overhead.measure(1, 2, 2)
+    for kind in ("cpu", "wall"):
+        inside = step[f"{kind}/rollout"] + step[f"{kind}/train"]
+        assert step[f"{kind}/outside"] == pytest.approx(step[f"{kind}/total"] - inside)
+        named = sum(step[f"{kind}/{part}"] for part in (*overhead.PARTS, "the rest"))
+        assert named == pytest.approx(step[f"{kind}/outside"])
+    assert all(step[f"wall/{part}"] > 0 for part in overhead.PARTS)
+
+
+@pytest.mark.parametrize("loss", ["supervised", "GRPO"])
+def test_nrl_and_the_loop_by_hand_take_the_same_steps(loss: str) -> None:
+    args = by_hand.options(["--quick", "--steps", "4"])
+    assert len(by_hand.compare(args, "tiny", loss, 4)) == args.steps  # raises where losses differ
+
+
+def test_different_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_hand, "LR", 0.0)
+    original = by_hand.by_hand
+    monkeypatch.setattr(by_hand, "by_hand", lambda model, loss: lambda batch: 2 * original(model, loss)(batch))
+    with pytest.raises(RuntimeError, match="by_hand: in step 0 the losses are"):
+        by_hand.compare(by_hand.options(["--quick"]), "tiny", "supervised", 0)
+
+
+@pytest.mark.slow
+def test_by_hand_and_overhead_run_as_scripts(tmp_path: Path) -> None:
+    assert "| tiny | GRPO | 4 |" in run("by_hand", "--quick", "--out", str(tmp_path / "hand.json"))
+    assert len(json.loads((tmp_path / "hand.json").read_text())["results"]) == 4
+    assert "| together |" in run("overhead", "--quick", "--out", str(tmp_path / "overhead.json"))
+    assert len(json.loads((tmp_path / "overhead.json").read_text())["steps"]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_vs_trl_runs(tmp_path: Path) -> None:
+    """Installs TRL into the user's cache at the first time."""
+    out = tmp_path / "times.json"
+    assert "## tiny" in run("vs_trl", "--quick", "--out", str(out), timeout=1100)
+    short, skewed = json.loads(out.read_text())["results"]
+    assert short["lengths"]["nrl"] == short["lengths"]["TRL"] == {"mean": 8.0, "p95": 8, "limit": 1.0}
+    assert len(short["pairs"]) == 2
+    for result in (short, skewed):
+        for times in (side for both in result["pairs"] for side in both.values()):
+            assert times["cpu/total"] > times["cpu/rollout"] > times["cpu/generate"] > 0
+            assert min(times[f"cpu/{phase}"] for phase in ("forward", "backward", "optimizer")) > 0

@@ -1,0 +1,168 @@
+"""Killed at any moment and started again, a run ends with the numbers and weights of one that was never killed."""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nrl import config
+from tests.children import server
+
+STEPS, WARMUP = 8, 4
+CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree"}
+
+
+def program(out: str, lag: int, log: str, crash: tuple[str, int]) -> None:
+    """One attempt at the whole of examples/grpo.py. It kills itself at the n-th change of a path with a text in it."""
+    from examples import grpo
+
+    with Path(log).open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    where, left = crash
+
+    def count(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event in CHANGES or (event == "open" and isinstance(args[1], str) and args[1][0] in "wax"):
+            left -= where in str(args[0])
+            if left == 0 and where in str(args[0]):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if left:
+        sys.addaudithook(count)
+    settings = [
+        f"out={out}",
+        f"lag={lag}",
+        f"steps={STEPS}",
+        f"warmup={WARMUP}",
+        "warmup_rows=8",
+        "prompts=4",
+        "group_size=4",
+        "checkpoints.every=3",
+    ]
+    grpo.main(config.load(grpo.Config, settings))
+
+
+def attempt(
+    out: Path, lag: int, log: Path, *, seconds: float | None = None, crash: tuple[str, int] = ("", 0)
+) -> float | None:
+    """Run the program to its end, or kill it after so many seconds; returns what it took, None if it was killed."""
+    context = server()
+    started = time.monotonic()
+    child = context.Process(target=program, args=(str(out), lag, str(log), crash))
+    child.start()
+    child.join(seconds)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    if child.exitcode == 0:
+        return time.monotonic() - started
+    assert child.exitcode == -signal.SIGKILL, log.read_text()
+    return None
+
+
+def numbers(out: Path) -> dict[str, list[dict[str, Any]]]:
+    """What every log says, but for times."""
+    found = {}
+    for path in sorted(out.glob("*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        timed = ("time/", "tokens_per_second")
+        found[path.name] = [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
+    return found
+
+
+def phase(out: Path) -> str:
+    """How far an attempt had come when it was killed."""
+    train = len(list(out.glob("checkpoints/train/[0-9]*")))
+    return f"{train} checkpoints" if train else "warmup" if (out / "warmup.jsonl").exists() else "start"
+
+
+def check(tmp_path: Path, lag: int, kills: int, seed: int) -> set[str]:
+    """Returns the phases that kills have hit."""
+    draw = random.Random(seed)
+    whole, broken, log = tmp_path / "whole", tmp_path / "broken", tmp_path / "log"
+    took = attempt(whole, lag, log)
+    assert took is not None
+    expected = numbers(whole)
+    assert [len(expected[name]) for name in ("metrics.jsonl", "warmup.jsonl")] == [STEPS, WARMUP]
+    phases: list[str] = []
+    while len(phases) < kills:
+        if attempt(broken, lag, log, seconds=draw.uniform(0, took)) is None:
+            phases.append(phase(broken))
+        else:  # it came through: begin again
+            assert_same(whole, broken, expected)
+            broken = tmp_path / f"broken {len(phases)}"
+    attempt(broken, lag, log)
+    assert_same(whole, broken, expected)
+    print(f"took {took:.1f} s; killed in the phases {', '.join(phases)}")
+    return set(phases)
+
+
+def assert_same(whole: Path, broken: Path, expected: dict[str, list[dict[str, Any]]]) -> None:
+    assert numbers(broken) == expected
+    assert (broken / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
+    for file in ("model.pt", "optimizer.pt"):
+        here, there = (out / f"checkpoints/train/{STEPS:06}/policy" / file for out in (broken, whole))
+        assert here.read_bytes() == there.read_bytes()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("lag", [0, 2])
+def test_killed_at_random_moments(tmp_path: Path, lag: int) -> None:
+    check(tmp_path, lag, kills=3 if lag else 1, seed=lag)
+
+
+WRITTEN = [  # in this order, each found by the one attempt after the other
+    ("config.yaml", 1),
+    ("warmup/.000003.writing", 3),
+    ("warmup/.000004.writing", 6),
+    ("warmup.jsonl", 1),
+    ("metrics.jsonl", 1),
+    ("train/.000003.writing", 4),
+    ("train/.000006.writing", 1),
+    ("train/.000008.writing", 7),
+    ("train/000003", 1),
+    ("model", 1),
+]
+
+
+@pytest.mark.timeout(900)
+def test_killed_while_files_are_written(tmp_path: Path) -> None:
+    whole, broken, log = tmp_path / "whole", tmp_path / "broken", tmp_path / "log"
+    assert attempt(whole, 2, log) is not None
+    for crash in WRITTEN:
+        assert attempt(broken, 2, log, crash=crash) is None, crash
+    assert attempt(broken, 2, log) is not None
+    assert_same(whole, broken, numbers(whole))
+    assert not list(broken.glob("checkpoints/*/.*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("lag", [0, 2])
+def test_killed_at_twenty_random_moments(tmp_path: Path, lag: int) -> None:
+    phases = check(tmp_path, lag, kills=20, seed=100 + lag)
+    assert {"warmup", "1 checkpoints", "2 checkpoints"} <= phases
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_killed_at_every_change_of_a_file(tmp_path: Path) -> None:
+    whole, log = tmp_path / "whole", tmp_path / "log"
+    assert attempt(whole, 2, log) is not None
+    expected = numbers(whole)
+    for crash_at in range(1, 1000, 7):
+        broken = tmp_path / f"broken {crash_at}"
+        if attempt(broken, 2, log, crash=("", crash_at)) is not None:
+            break
+        assert attempt(broken, 2, log) is not None
+        assert_same(whole, broken, expected)
+    else:
+        pytest.fail("there were more changes than expected")
+    assert crash_at > 50

@@ -1,0 +1,490 @@
+"""The page of a run, as headless Chromium shows it, with no network."""
+
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
+
+from nrl import charts, tiny
+from nrl.batch import Batch
+from nrl.errors import DataError
+from nrl.log import JsonLines
+from nrl.report import report
+from nrl.summaries import samples
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--no-first-run",
+]
+GREEN, RED = "rgba(22, 163, 74, {})", "rgba(220, 38, 38, {})"
+KEY = "AKIA" + "ABCDEFGHIJKLMNOP"
+EVIL = (
+    '</script></title><script>window.hacked = 1</script><img src="http://evil.example/x" onerror="window.hacked = 1">'
+)
+
+type Opened = Callable[..., Page]
+
+
+def chromium(environ: Mapping[str, str] = os.environ) -> str:
+    """Where a browser is: ``$NRL_CHROMIUM``, or on PATH."""
+    for name in (environ.get("NRL_CHROMIUM"), "chromium", "chromium-browser", "google-chrome"):
+        if name and (found := shutil.which(name, path=environ.get("PATH"))):
+            return found
+    pytest.fail("no Chromium or Chrome: install one (apt-get install chromium), or set NRL_CHROMIUM to its executable")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=chromium(), args=FLAGS)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def opened(browser: Browser) -> Iterator[Opened]:
+    """Opens a run's report; afterwards, nothing was asked of the network, and nothing went wrong."""
+    asked: list[str] = []
+    wrong: list[str] = []
+    contexts = []
+
+    def open_report(out: Path, scheme: Any = "light") -> Page:
+        context = browser.new_context(color_scheme=scheme, viewport={"width": 1280, "height": 800})
+        context.set_default_timeout(5000)
+        contexts.append(context)
+
+        def decide(route: Any) -> None:
+            if route.request.url.startswith("file:"):
+                route.continue_()
+            else:
+                asked.append(route.request.url)
+                route.abort()
+
+        context.route("**/*", decide)
+        page = context.new_page()
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto(report(out).as_uri())
+        return page
+
+    yield open_report
+    for context in contexts:
+        context.close()
+    assert asked == []
+    assert wrong == []
+
+
+def write(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    with JsonLines(path) as lines:
+        for record in records:
+            lines.write(record)
+
+
+def row(tokens: Sequence[str], advantages: Sequence[float | None], **other: Any) -> dict[str, Any]:
+    size = len(tokens)
+    known = {"row": 0, "reward": 1.0, "prompt": "ask", "tokens": tokens, "advantages": advantages}
+    return known | {"loss_mask": [True] * size, "rollout_logprobs": [-0.5] * size} | other
+
+
+def rollouts(*rows: Mapping[str, Any], step: int = 0) -> dict[str, Any]:
+    histogram = {"low": 0.0, "high": 1.0, "counts": [3] + [0] * 18 + [1]}
+    return {"step": step, "rewards": histogram, "lengths": histogram, "rows": list(rows)}
+
+
+def chart(page: Page, name: str, loop: int = 1) -> Locator:
+    return page.locator(f'#loop-{loop} figure:has(b[title="{name}"])')
+
+
+def title_of(figure: Locator) -> str:
+    return figure.locator("figcaption b").get_attribute("title") or ""
+
+
+def titles(page: Page) -> list[str]:
+    return [title_of(each) for each in page.locator("figure").all()]
+
+
+def points(figure: Locator, path: str = ".line") -> list[tuple[float, float]]:
+    drawn = figure.locator(path).first.get_attribute("d") or ""
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.-]+) ([\d.-]+)", drawn)]
+
+
+def background(locator: Locator) -> str:
+    return str(locator.evaluate("each => getComputedStyle(each).backgroundColor"))
+
+
+def light(colour: str) -> float:
+    return sum(map(float, re.findall(r"[\d.]+", colour)[:3])) / 3
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A run with all there is to show."""
+    folder = tmp_path / "first-run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("steps: 20\nlr: 0.001\n")
+    rng = np.random.default_rng(0)
+    metrics = [
+        {"step": i, "lag": 0.0, "grad_norm": rng.random(), "length": 3 + rng.random(), "loss": 1 / (i + 1)}
+        | {"reward": i / 19, "time/rollout": 1.0, "time/train": 2.0, "time/total": 3.0}
+        | ({"eval/accuracy": i / 20} if i % 5 == 0 else {})
+        for i in range(20)
+    ]
+    write(folder / "metrics.jsonl", metrics)
+    write(folder / "warmup.jsonl", [{"step": i, "loss": 2.0 - i} for i in range(3)])
+    rows = row(["a", "b", "c", "d"], [2.0, -1.0, 0.0, None]), row(["x"], [0.5], reward=0.0)
+    write(folder / "rollouts.jsonl", [rollouts(*rows, step=i) for i in range(20)])
+    return folder
+
+
+def test_a_run_is_shown(out: Path, opened: Opened, tmp_path: Path) -> None:
+    page = opened(out)
+    assert page.title() == "first-run"
+    assert page.locator("h1").inner_text() == "first-run"
+    assert page.locator("h2").all_inner_texts() == ["Train", "Warmup"]
+    first = ["reward", "loss", "eval/accuracy", "length", "rewards", "lengths", "time, s"]
+    assert titles(page) == [*first, "grad_norm", "loss"]
+    assert page.locator(".constant").inner_text() == "Always the same: lag 0"
+    tiles = page.locator("#loop-1 .tile").all_inner_texts()
+    assert [re.split(r"\s*\n\s*", tile.strip()) for tile in tiles] == [
+        ["steps", "20"],
+        ["reward", "1", "at first 0"],
+        ["eval/accuracy", "0.75", "at first 0"],
+        ["loss", "0.05", "at first 1"],
+        ["time", "1:00", "3 s a step"],
+    ]
+    assert page.screenshot(path=tmp_path / "page.png", full_page=True)[:4] == b"\x89PNG"
+
+
+def test_curves_are_drawn(out: Path, opened: Opened) -> None:
+    page = opened(out)
+    for figure in page.locator("figure:has(.line)").all():
+        box = figure.locator(".line").bounding_box()
+        assert box is not None
+        assert box["width"] > 200
+        assert box["height"] > 80
+    reward = points(chart(page, "reward"))
+    assert len(reward) == 20
+    assert np.allclose(np.diff(reward, axis=0), np.diff(reward, axis=0)[0], atol=0.11)  # a straight line
+    assert reward[0][1] > reward[-1][1]  # that rises
+    assert len(points(chart(page, "eval/accuracy"))) == len(points(chart(page, "eval/accuracy"), ".dots")) == 4
+    assert len(points(chart(page, "loss", loop=2))) == 3
+
+
+def test_phases_are_stacked(out: Path, opened: Opened) -> None:
+    figure = chart(opened(out), "time, s")
+    rollout, train = (figure.locator(f"path.area{i}").bounding_box() for i in (0, 1))
+    assert rollout is not None
+    assert train is not None
+    assert train["height"] == pytest.approx(2 * rollout["height"], rel=0.02)  # 2 s and 1 s
+    assert train["y"] + train["height"] == pytest.approx(rollout["y"], abs=0.5)
+
+
+def test_tokens_are_coloured_by_advantage(out: Path, opened: Opened) -> None:
+    page = opened(out)
+    assert page.locator("h3", has_text="Step").all_inner_texts() == ["Step 0", "Step 10", "Step 19"]
+    tokens = page.locator(".row").first.locator(".t")
+    assert tokens.all_inner_texts() == ["a", "b", "c", "d"]
+    assert background(tokens.nth(0)) == GREEN.format(0.75)  # the largest
+    assert background(tokens.nth(1)) == RED.format(0.45)  # half of it
+    assert background(tokens.nth(2)) == background(tokens.nth(3)) == "rgba(0, 0, 0, 0)"
+    hints = [each.get_attribute("title") for each in tokens.all()]
+    assert hints[1:] == [f"advantage {x} · logprob −0.5" for x in ("−1", "0", "undefined")]
+    legend = page.locator(".legend").inner_text().split("\n")  # a line each, for what is laid out side by side
+    assert legend[:3] == ["advantage of a token:", "−2", "2"]
+
+
+def test_what_was_not_sampled_is_grey_like_the_prompt(tmp_path: Path, opened: Opened) -> None:
+    write(tmp_path / "rollouts.jsonl", [rollouts(row(["a", "b"], [1.0, 1.0], loss_mask=[True, False]))])
+    page = opened(tmp_path)
+    colours = [each.evaluate("each => getComputedStyle(each).color") for each in page.locator(".prompt, .t").all()]
+    assert colours[0] == colours[2] != colours[1]
+    assert background(page.locator(".t").nth(1)) == "rgba(0, 0, 0, 0)"
+    assert page.locator(".t").nth(1).get_attribute("title") == "not sampled"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_from_its_ground(out: Path, opened: Opened, scheme: str) -> None:
+    page = opened(out, scheme)
+    sides = 1 if scheme == "dark" else -1
+    for selector in ("body", ".tile b", ".text", ".prompt", "figcaption output"):
+        colour = page.locator(selector).first.evaluate("each => getComputedStyle(each).color")
+        assert sides * (light(colour) - light(background(page.locator(".card").first))) > 90, selector
+
+
+def test_the_pointer_tells_the_values_of_all_charts_at_a_step(out: Path, opened: Opened) -> None:
+    page = opened(out)
+    said = chart(page, "reward").locator("output")
+    assert said.inner_text() == "1"
+    box = chart(page, "reward").locator(".line").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] * 10.2 / 19, box["y"] + 20)
+    assert said.inner_text() == "step 10 · 0.5263"
+    assert chart(page, "eval/accuracy").locator("output").inner_text() == "step 10 · 0.5"
+    assert chart(page, "time, s").locator("output").inner_text() == "step 10 · rollout 1 s · train 2 s"
+    assert chart(page, "loss", loop=2).locator("output").inner_text() == "0"  # of another loop
+    heat = chart(page, "rewards").locator("svg").bounding_box()
+    assert heat is not None
+    across, down = (50 / 360) * heat["width"] + 3, heat["height"] * 156 / 180
+    page.mouse.move(heat["x"] + across, heat["y"] + down)
+    assert chart(page, "rewards").locator("output").inner_text() == "step 0 · 0 to 0.05: 75 %"
+    page.mouse.move(0, 0)
+    assert said.inner_text() == "1"
+
+
+def test_distributions_are_shaded_by_share(out: Path, opened: Opened) -> None:
+    figure = chart(opened(out), "rewards")
+    shades = figure.locator(".shade")
+    # a quarter at the top, three quarters at the bottom, in 8 shades of the root of the share
+    assert [each.get_attribute("opacity") for each in shades.all()] == ["0.5", "0.875"]
+    top, bottom = (each.bounding_box() for each in shades.all())
+    assert top is not None
+    assert bottom is not None
+    assert top["width"] == bottom["width"] > 250
+    assert bottom["y"] > top["y"] + 100
+
+
+def test_markup_in_texts_is_text(tmp_path: Path, opened: Opened) -> None:
+    folder = tmp_path / "<b>run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(f"prompt: {EVIL}\n")
+    write(folder / "metrics.jsonl", [{"step": 0, "loss": 1.0, EVIL: 1.0}, {"step": 1, "loss": 1.0, EVIL: 2.0}])
+    write(folder / "rollouts.jsonl", [rollouts(row([EVIL], [1.0], prompt=EVIL, version=EVIL)) | {EVIL: EVIL}])
+    page = opened(folder)
+    assert page.evaluate("window.hacked") is None
+    assert page.title() == "<b>run"
+    assert page.locator(".t").inner_text() == page.locator(".prompt").inner_text() == EVIL
+    assert EVIL in titles(page)
+    assert page.locator("img, b b").count() == 0
+    page.locator("summary").click()
+    assert page.locator("pre").inner_text() == f"prompt: {EVIL}\n"
+
+
+def test_characters_that_are_not_seen_get_a_sign(tmp_path: Path, opened: Opened) -> None:
+    tokens = ["a\nb", "\t", "\r", "\u202e", "\x00", "", "👩\u200d🚀", "\ud800"]
+    write(tmp_path / "rollouts.jsonl", [rollouts(row(tokens, [1.0] * 8))])
+    page = opened(tmp_path)
+    shown = page.locator(".t").evaluate_all("all => all.map(each => each.textContent)")
+    assert shown == ["a↵\nb", "⇥\t", "␍", "U+202E", "U+0000", "", "👩\u200d🚀", "U+D800"]
+    empty = page.locator(".t").nth(5).bounding_box()
+    assert empty is not None
+    assert empty["width"] > 2  # something to point at
+
+
+def test_long_runs_are_thinned_out_but_keep_their_extremes(tmp_path: Path, opened: Opened) -> None:
+    values = [math.sin(i / 300) + (5.0 if i == 4321 else -5.0 if i == 7654 else 0.0) for i in range(10_000)]
+    write(tmp_path / "metrics.jsonl", [{"step": i, "loss": value} for i, value in enumerate(values)])
+    page = opened(tmp_path)
+    figure = chart(page, "loss")
+    drawn = points(figure)
+    assert 900 < len(drawn) <= 1000
+    data = figure.locator("svg")
+    steps, kept = ((data.get_attribute(name) or "").split() for name in ("data-steps", "data-series"))
+    known = dict(zip(map(int, steps), map(float, kept), strict=True))
+    assert {0, 4321, 7654, 9999} <= known.keys()
+    assert known[4321] == max(known.values())
+    assert known[7654] == min(known.values())
+    assert (tmp_path / "report.html").stat().st_size < 100_000
+
+
+def test_a_gap_is_where_values_are_not_finite(tmp_path: Path, opened: Opened) -> None:
+    values = [1.0, 2.0, None, 3.0, math.nan, 4.0, 5.0]
+    write(tmp_path / "metrics.jsonl", [{"step": i, "loss": x, "kl": None} for i, x in enumerate(values)])
+    page = opened(tmp_path)
+    drawn = chart(page, "loss").locator(".line").get_attribute("d") or ""
+    assert re.sub(r"[^ML]", "", drawn) == "MLMML"
+    assert chart(page, "loss").locator(".flag").inner_text() == "2 not finite"
+    assert "At no step finite: kl" in page.locator("body").inner_text()
+
+
+def test_lines_that_cannot_be_read_are_counted(tmp_path: Path, opened: Opened) -> None:
+    lines = ['{"step": 0, "loss": 1}', "[1]", '{"step": 2, "loss": NaN}', '{"step": 3, "loss": 0.5}', '{"step": 4, "lo']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    page = opened(tmp_path)
+    assert "2 lines could not be read" in page.locator("p.flag").inner_text()
+    assert page.locator(".tile b").first.inner_text() == "3"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"rows": None, "rewards": 3, "lengths": {"low": None, "high": None, "counts": []}},
+        {"rows": [None, {}, {"tokens": "text", "advantages": 3}], "rewards": {"low": 1, "high": 0, "counts": [1]}},
+        {"step": "one", "rows": [row(["a", "b"], [], loss_mask=[], reward=[1.0, None], valid=False)]},
+        {"step": 10**400, "rows": [row([], [], reward=None, prompt=None)]},
+    ],
+)
+def test_odd_records_are_shown_as_far_as_they_go(tmp_path: Path, opened: Opened, record: dict[str, Any]) -> None:
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(rollouts(row(["z"], [1.0]))))
+    page = opened(tmp_path)
+    assert page.locator(".t").last.inner_text() == "z"
+    assert titles(page) == ["rewards", "lengths"]
+
+
+def test_a_run_without_rollouts_has_no_such_parts(tmp_path: Path, opened: Opened) -> None:
+    write(tmp_path / "metrics.jsonl", [{"step": 0, "loss": 1.0}])
+    page = opened(tmp_path)
+    assert titles(page) == ["loss"]
+    assert page.locator(".row, .legend, details, nav").count() == 0
+    dot = chart(page, "loss").locator(".dots").get_attribute("d") or ""
+    assert re.fullmatch(r"M201\.0 [\d.]+h0", dot)  # one value is in the middle
+
+
+def test_a_run_that_has_not_begun_shows_its_configuration(tmp_path: Path, opened: Opened) -> None:
+    (tmp_path / "config.yaml").write_text("steps: 3\n")
+    page = opened(tmp_path)
+    assert "No steps have been logged yet." in page.locator("main").inner_text()
+    assert page.locator("details").get_attribute("open") is None
+    page.locator("summary").click()
+    assert page.locator("pre").inner_text() == "steps: 3\n"
+
+
+def test_the_ends_of_long_texts_are_shown(tmp_path: Path, opened: Opened) -> None:
+    tokens = [f"t{i} " for i in range(3000)]
+    write(tmp_path / "rollouts.jsonl", [rollouts(row(tokens, [1.0] * 3000, prompt="p" * 5000 + "q"))])
+    page = opened(tmp_path)
+    shown = page.locator(".t").evaluate_all("all => all.map(each => each.textContent)")
+    assert shown == tokens[:1500] + tokens[-500:]
+    assert page.locator(".left-out").all_inner_texts() == [
+        "… 1,001 characters are not shown …",
+        "… 1,000 tokens are not shown …",
+    ]
+
+
+def test_the_record_of_a_batch_is_shown(tmp_path: Path, opened: Opened) -> None:
+    tokenizer = tiny.tokenizer()
+    ids = torch.tensor([tokenizer.encode("1+1=2"), tokenizer.encode("1+1=3")])
+    mask = torch.tensor([[False] * 4 + [True]] * 2)
+    columns = {
+        "input_ids": ids,
+        "loss_mask": mask,
+        "rewards": torch.tensor([1.0, 0.0]),
+        "advantages": torch.tensor([[1.0], [-1.0]]) * mask,
+    }
+    write(tmp_path / "rollouts.jsonl", [{"step": 0} | samples(Batch(columns, batch_size=[2]), tokenizer)])
+    page = opened(tmp_path)
+    assert page.locator(".text").all_inner_texts() == ["1+1=2", "1+1=3"]
+    assert [background(each) for each in page.locator(".t").all()] == [GREEN.format(0.75), RED.format(0.75)]
+
+
+def test_no_secret_reaches_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "correct horse battery")
+    folder = tmp_path / KEY
+    folder.mkdir()
+    (folder / "config.yaml").write_text(f"key: {KEY}\nother: correct horse battery\n")
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, KEY: 1.0}))
+    (folder / "rollouts.jsonl").write_text(json.dumps(rollouts(row([KEY[:9], KEY[9:]], [1.0, 1.0], prompt=KEY))))
+    text = report(folder).read_text()
+    assert KEY not in text
+    assert KEY[9:] not in text
+    assert "correct horse" not in text
+
+
+def test_the_page_is_replaced_in_one_go(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = report(out).read_text()
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 20, "loss": 9.0}\n')
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", full)
+        with pytest.raises(OSError, match="disk full"):
+            report(out)
+    assert (out / "report.html").read_text() == before
+    assert sorted(path.name for path in out.iterdir() if path.suffix == ".html") == ["report.html"]
+    assert report(out).read_text() != before
+
+
+def test_a_small_run_costs_little(out: Path) -> None:
+    took = []
+    for _ in range(3):
+        start = time.process_time()
+        report(out)
+        took.append(time.process_time() - start)
+    assert min(took) < 0.3
+    assert (out / "report.html").stat().st_size < 60_000
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"report: out=.*/gone is not a folder; give the folder of a run"):
+        report(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"has neither a config\.yaml nor a metrics\.jsonl; give the folder of a run"):
+        report(tmp_path)
+
+
+def test_without_a_browser_it_is_said_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match="apt-get install chromium"):
+        chromium({"PATH": str(tmp_path)})
+    mine = tmp_path / "my-browser"
+    mine.touch(mode=0o755)
+    assert chromium({"PATH": "", "NRL_CHROMIUM": str(mine)}) == str(mine)
+
+
+def test_thinning_keeps_the_lowest_and_the_highest_of_each_part() -> None:
+    values = np.random.default_rng(0).normal(size=5000)
+    values[1000:1100] = np.nan
+    kept = charts.curve("loss", np.arange(5000.0), values, charts.Axis(0, 4999, 0, 1))["steps"].split()
+    for part in np.array_split(np.arange(5000), 499):
+        if np.isfinite(values[part]).any():
+            assert {str(part[np.nanargmin(values[part])]), str(part[np.nanargmax(values[part])])} <= set(kept)
+    assert any(np.isnan(values[int(step)]) for step in kept)  # so that there is a gap
+
+
+def test_the_mean_moves_over_neighbours_that_are_finite() -> None:
+    values = np.arange(60.0) ** 2
+    values[30] = np.nan
+    drawn = charts.curve("x", np.arange(60.0), values, charts.Axis(0, 59, 0, 59))
+    assert drawn["window"] == 5
+    top, bottom = charts.BOX["top"] + 6, charts.BOX["bottom"] - 6
+    found = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", drawn["mean"])]
+    for place in range(60):
+        mean = np.nanmean(values[max(place - 2, 0) : place + 3])
+        assert found[place] == pytest.approx(bottom - mean / 59**2 * (bottom - top), abs=0.051)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0.0, 1.0, ["0", "0.5", "1"]),
+        (-3.0, 11.0, ["0", "5", "10"]),
+        (1.0, 1.00002, ["1", "1.00001", "1.00002"]),
+        (0.0, 2e-13, ["0", "1e−13", "2e−13"]),
+        (7.0, 7.0, ["6.5", "7", "7.5"]),
+        (0.0, 25_000.0, ["0", "10000", "20000"]),
+    ],
+)
+def test_ticks_are_round_and_told_apart(low: float, high: float, labels: list[str]) -> None:
+    assert [label for label, _ in charts.Axis(low, high, 0, 100).ticks(3)] == labels
+
+
+def test_histograms_of_other_ranges_share_bins() -> None:
+    wide = charts.Histogram(0, 0.0, 20.0, np.ones(20))
+    half = charts.Histogram(1, 0.0, 10.0, np.ones(20))  # bins of half the width
+    single = charts.Histogram(2, 10.0, 10.0, np.array([7.0]))
+    drawn = charts.heatmap("x", [wide, half, single], charts.Axis(0, 2, 0, 1))
+    shares = [[float(share) for share in column.split()] for column in drawn["shares"].split(";")]
+    assert shares == [[5.0] * 20, [10.0] * 10 + [0.0] * 10, [0.0] * 10 + [100.0] + [0.0] * 9]
+
+
+def test_many_histograms_are_gathered() -> None:
+    some = [charts.Histogram(step, 0.0, 1.0, np.array([step < 500, step >= 500], dtype=float)) for step in range(1000)]
+    drawn = charts.heatmap("x", some, charts.Axis(0, 999, 0, 999))
+    shares = [[float(share) for share in column.split()] for column in drawn["shares"].split(";")]
+    assert len(shares) == 100
+    assert shares[0] == [10.0] * 10 + [0.0] * 10
+    assert shares[-1] == [0.0] * 10 + [10.0] * 10
