@@ -1,12 +1,21 @@
+import json
 import math
+import time
+from typing import Any
 
 import pytest
 import torch
 
 import nrl
+from nrl import tiny
+from nrl.backends import hf
+from nrl.envs import exact, single_turn
 from nrl.errors import MissingColumn
+from nrl.log import redacted
 from nrl.reduce import finalize
-from nrl.summaries import summary
+from nrl.summaries import samples, summary
+
+TOKENIZER = tiny.tokenizer()
 
 # --- summary
 
@@ -36,3 +45,251 @@ def test_summary_by_hand() -> None:
 def test_summary_needs_rewards() -> None:
     with pytest.raises(MissingColumn, match=r"summary reads the column 'rewards'"):
         summary(nrl.Batch({"input_ids": torch.zeros(1, 1)}, batch_size=[1]))
+
+
+# --- samples
+
+
+def batch_of(texts: list[tuple[str, str]], tokenizer: Any = TOKENIZER, **columns: torch.Tensor) -> nrl.Batch:
+    """Rows of (prompt, response), padded on the right."""
+    pairs = [
+        (tokenizer.encode(prompt, add_special_tokens=False), tokenizer.encode(response, add_special_tokens=False))
+        for prompt, response in texts
+    ]
+    width = max(len(prompt) + len(response) for prompt, response in pairs)
+    ids = torch.zeros(len(pairs), width, dtype=torch.int64)
+    real, sampled = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+    for row, (prompt, response) in enumerate(pairs):
+        length = len(prompt) + len(response)
+        ids[row, :length], real[row, :length] = torch.tensor(prompt + response), True
+        sampled[row, len(prompt) : length] = True
+    rest = {"rewards": torch.zeros(len(pairs))} | columns
+    return nrl.assign(
+        nrl.Batch({}, batch_size=[len(pairs)]), input_ids=ids, attention_mask=real, loss_mask=sampled, **rest
+    )
+
+
+def test_a_row_by_hand() -> None:
+    batch = batch_of(
+        [("1+1=", "2"), ("2+2=", "five")],
+        rewards=torch.tensor([1.0, 0.5]),
+        advantages=torch.tensor([[0.0] * 4 + [1.5] + [0.0] * 3, [0.0] * 4 + [-1.5, -1.0, math.nan, 0.1]]),
+        rollout_logprobs=torch.tensor([[0.0] * 4 + [-0.25] + [0.0] * 3, [0.0] * 4 + [-1.0, -2.0, -math.inf, -4.0]]),
+        group_ids=torch.tensor([7, 7]),
+        version=torch.tensor([3, 4]),
+        truncated=torch.tensor([False, True]),
+    )
+    record = samples(batch, TOKENIZER)
+    best, worst = record["rows"]
+    assert best == {
+        "row": 0,
+        "group": 7,
+        "version": 3,
+        "truncated": False,
+        "reward": 1.0,
+        "prompt": "1+1=",
+        "tokens": ["2"],
+        "loss_mask": [True],
+        "advantages": [1.5],
+        "rollout_logprobs": [-0.25],
+    }
+    assert worst["tokens"] == ["f", "i", "v", "e"]
+    assert worst["advantages"] == [-1.5, -1.0, None, 0.1]  # not finite; and no more digits than float32 has
+    assert worst["rollout_logprobs"] == [-1.0, -2.0, None, -4.0]
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+
+
+def test_histograms_by_hand() -> None:
+    rewards = torch.tensor([0.0, 0.0, 1.0, 0.5, 0.04, 0.06, math.nan, 9.0])
+    valid = torch.tensor([True] * 6 + [False, False])
+    texts = [("", "1" * length) for length in (1, 1, 2, 3, 21, 11, 30, 31)]
+    record = samples(batch_of(texts, rewards=rewards, valid=valid), TOKENIZER, n=0)
+    counts = [0] * 20
+    counts[0], counts[1], counts[10], counts[19] = 3, 1, 1, 1  # 0, 0, .04 | .06 | .5 | 1, in bins of .05
+    assert record["rewards"] == {"low": 0.0, "high": 1.0, "counts": counts}
+    counts = [0] * 20
+    counts[0], counts[1], counts[2], counts[10], counts[19] = 2, 1, 1, 1, 1  # bins of one token from 1 to 21
+    assert record["lengths"] == {"low": 1.0, "high": 21.0, "counts": counts}
+    assert record["rows"] == []
+
+
+def test_histograms_of_one_value_and_of_none() -> None:
+    record = samples(batch_of([("1", "2"), ("1", "2")], rewards=torch.tensor([0.5, 0.5])), TOKENIZER)
+    assert record["rewards"] == {"low": 0.5, "high": 0.5, "counts": [2] + [0] * 19}
+    record = samples(batch_of([("1", "2")], rewards=torch.tensor([math.nan]), valid=torch.tensor([False])), TOKENIZER)
+    assert record["rewards"] == record["lengths"] == {"low": None, "high": None, "counts": []}
+    assert record["rows"][0]["reward"] is None
+    assert json.dumps(record, allow_nan=False)
+
+
+def test_several_rewards_are_added_up_and_shown() -> None:
+    batch = batch_of([("1", "2"), ("1", "3")], rewards=torch.tensor([[1.0, 0.25], [0.0, 0.0]]))
+    record = samples(batch, TOKENIZER)
+    assert (record["rewards"]["low"], record["rewards"]["high"]) == (0.0, 1.25)
+    assert record["rows"][0]["reward"] == [1.0, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "groups", "valid", "n", "chosen"),
+    [
+        ([1, 1, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1], 2, [3, 2]),  # the first group has no worst
+        ([0, 1, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1], 2, [1, 0]),
+        ([0, 1, 0, 1], [0, 0, 1, 1], [1, 0, 1, 1], 2, [3, 2]),  # nor has one whose best is invalid
+        ([1, 1, 1], [0, 0, 0], [1, 1, 1], 2, [0, 1]),
+        ([0, 2, 1], [5, 5, 5], [1, 1, 1], 3, [1, 0, 2]),
+        ([0, 2, 1], [5, 5, 5], [1, 1, 1], 1, [1]),
+        ([0, 1], [0, 0], [1, 1], 9, [1, 0]),
+    ],
+)
+def test_which_rows_are_shown(
+    rewards: list[float], groups: list[int], valid: list[int], n: int, chosen: list[int]
+) -> None:
+    batch = batch_of(
+        [("1", "2")] * len(rewards),
+        rewards=torch.tensor(rewards, dtype=torch.float32),
+        group_ids=torch.tensor(groups),
+        valid=torch.tensor(valid, dtype=torch.bool),
+    )
+    assert [row["row"] for row in samples(batch, TOKENIZER, n)["rows"]] == chosen
+
+
+def test_an_invalid_row_is_shown_although_its_mask_has_been_cleared() -> None:
+    batch = batch_of(
+        [("1+1=", "2")],
+        rollout_logprobs=torch.tensor([[0.0, 0.0, 0.0, 0.0, -0.5]]),
+        valid=torch.tensor([False]),
+    )
+    (row,) = samples(batch, TOKENIZER)["rows"]
+    assert (row["prompt"], row["tokens"], row["loss_mask"]) == ("1+1=", ["2"], [False])
+
+
+def test_observations_are_part_of_the_response() -> None:
+    batch = batch_of([("1", "2 34")])
+    batch = nrl.assign(batch, loss_mask=torch.tensor([[False, True, False, True, True]]))
+    (row,) = samples(batch, TOKENIZER)["rows"]
+    assert (row["prompt"], row["tokens"]) == ("1", ["2", " ", "3", "4"])
+    assert row["loss_mask"] == [True, False, True, True]
+
+
+def test_a_row_in_which_nothing_was_sampled_is_all_prompt() -> None:
+    (row,) = samples(batch_of([("1+1=", "")]), TOKENIZER)["rows"]
+    assert (row["prompt"], row["tokens"]) == ("1+1=", [])
+
+
+@pytest.mark.parametrize("missing", ["input_ids", "loss_mask", "rewards"])
+def test_samples_needs(missing: str) -> None:
+    columns = {key: value for key, value in batch_of([("1", "2")]).items() if key != missing}
+    with pytest.raises(MissingColumn, match=f"samples reads the column '{missing}'"):
+        samples(nrl.Batch(columns, batch_size=[1]), TOKENIZER)
+
+
+# --- tokens as text
+
+
+def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
+    batch = nrl.Batch(
+        {
+            "input_ids": torch.tensor([ids]),
+            "loss_mask": torch.ones(1, len(ids), dtype=torch.bool),
+            "rewards": torch.zeros(1),
+        },
+        batch_size=[1],
+    )
+    found: list[str] = samples(batch, tokenizer)["rows"][0]["tokens"]
+    assert len(found) == len(ids)
+    assert "".join(found) == tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return found
+
+
+def test_a_character_of_several_tokens_belongs_to_the_last_of_them() -> None:
+    tokenizer = tiny.bpe(["ab ab"], vocab_size=260)  # hardly a merge: bytes
+    ids = tokenizer.encode("a é 🙂!")
+    assert pieces(tokenizer, ids) == ["a", " ", "", "é", " ", "", "", "", "🙂", "!"]
+
+
+def test_tokens_that_end_within_a_character() -> None:
+    tokenizer = tiny.bpe(["ab ab"], vocab_size=260)
+    ids = tokenizer.encode("a🙂")
+    assert pieces(tokenizer, ids[:-1]) == ["a", "", "", "\ufffd"]
+    assert pieces(tokenizer, [ids[1], ids[0]]) == ["", "\ufffda"]
+
+
+def test_special_tokens_are_shown() -> None:
+    tokenizer = tiny.bpe(["the cat and the hat"])
+    ids = [*tokenizer.encode("the hat"), tokenizer.eos_token_id]
+    assert pieces(tokenizer, ids)[-1] == "<|im_end|>"
+
+
+def made(model: Any, decoder: Any) -> Any:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def test_sentencepiece() -> None:
+    from tokenizers import decoders, models
+
+    words = ["▁the", "▁c", "at", "<0xC3>", "<0xA9>", "▁", "s"]
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    vocabulary = {word: place for place, word in enumerate(words)}
+    tokenizer = made(models.BPE(vocabulary, [], byte_fallback=True), decoders.Sequence(steps))
+    assert pieces(tokenizer, [0, 1, 2, 6, 5, 3, 4]) == ["the", " c", "at", "s", " ", "", "é"]
+    assert pieces(tokenizer, [2, 0]) == ["at", " the"]
+
+
+def test_a_tokenizer_of_another_kind() -> None:
+    from tokenizers import decoders, models
+
+    vocabulary = {"un": 0, "##like": 1, "##ly": 2, "it": 3, "is": 4}
+    tokenizer = made(models.WordPiece(vocabulary, unk_token="un"), decoders.WordPiece())
+    assert pieces(tokenizer, [3, 4, 0, 1, 2]) == ["it", " is", " un", "like", "ly"]
+
+
+# --- with a real rollout, and in time
+
+
+def test_samples_of_a_rollout() -> None:
+    tasks = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(4)]
+    with nrl.cluster("local") as cluster:
+        sampler = hf.sampler(cluster.reserve(1), tiny.model(), nrl.Sampling(max_new_tokens=5))
+        batch = nrl.rollout(sampler, single_turn(exact), tasks, n=4)
+    record = samples(batch, sampler.tokenizer, n=16)
+    assert sum(record["rewards"]["counts"]) == sum(record["lengths"]["counts"]) == 16
+    assert len(record["rows"]) == 16
+    for row in record["rows"]:
+        assert row["prompt"] == tasks[row["group"]]["prompt"]
+        assert len(row["tokens"]) == len(row["loss_mask"]) == len(row["rollout_logprobs"]) >= 1
+        assert all(logprob < 0 for logprob in row["rollout_logprobs"])
+
+
+def test_samples_of_256_rows_of_256_tokens_take_less_than_5_ms() -> None:
+    size = 256
+    generator = torch.Generator().manual_seed(0)
+    tokenizer = tiny.bpe(["the cat and the hat"])
+    batch = nrl.assign(
+        nrl.Batch({}, batch_size=[size]),
+        input_ids=torch.randint(3, len(tokenizer), (size, size), generator=generator),
+        loss_mask=torch.ones(size, size, dtype=torch.bool),
+        rewards=torch.rand(size, generator=generator),
+        group_ids=torch.arange(size) // 8,
+        advantages=torch.randn(size, size, generator=generator),
+        rollout_logprobs=-torch.rand(size, size, generator=generator),
+    )
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        samples(batch, tokenizer)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(20)) < 0.005  # the fastest: the others may have waited for another process
+
+
+def test_a_secret_in_a_rollout_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "correct horse")
+    written = json.dumps(redacted(samples(batch_of([("the correct horse", "say correct horse!")]), TOKENIZER)))
+    assert "correct horse" not in written
+    assert "correct horse" not in "".join(json.loads(written)["rows"][0]["tokens"])
+    assert json.loads(written)["rows"][0]["prompt"] == "the ***"

@@ -13,9 +13,7 @@ __all__ = ["redact", "redacted"]
 
 _MASK = "***"
 # TOKENIZERS_PARALLELISM and KEYBOARD_LAYOUT are no secrets
-_SECRET_NAME = re.compile(
-    r"KEY(?!BOARD|MAP)|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(^|_)(PAT|PWD)$", re.IGNORECASE
-)
+_SECRET_NAME = re.compile(r"KEY(?!BOARD|MAP)|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|_(PAT|PWD)$", re.IGNORECASE)
 _SHORTEST = 8  # characters; a shorter value is a word, and would be masked wherever it is used
 _SHAPES = (
     r"(?<![A-Za-z0-9])(?:"
@@ -68,20 +66,24 @@ def redacted(value: Any) -> Any:
     >>> redacted({"key": key, "tokens": ["it is ", key[:9], key[9:], "!"]})
     {'key': '***', 'tokens': ['it is ', '***', '', '!']}
     """
+    return _redacted(value, _pattern())
+
+
+def _redacted(value: Any, secret: re.Pattern[str]) -> Any:
     if isinstance(value, str):
-        return redact(value)
+        return secret.sub(_MASK, value)
     if isinstance(value, Mapping):
-        return {redact(key) if isinstance(key, str) else key: redacted(item) for key, item in value.items()}
+        return {_redacted(key, secret): _redacted(item, secret) for key, item in value.items()}
     if isinstance(value, list | tuple):
         if value and all(isinstance(item, str) for item in value):
-            return _pieces(value)
-        return [redacted(item) for item in value]
+            return _pieces(value, secret)
+        return [_redacted(item, secret) for item in value]
     return value
 
 
-def _pieces(pieces: Sequence[str]) -> list[str]:
+def _pieces(pieces: Sequence[str], secret: re.Pattern[str]) -> list[str]:
     text = "".join(pieces)
-    masked = [found.span() for found in _pattern().finditer(text)]
+    masked = [found.span() for found in secret.finditer(text)]
     if not masked:
         return list(pieces)
     ends = list(accumulate(map(len, pieces)))

@@ -1,16 +1,32 @@
-"""Where a run is, on the terminal."""
+"""Where a run is, on the terminal: a live panel, or plain lines where there is none."""
 
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
-from rich.console import Console
+import attrs
+from rich.box import ROUNDED
+from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.segment import ControlType
 from rich.table import Table
+from rich.text import Text
 
 __all__ = ["Progress", "duration"]
+
+_SHOWN = (
+    "reward", "eval/reward", "loss", "eval/loss", "grad_norm", "kl", "length", "lag", "invalid", "skipped",
+    "tokens_per_second",
+)  # fmt: skip
+_QUIET_AT_ZERO = ("lag", "invalid", "skipped")
+_DRAWN = ("reward", "loss")  # as sparklines
+_WIDE = 60  # columns, from which the panel has two metrics a line
+_REST = 0.1  # seconds between two drawings of the panel, which takes milliseconds
 
 
 def duration(seconds: float) -> str:
@@ -24,22 +40,62 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
 
 
+@attrs.define(eq=False)
+class _Loop:
+    """What has been seen of a loop."""
+
+    name: str
+    steps: int
+    first: int
+    start: float
+    step: int = -1
+    printed: float = -math.inf
+    drawn: float = -math.inf
+    numbers: dict[str, float] = attrs.field(factory=dict)
+    history: dict[str, list[float]] = attrs.field(factory=dict)
+
+    def add(self, step: int, steps: int, numbers: Mapping[str, float]) -> None:
+        self.step, self.steps, self.numbers = step, steps, dict(numbers)
+        for key in _DRAWN:
+            if math.isfinite(value := numbers.get(key, math.nan)):
+                self.history.setdefault(key, []).append(value)
+
+    @property
+    def done(self) -> bool:
+        return self.step >= self.steps - 1
+
+    @property
+    def shown(self) -> dict[str, float]:
+        found = ((key, self.numbers[key]) for key in _SHOWN if key in self.numbers)
+        return {key: value for key, value in found if value != 0 or key not in _QUIET_AT_ZERO}
+
+    def left(self, now: float) -> str:
+        done = self.step - self.first
+        return duration((now - self.start) / done * (self.steps - 1 - self.step)) if done else "?"
+
+
 class Progress:
-    """A line that shows where a run is: live on a terminal, a plain line every ``interval`` seconds elsewhere.
+    """Where a run is: one live panel on a terminal, a plain line every ``interval`` seconds elsewhere.
+
+    The panel has the step, the time that is left, the metrics that say most, and where the time goes; each loop has its
+    own, and it stays where it is when the loop has ended. A loop that runs within a step of another, such as an
+    evaluation, takes the panel's place until the outer one goes on. What is printed meanwhile goes above.
 
     Args:
         interval: seconds between plain lines; the first and the last step always have one.
 
     >>> with Progress() as progress:  # doctest: +ELLIPSIS
-    ...     progress.show("train", 0, 1, {"reward": 0.25})
+    ...     progress.show("train", 0, 1, {"step": 0, "reward": 0.25, "time/total": 1.5})
     train 1/1 | reward 0.25 | ...
     """
 
     def __init__(self, interval: float = 5.0) -> None:
-        self._console = Console(file=sys.stdout)
+        self._interval = interval
+        self._loops: list[_Loop] = []  # one within the other; the last is the one that is shown
+        self._stream = sys.stdout
+        self._console = Console(file=self._stream)
         self._live: Live | None = None
-        self._interval, self._last = interval, -math.inf
-        self._phase, self._start, self._first = "", 0.0, 0
+        self._size = self._console.size
 
     def show(self, phase: str, step: int, steps: int, numbers: Mapping[str, float]) -> None:
         """Show a step that has ended.
@@ -48,35 +104,118 @@ class Progress:
             phase: which loop; the time that is left is counted within it.
             step: from 0.
             steps: of the loop, in all.
-            numbers: what to show, in this order.
+            numbers: all that was measured; what to show is chosen here.
         """
         now = time.monotonic()
-        if phase != self._phase:
-            self._phase, self._start, self._first, self._last = phase, now, step, -math.inf
-        done = step - self._first
-        left = duration((now - self._start) / done * (steps - 1 - step)) if done else "?"
-        parts = [
-            f"{phase} {step + 1}/{steps}",
-            *(f"{key} {value:.4g}" for key, value in numbers.items()),
-            f"{left} left",
-        ]
-        if sys.stdout.isatty():  # rich also calls a file a terminal where FORCE_COLOR is set
-            self._show_live(parts)
-        elif now - self._last >= self._interval or step == steps - 1:
-            self._last = now
-            print(" | ".join(parts), flush=True)  # noqa: T201 (this is the module that prints)
+        loop = self._loop(phase, step, steps, now)
+        loop.add(step, steps, numbers)
+        if self._can_draw():
+            if now - loop.drawn >= _REST or loop.done:
+                loop.drawn = now
+                self._draw(loop, now)
+        elif now - loop.printed >= self._interval or loop.done:
+            loop.printed = now
+            shown = (f"{key} {value:.4g}" for key, value in loop.shown.items())
+            line = [f"{phase} {step + 1}/{steps}", *shown, f"{loop.left(now)} left"]
+            print(" | ".join(line), flush=True)  # noqa: T201 (this is the module that prints)
 
-    def _show_live(self, parts: list[str]) -> None:
+    def _loop(self, phase: str, step: int, steps: int, now: float) -> _Loop:
+        names = [loop.name for loop in self._loops]
+        if phase in names:
+            del self._loops[names.index(phase) + 1 :]  # loops within one of its steps have ended
+            if step > self._loops[-1].step:
+                return self._loops[-1]
+            self._loops.pop()  # it starts anew
+        if len(self._loops) == 1 and self._loops[0].done:
+            self._stop()
+            self._loops.clear()
+        self._loops.append(_Loop(phase, steps, step, now))
+        return self._loops[-1]
+
+    def _can_draw(self) -> bool:
+        # rich also calls a file a terminal where FORCE_COLOR is set, and raises where a character has no encoding. The
+        # stream is the one from before the panel: while that is shown, sys.stdout is rich's own, without an encoding.
+        unicode = (self._stream.encoding or "").lower().startswith("utf")
+        return self._stream.isatty() and unicode and not self._console.is_dumb_terminal
+
+    def _draw(self, loop: _Loop, now: float) -> None:
         if self._live is None:
-            self._live = Live(console=self._console, auto_refresh=False)
+            # What goes to a file stays in the file, though rich would bring it onto the terminal.
+            self._live = Live(console=self._console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
             self._live.start()
-        table = Table.grid(padding=(0, 2))
-        table.add_row(*parts)
-        self._live.update(table, refresh=True)
+            self._console.show_cursor(True)  # so that a run that is killed leaves a terminal with a cursor
+        elif self._console.size != self._size:
+            # The terminal has broken the lines of the old panel anew, in its own way: nobody knows where it begins.
+            self._console.control(Control.home(), Control((ControlType.ERASE_IN_LINE, 2)), Control.clear())
+        self._size = self._console.size
+        self._live.update(_panel(loop, now, self._console.width), refresh=True)
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._stop()
+
+
+def _panel(loop: _Loop, now: float, width: int) -> Panel:
+    columns = 2 if width >= _WIDE else 1
+    inner = width - 4
+    cells = [_cell(key, value, loop.history.get(key, ()), inner // columns) for key, value in loop.shown.items()]
+    metrics = Table.grid(padding=(0, 2), expand=True)
+    for _ in range(columns):
+        metrics.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    for start in range(0, len(cells), columns):
+        metrics.add_row(*cells[start : start + columns])
+    bar = Table.grid(padding=(0, 1), expand=True)
+    bar.add_column(ratio=1)
+    bar.add_column(no_wrap=True)
+    bar.add_row(
+        ProgressBar(total=loop.steps, completed=loop.step + 1),
+        Text(f"{duration(now - loop.start)} · {loop.left(now)} left", style="dim"),
+    )
+    rows: list[RenderableType] = [bar, metrics]
+    rows += [Text(" · ".join(times), style="dim", overflow="ellipsis") for times in [_times(loop.numbers)] if times]
+    title = Text.assemble((loop.name, "bold"), f" {loop.step + 1}/{loop.steps}")
+    return Panel(Group(*rows), title=title, title_align="left", box=ROUNDED, border_style="blue")
+
+
+def _cell(key: str, value: float, history: Sequence[float], width: int) -> Text:
+    number = f"{value:,.0f}" if key == "tokens_per_second" else f"{value:.4g}"
+    name = key.replace("tokens_per_second", "tokens/s").replace("grad_norm", "grad norm")
+    text = Text.assemble((f"{name:<11} ", "dim"), f"{number:<10} ")
+    return text.append(_sparkline(history, min(24, width - len(text) - 2)), style="cyan")
+
+
+def _times(numbers: Mapping[str, float]) -> list[str]:
+    """Seconds of each phase of the step and its share; the rest is what no phase accounts for."""
+    total = numbers.get("time/total", math.nan)
+    phases = {key.removeprefix("time/"): value for key, value in numbers.items() if key.startswith("time/")}
+    phases.pop("total", None)
+    if not total > 0:
+        return []
+    phases["other"] = total - sum(phases.values())
+    return [f"{name} {value:.2f} s {value / total:.0%}" for name, value in phases.items() if value >= 0.005 * total]
+
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def _sparkline(values: Sequence[float], width: int) -> str:
+    """Means of equal stretches, from lowest to highest."""
+    if len(values) < 2 or width < 4:
+        return ""
+    means = list(_stretches(values, min(width, len(values))))
+    low, high = min(means), max(means)
+    scale = (len(_LEVELS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_LEVELS[round((mean - low) * scale)] for mean in means)
+
+
+def _stretches(values: Sequence[float], count: int) -> Iterator[float]:
+    for place in range(count):
+        stretch = values[place * len(values) // count : (place + 1) * len(values) // count]
+        yield sum(stretch) / len(stretch)
