@@ -686,6 +686,20 @@ def test_a_train_state_goes_on_to_the_last_bit(slots: Slots, tmp_path: Path) -> 
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(again.params).items())
 
 
+def test_settings_of_the_optimizer_are_those_of_the_configuration(slots: Slots, tmp_path: Path) -> None:
+    def after(**settings: Any) -> torch.Tensor:
+        trainer = fsdp.trainer(slots[:1], tiny.model(), adamw(**({"lr": 1e-2} | settings)))
+        (state,) = load(made.folder, policy=trainer)
+        return torch.cat([tensor.flatten() for tensor in weights(stepped(trainer, state, range(3, 4)).params).values()])
+
+    trainer = fsdp.trainer(slots[:1], tiny.model(), adamw(lr=1e-2))
+    made = save(tmp_path / "000003", 2, {"policy": stepped(trainer, trainer.init(), range(3))})
+    same_again = after()
+    assert torch.equal(same_again, after())
+    for other in ({"weight_decay": 0.5}, {"betas": (0.5, 0.5)}, {"eps": 1e-2}, {"lr": 1e-3}):
+        assert not torch.equal(same_again, after(**other)), other
+
+
 def test_a_template_state_is_donated(slots: Slots, tmp_path: Path) -> None:
     trainer = make(slots)
     template = stepped(trainer, trainer.init(), range(1))

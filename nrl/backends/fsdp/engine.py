@@ -209,7 +209,8 @@ class TorchEngine:
         step = json.loads((folder / "engine.json").read_text())["step"]
         state = self.init()
         models.load_tensors(state.module, self._read(folder / "model.pt").items(), who="restore")
-        state.optimizer.load_state_dict(self._read(folder / "optimizer.pt"))
+        moments = self._read(folder / "optimizer.pt")["state"]  # betas and the like are those of the configuration
+        state.optimizer.load_state_dict(state.optimizer.state_dict() | {"state": moments})
         return State(state.module, state.optimizer, step)
 
     def save_params(self, params: nn.Module, folder: Path) -> None:
