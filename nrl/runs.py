@@ -26,7 +26,7 @@ from nrl.backends.base import Trainer
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 from nrl.errors import CheckpointError, ConfigError
-from nrl.log import JsonLines, Progress, Sink, duration, open_sinks
+from nrl.log import JsonLines, Progress, Sink, duration, open_sinks, redact
 from nrl.reduce import Metrics, finalize, merge
 from nrl.report import report
 from nrl.runtime.futures import Future
@@ -329,7 +329,7 @@ def run(cfg: Any) -> Iterator[Run]:
             f"run: out={out} holds a run already, which has no checkpoints to go on from; give another folder, or "
             "remove that one"
         )
-    text = config.dump(cfg)
+    text = redact(config.dump(cfg))
     out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with ExitStack() as stack:
