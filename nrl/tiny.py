@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nrl.backends.base import Model
-from nrl.backends.models import build, load_tokenizer
+from nrl.backends.models import build, load_tokenizer, save_model
 from nrl.errors import DataError, ModelError
 
 __all__ = ["ALPHABET", "CHATML", "bpe", "model", "save", "tokenizer"]
@@ -165,6 +165,5 @@ def save(model: Model, folder: str | Path) -> None:
     ...     sorted(path.name for path in Path(folder).iterdir())[:2]
     ['config.json', 'generation_config.json']
     """
-    made: Any = build(model)
-    made.save_pretrained(folder)
+    save_model(build(model), folder)
     load_tokenizer(model).save_pretrained(folder)

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from nrl.backends.base import Model
 from nrl.errors import ModelError
 
-__all__ = ["build", "context_length", "end_tokens", "head_weight", "load_tensors", "load_tokenizer", "named_tensors"]
+__all__ = [
+    "build",
+    "context_length",
+    "end_tokens",
+    "head_weight",
+    "load_tensors",
+    "load_tokenizer",
+    "named_tensors",
+    "save_model",
+]
 
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
@@ -85,6 +94,19 @@ def _reason(source: Any, error: Exception, wanted: str) -> str:
     if isinstance(source, str):
         return f"neither a folder here nor a {wanted} that the Hugging Face hub gives: {first}"
     return f"the config does not make a {wanted}: {first}"
+
+
+def save_model(module: nn.Module, folder: str | Path) -> None:
+    """Write config and weights in Hugging Face format, without a progress bar across a run's own."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        module.save_pretrained(folder)  # type: ignore[operator]
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def load_tokenizer(model: Model) -> Any:

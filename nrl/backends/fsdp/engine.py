@@ -230,7 +230,7 @@ class TorchEngine:
         """Write a folder that transformers and vLLM load."""
         dtype: Any = getattr(torch, self.model.dtype)
         module: Any = copy.deepcopy(params).to(dtype)
-        module.save_pretrained(folder)
+        models.save_model(module, folder)
         if self.model.tokenizer is not None or isinstance(self.model.source, str):
             models.load_tokenizer(self.model).save_pretrained(folder)
 
