@@ -24,7 +24,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-HEAVY = frozenset({"datasets", "megatron", "peft", "pyarrow", "ray", "transformers", "vllm", "wandb"})
+HEAVY = frozenset(
+    {"datasets", "megatron", "mlflow", "peft", "pyarrow", "ray", "tensorboard", "transformers", "vllm", "wandb"}
+)
 OWNERS = {"megatron": "nrl.backends.megatron", "ray": "nrl.runtime", "vllm": "nrl.backends.vllm", "wandb": "nrl.log"}
 OUTSIDE = frozenset({"benchmarks", "examples", "tests"})
 
