@@ -20,6 +20,7 @@ import attrs
 import filelock
 import numpy as np
 import torch
+import yaml
 
 from nrl import checkpoint, config
 from nrl.backends.base import Trainer
@@ -145,6 +146,10 @@ class Run:
             return None
         if better and score is not None:
             self._best[loop.name] = score
+        if step + 1 == loop.steps and self.keep.best and loop.name not in self._best:
+            self._say(
+                f"{loop.name}: no step logged '{self.keep.best}', so no checkpoint was kept for it (checkpoints.best)"
+            )
         sizes = {path.name: _size(path) for path in self._logs(loop.name)}
         meta = {"steps": loop.steps, "files": sizes, "metrics": _finite(loop.numbers)}
         return checkpoint.store(self._checkpoints(loop.name), step, named, self.keep, meta)
@@ -309,7 +314,9 @@ def run(cfg: Any) -> Iterator[Run]:
             the JSONL files: any of ``"wandb"``, ``"tensorboard"`` and ``"mlflow"``.
 
     Raises:
-        ConfigError: ``out`` is a file, holds a run that has no checkpoints, or one that another process is in.
+        ConfigError: ``out`` is a file; holds a run that has no checkpoints, one that another process is in, or one with
+            another configuration (``out``, ``steps``, ``checkpoints``, ``sinks``, ``cluster`` and ``optimizer`` may
+            change); or ``steps`` is negative.
 
     >>> import attrs, tempfile
     >>> @attrs.frozen
@@ -329,6 +336,8 @@ def run(cfg: Any) -> Iterator[Run]:
             f"run: out={out} holds a run already, which has no checkpoints to go on from; give another folder, or "
             "remove that one"
         )
+    if getattr(cfg, "steps", 0) < 0:
+        raise ConfigError(f"run: steps={cfg.steps}; give 0 or more")
     text = redact(config.dump(cfg))
     out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -361,13 +370,25 @@ def _lock(out: Path, stack: ExitStack) -> None:
         ) from None
 
 
+_MAY_CHANGE = frozenset({"out", "steps", "checkpoints", "sinks", "cluster", "optimizer"})
+
+
 def _write_config(path: Path, text: str) -> None:
     """Whole or not at all; what a resumed run asks for differently is said, and the former one is kept."""
     if path.exists() and (before := path.read_text(encoding="utf-8")) != text:
+        old, new = yaml.safe_load(before), yaml.safe_load(text)
+        changed = [key for key in old | new if old.get(key) != new.get(key)]
+        refused = [key for key in changed if key not in _MAY_CHANGE]
+        if refused and (path.parent / "checkpoints").exists():
+            raise ConfigError(
+                f"run: out={path.parent} holds a run with another {', '.join(refused)} ("
+                + "; ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in refused)
+                + f"), so its state and its streams would not fit; give another folder. If you mean it, remove {path}"
+            )
         number = next(i for i in range(1, 10**6) if not path.with_suffix(f".{i}.yaml").exists())
         path.with_suffix(f".{number}.yaml").write_text(before, encoding="utf-8")
-        changed = [line for line in text.splitlines() if line not in before.splitlines()]
-        print(f"run: going on with another configuration: {'; '.join(x.strip() for x in changed)}", flush=True)  # noqa: T201
+        said = "; ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in changed)
+        print(f"run: going on with another configuration: {said}", flush=True)  # noqa: T201
     temporary = path.with_name(".config.yaml")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

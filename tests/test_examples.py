@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import io
 import json
+import math
 import subprocess
 import sys
 import tokenize
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from nrl import tiny
+from nrl.backends import adamw
 from nrl.data import read_jsonl
 from nrl.errors import ConfigError, DataError, ModelError
 
@@ -104,7 +106,7 @@ def real_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "qwen3"
     rows = read_jsonl(GSM8K)
     tokenizer = tiny.bpe((text for row in rows for text in (row["question"], row["answer"])), vocab_size=512)
-    tiny.save(tiny.model(tokenizer=tokenizer, num_hidden_layers=2, hidden_size=64), folder)
+    tiny.save(tiny.model(tokenizer=tokenizer, num_hidden_layers=2, hidden_size=64, initializer_range=0.02), folder)
     return folder
 
 
@@ -150,6 +152,57 @@ def test_bad_input_ends_in_a_clear_error(tmp_path: Path) -> None:
         config = {"steps": 1, "out": str(tmp_path / error.__name__ / said.replace(" ", "-"))} | wrong
         with pytest.raises(error, match=said):
             grpo.main(grpo.Config(**config))
+
+
+def test_sft_with_its_defaults_learns_and_is_measured(tmp_path: Path) -> None:
+    sft = load("sft")
+    sft.main(sft.Config(steps=25, rows=32, evaluate_every=8, evaluate_rows=64, out=str(tmp_path / "run")))
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    measured = {line["step"]: line["eval/loss"] for line in metrics if "eval/loss" in line}
+    assert list(measured) == [0, 8, 16, 24]
+    assert measured[24] < 0.7 * measured[0]
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_dpo_with_its_defaults_learns_and_is_measured(tmp_path: Path) -> None:
+    dpo = load("dpo")
+    dpo.main(dpo.Config(steps=21, pairs=32, evaluate_every=10, evaluate_pairs=64, out=str(tmp_path / "run")))
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert metrics[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    measured = {line["step"]: line["eval/accuracy"] for line in metrics if "eval/accuracy" in line}
+    assert list(measured) == [0, 10, 20]
+    assert measured[20] > measured[0]
+
+
+def test_sft_on_gsm8k_begins_at_a_uniform_guess_and_learns(real_model: Path, tmp_path: Path) -> None:
+    sft = load("sft")
+    data = tmp_path / "train.jsonl"
+    rows = GSM8K.read_text().splitlines(keepends=True)
+    data.write_text("".join(rows[:-8]))
+    held_out = tmp_path / "test.jsonl"
+    held_out.write_text("".join(rows[-8:]))
+    cfg = sft.Config(
+        model=str(real_model), data=str(data), held_out=str(held_out), adapter="gsm8k", steps=30, rows=8,
+        evaluate_rows=8, evaluate_every=29, max_length=512, optimizer=adamw(lr=3e-3), out=str(tmp_path / "run"),
+    )  # fmt: skip
+    sft.main(cfg)
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert metrics[0]["loss"] == pytest.approx(math.log(512), rel=0.05)
+    assert metrics[-1]["eval/loss"] < math.log(512) - 1  # nats, on rows that were not trained on
+
+
+def test_dpo_on_64_real_pairs(real_model: Path, tmp_path: Path) -> None:
+    dpo = load("dpo")
+    pairs = str(ROOT / "tests" / "data" / "gsm8k_preferences.jsonl")
+    cfg = dpo.Config(
+        model=str(real_model), data=pairs, held_out=pairs, steps=12, pairs=32, evaluate_pairs=64, evaluate_every=100,
+        optimizer=adamw(lr=1e-3), out=str(tmp_path / "run"),
+    )  # fmt: skip
+    dpo.main(cfg)
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert metrics[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert metrics[-1]["eval/accuracy"] > 0.9
 
 
 @pytest.mark.timeout(600)

@@ -23,8 +23,8 @@ from nrl.runs import Run
 
 log, samples = Run.log, []
 
-def watched(self, step, *metrics):
-    numbers = log(self, step, *metrics)
+def watched(self, step, *metrics, **others):
+    numbers = log(self, step, *metrics, **others)
     if step % 25 == 0:
         pages = int(open("/proc/self/statm").read().split()[1])
         samples.append((step, pages * os.sysconf("SC_PAGE_SIZE") / 1e6))

@@ -448,12 +448,48 @@ def test_more_steps_may_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert walk(attrs.evolve(cfg, steps=9))[0] == expected[0]
     assert logs(cfg.out) == logs(tmp_path / "whole")
-    assert "run: going on with another configuration: steps: 9" in capsys.readouterr().out
+    assert "run: going on with another configuration: steps: 4 -> 9" in capsys.readouterr().out
     assert (cfg.out / "config.1.yaml").read_text() == before
     assert nrl.config.load(Resumable, [str(cfg.out / "config.yaml")]).steps == 9
-    walk(attrs.evolve(cfg, steps=9, lr=0.25))
-    assert "going on with another configuration: lr: 0.25" in capsys.readouterr().out
-    assert sorted(path.name for path in cfg.out.glob("config*")) == ["config.1.yaml", "config.2.yaml", "config.yaml"]
+
+
+def test_another_configuration_is_refused(tmp_path: Path) -> None:
+    cfg = Resumable(tmp_path)
+    walk(cfg)
+    before = (tmp_path / "config.yaml").read_text()
+    with pytest.raises(
+        ConfigError, match=r"holds a run with another lr \(lr: .* -> 0.25\), so its state and its streams"
+    ):
+        walk(attrs.evolve(cfg, lr=0.25))
+    assert (tmp_path / "config.yaml").read_text() == before
+    assert not (tmp_path / "config.1.yaml").exists()
+    (tmp_path / "config.yaml").unlink()
+    walk(attrs.evolve(cfg, lr=0.25))
+
+
+def test_the_folder_of_another_program(tmp_path: Path) -> None:
+    walk(Resumable(tmp_path))
+    with pytest.raises(ConfigError, match="holds a run with another .*lr"), run(Config(out=tmp_path)):
+        pass
+
+
+def test_a_negative_number_of_steps(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="run: steps=-3; give 0 or more"), run(Config(steps=-3, out=tmp_path)):
+        pass
+
+
+def test_a_best_metric_that_was_never_logged_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    @attrs.frozen
+    class Best:
+        out: Path
+        steps: int = 2
+        checkpoints: Checkpoints = Checkpoints(best="eval/typo")
+
+    with run(Best(tmp_path)) as entered:
+        for i, _ in entered.steps(batches()):
+            entered.log(i, {"loss": mean(1.0)})
+            entered.save(i, total=i)
+    assert "train: no step logged 'eval/typo', so no checkpoint was kept for it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damage", ["x = b''", "flip", "gone", "manifest"])

@@ -61,7 +61,10 @@ def _lesson(row: Task, response: str, place: str) -> tuple[Prompt, str | Sequenc
         return [], row["messages"]
     missing = [field for field in ("prompt", response) if field not in row]
     if missing:
-        raise DataError(f"{place} has no '{missing[0]}'; it has {fields(row)}")
+        raise DataError(
+            f"{place} has no '{missing[0]}'; it has {fields(row)}. Rows of a well-known dataset need their adapter, "
+            "such as adapter='gsm8k'"
+        )
     return row["prompt"], _answer(row[response], f"{place}: '{response}'")
 
 
@@ -128,7 +131,10 @@ def sides(row: Task, place: str) -> tuple[Prompt, str | Sequence[Message], str |
     """
     for field in ("chosen", "rejected"):
         if field not in row:
-            raise DataError(f"{place} has no '{field}'; it has {fields(row)}")
+            raise DataError(
+                f"{place} has no '{field}'; it has {fields(row)}. Rows of a well-known dataset need their adapter, "
+                "such as adapter='helpsteer3'"
+            )
     chosen, rejected = (_answer(row[field], f"{place}: '{field}'") for field in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"{place}: 'chosen' is {kind(chosen)} and 'rejected' {kind(rejected)}; give two of one kind")

@@ -97,11 +97,11 @@ def tasks(
         missing = "max_tokens" if max_tokens is None else "tokenizer"
         raise DataError(f"tasks: to leave long rows out, give both tokenizer and max_tokens; {missing} is missing")
     if isinstance(source, str) and source in _GENERATED:
-        given = {"adapter": adapter, "template": template, "max_tokens": max_tokens}
+        given = {"adapter": adapter, "template": template}
         wrong = next((name for name, value in given.items() if value is not None), None)
         if wrong:
             raise DataError(f"tasks: '{source}' makes its own prompts, so it takes no {wrong}; leave it out")
-        return Tasks(*counting(partial(_GENERATED[source], seed), name="data.tasks"), (source,), None, {})
+        return Tasks(*counting(partial(_GENERATED[source], seed), name="data.tasks"), (source,), None, {})  # all short
     if isinstance(source, str) and ":" not in source and not exists(Path(source)):
         raise DataError(
             f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "

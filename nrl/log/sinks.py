@@ -180,7 +180,7 @@ _KINDS: Mapping[str, Callable[[Path, Mapping[str, str], str], AbstractContextMan
     "tensorboard": _tensorboard,
     "mlflow": _mlflow,
 }
-_HINTS = {"wandb": ". Log in with `wandb login`, or set WANDB_MODE=offline"}
+_HINTS = {"wandb": ". WANDB_MODE=offline needs no account"}
 
 
 def _number(file: Path, make: Callable[[], str]) -> str:
