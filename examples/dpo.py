@@ -23,7 +23,7 @@ class Config:
     steps: int = 100
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
-    checkpoints: Checkpoints = Checkpoints(best="eval/accuracy")
+    checkpoints: Checkpoints = config.derived(lambda cfg: Checkpoints(best="eval/accuracy" if cfg.held_out else None))
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"
     dtype: Literal["float32", "bfloat16"] = "float32"

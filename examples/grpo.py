@@ -1,15 +1,16 @@
 """GRPO: `python examples/grpo.py` teaches a tiny model to add; `model=<folder or name> data=<file>` a real one more."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
 import nrl
 from nrl import config, data, tiny
 from nrl.algos import advantages, grpo_loss, sft_loss
-from nrl.backends import Model, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw, fsdp, hf, load_tokenizer
+from nrl.backends import Model, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw, fsdp, hf
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
+from nrl.reduce import Metrics
 from nrl.runs import Run
 
 SAMPLERS = {"hf": hf.sampler}
@@ -22,10 +23,13 @@ class Config:
     data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
     adapter: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
+    held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/reward is over
+    evaluate_every: int = 50  # steps
+    evaluate_prompts: int = 256
     steps: int = 300
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
-    checkpoints: Checkpoints = Checkpoints(every=50)
+    checkpoints: Checkpoints = config.derived(lambda cfg: Checkpoints(best="eval/reward" if cfg.held_out else None))
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -42,9 +46,9 @@ class Config:
     warmup_optimizer: Optimizer = adamw(lr=1e-3)
 
 
-def warm_up(cfg: Config, run: Run, trainer: Trainer, model: Model) -> TrainState:
+def warm_up(cfg: Config, run: Run, trainer: Trainer, tokenizer: Any) -> TrainState:
     """Supervised steps, so that the main loop has a reward to start from."""
-    step, tokenizer = trainer.train_step(sft_loss), load_tokenizer(model)
+    step = trainer.train_step(sft_loss)
     tasks = data.tasks(cfg.data, seed=cfg.seed + 1, adapter=cfg.adapter, chat=cfg.chat)
     stream = nrl.batched(tasks, cfg.warmup_rows, collate=lambda rows: data.supervised(rows, tokenizer))
     state: TrainState
@@ -54,6 +58,15 @@ def warm_up(cfg: Config, run: Run, trainer: Trainer, model: Model) -> TrainState
         run.log(i, metrics)
         run.save(i, policy=state, stream=stream)
     return state
+
+
+def evaluate(cfg: Config, sampler: Sampler) -> Metrics:
+    """The mean reward of the most probable answers to prompts of their own."""
+    if cfg.held_out is None:
+        return {}
+    tasks = data.tasks(cfg.held_out, seed=cfg.seed + 2, adapter=cfg.adapter, chat=cfg.chat).take(cfg.evaluate_prompts)
+    greedy = attrs.evolve(cfg.sampling, temperature=0.0)
+    return {"eval/reward": nrl.summary(nrl.rollout(sampler, single_turn(number), tasks, sampling=greedy))["reward"]}
 
 
 def main(cfg: Config) -> None:
@@ -68,14 +81,15 @@ def main(cfg: Config) -> None:
         groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
         stream = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
         warm = fsdp.trainer(slots[: cfg.dp], model, cfg.warmup_optimizer, max_tokens=cfg.max_tokens)
-        policy = trainer.init(warm_up(cfg, run, warm, model).params) if cfg.warmup else trainer
+        policy = trainer.init(warm_up(cfg, run, warm, sampler.tokenizer).params) if cfg.warmup else trainer
         state, stream = run.restore(policy=policy, stream=stream)
         nrl.publish(state.params, sampler)
         for i, batch in run.steps(stream):
             batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
             state, metrics = step(state, batch)
             nrl.publish(state.params, sampler)
-            run.log(i, metrics, nrl.summary(batch), samples=nrl.samples(batch, sampler.tokenizer))
+            evaluated = evaluate(cfg, sampler) if (i + 1) % cfg.evaluate_every == 0 else {}
+            run.log(i, metrics, nrl.summary(batch), evaluated, samples=nrl.samples(batch, sampler.tokenizer))
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")
 

@@ -22,7 +22,9 @@ class Config:
     steps: int = 200
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
-    checkpoints: Checkpoints = Checkpoints(best="eval/loss", mode="min")
+    checkpoints: Checkpoints = config.derived(
+        lambda cfg: Checkpoints(best="eval/loss" if cfg.held_out else None, mode="min")
+    )
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"
     dtype: Literal["float32", "bfloat16"] = "float32"
