@@ -88,7 +88,8 @@ def main(cfg: Config) -> None:
             batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
             state, metrics = step(state, batch)
             nrl.publish(state.params, sampler)
-            evaluated = evaluate(cfg, sampler) if (i + 1) % cfg.evaluate_every == 0 else {}
+            now = (i + 1) % cfg.evaluate_every == 0 or i + 1 == cfg.steps
+            evaluated = evaluate(cfg, sampler) if now else {}
             run.log(i, metrics, nrl.summary(batch), evaluated, samples=nrl.samples(batch, sampler.tokenizer))
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")

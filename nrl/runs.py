@@ -146,10 +146,8 @@ class Run:
             return None
         if better and score is not None:
             self._best[loop.name] = score
-        if step + 1 == loop.steps and self.keep.best and loop.name not in self._best:
-            self._say(
-                f"{loop.name}: no step logged '{self.keep.best}', so no checkpoint was kept for it (checkpoints.best)"
-            )
+        if step + 1 == loop.steps and loop.name == "train" and self.keep.best and "train" not in self._best:
+            self._say(f"train: no step logged '{self.keep.best}', so no checkpoint was kept for it (checkpoints.best)")
         sizes = {path.name: _size(path) for path in self._logs(loop.name)}
         meta = {"steps": loop.steps, "files": sizes, "metrics": _finite(loop.numbers)}
         return checkpoint.store(self._checkpoints(loop.name), step, named, self.keep, meta)
