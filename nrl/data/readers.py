@@ -151,6 +151,7 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
         raise DataError(f"read_jsonl: {place}: {found}") from None
     if not isinstance(row, dict):
         found = f"{kind(row)}, not an object: {shown(text)}; each line must be one JSON object"
+        found += " (`jq -c '.[]'` makes that of a list)" if isinstance(row, list) else ""
         raise DataError(f"read_jsonl: {place}: {found}")
     return row
 
