@@ -112,6 +112,12 @@ def test_reading_is_fast_and_a_parquet_file_stays_columns(tmp_path: Path) -> Non
     assert not any(isinstance(value, list) for value in vars(table.rows).values())
 
 
+def test_long_reading_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("nrl.data.streams._QUIET", -1.0)
+    data.tasks([{"prompt": "a"}, {"prompt": "b"}])
+    assert "data: 1 of 2 rows of " in capsys.readouterr().out
+
+
 # files that are not
 
 

@@ -1,5 +1,6 @@
 """Endless streams of tasks, with an integer as their state."""
 
+import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -20,6 +21,8 @@ from nrl.errors import DataError
 from nrl.stream import counting
 
 __all__ = ["Tasks", "check_seed", "tasks"]
+
+_QUIET = 5.0  # seconds of reading between two lines about it
 
 _GENERATED: dict[str, Callable[[int, int], Task]] = {"arithmetic": arithmetic.task}
 
@@ -113,7 +116,11 @@ def tasks(
     length = _length(tokenizer, collate)
     kept = array("q")  # of each task its row, and its number among those of the row
     total = unused = long = 0
+    last = time.monotonic()
     for index, row in enumerate(table.rows):
+        if time.monotonic() - last > _QUIET:
+            last = time.monotonic()
+            print(f"data: {index} of {len(table.rows)} rows of {table.name} have been read", flush=True)  # noqa: T201
         found = made(row, table.place(index))
         unused += not found
         for number, task in enumerate(found):
