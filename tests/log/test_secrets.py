@@ -22,7 +22,7 @@ class Config:
     sinks: tuple[str, ...] = ("tensorboard",)  # the others are given the same masked configuration
 
 
-def test_no_file_but_the_configuration_itself_has_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_has_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", SECRET)
     tokenizer = tiny.tokenizer()
     prompt, response = f"say {SECRET}: ", f"{SECRET}!"
@@ -38,5 +38,4 @@ def test_no_file_but_the_configuration_itself_has_a_secret(tmp_path: Path, monke
     assert {"metrics.jsonl", "rollouts.jsonl", "report.html"} <= {path.name for path in files}
     assert any(path.name.startswith("events.out.tfevents") for path in files)
     assert "say ***: " in (tmp_path / "rollouts.jsonl").read_text()
-    # config.yaml is what a run is started again from, and so it says what it was asked for
-    assert {path.name for path in files if SECRET.encode() in path.read_bytes()} <= {"config.yaml"}
+    assert not [path.name for path in files if SECRET.encode() in path.read_bytes()]
