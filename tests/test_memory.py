@@ -77,6 +77,6 @@ def test_the_number_of_live_tensors_is_the_same_after_10_and_after_40_steps(
         return numbers
 
     monkeypatch.setattr(Run, "log", counting)
-    grpo.main(grpo.Config(steps=41, warmup=0, prompts=2, group_size=2, out=str(tmp_path / "run")))
+    grpo.main(grpo.Config(steps=42, warmup=0, prompts=2, group_size=2, out=str(tmp_path / "run")))
     assert len(counts) == 4
     assert len(set(counts.values())) == 1, counts
