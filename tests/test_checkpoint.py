@@ -11,7 +11,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -36,6 +35,7 @@ from nrl.errors import CheckpointError, ConsumedState, ModelError
 from nrl.runtime import Slots
 from nrl.stream import Source, ahead, counting
 from tests.children import child
+from tests.disks import small_disk_at
 
 KEEP = Checkpoints(every=1, keep=2)
 
@@ -565,14 +565,8 @@ def test_a_crash_at_every_operation_leaves_the_old_or_the_new(case: str, tmp_pat
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of one MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a file system can be mounted only with the rights to")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    with small_disk_at(tmp_path / "disk", megabytes=1) as disk:
+        yield disk
 
 
 def ballast(disk: Path, free: int) -> Path:

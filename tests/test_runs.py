@@ -5,8 +5,6 @@ import os
 import random
 import re
 import resource
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +25,7 @@ from nrl.runs import Run, run
 from nrl.runtime import done
 from nrl.stream import Source, ahead, counting
 from tests.children import child
+from tests.disks import small_disk_at
 
 ALWAYS = {"step", "loss", "grad_norm", "tokens_per_second", "time/rollout", "time/train", "time/total"}
 
@@ -713,14 +712,8 @@ def test_lines_that_somebody_took_away_are_missed(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of two MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a file system can be mounted only with the rights to")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    with small_disk_at(tmp_path / "disk", megabytes=2) as disk:
+        yield disk
 
 
 @pytest.mark.filterwarnings("ignore:run. .*report.html could not be written")

@@ -277,13 +277,13 @@ def make_trainer(
     def save(value: TrainState | Params, folder: str | Path) -> None:
         params = value._params if isinstance(value, TrainState) else value
         record = {"version": params.version, "published": params.published}
-        held = params.handle.borrow(owner, "save")[0]
+        held = params.handle.borrow(owner, "save")[0] if isinstance(value, TrainState) else local(params, "save")
         Path(folder).mkdir(parents=True, exist_ok=True)
         if isinstance(value, TrainState):
             engine.save(held, Path(folder))
             record |= {"step": value.step}
         else:
-            engine.save_params(local(params, "save"), Path(folder))
+            engine.save_params(held, Path(folder))
         (Path(folder) / "state.json").write_text(json.dumps(record))
 
     def restore_state(folder: str | Path) -> TrainState | Params:

@@ -1,0 +1,22 @@
+"""Real file systems of a few MB, which tests fill."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+__all__ = ["small_disk_at"]
+
+
+@contextmanager
+def small_disk_at(disk: Path, *, megabytes: int) -> Iterator[Path]:
+    """A file system of so many MB in a new folder; the test is skipped where none can be mounted."""
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a file system can be mounted only with the rights to")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
