@@ -14,6 +14,11 @@
     │   ├── ForeignState                  the handle belongs to another trainer or mesh
     │   └── ClosedCluster                 the cluster that holds the value has been left
     ├── PlacementError (ValueError)       slots, meshes and executables that do not fit together
+    ├── ClusterError                      what can go wrong where work is done by other processes
+    │   ├── LostActor                     a process of a mesh died: mesh, rank, node, cause and its last log lines
+    │   ├── DeadlineExceeded (TimeoutError)  a wait took longer than it may
+    │   ├── ExecutableError               the environment of an executable cannot be built or used
+    │   └── ShippingError (TypeError)     an object cannot be sent to another process
     ├── ConfigError (ValueError)          a configuration key or value that cannot be used
     ├── CheckpointError                   a checkpoint that cannot be written, or that is not what was written
     ├── DataError (ValueError)            a data file or a row of it that cannot be used
@@ -33,14 +38,18 @@ __all__ = [
     "BatchError",
     "CheckpointError",
     "ClosedCluster",
+    "ClusterError",
     "ColumnError",
     "ConfigError",
     "ConsumedState",
     "DataError",
+    "DeadlineExceeded",
     "EnvError",
+    "ExecutableError",
     "ForeignState",
     "GenerationError",
     "LossError",
+    "LostActor",
     "MissingColumn",
     "MissingOutput",
     "ModelError",
@@ -48,6 +57,7 @@ __all__ = [
     "NotFinite",
     "NrlError",
     "PlacementError",
+    "ShippingError",
     "StateError",
     "WeightError",
 ]
@@ -135,6 +145,50 @@ class ClosedCluster(StateError):
 
 class PlacementError(NrlError, ValueError):
     """Slots, meshes and executables that do not fit together."""
+
+
+class ClusterError(NrlError):
+    """Work that other processes do cannot be done, for a reason that is not in the program."""
+
+
+class LostActor(ClusterError):
+    """A process of a mesh died. `nrl.retrying` catches it, and the run goes on from its last checkpoint.
+
+    Args:
+        who: what was being waited for, as a user would name it.
+        mesh: the name of its mesh.
+        rank: its rank there; None where that is not known, as when a whole node is gone.
+        node: the address of its node.
+        cause: how it ended, such as ``"killed by signal 9"``.
+        log: the last lines that it wrote, or empty.
+
+    >>> print(LostActor("train_step(grpo_loss)", "trainer", 1, "10.0.0.3", "killed by signal 9", "loading\\n"))
+    train_step(grpo_loss): rank 1 of mesh 'trainer' on node 10.0.0.3 is lost: killed by signal 9. The last lines of \
+its log:
+        loading
+    """
+
+    def __init__(self, who: str, mesh: str, rank: int | None, node: str, cause: str, log: str = "") -> None:
+        self.who, self.mesh, self.rank, self.node, self.cause, self.log = who, mesh, rank, node, cause, log
+        super().__init__(who, mesh, rank, node, cause, log)
+
+    def __str__(self) -> str:
+        which = "a rank" if self.rank is None else f"rank {self.rank}"
+        text = f"{self.who}: {which} of mesh '{self.mesh}' on node {self.node} is lost: {self.cause}."
+        lines = [f"    {line}" for line in self.log.rstrip().splitlines()]
+        return "\n".join([f"{text} The last lines of its log:", *lines]) if lines else text
+
+
+class DeadlineExceeded(ClusterError, TimeoutError):
+    """A wait took longer than it may."""
+
+
+class ExecutableError(ClusterError):
+    """The environment of an executable cannot be built or used."""
+
+
+class ShippingError(ClusterError, TypeError):
+    """An object cannot be sent to another process."""
 
 
 class ConfigError(NrlError, ValueError):

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from nrl import errors
-from nrl.errors import MissingColumn, MissingOutput, NrlError
+from nrl.errors import LostActor, MissingColumn, MissingOutput, NrlError
 
 CLASSES = [getattr(errors, name) for name in errors.__all__]
 MESSAGE = "my_loss: 'rewards' is wrong; do this instead"
@@ -15,6 +15,8 @@ MESSAGE = "my_loss: 'rewards' is wrong; do this instead"
 def build(cls: type[NrlError]) -> NrlError:
     if cls is MissingColumn:
         return MissingColumn("my_loss", "rewards", ["input_ids", "valid"], "Add it.")
+    if cls is LostActor:
+        return LostActor("train_step(my_loss)", "trainer", 1, "10.0.0.3", "killed by signal 9", "loading\n")
     return cls(MESSAGE)
 
 
@@ -59,7 +61,7 @@ def test_it_can_be_copied(cls: type[NrlError]) -> None:
     assert str(copy.deepcopy(build(cls))) == str(build(cls))
 
 
-@pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls is not MissingColumn])
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls not in (MissingColumn, LostActor)])
 def test_the_message_is_printed_as_it_was_given(cls: type[NrlError]) -> None:
     assert str(cls(MESSAGE)) == MESSAGE
 
@@ -94,3 +96,16 @@ def test_missing_column_takes_an_iterator_of_columns() -> None:
 
 def test_missing_output_without_a_message() -> None:
     assert str(MissingOutput()) == ""
+
+
+def test_a_lost_actor_without_a_rank_or_a_log() -> None:
+    assert str(LostActor("generate", "sampler", None, "10.0.0.3", "the node left the cluster")) == (
+        "generate: a rank of mesh 'sampler' on node 10.0.0.3 is lost: the node left the cluster."
+    )
+
+
+def test_a_lost_actor_knows_its_place() -> None:
+    error = LostActor("generate", "sampler", 2, "10.0.0.3", "killed by signal 9", "a\nb\n")
+    assert (error.who, error.mesh, error.rank, error.node) == ("generate", "sampler", 2, "10.0.0.3")
+    assert (error.cause, error.log) == ("killed by signal 9", "a\nb\n")
+    assert str(error).endswith("The last lines of its log:\n    a\n    b")
