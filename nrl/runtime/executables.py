@@ -7,9 +7,39 @@ the executable is for.
 import importlib.util
 from difflib import get_close_matches
 
+import attrs
+
 from nrl.errors import PlacementError
 
-__all__ = ["EXECUTABLES", "check_importable"]
+__all__ = ["EXECUTABLES", "Executable", "check_importable", "executable", "register"]
+
+
+@attrs.frozen
+class Executable:
+    name: str
+    extras: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    requirements: tuple[str, ...] = ()
+    python: str | None = None
+    env: dict[str, str] = {}
+    package: str | None = None
+
+
+def register(executable: Executable) -> Executable:
+    return executable
+
+
+def executable(name: str | Executable) -> Executable:
+    if isinstance(name, Executable):
+        return name
+    if name not in EXECUTABLES:
+        near = get_close_matches(name, EXECUTABLES, n=1)
+        raise PlacementError(
+            f"mesh: there is no executable '{name}'"
+            + (f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(EXECUTABLES)}")
+        )
+    return Executable(name, package=EXECUTABLES[name])
+
 
 EXECUTABLES: dict[str, str | None] = {
     "system": None,
@@ -25,7 +55,7 @@ True
 """
 
 
-def check_importable(name: str) -> None:
+def check_importable(name: str | Executable) -> None:
     """Say whether this process can stand in for an executable.
 
     Raises:
@@ -33,13 +63,8 @@ def check_importable(name: str) -> None:
 
     >>> check_importable("system")
     """
-    if name not in EXECUTABLES:
-        near = get_close_matches(name, EXECUTABLES, n=1)
-        raise PlacementError(
-            f"mesh: there is no executable '{name}'"
-            + (f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(EXECUTABLES)}")
-        )
-    package = EXECUTABLES[name]
+    found = executable(name)
+    name, package = found.name, found.package
     if package is not None and importlib.util.find_spec(package) is None:
         raise PlacementError(
             f"mesh: executable '{name}' needs the package '{package}', which this process cannot import, and the local "

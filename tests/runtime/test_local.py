@@ -22,7 +22,7 @@ def test_the_local_cluster_is_the_default() -> None:
 
 
 def test_an_unknown_address() -> None:
-    with pytest.raises(PlacementError, match="cluster: unknown address 'nowhere'; this version of nrl knows 'local'"):  # noqa: SIM117
+    with pytest.raises(PlacementError, match="cluster: unknown address 'nowhere'; give 'local', 'ray'"):  # noqa: SIM117
         with cluster("nowhere"):
             pass
 

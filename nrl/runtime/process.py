@@ -1,0 +1,74 @@
+"""What a function can know of the process that it runs in, and how it is called there."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import attrs
+
+from nrl.errors import PlacementError
+from nrl.runtime.placement import Out
+
+__all__ = ["Process", "entered", "perform", "process"]
+
+
+@attrs.frozen
+class Process:
+    """A process of a mesh, as a function that runs there sees it.
+
+    Args:
+        rank: its number in the mesh.
+        size: the number of processes.
+        device_mesh: a ``torch.distributed`` `DeviceMesh` with the named axes pp, dp, cp and tp; None in a mesh of one
+            process, and on the local cluster, where one process stands for all of them.
+        mesh: the name of the mesh.
+
+    >>> Process().size
+    1
+    """
+
+    rank: int = 0
+    size: int = 1
+    device_mesh: Any = None
+    mesh: str = ""
+
+
+_HERE: ContextVar[Process] = ContextVar("process", default=Process())  # noqa: B039  it is frozen
+
+
+def process() -> Process:
+    """The process that the calling function runs in; outside of a mesh, one that is alone.
+
+    >>> import torch
+    >>> from nrl.runtime import P, cluster, shard_map
+    >>> with cluster("local") as here:
+    ...     ranks = shard_map(lambda x: x + process().rank, here.reserve(2).mesh(), P("dp"), P("dp"))
+    ...     ranks(torch.zeros(2)).result().tolist()
+    [0.0, 1.0]
+    """
+    return _HERE.get()
+
+
+@contextmanager
+def entered(here: Process) -> Iterator[None]:
+    """Let `process` say ``here`` inside of the block."""
+    token = _HERE.set(here)
+    try:
+        yield
+    finally:
+        _HERE.reset(token)
+
+
+def perform(who: str, fn: Callable[..., Any], args: Sequence[Any], outs: Out | tuple[Out, ...]) -> list[Any]:
+    """Call a function; its results, as many as there are ``outs``.
+
+    Raises:
+        PlacementError: it returned another number of results.
+    """
+    result = fn(*args)
+    if isinstance(outs, Out):
+        return [result]
+    if not isinstance(result, tuple) or len(result) != len(outs):
+        raise PlacementError(f"{who}: {len(outs)} out_specs, so it must return a tuple of {len(outs)} values")
+    return list(result)
