@@ -157,6 +157,7 @@ def _cause(error: BaseException) -> str:
         if mark in text:
             text = text[text.index(mark) + (len(mark) if mark.endswith(":") else 0) :]
             break
+    text = text.partition("Some common causes include")[0]  # which are guesses, for anybody
     return " ".join(text.split())[:500].rstrip(".")
 
 

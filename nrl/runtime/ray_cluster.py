@@ -1,12 +1,11 @@
 """A Ray cluster: started or joined, placement groups on it, and actors in them."""
 
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from nrl.errors import ClosedCluster, PlacementError
-from nrl.runtime import profiling
+from nrl.errors import ClosedCluster, DeadlineExceeded, ExecutableError, PlacementError
+from nrl.runtime import profiling, provision, venvs
 from nrl.runtime.executables import Executable
 from nrl.runtime.placement import Cluster, Mesh, Processes, Slots, Strategy
 from nrl.runtime.ray_processes import RayProcesses
@@ -70,7 +69,7 @@ class RayCluster(Cluster):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundles = [self._bundles[index] for index in mesh.slots.indices]
-        interpreters = {node: _interpreter(executable) for node in dict.fromkeys(node for _, _, node in bundles)}
+        interpreters = _interpreters(executable, {node for _, _, node in bundles}, self.deadline)
         shares = [sum(other == node for _, _, other in self._bundles) for _, _, node in bundles]
         environments = {
             node: {"py_executable": python} | profiling.nsight(mesh.name, python)
@@ -157,9 +156,37 @@ def _refusal(n: int, bundle: dict[str, int], strategy: str, waited: float) -> st
     )
 
 
-def _interpreter(executable: Executable) -> str:
-    """Which Python runs a process."""
-    return sys.executable
+def _interpreters(executable: Executable, nodes: Collection[str], deadline: float) -> dict[str, str]:
+    """Which Python runs the processes on each node; environments that are not there are built, on all nodes at once."""
+    import ray
+    from ray import cloudpickle
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    recipe = venvs.recipe(executable)
+    if recipe.interpreter is not None:
+        return dict.fromkeys(nodes, recipe.interpreter)
+    cloudpickle.register_pickle_by_value(provision)  # a node's default Python need not have nrl
+    this = ray.get_runtime_context().get_node_id()
+    building: dict[str, Any] = {}
+    for node in dict.fromkeys(nodes):
+        if node != this:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            task: Any = ray.remote(provision.provide).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+            building[node] = task.remote(recipe, deadline=deadline)
+    found = {this: str(provision.provide(recipe, deadline=deadline))} if this in nodes else {}
+    for node, ref in building.items():
+        try:
+            found[node] = str(ray.get(ref, timeout=deadline))
+        except ray.exceptions.GetTimeoutError as error:
+            raise DeadlineExceeded(
+                f"mesh: {recipe.name} was not built on node {_address(node)} within {deadline:g} s"
+            ) from error
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None) or error
+            raise ExecutableError(
+                f"mesh: {recipe.name} cannot be provided on node {_address(node)}: {cause}"
+            ) from error
+    return found
 
 
 def _address(node_id: str) -> str:
