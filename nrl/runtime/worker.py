@@ -117,8 +117,8 @@ class Worker:
     def join(self, meeting: tuple[str, int] | None, axes: Sequence[tuple[str, int]], timeout: float) -> Receipt:
         """Meet the others: a process group over NCCL and gloo, or gloo, and a device mesh with these axes."""
         import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed.device_mesh import init_device_mesh
 
         start = time.time()
         rank, size = self.here.rank, self.here.size
