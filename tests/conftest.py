@@ -9,7 +9,7 @@ from nrl.runtime import Cluster
 
 
 @pytest.fixture(scope="session")
-def ray() -> Iterator[Cluster]:
+def on_ray() -> Iterator[Cluster]:
     """One Ray cluster on this machine, for all tests that neither change nor kill it."""
     with nrl.cluster("ray", deadline=120) as cluster:
         yield cluster
