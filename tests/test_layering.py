@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("algos", "prefix", "pack", "config", "log", "envs"),
     ("runtime",),
     ("backends",),
-    ("charts", "checkpoint", "data", "episodes", "plain", "report", "runs", "stream", "summaries", "tiny"),
+    ("charts", "checkpoint", "data", "episodes", "folder", "plain", "report", "runs", "stream", "summaries", "tiny"),
     ("",),  # nrl/__init__.py, which gathers the public names
     ("cli",),
     ("__main__",),
