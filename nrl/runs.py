@@ -25,6 +25,7 @@ from nrl.errors import CheckpointError, ConfigError
 from nrl.log import JsonLines, Progress, Sink, duration, open_sinks, redact
 from nrl.reduce import Metrics, finalize, merge
 from nrl.report import report
+from nrl.runtime import profiling, timeline
 from nrl.runtime.futures import Future
 from nrl.stream import Stream
 
@@ -63,6 +64,7 @@ class Run:
         self._names: dict[str, set[str]] = {}  # of what a loop restores and saves
         self._best: dict[str, float] = {}
 
+    @timeline.span("restore")
     def restore(self, loop: str = "train", /, **named: Any) -> Any:
         """The named values as the newest checkpoint of a loop has them; without a checkpoint, as they are.
 
@@ -116,6 +118,7 @@ class Run:
         self._cut(loop, {} if found is None else found.meta["files"])
         return values[0] if len(values) == 1 else tuple(values)
 
+    @timeline.span("save")
     def save(self, step: int, **named: Any) -> Path | None:
         """Write a checkpoint of the running loop if one is due: see `nrl.checkpoint.Checkpoints`.
 
@@ -171,16 +174,24 @@ class Run:
                 f"run.steps: out={self.out} holds steps of the loop '{name}', which this run did not restore; call "
                 f"run.restore('{name}', ...) before the loop, or give another folder"
             )
+        main = name == "train" and not self._loops
         self._loops.append(loop)
         try:
             for step in range(self._next.pop(name, 0), loop.steps):
-                loop.numbers, loop.saved, loop.asked = {}, False, time.perf_counter()
-                batch = stream.take(1)[0]
-                loop.pulled = time.perf_counter()
-                yield step, batch
+                if main:
+                    timeline.step(step)
+                with timeline.span(f"{name} {step}", loop=name):
+                    loop.numbers, loop.saved, loop.asked = {}, False, time.perf_counter()
+                    with timeline.span("take"):
+                        batch = stream.take(1)[0]
+                    loop.pulled = time.perf_counter()
+                    yield step, batch
         finally:
             self._loops.remove(loop)
+        if main:
+            timeline.step(None)
 
+    @timeline.span("log")
     def log(
         self, step: int, *metrics: Metrics | Future[Metrics], samples: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
@@ -330,6 +341,8 @@ def run(cfg: Any) -> Iterator[Run]:
         folder.plant(getattr(cfg, "seed", 0))
         sink = stack.enter_context(open_sinks(getattr(cfg, "sinks", ()), out, attrs.asdict(cfg), name=out.name))
         stack.callback(_report, out)
+        stack.enter_context(timeline.recording(out))
+        stack.enter_context(profiling.asked(out))
         yield Run(out, int(getattr(cfg, "steps", 0)), getattr(cfg, "checkpoints", Checkpoints()), sink, stack)
     print(f"done in {duration(time.monotonic() - started)}; metrics are in {out}", flush=True)  # noqa: T201
 
