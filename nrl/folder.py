@@ -5,11 +5,14 @@ change some of it, and the former one is kept.
 """
 
 import random
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import attrs
 import filelock
 import numpy as np
 import torch
@@ -17,13 +20,15 @@ import yaml
 
 from nrl.errors import ConfigError
 
-__all__ = ["choose", "claim", "plant", "settle"]
+__all__ = ["Folders", "choose", "claim", "dead_end", "plant", "reusing", "settle"]
 
 _MAY_CHANGE = frozenset({"out", "steps", "checkpoints", "sinks", "cluster", "optimizer"})
 
 
 def choose(cfg: Any) -> Path:
     """The folder that a configuration asks for, or a new one; nothing in it is changed.
+
+    Within `reusing`, what was new in an earlier attempt is not made anew.
 
     Raises:
         ConfigError: it is a file, or holds a run that nothing can go on from; or ``steps`` is negative.
@@ -35,10 +40,12 @@ def choose(cfg: Any) -> Path:
     >>> choose(Config()).name
     'mine'
     """
-    out = Path(cfg.out) if getattr(cfg, "out", None) else _new_folder()
+    attempt = _attempt.get() or _Attempt(Folders())
+    out = Path(cfg.out) if getattr(cfg, "out", None) else attempt.next_new()
+    attempt.folders.used[out] = None
     if out.exists() and not out.is_dir():
         raise ConfigError(f"run: out={out} is a file; give a folder, or leave it out to make a new one")
-    if any(path.stat().st_size for path in out.glob("*.jsonl")) and not (out / "checkpoints").exists():
+    if dead_end(out):
         raise ConfigError(
             f"run: out={out} holds a run already, which has no checkpoints to go on from; give another folder, or "
             "remove that one"
@@ -46,6 +53,45 @@ def choose(cfg: Any) -> Path:
     if getattr(cfg, "steps", 0) < 0:
         raise ConfigError(f"run: steps={cfg.steps}; give 0 or more")
     return out
+
+
+def dead_end(out: Path) -> bool:
+    """Whether steps were logged here by a program that makes no checkpoints, so that nothing can go on from them.
+
+    >>> dead_end(Path("there/is/none"))
+    False
+    """
+    return any(path.stat().st_size for path in out.glob("*.jsonl")) and not (out / "checkpoints").exists()
+
+
+@attrs.define(eq=False)
+class Folders:
+    """The folders of the runs of one program, over all attempts at it.
+
+    >>> list(Folders().used)
+    []
+    """
+
+    new: list[Path] = attrs.field(factory=list)  # those that no configuration named, in the order of their runs
+    used: dict[Path, None] = attrs.field(factory=dict)  # all, in that order
+
+
+@contextmanager
+def reusing(folders: Folders) -> Iterator[None]:
+    """Attempt a program: its runs that name no folder go on in those which they had before, the first in the first.
+
+    Args:
+        folders: of the earlier attempts; what this one makes is added.
+
+    >>> with reusing(Folders(new=[Path("runs/a")])):
+    ...     choose(None).name
+    'a'
+    """
+    token = _attempt.set(_Attempt(folders))
+    try:
+        yield
+    finally:
+        _attempt.reset(token)
 
 
 def claim(out: Path, stack: ExitStack) -> None:
@@ -113,6 +159,22 @@ def plant(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+@attrs.define(eq=False)
+class _Attempt:
+    folders: Folders
+    entered: int = 0  # runs without a folder of their own
+
+    def next_new(self) -> Path:
+        new = self.folders.new
+        if self.entered == len(new):
+            new.append(_new_folder())
+        self.entered += 1
+        return new[self.entered - 1]
+
+
+_attempt: ContextVar[_Attempt | None] = ContextVar("_attempt", default=None)
 
 
 def _new_folder() -> Path:
