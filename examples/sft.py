@@ -62,4 +62,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(config.load(Config))
+    nrl.retrying(main)(config.load(Config))

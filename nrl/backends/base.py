@@ -17,6 +17,7 @@ from nrl.algos import Loss
 from nrl.batch import Batch
 from nrl.errors import ConsumedState
 from nrl.reduce import Metrics
+from nrl.runtime import timeline
 from nrl.runtime.futures import Future
 from nrl.runtime.handles import Handle
 
@@ -320,6 +321,7 @@ class Trainer(NamedTuple):
     export: Callable[[Params, str | Path], None]
 
 
+@timeline.span("publish")
 def publish(params: Params, sampler: Sampler) -> int:
     """Move weights into a sampler, which from then on stamps their version on what it samples.
 
