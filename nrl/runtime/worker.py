@@ -14,6 +14,7 @@ import torch
 from nrl.runtime import profiling
 from nrl.runtime.placement import Out
 from nrl.runtime.process import Process, entered, perform
+from nrl.runtime.raising import carried
 from nrl.runtime.shipping import Shared, opened, shipped
 
 __all__ = ["Argument", "NeverMade", "Order", "Receipt", "Worker"]
@@ -136,6 +137,10 @@ class Worker:
 
     def call(self, order: Order, *beside: Any) -> Any:
         """Do what is ordered: a receipt, and the results that are wanted."""
+        with carried(order.who):
+            return self._done(order, beside)
+
+    def _done(self, order: Order, beside: Sequence[Any]) -> Any:
         for key in order.dropped:
             self._values.pop(key, None)
         shared: list[Shared] = []
