@@ -117,7 +117,7 @@ class RayCluster(Cluster):
         for group in self._groups:
             if not group.wait(timeout_seconds=self.deadline):
                 raise PlacementError(
-                    f"mesh: a node of its slots is gone, and no other one had room for them within {self.deadline:g} s; "
+                    f"mesh: a node of its slots is gone, and no other had room for them within {self.deadline:g} s; "
                     f"leave the cluster, and reserve fewer slots. {_stock(['CPU', 'GPU'])}"
                 )
         found = {group.id: placement_group_table(group)["bundles_to_node_id"] for group in self._groups}
@@ -211,7 +211,7 @@ def _interpreters(
         found = {
             node: str(python) for node, python in build(provision.provide, dict.fromkeys(nodes, (recipe,))).items()
         }
-    new = {(node, python) for node, python in found.items()} - sound
+    new = set(found.items()) - sound
     version = tuple(sys.version_info[:2])
     look = functools.partial(_on_nodes, mesh, f"executable '{executable.name}' cannot be looked at", deadline)
     faults = look(on_node.fault, {node: (python, version, ray.__version__) for node, python in new})
