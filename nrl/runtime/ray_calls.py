@@ -12,7 +12,7 @@ from nrl.errors import DeadlineExceeded, LostActor, PlacementError
 from nrl.runtime import timeline
 from nrl.runtime.local import DIFFER
 from nrl.runtime.shipping import opened
-from nrl.runtime.worker import Receipt
+from nrl.runtime.worker import CallFailed, Receipt
 
 __all__ = ["Actors", "Call", "Part", "Pending", "Ref", "Reply"]
 
@@ -145,8 +145,11 @@ def _original(error: BaseException, where: str) -> BaseException:
     if not isinstance(error, RayTaskError):
         return error
     cause: BaseException | None = error.cause
-    found = RuntimeError(str(error)) if cause is None else cause
-    found.add_note(f"{where}:\n{_ANSI.sub('', str(error))}")
+    text = _ANSI.sub("", str(error))
+    found = RuntimeError(text) if cause is None else cause
+    if isinstance(found, CallFailed):
+        text, found = found.text, found.original()
+    found.add_note(f"{where}:\n{text}")
     return found
 
 
