@@ -34,12 +34,10 @@ class Processes:
             self.ends.append(mine)
             self.processes.append(process)
 
-    def __call__(
-        self, function: Callable[..., Any], *args: Any, each: list[tuple[Any, ...]] | None = None
-    ) -> list[Any]:
-        """What each process returned; ``each`` has further arguments of each. An error of any of them is raised."""
-        for end, more in zip(self.ends, each or [()] * len(self.ends), strict=True):
-            end.send((function, (*args, *more)))
+    def __call__(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """What each process returned; an error of any of them is raised."""
+        for end in self.ends:
+            end.send((function, args, options))
         answers = []
         for rank, end in enumerate(self.ends):
             assert end.poll(120), f"rank {rank} does not answer"
