@@ -42,8 +42,8 @@ class Processes:
         for rank, end in enumerate(self.ends):
             assert end.poll(120), f"rank {rank} does not answer"
             answers.append(end.recv())
-        for rank, (_, failed) in enumerate(answers):
-            assert failed is None, f"rank {rank}: {failed}"
+        failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
+        assert not failed, "\n".join(failed)
         return [value for value, _ in answers]
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class Processes:
 def _serve(rank: int, n: int, file: str, end: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=rank, world_size=n, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=n, timeout=timedelta(seconds=20)
     )
     mesh = init_device_mesh("cpu", (n, 1, 1, 1), mesh_dim_names=AXES)
     while True:

@@ -104,7 +104,8 @@ def plan(batch: Batch, wanted: Tensor, packed: bool, *, words: int, always: bool
     ends = (wanted * torch.arange(ids.shape[-1])).amax(-1)
     source = torch.nonzero(wanted.flatten())[:, 0]
     inputs, blocks, places = (_packed if packed else _padded)(batch, ends, source - 1, always)
-    tokens = inputs["input_ids"]
+    targets = ids.flatten()[source]
+    tokens = torch.cat([inputs["input_ids"].flatten(), targets])
     unknown = tokens[(tokens < 0) | (tokens >= words)]
     if len(unknown):
         raise BatchError(
@@ -115,7 +116,7 @@ def plan(batch: Batch, wanted: Tensor, packed: bool, *, words: int, always: bool
     if "temperature" in batch.keys():
         each = batch["temperature"].flatten()[source // ids.shape[-1]]
         temperature = torch.where(each == 0, 1.0, each)
-    return Plan(inputs, blocks, places, ids.flatten()[source], temperature, source, ids.shape)
+    return Plan(inputs, blocks, places, targets, temperature, source, ids.shape)
 
 
 def compute(module: Any, work: Plan, needs: frozenset[str]) -> Outputs:

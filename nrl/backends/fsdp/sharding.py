@@ -88,15 +88,13 @@ def run[T](module: Any, compute: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def settled(module: nn.Module) -> Iterator[None]:
-    """Leave a model sharded, also where it is only used forward or an error breaks it off."""
+    """Leave a model sharded, also where it has only been used forward or an error breaks it off."""
     try:
         yield
-    except BaseException:
+    finally:
         if isinstance(module, FSDPModule):
-            module.reset_iter_state()
-        raise
-    if isinstance(module, FSDPModule):
-        module.reshard()
+            with contextlib.suppress(AttributeError):  # before the first forward there is nothing to reset
+                module.reset_iter_state()
 
 
 def whole(tensor: Tensor) -> Tensor:
