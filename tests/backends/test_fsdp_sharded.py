@@ -148,9 +148,7 @@ def where(mesh: DeviceMesh | None) -> tuple[int, int]:
 def engine(mesh: DeviceMesh | None, model: Model | None = None, packed: bool = True, **options: Any) -> TorchEngine:
     settings = {"checkpointing": False, "compile": False} | options
     optimizer = adamw(lr=1e-2, eps=1e-3, weight_decay=0.01)
-    return TorchEngine(
-        model or Model(QWEN3), optimizer, packed, device=torch.device("cpu"), mesh=mesh, **settings
-    )  # type: ignore[arg-type]
+    return TorchEngine(model or Model(QWEN3), optimizer, packed, device=torch.device("cpu"), mesh=mesh, **settings)  # type: ignore[arg-type]
 
 
 def pairs(batch: Batch) -> Batch:
@@ -595,9 +593,7 @@ def restore(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Tensor], d
     return restored, dict(made.tensors(params)), another(mesh, made, state)
 
 
-def test_checkpoints_of_any_number_of_processes_in_any_number(
-    two: Processes, three: Processes, tmp_path: Path
-) -> None:
+def test_checkpoints_of_any_number_of_processes_in_any_number(two: Processes, three: Processes, tmp_path: Path) -> None:
     def alone(function: Callable[..., Any], *args: Any) -> list[Any]:
         return [function(None, *args)]
 
