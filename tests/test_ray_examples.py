@@ -2,7 +2,6 @@
 
 import importlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 

@@ -9,12 +9,12 @@ from nrl.runtime.placement import Cluster
 
 __all__ = ["cluster"]
 
-DEADLINE = 3600.0
+_DEADLINE = 3600.0
 """Seconds that a single wait may take, where nothing else is said."""
 
 
 @contextmanager
-def cluster(address: str = "local", *, deadline: float = DEADLINE) -> Iterator[Cluster]:
+def cluster(address: str = "local", *, deadline: float = _DEADLINE) -> Iterator[Cluster]:
     """Enter a cluster: ``with nrl.cluster("local") as cluster``.
 
     On leaving, whatever lives on its meshes is gone, and handles to it say so. No process, actor or placement group is

@@ -90,7 +90,8 @@ class RayCluster(Cluster):
             }
             actor: Any = ray.remote(Worker).options(**options)
             actors.append(actor.remote(mesh.name, rank, mesh.size, shares[rank]))
-        processes = RayProcesses(mesh, actors, [(node, _address(node)) for _, _, node in bundles], self.deadline)
+        nodes = [(node, _address(node)) for _, _, node in bundles]
+        processes = RayProcesses(mesh, actors, nodes, self.deadline, self._meshes if self._gpus else ())
         self._meshes.append(processes)
         return processes
 

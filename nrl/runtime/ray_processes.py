@@ -22,6 +22,7 @@ __all__ = ["RayProcesses"]
 
 _INLINE = 64 * 1024  # bytes up to which a value travels with the call itself
 _KEYS = itertools.count(1)
+_ORDER = threading.RLock()  # all processes get their calls in the same order, also of meshes that share them
 
 
 @attrs.frozen(eq=False)
@@ -47,14 +48,23 @@ class RayProcesses:
         actors: one for each rank.
         nodes: where each of them is: Ray's number of the node, and its address.
         deadline: seconds that a call may take.
+        others: meshes that may share devices with this one. Where they do, a call on this one makes them rest: what
+            they hold leaves the device.
     """
 
-    def __init__(self, mesh: Mesh, actors: Sequence[Any], nodes: Sequence[tuple[str, str]], deadline: float) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        actors: Sequence[Any],
+        nodes: Sequence[tuple[str, str]],
+        deadline: float,
+        others: Sequence["RayProcesses"] = (),
+    ) -> None:
         self.mesh, self.actors, self.nodes, self.deadline = mesh, list(actors), list(nodes), deadline
         self.name = mesh.name
         self.dropped: list[deque[int]] = [deque() for _ in actors]
         self._ended: BaseException | None = None
-        self._lock = threading.RLock()
+        self._others, self._awake = others, False
         self._open: deque[Call] = deque()
         self._put: dict[Any, Ref] = {}
         ranks = range(mesh.size)
@@ -82,9 +92,10 @@ class RayProcesses:
         loads = [luggage.load(rank, given) for rank, given in enumerate(args)]
         trace = profiling.wanted(self.name, who)
         refs: list[list[Ref]] = []
-        with self._lock:  # all processes get their calls in the same order
+        with _ORDER:
             if self._ended is not None:
                 raise self._ended
+            resting = self._take_turns()
             for rank, (arguments, beside) in enumerate(loads):
                 order = Order(
                     who=who,
@@ -98,7 +109,7 @@ class RayProcesses:
                     trace=None if trace is None else trace.format(rank=rank),
                 )
                 method = self.actors[rank].call.options(num_returns=1 + sum(wanted[rank]))
-                given = method.remote(order, *beside)
+                given = method.remote(order, *beside, *resting)
                 refs.append(given if isinstance(given, list) else [given])
             call = Call(self, who, [given[0] for given in refs], luggage.before)
             self._remember(call)
@@ -111,6 +122,17 @@ class RayProcesses:
                 sent = [next(refs) for refs, sends in zip(returned, wanted, strict=True) if sends[place]]
                 found.append(Reply(call, sent))
         return found
+
+    def _take_turns(self) -> list[Ref]:
+        """Make meshes on the same devices rest; what has to be waited for before the devices are free."""
+        resting: list[Ref] = []
+        for other in self._others:
+            shared = set(other.mesh.slots.indices) & set(self.mesh.slots.indices)
+            if other is not self and shared and other._awake and other._ended is None:
+                resting += [actor.rest.remote() for actor in other.actors]
+                other._awake = False
+        self._awake = True
+        return resting
 
     def _sends(self, rank: int, kind: Out) -> bool:
         """Whether a rank sends a result: where several hold the same, one of them does."""
@@ -143,9 +165,9 @@ class RayProcesses:
             files = ray.get(self._logs[rank], timeout=1)
             here = ray.get_runtime_context().get_node_id() == self.nodes[rank][0]
             if here:
-                return tail(files, most)
+                return _tail(files, most)
             there = NodeAffinitySchedulingStrategy(self.nodes[rank][0], soft=False)
-            reading: Any = ray.remote(tail).options(num_cpus=0, scheduling_strategy=there)
+            reading: Any = ray.remote(_tail).options(num_cpus=0, scheduling_strategy=there)
             return str(ray.get(reading.remote(files, most), timeout=10))
         except ray.exceptions.RayError:  # it, or its node, is gone
             return ""
@@ -154,7 +176,7 @@ class RayProcesses:
         """Kill every process; from now on calls raise ``why``."""
         import ray
 
-        with self._lock:
+        with _ORDER:
             self._ended = self._ended or why
             for actor in self.actors:
                 ray.kill(actor, no_restart=True)
@@ -243,7 +265,7 @@ def _taken(keys: deque[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def tail(files: Sequence[str], most: int) -> str:
+def _tail(files: Sequence[str], most: int) -> str:
     """The last lines of some files, without the marks that Ray makes in them; sent by value, so it stands alone."""
     lines: list[str] = []
     for path in files:

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 
 from nrl.errors import MutatedBatch, ShippingError
 
-__all__ = ["Shared", "opened", "shipped", "size"]
+__all__ = ["Shared", "Shipped", "opened", "shipped", "size"]
 
 type Shipped = list[Any]
+"""A pickle, and the buffers beside it."""
 
 _BESIDE = 4096  # bytes from which on a tensor travels beside the pickle
 

@@ -303,3 +303,39 @@ def test_what_a_function_captures_is_as_it_is_at_the_call(alone: Mesh) -> None:
     assert scale(torch.ones(1)).result().tolist() == [2.0]
     captured["scale"] = 3
     assert scale(torch.ones(1)).result().tolist() == [3.0]
+
+
+class Sleeper:
+    """A value that says when it left its device and came back."""
+
+    def __init__(self) -> None:
+        self.story = ["made"]
+
+    def rest(self) -> None:
+        self.story.append("rest")
+
+    def wake(self) -> None:
+        self.story.append("wake")
+
+
+def told_by(sleeper: Sleeper) -> list[str]:
+    return list(sleeper.story)
+
+
+def test_of_two_meshes_on_the_same_devices_the_idle_one_rests(on_ray: Cluster) -> None:
+    """Slots are CPUs here, which nobody has to leave; so these meshes are told that they share devices."""
+    slots = on_ray.reserve(2)
+    meshes = [slots.mesh(executable="system"), slots[1:].mesh(executable="system")]
+    for mesh in meshes:
+        mesh.processes._others = [each.processes for each in meshes]  # type: ignore[attr-defined]
+    both, one = meshes
+    value, other = shard_map(Sleeper, both, (), resident)(), shard_map(Sleeper, one, (), resident)()
+    told = shard_map(told_by, both, resident, P())
+    assert told(value).result() == ["made", "rest", "wake"]  # `one` was called in between
+    assert told(value).result() == ["made", "rest", "wake"]
+    assert shard_map(lambda sleeper: list(sleeper.story), one, resident, P())(other).result() == [
+        "made",
+        "rest",
+        "wake",
+    ]
+    assert told(value).result() == ["made", "rest", "wake", "rest", "wake"]
