@@ -5,6 +5,7 @@ missing, so it can be opened while the run goes on, and after it was killed. Vie
 chrome://tracing. There is one group of rows for each mesh, with a row for each rank, and one for the driver.
 """
 
+import functools
 import json
 import os
 import threading
@@ -196,12 +197,12 @@ class _Recorder:
     """The open end of a file."""
 
     def __init__(self, path: Path, limit: int) -> None:
-        self.path, self._limit = path, limit
+        self.path, self._limit, self._entered = path, limit, time.time()
         self._lock = threading.Lock()  # calls end in any thread
         self._file: int | None = None
         self._size = 0
         self._over = False
-        self._numbers: dict[str, int] = {}  # of meshes, also those of the run before
+        self._numbers = {DRIVER: 1}  # of meshes, also of those in the file
         self._described: set[str] = set()
         self._rows: dict[tuple[str, int], list[_Row]] = {}
 
@@ -216,9 +217,9 @@ class _Recorder:
                 last = max(round(end * 1e6), first)
                 place = self._place(mesh, rank, first, last)
                 category = {"cat": loop} if loop else {}
-                self._write({"ph": "X", "name": redact(name)} | category | place | {"ts": first, "dur": last - first})
+                self._write({"ph": "X", "name": _clean(name)} | category | place | {"ts": first, "dur": last - first})
                 if self._size >= self._limit:
-                    self._mark(f"the timeline ends here: {self._limit:,} bytes")
+                    self._mark(f"the timeline ends here: {self._limit:,} bytes", end)
                     self._over = True
                     print(f"run: {self.path} has {self._size:,} bytes, so no more is written", flush=True)  # noqa: T201
             except OSError as error:
@@ -248,13 +249,11 @@ class _Recorder:
             for event in _events(self.path):
                 if event["name"] == "process_name":
                     self._numbers[event["args"]["name"]] = event["pid"]
-            self._mark("resumed")
+            self._mark("resumed", self._entered)
 
-    def _mark(self, name: str) -> None:
-        """A line across all rows."""
-        now = round(time.time() * 1e6)
-        place = {"pid": self._mesh(DRIVER), "tid": _ROWS}
-        self._write({"ph": "i", "name": name, "s": "g"} | place | {"ts": now})
+    def _mark(self, name: str, when: float) -> None:
+        at = round(when * 1e6)
+        self._write({"ph": "i", "name": name, "s": "t"} | self._place(DRIVER, 0, at, at) | {"ts": at})
 
     def _place(self, mesh: str, rank: int, start: int, end: int) -> dict[str, int]:
         number = self._mesh(mesh)
@@ -289,6 +288,12 @@ class _Recorder:
         self._size = size
 
 
+@functools.lru_cache(maxsize=4096)
+def _clean(name: str) -> str:
+    """Names of calls come again and again, and looking for secrets takes 100 microseconds."""
+    return redact(name)
+
+
 class _Row:
     """Events that lie within each other or apart, as viewers need them: they drop those that overlap otherwise."""
 
@@ -307,7 +312,8 @@ class _Row:
     def add(self, start: int, end: int) -> None:
         while self._outer and start <= self._outer[-1][0] and self._outer[-1][1] <= end:
             self._outer.pop()
-        self._outer.append((start, end))
+        if not self._outer or not (self._outer[-1][0] <= start and end <= self._outer[-1][1]):
+            self._outer.append((start, end))
 
 
 def _whole(file: int) -> int:
