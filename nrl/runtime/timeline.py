@@ -36,7 +36,7 @@ _open: list["_Recorder"] = []  # of the runs that are entered; the last one reco
 _step: int | None = None
 
 
-def record(mesh: str, rank: int, name: str, start: float, end: float) -> None:
+def record(mesh: str, rank: int, name: str, start: float, end: float, loop: str | None = None) -> None:
     """Note that a call has ended; from any thread, and free where nobody records.
 
     Args:
@@ -45,6 +45,7 @@ def record(mesh: str, rank: int, name: str, start: float, end: float) -> None:
         name: of the call, as a user would name it.
         start: when it began to run, in seconds since the epoch.
         end: when it ended.
+        loop: whose step this is, if it is one; those are the driver's.
 
     >>> import tempfile
     >>> record("trainer", 0, "train_step", 10.0, 11.5)
@@ -54,7 +55,7 @@ def record(mesh: str, rank: int, name: str, start: float, end: float) -> None:
     1500000
     """
     if _open:
-        _open[-1].add(mesh, rank, name, start, end)
+        _open[-1].add(mesh, rank, name, start, end, loop)
 
 
 @contextmanager
@@ -144,7 +145,7 @@ def busy(path: Path) -> dict[str, dict[str, float]]:
     >>> with recording(Path(tempfile.mkdtemp())) as path:
     ...     record("trainer", 0, "train_step", 10.0, 13.0)
     ...     record("trainer", 1, "train_step", 10.0, 12.0)
-    ...     _open[-1].add(DRIVER, 0, "train 0", 10.0, 20.0, loop="train")
+    ...     record(DRIVER, 0, "train 0", 10.0, 20.0, loop="train")
     >>> busy(path)
     {'train': {'trainer': 0.25}}
     """
@@ -154,7 +155,7 @@ def busy(path: Path) -> dict[str, dict[str, float]]:
     for event in _events(path):
         if event["ph"] == "M" and event["name"] == "process_name":
             meshes[event["pid"]] = event["args"]["name"]
-        elif event["ph"] == "X":
+        elif event["ph"] == "X" and event.keys() >= {"ts", "dur"}:
             when = event["ts"], event["ts"] + event["dur"]
             if "cat" in event:
                 steps.setdefault(event["cat"], []).append(when)
@@ -189,7 +190,7 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
                 event = json.loads(line.rstrip(b",\n"))
             except ValueError:
                 continue  # a bracket, or a part of an event
-            if isinstance(event, dict):
+            if isinstance(event, dict) and event.keys() >= {"ph", "name", "pid", "tid"}:
                 yield event
 
 
@@ -206,7 +207,7 @@ class _Recorder:
         self._described: set[str] = set()
         self._rows: dict[tuple[str, int], list[_Row]] = {}
 
-    def add(self, mesh: str, rank: int, name: str, start: float, end: float, loop: str | None = None) -> None:
+    def add(self, mesh: str, rank: int, name: str, start: float, end: float, loop: str | None) -> None:
         with self._lock:
             if self._over:
                 return
