@@ -174,13 +174,13 @@ class Run:
                 f"run.steps: out={self.out} holds steps of the loop '{name}', which this run did not restore; call "
                 f"run.restore('{name}', ...) before the loop, or give another folder"
             )
-        main = name == "train" and not self._loops
+        main, shown = file == "metrics", "train" if file == "metrics" else file
         self._loops.append(loop)
         try:
             for step in range(self._next.pop(name, 0), loop.steps):
                 if main:
                     timeline.step(step)
-                with timeline.span(f"{name} {step}", loop=name):
+                with timeline.span(f"{shown} {step}", loop=shown):
                     loop.numbers, loop.saved, loop.asked = {}, False, time.perf_counter()
                     with timeline.span("take"):
                         batch = stream.take(1)[0]

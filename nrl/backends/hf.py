@@ -15,6 +15,7 @@ from nrl.backends.models import Loading, build, context_length, end_tokens, load
 from nrl.errors import GenerationError
 from nrl.runtime.futures import Future, on_its_way
 from nrl.runtime.placement import Mesh, Out, Reply, Slots, as_mesh
+from nrl.runtime.process import rest, wake
 
 __all__ = ["HFSampler", "sampler"]
 
@@ -63,6 +64,14 @@ class _Decoder:
         self.loading: Loading | None = None
         self.broken = ""  # why the weights cannot be used
         prepare(module)
+
+    def rest(self) -> None:
+        """Leave the device; see `nrl.runtime.process.Rests`."""
+        rest(self.module)
+
+    def wake(self) -> None:
+        """Go back to it."""
+        wake(self.module)
 
 
 def _about(decoder: _Decoder) -> tuple[int, int]:

@@ -31,7 +31,7 @@ __all__ = [
 type _Engine = Engine[Any, Any]
 type _Split = Callable[[Batch], Sequence[Batch]]
 
-BUCKET = 256 * 2**20
+_BUCKET = 256 * 2**20
 """Bytes of weights that travel at once, unless one tensor alone is larger."""
 
 
@@ -71,7 +71,7 @@ def next_bucket(reading: Iterator[tuple[str, Tensor]]) -> tuple[dict[str, Tensor
     for name, tensor in reading:
         bucket[name] = tensor
         size += tensor.numel() * tensor.element_size()
-        if size >= BUCKET:
+        if size >= _BUCKET:
             return bucket, True
     return bucket, False
 

@@ -3,14 +3,17 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import attrs
+import torch
+from torch import nn
 
 from nrl.errors import PlacementError
 from nrl.runtime.placement import Out
 
-__all__ = ["Process", "entered", "perform", "process"]
+__all__ = ["Process", "Rests", "entered", "perform", "process", "rest", "wake"]
 
 
 @attrs.frozen
@@ -72,3 +75,49 @@ def perform(who: str, fn: Callable[..., Any], args: Sequence[Any], outs: Out | t
     if not isinstance(result, tuple) or len(result) != len(outs):
         raise PlacementError(f"{who}: {len(outs)} out_specs, so it must return a tuple of {len(outs)} values")
     return list(result)
+
+
+@runtime_checkable
+class Rests(Protocol):
+    """A value on a mesh that can leave its device while other work is done there."""
+
+    def rest(self) -> None:
+        """Move to the memory of the host."""
+        ...
+
+    def wake(self) -> None:
+        """Move back."""
+        ...
+
+
+def rest(value: Any) -> None:
+    """Let a value leave its device, if it knows how, or is a module.
+
+    >>> module = torch.nn.Linear(2, 2)
+    >>> rest(module), wake(module), module.weight.device.type
+    (None, None, 'cpu')
+    """
+    if isinstance(value, Rests):
+        value.rest()
+    elif isinstance(value, nn.Module) and (device := _device(value)).type != "cpu":
+        _AWAY[value] = device
+        value.to("cpu")
+
+
+def wake(value: Any) -> None:
+    """Let a value go back to where it was before `rest`.
+
+    >>> wake(3)
+    """
+    if isinstance(value, Rests):
+        value.wake()
+    elif isinstance(value, nn.Module) and value in _AWAY:
+        value.to(_AWAY.pop(value))
+
+
+_AWAY: WeakKeyDictionary[nn.Module, torch.device] = WeakKeyDictionary()
+
+
+def _device(module: nn.Module) -> torch.device:
+    found = next(module.parameters(), None)
+    return torch.device("cpu") if found is None else found.device

@@ -94,13 +94,13 @@ def asked(folder: Path, environ: Mapping[str, str] = os.environ) -> Iterator[Non
 
 def _told(entered: _Asked) -> Iterator[str]:
     if entered.traced:
-        calls = ", ".join(f"{count} calls of '{mesh}'" for mesh, count in entered.traced.items())
-        yield f"{calls} are in {entered.folder / 'profile'}; open them with https://ui.perfetto.dev"
+        calls = ", ".join(f"{mesh} {count}" for mesh, count in sorted(entered.traced.items()))
+        yield f"traces are in {entered.folder / 'profile'}, of so many calls: {calls}; see https://ui.perfetto.dev"
     for mesh in entered.steps:
         if mesh not in entered.seen:
             yield f"no mesh is named '{mesh}'; there were {', '.join(sorted(entered.seen)) or 'none'}"
         elif mesh not in entered.traced:
-            yield f"mesh '{mesh}' had no call in the steps of the main loop that were asked for, so nothing was written"
+            yield f"mesh '{mesh}' had no call in these steps of the main loop"
 
 
 def wanted(mesh: str, name: str) -> str | None:
@@ -118,7 +118,7 @@ def wanted(mesh: str, name: str) -> str | None:
     ...     timeline.step(0)
     ...     Path(wanted("trainer", "train_step(grpo_loss)")).name, wanted("sampler", "generate")
     ('step0-trainer-rank{rank}-0-train_step(grpo_loss).json', None)
-    NRL_PROFILE: 1 calls of 'trainer' are in ...
+    NRL_PROFILE: traces are in ...
     >>> timeline.step(None)
     """
     if not _open or not _open[-1].steps:

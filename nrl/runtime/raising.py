@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any
 
 from nrl.errors import ShippingError
@@ -44,22 +44,19 @@ class Raised(Exception):
     def original(self) -> BaseException:
         """The exception itself, or a stand-in that says what it was."""
         try:
-            assert self.parts is not None
-            made, args, attributes = opened(self.parts, copy=True)[0]
-            error = _made(made, args)
-            error.__dict__.update(attributes)
+            found = None if self.parts is None else opened(self.parts, copy=True)[0]
+            error = _made(*found) if isinstance(found, tuple) else found
         except Exception:  # a class may do whatever it wants when an instance is made
-            return RuntimeError(self.summary)
-        return error
+            error = None
+        return error if isinstance(error, BaseException) else RuntimeError(self.summary)
 
 
-def _made(made: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    try:
-        return made(*args)
-    except Exception:  # its constructor wants other arguments than it gave to Exception
-        error = made.__new__(made)
-        error.args = args
-        return error
+def _made(made: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    """As it was, without another call of a constructor that may want other arguments than it gave to Exception."""
+    error = made.__new__(made, *args) if isinstance(made.__init__, FunctionType) else made(*args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
 
 
 @contextmanager
@@ -74,9 +71,11 @@ def carried(who: str) -> Iterator[None]:
 
 
 def _parts(error: BaseException, who: str) -> list[bytes] | None:
-    for attributes in (vars(error), {}):  # what hangs on it may be a lock, or a file
+    knows_how = type(error).__reduce__ is not BaseException.__reduce__
+    with_all = (type(error), error.args, vars(error))
+    for value in (error if knows_how else with_all, (*with_all[:2], {})):  # what hangs on it may be a lock, or a file
         try:
-            return [bytes(part) for part in shipped((type(error), error.args, attributes), who)]
+            return [bytes(part) for part in shipped(value, who)]
         except ShippingError:
             continue
     return None

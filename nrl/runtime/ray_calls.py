@@ -231,8 +231,9 @@ def _original(error: BaseException, where: str) -> BaseException:
     if not isinstance(error, RayTaskError):
         return error
     cause: BaseException | None = error.cause
-    found = cause.original() if isinstance(cause, Raised) else RuntimeError(str(error)) if cause is None else cause
-    text = cause.trace if isinstance(cause, Raised) else _ANSI.sub("", str(error))
+    raised = cause if isinstance(cause, Raised) else None
+    text = _ANSI.sub("", str(error)) if raised is None else raised.trace
+    found = raised.original() if raised is not None else cause or RuntimeError(text)
     found.add_note(f"{where}:\n{text.rstrip()}")
     return found
 

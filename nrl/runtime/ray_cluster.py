@@ -106,7 +106,8 @@ class RayCluster(Cluster):
             }
             actor: Any = ray.remote(Worker).options(**options)
             actors.append(actor.remote(mesh.name, rank, mesh.size, shares[rank]))
-        processes = RayProcesses(mesh, actors, [(node, _address(node)) for node in nodes], self.deadline)
+        places = [(node, _address(node)) for node in nodes]
+        processes = RayProcesses(mesh, actors, places, self.deadline, self._meshes if self._gpus else ())
         self._meshes.append(processes)
         return processes
 
@@ -154,7 +155,6 @@ def _enter(address: str) -> bool:
             "over a proxy, and which cannot pass tensors in shared memory. Run the program on a node of the cluster "
             "(`ray job submit -- python ...`) with the address 'auto'"
         )
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # each mesh says which interpreter it runs in
     ray_logs.hushed()
     try:
         if target:

@@ -77,6 +77,5 @@ def echo() -> None:
 def hushed() -> None:
     """Keep Ray from saying what nobody can do anything about; before it is entered."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # a cluster of one's own has a token
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # whoever waits for a call is told
     if not sys.stdout.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")

@@ -23,6 +23,7 @@ __all__ = ["RayProcesses"]
 
 _INLINE = 64 * 1024  # bytes up to which a value travels with the call itself
 _KEYS = itertools.count(1)
+_ORDER = threading.RLock()  # all processes get their calls in the same order, also of meshes that share them
 
 
 @attrs.frozen(eq=False)
@@ -48,14 +49,23 @@ class RayProcesses:
         actors: one for each rank.
         nodes: where each of them is: Ray's number of the node, and its address.
         deadline: seconds that a call may take.
+        others: meshes that may share devices with this one. Where they do, a call on this one makes them rest: what
+            they hold leaves the device.
     """
 
-    def __init__(self, mesh: Mesh, actors: Sequence[Any], nodes: Sequence[tuple[str, str]], deadline: float) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        actors: Sequence[Any],
+        nodes: Sequence[tuple[str, str]],
+        deadline: float,
+        others: Sequence["RayProcesses"] = (),
+    ) -> None:
         self.mesh, self.actors, self.nodes, self.deadline = mesh, list(actors), list(nodes), deadline
         self.name = mesh.name
         self.dropped: list[deque[int]] = [deque() for _ in actors]
         self._ended: BaseException | None = None
-        self._lock = threading.RLock()
+        self._others, self._awake = others, False
         self._open: deque[Call] = deque()
         self._put: dict[Any, Ref] = {}
         ranks = range(mesh.size)
@@ -83,9 +93,10 @@ class RayProcesses:
         loads = [luggage.load(rank, given) for rank, given in enumerate(args)]
         trace = profiling.wanted(self.name, who)
         refs: list[list[Ref]] = []
-        with self._lock:  # all processes get their calls in the same order
+        with _ORDER:
             if self._ended is not None:
                 raise self._ended
+            resting = self._take_turns()
             for rank, (arguments, beside) in enumerate(loads):
                 order = Order(
                     who=who,
@@ -99,7 +110,7 @@ class RayProcesses:
                     trace=None if trace is None else trace.format(rank=rank),
                 )
                 method = self.actors[rank].call.options(num_returns=1 + sum(wanted[rank]))
-                given = method.remote(order, *beside)
+                given = method.remote(order, *beside, *resting)
                 refs.append(given if isinstance(given, list) else [given])
             call = Call(self, who, [given[0] for given in refs], luggage.before)
             self._remember(call)
@@ -112,6 +123,17 @@ class RayProcesses:
                 sent = [next(refs) for refs, sends in zip(returned, wanted, strict=True) if sends[place]]
                 found.append(Reply(call, sent))
         return found
+
+    def _take_turns(self) -> list[Ref]:
+        """Make meshes on the same devices rest; what has to be waited for before the devices are free."""
+        resting: list[Ref] = []
+        for other in self._others:
+            shared = set(other.mesh.slots.indices) & set(self.mesh.slots.indices)
+            if other is not self and shared and other._awake and other._ended is None:
+                resting += [actor.rest.remote() for actor in other.actors]
+                other._awake = False
+        self._awake = True
+        return resting
 
     def _sends(self, rank: int, kind: Out) -> bool:
         """Whether a rank sends a result: where several hold the same, one of them does."""
@@ -155,7 +177,7 @@ class RayProcesses:
         """Kill every process; from now on calls raise ``why``."""
         import ray
 
-        with self._lock:
+        with _ORDER:
             self._ended = self._ended or why
             for actor in self.actors:
                 ray.kill(actor, no_restart=True)

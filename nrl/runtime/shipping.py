@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import cloudpickle
 import numpy as np
 import torch
 from tensordict import TensorDict
@@ -24,9 +25,10 @@ from torch import Tensor, nn
 
 from nrl.errors import MutatedBatch, ShippingError
 
-__all__ = ["Shared", "opened", "shipped", "size"]
+__all__ = ["Shared", "Shipped", "opened", "shipped", "size"]
 
 type Shipped = list[Any]
+"""A pickle, and the buffers beside it."""
 
 _BESIDE = 4096  # bytes from which on a tensor travels beside the pickle
 
@@ -48,7 +50,7 @@ def shipped(value: Any, who: str) -> Shipped:
     file = io.BytesIO()
     buffers: list[Any] = []
     try:
-        _pickler()(file, protocol=5, buffer_callback=buffers.append).dump(value)
+        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
     except Exception as error:  # objects raise all kinds when they are pickled
         raise ShippingError(f"{who}: {_culprit(value, error)}") from error
     arrays = [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers]
@@ -129,33 +131,24 @@ def _tensordict(items: dict[str, Any], batch_size: Sequence[int], locked: bool) 
     return made.lock_() if locked else made
 
 
-def _pickler() -> type[pickle.Pickler]:
-    global _PICKLER
-    if _PICKLER is None:
-        from ray import cloudpickle
+class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    """Functions and classes by value where they have to be, tensors as buffers."""
 
-        class Pickler(cloudpickle.CloudPickler):
-            """Ray's, with tensors as buffers."""
-
-            def reducer_override(self, obj: Any) -> Any:
-                if type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided and not obj.is_quantized:
-                    return _reduced(obj)
-                if type(obj) is TensorDict:
-                    return _tensordict, (dict(obj.items()), tuple(obj.batch_size), obj.is_locked)
-                return super().reducer_override(obj)  # type: ignore[no-untyped-call]
-
-        _PICKLER = Pickler
-    return _PICKLER
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided and not obj.is_quantized:
+            return _reduced(obj)
+        if type(obj) is TensorDict:
+            return _tensordict, (dict(obj.items()), tuple(obj.batch_size), obj.is_locked)
+        return super().reducer_override(obj)
 
 
-_PICKLER: type[pickle.Pickler] | None = None
 _SEEN: set[str] = set()
 
 
 def _send_by_value() -> None:
     """Let the user's own modules travel by value: those that no environment has installed."""
-    from ray import cloudpickle
-
+    if len(sys.modules) == len(_SEEN):
+        return
     for name in sys.modules.keys() - _SEEN:
         _SEEN.add(name)
         module = sys.modules[name]
@@ -197,7 +190,7 @@ def _search(value: Any, path: list[str], error: Exception, seen: set[int]) -> tu
         seen.add(id(value))
         for name, part in _parts(value):
             try:
-                _pickler()(io.BytesIO(), protocol=5, buffer_callback=lambda _: None).dump(part)
+                _Pickler(io.BytesIO(), protocol=5, buffer_callback=lambda _: None).dump(part)
             except Exception as inner:
                 return _search(part, [*path, name], inner, seen)
     return path, value, error

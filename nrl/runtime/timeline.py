@@ -5,6 +5,7 @@ missing, so it can be opened while the run goes on, and after it was killed. Vie
 chrome://tracing. There is one group of rows for each mesh, with a row for each rank, and one for the driver.
 """
 
+import functools
 import json
 import os
 import threading
@@ -35,7 +36,7 @@ _open: list["_Recorder"] = []  # of the runs that are entered; the last one reco
 _step: int | None = None
 
 
-def record(mesh: str, rank: int, name: str, start: float, end: float) -> None:
+def record(mesh: str, rank: int, name: str, start: float, end: float, loop: str | None = None) -> None:
     """Note that a call has ended; from any thread, and free where nobody records.
 
     Args:
@@ -44,6 +45,7 @@ def record(mesh: str, rank: int, name: str, start: float, end: float) -> None:
         name: of the call, as a user would name it.
         start: when it began to run, in seconds since the epoch.
         end: when it ended.
+        loop: whose step this is, if it is one; those are the driver's.
 
     >>> import tempfile
     >>> record("trainer", 0, "train_step", 10.0, 11.5)
@@ -53,7 +55,7 @@ def record(mesh: str, rank: int, name: str, start: float, end: float) -> None:
     1500000
     """
     if _open:
-        _open[-1].add(mesh, rank, name, start, end)
+        _open[-1].add(mesh, rank, name, start, end, loop)
 
 
 @contextmanager
@@ -143,7 +145,7 @@ def busy(path: Path) -> dict[str, dict[str, float]]:
     >>> with recording(Path(tempfile.mkdtemp())) as path:
     ...     record("trainer", 0, "train_step", 10.0, 13.0)
     ...     record("trainer", 1, "train_step", 10.0, 12.0)
-    ...     _open[-1].add(DRIVER, 0, "train 0", 10.0, 20.0, loop="train")
+    ...     record(DRIVER, 0, "train 0", 10.0, 20.0, loop="train")
     >>> busy(path)
     {'train': {'trainer': 0.25}}
     """
@@ -153,7 +155,7 @@ def busy(path: Path) -> dict[str, dict[str, float]]:
     for event in _events(path):
         if event["ph"] == "M" and event["name"] == "process_name":
             meshes[event["pid"]] = event["args"]["name"]
-        elif event["ph"] == "X":
+        elif event["ph"] == "X" and event.keys() >= {"ts", "dur"}:
             when = event["ts"], event["ts"] + event["dur"]
             if "cat" in event:
                 steps.setdefault(event["cat"], []).append(when)
@@ -188,7 +190,7 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
                 event = json.loads(line.rstrip(b",\n"))
             except ValueError:
                 continue  # a bracket, or a part of an event
-            if isinstance(event, dict):
+            if isinstance(event, dict) and event.keys() >= {"ph", "name", "pid", "tid"}:
                 yield event
 
 
@@ -196,16 +198,16 @@ class _Recorder:
     """The open end of a file."""
 
     def __init__(self, path: Path, limit: int) -> None:
-        self.path, self._limit = path, limit
+        self.path, self._limit, self._entered = path, limit, time.time()
         self._lock = threading.Lock()  # calls end in any thread
         self._file: int | None = None
         self._size = 0
         self._over = False
-        self._numbers: dict[str, int] = {}  # of meshes, also those of the run before
+        self._numbers = {DRIVER: 1}  # of meshes, also of those in the file
         self._described: set[str] = set()
         self._rows: dict[tuple[str, int], list[_Row]] = {}
 
-    def add(self, mesh: str, rank: int, name: str, start: float, end: float, loop: str | None = None) -> None:
+    def add(self, mesh: str, rank: int, name: str, start: float, end: float, loop: str | None) -> None:
         with self._lock:
             if self._over:
                 return
@@ -216,9 +218,9 @@ class _Recorder:
                 last = max(round(end * 1e6), first)
                 place = self._place(mesh, rank, first, last)
                 category = {"cat": loop} if loop else {}
-                self._write({"ph": "X", "name": redact(name)} | category | place | {"ts": first, "dur": last - first})
+                self._write({"ph": "X", "name": _clean(name)} | category | place | {"ts": first, "dur": last - first})
                 if self._size >= self._limit:
-                    self._mark(f"the timeline ends here: {self._limit:,} bytes")
+                    self._mark(f"the timeline ends here: {self._limit:,} bytes", end)
                     self._over = True
                     print(f"run: {self.path} has {self._size:,} bytes, so no more is written", flush=True)  # noqa: T201
             except OSError as error:
@@ -248,13 +250,11 @@ class _Recorder:
             for event in _events(self.path):
                 if event["name"] == "process_name":
                     self._numbers[event["args"]["name"]] = event["pid"]
-            self._mark("resumed")
+            self._mark("resumed", self._entered)
 
-    def _mark(self, name: str) -> None:
-        """A line across all rows."""
-        now = round(time.time() * 1e6)
-        place = {"pid": self._mesh(DRIVER), "tid": _ROWS}
-        self._write({"ph": "i", "name": name, "s": "g"} | place | {"ts": now})
+    def _mark(self, name: str, when: float) -> None:
+        at = round(when * 1e6)
+        self._write({"ph": "i", "name": name, "s": "t"} | self._place(DRIVER, 0, at, at) | {"ts": at})
 
     def _place(self, mesh: str, rank: int, start: int, end: int) -> dict[str, int]:
         number = self._mesh(mesh)
@@ -289,6 +289,12 @@ class _Recorder:
         self._size = size
 
 
+@functools.lru_cache(maxsize=4096)
+def _clean(name: str) -> str:
+    """Names of calls come again and again, and looking for secrets takes 100 microseconds."""
+    return redact(name)
+
+
 class _Row:
     """Events that lie within each other or apart, as viewers need them: they drop those that overlap otherwise."""
 
@@ -307,7 +313,8 @@ class _Row:
     def add(self, start: int, end: int) -> None:
         while self._outer and start <= self._outer[-1][0] and self._outer[-1][1] <= end:
             self._outer.pop()
-        self._outer.append((start, end))
+        if not self._outer or not (self._outer[-1][0] <= start and end <= self._outer[-1][1]):
+            self._outer.append((start, end))
 
 
 def _whole(file: int) -> int:

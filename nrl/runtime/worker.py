@@ -13,7 +13,7 @@ import torch
 
 from nrl.runtime import profiling
 from nrl.runtime.placement import Out
-from nrl.runtime.process import Process, entered, perform
+from nrl.runtime.process import Process, entered, perform, rest, wake
 from nrl.runtime.raising import carried
 from nrl.runtime.shipping import Shared, opened, shipped
 
@@ -94,6 +94,7 @@ class Worker:
     def __init__(self, mesh: str, rank: int, size: int, share: int) -> None:
         self.here = Process(rank, size, None, mesh)
         self._store: Any = None
+        self._resting = False
         self._values: dict[int, Any] = {}
         self._functions: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -135,14 +136,30 @@ class Worker:
             self.here = Process(rank, size, mesh, self.here.mesh)
         return Receipt(start, time.time(), ())
 
-    def call(self, order: Order, *beside: Any) -> Any:
-        """Do what is ordered: a receipt, and the results that are wanted."""
-        with carried(order.who):
-            return self._done(order, beside)
+    def rest(self) -> None:
+        """Let what is kept here leave the device, until the next call: another mesh on it has work to do."""
+        self._resting = True
+        for value in self._values.values():
+            rest(value)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
-    def _done(self, order: Order, beside: Sequence[Any]) -> Any:
+    def call(self, order: Order, *beside: Any) -> Any:
+        """Do what is ordered: a receipt, and the results that are wanted.
+
+        Raises:
+            Raised: the function raised something; values that it was to consume are still there.
+        """
+        with carried(order.who):
+            return self._call(order, beside)
+
+    def _call(self, order: Order, beside: Sequence[Any]) -> Any:
         for key in order.dropped:
             self._values.pop(key, None)
+        if self._resting:
+            self._resting = False
+            for value in self._values.values():
+                wake(value)
         shared: list[Shared] = []
         function = self._function(order.function, beside[0])
         args = [self._argument(order.who, arg, beside, shared) for arg in order.args]

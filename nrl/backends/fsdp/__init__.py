@@ -1,4 +1,4 @@
-"""The torch backend: one process today, with the seams that sharding needs."""
+"""The torch backend: one process, or several between which a model is sharded."""
 
 import itertools
 from functools import partial
@@ -25,6 +25,8 @@ def trainer(
     device: str | None = None,
 ) -> Trainer:
     """A trainer for any Hugging Face causal language model.
+
+    In a mesh of several processes the model, its gradients and its optimizer are sharded by ``fully_shard`` along dp.
 
     Args:
         place: a mesh, or slots, which become a mesh with all of them along dp.
@@ -71,6 +73,7 @@ def _make_engine(
     import torch
 
     from nrl.backends.fsdp.engine import TorchEngine
+    from nrl.runtime import process
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return TorchEngine(model, optimizer, packed, checkpointing, compile, where)
+    return TorchEngine(model, optimizer, packed, checkpointing, compile, where, process().device_mesh)
