@@ -107,9 +107,8 @@ def check(tmp_path: Path, lag: int, kills: int, seed: int) -> set[str]:
 def assert_same(whole: Path, broken: Path, expected: dict[str, list[dict[str, Any]]]) -> None:
     assert numbers(broken) == expected
     assert (broken / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
-    for file in ("model.pt", "optimizer.pt"):
-        here, there = (out / f"checkpoints/train/{STEPS:06}/policy" / file for out in (broken, whole))
-        assert here.read_bytes() == there.read_bytes()
+    here, there = (out / f"checkpoints/train/{STEPS:06}/policy/tensors.safetensors" for out in (broken, whole))
+    assert here.read_bytes() == there.read_bytes()
 
 
 @pytest.mark.timeout(900)

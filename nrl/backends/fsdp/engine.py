@@ -1,9 +1,14 @@
-"""The torch engine, in one process: any Hugging Face causal language model, packed rows, fused log-probabilities."""
+"""The torch engine: any Hugging Face causal language model, packed rows, fused log-probabilities.
+
+In one process, or sharded over several. Then each process computes rows of its own, and every call is made in all of
+them: what one finds in its numbers, all know before any acts on it (`nrl.backends.fsdp.agreement`).
+"""
 
 import contextlib
 import copy
+import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -12,24 +17,30 @@ import attrs
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.algos import Loss, name_of, needed
 from nrl.backends import models
 from nrl.backends.base import Model
-from nrl.backends.fsdp import attention, probe
-from nrl.backends.fsdp.outputs import Outputs, compute, predicted
+from nrl.backends.fsdp import attention, probe, sharding, storage
+from nrl.backends.fsdp.agreement import Held, Peers
+from nrl.backends.fsdp.outputs import Outputs, Plan, compute, plan, predicted
 from nrl.backends.gradients import ignores, value_and_grad
 from nrl.backends.optimizers import Optimizer, learning_rate
 from nrl.backends.training import check_weights
 from nrl.batch import Batch, lengths
 from nrl.errors import NotFinite
 from nrl.reduce import Mean, Metrics, Sum, merge
+from nrl.runtime.process import rest, wake
 
 __all__ = ["State", "TorchEngine"]
 
 
 _SEEN = "weight of "
 """Before the name of a term: its weight, added up over micro-batches."""
+
+_IDLE = Batch({"input_ids": torch.zeros(1, 1, dtype=torch.int64)}, batch_size=[1]).lock_()
+"""What a process computes while others have micro-batches left: one token, which predicts nothing."""
 
 
 class State(NamedTuple):
@@ -39,10 +50,31 @@ class State(NamedTuple):
     optimizer: torch.optim.Optimizer
     step: int
 
+    def rest(self) -> None:
+        """Leave the device; see `nrl.runtime.process.Rests`."""
+        rest(self.module)
+        self._move_moments(torch.device("cpu"))
+
+    def wake(self) -> None:
+        """Go back to it."""
+        wake(self.module)
+        self._move_moments(next(self.module.parameters()).device)
+
+    def _move_moments(self, device: torch.device) -> None:
+        for moments in self.optimizer.state.values():
+            moments |= {key: x.to(device) for key, x in moments.items() if isinstance(x, Tensor)}
+
 
 @attrs.frozen
 class TorchEngine:
-    """Satisfies `nrl.backends.base.Engine`; see `nrl.backends.fsdp.trainer` for the fields."""
+    """Satisfies `nrl.backends.base.Engine`; see `nrl.backends.fsdp.trainer` for the fields.
+
+    With a ``mesh``, one is made in each of its processes and every method is called in all of them, with micro-batches
+    of their own (possibly none) and otherwise the same arguments. A mesh of one process changes nothing.
+
+    Raises:
+        PlacementError: the mesh has no axis ``dp``, or is larger than 1 along another one.
+    """
 
     model: Model
     optimizer: Optimizer
@@ -50,6 +82,10 @@ class TorchEngine:
     checkpointing: bool
     compile: bool
     device: torch.device
+    mesh: DeviceMesh | None = None
+    _peers: Peers = attrs.field(
+        default=attrs.Factory(lambda self: Peers(sharding.axis(self.mesh)), takes_self=True), init=False, repr=False
+    )
     _curious: WeakValueDictionary[int, Loss] = attrs.field(
         factory=WeakValueDictionary, init=False, repr=False, eq=False
     )
@@ -65,7 +101,8 @@ class TorchEngine:
         module = self._build(self.model)
         if tensors is not None:
             models.load_tensors(module, tensors, who="trainer.init")
-        return State(module, self._optimizer(module), 0)
+        placed = self._place(module)
+        return State(placed, self._optimizer(placed), 0)
 
     def params(self, state: State) -> nn.Module:
         """The module inside of a train state."""
@@ -74,25 +111,34 @@ class TorchEngine:
     def load(self, source: str | None) -> nn.Module:
         """A frozen module."""
         model = self.model if source is None else attrs.evolve(self.model, source=source)
-        module: nn.Module = self._build(model).requires_grad_(False)
-        return module
+        frozen: nn.Module = self._place(self._build(model).requires_grad_(False))
+        return frozen
 
     def freeze(self, params: nn.Module) -> nn.Module:
         """A frozen copy."""
-        return copy.deepcopy(params).requires_grad_(False)
+        if self._peers.alone:
+            return copy.deepcopy(params).requires_grad_(False)
+        return sharding.copied(params, self._place)
 
     def tensors(self, params: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Parameters by name, tied ones once."""
-        return models.named_tensors(params)
+        """Parameters by name, tied ones once; where they are sharded, all processes go through them together."""
+        for name, tensor in models.named_tensors(params):
+            yield name, sharding.whole(tensor)
 
     def forward(self, params: nn.Module, microbatches: Sequence[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
         """Outputs without gradients, on the CPU."""
         params.eval()
-        with torch.no_grad():
-            found = [(batch, self._outputs(params, batch, predicted(batch), needs)) for batch in microbatches]
+        held = Held(self._peers)
+        count = max(self._peers.gather(len(microbatches)))
+        with torch.no_grad(), sharding.settled(params):
+            found = [
+                self._outputs(params, self._plan(params, batch, predicted, held), needs)
+                for batch in self._padded(microbatches, count, held)
+            ]
+            held.meet("forward", None)
         return [
             TensorDict({key: out.spread(x) for key, x in out.values.items()}, batch_size=batch.batch_size).cpu()
-            for batch, out in found
+            for batch, out in zip(microbatches, found, strict=False)
         ]
 
     def train(
@@ -103,9 +149,10 @@ class TorchEngine:
         name = name_of(loss)
         module.train()
         try:
-            metrics = self._accumulate(module, loss, name, microbatches, weights)
+            with sharding.settled(module):
+                metrics = self._accumulate(module, loss, name, microbatches, weights)
             gradients = [p.grad for p in module.parameters() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
+            norm = sharding.whole(torch.nn.utils.get_total_norm(gradients))
             if not torch.isfinite(norm):
                 raise NotFinite(
                     f"train_step({name}): the norm of the gradient is {float(norm)} at optimizer step {step}; nothing "
@@ -126,14 +173,17 @@ class TorchEngine:
         self, module: nn.Module, loss: Loss, name: str, microbatches: Sequence[Batch], weights: Mapping[str, float]
     ) -> Metrics:
         """Backward through every micro-batch; returns the metrics, the loss among them."""
-        if self._curious.get(id(loss)) is not loss:
-            metrics = self._sums(module, loss, name, microbatches, weights, everywhere=False)
+        curious = self._curious.get(id(loss)) is loss
+        everybody = self._peers.gather((len(microbatches), curious))
+        count = max(length for length, _ in everybody)
+        if not any(curious for _, curious in everybody):
+            metrics = self._sums(module, loss, name, microbatches, count, weights, everywhere=False)
             if metrics is not None:
                 return metrics
             module.zero_grad(set_to_none=True)
             with contextlib.suppress(TypeError):  # not every function can be remembered without keeping it alive
                 self._curious[id(loss)] = loss
-        metrics = self._sums(module, loss, name, microbatches, weights, everywhere=True)
+        metrics = self._sums(module, loss, name, microbatches, count, weights, everywhere=True)
         assert metrics is not None
         return metrics
 
@@ -143,47 +193,79 @@ class TorchEngine:
         loss: Loss,
         name: str,
         microbatches: Sequence[Batch],
+        count: int,
         weights: Mapping[str, float],
         everywhere: bool,
     ) -> Metrics | None:
-        """The sums over micro-batches; None if the loss reads outputs that have been left out.
+        """The sums over the micro-batches of all processes; None if the loss reads outputs that have been left out.
 
         Nothing in the loop waits for the device, and after it one copy does.
         """
         needs = needed(loss)
         sums: Metrics = {}
         trusted = torch.ones((), dtype=torch.bool, device=self.device)
-        for batch in microbatches:
-            every = predicted(batch)
-            wanted = every & batch["loss_mask"] if not everywhere and "loss_mask" in batch.keys() else every
-            out = self._outputs(module, batch, wanted, needs)
-            local = batch.to(self.device)
-            outputs = {key: out.spread(values.detach()) for key, values in out.values.items()}
-            found = value_and_grad(loss, name, outputs, local, weights)
-            left_out = torch.nonzero((every & ~wanted).flatten())[:, 0].to(self.device)
-            if len(left_out):
-                trusted &= ignores(loss, name, outputs, local, weights, left_out, found)
-            out.backward(found.gradients)
-            terms = {f"loss/{key}": term for key, term in found.terms.items()} if len(found.terms) > 1 else {}
-            seen = {_SEEN + key: Sum(term.weight.double()) for key, term in found.terms.items()}
-            sums = merge(sums, found.metrics | terms | seen | {"loss": Sum(found.loss)})
-        sums, (certain,) = _fetch(sums, trusted)
-        if not certain:
-            return None
-        check_weights(name, {key: float(sums.pop(_SEEN + key)[0]) for key in weights}, weights)
-        return sums | {"tokens": Sum(torch.tensor(sum(int(lengths(batch).sum()) for batch in microbatches)))}
+        held = Held(self._peers)
 
-    def _outputs(self, module: Any, batch: Batch, wanted: Tensor, needs: frozenset[str]) -> Outputs:
+        def wanted(batch: Batch) -> Tensor:
+            every = predicted(batch)
+            return every & batch["loss_mask"] if not everywhere and "loss_mask" in batch.keys() else every
+
+        for batch in self._padded(microbatches, count, held):
+            out = self._outputs(module, self._plan(module, batch, wanted, held), needs)
+            gradients = None
+            if batch is not _IDLE and held.error is None:
+                with held.back():
+                    local = batch.to(self.device)
+                    outputs = {key: out.spread(values.detach()) for key, values in out.values.items()}
+                    found = value_and_grad(loss, name, outputs, local, weights)
+                    left_out = torch.nonzero((predicted(batch) & ~wanted(batch)).flatten())[:, 0].to(self.device)
+                    if len(left_out):
+                        trusted &= ignores(loss, name, outputs, local, weights, left_out, found)
+                    terms = {f"loss/{key}": term for key, term in found.terms.items()} if len(found.terms) > 1 else {}
+                    seen = {_SEEN + key: Sum(term.weight.double()) for key, term in found.terms.items()}
+                    sums = merge(sums, found.metrics | terms | seen | {"loss": Sum(found.loss)})
+                    gradients = found.gradients
+            out.backward(gradients)
+        tokens = Sum(torch.tensor(sum(int(lengths(batch).sum()) for batch in microbatches)))
+        sums, (certain,) = _fetch(sums, trusted)
+        everybody = held.meet(f"train_step({name})", (sums | {"tokens": tokens}, certain))
+        if not all(certain for _, certain in everybody):
+            return None
+        sums = functools.reduce(merge, [sums for sums, _ in everybody])
+        check_weights(name, {key: float(sums.pop(_SEEN + key)[0]) for key in weights}, weights)
+        return sums
+
+    def _padded(self, microbatches: Sequence[Batch], count: int, held: Held) -> Iterator[Batch]:
+        """As many in every process, because they meet in each; after an error nothing more is computed in vain."""
+        for number in range(count):
+            yield microbatches[number] if number < len(microbatches) and held.error is None else _IDLE
+
+    def _plan(self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], held: Held) -> Plan:
+        words = module.get_input_embeddings().num_embeddings
+        with held.back():
+            return plan(batch, wanted(batch), self.packed, words=words, always=not self._peers.alone)
+        return plan(_IDLE, predicted(_IDLE), self.packed, words=words, always=True)
+
+    def _outputs(self, module: Any, work: Plan, needs: frozenset[str]) -> Outputs:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.dtype == "bfloat16"):
-            return compute(module, batch, wanted, needs, self.packed)
+            return sharding.run(module, lambda: compute(module, work, needs))
 
     def _build(self, model: Model) -> Any:
+        """A model of its own in this process."""
         master = torch.float64 if model.dtype == "float64" else torch.float32
-        module: Any = models.build(model, dtype=master).to(self.device)
+        module: Any = models.build(model, dtype=master)
+        if self._peers.alone:
+            module = module.to(self.device)
         probe.check_positions(module)
         probe.check_head(module)
         if self.packed:
             probe.check_packing(module, attention.register())
+        return module
+
+    def _place(self, module: Any) -> Any:
+        """Make it ready to compute, here or with the other processes."""
+        if self._peers.mesh is not None:
+            sharding.shard(module, self._peers.mesh, torch.bfloat16 if self.model.dtype == "bfloat16" else None)
         if self.checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         if self.compile:
@@ -200,39 +282,51 @@ class TorchEngine:
 
     def save(self, state: State, folder: Path) -> None:
         """Write module and optimizer."""
-        self.save_params(state.module, folder)
-        torch.save(state.optimizer.state_dict(), folder / "optimizer.pt")
-        (folder / "engine.json").write_text(json.dumps({"step": state.step}))
+        self._write(folder, state.module, state.optimizer, state.step)
 
     def restore(self, folder: Path) -> State:
-        """Read what `save` wrote."""
+        """Read what `save` wrote, in whatever number of processes."""
         step = json.loads((folder / "engine.json").read_text())["step"]
-        state = self.init()
-        models.load_tensors(state.module, self._read(folder / "model.pt").items(), who="restore")
-        moments = self._read(folder / "optimizer.pt")["state"]  # betas and the like are those of the configuration
-        state.optimizer.load_state_dict(state.optimizer.state_dict() | {"state": moments})
-        return State(state.module, state.optimizer, step)
+        state = self.init()  # betas and the like are those of the configuration
+        storage.read(folder, state.module, state.optimizer, self._peers)
+        return state._replace(step=step)
 
     def save_params(self, params: nn.Module, folder: Path) -> None:
         """Write the module."""
-        torch.save(params.state_dict(), folder / "model.pt")
+        self._write(folder, params, None, 0)
 
     def restore_params(self, folder: Path) -> nn.Module:
         """Read what `save_params` wrote."""
         module = self.load(None)
-        models.load_tensors(module, self._read(folder / "model.pt").items(), who="restore")
+        storage.read(folder, module, None, self._peers)
         return module
 
-    def _read(self, file: Path) -> Any:
-        return torch.load(file, map_location=self.device, weights_only=True)
+    def _write(self, folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
+        held = Held(self._peers)
+        storage.write(folder, module, optimizer, self._peers)
+        with held.back():
+            if self._peers.rank == 0:
+                (folder / "engine.json").write_text(json.dumps({"step": step}))
+        held.meet("save", None)  # when one returns, all has been written
 
     def export(self, params: nn.Module, folder: Path) -> None:
         """Write a folder that transformers and vLLM load."""
         dtype: Any = getattr(torch, self.model.dtype)
-        module: Any = copy.deepcopy(params).to(dtype)
-        models.save_model(module, folder)
-        if self.model.tokenizer is not None or isinstance(self.model.source, str):
-            models.load_tokenizer(self.model).save_pretrained(folder)
+        held = Held(self._peers)
+        if self._peers.alone:
+            module: Any = copy.deepcopy(params).to(dtype)
+        else:
+            module = sharding.plain(params, dtype) if self._peers.rank == 0 else None
+            own = {} if module is None else module.state_dict()
+            for name, tensor in self.tensors(params):
+                if module is not None:
+                    own[name].copy_(tensor)
+        with held.back():
+            if self._peers.rank == 0:
+                models.save_model(module, folder)
+                if self.model.tokenizer is not None or isinstance(self.model.source, str):
+                    models.load_tokenizer(self.model).save_pretrained(folder)
+        held.meet("export", None)
 
 
 def _fetch(metrics: Metrics, *others: Tensor) -> tuple[Metrics, list[float]]:

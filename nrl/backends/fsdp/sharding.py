@@ -1,0 +1,135 @@
+"""One model in several processes: each holds a part of every parameter, and whole layers only while they compute.
+
+torch's ``fully_shard`` does the work. It gathers a module's parameters before the forward and again before the
+backward, and adds up their gradients after it. A sharded module cannot be copied, so what it was is remembered.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from itertools import chain
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from nrl.errors import PlacementError
+
+__all__ = ["axis", "copied", "plain", "run", "settled", "shard", "whole"]
+
+_PLAIN: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+"""Of each sharded model the same before it was sharded, with parameters that take no memory."""
+
+
+def axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The axis that a model is sharded along; None where one process holds all of it.
+
+    Raises:
+        PlacementError: the mesh has no axis ``dp``, or is larger than 1 along another one.
+    """
+    if mesh is None:
+        return None
+    names = mesh.mesh_dim_names or ()
+    if "dp" not in names:
+        raise PlacementError(
+            f"TorchEngine: the mesh has {f'the axes {", ".join(names)}' if names else 'no named axes'}, and needs one "
+            "named 'dp'; make it with init_device_mesh(device, (n,), mesh_dim_names=('dp',))"
+        )
+    for name, size in zip(names, mesh.shape, strict=True):
+        if name != "dp" and size > 1:
+            raise PlacementError(
+                f"TorchEngine: the mesh has {name}={size}; the torch backend shards along dp only, so use {name}=1"
+            )
+    return mesh["dp"] if mesh["dp"].size() > 1 else None
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, layer_dtype: torch.dtype | None = None) -> nn.Module:
+    """Shard a model in place, layer by layer; what is in no layer (embeddings, head) is one more part.
+
+    Gradients are sums over processes, in the parameters' own dtype.
+
+    Args:
+        module: a Hugging Face model, whole, on any device; it moves to the mesh's.
+        mesh: of one axis.
+        layer_dtype: what layers are gathered in; None: as they are.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    skeleton = _remade(module, lambda x: torch.empty_like(x, device="meta"))
+    policy = MixedPrecisionPolicy(param_dtype=layer_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy() if layer_dtype is None else policy
+    for layer in [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):  # these settings are of each part alone
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            part.set_reduce_scatter_unused_params(True)  # so that all processes reduce the same
+    # The head's weight is read outside of the head, so the root is gathered around all that is computed
+    object.__setattr__(module, "nrl_run", MethodType(lambda self, compute: compute(), module))
+    register_fsdp_forward_method(module, "nrl_run")
+    _PLAIN[module] = skeleton
+    return module
+
+
+def run[T](module: Any, compute: Callable[[], T]) -> T:
+    """Call a function while the parameters outside of layers are whole."""
+    if not isinstance(module, FSDPModule):
+        return compute()
+    found: T = module.nrl_run(compute)  # type: ignore[attr-defined]
+    return found
+
+
+@contextlib.contextmanager
+def settled(module: nn.Module) -> Iterator[None]:
+    """Leave a model sharded, also where it has only been used forward or an error breaks it off."""
+    try:
+        yield
+    finally:
+        if isinstance(module, FSDPModule):
+            with contextlib.suppress(AttributeError):  # before the first forward there is nothing to reset
+                module.reset_iter_state()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, in every process; a collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def copied(module: nn.Module, place: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """A copy of a sharded model; no process ever holds more than its part and a layer.
+
+    Args:
+        module: from `shard`.
+        place: what shards it again.
+    """
+    made = place(plain(module).requires_grad_(False))
+    with torch.no_grad():
+        for mine, other in zip(_states(made), _states(module), strict=True):
+            _local(mine).copy_(_local(other))
+    return made
+
+
+def plain(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model as it was before it was sharded, on the CPU, with parameters that nobody has written to yet."""
+    return _remade(_PLAIN[module], lambda x: torch.empty_like(x, device="cpu", dtype=dtype))
+
+
+def _remade(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy in which each parameter, tied ones once, is another; copying finds those made already and copies none."""
+    memo: dict[int, Any] = {id(x): nn.Parameter(make(x.detach()), x.requires_grad) for x in module.parameters()}
+    return copy.deepcopy(module, memo)
+
+
+def _states(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,670 @@
+"""The torch engine in several processes against itself in one: the same numbers, the same files, errors in all of them.
+
+The functions whose first argument is a mesh run in every process of a pool, and with None in this one.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import nrl
+from nrl import algos, tiny
+from nrl.algos import Loss, needs, sft_loss, token_mean
+from nrl.backends import Model, adamw, models
+from nrl.backends.fsdp.agreement import Held, Mishap, Peers
+from nrl.backends.fsdp.engine import State, TorchEngine
+from nrl.backends.training import global_weights
+from nrl.batch import Batch
+from nrl.errors import BatchError, ClusterError, MissingColumn, ModelError, NotFinite, PlacementError, WeightError
+from nrl.reduce import Max, Mean, Metrics, Min, Sum, finalize
+from tests.backends.processes import Processes
+from tests.backends.test_fsdp import CONFIGS, MIXED, QWEN3, batch_of, entropy_loss
+
+pytestmark = pytest.mark.timeout(600)
+
+TINY_PARTS = QWEN3 | {"head_dim": 2, "num_key_value_heads": 1}
+"""With weights of two rows, which three processes cannot share evenly."""
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    processes = Processes(2)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Processes]:
+    processes = Processes(3)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest) -> Processes:
+    found: Processes = request.getfixturevalue(request.param)
+    return found
+
+
+both = pytest.mark.parametrize("pool", ["two", "three"], indirect=True)
+
+
+# losses
+
+
+@needs("entropy")
+def everywhere(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    """Reads outputs where ``loss_mask`` is false."""
+    every = batch["attention_mask"]
+    return token_mean(-out["logprobs"] - 0.1 * out["entropy"], every), {"all": Sum(out["logprobs"].detach().sum())}
+
+
+def of_some_rows(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    """Has metrics of every kind, some of them only where a row is long: so not in every process."""
+    found: Metrics = {"rows": Sum(torch.tensor(len(batch)))}
+    long = batch["attention_mask"].sum(-1) > 16
+    if long.any():
+        logprobs = out["logprobs"].detach()[long]
+        found |= {"long": Mean(logprobs.sum(), long.sum().float())}
+        found |= {"long_max": Max(logprobs.max()), "long_min": Min(logprobs.min())}
+    return token_mean(-out["logprobs"], batch["loss_mask"]), found
+
+
+def two_kinds(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    mean = token_mean(-out["logprobs"], batch["loss_mask"])
+    return mean, {"kind": Sum(mean.total.detach()) if batch["attention_mask"][0, 0] else mean}
+
+
+class LocalError(Exception):
+    """Cannot be pickled: its arguments are not those that it is made with."""
+
+    def __init__(self, a: str, b: str) -> None:
+        super().__init__(f"{a} {b}")
+
+
+@attrs.frozen
+class Raises:
+    """Raises in the process that sees the token 22 where the outputs are real."""
+
+    make: Callable[[], Exception]
+
+    def __call__(self, out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        if (batch["input_ids"] == 22).any() and out["logprobs"].any():
+            raise self.make()
+        return sft_loss(out, batch)
+
+
+def local_error() -> Exception:
+    return LocalError("it", "cannot travel")
+
+
+def value_error() -> Exception:
+    return ValueError("a row that I do not like")
+
+
+def missing() -> Exception:
+    return MissingColumn("my_loss", "values", ["input_ids"], "Add it.")
+
+
+def weight_by_output(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    seen = batch["loss_mask"] & (out["logprobs"] > -3)
+    return token_mean(-out["logprobs"], seen), {}
+
+
+def not_finite(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    """NaN in the gradient of the row with the token 22."""
+    bad = (batch["input_ids"] == 22).any(-1, keepdim=True)
+    scale = torch.where(bad, torch.nan, torch.ones(()))
+    return token_mean(-out["logprobs"] * scale, batch["loss_mask"]), {}
+
+
+LOSSES: dict[str, Loss] = {
+    "grpo": algos.grpo_loss,
+    "sft": sft_loss,
+    "dpo": algos.dpo_loss(0.1),
+    "two terms": algos.add((1.0, algos.grpo_loss), (0.1, entropy_loss)),
+    "everywhere": everywhere,
+    "of some rows": of_some_rows,
+}
+
+
+# what runs in each process
+
+
+def where(mesh: DeviceMesh | None) -> tuple[int, int]:
+    return (0, 1) if mesh is None else (mesh["dp"].get_local_rank(), mesh["dp"].size())
+
+
+def engine(mesh: DeviceMesh | None, model: Model | None = None, packed: bool = True, **options: Any) -> TorchEngine:
+    settings = {"checkpointing": False, "compile": False} | options
+    optimizer = adamw(lr=1e-2, eps=1e-3, weight_decay=0.01)
+    return TorchEngine(model or Model(QWEN3), optimizer, packed, device=torch.device("cpu"), mesh=mesh, **settings)  # type: ignore[arg-type]
+
+
+def pairs(batch: Batch) -> Batch:
+    return Batch({name: batch[name].unflatten(0, (-1, 2)) for name in batch.keys()}, batch_size=[len(batch) // 2, 2])
+
+
+def batches(loss: str, steps: int, sizes: Sequence[int] = (*MIXED, 3)) -> list[Batch]:
+    made = [batch_of(list(sizes), seed=seed, temperature=torch.linspace(0.7, 1.2, len(sizes))) for seed in range(steps)]
+    return [pairs(batch).lock_() for batch in made] if loss == "dpo" else made
+
+
+def mine(mesh: DeviceMesh | None, batch: Batch, max_tokens: int = 40) -> list[Batch]:
+    rank, size = where(mesh)
+    return list(nrl.microbatches(nrl.shard(batch, size)[rank], max_tokens=max_tokens))
+
+
+def train(mesh: DeviceMesh | None, loss: str, steps: int, **options: Any) -> tuple[list[dict[str, float]], Any]:
+    """The metrics of each step, the weights and moments after the last."""
+    made = engine(mesh, **options)
+    state, numbers = made.init(), []
+    for batch in batches(loss, steps):
+        fn = LOSSES[loss]
+        state, metrics = made.train(state, fn, mine(mesh, batch), global_weights(fn, batch))
+        numbers.append(finalize(metrics))
+    assert state.step == steps
+    return numbers, everything(made, state)
+
+
+def everything(made: TorchEngine, state: State) -> dict[str, Tensor]:
+    """Weights and moments, whole, by name."""
+    found = dict(made.tensors(state.module))
+    for name, parameter in state.module.named_parameters():
+        for key, x in state.optimizer.state[parameter].items():
+            found[f"{name}.{key}"] = x.full_tensor() if isinstance(x, DTensor) else x
+    return {name: x.clone() for name, x in found.items()}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=relative, atol=relative * (1e-9 + float(x.abs().max())))
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+# the same numbers
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("grpo", {}),
+    ("grpo", {"packed": False}),
+    ("sft", {"model": Model(CONFIGS["qwen3 untied"], dtype="float64")}),
+    ("dpo", {"model": Model(QWEN3, dtype="float64")}),
+    ("dpo", {"packed": False}),
+    ("two terms", {"model": Model(TINY_PARTS, dtype="float64")}),
+    ("everywhere", {"model": Model(CONFIGS["llama tied"], dtype="float64")}),
+    ("everywhere", {"model": Model(CONFIGS["qwen2 untied"], dtype="float64"), "packed": False}),
+    ("of some rows", {"model": Model(CONFIGS["phi, a head with a bias"], dtype="float64")}),
+    ("grpo", {"checkpointing": True, "model": Model(QWEN3, dtype="float64")}),
+]
+
+
+@both
+@pytest.mark.parametrize(("loss", "options"), CASES)
+def test_five_steps_give_the_numbers_of_one_process(pool: Processes, loss: str, options: dict[str, Any]) -> None:
+    relative = 1e-9 if options.get("model", Model(QWEN3)).dtype == "float64" else 1e-5
+    numbers, weights = train(None, loss, 5, **options)
+    found = pool(train, loss, 5, **options)
+    for others, parts in found:
+        assert [x.keys() for x in others] == [x.keys() for x in numbers]
+        assert others == found[0][0]  # the same in every process
+        for a, b in zip(others, numbers, strict=True):
+            assert a == pytest.approx(b, rel=relative, abs=relative)
+        assert_equal(parts, found[0][1])
+        assert_close(parts, weights, relative)
+
+
+def cut(mesh: DeviceMesh | None, batch: Batch, assigned: list[list[list[int]]]) -> list[Batch]:
+    """Rows of each micro-batch of each process; all of them where there is one process."""
+    rank, size = where(mesh)
+    parts = assigned[rank] if size > 1 else [part for parts in assigned for part in parts]
+    return [nrl.pad(batch[torch.tensor(rows, dtype=torch.int64)], batch["input_ids"].shape[-1]) for rows in parts]
+
+
+def one_step(
+    mesh: DeviceMesh | None, loss: str, assigned: list[list[list[int]]], hidden: list[int], packed: bool
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    batch = batch_of([*MIXED, 3])
+    mask = batch["loss_mask"].clone()
+    mask[hidden] = False
+    batch = nrl.assign(batch, loss_mask=mask)
+    made, fn = engine(mesh, Model(QWEN3, dtype="float64"), packed), LOSSES[loss]
+    state, metrics = made.train(made.init(), fn, cut(mesh, batch, assigned), global_weights(fn, batch))
+    return finalize(metrics), everything(made, state)
+
+
+UNEVEN: dict[str, tuple[list[list[list[int]]], list[int]]] = {
+    "no row at all in one": ([[[0, 2, 3, 5], [6, 7, 8, 9, 1, 4]], []], []),
+    "five micro-batches against one": ([[[0], [2], [3, 1, 4], [5], [6]], [[7, 8, 9]]], []),
+    "rows that are masked in one": ([[[0, 1, 2, 3, 4]], [[5, 6], [7], [8, 9]]], [5, 6, 7, 8, 9]),
+    "masked micro-batches between others": ([[[0, 1], [2], [3, 4]], [[5, 6], [7, 8, 9]]], [2, 5, 6]),
+    "rows that predict nothing in one": ([[[0, 2, 3, 5, 6, 7, 8, 9]], [[1], [4]]], []),
+}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("loss", ["grpo", "everywhere"])
+@pytest.mark.parametrize("split", list(UNEVEN))
+def test_uneven_splits(two: Processes, split: str, loss: str, packed: bool) -> None:
+    assigned, hidden = UNEVEN[split]
+    numbers, weights = one_step(None, loss, assigned, hidden, packed)
+    for turned in (assigned, assigned[::-1]):
+        for others, parts in two(one_step, loss, turned, hidden, packed):
+            assert others == pytest.approx(numbers, rel=1e-9, abs=1e-12)
+            assert_close(parts, weights, 1e-9)
+
+
+def test_any_split_of_rows_gives_the_same_step(three: Processes) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(6):
+        rank, part = (torch.randint(0, 3, (10,), generator=generator) for _ in range(2))
+        assigned = [[torch.nonzero((rank == r) & (part == p))[:, 0].tolist() for p in range(3)] for r in range(3)]
+        assigned = [[rows for rows in parts if rows] for parts in assigned]
+        numbers, weights = one_step(None, "two terms", assigned, [], True)
+        for others, parts in three(one_step, "two terms", assigned, [], True):
+            assert others == pytest.approx(numbers, rel=1e-9, abs=1e-12)
+            assert_close(parts, weights, 1e-9)
+
+
+def bfloat16(mesh: DeviceMesh | None) -> tuple[list[float], set[torch.dtype], dict[str, Tensor]]:
+    made = engine(mesh, Model(CONFIGS["qwen3 untied"], dtype="bfloat16"))
+    state, losses = made.init(), []
+    for batch in batches("grpo", 3):
+        state, metrics = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
+        losses.append(finalize(metrics)["loss"])
+    found = everything(made, state)
+    return losses, {x.dtype for x in found.values()}, found
+
+
+@both
+def test_weights_and_moments_stay_in_float32_where_it_computes_in_bfloat16(pool: Processes) -> None:
+    losses, _, weights = bfloat16(None)
+    exact = train(None, "sft", 3, model=Model(CONFIGS["qwen3 untied"]))
+    for others, dtypes, parts in pool(bfloat16):
+        assert dtypes == {torch.float32}
+        assert others == pytest.approx(losses, rel=1e-2)
+        assert others != pytest.approx([x["loss"] for x in exact[0]], rel=1e-5)  # it is not float32
+        for name, x in weights.items():
+            moved = float((parts[name] - x).norm() / x.norm())
+            assert moved < (0.1 if "exp_avg" in name else 0.02), name
+
+
+@pytest.mark.slow
+def test_a_compiled_model(two: Processes) -> None:
+    numbers, weights = train(None, "grpo", 2)
+    for others, parts in two(train, "grpo", 2, compile=True):
+        for a, b in zip(others, numbers, strict=True):
+            assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+        assert_close(parts, weights, 1e-4)
+
+
+# outputs without gradients
+
+
+def outputs(mesh: DeviceMesh | None, assigned: list[list[list[int]]], packed: bool) -> list[TensorDict]:
+    made = engine(mesh, packed=packed)
+    batch = batches("grpo", 1)[0]
+    params = made.init().module
+    found = made.forward(params, cut(mesh, batch, assigned), frozenset({"entropy"}))
+    again = made.forward(made.load(None), cut(mesh, batch, assigned), frozenset())
+    for a, b in zip(found, again, strict=True):
+        assert torch.equal(a["logprobs"], b["logprobs"])
+    return list(found)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("split", list(UNEVEN))
+def test_forward(two: Processes, split: str, packed: bool) -> None:
+    assigned, _ = UNEVEN[split]
+    expected = outputs(None, assigned, packed)
+    found = [out for outs in two(outputs, assigned, packed) for out in outs]
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a["logprobs"].shape == b["logprobs"].shape
+        torch.testing.assert_close(a["logprobs"], b["logprobs"], rtol=0, atol=1e-6)
+        torch.testing.assert_close(a["entropy"], b["entropy"], rtol=0, atol=1e-6)
+
+
+# errors
+
+
+def attempt(mesh: DeviceMesh | None, loss: Loss, rank: int) -> tuple[type, str, list[str], bool, dict[str, Tensor]]:
+    """What a step raises if a token 22 is in a row of a rank alone, whether it left all as it was, and the next step."""
+    batch = batch_of([5, 9, 4, 7, 3, 8, 6, 5])
+    ids = batch["input_ids"].clone()
+    ids[ids == 22] = 1
+    ids[4 if rank else 0, 2] = 22
+    assigned = [[[0, 1], [2, 3]], [[4], [5], [6], [7]]]
+    bad, good = nrl.assign(batch, input_ids=ids), batch_of([5, 9, 4, 7, 3, 8, 6, 5], seed=1)
+    made = engine(mesh)
+    state = made.init()
+    state, _ = made.train(state, sft_loss, cut(mesh, good, assigned), global_weights(sft_loss, good))
+    before = everything(made, state)
+    with pytest.raises(Exception, match=r"[\s\S]") as caught:
+        made.train(state, loss, cut(mesh, bad, assigned), global_weights(sft_loss, bad))
+    after = everything(made, state)
+    same = state.step == 1 and all(torch.equal(after[name], x) for name, x in before.items())
+    same &= all(p.grad is None for p in state.module.parameters())
+    state, _ = made.train(state, sft_loss, cut(mesh, good, assigned), global_weights(sft_loss, good))
+    error = caught.value
+    return type(error), str(error), getattr(error, "__notes__", []), same, everything(made, state)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("make", [value_error, missing, local_error])
+def test_an_error_of_a_loss_in_one_process_is_raised_in_all(
+    two: Processes, make: Callable[[], Exception], rank: int
+) -> None:
+    original = make()
+    _, _, _, _, weights = attempt(None, Raises(make), rank)
+    answers = two(attempt, Raises(make), rank)
+    assert answers[rank][:3] == (type(original), str(original), [])
+    kind, text, notes, _, _ = answers[1 - rank]
+    said = f"train_step(Raises): rank {rank} of dp raised it: {type(original).__name__}: {original}"
+    if make is local_error:
+        assert kind is ClusterError
+        assert text == f"train_step(Raises): rank {rank} raised LocalError: it cannot travel"
+    else:
+        assert (kind, text) == (type(original), str(original))
+    assert notes == [said]
+    for _, _, _, same, parts in answers:
+        assert same
+        assert_close(parts, weights, 1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_number_that_is_not_finite_in_one_process(two: Processes, rank: int) -> None:
+    for kind, text, _, same, _ in two(attempt, not_finite, rank):
+        assert kind is NotFinite
+        assert re.match(r"train_step\(not_finite\): the norm of the gradient is nan at optimizer step 1; nothing", text)
+        assert same
+
+
+def test_a_weight_that_the_output_decides(two: Processes) -> None:
+    for kind, text, _, same, _ in two(attempt, weight_by_output, 0):
+        assert kind is WeightError
+        assert "the weight of term 'loss' is" in text
+        assert same
+
+
+def test_a_metric_of_two_kinds(two: Processes) -> None:
+    """Each process has a kind of its own; it is a sum where the first row has a token."""
+    found = two(kinds)
+    assert found[0] == found[1]
+    assert re.match("merge: metric 'kind' is a (Mean|Sum) on one side and a (Mean|Sum) on the other", found[0])
+
+
+def kinds(mesh: DeviceMesh | None) -> str:
+    batch = batch_of([5, 0, 6])
+    made = engine(mesh)
+    with pytest.raises(TypeError) as caught:
+        made.train(made.init(), two_kinds, cut(mesh, batch, [[[0]], [[1, 2]]]), global_weights(two_kinds, batch))
+    return str(caught.value)
+
+
+def unknown(mesh: DeviceMesh | None) -> list[tuple[type, str, list[str]]]:
+    batch = batch_of([5, 4, 6])
+    ids = batch["input_ids"].clone()
+    ids[2, 1] = 23
+    batch, made, errors = nrl.assign(batch, input_ids=ids), engine(mesh), []
+    state = made.init()
+    parts = cut(mesh, batch, [[[0]], [[1], [2]]])
+    for call in (
+        lambda: made.forward(state.module, parts, frozenset()),
+        lambda: made.train(state, sft_loss, parts, global_weights(sft_loss, batch)),
+    ):
+        with pytest.raises(BatchError) as caught:
+            call()
+        errors.append((type(caught.value), str(caught.value), getattr(caught.value, "__notes__", [])))
+    return errors
+
+
+def test_a_token_that_the_model_does_not_know_in_one_process(two: Processes) -> None:
+    message = "forward: input_ids has the token 23, and the model knows those from 0 to 22; encode with the model's own"
+    first, second = two(unknown)
+    for who, a, b in zip(("forward", "train_step(sft_loss)"), first, second, strict=True):
+        assert a[:2] == b[:2]
+        assert a[1].startswith(message)
+        assert (a[2], b[2]) == ([f"{who}: rank 1 of dp raised it: BatchError: {a[1]}"], [])
+    assert [x[:2] for x in unknown(None)] == [x[:2] for x in first]
+
+
+def test_an_error_that_travels_and_one_that_does_not() -> None:
+    made = Mishap.of(3, missing()).error("forward")
+    assert (type(made), str(made)) == (MissingColumn, str(missing()))
+    made = Mishap.of(3, local_error()).error("forward")
+    assert (type(made), str(made)) == (ClusterError, "forward: rank 3 raised LocalError: it cannot travel")
+    held = Held(Peers(None))
+    with pytest.raises(ValueError, match="not like"), held.back():
+        raise value_error()
+    assert held.meet("forward", 7) == [7]
+
+
+# meshes
+
+
+def refused(mesh: DeviceMesh | None) -> list[str]:
+    errors = []
+    shapes: list[tuple[tuple[int, ...], tuple[str, ...] | None]] = [
+        ((1, 2, 1, 1), ("dp", "tp", "pp", "cp")),
+        ((1, 1, 1, 2), ("dp", "tp", "pp", "cp")),
+        ((2,), ("data",)),
+        ((2,), None),
+    ]
+    for shape, names in shapes:
+        with pytest.raises(PlacementError) as caught:
+            engine(init_device_mesh("cpu", shape, mesh_dim_names=names))
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_meshes_that_it_does_not_have(two: Processes) -> None:
+    make = "needs one named 'dp'; make it with init_device_mesh(device, (n,), mesh_dim_names=('dp',))"
+    for errors in two(refused):
+        assert errors == [
+            "TorchEngine: the mesh has tp=2; the torch backend shards along dp only, so use tp=1",
+            "TorchEngine: the mesh has cp=2; the torch backend shards along dp only, so use cp=1",
+            f"TorchEngine: the mesh has the axes data, and {make}",
+            f"TorchEngine: the mesh has no named axes, and {make}",
+        ]
+
+
+def test_a_mesh_of_one_process_changes_no_bit() -> None:
+    one = Processes(1)
+    try:
+        ((numbers, weights),) = one(train, "two terms", 3)
+    finally:
+        one.close()
+    expected, others = train(None, "two terms", 3)
+    assert numbers == expected
+    assert_equal(weights, others)
+
+
+def held_bytes(mesh: DeviceMesh | None) -> list[int]:
+    """Of weights and moments, after a step and a forward; and of a frozen copy."""
+    made, batch = engine(mesh), batch_of(MIXED)
+    state, _ = made.train(made.init(), sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
+    made.forward(state.module, mine(mesh, batch), frozenset())
+    moments = [x for one in state.optimizer.state.values() for x in one.values()]
+    groups = [[*state.module.parameters(), *moments], list(made.freeze(state.module).parameters())]
+    local = [[x.to_local() if isinstance(x, DTensor) else x for x in group] for group in groups]
+    return [sum(x.numel() * x.itemsize for x in group) for group in local]
+
+
+def test_each_process_holds_its_part(three: Processes) -> None:
+    whole, found = held_bytes(None), three(held_bytes)
+    assert max(x[0] for x in found) < 0.4 * whole[0]
+    assert max(x[1] for x in found) < 0.4 * whole[1]
+
+
+# weights in and out
+
+
+def in_and_out(mesh: DeviceMesh | None) -> dict[str, dict[str, Tensor]]:
+    made, batch = engine(mesh, Model(TINY_PARTS)), batch_of(MIXED)
+    state = made.init()
+    fresh = {name: x.clone() for name, x in made.tensors(made.params(state))}
+    state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
+    frozen = made.freeze(state.module)
+    assert not any(p.requires_grad for p in frozen.parameters())
+    trained = {name: x.clone() for name, x in made.tensors(state.module)}
+    before = made.forward(frozen, mine(mesh, batch), frozenset())
+    copy = made.init(made.tensors(state.module))  # from weights that are read while it is made
+    state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
+    again = made.freeze(frozen)
+    for params in (frozen, again):
+        after = made.forward(params, mine(mesh, batch), frozenset())
+        assert all(torch.equal(a["logprobs"], b["logprobs"]) for a, b in zip(before, after, strict=True))
+    found = {"frozen": made.tensors(frozen), "again": made.tensors(again), "copy": made.tensors(copy.module)}
+    return {"fresh": fresh, "trained": trained} | {name: dict(tensors) for name, tensors in found.items()}
+
+
+@both
+def test_weights_go_in_and_out(pool: Processes) -> None:
+    expected = in_and_out(None)
+    for found in pool(in_and_out):
+        assert_equal(found["fresh"], expected["fresh"])
+        assert_close(found["trained"], expected["trained"], 1e-5)
+        for name in ("frozen", "again", "copy"):
+            assert_equal(found[name], found["trained"])
+    assert "lm_head.weight" not in expected["fresh"]
+
+
+def wrong(mesh: DeviceMesh | None) -> list[str]:
+    made, errors = engine(mesh), []
+    tensors = dict(made.tensors(made.init().module))
+    one = next(iter(tensors))
+    for given in (tensors | {one: torch.zeros(1)}, tensors | {"other": torch.zeros(1)}, {one: tensors[one]}):
+        with pytest.raises(ModelError) as caught:
+            made.init(given.items())
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_weights_of_another_model(two: Processes) -> None:
+    assert two(wrong) == [wrong(None)] * 2
+
+
+# files
+
+
+def save(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Two steps, and what is saved after them; then the state after another one."""
+    made = engine(mesh, Model(TINY_PARTS))
+    state = made.init()
+    for batch in batches("grpo", 2):
+        state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
+    (folder / "state").mkdir(exist_ok=True)
+    (folder / "params").mkdir(exist_ok=True)
+    made.save(state, folder / "state")
+    made.save_params(made.freeze(state.module), folder / "params")
+    saved = everything(made, state)
+    return saved, another(mesh, made, state)
+
+
+def another(mesh: DeviceMesh | None, made: TorchEngine, state: State) -> dict[str, Tensor]:
+    batch = batch_of(MIXED, seed=9)
+    state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
+    assert state.step == 3
+    return everything(made, state)
+
+
+def restore(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    made = engine(mesh, Model(TINY_PARTS, seed=5))
+    state = made.restore(folder / "state")
+    restored = everything(made, state)
+    params = made.restore_params(folder / "params")
+    assert not any(p.requires_grad for p in params.parameters())
+    return restored, dict(made.tensors(params)), another(mesh, made, state)
+
+
+def test_checkpoints_of_any_number_of_processes_in_any_number(two: Processes, three: Processes, tmp_path: Path) -> None:
+    def alone(function: Callable[..., Any], *args: Any) -> list[Any]:
+        return [function(None, *args)]
+
+    sizes: list[Callable[..., list[Any]]] = [alone, two, three]
+    for number, writer in enumerate(sizes):
+        saved, next_one = writer(save, tmp_path)[0]  # over what another number of processes has written
+        assert len(list((tmp_path / "state").glob("*.safetensors"))) == number + 1
+        for reader in sizes:
+            for restored, params, after in reader(restore, tmp_path):
+                assert_equal(restored, saved)
+                assert_equal(params, {name: saved[name] for name in params})
+                assert_close(after, next_one, 1e-5)
+                if reader is writer:
+                    assert_equal(after, next_one)
+
+
+def other_model(mesh: DeviceMesh | None, folder: Path) -> list[str]:
+    errors = []
+    for changes in ({"intermediate_size": 32}, {"num_hidden_layers": 3}, {"num_hidden_layers": 1}):
+        with pytest.raises(ModelError) as caught:
+            engine(mesh, Model(TINY_PARTS | changes)).restore(folder / "state")
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_restore_of_another_model(two: Processes, tmp_path: Path) -> None:
+    two(save, tmp_path)
+    errors = other_model(None, tmp_path)
+    patterns = [
+        r"restore: 'model\.layers\.0\.mlp\.\w+\.weight' has shape \[\d+, \d+\], and here it is \[\d+, \d+\]; build both",
+        r"restore: 11 weights did not arrive: model\.layers\.2\..* and 6 more; build both sides from the same Model",
+        r"restore: the model has no weight 'model\.layers\.1\..*'; it has model\..* more; build both sides from",
+    ]
+    for pattern, message in zip(patterns, errors, strict=True):
+        assert re.match(pattern, message), message
+    for found in two(other_model, tmp_path):
+        assert found == errors
+
+
+def no_room(mesh: DeviceMesh | None, folder: Path) -> list[str]:
+    made = engine(mesh)
+    with pytest.raises(OSError, match=r"[\s\S]") as caught:
+        made.save(made.init(), folder)
+    return [str(caught.value)]
+
+
+def test_a_disk_that_takes_no_more(two: Processes, tmp_path: Path) -> None:
+    """Here there is not even a folder."""
+    for (message,) in [no_room(None, tmp_path / "none"), *two(no_room, tmp_path / "none")]:
+        assert "No such file or directory" in message
+
+
+def export(mesh: DeviceMesh | None, folder: Path, dtype: str) -> dict[str, Tensor]:
+    made = engine(mesh, tiny.model(dtype=dtype, hidden_size=16, num_hidden_layers=2))
+    state, batch = made.init(), batch_of([5, 6, 7])
+    state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
+    made.export(state.module, folder)
+    return {name: x.clone() for name, x in made.tensors(state.module)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_exported_folder_is_the_same_model(two: Processes, tmp_path: Path, dtype: Any) -> None:
+    export(None, tmp_path / "one", dtype)
+    weights = two(export, tmp_path / "two", dtype)[0]
+    module = models.build(Model(str(tmp_path / "two"), dtype=dtype))
+    own = dict(models.named_tensors(module))
+    assert own.keys() == weights.keys()
+    for name, x in own.items():
+        assert torch.equal(x, weights[name].to(x.dtype))
+    files = [{path.name for path in (tmp_path / name).iterdir()} for name in ("one", "two")]
+    assert files[0] == files[1]
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "two")]
+    assert configs[0] == configs[1]
+    assert models.load_tokenizer(Model(str(tmp_path / "two"))).encode("12+3") == tiny.tokenizer().encode("12+3")
