@@ -107,7 +107,7 @@ class RayProcesses:
                     wanted=wanted[rank],
                     compared=tuple(kind is Out.same and self.count > 1 for kind in kinds),
                     dropped=_taken(self.dropped[rank]),
-                    trace=None if trace is None else trace.format(rank=rank),
+                    trace=trace,
                 )
                 method = self.actors[rank].call.options(num_returns=1 + sum(wanted[rank]))
                 given = method.remote(order, *beside, *resting)

@@ -164,7 +164,7 @@ class Worker:
         function = self._function(order.function, beside[0])
         args = [self._argument(order.who, arg, beside, shared) for arg in order.args]
         start = time.time()
-        with entered(self.here), profiling.tracing(order.trace):
+        with entered(self.here), profiling.tracing(order.trace, self.here.rank):
             results = perform(order.who, function, args, order.outs)
         end = time.time()
         for each in shared:
