@@ -32,6 +32,12 @@ INVENTORY = "nrl-venv.json"
 """
 
 _EVERY = 15.0  # seconds between two words of progress
+_BOUND = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 
 @dataclass(frozen=True)
@@ -113,8 +119,9 @@ def provide(
     if recipe.interpreter is not None:
         if not Path(recipe.interpreter).exists():
             raise _error(
-                f"provide: executable '{recipe.executable}' is the driver's own interpreter "
-                f"{recipe.interpreter}, which node {socket.gethostname()} does not have; use the executable 'base', which is built on each node"
+                f"provide: executable '{recipe.executable}' is the driver's own interpreter, but node "
+                f"{socket.gethostname()} has no {recipe.interpreter}; use the executable 'base', which is built on each"
+                " node"
             )
         return Path(recipe.interpreter)
     if recipe.platform != here():
@@ -130,7 +137,8 @@ def provide(
             place.mkdir(parents=True, exist_ok=True)
             with _locked(place, recipe.name, until, deadline, say):
                 if not usable(env, recipe.force):
-                    _clean(place, recipe.name)
+                    for left in place.glob(f".{recipe.name}.*.building"):  # by builders that were killed
+                        shutil.rmtree(left, ignore_errors=True)
                     _build(recipe, place, until, say)
         except PermissionError as error:
             raise _error(
@@ -209,7 +217,7 @@ def uv(
     Args:
         arguments: its arguments.
         cwd: the folder it runs in.
-        until: the monotonic time at which it is ended.
+        until: the monotonic time at which it is ended; None: half an hour from now.
         say: gets a line of progress now and then.
         what: what it is for, at the beginning of messages.
         settings: environment variables that are set where they have no value yet.
@@ -229,11 +237,14 @@ def uv(
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, tempfile.TemporaryFile("w+") as inp:
         inp.write(stdin or "")
         inp.seek(0)
-        process = subprocess.Popen([*_find_uv(), *arguments], cwd=cwd, env=variables, stdin=inp, stdout=out, stderr=err)
+        # Started by a process that asks Linux to end it together with this one, so that no orphan goes on building.
+        command = [sys.executable, "-IS", "-c", _BOUND, *_find_uv(), *arguments]
+        process = subprocess.Popen(command, cwd=cwd, env=variables, stdin=inp, stdout=out, stderr=err)
         started = time.monotonic()
+        until = started + 1800.0 if until is None else until
         try:
             while process.poll() is None:
-                left = _EVERY if until is None else min(_EVERY, until - time.monotonic())
+                left = min(_EVERY, until - time.monotonic())
                 if left <= 0:
                     raise _error(
                         f"{what}: `uv {' '.join(arguments[:2])}` was ended, because the time for it is over; its last "
@@ -256,7 +267,7 @@ def uv(
 
 
 def _build(recipe: Recipe, place: Path, until: float, say: Callable[[str], None]) -> None:
-    nearest, shared = _nearest(recipe, place)
+    nearest, changed = _nearest(recipe, place)
     same = [env for env, found in inventories(place).items() if found["executable"] == recipe.executable]
     if recipe.name not in {env.name for env in same} and same:
         say(_paragraph(recipe, nearest if nearest in same else max(same, key=lambda env: env.stat().st_mtime)))
@@ -281,12 +292,13 @@ def _build(recipe: Recipe, place: Path, until: float, say: Callable[[str], None]
             run(
                 "venv", "--quiet", "--no-project", "--relocatable", f"--python={_interpreter(recipe.python)}", str(venv)
             )
-            shared = frozenset()
-        changed = [name for name in recipe.inventory["packages"] if nearest is not None and name not in shared]
+        elif changed:
+            run("pip", "uninstall", f"--python={venv / 'bin' / 'python'}", *changed)
         run(
             *("pip", "sync", "--allow-empty-requirements", f"--python={venv / 'bin' / 'python'}"),
+            # Hashes say which file it has to be, whichever index has it.
             *(f"--index={index}" for index in recipe.indexes),
-            *(f"--reinstall-package={name}" for name in changed),
+            "--index-strategy=unsafe-best-match",
             "requirements.txt",
         )
         inventory = {**recipe.inventory, "name": recipe.name, "executable": recipe.executable, "force": recipe.force}
@@ -305,22 +317,22 @@ def _paragraph(recipe: Recipe, other: Path) -> str:
     found = _inventory(other) or {}
     return (
         f"{recipe.name} is not in {other.parent}. The nearest there is {other.name}, built "
-        f"{found.get('built', 'once')}; what it is made of has changed: {difference(found, recipe.inventory)}. Only that is built now. To find it "
-        f"ready, run `nrl venvs build {recipe.executable}` where that folder or image is made; to use what is there, "
-        "go back to the lock and the source that it was made from."
+        f"{found.get('built', 'once')}; since then there have changed: {difference(found, recipe.inventory)}. Only "
+        f"that is built now. To find it ready, run `nrl venvs build {recipe.executable}` where that folder or image is "
+        "made; to use what is there, go back to the lock and the source that it was made from."
     )
 
 
-def _nearest(recipe: Recipe, place: Path) -> tuple[Path | None, frozenset[str]]:
-    """The environment that shares most packages with the recipe, at least half of them, and the names of those."""
+def _nearest(recipe: Recipe, place: Path) -> tuple[Path | None, list[str]]:
+    """The environment that shares most packages with the recipe, at least half of them, and what has to leave it."""
     packages = recipe.inventory["packages"]
-    best: tuple[Path | None, frozenset[str]] = (None, frozenset())
+    best, changed, most = None, [], len(packages) // 2
     for env, found in inventories(place).items():
         if not recipe.force and all(found.get(key) == recipe.inventory[key] for key in ("python", "platform")):
-            shared = frozenset(name for name in packages if found["packages"].get(name) == packages[name])
-            if 2 * len(shared) >= len(packages) and len(shared) > len(best[1]):
-                best = (env, shared)
-    return best
+            shared = {name for name in packages if found["packages"].get(name) == packages[name]}
+            if len(shared) > most:
+                best, changed, most = env, sorted(found["packages"].keys() - shared), len(shared)
+    return best, changed
 
 
 def _cloned(old: Path, new: Path) -> bool:
@@ -341,12 +353,6 @@ def _cloned(old: Path, new: Path) -> bool:
         shutil.rmtree(new, ignore_errors=True)
         return False
     return True
-
-
-def _clean(place: Path, name: str) -> None:
-    """Remove what builders of this name left behind: whoever holds the lock is alone, so they are dead."""
-    for left in place.glob(f".{name}.*.building"):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager
