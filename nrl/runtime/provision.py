@@ -326,7 +326,7 @@ def _paragraph(recipe: Recipe, other: Path) -> str:
 def _nearest(recipe: Recipe, place: Path) -> tuple[Path | None, list[str]]:
     """The environment that shares most packages with the recipe, at least half of them, and what has to leave it."""
     packages = recipe.inventory["packages"]
-    best, changed, most = None, [], len(packages) // 2
+    best, changed, most = None, [], (len(packages) - 1) // 2
     for env, found in inventories(place).items():
         if not recipe.force and all(found.get(key) == recipe.inventory[key] for key in ("python", "platform")):
             shared = {name for name in packages if found["packages"].get(name) == packages[name]}
