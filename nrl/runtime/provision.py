@@ -267,7 +267,7 @@ def uv(
 
 
 def _build(recipe: Recipe, place: Path, until: float, say: Callable[[str], None]) -> None:
-    nearest, changed = _nearest(recipe, place)
+    nearest, kept, gone = _nearest(recipe, place)
     same = [env for env, found in inventories(place).items() if found["executable"] == recipe.executable]
     if recipe.name not in {env.name for env in same} and same:
         say(_paragraph(recipe, nearest if nearest in same else max(same, key=lambda env: env.stat().st_mtime)))
@@ -281,26 +281,26 @@ def _build(recipe: Recipe, place: Path, until: float, say: Callable[[str], None]
         uv(arguments, cwd=scratch, until=until, say=say, what=recipe.name, settings=recipe.settings)
 
     try:
-        lines = list(recipe.requirements)
-        for name, content in recipe.wheels.items():
-            (scratch / name).write_bytes(content)
-            lines.append(f"{name.split('-')[0]} @ {(scratch / name).as_uri()}")
-        (scratch / "requirements.txt").write_text("\n".join(lines) + "\n")
-        # Relocatable, so that scripts find their interpreter after the renaming. From the nearest environment that is
-        # complete, uv replaces only what differs, which an image without uv's cache could not download again.
+        lines = {line.replace("=", " ").split()[0]: line for line in recipe.requirements}
+        for file, content in recipe.wheels.items():
+            (scratch / file).write_bytes(content)
+            name = file.split("-")[0].lower().replace("_", "-").replace(".", "-")
+            lines[name] = f"{name} @ {(scratch / file).as_uri()}"
+        # Relocatable, so that scripts find their interpreter after the renaming. In a copy of the nearest environment
+        # only what differs is replaced: an image may have neither uv's cache nor a network to get the rest from.
         if nearest is None or not _cloned(nearest, venv):
             run(
                 "venv", "--quiet", "--no-project", "--relocatable", f"--python={_interpreter(recipe.python)}", str(venv)
             )
-        elif changed:
-            run("pip", "uninstall", f"--python={venv / 'bin' / 'python'}", *changed)
-        run(
-            *("pip", "sync", "--allow-empty-requirements", f"--python={venv / 'bin' / 'python'}"),
+        else:
+            lines = {name: line for name, line in lines.items() if name not in kept}
+            if gone:
+                run("pip", "uninstall", f"--python={venv / 'bin' / 'python'}", *gone)
+        if lines:
+            (scratch / "requirements.txt").write_text("\n".join(lines.values()) + "\n")
             # Hashes say which file it has to be, whichever index has it.
-            *(f"--index={index}" for index in recipe.indexes),
-            "--index-strategy=unsafe-best-match",
-            "requirements.txt",
-        )
+            where = [f"--index={index}" for index in recipe.indexes] + ["--index-strategy=unsafe-best-match"]
+            run("pip", "install", "--no-deps", f"--python={venv / 'bin' / 'python'}", *where, "-r", "requirements.txt")
         inventory = {**recipe.inventory, "name": recipe.name, "executable": recipe.executable, "force": recipe.force}
         inventory["built"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         (venv / INVENTORY).write_text(json.dumps(inventory, indent=1, sort_keys=True) + "\n")
@@ -323,16 +323,17 @@ def _paragraph(recipe: Recipe, other: Path) -> str:
     )
 
 
-def _nearest(recipe: Recipe, place: Path) -> tuple[Path | None, list[str]]:
-    """The environment that shares most packages with the recipe, at least half of them, and what has to leave it."""
+def _nearest(recipe: Recipe, place: Path) -> tuple[Path | None, set[str], list[str]]:
+    """The environment that shares most packages with the recipe, at least half of them; those; what has to leave it."""
     packages = recipe.inventory["packages"]
-    best, changed, most = None, [], (len(packages) - 1) // 2
+    best: tuple[Path | None, set[str], list[str]] = (None, set(), [])
+    most = (len(packages) - 1) // 2
     for env, found in inventories(place).items():
         if not recipe.force and all(found.get(key) == recipe.inventory[key] for key in ("python", "platform")):
             shared = {name for name in packages if found["packages"].get(name) == packages[name]}
             if len(shared) > most:
-                best, changed, most = env, sorted(found["packages"].keys() - shared), len(shared)
-    return best, changed
+                best, most = (env, shared, sorted(found["packages"].keys() - shared)), len(shared)
+    return best
 
 
 def _cloned(old: Path, new: Path) -> bool:

@@ -121,12 +121,12 @@ def test_an_environment_variable_of_another_environment_changes_nothing(
 
 
 def test_packages_come_from_the_index_of_this_process_with_the_hashes_of_the_lock(tmp_path: Path) -> None:
-    lines, settings = index_of(tmp_path / "simple", TINY)
-    python = provide(recipe_of(requirements=lines, settings=settings), folder=tmp_path / "venvs")
-    assert run(python, "-c", "import tiny; print(tiny.x)") == "1"
     wrong = f"tiny==1.0 --hash=sha256:{'0' * 64}"
-    with pytest.raises(ExecutableError, match="(?s)tiny-.*`uv pip sync` fails; its last lines:.*[Hh]ash"):
-        provide(recipe_of(requirements=[wrong], settings=settings), folder=tmp_path / "venvs", say=print)
+    with index_of(tmp_path / "simple", TINY) as (lines, settings):
+        python = provide(recipe_of(requirements=lines, settings=settings), folder=tmp_path / "venvs")
+        with pytest.raises(ExecutableError, match="(?s)tiny-.*`uv pip install` fails; its last lines:.*[Hh]ash"):
+            provide(recipe_of(requirements=[wrong], settings=settings), folder=tmp_path / "venvs", say=print)
+    assert run(python, "-c", "import tiny; print(tiny.x)") == "1"
 
 
 def test_the_nodes_own_settings_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,11 +139,10 @@ def test_the_nodes_own_settings_win(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_only_what_differs_is_built_and_that_is_said_in_one_paragraph(tmp_path: Path) -> None:
-    lines, settings = index_of(tmp_path / "simple", OTHER)
-    provide(recipe_of(TINY, requirements=lines, settings=settings), folder=tmp_path)
+    with index_of(tmp_path / "simple", OTHER) as (lines, settings):
+        provide(recipe_of(TINY, requirements=lines, settings=settings), folder=tmp_path)
     old = next(iter(inventories(tmp_path)))
-    shutil.rmtree(tmp_path / "simple" / "other")  # an index that is out of reach
-    shutil.rmtree(tmp_path / "cache")
+    shutil.rmtree(tmp_path / "cache")  # and the index cannot be reached any more
     new = recipe_of(wheel_of("tiny", source="x = 2", script=True), requirements=lines, settings=settings)
     said: list[str] = []
     python = provide(new, folder=tmp_path, say=said.append)
@@ -261,12 +260,13 @@ def check_killed(recipe: Recipe, folder: Path, killed: subprocess.Popen[str]) ->
     _, said = killed.communicate(timeout=60)
     assert killed.returncode in (0, -signal.SIGKILL), said
     env = folder / recipe.name
-    if env.exists():
-        assert usable(env)
+    complete = env.exists()
+    assert not complete or usable(env)
     python = provide(recipe, folder=folder)
     assert run(python, "-c", "import tiny, other; print(tiny.x, other.__file__)").startswith(f"1 {folder}")
     assert run(python.parent / "tiny").startswith(str(env))
-    assert [name for name in hidden(folder) if "building" in name] == []
+    # What was left after the renaming waits for the next build of this name, or for `nrl venvs prune`.
+    assert complete or [name for name in hidden(folder) if "building" in name] == []
     return killed.returncode != 0
 
 
@@ -382,7 +382,7 @@ def test_who_waits_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_building_has_the_deadline_too(tmp_path: Path) -> None:
     recipe = recipe_of(TINY, requirements=[slow_source(tmp_path / "slow")])
-    message = f"(?s){recipe.name}: `uv pip sync` was ended, because the time for it is over; its last lines:"
+    message = f"(?s){recipe.name}: `uv pip install` was ended, because the time for it is over; its last lines:"
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=message):
         provide(recipe, folder=tmp_path / "venvs", deadline=1.5)
@@ -398,7 +398,7 @@ def test_building_has_the_deadline_too(tmp_path: Path) -> None:
 def test_what_uv_says_is_in_the_error(tmp_path: Path) -> None:
     broken = Wheel("tiny-1.0-py3-none-any.whl", b"no zip file")
     recipe = changed(recipe_of(TINY), wheels={broken.name: broken.content})
-    with pytest.raises(ExecutableError, match=r"(?s)tiny-\w+: `uv pip sync` fails; its last lines:\n    .*tiny"):
+    with pytest.raises(ExecutableError, match=r"(?s)tiny-\w+: `uv pip install` fails; its last lines:\n    .*tiny"):
         provide(recipe, folder=tmp_path)
     assert [each.name for each in tmp_path.iterdir() if not each.name.endswith(".lock")] == []
 
@@ -408,7 +408,7 @@ def test_on_a_node_without_nrl_errors_are_built_in_ones(tmp_path: Path) -> None:
     builder = bare_builder(recipe, tmp_path / "venvs", tmp_path / "scratch")
     _, err = builder.communicate(timeout=60)
     assert builder.returncode == 1
-    assert f"\nRuntimeError: {recipe.name}: `uv pip sync` fails" in err
+    assert f"\nRuntimeError: {recipe.name}: `uv pip install` fails" in err
 
 
 def test_a_python_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

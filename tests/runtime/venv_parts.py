@@ -1,13 +1,17 @@
 """Small wheels, and recipes of them, that need neither an index nor a build; and processes that build them."""
 
 import base64
+import contextlib
+import functools
 import hashlib
+import http.server
 import io
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +71,38 @@ def recipe_of(*wheels: Wheel, executable: str = "tiny", requirements: Iterable[s
     )
 
 
-def index_of(folder: Path, *wheels: Wheel) -> tuple[list[str], dict[str, str]]:
-    """The lines for these wheels, and uv's settings for the index in this folder that has them."""
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def index_of(folder: Path, *wheels: Wheel) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """An index of these wheels, which this process serves: their lines, and uv's settings for it."""
     lines = []
     for wheel in wheels:
         place = folder / wheel.name.split("-")[0]
         place.mkdir(parents=True)
         (place / wheel.name).write_bytes(wheel.content)
-        (place / "index.html").write_text(f'<a href="{wheel.name}">{wheel.name}</a>')
-        lines.append(f"{place.name}=={wheel.version} --hash=sha256:{hashlib.sha256(wheel.content).hexdigest()}")
-    return lines, {"UV_DEFAULT_INDEX": folder.as_uri(), "UV_CACHE_DIR": str(folder.parent / "cache")}
+        digest = hashlib.sha256(wheel.content).hexdigest()
+        (place / "index.html").write_text(f'<a href="{wheel.name}#sha256={digest}">{wheel.name}</a>')
+        lines.append(f"{place.name}=={wheel.version} --hash=sha256:{digest}")
+    handler = functools.partial(_Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.01])
+        thread.start()
+        try:
+            yield (
+                lines,
+                {
+                    "UV_DEFAULT_INDEX": f"http://127.0.0.1:{server.server_port}",
+                    "UV_CACHE_DIR": str(folder.parent / "cache"),
+                    "UV_HTTP_RETRIES": "0",
+                },
+            )
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def slow_source(folder: Path) -> str:
