@@ -47,25 +47,24 @@ def path(name: str) -> Path:
     return provide(wanted)
 
 
-def listing(names: Iterable[str] = ()) -> str:
+def listing(names: Iterable[str] = (), *, folder: Path | None = None) -> str:
     """A table of the environments that are there: their size, when they were built and used, and what they are.
 
     Args:
         names: of executables or of their environments, to list what these are made of instead.
+        folder: where they are; None: `nrl.runtime.provision.default_folder`.
 
-    >>> "environment" in listing()
-    ...     "venvs"
-    ... ) or "has no environments" in listing() or "environments in" in listing()
-    True
+    >>> print(listing(folder=Path("/nowhere")))
+    /nowhere has no environments; build one with `nrl venvs build base`
     """
-    folder = default_folder()
+    folder = folder or default_folder()
     found = inventories(folder)
     if wanted := set(names):
         chosen = {env: each for env, each in found.items() if wanted & {env.name, each["executable"]}}
         return "\n".join(_contents(env, each) for env, each in chosen.items()) or (
             f"{folder} has no environment of {', '.join(sorted(wanted))}"
         )
-    current = _current({each["executable"] for each in found.values()})
+    current = _current({each["executable"] for each in found.values()}, folder)
     rows = [("name", "size", "its own", "built", "last used", "")]
     for env, inventory in found.items():
         size, own = _sizes(env)
@@ -82,25 +81,27 @@ def listing(names: Iterable[str] = ()) -> str:
     return "\n".join([f"environments in {folder}", *(line.rstrip() for line in lines)])
 
 
-def check(names: Iterable[str] = (), say: Callable[[str], None] = print) -> bool:
+def check(names: Iterable[str] = (), *, folder: Path | None = None, say: Callable[[str], None] = print) -> bool:
     """Say whether executables have their environments, complete and with the packages of the lock.
 
     Args:
         names: the executables; none: those that have an environment, current or not.
+        folder: where they are; None: `nrl.runtime.provision.default_folder`.
         say: gets a line for each of them.
 
     Returns:
         Whether all is well.
 
-    >>> check(["system"], say=lambda line: None)
+    >>> check(["system"], folder=Path("/nowhere"), say=lambda line: print(line.split(" is ")[0]))
+    system:
     True
     """
-    folder = default_folder()
+    folder = folder or default_folder()
     found = inventories(folder)
     there = sorted({each["executable"] for each in found.values()} & set(EXECUTABLES))
     well = True
     for name in list(names) or there:
-        wanted = recipe(name)
+        wanted = recipe(name, folder=folder)
         env = folder / wanted.name
         others = [other for other, each in found.items() if each["executable"] == name]
         if wanted.interpreter is not None:
@@ -122,24 +123,27 @@ def check(names: Iterable[str] = (), say: Callable[[str], None] = print) -> bool
     return well
 
 
-def prune(days: float = 30.0, *, dry: bool = False, say: Callable[[str], None] = print) -> list[Path]:
+def prune(
+    days: float = 30.0, *, dry: bool = False, folder: Path | None = None, say: Callable[[str], None] = print
+) -> list[Path]:
     """Remove environments that nobody has asked for in some days, and what killed builders left.
 
     Args:
         days: how long an environment has not been provided; 0 removes all. One that is current for this process's lock
             is kept unless ``days`` is 0.
         dry: remove nothing, only say.
+        folder: where they are; None: `nrl.runtime.provision.default_folder`.
         say: gets a line for each.
 
     Returns:
         What was removed, or would be.
 
-    >>> prune(36500.0, dry=True, say=lambda line: None)
+    >>> prune(30.0, folder=Path("/nowhere"))
     []
     """
-    folder, removed = default_folder(), []
+    folder, removed = folder or default_folder(), []
     found = inventories(folder)
-    current = _current({each["executable"] for each in found.values()}) if days > 0 else {}
+    current = _current({each["executable"] for each in found.values()}, folder) if days > 0 else {}
     names = {each.name for each in current.values()}
     unused = [env for env in found if (time.time() - (env / INVENTORY).stat().st_mtime) >= days * _DAY]
     for env in [*(env for env in unused if env.name not in names), *_left_behind(folder)]:
@@ -168,12 +172,12 @@ def _contents(env: Path, inventory: Mapping[str, Any]) -> str:
     return "\n".join([f"{env}: Python {inventory['python']}, {inventory['platform']}, {_age(inventory)}", *packages])
 
 
-def _current(names: Iterable[str]) -> dict[str, Path]:
+def _current(names: Iterable[str], folder: Path) -> dict[str, Path]:
     """The environment that each executable would have now, where that can be said."""
     found = {}
     for name in names:
         with contextlib.suppress(NrlError):
-            found[name] = default_folder() / recipe(name).name
+            found[name] = folder / recipe(name, folder=folder).name
     return found
 
 
@@ -185,7 +189,7 @@ def _state(env: Path, inventory: Mapping[str, Any], current: dict[str, Path]) ->
         return "its lock cannot be read here"
     if current[name] == env:
         return "current"
-    return f"differs: {difference(inventory, recipe(name).inventory, most=3)}"
+    return f"differs: {difference(inventory, recipe(name, folder=env.parent).inventory, most=3)}"
 
 
 def _wrong_packages(env: Path) -> str:

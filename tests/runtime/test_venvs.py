@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from nrl.runtime.pins import environment_of, pins_of, python_of
 from nrl.runtime.provision import Recipe, here, provide, uv
 from nrl.runtime.venvs import recipe
 from nrl.runtime.wheels import Wheel, build, content_digest, repack
-from tests.runtime.venv_parts import index_of, wheel_of
+from tests.runtime.venv_parts import BACKEND, index_of, project_of, wheel_of
 
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"base-[0-9a-f]{12}")
@@ -48,43 +49,6 @@ def run(*command: str | Path, **env: str) -> str:
 # --- a project of its own, small: one package "nrl", another one in a folder, and two extras from an index
 
 
-def a_project(folder: Path) -> Path:
-    """A uv project with its lock, in which something is called `nrl`, so that the lock is one that counts."""
-    root = folder / "project"
-    for path, name in ((root, "app"), (root / "libs" / "nrl", "nrl")):
-        (path / name).mkdir(parents=True)
-        (path / name / "__init__.py").write_text("x = 1\n")
-        (path / "backend.py").write_text(BACKEND.format(name=name))
-    (root / "pyproject.toml").write_text(
-        '[project]\nname = "app"\nversion = "0.1"\nrequires-python = ">=3.12"\ndependencies = ["nrl", "one"]\n'
-        '[project.optional-dependencies]\nextra = ["two"]\n'
-        '[dependency-groups]\ndev = ["three"]\n'
-        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-        '[tool.uv.sources]\nnrl = { path = "libs/nrl", editable = true }\n'
-    )
-    (root / "libs" / "nrl" / "pyproject.toml").write_text(
-        '[project]\nname = "nrl"\nversion = "9.9"\n'
-        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-    )
-    uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=root)
-    return root
-
-
-BACKEND = """
-import pathlib, zipfile
-info = "{name}-1.0.dist-info"
-def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    with zipfile.ZipFile(pathlib.Path(wheel_directory) / "{name}-1.0-py3-none-any.whl", "w") as archive:
-        archive.writestr("{name}/__init__.py", pathlib.Path("{name}/__init__.py").read_text())
-        archive.writestr(info + "/METADATA", "Metadata-Version: 2.1\\nName: {name}\\nVersion: 1.0\\n")
-        archive.writestr(info + "/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
-        archive.writestr(info + "/RECORD", "{name}/__init__.py,,\\n")
-    return "{name}-1.0-py3-none-any.whl"
-def build_editable(*arguments):
-    raise RuntimeError("never needed")
-"""
-
-
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
     """An index with three packages, which is uv's only one until it is closed."""
@@ -100,7 +64,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack
 @pytest.fixture
 def mine(tmp_path: Path, index: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The root of a user's project, whose environment this interpreter seems to be."""
-    root = a_project(tmp_path)
+    root = project_of(tmp_path)
     monkeypatch.setattr(sys, "prefix", str(root / ".venv"))
     return root
 
@@ -277,7 +241,7 @@ def test_the_interpreters_project_comes_before_the_folder(mine: Path, monkeypatc
 def test_the_project_around_the_current_folder(
     tmp_path: Path, index: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = a_project(tmp_path)
+    root = project_of(tmp_path)
     monkeypatch.setattr(sys, "prefix", "/usr")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
     monkeypatch.chdir(root / "app")
@@ -285,7 +249,7 @@ def test_the_project_around_the_current_folder(
 
 
 def test_the_project_of_the_script(tmp_path: Path, index: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = a_project(tmp_path)
+    root = project_of(tmp_path)
     monkeypatch.setattr(sys, "prefix", "/usr")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(root / "app" / "main.py"))
     assert project() == Project("project", root)
@@ -294,7 +258,7 @@ def test_the_project_of_the_script(tmp_path: Path, index: ExitStack, monkeypatch
 def test_a_project_without_nrl_in_its_lock_does_not_count(
     tmp_path: Path, index: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = a_project(tmp_path)
+    root = project_of(tmp_path)
     (root / "uv.lock").write_text((root / "uv.lock").read_text().replace('"nrl"', '"other"'))
     monkeypatch.setattr(sys, "prefix", str(root / ".venv"))
     assert project() == Project("checkout", ROOT)
@@ -344,7 +308,9 @@ def test_a_recipe_travels(tmp_path: Path) -> None:
     assert not {"wheels", "settings", "inventory"} & {*re.findall(r"(\w+)=", repr(found))}  # large, or secret
 
 
-def test_an_executable_that_a_script_outside_of_the_repository_registers(tmp_path: Path) -> None:
+def test_an_executable_that_a_script_outside_of_the_repository_registers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = tmp_path / "shouting"
     (source / "shouting").mkdir(parents=True)
     (source / "shouting" / "__init__.py").write_text("def shout(text):\n    return text.upper()\n")
@@ -358,12 +324,14 @@ def test_an_executable_that_a_script_outside_of_the_repository_registers(tmp_pat
         "from nrl.runtime.provision import provide\n"
         "from nrl.runtime.venvs import recipe\n"
         f"register(Executable('loud', requirements=['shouting @ {source.as_uri()}']))\n"
-        "print(provide(recipe('loud'), say=lambda line: None))\n"
+        "python = provide(recipe('loud'))\n"
     )
-    python = run(sys.executable, tmp_path / "script.py", NRL_VENV_DIR=str(tmp_path / "venvs"))
-    assert Path(python).is_relative_to(tmp_path / "venvs")
+    monkeypatch.setenv("NRL_VENV_DIR", str(tmp_path / "venvs"))
+    monkeypatch.chdir(tmp_path)
+    python = runpy.run_path(str(tmp_path / "script.py"), run_name="__main__")["python"]
+    assert python.is_relative_to(tmp_path / "venvs")
     program = "from importlib.util import find_spec as f; import shouting; print(shouting.shout(f('nrl').origin))"
-    assert run(python, "-c", program).startswith(str(Path(python).parents[1]).upper())
+    assert run(python, "-c", program).startswith(str(python.parents[1]).upper())
 
 
 # --- from an installed wheel
@@ -442,7 +410,7 @@ def test_the_digest_of_a_wheel_is_of_what_it_installs() -> None:
 
 
 def test_a_wheel_is_built_once(tmp_path: Path, index: ExitStack) -> None:
-    root = a_project(tmp_path)
+    root = project_of(tmp_path)
     first = build(root, tmp_path / "kept")
     (root / "backend.py").chmod(0o600)
     kept = next((tmp_path / "kept").glob("*/*.whl"))
@@ -453,7 +421,7 @@ def test_a_wheel_is_built_once(tmp_path: Path, index: ExitStack) -> None:
 
 
 def test_files_that_git_ignores_build_no_wheel(tmp_path: Path, index: ExitStack) -> None:
-    root = a_project(tmp_path)
+    root = project_of(tmp_path)
     run("git", "-C", root, "init", "-q")
     (root / ".gitignore").write_text("ignored\n")
     run("git", "-C", root, "add", ".")

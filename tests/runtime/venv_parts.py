@@ -19,10 +19,10 @@ import cloudpickle  # type: ignore[import-untyped]
 import filelock
 
 from nrl.runtime import provision
-from nrl.runtime.provision import Recipe, here
+from nrl.runtime.provision import Recipe, here, uv
 from nrl.runtime.wheels import Wheel, content_digest
 
-__all__ = ["bare_builder", "index_of", "recipe_of", "slow_source", "wheel_of"]
+__all__ = ["BACKEND", "bare_builder", "index_of", "project_of", "recipe_of", "slow_source", "wheel_of"]
 
 BASE = str(Path(sys._base_executable).resolve())  # type: ignore[attr-defined]
 
@@ -71,6 +71,10 @@ def recipe_of(*wheels: Wheel, executable: str = "tiny", requirements: Iterable[s
     )
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 128  # uv asks for a hundred packages at once
+
+
 class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -88,7 +92,7 @@ def index_of(folder: Path, *wheels: Wheel) -> Iterator[tuple[list[str], dict[str
         (place / "index.html").write_text(f'<a href="{wheel.name}#sha256={digest}">{wheel.name}</a>')
         lines.append(f"{place.name}=={wheel.version} --hash=sha256:{digest}")
     handler = functools.partial(_Quiet, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with _Server(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=[0.01])
         thread.start()
         try:
@@ -103,6 +107,43 @@ def index_of(folder: Path, *wheels: Wheel) -> Iterator[tuple[list[str], dict[str
         finally:
             server.shutdown()
             thread.join()
+
+
+BACKEND = """
+import pathlib, zipfile
+info = "{name}-1.0.dist-info"
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    with zipfile.ZipFile(pathlib.Path(wheel_directory) / "{name}-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr("{name}/__init__.py", pathlib.Path("{name}/__init__.py").read_text())
+        archive.writestr(info + "/METADATA", "Metadata-Version: 2.1\\nName: {name}\\nVersion: 1.0\\n")
+        archive.writestr(info + "/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        archive.writestr(info + "/RECORD", "{name}/__init__.py,,\\n")
+    return "{name}-1.0-py3-none-any.whl"
+def build_editable(*arguments):
+    raise RuntimeError("never needed")
+"""
+
+
+def project_of(folder: Path) -> Path:
+    """A uv project with its lock, in which something is called `nrl`, so that the lock is one that counts."""
+    root = folder / "project"
+    for path, name in ((root, "app"), (root / "libs" / "nrl", "nrl")):
+        (path / name).mkdir(parents=True)
+        (path / name / "__init__.py").write_text("x = 1\n")
+        (path / "backend.py").write_text(BACKEND.format(name=name))
+    (root / "pyproject.toml").write_text(
+        '[project]\nname = "app"\nversion = "0.1"\nrequires-python = ">=3.12"\ndependencies = ["nrl", "one"]\n'
+        '[project.optional-dependencies]\nextra = ["two"]\n'
+        '[dependency-groups]\ndev = ["three"]\n'
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+        '[tool.uv.sources]\nnrl = { path = "libs/nrl", editable = true }\n'
+    )
+    (root / "libs" / "nrl" / "pyproject.toml").write_text(
+        '[project]\nname = "nrl"\nversion = "9.9"\n'
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=root)
+    return root
 
 
 def slow_source(folder: Path) -> str:
