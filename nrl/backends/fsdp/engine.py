@@ -83,11 +83,8 @@ class TorchEngine:
 
     def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> State:
         """A fresh train state."""
-        module = self._build(self.model)
-        if tensors is not None:
-            models.load_tensors(module, tensors, who="trainer.init")
-        placed = self._place(module)
-        return State(placed, self._optimizer(placed), 0)
+        module = self._make(self.model, tensors)
+        return State(module, self._optimizer(module), 0)
 
     def params(self, state: State) -> nn.Module:
         """The module inside of a train state."""
@@ -96,14 +93,13 @@ class TorchEngine:
     def load(self, source: str | None) -> nn.Module:
         """A frozen module."""
         model = self.model if source is None else attrs.evolve(self.model, source=source)
-        frozen: nn.Module = self._place(self._build(model).requires_grad_(False))
-        return frozen
+        return self._make(model, frozen=True)
 
     def freeze(self, params: nn.Module) -> nn.Module:
         """A frozen copy."""
         if self._peers.alone:
             return copy.deepcopy(params).requires_grad_(False)
-        return sharding.copied(params, self._place)
+        return self._ready(sharding.copied(params, self._peers, self._layer_dtype))
 
     def tensors(self, params: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Parameters by name, tied ones once; where they are sharded, all processes go through them together."""
@@ -235,8 +231,24 @@ class TorchEngine:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.dtype == "bfloat16"):
             return sharding.run(module, lambda: compute(module, work, needs))
 
+    def _make(
+        self, model: Model, tensors: Iterable[tuple[str, Tensor]] | None = None, frozen: bool = False
+    ) -> nn.Module:
+        """A model with its own weights or these; where it is sharded, the first process alone builds all of it."""
+        held, module, given = Held(self._peers), None, iter(tensors or ())
+        with held.back():
+            if self._peers.rank == 0:
+                module = self._build(model).requires_grad_(not frozen)
+                if tensors is not None:
+                    models.load_tensors(module, given, who="trainer.init")
+        for _ in given:  # all processes go through them together
+            pass
+        held.meet("trainer.load" if frozen else "trainer.init", None)
+        if not self._peers.alone:
+            module = sharding.shard(module, self._peers, self._layer_dtype)
+        return self._ready(module)
+
     def _build(self, model: Model) -> Any:
-        """A model of its own in this process."""
         master = torch.float64 if model.dtype == "float64" else torch.float32
         module: Any = models.build(model, dtype=master)
         if self._peers.alone:
@@ -247,15 +259,20 @@ class TorchEngine:
             probe.check_packing(module, attention.register())
         return module
 
-    def _place(self, module: Any) -> Any:
-        """Make it ready to compute, here or with the other processes."""
-        if self._peers.mesh is not None:
-            sharding.shard(module, self._peers.mesh, torch.bfloat16 if self.model.dtype == "bfloat16" else None)
+    def _ready(self, module: Any) -> nn.Module:
+        if self.packed:
+            attention.register()
         if self.checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         if self.compile:
             module.base_model.compile(dynamic=True)
-        return module
+        ready: nn.Module = module
+        return ready
+
+    @property
+    def _layer_dtype(self) -> torch.dtype | None:
+        """What layers are gathered in; under autocast their matrices are rounded to it anyway."""
+        return torch.bfloat16 if self.model.dtype == "bfloat16" else None
 
     def _optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         spec = self.optimizer
