@@ -83,4 +83,4 @@ def main(cfg: Config) -> None:
 
 if __name__ == "__main__":
     check()
-    main(config.load(Config))
+    nrl.retrying(main)(config.load(Config))

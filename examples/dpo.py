@@ -25,7 +25,7 @@ class Config:
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
     checkpoints: Checkpoints = config.derived(lambda cfg: Checkpoints(best="eval/accuracy" if cfg.held_out else None))
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
-    cluster: str = "local"
+    cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
     dp: int = 1  # shards that the trainer splits a batch into
     pairs: int = 64  # a step
@@ -67,4 +67,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(config.load(Config))
+    nrl.retrying(main)(config.load(Config))

@@ -31,7 +31,7 @@ class Config:
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
     checkpoints: Checkpoints = config.derived(lambda cfg: Checkpoints(best="eval/reward" if cfg.held_out else None))
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
-    cluster: str = "local"
+    cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
     sampler: Literal["hf"] = "hf"
     dp: int = 1  # shards that the trainer splits a batch into
@@ -73,14 +73,15 @@ def main(cfg: Config) -> None:
     """The whole of GRPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         slots = cluster.reserve(cfg.dp + 1)
+        mesh = slots[: cfg.dp].mesh(name="trainer")
         model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
-        trainer = fsdp.trainer(slots[: cfg.dp], model, cfg.optimizer, max_tokens=cfg.max_tokens)
+        trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :], model, cfg.sampling)
         step = trainer.train_step(grpo_loss)
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
         stream = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
-        warm = fsdp.trainer(slots[: cfg.dp], model, cfg.warmup_optimizer, max_tokens=cfg.max_tokens)
+        warm = fsdp.trainer(mesh, model, cfg.warmup_optimizer, max_tokens=cfg.max_tokens)
         policy = trainer.init(warm_up(cfg, run, warm, sampler.tokenizer).params) if cfg.warmup else trainer
         state, stream = run.restore(policy=policy, stream=stream)
         nrl.publish(state.params, sampler)
@@ -96,4 +97,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(config.load(Config))
+    nrl.retrying(main)(config.load(Config))

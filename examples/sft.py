@@ -26,7 +26,7 @@ class Config:
         lambda cfg: Checkpoints(best="eval/loss" if cfg.held_out else None, mode="min")
     )
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
-    cluster: str = "local"
+    cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
     dp: int = 1  # shards that the trainer splits a batch into
     rows: int = 128  # a step
@@ -62,4 +62,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(config.load(Config))
+    nrl.retrying(main)(config.load(Config))

@@ -16,6 +16,7 @@ from nrl.columns import COLUMNS
 from nrl.episodes import rollout, rollouts, run_episode
 from nrl.pack import pack, packed, unpack
 from nrl.reduce import Max, Mean, Metrics, Min, Sum, finalize, merge
+from nrl.retries import retrying
 from nrl.runs import run
 from nrl.runtime import P, cluster, donated, merged, microbatched, resident, shard_map
 from nrl.stream import ahead, batched, drop_uniform, fresh
@@ -55,6 +56,7 @@ __all__ = [
     "publish",
     "require",
     "resident",
+    "retrying",
     "rollout",
     "rollouts",
     "run",

@@ -21,6 +21,7 @@ from nrl import charts
 from nrl.charts import Array, Histogram, Series, number
 from nrl.errors import DataError
 from nrl.log import duration, redact, redacted
+from nrl.runtime import timeline
 
 __all__ = ["report"]
 
@@ -39,9 +40,10 @@ def report(out: str | Path) -> Path:
     r"""Write ``report.html`` into a run's folder: one file, which loads nothing else.
 
     It shows each loop's metrics over its steps (those of ``metrics.jsonl``, and of others such as ``warmup.jsonl``),
-    how long its phases took, the distributions of rewards and lengths, samples of ``rollouts.jsonl`` whose tokens are
-    coloured by their advantage, and ``config.yaml``. What is not there is left out; lines that cannot be read are
-    counted. A curve of more than 1,000 steps keeps the lowest and the highest of each few.
+    how long its phases took and how busy each mesh was (with a link to ``timeline.json``), the distributions of rewards
+    and lengths, samples of ``rollouts.jsonl`` whose tokens are coloured by their advantage, and ``config.yaml``. What
+    is not there is left out; lines that cannot be read are counted. A curve of more than 1,000 steps keeps the lowest
+    and the highest of each few.
 
     Args:
         out: the folder; the run may still be running.
@@ -68,11 +70,14 @@ def report(out: str | Path) -> Path:
         raise DataError(f"report: out={out} has neither a config.yaml nor a metrics.jsonl; give the folder of a run")
     newest = max(path.stat().st_mtime for path in [*files, config] if path.exists())
     names = dict.fromkeys(map(_loop_of, files))
+    calls = folder / "timeline.json"
+    busy = timeline.busy(calls) if calls.is_file() else {}
     page = _template().render(
         name=redact(folder.resolve().name),
         written=f"{datetime.fromtimestamp(newest).astimezone():%Y-%m-%d %H:%M}",
         config=redact(config.read_text(encoding="utf-8", errors="replace")) if config.is_file() else "",
-        loops=[_loop(name, [path for path in files if _loop_of(path) == name]) for name in names],
+        timeline=calls.name if calls.is_file() else "",
+        loops=[_loop(name, [path for path in files if _loop_of(path) == name], busy) for name in names],
         box=charts.BOX,
     )
     path, temporary = folder / "report.html", folder / f".report.{os.getpid()}.html"
@@ -98,7 +103,7 @@ def _loop_of(path: Path) -> str:
     return "train" if path.stem in ("metrics", "rollouts") else path.stem.removesuffix(".rollouts")
 
 
-def _loop(name: str, paths: Sequence[Path]) -> dict[str, Any]:
+def _loop(name: str, paths: Sequence[Path], busy: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """What the page shows of a loop."""
     unread: list[int] = []
     rollouts = [path for path in paths if path.stem == "rollouts" or path.stem.endswith(".rollouts")]
@@ -120,6 +125,7 @@ def _loop(name: str, paths: Sequence[Path]) -> dict[str, Any]:
     return {
         "name": redact(name),
         "tiles": _tiles(defined, len(steps)),
+        "busy": [(redact(mesh), f"{share:.0%}") for mesh, share in busy.get(name, {}).items()],
         "first": [charts.curve(redact(key), *defined[key], x) for key in curves if ranks[key] < len(_FIRST)],
         "more": [charts.curve(redact(key), *defined[key], x) for key in curves if ranks[key] == len(_FIRST)],
         "times": [charts.stack(phases, x)] if phases else [],

@@ -7,22 +7,17 @@ checkpoint: files are cut back to it, so they are those of a run that was never 
 """
 
 import os
-import random
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import attrs
-import filelock
 import numpy as np
-import torch
-import yaml
 
-from nrl import checkpoint, config
+from nrl import checkpoint, config, folder
 from nrl.backends.base import Trainer
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
@@ -30,6 +25,7 @@ from nrl.errors import CheckpointError, ConfigError
 from nrl.log import JsonLines, Progress, Sink, duration, open_sinks, redact
 from nrl.reduce import Metrics, finalize, merge
 from nrl.report import report
+from nrl.runtime import profiling, timeline
 from nrl.runtime.futures import Future
 from nrl.stream import Stream
 
@@ -68,6 +64,7 @@ class Run:
         self._names: dict[str, set[str]] = {}  # of what a loop restores and saves
         self._best: dict[str, float] = {}
 
+    @timeline.span("restore")
     def restore(self, loop: str = "train", /, **named: Any) -> Any:
         """The named values as the newest checkpoint of a loop has them; without a checkpoint, as they are.
 
@@ -121,6 +118,7 @@ class Run:
         self._cut(loop, {} if found is None else found.meta["files"])
         return values[0] if len(values) == 1 else tuple(values)
 
+    @timeline.span("save")
     def save(self, step: int, **named: Any) -> Path | None:
         """Write a checkpoint of the running loop if one is due: see `nrl.checkpoint.Checkpoints`.
 
@@ -176,16 +174,24 @@ class Run:
                 f"run.steps: out={self.out} holds steps of the loop '{name}', which this run did not restore; call "
                 f"run.restore('{name}', ...) before the loop, or give another folder"
             )
+        main, shown = file == "metrics", "train" if file == "metrics" else file
         self._loops.append(loop)
         try:
             for step in range(self._next.pop(name, 0), loop.steps):
-                loop.numbers, loop.saved, loop.asked = {}, False, time.perf_counter()
-                batch = stream.take(1)[0]
-                loop.pulled = time.perf_counter()
-                yield step, batch
+                if main:
+                    timeline.step(step)
+                with timeline.span(f"{shown} {step}", loop=shown):
+                    loop.numbers, loop.saved, loop.asked = {}, False, time.perf_counter()
+                    with timeline.span("take"):
+                        batch = stream.take(1)[0]
+                    loop.pulled = time.perf_counter()
+                    yield step, batch
         finally:
             self._loops.remove(loop)
+        if main:
+            timeline.step(None)
 
+    @timeline.span("log")
     def log(
         self, step: int, *metrics: Metrics | Future[Metrics], samples: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
@@ -326,25 +332,17 @@ def run(cfg: Any) -> Iterator[Run]:
     3
     done in 0:00; metrics are in ...
     """
-    out = Path(cfg.out) if getattr(cfg, "out", None) else _new_folder()
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"run: out={out} is a file; give a folder, or leave it out to make a new one")
-    if any(path.stat().st_size for path in out.glob("*.jsonl")) and not (out / "checkpoints").exists():
-        raise ConfigError(
-            f"run: out={out} holds a run already, which has no checkpoints to go on from; give another folder, or "
-            "remove that one"
-        )
-    if getattr(cfg, "steps", 0) < 0:
-        raise ConfigError(f"run: steps={cfg.steps}; give 0 or more")
+    out = folder.choose(cfg)
     text = redact(config.dump(cfg))
-    out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with ExitStack() as stack:
-        _lock(out, stack)
-        _write_config(out / "config.yaml", text)
-        _seed(getattr(cfg, "seed", 0))
+        folder.claim(out, stack)
+        folder.settle(out, text)
+        folder.plant(getattr(cfg, "seed", 0))
         sink = stack.enter_context(open_sinks(getattr(cfg, "sinks", ()), out, attrs.asdict(cfg), name=out.name))
         stack.callback(_report, out)
+        stack.enter_context(timeline.recording(out))
+        stack.enter_context(profiling.asked(out))
         yield Run(out, int(getattr(cfg, "steps", 0)), getattr(cfg, "checkpoints", Checkpoints()), sink, stack)
     print(f"done in {duration(time.monotonic() - started)}; metrics are in {out}", flush=True)  # noqa: T201
 
@@ -356,57 +354,3 @@ def _report(out: Path) -> None:
             report(out)
     except Exception as error:
         warnings.warn(f"run: {out}/report.html could not be written: {type(error).__name__}: {error}", stacklevel=2)
-
-
-def _lock(out: Path, stack: ExitStack) -> None:
-    """The system lets go of it when the process ends, however it ends."""
-    try:
-        stack.enter_context(filelock.FileLock(out / ".lock", timeout=0))
-    except filelock.Timeout:
-        raise ConfigError(
-            f"run: another process is running in out={out}; wait for it, or give another folder"
-        ) from None
-
-
-_MAY_CHANGE = frozenset({"out", "steps", "checkpoints", "sinks", "cluster", "optimizer"})
-
-
-def _write_config(path: Path, text: str) -> None:
-    """Whole or not at all; what a resumed run asks for differently is said, and the former one is kept."""
-    if path.exists() and (before := path.read_text(encoding="utf-8")) != text:
-        old, new = yaml.safe_load(before), yaml.safe_load(text)
-        changed = [key for key in old | new if old.get(key) != new.get(key)]
-        refused = [key for key in changed if key not in _MAY_CHANGE]
-        if refused and (path.parent / "checkpoints").exists():
-            raise ConfigError(
-                f"run: out={path.parent} holds a run with another {', '.join(refused)} ("
-                + "; ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in refused)
-                + f"), so its state and its streams would not fit; give another folder. If you mean it, remove {path}"
-            )
-        number = next(i for i in range(1, 10**6) if not path.with_suffix(f".{i}.yaml").exists())
-        path.with_suffix(f".{number}.yaml").write_text(before, encoding="utf-8")
-        said = "; ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in changed)
-        print(f"run: going on with another configuration: {said}", flush=True)  # noqa: T201
-    temporary = path.with_name(".config.yaml")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
-def _seed(seed: int) -> None:
-    """Nrl's own randomness has explicit seeds; this is for what a program or a library draws besides."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def _new_folder() -> Path:
-    """A folder that no other run has, also when two start in the same second."""
-    stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
-    for attempt in range(1000):
-        out = Path("runs") / (stamp if attempt == 0 else f"{stamp}-{attempt}")
-        try:
-            out.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return out
-    raise ConfigError(f"run: no new folder could be made under {Path('runs').absolute()}")

@@ -20,6 +20,7 @@ from nrl.batch import Batch
 from nrl.errors import DataError
 from nrl.log import JsonLines
 from nrl.report import report
+from nrl.runtime import timeline
 from nrl.summaries import samples
 
 FLAGS = [
@@ -204,6 +205,42 @@ def test_tokens_are_coloured_by_advantage(out: Path, opened: Opened) -> None:
     assert hints[1:] == [f"advantage {x} · logprob −0.5" for x in ("−1", "0", "undefined")]
     legend = page.locator(".legend").inner_text().split("\n")  # a line each, for what is laid out side by side
     assert legend[:3] == ["advantage of a token:", "−2", "2"]
+
+
+def test_how_busy_the_meshes_were_is_shown_with_a_link_to_the_timeline(out: Path, opened: Opened) -> None:
+    with timeline.recording(out):
+        timeline.record("trainer", 0, "train_step", 106.0, 110.0)
+        timeline.record("sampler <b>", 0, "generate", 100.0, 106.1)
+        timeline.record(timeline.DRIVER, 0, "warmup 0", 90.0, 95.0, loop="warmup")
+        timeline.record(timeline.DRIVER, 0, "train 0", 100.0, 110.0, loop="train")
+    page = opened(out)
+    assert busy(page, 1) == "Busy during its steps: trainer 40% sampler <b> 61%"
+    trainer, sampler = (each.bounding_box() for each in page.locator("#loop-1 .meter i").all())
+    assert trainer is not None
+    assert sampler is not None
+    assert sampler["width"] / trainer["width"] == pytest.approx(61 / 40, rel=0.02)
+    assert busy(page, 2) == "Busy during its steps: trainer 0% sampler <b> 0%"
+    link = page.locator(".timeline a").first
+    assert link.get_attribute("href") == "timeline.json"
+    assert link.bounding_box() is not None
+    assert link.evaluate("each => each.href") == (out / "timeline.json").as_uri()
+    assert "to open in ui.perfetto.dev or chrome://tracing" in page.locator(".timeline").inner_text()
+
+
+def busy(page: Page, loop: int) -> str:
+    return " ".join(page.locator(f"#loop-{loop} .busy").inner_text().split())
+
+
+def test_without_a_timeline_nothing_is_said_of_it(out: Path, opened: Opened) -> None:
+    page = opened(out)
+    assert page.locator(".timeline, .busy").count() == 0
+
+
+def test_a_timeline_that_is_no_timeline_does_no_harm(out: Path, opened: Opened) -> None:
+    (out / "timeline.json").write_text('nothing\n[1, 2]\n{"ph": "X", "name": "x", "pid": 1, "tid": 1}\n{"a": 1}\n\x00')
+    page = opened(out)
+    assert page.locator(".busy").count() == 0
+    assert page.locator(".timeline").count() == 1
 
 
 def test_what_was_not_sampled_is_grey_like_the_prompt(tmp_path: Path, opened: Opened) -> None:

@@ -233,7 +233,7 @@ def test_other_loops_have_files_of_their_own(tmp_path: Path) -> None:
     with run(Config(out=tmp_path, steps=2)) as entered:
         for i, _ in entered.steps(batches(), 3, name="warmup"):
             entered.log(i, {"loss": mean(10.0)})
-        assert names(tmp_path) == ["config.yaml", "warmup.jsonl"]
+            assert names(tmp_path) == ["config.yaml", "timeline.json", "warmup.jsonl"]
         for i, _ in entered.steps(batches()):
             entered.log(i, {"loss": mean(20.0)})
     assert [(line["step"], line["loss"]) for line in read(tmp_path / "warmup.jsonl")] == [(0, 10), (1, 10), (2, 10)]
@@ -427,7 +427,8 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = Resumable(tmp_path)
     expected = walk(cfg)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "report.html"}
+    follow = ("report.html", "timeline.json")  # what is done now is added to them
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name not in follow}
     passed: list[str] = []
     capsys.readouterr()
     again = walk(cfg, lambda place, step: passed.append(place))
@@ -716,7 +717,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
-@pytest.mark.filterwarnings("ignore:run. .*report.html could not be written")
+@pytest.mark.filterwarnings("ignore:run. .*(report.html|timeline.json) could not be written")
 @pytest.mark.parametrize("place", ["entered", "warmup logged", "between", "pulled", "logged", "saved"])
 def test_a_full_disk_anywhere_and_then_room_again(place: str, small_disk: Path, tmp_path: Path) -> None:
     expected = walk(Resumable(tmp_path / "whole"))
@@ -746,6 +747,6 @@ def writes_until_it_may_not(cfg: Resumable) -> None:
     assert (cfg.out / "metrics.jsonl").stat().st_size == 1500  # to the last byte
 
 
-@pytest.mark.filterwarnings("ignore:run. .*report.html could not be written")
+@pytest.mark.filterwarnings("ignore:run. .*(report.html|timeline.json) could not be written")
 def test_a_line_that_cannot_be_written(tmp_path: Path) -> None:
     assert child(writes_until_it_may_not, Resumable(tmp_path, steps=100, checkpoints=Checkpoints(every=100))) == 0

@@ -17,10 +17,12 @@ from nrl.algos import Loss
 from nrl.batch import Batch
 from nrl.errors import ConsumedState
 from nrl.reduce import Metrics
+from nrl.runtime import timeline
 from nrl.runtime.futures import Future
 from nrl.runtime.handles import Handle
 
 __all__ = [
+    "Bucket",
     "Completion",
     "Engine",
     "Model",
@@ -31,6 +33,10 @@ __all__ = [
     "Trainer",
     "publish",
 ]
+
+
+type Bucket = Mapping[str, Tensor]
+"""Some weights, by their Hugging Face names."""
 
 
 @attrs.frozen(kw_only=False)
@@ -146,14 +152,22 @@ class Sampler(Protocol):
         """Complete each prompt once; equal prompts share their prefill. A row's noise depends on its seed alone."""
         ...
 
-    def receive(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace the weights in place; `publish` calls it."""
+    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int) -> None:
+        """Replace the weights in place; `publish` calls it.
+
+        Args:
+            buckets: tensors by their Hugging Face names, some at a time. Futures are of values that live on a mesh: a
+                sampler on a mesh passes them on to its processes, without a wait or a copy here.
+            version: stamped from now on on what is sampled.
+        """
         ...
 
 
 class Engine[S, M](Protocol):
-    """What a backend author writes; it runs on each process of a mesh. ``S`` is its train state, ``M`` its params.
+    """What a backend author writes; made in each process of a mesh. ``S`` is its train state, ``M`` its params.
 
+    In a mesh of several processes each is called with its own rows, and all with the same arguments otherwise; an
+    engine talks to its peers through `nrl.runtime.process`. What it returns as metrics is the same in all of them.
     Both loops over micro-batches are the engine's own (under pipeline parallelism the schedule owns them).
     Micro-batches are padded batches of whole rows; what the loss sees is ``[*b, T]`` like them.
     """
@@ -194,7 +208,7 @@ class Engine[S, M](Protocol):
         ...
 
     def tensors(self, params: M) -> Iterator[tuple[str, Tensor]]:
-        """The params by their Hugging Face names, tied ones once, for `publish`."""
+        """The params by their Hugging Face names, whole, tied ones once, for `publish`; all processes go along."""
         ...
 
     def save(self, state: S, folder: Path) -> None:
@@ -229,14 +243,19 @@ class Params:
         handle: Handle,
         trainer: "Trainer",
         version: int,
-        tensors: Callable[["Params", str], Iterator[tuple[str, Tensor]]],
+        buckets: Callable[["Params", str], Iterator[Future[Bucket]]],
     ) -> None:
-        self.handle, self.trainer, self.version, self._tensors = handle, trainer, version, tensors
+        self.handle, self.trainer, self.version, self._buckets = handle, trainer, version, buckets
         self.published = False
 
+    def buckets(self, who: str = "buckets") -> Iterator[Future[Bucket]]:
+        """The weights, some at a time, as they lie on the mesh; ``who`` is how errors name the reader."""
+        return self._buckets(self, who)
+
     def tensors(self, who: str = "tensors") -> Iterator[tuple[str, Tensor]]:
-        """The weights by their Hugging Face names, one at a time; ``who`` is how errors name the reader."""
-        return self._tensors(self, who)
+        """The weights by their Hugging Face names, one at a time, brought here."""
+        for bucket in self.buckets(who):
+            yield from bucket.result().items()
 
 
 class TrainState:
@@ -302,6 +321,7 @@ class Trainer(NamedTuple):
     export: Callable[[Params, str | Path], None]
 
 
+@timeline.span("publish")
 def publish(params: Params, sampler: Sampler) -> int:
     """Move weights into a sampler, which from then on stamps their version on what it samples.
 
@@ -335,6 +355,6 @@ def publish(params: Params, sampler: Sampler) -> int:
             "with the state that the step returned"
         )
     version = params.version if params.published else params.version + 1
-    sampler.receive(params.tensors("publish"), version)
+    sampler.receive(params.buckets("publish"), version)
     params.version, params.published = version, True
     return version

@@ -14,6 +14,7 @@ from nrl.backends.base import Model
 from nrl.errors import ModelError
 
 __all__ = [
+    "Loading",
     "build",
     "context_length",
     "end_tokens",
@@ -182,27 +183,53 @@ def load_tensors(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, wh
         ModelError: a name that the model does not have, a wrong shape, weights that are missing, or tied ones that
             differ. Some weights may have been replaced by then.
     """
-    own: dict[str, Tensor] = module.state_dict()
-    waiting = {tensor.data_ptr(): name for name, tensor in own.items()}  # tied ones once
-    same = "build both sides from the same Model"
-    with torch.no_grad():
+    loading = Loading(module, who)
+    loading.add(tensors)
+    loading.end()
+
+
+class Loading:
+    """`load_tensors` for weights that come a few at a time: any number of `add`, then `end`.
+
+    Args:
+        module: its weights are replaced.
+        who: how errors name the caller.
+    """
+
+    def __init__(self, module: nn.Module, who: str) -> None:
+        self._own: dict[str, Tensor] = module.state_dict()
+        self._waiting = {tensor.data_ptr(): name for name, tensor in self._own.items()}  # tied ones once
+        self._who, self._same = who, "build both sides from the same Model"
+
+    @torch.no_grad()
+    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy these in."""
         for name, tensor in tensors:
-            if name not in own:
-                raise ModelError(f"{who}: the model has no weight '{name}'; it has {_some(own)}; {same}")
-            held = own[name]
+            if name not in self._own:
+                raise ModelError(
+                    f"{self._who}: the model has no weight '{name}'; it has {_some(self._own)}; {self._same}"
+                )
+            held = self._own[name]
             if held.shape != tensor.shape:
                 raise ModelError(
-                    f"{who}: '{name}' has shape {list(tensor.shape)}, and here it is {list(held.shape)}; {same}"
+                    f"{self._who}: '{name}' has shape {list(tensor.shape)}, and here it is {list(held.shape)}; "
+                    f"{self._same}"
                 )
-            if waiting.pop(held.data_ptr(), None) is not None:
+            if self._waiting.pop(held.data_ptr(), None) is not None:
                 held.copy_(tensor)
             elif not torch.equal(held, tensor.to(held)):
                 raise ModelError(
-                    f"{who}: '{name}' came twice with different values, or is tied to another weight here and not "
-                    f"where it came from; {same}"
+                    f"{self._who}: '{name}' came twice with different values, or is tied to another weight here and "
+                    f"not where it came from; {self._same}"
                 )
-    if waiting:
-        raise ModelError(f"{who}: {len(waiting)} weights did not arrive: {_some(waiting.values())}; send all of them")
+
+    def end(self) -> None:
+        """See that nothing is missing."""
+        if self._waiting:
+            raise ModelError(
+                f"{self._who}: {len(self._waiting)} weights did not arrive: {_some(self._waiting.values())}; send all "
+                "of them"
+            )
 
 
 def _some(names: Iterable[str], most: int = 5) -> str:

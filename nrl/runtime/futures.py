@@ -1,9 +1,12 @@
 """Values that may not be there yet."""
 
+from collections.abc import Sequence
 from concurrent import futures
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Future", "done"]
+from torch import Tensor
+
+__all__ = ["Coming", "Future", "done", "on_its_way"]
 
 
 class Future[T](Protocol):
@@ -28,3 +31,28 @@ def done[T](value: T) -> Future[T]:
     future: futures.Future[T] = futures.Future()
     future.set_result(value)
     return future
+
+
+@runtime_checkable
+class Coming(Protocol):
+    """A future whose value is computed in other processes, to which calls on a mesh may give it as it is."""
+
+    rows: Sequence[Tensor] | None
+    """Which rows of the value each part of it holds, where it is put together from rows."""
+
+    def part(self, index: Tensor) -> Any:
+        """An argument that stands for these rows of the value."""
+        ...
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the value."""
+        ...
+
+
+def on_its_way(value: Any) -> Any:
+    """The value of a future that need not be waited for elsewhere, or what was given.
+
+    >>> on_its_way(done(3)), on_its_way(4)
+    (3, 4)
+    """
+    return value.result() if hasattr(value, "result") and not isinstance(value, Coming) else value

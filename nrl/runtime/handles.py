@@ -4,10 +4,10 @@ A handle knows its owner. It can be borrowed any number of times and donated onc
 after its donation is an error, as it is in JAX.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 from nrl.errors import ConsumedState, ForeignState
-from nrl.runtime.local import Mesh
+from nrl.runtime.placement import Mesh, Value
 
 __all__ = ["Handle"]
 
@@ -19,7 +19,7 @@ class Handle:
         mesh: where the value lives.
         owner: who may use it, by identity: a trainer, or the mesh itself for values of `shard_map`.
         name: how errors speak of it.
-        values: the local values.
+        values: the names of the local values.
 
     >>> from nrl.runtime import cluster
     >>> with cluster("local") as here:
@@ -29,13 +29,13 @@ class Handle:
     [0]
     """
 
-    def __init__(self, mesh: Mesh, owner: object, name: str, values: list[Any]) -> None:
+    def __init__(self, mesh: Mesh, owner: object, name: str, values: Sequence[Value]) -> None:
         self.mesh, self.owner, self.name = mesh, owner, name
-        self._values: list[Any] | None = values
+        self._values: list[Value] | None = list(values)
         self._consumer = ""
 
-    def borrow(self, owner: object, who: str) -> list[Any]:
-        """The local values, to read.
+    def borrow(self, owner: object, who: str) -> list[Value]:
+        """The names of the local values, to read.
 
         Raises:
             ConsumedState: the handle has been donated.
@@ -55,8 +55,8 @@ class Handle:
             )
         return self._values
 
-    def donate(self, owner: object, who: str) -> list[Any]:
-        """The local values, to keep: afterwards this handle is consumed. Raises what `borrow` does."""
+    def donate(self, owner: object, who: str) -> list[Value]:
+        """The names of the local values, to keep: afterwards this handle is consumed. Raises what `borrow` does."""
         values = self.borrow(owner, who)
         self._values, self._consumer = None, who
         return values

@@ -1,174 +1,128 @@
-"""Where things run: clusters, the slots that they lend, and meshes over slots.
+"""The local cluster: this process.
 
-The local cluster is this process. Its slots are names: a mesh of ``dp=3`` on it really splits batches into three, runs
-the shards one after the other, and merges, so that a mistake of layout shows up in a unit test.
+Its slots are names. A mesh of ``dp=3`` on it really splits batches into three, runs the shards one after the other, and
+merges, so that a mistake of layout shows up in a unit test. Calls are done when they return.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import overload
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import attrs
+from tensordict import TensorDict
+from torch import Tensor
 
-from nrl.errors import ClosedCluster, PlacementError
-from nrl.runtime.executables import check_importable
+from nrl.errors import PlacementError
+from nrl.runtime import timeline
+from nrl.runtime.executables import Executable, check_importable
+from nrl.runtime.futures import Future, done
+from nrl.runtime.placement import Cluster, Donated, Mesh, Out, Processes, Rows, Slots, Strategy, Value
+from nrl.runtime.process import Process, entered, perform
 
-__all__ = ["Cluster", "Mesh", "Slots", "as_mesh", "cluster"]
+__all__ = ["DIFFER", "LocalCluster"]
+
+DIFFER = (
+    "out_specs says P(), the same from every shard, but the shards differ; return rows with P('dp'), or sums with "
+    "merged"
+)
 
 
-@attrs.define(eq=False)
-class Cluster:
-    """A cluster that has been entered; made by `cluster`.
+class LocalCluster(Cluster):
+    """This process, as a cluster.
 
-    >>> with cluster("local") as here:
-    ...     len(here.reserve(4))
-    4
+    >>> len(LocalCluster("local").reserve(2))
+    2
     """
 
-    name: str
-    open: bool = True
-    reserved: int = 0
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._reserved = 0
 
-    def reserve(self, n: int) -> "Slots":
-        """Reserve ``n`` slots: places that hold one process of a mesh each.
-
-        Raises:
-            PlacementError: ``n`` is not positive.
-            ClosedCluster: the cluster has been left.
-        """
-        self.check_open("reserve")
-        if n < 1:
-            raise PlacementError(f"reserve: n is {n}; reserve at least one slot")
-        first, self.reserved = self.reserved, self.reserved + n
+    def reserve(self, n: int, *, strategy: Strategy = "PACK", deadline: float | None = None) -> Slots:
+        """Name ``n`` places in this process."""
+        self.check_count(n)
+        first, self._reserved = self._reserved, self._reserved + n
         return Slots(self, tuple(range(first, first + n)))
 
-    def check_open(self, who: str) -> None:
-        """Raise `ClosedCluster` if the ``with`` block of this cluster has been left."""
-        if not self.open:
-            raise ClosedCluster(
-                f"{who}: the cluster '{self.name}' has been left, and what it held is gone; "
-                "keep the call inside `with nrl.cluster(...)`"
-            )
+    def start(self, mesh: Mesh, executable: Executable) -> Processes:
+        """See whether this process can stand in for the executable."""
+        check_importable(executable)
+        return _ThisProcess(mesh)
+
+    def axes(self) -> frozenset[str]:
+        """Only dp: other axes need processes."""
+        return frozenset({"dp"})
 
 
 @attrs.frozen
-class Slots:
-    """Reserved places. Slicing gives disjoint slots (disaggregated); the same slots twice are colocated.
+class _Here:
+    """A value, which is its own name."""
 
-    >>> with cluster("local") as here:
-    ...     slots = here.reserve(4)
-    ...     train, sample = slots[:3], slots[3:]
-    ...     train.mesh(dp=3).axes
-    {'dp': 3, 'tp': 1, 'pp': 1, 'cp': 1}
-    """
-
-    cluster: Cluster
-    indices: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    @overload
-    def __getitem__(self, index: int) -> "Slots": ...
-    @overload
-    def __getitem__(self, index: slice) -> "Slots": ...
-    def __getitem__(self, index: int | slice) -> "Slots":
-        """Some of the slots; a single index gives a single slot."""
-        chosen = self.indices[index]
-        return Slots(self.cluster, chosen if isinstance(chosen, tuple) else (chosen,))
-
-    def mesh(self, dp: int = -1, tp: int = 1, pp: int = 1, cp: int = 1, executable: str = "base") -> "Mesh":
-        """A mesh over all of these slots; ``dp=-1`` takes what the other axes leave.
-
-        Raises:
-            PlacementError: the axes do not use all slots, the cluster cannot provide an axis, or the executable is
-                unknown or cannot be imported.
-        """
-        self.cluster.check_open("mesh")
-        check_importable(executable)
-        others = tp * pp * cp
-        if not self.indices:
-            raise PlacementError("mesh: there are no slots to make a mesh of; reserve more, or slice differently")
-        if min(tp, pp, cp) < 1 or (dp < 1 and dp != -1):
-            raise PlacementError(
-                f"mesh: axes must be positive (dp may be -1); found dp={dp}, tp={tp}, pp={pp}, cp={cp}"
-            )
-        if dp == -1 and len(self) % others == 0:
-            dp = len(self) // others
-        if dp * others != len(self):
-            raise PlacementError(
-                f"mesh: dp={dp} tp={tp} pp={pp} cp={cp} is {abs(dp) * others} processes, but there are {len(self)} "
-                "slots; slice the slots, or choose axes whose product is their number"
-            )
-        if others != 1:
-            raise PlacementError(
-                f"mesh: the local cluster has the axis dp only; found tp={tp}, pp={pp}, cp={cp}, which need processes"
-            )
-        return Mesh(self, dp=dp, tp=tp, pp=pp, cp=cp, executable=executable)
+    value: Any
 
 
-@attrs.frozen(eq=False)
-class Mesh:
-    """Processes in a grid with the axes dp, tp, pp and cp; made by `Slots.mesh`.
+@attrs.frozen
+class _Reply:
+    results: list[Any]
 
-    >>> with cluster("local") as here:
-    ...     here.reserve(2).mesh().size
-    2
-    """
+    def then[T](self, combine: Callable[[list[Any]], T], rows: Sequence[Tensor] | None = None) -> Future[T]:
+        return done(combine(self.results))
 
-    slots: Slots
-    dp: int
-    tp: int
-    pp: int
-    cp: int
-    executable: str
+
+@attrs.frozen
+class _ThisProcess:
+    mesh: Mesh
 
     @property
-    def axes(self) -> dict[str, int]:
-        """The axes and their sizes."""
-        return {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp}
+    def count(self) -> int:
+        return 1
 
-    @property
-    def size(self) -> int:
-        """The number of processes."""
-        return self.dp * self.tp * self.pp * self.cp
-
-    @property
-    def cluster(self) -> Cluster:
-        """The cluster that the slots are from."""
-        return self.slots.cluster
-
-
-def as_mesh(place: Slots | Mesh, executable: str) -> Mesh:
-    """A mesh as it is, or a mesh made of slots with all of them along dp.
-
-    >>> with cluster("local") as here:
-    ...     as_mesh(here.reserve(2), "base").dp
-    2
-    """
-    return place if isinstance(place, Mesh) else place.mesh(executable=executable)
+    def call(
+        self, who: str, fn: Callable[..., Any], args: Sequence[Sequence[Any]], outs: Out | tuple[Out, ...]
+    ) -> list[Any]:
+        started = time.time()
+        found = []
+        for rank, given in enumerate(args):
+            with entered(Process(rank, len(args), None, self.mesh.name)):
+                found.append(perform(who, fn, [_opened(arg) for arg in given], outs))
+        timeline.record(self.mesh.name, 0, who, started, time.time())
+        kinds = outs if isinstance(outs, tuple) else (outs,)
+        columns = zip(*found, strict=True)
+        return [_given(who, list(column), kind) for column, kind in zip(columns, kinds, strict=True)]
 
 
-@contextmanager
-def cluster(address: str = "local") -> Iterator[Cluster]:
-    """Enter a cluster: ``with nrl.cluster("local") as cluster``.
+def _opened(arg: Any) -> Any:
+    match arg:
+        case _Here(value) | Donated(_Here(value)):
+            return value
+        case Rows():
+            return arg.open()
+        case _:
+            return arg
 
-    On leaving, whatever lives on its meshes is gone, and handles to it say so.
 
-    Args:
-        address: ``"local"``, this process.
+def _given(who: str, results: list[Any], kind: Out) -> list[Value] | _Reply:
+    match kind:
+        case Out.kept:
+            return [_Here(result) for result in results]
+        case Out.each:
+            return _Reply(results)
+        case Out.first:
+            return _Reply(results[:1])
+        case Out.same:
+            if not all(_same(results[0], other) for other in results[1:]):
+                raise PlacementError(f"{who}: {DIFFER}")
+            return _Reply(results[:1])
 
-    Raises:
-        PlacementError: no cluster has this address.
 
-    >>> with cluster("local") as here:
-    ...     here.name
-    'local'
-    """
-    if address != "local":
-        raise PlacementError(f"cluster: unknown address '{address}'; this version of nrl knows 'local'")
-    entered = Cluster(address)
-    try:
-        yield entered
-    finally:
-        entered.open = False
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        alike = a.shape == b.shape and a.dtype == b.dtype
+        return alike and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is the same as NaN here
+    if isinstance(a, Mapping | TensorDict):
+        return set(a.keys()) == set(b.keys()) and all(_same(a[key], b[key]) for key in a.keys())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b) or (a != a and b != b)

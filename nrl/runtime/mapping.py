@@ -5,7 +5,7 @@ specs say how each argument gets there and how each result comes back.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import Enum
 from typing import Any
@@ -18,9 +18,9 @@ from nrl.algos import name_of
 from nrl.batch import Batch, microbatches, restore, shard, unchanged
 from nrl.errors import ConsumedState, PlacementError
 from nrl.reduce import Max, Mean, Metrics, Min, Sum, merge
-from nrl.runtime.futures import done
+from nrl.runtime.futures import Coming, on_its_way
 from nrl.runtime.handles import Handle
-from nrl.runtime.local import Mesh
+from nrl.runtime.placement import Donated, Mesh, Out, Rows
 
 __all__ = ["P", "State", "donated", "merged", "microbatched", "resident", "shard_map"]
 
@@ -81,7 +81,8 @@ def shard_map(
     """Turn a function of local values into the same function of whole values on a mesh.
 
     Args:
-        fn: called once for each dp shard.
+        fn: called once in each process of the mesh; `nrl.runtime.process` tells it which one. On a cluster of processes
+            it is sent there as it is when it is called, with all that it captures.
         mesh: where it runs.
         in_specs: one for each argument, or one for all. ``P("dp")``: a batch or tensor whose rows are split, balanced
             by tokens (several such arguments are split alike); ``P()``: any value, given whole; ``resident``: a handle,
@@ -91,7 +92,7 @@ def shard_map(
 
     Returns:
         The mapped function. It returns futures, and handles where the spec is ``resident``; futures are accepted as
-        arguments.
+        arguments, and what they stand for goes from process to process without passing through this one.
 
     Raises:
         BatchError: a result with ``P("dp")`` that does not have a row for each row of its shard.
@@ -120,6 +121,15 @@ def shard_map(
     """
     name = name_of(fn)
     who = f"shard_map({name})"
+    outs = _out(who, out_specs) if isinstance(out_specs, P | State) else tuple(_out(who, spec) for spec in out_specs)
+
+    @functools.wraps(fn)
+    def local(*args: Any) -> Any:
+        with ExitStack() as stack:
+            for value in args:
+                if isinstance(value, TensorDict):
+                    stack.enter_context(unchanged(value, name))
+            return fn(*args)
 
     @functools.wraps(fn)
     def mapped(*args: Any) -> Any:
@@ -127,19 +137,28 @@ def shard_map(
         specs = [in_specs] * len(args) if isinstance(in_specs, P | State) else list(in_specs)
         if len(specs) != len(args):
             raise PlacementError(f"{who}: {len(specs)} in_specs for {len(args)} arguments; give one for each")
-        values = [arg.result() if hasattr(arg, "result") else arg for arg in args]
+        values = [arg if isinstance(arg, Handle) else on_its_way(arg) for arg in args]
         _check_handles(who, values, specs)
         rows = _rows(who, values, specs, mesh.dp)
         columns = [_spread(who, value, spec, rows, mesh) for value, spec in zip(values, specs, strict=True)]
-        locals_ = zip(*columns, strict=True) if columns else [()] * mesh.dp
-        results = [_call(fn, name, local) for local in locals_]
-        collected = _collect_all(who, results, out_specs, rows, mesh)
+        locals_ = [[column[rank] for column in columns] for rank in range(mesh.size)]
+        results = mesh.processes.call(who, local, locals_, outs)
+        kinds = [out_specs] if isinstance(out_specs, P | State) else out_specs
+        given = [_collect(who, result, spec, rows, mesh) for result, spec in zip(results, kinds, strict=True)]
         for value, spec in zip(values, specs, strict=True):
             if spec is donated:
                 value.donate(mesh, who)
-        return collected
+        return given[0] if isinstance(outs, Out) else tuple(given)
 
     return mapped
+
+
+def _out(who: str, spec: _Spec) -> Out:
+    if spec is donated:
+        raise PlacementError(f"{who}: donated is a spec for arguments; a result that stays on the mesh is resident")
+    if spec is resident:
+        return Out.kept
+    return Out.same if spec == P() else Out.each
 
 
 def _check_handles(who: str, values: Sequence[Any], specs: Sequence[_Spec]) -> None:
@@ -151,93 +170,82 @@ def _check_handles(who: str, values: Sequence[Any], specs: Sequence[_Spec]) -> N
             raise ConsumedState(f"{who}: a handle that is donated was given twice in one call; nothing else may use it")
 
 
-def _rows(who: str, values: Sequence[Any], specs: Sequence[_Spec], n: int) -> list[Tensor] | None:
-    """Which rows go to which shard: balanced by tokens if there is a batch, else as evenly as can be."""
-    split = [value for value, spec in zip(values, specs, strict=True) if spec == P("dp")]
-    for value in split:
-        if not isinstance(value, Tensor | TensorDict) or value.ndim == 0:
-            raise PlacementError(f"{who}: P('dp') splits the rows of a tensor or a batch; found {type(value).__name__}")
-    if len({len(value) for value in split}) > 1:
-        raise PlacementError(f"{who}: arguments with P('dp') have different numbers of rows: {[len(v) for v in split]}")
+def _rows(who: str, values: list[Any], specs: Sequence[_Spec], n: int) -> list[Tensor] | None:
+    """Which rows go to which shard: balanced by tokens if there is a batch, else as evenly as can be.
+
+    A value that is still on its way is split as it was computed, if it was computed in ``n`` shards; otherwise it has
+    to be waited for.
+    """
+    split = [index for index, spec in enumerate(specs) if spec == P("dp")]
     if not split:
         return None
-    batches = [value for value in split if isinstance(value, TensorDict) and "input_ids" in value.keys()]
-    return shard(batches[0], n).rows if batches else list(torch.arange(len(split[0])).tensor_split(n))
+    coming = [values[index] for index in split if isinstance(values[index], Coming)]
+    if len(coming) < len(split) or any(value.rows is None or len(value.rows) != n for value in coming):
+        for index in split:
+            if isinstance(values[index], Coming) and values[index].rows is None:
+                values[index] = values[index].result()
+    for index in split:
+        value = values[index]
+        if not isinstance(value, Coming) and (not isinstance(value, Tensor | TensorDict) or value.ndim == 0):
+            raise PlacementError(f"{who}: P('dp') splits the rows of a tensor or a batch; found {type(value).__name__}")
+    sizes = [_length(values[index]) for index in split]
+    if len(set(sizes)) > 1:
+        raise PlacementError(f"{who}: arguments with P('dp') have different numbers of rows: {sizes}")
+    here = [values[index] for index in split if not isinstance(values[index], Coming)]
+    batches = [value for value in here if isinstance(value, TensorDict) and "input_ids" in value.keys()]
+    if batches:
+        return shard(batches[0], n).rows
+    if coming and coming[0].rows is not None and len(coming[0].rows) == n:
+        return list(coming[0].rows)
+    return list(torch.arange(sizes[0]).tensor_split(n))
+
+
+def _length(value: Any) -> int:
+    return sum(len(part) for part in value.rows or ()) if isinstance(value, Coming) else len(value)
 
 
 def _spread(who: str, value: Any, spec: _Spec, rows: list[Tensor] | None, mesh: Mesh) -> list[Any]:
+    """What each rank gets of an argument."""
     if spec == P("dp"):
         assert rows is not None
-        parts = [value[index] for index in rows]
-        return [part.lock_() for part in parts] if isinstance(value, TensorDict) else parts
+        parts = [value.part(index) if isinstance(value, Coming) else Rows(value, index) for index in rows]
+        return [parts[mesh.shard_of(rank)] for rank in range(mesh.size)]
     if spec == P():
-        return [value] * mesh.dp
+        return [value] * mesh.size
     if spec is merged:
         raise PlacementError(f"{who}: merged is a spec for results; use P() for metrics that go in")
     if not isinstance(value, Handle):
         raise PlacementError(
             f"{who}: {spec!r} takes a handle that a call on this mesh returned; found {type(value).__name__}"
         )
-    return value.borrow(mesh, who)
+    held = value.borrow(mesh, who)
+    return [Donated(each) for each in held] if spec is donated else held
 
 
-def _call(fn: Callable[..., Any], name: str, local: Sequence[Any]) -> Any:
-    with ExitStack() as stack:
-        for value in local:
-            if isinstance(value, TensorDict):
-                stack.enter_context(unchanged(value, name))
-        return fn(*local)
-
-
-def _collect_all(
-    who: str, results: list[Any], out_specs: _Spec | Sequence[_Spec], rows: list[Tensor] | None, mesh: Mesh
-) -> Any:
-    if isinstance(out_specs, P | State):
-        return _collect(who, results, out_specs, rows, mesh)
-    outs = list(out_specs)
-    for result in results:
-        if not isinstance(result, tuple) or len(result) != len(outs):
-            raise PlacementError(f"{who}: {len(outs)} out_specs, so it must return a tuple of {len(outs)} values")
-    columns = zip(zip(*results, strict=True), outs, strict=True)
-    return tuple(_collect(who, list(column), spec, rows, mesh) for column, spec in columns)
-
-
-def _collect(who: str, results: list[Any], spec: _Spec, rows: list[Tensor] | None, mesh: Mesh) -> Any:
+def _collect(who: str, result: Any, spec: _Spec, rows: list[Tensor] | None, mesh: Mesh) -> Any:
     if spec is resident:
-        return Handle(mesh, mesh, f"value of {who}", results)
+        return Handle(mesh, mesh, f"value of {who}", result)
     if spec is merged:
-        for result in results:
-            if not isinstance(result, dict) or not all(isinstance(x, Mean | Sum | Max | Min) for x in result.values()):
-                raise PlacementError(
-                    f"{who}: merged wants metrics, a dict of Mean, Sum, Max and Min; found {type(result).__name__}"
-                )
-        start: Metrics = {}
-        return done(functools.reduce(merge, results, start))
-    if spec is donated:
-        raise PlacementError(f"{who}: donated is a spec for arguments; a result that stays on the mesh is resident")
+        return result.then(functools.partial(_sum, who))
     if spec == P():
-        if not all(_same(results[0], other) for other in results[1:]):
-            raise PlacementError(
-                f"{who}: out_specs says P(), the same from every shard, but the shards differ; "
-                "return rows with P('dp'), or sums with merged"
-            )
-        return done(results[0])
+        return result.then(_first)
     if rows is None:
         raise PlacementError(f"{who}: out_specs has P('dp'), but no argument was split by rows")
-    return done(restore(rows, results, who=who))
+    return result.then(functools.partial(restore, rows, who=who), rows)
 
 
-def _same(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        alike = a.shape == b.shape and a.dtype == b.dtype
-        return alike and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is the same as NaN here
-    if isinstance(a, Mapping | TensorDict):
-        return set(a.keys()) == set(b.keys()) and all(_same(a[key], b[key]) for key in a.keys())
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return bool(a == b) or (a != a and b != b)
+def _first(results: list[Any]) -> Any:
+    return results[0]
+
+
+def _sum(who: str, results: list[Any]) -> Metrics:
+    for result in results:
+        if not isinstance(result, dict) or not all(isinstance(x, Mean | Sum | Max | Min) for x in result.values()):
+            raise PlacementError(
+                f"{who}: merged wants metrics, a dict of Mean, Sum, Max and Min; found {type(result).__name__}"
+            )
+    start: Metrics = {}
+    return functools.reduce(merge, results, start)
 
 
 def microbatched(fn: Callable[..., Metrics], max_tokens: int) -> Callable[..., Metrics]:

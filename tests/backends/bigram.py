@@ -14,10 +14,11 @@ from torch import Tensor
 
 from nrl.algos import Loss
 from nrl.backends import Completion, Sampling
+from nrl.backends.base import Bucket
 from nrl.backends.training import check_weights, terms_of
 from nrl.batch import Batch, lengths
 from nrl.reduce import Metrics, Sum, merge
-from nrl.runtime.futures import Future, done
+from nrl.runtime.futures import Future, done, on_its_way
 
 __all__ = ["VOCABULARY", "Bigram", "BigramState", "Recorder"]
 
@@ -120,6 +121,7 @@ class Recorder:
         token = torch.tensor([0])
         return done([Completion(token, torch.zeros(1), truncated=True, version=self.version) for _ in prompts])
 
-    def receive(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.weights = {name: tensor.clone() for name, tensor in tensors}
+    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int) -> None:
+        whole = [on_its_way(bucket) for bucket in buckets]
+        self.weights = {name: tensor.clone() for bucket in whole for name, tensor in bucket.items()}
         self.version, self.calls = version, self.calls + 1

@@ -18,7 +18,7 @@ from tests.backends.bigram import Bigram
 @pytest.fixture
 def trainer() -> Iterator[Trainer]:
     with nrl.cluster("local") as cluster:
-        yield make_trainer(cluster.reserve(1).mesh(), Bigram(), name="bigram", max_tokens=8)
+        yield make_trainer(cluster.reserve(1).mesh(), Bigram, name="bigram", max_tokens=8)
 
 
 def rows() -> Batch:

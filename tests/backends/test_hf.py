@@ -136,9 +136,14 @@ def test_it_stops_at_the_end_tokens_of_tokenizer_and_generation_config_and_at_th
     assert {row.token_ids[-1].item() for row in rows if not row.truncated} == {2, 9, 10, 11}
 
 
+def module_of(sampler: Any) -> Any:
+    """The model in the only process that there is."""
+    return sampler._decoders[0].value.module
+
+
 def test_its_module_alone_has_the_decoding_attention(slots: Any) -> None:
     sampler = hf.sampler(slots, model())
-    assert sampler._module.config._attn_implementation == ATTENTION
+    assert module_of(sampler).config._attn_implementation == ATTENTION
     other: Any = build(model())
     assert other.config._attn_implementation != ATTENTION
 
@@ -189,21 +194,21 @@ def test_received_weights_are_those_that_it_samples_with(slots: Any, tied: bool)
     before = sampler.generate(prompts).result()
     new = {name: tensor * 0.9 + 0.05 * tensor.roll(1) for name, tensor in weights(**changes).items()}
     assert ("lm_head.weight" in new) != tied
-    sampler.receive(iter(new.items()), 7)
+    sampler.receive(iter([new]), 7)
     after = sampler.generate(prompts).result()
     assert sampler.version == 7
     assert ids(after) != ids(before)
     for prompt, row in zip(prompts, after, strict=True):
         assert row.version == 7
         torch.testing.assert_close(row.logprobs, full(new, prompt, row, **changes), atol=1e-5, rtol=0)
-    embeddings = sampler._module.get_input_embeddings().weight, sampler._module.get_output_embeddings().weight
+    embeddings = module_of(sampler).get_input_embeddings().weight, module_of(sampler).get_output_embeddings().weight
     assert (embeddings[0] is embeddings[1]) == tied
 
 
 def test_receiving_copies_and_converts(slots: Any) -> None:
     sampler = hf.sampler(slots, model(), Sampling(max_new_tokens=4))
     new = {name: tensor.double() for name, tensor in weights().items()}
-    sampler.receive(new.items(), 1)
+    sampler.receive([new], 1)
     before = ids(sampler.generate(PROMPTS).result())
     for tensor in new.values():
         tensor.zero_()
@@ -214,9 +219,9 @@ def test_tied_weights_may_come_under_both_names_if_they_agree(slots: Any) -> Non
     sampler = hf.sampler(slots, model())
     new = weights()
     embedding = new["model.embed_tokens.weight"]
-    sampler.receive({**new, "lm_head.weight": embedding.clone()}.items(), 1)
+    sampler.receive([{**new, "lm_head.weight": embedding.clone()}], 1)
     with pytest.raises(ModelError, match=r"'lm_head.weight' came twice with different values, or is tied"):
-        sampler.receive({**new, "lm_head.weight": embedding + 1}.items(), 2)
+        sampler.receive([{**new, "lm_head.weight": embedding + 1}], 2)
 
 
 def without(name: str) -> dict[str, Tensor]:
@@ -238,17 +243,17 @@ def without(name: str) -> dict[str, Tensor]:
 def test_weights_that_do_not_fit_are_an_error_and_stop_it(slots: Any, tensors: dict[str, Tensor], message: str) -> None:
     sampler = hf.sampler(slots, model(), Sampling(max_new_tokens=4))
     with pytest.raises(ModelError, match=message):
-        sampler.receive(tensors.items(), 3)
+        sampler.receive([tensors], 3)
     assert sampler.version == 0
     with pytest.raises(GenerationError, match=r"weights are incomplete since the last receive \(receive: .*publish"):
         sampler.generate([[3]])
-    sampler.receive(weights().items(), 4)
+    sampler.receive([weights()], 4)
     assert sampler.generate([[3]]).result()[0].version == 4
 
 
 def test_a_sender_that_fails_midway_stops_it(slots: Any) -> None:
-    def broken() -> Iterator[tuple[str, Tensor]]:
-        yield next(iter(weights().items()))
+    def broken() -> Iterator[dict[str, Tensor]]:
+        yield dict([next(iter(weights().items()))])
         raise OSError("the wire broke")
 
     sampler = hf.sampler(slots, model())

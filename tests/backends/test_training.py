@@ -45,7 +45,8 @@ def trainer(cluster: Cluster) -> Trainer:
 
 
 def made(cluster: Cluster, dp: int = 1, max_tokens: int = 100, engine: Engine[Any, Any] | None = None) -> Trainer:
-    return make_trainer(cluster.reserve(dp).mesh(), engine or Bigram(), name="bigram", max_tokens=max_tokens)
+    mesh = cluster.reserve(dp).mesh()
+    return make_trainer(mesh, lambda: engine or Bigram(), name="bigram", max_tokens=max_tokens)
 
 
 def batch_of(n: int = 3, **columns: torch.Tensor) -> Batch:
@@ -404,8 +405,8 @@ def test_init_from_params_that_are_gone_names_init(trainer: Trainer) -> None:
 
 
 def test_the_state_of_another_trainer(cluster: Cluster) -> None:
-    policy = make_trainer(cluster.reserve(1).mesh(), Bigram(), name="policy", max_tokens=100)
-    critic = make_trainer(cluster.reserve(1).mesh(), Bigram(), name="critic", max_tokens=100)
+    policy = make_trainer(cluster.reserve(1).mesh(), Bigram, name="policy", max_tokens=100)
+    critic = make_trainer(cluster.reserve(1).mesh(), Bigram, name="critic", max_tokens=100)
     state = critic.init()
     with pytest.raises(
         ForeignState, match=r"train_step\(sft_loss\): this train state belongs to critic, not to policy"
@@ -504,7 +505,7 @@ def test_publish_counts(trainer: Trainer) -> None:
 
 def test_a_publish_that_fails_does_not_count(trainer: Trainer) -> None:
     class Broken(Recorder):
-        def receive(self, tensors: Any, version: int) -> None:
+        def receive(self, buckets: Any, version: int) -> None:
             raise RuntimeError("the sampler is gone")
 
     state = trainer.init()

@@ -22,7 +22,7 @@ OPERATIONS = ("step", "skip", "publish", "publish to another", "freeze", "save a
 @pytest.fixture(scope="module")
 def trainer() -> Iterator[Trainer]:
     with nrl.cluster("local") as cluster:
-        yield make_trainer(cluster.reserve(2).mesh(), Bigram(), name="bigram", max_tokens=100)
+        yield make_trainer(cluster.reserve(2).mesh(), Bigram, name="bigram", max_tokens=100)
 
 
 def batch_of(trained: bool) -> nrl.Batch:

@@ -1,8 +1,10 @@
-"""The torch backend: one process today, with the seams that sharding needs."""
+"""The torch backend: one process, or several between which a model is sharded."""
 
 import itertools
+from functools import partial
+from typing import Any
 
-from nrl.backends.base import Model, Trainer
+from nrl.backends.base import Engine, Model, Trainer
 from nrl.backends.optimizers import Optimizer
 from nrl.runtime import Mesh, Slots
 
@@ -23,6 +25,8 @@ def trainer(
     device: str | None = None,
 ) -> Trainer:
     """A trainer for any Hugging Face causal language model.
+
+    In a mesh of several processes the model, its gradients and its optimizer are sharded by ``fully_shard`` along dp.
 
     Args:
         place: a mesh, or slots, which become a mesh with all of them along dp.
@@ -50,15 +54,26 @@ def trainer(
     ...     policy.init().step
     0
     """
-    import torch
-
-    from nrl.backends.fsdp.engine import TorchEngine
     from nrl.backends.training import make_trainer
     from nrl.batch import microbatches
     from nrl.prefix import together
     from nrl.runtime import as_mesh
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    engine = TorchEngine(model, optimizer, packed, checkpointing, compile, where)
     name, parts_of = f"fsdp.trainer {next(_NUMBERS)}", together if packed else microbatches
-    return make_trainer(as_mesh(place, "base"), engine, name=name, max_tokens=max_tokens, parts_of=parts_of)
+    make_engine = partial(_make_engine, model, optimizer, packed, checkpointing, compile, device)
+    return make_trainer(
+        as_mesh(place, "base", "trainer"), make_engine, name=name, max_tokens=max_tokens, parts_of=parts_of
+    )
+
+
+def _make_engine(
+    model: Model, optimizer: Optimizer, packed: bool, checkpointing: bool, compile: bool, device: str | None
+) -> Engine[Any, Any]:
+    """In a process of the mesh."""
+    import torch
+
+    from nrl.backends.fsdp.engine import TorchEngine
+    from nrl.runtime import process
+
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return TorchEngine(model, optimizer, packed, checkpointing, compile, where, process().device_mesh)

@@ -31,6 +31,7 @@ from nrl.backends.training import check_weights
 from nrl.batch import Batch, lengths
 from nrl.errors import NotFinite
 from nrl.reduce import Mean, Metrics, Sum, merge
+from nrl.runtime.process import rest, wake
 
 __all__ = ["State", "TorchEngine"]
 
@@ -48,6 +49,20 @@ class State(NamedTuple):
     module: nn.Module
     optimizer: torch.optim.Optimizer
     step: int
+
+    def rest(self) -> None:
+        """Leave the device; see `nrl.runtime.process.Rests`."""
+        rest(self.module)
+        self._move_moments(torch.device("cpu"))
+
+    def wake(self) -> None:
+        """Go back to it."""
+        wake(self.module)
+        self._move_moments(next(self.module.parameters()).device)
+
+    def _move_moments(self, device: torch.device) -> None:
+        for moments in self.optimizer.state.values():
+            moments |= {key: x.to(device) for key, x in moments.items() if isinstance(x, Tensor)}
 
 
 @attrs.frozen

@@ -1,0 +1,124 @@
+"""The processes' half of training: what the driver calls in each of them, around an engine."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nrl.algos import Loss
+from nrl.backends.base import Bucket, Engine
+from nrl.batch import Batch
+from nrl.reduce import Metrics
+
+__all__ = [
+    "export",
+    "freeze",
+    "init",
+    "load",
+    "logprobs",
+    "next_bucket",
+    "provides",
+    "read",
+    "restore",
+    "restore_params",
+    "save",
+    "save_params",
+    "train",
+]
+
+type _Engine = Engine[Any, Any]
+type _Split = Callable[[Batch], Sequence[Batch]]
+
+_BUCKET = 256 * 2**20
+"""Bytes of weights that travel at once, unless one tensor alone is larger."""
+
+
+def provides(engine: _Engine) -> frozenset[str]:
+    """The outputs that a loss may ask for."""
+    return engine.provides
+
+
+def init(engine: _Engine, *buckets: Bucket) -> Any:
+    """A fresh train state."""
+    return engine.init((pair for bucket in buckets for pair in bucket.items()) if buckets else None)
+
+
+def load(engine: _Engine, source: str | None) -> Any:
+    """Frozen params from elsewhere."""
+    return engine.load(source)
+
+
+def _params(engine: _Engine, value: Any, frozen: bool) -> Any:
+    return value if frozen else engine.params(value)
+
+
+def freeze(engine: _Engine, value: Any, frozen: bool) -> Any:
+    """A frozen copy of params."""
+    return engine.freeze(_params(engine, value, frozen))
+
+
+def read(engine: _Engine, value: Any, frozen: bool) -> Iterator[tuple[str, Tensor]]:
+    """The weights, one after the other, for `next_bucket`."""
+    return iter(engine.tensors(_params(engine, value, frozen)))
+
+
+def next_bucket(reading: Iterator[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], bool]:
+    """Some more weights, and whether there may be others. All processes go along, and end together."""
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in reading:
+        bucket[name] = tensor
+        size += tensor.numel() * tensor.element_size()
+        if size >= _BUCKET:
+            return bucket, True
+    return bucket, False
+
+
+def logprobs(split: _Split, engine: _Engine, value: Any, frozen: bool, *shards: Batch) -> list[Tensor]:
+    """For each shard, ``[*B, T]``."""
+    found = []
+    for shard in shards:
+        parts: Any = split(shard)
+        width = shard["input_ids"].shape[-1]
+        outs = engine.forward(_params(engine, value, frozen), parts, frozenset())
+        wide = [_widen(out["logprobs"], width) for out in outs]
+        found.append(parts.restore(wide) if wide else torch.zeros(shard["input_ids"].shape))
+    return found
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+
+
+def train(
+    loss: Loss, split: _Split, engine: _Engine, state: Any, weights: dict[str, float], *shards: Batch
+) -> tuple[Any, Metrics]:
+    """One optimizer step."""
+    return engine.train(state, loss, [part for shard in shards for part in split(shard)], weights)
+
+
+def save(engine: _Engine, state: Any, folder: Path) -> None:
+    """Write a train state."""
+    engine.save(state, folder)
+
+
+def save_params(engine: _Engine, value: Any, frozen: bool, folder: Path) -> None:
+    """Write params."""
+    engine.save_params(_params(engine, value, frozen), folder)
+
+
+def restore(engine: _Engine, folder: Path) -> Any:
+    """Read a train state."""
+    return engine.restore(folder)
+
+
+def restore_params(engine: _Engine, folder: Path) -> Any:
+    """Read params."""
+    return engine.restore_params(folder)
+
+
+def export(engine: _Engine, value: Any, frozen: bool, folder: Path) -> None:
+    """Write params and tokenizer in Hugging Face format."""
+    engine.export(_params(engine, value, frozen), folder)

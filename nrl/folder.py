@@ -1,0 +1,190 @@
+"""The folder of a run before its first step: which one, whose it is, and what was asked for.
+
+One process at a time is in a folder. Its ``config.yaml`` is the configuration of the last start; a resumed run may
+change some of it, and the former one is kept.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import attrs
+import filelock
+import numpy as np
+import torch
+import yaml
+
+from nrl.errors import ConfigError
+
+__all__ = ["Folders", "choose", "claim", "dead_end", "plant", "reusing", "settle"]
+
+_MAY_CHANGE = frozenset({"out", "steps", "checkpoints", "sinks", "cluster", "optimizer"})
+
+
+def choose(cfg: Any) -> Path:
+    """The folder that a configuration asks for, or a new one; nothing in it is changed.
+
+    Within `reusing`, what was new in an earlier attempt is not made anew.
+
+    Raises:
+        ConfigError: it is a file, or holds a run that nothing can go on from; or ``steps`` is negative.
+
+    >>> import attrs
+    >>> @attrs.frozen
+    ... class Config:
+    ...     out: str = "runs/mine"
+    >>> choose(Config()).name
+    'mine'
+    """
+    attempt = _attempt.get() or _Attempt(Folders())
+    out = Path(cfg.out) if getattr(cfg, "out", None) else attempt.next_new()
+    attempt.folders.used[out] = None
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"run: out={out} is a file; give a folder, or leave it out to make a new one")
+    if dead_end(out):
+        raise ConfigError(
+            f"run: out={out} holds a run already, which has no checkpoints to go on from; give another folder, or "
+            "remove that one"
+        )
+    if getattr(cfg, "steps", 0) < 0:
+        raise ConfigError(f"run: steps={cfg.steps}; give 0 or more")
+    return out
+
+
+def dead_end(out: Path) -> bool:
+    """Whether steps were logged here by a program that makes no checkpoints, so that nothing can go on from them.
+
+    >>> dead_end(Path("there/is/none"))
+    False
+    """
+    return any(path.stat().st_size for path in out.glob("*.jsonl")) and not (out / "checkpoints").exists()
+
+
+@attrs.define(eq=False)
+class Folders:
+    """The folders of the runs of one program, over all attempts at it.
+
+    >>> list(Folders().used)
+    []
+    """
+
+    new: list[Path] = attrs.field(factory=list)  # those that no configuration named, in the order of their runs
+    used: dict[Path, None] = attrs.field(factory=dict)  # all, in that order
+
+
+@contextmanager
+def reusing(folders: Folders) -> Iterator[None]:
+    """Attempt a program: its runs that name no folder go on in those which they had before, the first in the first.
+
+    Args:
+        folders: of the earlier attempts; what this one makes is added.
+
+    >>> with reusing(Folders(new=[Path("runs/a")])):
+    ...     choose(None).name
+    'a'
+    """
+    token = _attempt.set(_Attempt(folders))
+    try:
+        yield
+    finally:
+        _attempt.reset(token)
+
+
+def claim(out: Path, stack: ExitStack) -> None:
+    """Keep other processes out until the stack is left; the system lets go too, however this process ends.
+
+    Raises:
+        ConfigError: another process is in it.
+
+    >>> import tempfile
+    >>> with ExitStack() as stack:
+    ...     claim(Path(tempfile.mkdtemp()), stack)
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        stack.enter_context(filelock.FileLock(out / ".lock", timeout=0))
+    except filelock.Timeout:
+        raise ConfigError(
+            f"run: another process is running in out={out}; wait for it, or give another folder"
+        ) from None
+
+
+def settle(out: Path, text: str) -> None:
+    """Write a configuration to ``config.yaml``, whole or not at all; what a resumed run asks for differently is said.
+
+    Raises:
+        ConfigError: the folder holds checkpoints of another configuration.
+
+    >>> import tempfile
+    >>> out = Path(tempfile.mkdtemp())
+    >>> for steps in (3, 4):
+    ...     settle(out, f"steps: {steps}")
+    run: going on with another configuration: steps: 3 -> 4
+    >>> sorted(path.name for path in out.iterdir())
+    ['config.1.yaml', 'config.yaml']
+    """
+    path = out / "config.yaml"
+    if path.exists() and (before := path.read_text(encoding="utf-8")) != text:
+        old, new = yaml.safe_load(before), yaml.safe_load(text)
+        changed = [key for key in old | new if old.get(key) != new.get(key)]
+        refused = [key for key in changed if key not in _MAY_CHANGE]
+        if refused and (out / "checkpoints").exists():
+            raise ConfigError(
+                f"run: out={out} holds a run with another {', '.join(refused)} ("
+                + "; ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in refused)
+                + f"), so its state and its streams would not fit; give another folder. If you mean it, remove {path}"
+            )
+        number = next(i for i in range(1, 10**6) if not path.with_suffix(f".{i}.yaml").exists())
+        path.with_suffix(f".{number}.yaml").write_text(before, encoding="utf-8")
+        said = "; ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in changed)
+        print(f"run: going on with another configuration: {said}", flush=True)  # noqa: T201
+    temporary = path.with_name(".config.yaml")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def plant(seed: int) -> None:
+    """Seed the global generators. Nrl's own randomness has explicit seeds; this is for what a program draws besides.
+
+    >>> plant(0)
+    >>> first = random.random()
+    >>> plant(0)
+    >>> random.random() == first
+    True
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@attrs.define(eq=False)
+class _Attempt:
+    folders: Folders
+    entered: int = 0  # runs without a folder of their own
+
+    def next_new(self) -> Path:
+        new = self.folders.new
+        if self.entered == len(new):
+            new.append(_new_folder())
+        self.entered += 1
+        return new[self.entered - 1]
+
+
+_attempt: ContextVar[_Attempt | None] = ContextVar("_attempt", default=None)
+
+
+def _new_folder() -> Path:
+    """A folder that no other run has, also when two start in the same second."""
+    stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1000):
+        out = Path("runs") / (stamp if attempt == 0 else f"{stamp}-{attempt}")
+        try:
+            out.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return out
+    raise ConfigError(f"run: no new folder could be made under {Path('runs').absolute()}")

@@ -1,0 +1,277 @@
+"""The driver's side of a mesh of Ray actors: how a call and its arguments get there."""
+
+import hashlib
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+from tensordict import TensorDict
+
+from nrl.errors import ForeignState
+from nrl.runtime import profiling
+from nrl.runtime.placement import Donated, Mesh, Out, Rows
+from nrl.runtime.ray_calls import Call, Part, Pending, Ref, Reply
+from nrl.runtime.shipping import shipped, size
+from nrl.runtime.worker import Argument, Order
+
+__all__ = ["RayProcesses"]
+
+_INLINE = 64 * 1024  # bytes up to which a value travels with the call itself
+_KEYS = itertools.count(1)
+_ORDER = threading.RLock()  # all processes get their calls in the same order, also of meshes that share them
+
+
+@attrs.frozen(eq=False)
+class _There:
+    """A value that an actor keeps; when nobody has this name of it any more, the actor is told with the next call."""
+
+    processes: "RayProcesses"
+    rank: int
+    key: int
+    call: Call
+
+    def __attrs_post_init__(self) -> None:
+        weakref.finalize(self, self.processes.dropped[self.rank].append, self.key).atexit = False
+
+
+class RayProcesses:
+    """Satisfies `nrl.runtime.placement.Processes`, and `nrl.runtime.ray_calls.Actors`.
+
+    They start while the program goes on; the first wait for a call finds out how that went.
+
+    Args:
+        mesh: what they are the processes of.
+        actors: one for each rank.
+        nodes: where each of them is: Ray's number of the node, and its address.
+        deadline: seconds that a call may take.
+        others: meshes that may share devices with this one. Where they do, a call on this one makes them rest: what
+            they hold leaves the device.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        actors: Sequence[Any],
+        nodes: Sequence[tuple[str, str]],
+        deadline: float,
+        others: Sequence["RayProcesses"] = (),
+    ) -> None:
+        self.mesh, self.actors, self.nodes, self.deadline = mesh, list(actors), list(nodes), deadline
+        self.name = mesh.name
+        self.dropped: list[deque[int]] = [deque() for _ in actors]
+        self._ended: BaseException | None = None
+        self._others, self._awake = others, False
+        self._open: deque[Call] = deque()
+        self._put: dict[Any, Ref] = {}
+        ranks = range(mesh.size)
+        self._speakers = {next(rank for rank in ranks if mesh.shard_of(rank) == shard) for shard in range(mesh.dp)}
+        self._logs = [actor.logs.remote() for actor in actors]
+        meeting = actors[0].listen.remote(deadline) if mesh.size > 1 else None
+        axes = [(axis, mesh.axes[axis]) for axis in ("pp", "dp", "cp", "tp")]
+        joined = [actor.join.remote(meeting, axes, deadline) for actor in actors]
+        self.starting = Call(self, f"mesh '{mesh.name}', while it started", joined, [])
+
+    @property
+    def count(self) -> int:
+        """How many processes there are."""
+        return len(self.actors)
+
+    def call(
+        self, who: str, fn: Callable[..., Any], args: Sequence[Sequence[Any]], outs: Out | tuple[Out, ...]
+    ) -> list[Any]:
+        """Ask every process; returns at once."""
+        self.mesh.cluster.check_open(who)
+        kinds = outs if isinstance(outs, tuple) else (outs,)
+        wanted = [tuple(self._sends(rank, kind) for kind in kinds) for rank in range(self.count)]
+        keys = [tuple(next(_KEYS) if kind is Out.kept else None for kind in kinds) for _ in self.actors]
+        luggage = _Luggage(self, who, fn)
+        loads = [luggage.load(rank, given) for rank, given in enumerate(args)]
+        trace = profiling.wanted(self.name, who)
+        refs: list[list[Ref]] = []
+        with _ORDER:
+            if self._ended is not None:
+                raise self._ended
+            resting = self._take_turns()
+            for rank, (arguments, beside) in enumerate(loads):
+                order = Order(
+                    who=who,
+                    function=luggage.digest,
+                    args=arguments,
+                    outs=outs,
+                    keys=keys[rank],
+                    wanted=wanted[rank],
+                    compared=tuple(kind is Out.same and self.count > 1 for kind in kinds),
+                    dropped=_taken(self.dropped[rank]),
+                    trace=None if trace is None else trace.format(rank=rank),
+                )
+                method = self.actors[rank].call.options(num_returns=1 + sum(wanted[rank]))
+                given = method.remote(order, *beside, *resting)
+                refs.append(given if isinstance(given, list) else [given])
+            call = Call(self, who, [given[0] for given in refs], luggage.before)
+            self._remember(call)
+        returned = [iter(given[1:]) for given in refs]
+        found: list[Any] = []
+        for place, kind in enumerate(kinds):
+            if kind is Out.kept:
+                found.append([_There(self, rank, key[place] or 0, call) for rank, key in enumerate(keys)])
+            else:
+                sent = [next(refs) for refs, sends in zip(returned, wanted, strict=True) if sends[place]]
+                found.append(Reply(call, sent))
+        return found
+
+    def _take_turns(self) -> list[Ref]:
+        """Make meshes on the same devices rest; what has to be waited for before the devices are free."""
+        resting: list[Ref] = []
+        for other in self._others:
+            shared = set(other.mesh.slots.indices) & set(self.mesh.slots.indices)
+            if other is not self and shared and other._awake and other._ended is None:
+                resting += [actor.rest.remote() for actor in other.actors]
+                other._awake = False
+        self._awake = True
+        return resting
+
+    def _sends(self, rank: int, kind: Out) -> bool:
+        """Whether a rank sends a result: where several hold the same, one of them does."""
+        return kind is not Out.kept and rank in (self._speakers if kind is Out.each else {0})
+
+    def _remember(self, call: Call) -> None:
+        """Calls that nobody waits for go into the timeline, too."""
+        self._open.append(call)
+        while self._open and (self._open[0].done or (len(self._open) > 16 and self._open[0].poll())):
+            self._open.popleft()
+
+    def stored(self, whole: Any, index: bytes, make: Callable[[], Any]) -> Ref:
+        """Put what is made of ``whole`` into the object store: once as long as it lives, if it is a value."""
+        import ray
+
+        if not (isinstance(whole, TensorDict) and whole.is_locked):
+            return ray.put(make())
+        key = (id(whole), index)
+        if key not in self._put:
+            self._put[key] = ray.put(make())
+            weakref.finalize(whole, self._put.pop, key, None).atexit = False
+        return self._put[key]
+
+    def last_lines(self, rank: int, most: int = 20) -> str:
+        """What a process wrote last, as far as that can be found out now."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        try:
+            files = ray.get(self._logs[rank], timeout=1)
+            here = ray.get_runtime_context().get_node_id() == self.nodes[rank][0]
+            if here:
+                return _tail(files, most)
+            there = NodeAffinitySchedulingStrategy(self.nodes[rank][0], soft=False)
+            reading: Any = ray.remote(_tail).options(num_cpus=0, scheduling_strategy=there)
+            return str(ray.get(reading.remote(files, most), timeout=10))
+        except ray.exceptions.RayError:  # it, or its node, is gone
+            return ""
+
+    def end(self, why: BaseException) -> None:
+        """Kill every process; from now on calls raise ``why``."""
+        import ray
+
+        with _ORDER:
+            self._ended = self._ended or why
+            for actor in self.actors:
+                ray.kill(actor, no_restart=True)
+
+    def close(self, why: BaseException) -> None:
+        """End the processes when the cluster is left."""
+        for call in self._open:
+            call.poll()
+        self.end(why)
+
+
+class _Luggage:
+    """What goes to the processes of a mesh with one call; the same thing is packed once for all of them."""
+
+    def __init__(self, processes: RayProcesses, who: str, fn: Callable[..., Any]) -> None:
+        self.processes, self.who = processes, who
+        self.before: list[Call] = []
+        self._packed: dict[int, tuple[Any, Any]] = {}  # by identity; what was packed is kept, so that it stays unique
+        function = shipped(fn, who)
+        found = hashlib.blake2b(digest_size=16)
+        for part in function:
+            found.update(part)
+        self.digest = found.digest()
+        self._function = self._light(function)
+
+    def load(self, rank: int, args: Sequence[Any]) -> tuple[tuple[Argument, ...], list[Any]]:
+        """What to say of some arguments, and what to send beside."""
+        beside = [self._function]
+        return tuple(self._argument(rank, arg, beside) for arg in args), beside
+
+    def _argument(self, rank: int, arg: Any, beside: list[Any]) -> Argument:
+        def add(item: Any) -> int:
+            beside.append(item)
+            return len(beside) - 1
+
+        match arg:
+            case _There():
+                return Argument(key=self._key(rank, arg))
+            case Donated(_There() as value):
+                return Argument(key=self._key(rank, value), donated=True)
+            case Pending():
+                self.before.append(arg.call)
+                return Argument(parts=tuple(map(add, arg.refs)), combine=add(self._packing(arg.combine)))
+            case Part():
+                self.before.append(arg.whole.call)
+                alone = arg.alone()
+                if alone is not None:
+                    return Argument(parts=(add(alone),))
+                parts, combine = tuple(map(add, arg.whole.refs)), add(self._packing(arg.whole.combine))
+                return Argument(parts=parts, combine=combine, index=add(self._packing(arg.index)))
+            case _:
+                return Argument(parts=(add(self._packing(arg)),))
+
+    def _key(self, rank: int, value: _There) -> int:
+        if value.processes is not self.processes or value.rank != rank:
+            raise ForeignState(f"{self.who}: a value of mesh '{value.processes.name}' was given to another mesh")
+        self.before.append(value.call)
+        return value.key
+
+    def _packing(self, value: Any) -> Any:
+        if id(value) not in self._packed:
+            self._packed[id(value)] = value, self._pack(value)
+        return self._packed[id(value)][1]
+
+    def _pack(self, value: Any) -> Any:
+        match value:
+            case Rows():
+                index = value.index.numpy().tobytes()
+                return self.processes.stored(value.whole, index, lambda: shipped(value.open(), self.who))
+            case TensorDict():
+                return self.processes.stored(value, b"", lambda: shipped(value, self.who))
+            case _:
+                return self._light(shipped(value, self.who))
+
+    def _light(self, parts: list[Any]) -> Any:
+        import ray
+
+        return parts if size(parts) <= _INLINE else ray.put(parts)
+
+
+def _taken(keys: deque[int]) -> tuple[int, ...]:
+    """All of them, and none is left."""
+    found = []
+    while keys:
+        found.append(keys.popleft())
+    return tuple(found)
+
+
+def _tail(files: Sequence[str], most: int) -> str:
+    """The last lines of some files, without the marks that Ray makes in them; sent by value, so it stands alone."""
+    lines: list[str] = []
+    for path in files:
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+                lines += [line for line in file if not line.startswith(":")][-most:]
+        except OSError:
+            continue
+    return "".join(lines[-most:])

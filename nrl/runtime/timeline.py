@@ -1,0 +1,334 @@
+"""When every call on every mesh began and ended: ``timeline.json``, in Chrome's trace format, so that bubbles show.
+
+The file is an array with an event a line. It is appended to and never rewritten; its format lets the closing bracket be
+missing, so it can be opened while the run goes on, and after it was killed. Viewers: https://ui.perfetto.dev and
+chrome://tracing. There is one group of rows for each mesh, with a row for each rank, and one for the driver.
+"""
+
+import functools
+import json
+import os
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nrl.log import redact
+
+__all__ = ["DRIVER", "busy", "current", "record", "recording", "span", "step"]
+
+DRIVER = "driver"
+"""The name of the driver's own rows.
+
+>>> DRIVER
+'driver'
+"""
+
+_LIMIT = 64_000_000  # bytes of a file, which a browser opens at once
+_TAIL = 65_536  # bytes, more than any event has
+_ROWS = 64  # of a rank, at most; it has more than one where its calls overlap
+
+_open: list["_Recorder"] = []  # of the runs that are entered; the last one records
+_step: int | None = None
+
+
+def record(mesh: str, rank: int, name: str, start: float, end: float, loop: str | None = None) -> None:
+    """Note that a call has ended; from any thread, and free where nobody records.
+
+    Args:
+        mesh: its name.
+        rank: in the mesh.
+        name: of the call, as a user would name it.
+        start: when it began to run, in seconds since the epoch.
+        end: when it ended.
+        loop: whose step this is, if it is one; those are the driver's.
+
+    >>> import tempfile
+    >>> record("trainer", 0, "train_step", 10.0, 11.5)
+    >>> with recording(Path(tempfile.mkdtemp())) as path:
+    ...     record("trainer", 0, "train_step", 10.0, 11.5)
+    >>> json.loads(path.read_text())[-1]["dur"]  # microseconds
+    1500000
+    """
+    if _open:
+        _open[-1].add(mesh, rank, name, start, end, loop)
+
+
+@contextmanager
+def span(name: str, loop: str | None = None) -> Iterator[None]:
+    """Note what the block takes, in the driver's row, also if it raises. It decorates functions as well.
+
+    Args:
+        name: of what is done.
+        loop: whose step this is, if it is one.
+
+    >>> import tempfile
+    >>> with recording(Path(tempfile.mkdtemp())) as path, span("publish"):
+    ...     pass
+    >>> json.loads(path.read_text())[-1]["name"]
+    'publish'
+    """
+    recorder, start = _open[-1] if _open else None, time.time()
+    try:
+        yield
+    finally:
+        if recorder is not None:  # it may be closed: a loop that an error has left is collected later
+            recorder.add(DRIVER, 0, name, start, time.time(), loop)
+
+
+def step(i: int | None) -> None:
+    """Say which step of the main loop begins; None: there is none.
+
+    >>> step(7)
+    >>> current()
+    7
+    >>> step(None)
+    """
+    global _step
+    _step = i
+
+
+def current() -> int | None:
+    """The step of the main loop that is running.
+
+    >>> current() is None
+    True
+    """
+    return _step
+
+
+@contextmanager
+def recording(folder: Path, limit: int = _LIMIT) -> Iterator[Path]:
+    """Record into ``folder/timeline.json``; what is there already stays, with a mark where this begins.
+
+    The file is made with the first event. A disk that is full ends the recording, not the run.
+
+    Args:
+        folder: of the run.
+        limit: bytes; once the file is as large, that is said, and nothing more is written.
+
+    Yields:
+        The file.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> for _ in range(2):
+    ...     with recording(folder) as path:
+    ...         record("sampler", 0, "generate", 1.0, 2.0)
+    >>> [event["name"] for event in json.loads(path.read_text()) if event["ph"] != "M"]
+    ['generate', 'resumed', 'generate']
+    """
+    recorder = _Recorder(folder / "timeline.json", limit)
+    _open.append(recorder)
+    try:
+        yield recorder.path
+    finally:
+        _open.remove(recorder)
+        step(None)
+        recorder.close()
+
+
+def busy(path: Path) -> dict[str, dict[str, float]]:
+    """For each loop, the share of its steps' time in which a mesh had a call to run, the mean over its ranks.
+
+    Args:
+        path: a ``timeline.json``, complete or not.
+
+    Returns:
+        Shares between 0 and 1, by the loop's and the mesh's name.
+
+    >>> import tempfile
+    >>> with recording(Path(tempfile.mkdtemp())) as path:
+    ...     record("trainer", 0, "train_step", 10.0, 13.0)
+    ...     record("trainer", 1, "train_step", 10.0, 12.0)
+    ...     record(DRIVER, 0, "train 0", 10.0, 20.0, loop="train")
+    >>> busy(path)
+    {'train': {'trainer': 0.25}}
+    """
+    meshes: dict[int, str] = {}
+    calls: dict[int, dict[int, list[tuple[int, int]]]] = {}
+    steps: dict[str, list[tuple[int, int]]] = {}
+    for event in _events(path):
+        if event["ph"] == "M" and event["name"] == "process_name":
+            meshes[event["pid"]] = event["args"]["name"]
+        elif event["ph"] == "X" and event.keys() >= {"ts", "dur"}:
+            when = event["ts"], event["ts"] + event["dur"]
+            if "cat" in event:
+                steps.setdefault(event["cat"], []).append(when)
+            else:
+                calls.setdefault(event["pid"], {}).setdefault(event["tid"] // _ROWS, []).append(when)
+    found: dict[str, dict[str, float]] = {}
+    for loop, times in steps.items():
+        total = _covered(times)
+        found[loop] = {
+            meshes[number]: sum(_covered(some) + total - _covered(some + times) for some in ranks.values())
+            / (max(total, 1) * len(ranks))
+            for number, ranks in sorted(calls.items())
+            if meshes.get(number, DRIVER) != DRIVER
+        }
+    return found
+
+
+def _covered(times: Sequence[tuple[int, int]]) -> int:
+    """How long at least one of these lasts."""
+    total, until = 0, 0
+    for start, end in sorted(times):
+        total += max(end - max(start, until), 0)
+        until = max(until, end)
+    return total
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole events of a file, whether it is complete or not."""
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                event = json.loads(line.rstrip(b",\n"))
+            except ValueError:
+                continue  # a bracket, or a part of an event
+            if isinstance(event, dict) and event.keys() >= {"ph", "name", "pid", "tid"}:
+                yield event
+
+
+class _Recorder:
+    """The open end of a file."""
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self.path, self._limit, self._entered = path, limit, time.time()
+        self._lock = threading.Lock()  # calls end in any thread
+        self._file: int | None = None
+        self._size = 0
+        self._over = False
+        self._numbers = {DRIVER: 1}  # of meshes, also of those in the file
+        self._described: set[str] = set()
+        self._rows: dict[tuple[str, int], list[_Row]] = {}
+
+    def add(self, mesh: str, rank: int, name: str, start: float, end: float, loop: str | None) -> None:
+        with self._lock:
+            if self._over:
+                return
+            try:
+                if self._file is None:
+                    self._begin()
+                first = round(start * 1e6)
+                last = max(round(end * 1e6), first)
+                place = self._place(mesh, rank, first, last)
+                category = {"cat": loop} if loop else {}
+                self._write({"ph": "X", "name": _clean(name)} | category | place | {"ts": first, "dur": last - first})
+                if self._size >= self._limit:
+                    self._mark(f"the timeline ends here: {self._limit:,} bytes", end)
+                    self._over = True
+                    print(f"run: {self.path} has {self._size:,} bytes, so no more is written", flush=True)  # noqa: T201
+            except OSError as error:
+                self._over = True
+                warnings.warn(
+                    f"run: {self.path} could not be written ({error.strerror}); the run goes on without a timeline",
+                    stacklevel=3,
+                )
+
+    def close(self) -> None:
+        with self._lock:
+            self._over = True
+            if self._file is not None:
+                try:
+                    os.ftruncate(self._file, self._size)  # a full disk may have taken a part of an event
+                    os.write(self._file, b"\n]\n" if self._size else b"")
+                except OSError:
+                    pass  # viewers do without the bracket
+                os.close(self._file)
+                self._file = None
+
+    def _begin(self) -> None:
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._size = _whole(self._file)
+        os.ftruncate(self._file, self._size)
+        if self._size:
+            for event in _events(self.path):
+                if event["name"] == "process_name":
+                    self._numbers[event["args"]["name"]] = event["pid"]
+            self._mark("resumed", self._entered)
+
+    def _mark(self, name: str, when: float) -> None:
+        at = round(when * 1e6)
+        self._write({"ph": "i", "name": name, "s": "t"} | self._place(DRIVER, 0, at, at) | {"ts": at})
+
+    def _place(self, mesh: str, rank: int, start: int, end: int) -> dict[str, int]:
+        number = self._mesh(mesh)
+        rows = self._rows.setdefault((mesh, rank), [])
+        index = next((index for index, row in enumerate(rows) if row.takes(start, end)), len(rows))
+        thread = (rank + 1) * _ROWS + min(index, _ROWS - 1)  # in the order in which viewers show them
+        if index == len(rows):
+            rows.append(_Row())
+            called = "driver" if mesh == DRIVER else f"rank {rank}"
+            self._describe("thread_name", number, thread, name=f"{called} ({index + 1})" if index else called)
+            self._describe("thread_sort_index", number, thread, sort_index=thread)
+        rows[index].add(start, end)
+        return {"pid": number, "tid": thread}
+
+    def _mesh(self, name: str) -> int:
+        number = self._numbers.setdefault(name, len(self._numbers) + 1)
+        if name not in self._described:
+            self._described.add(name)
+            self._describe("process_name", number, 0, name=redact(name))
+            self._describe("process_sort_index", number, 0, sort_index=number)
+        return number
+
+    def _describe(self, what: str, mesh: int, thread: int, **args: str | int) -> None:
+        self._write({"ph": "M", "name": what, "pid": mesh, "tid": thread, "args": args})
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        line = (("[\n" if self._size == 0 else ",\n") + json.dumps(event, separators=(",", ":"))).encode()
+        size = self._size + len(line)
+        while line:  # a disk that is nearly full takes a part
+            line = line[os.write(self._file, line) :]
+        self._size = size
+
+
+@functools.lru_cache(maxsize=4096)
+def _clean(name: str) -> str:
+    """Names of calls come again and again, and looking for secrets takes 100 microseconds."""
+    return redact(name)
+
+
+class _Row:
+    """Events that lie within each other or apart, as viewers need them: they drop those that overlap otherwise."""
+
+    def __init__(self) -> None:
+        self._outer: deque[tuple[int, int]] = deque(maxlen=1000)  # the latest that lie within no other
+
+    def takes(self, start: int, end: int) -> bool:
+        for first, last in reversed(self._outer):
+            if last <= start:
+                break
+            within, around = first <= start and end <= last, start <= first and last <= end
+            if not within and not around and first < end:
+                return False
+        return True
+
+    def add(self, start: int, end: int) -> None:
+        while self._outer and start <= self._outer[-1][0] and self._outer[-1][1] <= end:
+            self._outer.pop()
+        if not self._outer or not (self._outer[-1][0] <= start and end <= self._outer[-1][1]):
+            self._outer.append((start, end))
+
+
+def _whole(file: int) -> int:
+    """The bytes up to the end of the last whole event: a process that was killed may have left a part of one."""
+    size = os.fstat(file).st_size
+    begin = max(size - _TAIL, 0)
+    tail = os.pread(file, _TAIL, begin)
+    while tail:
+        rest, _, line = tail.rpartition(b"\n")
+        text = line.rstrip(b",")
+        try:
+            if isinstance(json.loads(text), dict):
+                return begin + len(tail) - len(line) + len(text)
+        except ValueError:
+            pass
+        tail = rest
+    return 0

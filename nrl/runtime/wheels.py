@@ -1,0 +1,184 @@
+"""Wheels of what no index has: nrl itself, a user's project, and the folders that it depends on."""
+
+import base64
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import Distribution
+from pathlib import Path, PurePosixPath
+
+import attrs
+
+from nrl.errors import ExecutableError
+from nrl.runtime.provision import here, uv
+
+__all__ = ["Wheel", "build", "content_digest", "repack"]
+
+
+@attrs.frozen
+class Wheel:
+    """A wheel: its file name, and its content.
+
+    >>> Wheel("tiny-1.0-py3-none-any.whl", b"").version
+    '1.0'
+    """
+
+    name: str
+    content: bytes = attrs.field(repr=False)
+
+    @property
+    def version(self) -> str:
+        """The version in the file's name."""
+        return self.name.split("-")[1]
+
+
+def build(path: Path, cache: Path) -> Wheel:
+    """Build the wheel of a folder, or of an archive of one; the wheel of a folder that has not changed is kept.
+
+    Args:
+        path: the folder with its pyproject.toml, or a file.
+        cache: a folder for what has been built.
+
+    Raises:
+        ExecutableError: there is nothing to build there, or it cannot be built.
+
+    >>> build(Path("/nowhere"), Path("/nowhere"))
+    Traceback (most recent call last):
+        ...
+    nrl.errors.ExecutableError: recipe: the lock depends on /nowhere, which is not there
+    """
+    if not path.exists():
+        raise ExecutableError(f"recipe: the lock depends on {path}, which is not there")
+    if path.suffix == ".whl":
+        return Wheel(path.name, path.read_bytes())
+    # nrl's own wheel on a node needs no locks, and with them any change of the lock would change every environment.
+    hooks = {"HATCH_BUILD_NO_HOOKS": "true"} if (path / "nrl" / "runtime" / "wheels.py").is_file() else {}
+    key = hashlib.sha256(f"{_tree_digest(path)} {sys.version} {here()} {hooks}".encode()).hexdigest()[:16]
+    kept = cache / key
+    if not (found := list(kept.glob("*.whl"))):
+        cache.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".building.", dir=cache))
+        try:
+            arguments = ["build", "--quiet", "--wheel", f"--python={sys.executable}", f"--out-dir={scratch}", str(path)]
+            uv(arguments, cwd=cache, what=f"recipe: the wheel of {path}", settings=hooks)
+            if not kept.exists():
+                scratch.rename(kept)
+        except OSError:
+            if not kept.exists():  # another process was faster
+                raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        found = list(kept.glob("*.whl"))
+    return Wheel(found[0].name, found[0].read_bytes())
+
+
+def _tree_digest(path: Path) -> str:
+    """A digest of the files that a wheel could be built from: what git does not ignore; without git, all."""
+    digest = hashlib.sha256()
+    for file in sorted(_files(path)):
+        inside = file.relative_to(path) if path.is_dir() else file.name
+        digest.update(f"{inside}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    variables = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    try:
+        listing = subprocess.run(command, cwd=path, env=variables, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        listing = ""
+    if listing:
+        for name in listing.split("\0"):
+            file = path / name
+            if name and file.is_dir() and not file.is_symlink():  # a submodule
+                yield from _files(file)
+            elif name and file.is_file():
+                yield file
+        return
+    skipped = {"__pycache__", "build", "dist", "node_modules", "venv"}
+    for folder, names, files in os.walk(path):
+        names[:] = [
+            each for each in names if each not in skipped and not each.startswith(".") and ".egg-info" not in each
+        ]
+        yield from (Path(folder) / file for file in files if not file.endswith(".pyc"))
+
+
+def content_digest(wheel: Wheel) -> str:
+    """A digest of what a wheel installs, and what it requires; the same for two that differ in dates or description.
+
+    >>> content_digest(repack(Distribution.from_name("filelock"))) == content_digest(
+    ...     repack(Distribution.from_name("filelock"))
+    ... )
+    True
+    """
+    digest = hashlib.sha256()
+    with zipfile.ZipFile(io.BytesIO(wheel.content)) as archive:
+        for name in sorted(archive.namelist()):
+            content = archive.read(name)
+            if ".dist-info/" in name:
+                if name.endswith(("/RECORD", "/WHEEL")) or "/licenses/" in name:
+                    continue
+                if name.endswith("/METADATA"):
+                    wanted = (b"Name:", b"Version:", b"Requires-Dist:", b"Requires-Python:", b"Provides-Extra:")
+                    head = content.split(b"\n\n")[0].splitlines()
+                    content = b"\n".join(sorted(line for line in head if line.startswith(wanted)))
+            digest.update(f"{name}\0{hashlib.sha256(content).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def repack(distribution: Distribution) -> Wheel:
+    """The wheel of a package that is installed in this environment, made of its files.
+
+    Raises:
+        ExecutableError: its record does not list its files, or some of them are gone.
+
+    >>> repack(Distribution.from_name("filelock")).name.startswith("filelock-")
+    True
+    """
+    name = distribution.metadata["Name"]
+    files = [
+        file
+        for file in distribution.files or ()
+        if not file.is_absolute() and ".." not in file.parts and file.suffix != ".pyc" and "pylocks" not in file.parts
+    ]
+    left_out = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json")
+    files = [file for file in files if not (file.parts[0].endswith(".dist-info") and file.name in left_out)]
+    info = next((file.parts[0] for file in files if file.parts[0].endswith(".dist-info")), None)
+    gone = [str(file) for file in files if not Path(str(distribution.locate_file(file))).is_file()]
+    if info is None or gone:
+        raise ExecutableError(
+            f"recipe: the installed package {name} cannot be sent to other nodes, because "
+            + (f"its file {gone[0]} is gone" if gone else "its record lists no files")
+            + f"; install it again: `uv pip install --reinstall {name}`"
+        )
+    tag = next(
+        (
+            line.split(":")[1].strip()
+            for line in (distribution.read_text("WHEEL") or "").splitlines()
+            if line.startswith("Tag:")
+        ),
+        "py3-none-any",
+    )
+    buffer, record = io.BytesIO(), []
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+
+        def add(inside: PurePosixPath | str, content: bytes) -> None:
+            archive.writestr(zipfile.ZipInfo(str(inside), (1980, 1, 1, 0, 0, 0)), content)
+
+        for file in sorted(files, key=str):
+            content = Path(str(distribution.locate_file(file))).read_bytes()
+            hashed = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            record.append(f"{file},sha256={hashed},{len(content)}\n")
+            add(file, content)
+        add(f"{info}/RECORD", "".join([*record, f"{info}/RECORD,,\n"]).encode())
+    return Wheel(f"{info.removesuffix('.dist-info')}-{tag}.whl", buffer.getvalue())

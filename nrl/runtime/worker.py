@@ -1,0 +1,259 @@
+"""What runs inside of an actor: a process of a mesh, which keeps values and calls functions on them."""
+
+import hashlib
+import os
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from nrl.runtime import profiling
+from nrl.runtime.placement import Out
+from nrl.runtime.process import Process, entered, perform, rest, wake
+from nrl.runtime.shipping import Shared, opened, shipped
+
+__all__ = ["Argument", "CallFailed", "NeverMade", "Order", "Receipt", "Worker"]
+
+_FUNCTIONS = 64  # that a process remembers; an older one is opened again
+
+
+class NeverMade(Exception):
+    """A value is not there, because the call that was to make it has failed."""
+
+
+class CallFailed(Exception):
+    """What a function raised, shipped as nrl ships values, so that it arrives as the class that it was.
+
+    Args:
+        parts: the exception, or None if it cannot be sent.
+        text: its traceback.
+    """
+
+    def __init__(self, parts: list[Any] | None, text: str) -> None:
+        super().__init__(parts, text)
+        self.parts, self.text = parts, text
+
+    def __str__(self) -> str:
+        return self.text
+
+    def original(self) -> BaseException:
+        """What was raised, or a `RuntimeError` that speaks for it."""
+        if self.parts is None:
+            return RuntimeError(self.text.rstrip().rpartition("\n")[2])
+        found: BaseException = opened(self.parts, copy=True)[0]
+        return found
+
+
+@attrs.frozen
+class Argument:
+    """How a process finds an argument of a call.
+
+    Args:
+        key: of a value that it keeps.
+        donated: that value is consumed.
+        parts: where, in what came with the order, the parts of the argument are.
+        combine: where what makes one value of them is; None: there is one part.
+        index: where the rows to take of it are; None: all.
+    """
+
+    key: int | None = None
+    donated: bool = False
+    parts: tuple[int, ...] = ()
+    combine: int | None = None
+    index: int | None = None
+
+
+@attrs.frozen
+class Order:
+    """What a process is asked to do. What it needs for it comes beside, shipped.
+
+    Args:
+        who: how errors name the call.
+        function: a hash of the function, which is the first of what comes beside.
+        args: its arguments.
+        outs: what it returns.
+        keys: for each of ``outs``, under which key a value is kept; None: it is not.
+        wanted: for each of ``outs``, whether this process sends it.
+        compared: for each of ``outs``, whether its digest is part of the receipt.
+        dropped: keys of values that nobody has a name for any more.
+        trace: where to write a profile of the call.
+    """
+
+    who: str
+    function: bytes
+    args: tuple[Argument, ...]
+    outs: Out | tuple[Out, ...]
+    keys: tuple[int | None, ...]
+    wanted: tuple[bool, ...]
+    compared: tuple[bool, ...]
+    dropped: tuple[int, ...] = ()
+    trace: str | None = None
+
+
+@attrs.frozen
+class Receipt:
+    """When a call ran, in seconds of the epoch, and the digests of results that have to be the same everywhere."""
+
+    start: float
+    end: float
+    digests: tuple[bytes | None, ...]
+
+
+class Worker:
+    """A process of a mesh.
+
+    Args:
+        mesh: the name of the mesh.
+        rank: its number there.
+        size: the number of processes.
+        share: how many processes share the cores of the node, unless ``OMP_NUM_THREADS`` says how many threads.
+    """
+
+    def __init__(self, mesh: str, rank: int, size: int, share: int) -> None:
+        self.here = Process(rank, size, None, mesh)
+        self._store: Any = None
+        self._resting = False
+        self._values: dict[int, Any] = {}
+        self._functions: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(int(os.environ.get("NRL_THREADS") or max(1, cores // share)))
+
+    def __repr__(self) -> str:
+        return f"{self.here.mesh}[{self.here.rank}]"  # Ray writes it before each line of the log
+
+    def logs(self) -> tuple[str, ...]:
+        """The files that it writes to."""
+        return tuple(dict.fromkeys(filter(os.path.isfile, map(_file_of, (1, 2)))))
+
+    def listen(self, timeout: float) -> tuple[str, int]:
+        """Open the store at which the processes of the mesh meet, at a port that the system chooses and keeps."""
+        import ray
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        host = ray.util.get_node_ip_address()
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_seconds(timeout))
+        return host, self._store.port
+
+    def join(self, meeting: tuple[str, int] | None, axes: Sequence[tuple[str, int]], timeout: float) -> Receipt:
+        """Meet the others: a process group over NCCL and gloo, or gloo, and a device mesh with these axes."""
+        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed.device_mesh import init_device_mesh
+
+        start = time.time()
+        rank, size = self.here.rank, self.here.size
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.set_device(0)
+        if meeting is not None:
+            store = self._store or TCPStore(*meeting, timeout=_seconds(timeout))
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_seconds(timeout))
+            names, extents = zip(*axes, strict=True)
+            mesh = init_device_mesh("cuda" if cuda else "cpu", extents, mesh_dim_names=names)
+            self.here = Process(rank, size, mesh, self.here.mesh)
+        return Receipt(start, time.time(), ())
+
+    def rest(self) -> None:
+        """Let what is kept here leave the device, until the next call: another mesh on it has work to do."""
+        self._resting = True
+        for value in self._values.values():
+            rest(value)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def call(self, order: Order, *beside: Any) -> Any:
+        """Do what is ordered: a receipt, and the results that are wanted.
+
+        Raises:
+            CallFailed: the function raised something; values that it was to consume are still there.
+        """
+        try:
+            return self._call(order, beside)
+        except Exception as error:
+            raise _failed(error, order.who) from None
+
+    def _call(self, order: Order, beside: Sequence[Any]) -> Any:
+        for key in order.dropped:
+            self._values.pop(key, None)
+        if self._resting:
+            self._resting = False
+            for value in self._values.values():
+                wake(value)
+        shared: list[Shared] = []
+        function = self._function(order.function, beside[0])
+        args = [self._argument(order.who, arg, beside, shared) for arg in order.args]
+        start = time.time()
+        with entered(self.here), profiling.tracing(order.trace):
+            results = perform(order.who, function, args, order.outs)
+        end = time.time()
+        for each in shared:
+            each.check(order.who)
+        for arg in order.args:
+            if arg.donated and arg.key is not None:
+                self._values.pop(arg.key)
+        for name, result in zip(order.keys, results, strict=True):
+            if name is not None:
+                self._values[name] = result
+        digests = tuple(
+            _digest(shipped(result, order.who)) if compared else None
+            for result, compared in zip(results, order.compared, strict=True)
+        )
+        sent = [shipped(result, order.who) for result, wanted in zip(results, order.wanted, strict=True) if wanted]
+        return (Receipt(start, end, digests), *sent) if sent else Receipt(start, end, digests)
+
+    def _function(self, key: bytes, parts: Any) -> Callable[..., Any]:
+        if key not in self._functions:
+            self._functions[key] = opened(parts, copy=True)[0]
+            if len(self._functions) > _FUNCTIONS:
+                self._functions.popitem(last=False)
+        self._functions.move_to_end(key)
+        return self._functions[key]
+
+    def _argument(self, who: str, arg: Argument, beside: Sequence[Any], shared: list[Shared]) -> Any:
+        if arg.key is not None:
+            if arg.key not in self._values:
+                raise NeverMade(f"{who}: an argument of this call was never made")
+            return self._values[arg.key]
+        values = []
+        for part in arg.parts:
+            value, held = opened(beside[part])
+            values.append(value)
+            shared.append(held)
+        value = values[0] if arg.combine is None else opened(beside[arg.combine], copy=True)[0](values)
+        return value if arg.index is None else value[opened(beside[arg.index])[0]]
+
+
+def _failed(error: Exception, who: str) -> CallFailed:
+    text = "".join(traceback.format_exception(error))
+    try:
+        parts = shipped(error.with_traceback(None), who)
+        opened(parts, copy=True)  # some exceptions can be pickled and not opened again
+    except Exception:
+        return CallFailed(None, text)
+    return CallFailed(parts, text)
+
+
+def _digest(parts: Sequence[Any]) -> bytes:
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(part)
+    return found.digest()
+
+
+def _file_of(descriptor: int) -> str:
+    try:
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+    except OSError:  # no such folder on this system
+        return ""
+
+
+def _seconds(seconds: float) -> Any:
+    from datetime import timedelta
+
+    return timedelta(seconds=seconds)

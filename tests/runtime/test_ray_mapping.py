@@ -1,0 +1,341 @@
+"""Functions mapped over Ray actors: the same results as on the local cluster, and where data goes."""
+
+import gc
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import nrl
+from nrl.batch import Batch
+from nrl.errors import (
+    ConsumedState,
+    DeadlineExceeded,
+    ForeignState,
+    MissingColumn,
+    MutatedBatch,
+    PlacementError,
+    ShippingError,
+)
+from nrl.reduce import Max, Mean, Sum, finalize
+from nrl.runtime import Cluster, Mesh, P, Slots, donated, merged, process, resident, shard_map
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def slots(on_ray: Cluster) -> Slots:
+    return on_ray.reserve(2)
+
+
+@pytest.fixture(scope="module")
+def mesh(slots: Slots) -> Mesh:
+    return slots.mesh(executable="system", name="pair")
+
+
+@pytest.fixture(scope="module")
+def alone(slots: Slots) -> Mesh:
+    """On one of the same slots: the two are colocated."""
+    return slots[:1].mesh(executable="system", name="alone")
+
+
+@pytest.fixture(scope="module")
+def square(on_ray: Cluster) -> Mesh:
+    return on_ray.reserve(4).mesh(dp=2, tp=2, executable="system", name="square")
+
+
+def batch_of(lengths: list[int], width: int = 8) -> Batch:
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    made: Batch = Batch({"input_ids": mask.long(), "attention_mask": mask}, batch_size=[len(lengths)]).lock_()
+    return made
+
+
+def numbered(batch: Batch) -> Any:
+    rows = torch.arange(len(batch))
+    tokens = torch.full((len(batch),), int(batch["attention_mask"].sum()))
+    return torch.full((len(batch),), process().rank), rows, tokens
+
+
+def test_rows_are_split_by_tokens_and_put_back_in_order(mesh: Mesh) -> None:
+    rank, row, tokens = shard_map(numbered, mesh, P("dp"), (P("dp"), P("dp"), P("dp")))(batch_of([1, 8, 2, 7, 3, 3]))
+    assert rank.result().tolist() == [1, 0, 1, 1, 0, 1] or tokens.result().unique().tolist() == [12]
+    assert sorted(row.result().tolist()) == [0, 0, 1, 1, 2, 2]
+    assert tokens.result().tolist() == [12] * 6
+
+
+def test_it_is_the_same_function_as_on_the_local_cluster(mesh: Mesh) -> None:
+    def fn(batch: Batch, scale: float) -> Any:
+        ids = batch["input_ids"] * scale
+        weight = batch["attention_mask"].sum().float()
+        return ids, Batch({"y": ids.cumsum(-1)}, batch_size=batch.batch_size), {"m": Mean(ids.sum(), weight)}, scale
+
+    specs: Any = ((P("dp"), P()), (P("dp"), P("dp"), merged, P()))
+    batch = batch_of([3, 1, 8, 5, 0])
+    with nrl.cluster("local") as local:
+        expected = [x.result() for x in shard_map(fn, local.reserve(2).mesh(), *specs)(batch, 1.5)]
+    found = [x.result() for x in shard_map(fn, mesh, *specs)(batch, 1.5)]
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1]["y"], expected[1]["y"])
+    assert found[1].is_locked
+    assert finalize(found[2]) == finalize(expected[2])
+    assert found[3] == expected[3]
+
+
+def test_metrics_are_merged_by_their_kinds(mesh: Mesh) -> None:
+    def fn(x: Any) -> Any:
+        return {"n": Sum(torch.tensor(len(x))), "most": Max(x.max())}
+
+    found = shard_map(fn, mesh, P("dp"), merged)(torch.tensor([3.0, 9.0, 4.0])).result()
+    assert finalize(found) == {"n": 3.0, "most": 9.0}
+
+
+def count(seen: int, x: Any) -> Any:
+    return seen + len(x), {"rows": Sum(torch.tensor(seen + len(x)))}
+
+
+def test_values_that_stay(mesh: Mesh) -> None:
+    counted = shard_map(count, mesh, (donated, P("dp")), (resident, merged))
+    start = shard_map(lambda: 0, mesh, (), resident)()
+    state, _ = counted(start, torch.arange(5))
+    again, metrics = counted(state, torch.arange(5))
+    assert int(metrics.result()["rows"].total) == 10
+    with pytest.raises(ConsumedState, match="consumed by shard_map"):
+        counted(state, torch.arange(5))
+    read = shard_map(lambda seen, x: x + seen, mesh, (resident, P("dp")), P("dp"))
+    assert read(again, torch.zeros(2)).result().tolist() == [6.0, 4.0]
+    assert read(again, torch.zeros(2)).result().tolist() == [6.0, 4.0]
+
+
+class Alive:
+    """Counted in the process that holds it."""
+
+
+def living() -> int:
+    gc.collect()
+    return sum(type(each).__name__ == "Alive" for each in gc.get_objects())
+
+
+def test_values_without_a_name_are_dropped(alone: Mesh) -> None:
+    make, census = shard_map(Alive, alone, (), resident), shard_map(living, alone, (), P())
+    kept, other = make(), make()
+    assert census().result() == 2
+    del other
+    gc.collect()
+    assert census().result() == 1
+    del kept
+    gc.collect()
+    assert census().result() == 0
+
+
+def test_a_value_of_another_mesh_is_refused(mesh: Mesh, alone: Mesh) -> None:
+    value = shard_map(lambda: 0, alone, (), resident)()
+    with pytest.raises(ForeignState):
+        shard_map(lambda x: x, mesh, resident, P())(value)
+
+
+def test_a_future_goes_from_process_to_process(mesh: Mesh, alone: Mesh) -> None:
+    """The driver sees nothing of it: what it would have opened stays unopened."""
+    double = shard_map(lambda x: 2 * x, mesh, P("dp"), P("dp"))
+    first: Any = double(torch.arange(6))
+    second: Any = double(first)  # split alike: each part goes to one process
+    whole: Any = shard_map(lambda x: x + 1, alone, P(), P())(second)  # put together there
+    split: Any = double(whole)  # of unknown length: the driver has to look
+    assert whole.result().tolist() == [1, 5, 9, 13, 17, 21]
+    assert split.result().tolist() == [2, 10, 18, 26, 34, 42]
+    assert not first._value
+    assert not second._value
+
+
+def test_a_future_is_split_otherwise_where_another_argument_says_so(mesh: Mesh) -> None:
+    """Rows of one argument that are on their way meet rows of another one that are split by tokens."""
+    batch = batch_of([1, 1, 8, 8])
+    numbers: Any = shard_map(lambda x: x, mesh, P("dp"), P("dp"))(torch.arange(4))
+    assert [rows.tolist() for rows in numbers.rows] != [rows.tolist() for rows in nrl.batch.shard(batch, 2).rows]
+    found = shard_map(lambda b, x: b["attention_mask"].sum(-1) * 10 + x, mesh, P("dp"), P("dp"))(batch, numbers)
+    assert found.result().tolist() == [10, 11, 82, 83]
+    assert not numbers._value
+
+
+def test_assign_waits_for_a_future(mesh: Mesh) -> None:
+    batch = batch_of([3, 1])
+    rewards = shard_map(lambda b: b["attention_mask"].sum(-1).float(), mesh, P("dp"), P("dp"))(batch)
+    assert nrl.assign(batch, rewards=rewards)["rewards"].tolist() == [3.0, 1.0]
+
+
+def test_what_all_have_is_fetched_once(square: Mesh) -> None:
+    same: Any = shard_map(lambda x: x + 1, square, P(), P())(torch.zeros(3))
+    assert len(same.refs) == 1
+    assert same.result().tolist() == [1.0] * 3
+    rows: Any = shard_map(lambda x: x + process().rank, square, P("dp"), P("dp"))(torch.zeros(4))
+    assert len(rows.refs) == 2  # of four processes, two of which hold the same
+    assert rows.result().tolist() == [0.0, 0.0, 2.0, 2.0]
+
+
+def test_metrics_of_replicas_count_once(square: Mesh) -> None:
+    found = shard_map(lambda x: {"n": Sum(torch.tensor(len(x)))}, square, P("dp"), merged)(torch.zeros(5))
+    assert int(found.result()["n"].total) == 5
+
+
+def test_shards_that_differ_where_they_must_not(mesh: Mesh) -> None:
+    with pytest.raises(PlacementError, match=r"out_specs says P\(\), the same from every shard, but the shards differ"):
+        shard_map(lambda: torch.tensor(process().rank), mesh, (), P())().result()
+    with pytest.raises(PlacementError, match="2 out_specs, so it must return a tuple of 2 values"):
+        shard_map(lambda: 1, mesh, (), (P(), P()))()[0].result()
+    with pytest.raises(PlacementError, match="merged wants metrics"):
+        shard_map(lambda: 1, mesh, (), merged)().result()
+
+
+def test_processes_know_their_place(square: Mesh) -> None:
+    def place() -> Any:
+        here = process()
+        axes = {name: here.device_mesh[name].get_local_rank() for name in ("pp", "dp", "cp", "tp")}
+        found: list[Any] = [None] * here.size
+        dist.all_gather_object(found, (here.rank, here.size, here.mesh, axes))
+        return found
+
+    found = shard_map(place, square, (), P())().result()
+    assert [rank for rank, *_ in found] == [0, 1, 2, 3]
+    assert {(size, name) for _, size, name, _ in found} == {(4, "square")}
+    assert [(axes["dp"], axes["tp"]) for *_, axes in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_collectives_run_along_named_axes(square: Mesh) -> None:
+    def summed(x: Any) -> Any:
+        dist.all_reduce(x := x.clone(), group=process().device_mesh["dp"].get_group())
+        return x
+
+    assert shard_map(summed, square, P("dp"), P("dp"))(torch.tensor([1.0, 10.0])).result().tolist() == [11.0, 11.0]
+
+
+def test_thread_counts_are_set(mesh: Mesh) -> None:
+    expected = int(os.environ.get("OMP_NUM_THREADS") or 0) or max(1, len(os.sched_getaffinity(0)) // 2)
+    found = shard_map(torch.get_num_threads, mesh, (), P())().result()
+    assert found == expected or (found == 1 and expected <= 2)
+
+
+def test_a_batch_is_put_into_the_store_once(mesh: Mesh, alone: Mesh) -> None:
+    batch = batch_of([8] * 4)
+    lengths = shard_map(lambda b: b["attention_mask"].sum(-1), mesh, P("dp"), P("dp"))
+    stored: Any = mesh.processes._put  # type: ignore[attr-defined]
+    before = len(stored)
+    for _ in range(3):
+        assert lengths(batch).result().tolist() == [8] * 4
+    assert len(stored) - before == 2  # its two shards
+    del batch
+    gc.collect()
+    assert len(stored) == before
+
+
+def test_a_write_into_an_argument_is_found(mesh: Mesh) -> None:
+    def spoil(batch: Batch) -> Any:
+        batch["input_ids"].add_(1)
+        return batch["input_ids"].sum(-1)
+
+    with pytest.raises(MutatedBatch, match="spoil.* wrote into its arguments"):
+        shard_map(spoil, mesh, P("dp"), P("dp"))(batch_of([3000, 3000], width=3000)).result()
+
+
+def test_errors_arrive_as_what_they_are(mesh: Mesh) -> None:
+    def reads(batch: Batch) -> Any:
+        return nrl.require(batch, "rewards", reader="my_function")
+
+    with pytest.raises(MissingColumn, match="my_function reads the column 'rewards'") as caught:
+        shard_map(reads, mesh, P("dp"), P("dp"))(batch_of([1, 2])).result()
+    assert "raised in rank 0 of mesh 'pair'" in caught.value.__notes__[0]
+    assert "in reads" in caught.value.__notes__[0]
+
+
+class Particular(Exception):
+    """Of the user's own."""
+
+
+def test_an_exception_of_the_users_own_can_be_caught(mesh: Mesh) -> None:
+    def fails() -> None:
+        raise Particular("only here")
+
+    with pytest.raises(Particular, match="only here"):
+        shard_map(fails, mesh, (), P())().result()
+
+
+def test_what_failed_before_it_is_the_error_of_what_follows(mesh: Mesh) -> None:
+    def fails(x: Any) -> Any:
+        raise Particular("the first one")
+
+    failed = shard_map(fails, mesh, P("dp"), P("dp"))(torch.arange(4))
+    with pytest.raises(Particular, match="the first one"):
+        shard_map(lambda x: x + 1, mesh, P("dp"), P("dp"))(failed).result()
+    value = shard_map(fails, mesh, P("dp"), resident)(torch.arange(4))
+    with pytest.raises(Particular, match="the first one"):
+        shard_map(lambda x: x, mesh, resident, P())(value).result()
+
+
+def test_a_failed_call_leaves_what_it_was_to_consume(alone: Mesh) -> None:
+    """Only the name is gone; the next call on the mesh finds the process in order."""
+
+    def fails(x: Any) -> Any:
+        raise Particular("late")
+
+    value = shard_map(lambda: 1, alone, (), resident)()
+    with pytest.raises(Particular):
+        shard_map(fails, alone, donated, P())(value).result()
+    assert shard_map(lambda: 2, alone, (), P())().result() == 2
+
+
+def test_a_wait_may_end_before_the_call(alone: Mesh) -> None:
+    slow = shard_map(lambda: time.sleep(1.5), alone, (), P())()
+    with pytest.raises(DeadlineExceeded, match=r"no result from mesh 'alone' after 0\.2 s"):
+        slow.result(timeout=0.2)
+    assert slow.result() is None
+
+
+def test_what_cannot_be_sent_is_said_before_anything_runs(mesh: Mesh) -> None:
+    generator = (x for x in range(3))
+    with pytest.raises(ShippingError, match=r"shard_map\(.*generator.*'generator' of"):
+        shard_map(lambda: next(generator), mesh, (), P())()
+
+
+def test_what_a_function_captures_is_as_it_is_at_the_call(alone: Mesh) -> None:
+    captured = {"scale": 2}
+    scale = shard_map(lambda x: x * captured["scale"], alone, P(), P())
+    assert scale(torch.ones(1)).result().tolist() == [2.0]
+    captured["scale"] = 3
+    assert scale(torch.ones(1)).result().tolist() == [3.0]
+
+
+class Sleeper:
+    """A value that says when it left its device and came back."""
+
+    def __init__(self) -> None:
+        self.story = ["made"]
+
+    def rest(self) -> None:
+        self.story.append("rest")
+
+    def wake(self) -> None:
+        self.story.append("wake")
+
+
+def told_by(sleeper: Sleeper) -> list[str]:
+    return list(sleeper.story)
+
+
+def test_of_two_meshes_on_the_same_devices_the_idle_one_rests(on_ray: Cluster) -> None:
+    """Slots are CPUs here, which nobody has to leave; so these meshes are told that they share devices."""
+    slots = on_ray.reserve(2)
+    meshes = [slots.mesh(executable="system"), slots[1:].mesh(executable="system")]
+    for mesh in meshes:
+        mesh.processes._others = [each.processes for each in meshes]  # type: ignore[attr-defined]
+    both, one = meshes
+    value, other = shard_map(Sleeper, both, (), resident)(), shard_map(Sleeper, one, (), resident)()
+    told = shard_map(told_by, both, resident, P())
+    assert told(value).result() == ["made", "rest", "wake"]  # `one` was called in between
+    assert told(value).result() == ["made", "rest", "wake"]
+    assert shard_map(lambda sleeper: list(sleeper.story), one, resident, P())(other).result() == [
+        "made",
+        "rest",
+        "wake",
+    ]
+    assert told(value).result() == ["made", "rest", "wake", "rest", "wake"]

@@ -1,0 +1,135 @@
+"""The examples as they are, on Ray: the numbers of the local cluster, in environments that uv built from the lock."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import nrl
+from nrl import tiny
+from nrl.algos import advantages, grpo_loss
+from nrl.backends import Sampling, adamw, fsdp, hf
+from nrl.batch import Batch
+from nrl.envs import number, single_turn
+from nrl.reduce import finalize
+from nrl.runtime import Cluster, P, process, shard_map
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+QUIET = adamw(lr=1e-3, eps=1e-3)  # so that rounding in tiny gradients stays rounding
+
+
+def run(example: str, out: Path, **options: Any) -> list[dict[str, float]]:
+    module = importlib.import_module(f"examples.{example}")
+    module.main(attrs.evolve(module.Config(), out=str(out), steps=5, optimizer=QUIET, **options))
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module", params=["sft", "dpo"])
+def here(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, float]]]:
+    return request.param, run(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_losses_are_those_of_the_local_cluster(
+    on_ray: Cluster, here: tuple[str, list[dict[str, float]]], dp: int, tmp_path: Path
+) -> None:
+    example, expected = here
+    found = run(example, tmp_path, cluster="ray", dp=dp)
+    for key in ("loss", "grad_norm", "tokens"):
+        torch.testing.assert_close([x[key] for x in found], [x[key] for x in expected], rtol=1e-5, atol=1e-9)
+    assert (tmp_path / "model" / "config.json").exists()
+    assert (tmp_path / "timeline.json").stat().st_size > 0
+
+
+@pytest.fixture(scope="module")
+def rollouts() -> list[Batch]:
+    """Five batches that a sampler has written, as a run would record them."""
+    with nrl.cluster("local") as cluster:
+        sampler = hf.sampler(cluster.reserve(1), tiny.model(), Sampling(max_new_tokens=4))
+        tasks = nrl.data.tasks("arithmetic", seed=0)
+        batches = nrl.batched(nrl.rollouts(sampler, single_turn(number), tasks, n=4, seed=0), 8).take(5)
+    return [
+        nrl.assign(
+            advantages(nrl.assign(batch, rewards=torch.arange(len(batch)) % 3.0)),
+            old_logprobs=batch["rollout_logprobs"],
+        )
+        for batch in batches
+    ]
+
+
+def trained(cluster: Cluster, batches: list[Batch], dp: int) -> tuple[list[dict[str, float]], torch.Tensor, Any]:
+    trainer = fsdp.trainer(cluster.reserve(dp), tiny.model(), QUIET, max_tokens=128)
+    step, state, found = trainer.train_step(grpo_loss), trainer.init(), []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        found.append(finalize(metrics.result()))
+    return found, trainer.logprobs(state.params, batches[0]).result(), dict(state.params.tensors())
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_grpo_on_the_same_rollouts(on_ray: Cluster, rollouts: list[Batch], dp: int) -> None:
+    with nrl.cluster("local") as local:
+        expected, logprobs, weights = trained(local, rollouts, 1)
+    with nrl.cluster("ray") as cluster:
+        found, others, moved = trained(cluster, rollouts, dp)
+    for key in ("loss", "grad_norm", "lag", "skipped", "lr"):
+        torch.testing.assert_close([x[key] for x in found], [x[key] for x in expected], rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(others, logprobs, rtol=1e-5, atol=1e-5)
+    assert moved.keys() == weights.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(moved[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sampler_on_several_processes_samples_what_one_does(on_ray: Cluster) -> None:
+    prompts, seeds = [[5, 6], [5, 6], [7, 8, 9], [5]], [3, 1, 4, 1]
+    with nrl.cluster("local") as local:
+        expected = hf.sampler(local.reserve(1), tiny.model(), Sampling(max_new_tokens=6)).generate(prompts, seeds=seeds)
+    with nrl.cluster("ray") as cluster:
+        slots = cluster.reserve(3)
+        sampler = hf.sampler(slots[:2], tiny.model(), Sampling(max_new_tokens=6))
+        found = sampler.generate(prompts, seeds=seeds)
+        for one, other in zip(found.result(), expected.result(), strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+            torch.testing.assert_close(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
+        trainer = fsdp.trainer(slots[2:], tiny.model(), adamw(lr=1e-2))
+        state, _ = trainer.train_step(nrl.algos.sft_loss)(trainer.init(), supervised())
+        assert nrl.publish(state.params, sampler) == sampler.version == 1
+        row = sampler.generate([[5, 6]], seeds=[3]).result()[0]
+        assert row.version == 1
+        whole = torch.cat([torch.tensor([5, 6]), row.token_ids])[None]
+        batch = Batch({"input_ids": whole, "attention_mask": torch.ones_like(whole).bool()}, batch_size=[1])
+        logprobs = trainer.logprobs(state.params, batch).result()[0, 2:]
+        torch.testing.assert_close(row.logprobs, logprobs, rtol=1e-4, atol=1e-4)
+
+
+def supervised() -> Batch:
+    return nrl.data.supervised([{"prompt": "1+1=", "response": "2"}] * 4, tiny.tokenizer())
+
+
+def test_processes_run_in_an_environment_of_their_own(on_ray: Cluster) -> None:
+    import sys
+
+    def where() -> Any:
+        import importlib.util
+
+        return sys.prefix, importlib.util.find_spec("pytest") is not None, process().mesh
+
+    with nrl.cluster("ray") as cluster:
+        mesh = cluster.reserve(1).mesh(name="elsewhere")
+        prefix, has_pytest, name = shard_map(where, mesh, (), P())().result()
+    assert Path(prefix).name.startswith("base-")
+    assert not has_pytest  # a development dependency, which `base` is without
+    assert name == "elsewhere"
+
+
+@pytest.mark.slow
+def test_grpo_learns_on_ray(on_ray: Cluster, tmp_path: Path) -> None:
+    grpo = importlib.import_module("examples.grpo")
+    grpo.main(attrs.evolve(grpo.Config(), out=str(tmp_path), cluster="ray", dp=2))
+    rewards = [json.loads(line)["reward"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.4
