@@ -445,6 +445,52 @@ def test_a_token_that_the_model_does_not_know_in_one_process(two: Processes) -> 
     assert [x[:2] for x in unknown(None)] == [x[:2] for x in first]
 
 
+def splitting(mesh: DeviceMesh | None) -> list[tuple[str, list[str]]]:
+    """Micro-batches are made while they are read, and one process finds a row that is too long."""
+    rank, _ = where(mesh)
+    batch, made, errors = batch_of([5, 9]), engine(mesh), []
+    state = made.init()
+
+    def parts() -> Iterator[Batch]:
+        yield from nrl.microbatches(nrl.shard(batch, 2)[rank], max_tokens=8)
+
+    for call in (
+        lambda: made.forward(state.module, parts(), frozenset()),
+        lambda: made.train(state, sft_loss, parts(), global_weights(sft_loss, batch)),
+    ):
+        with pytest.raises(BatchError) as caught:
+            call()
+        errors.append((str(caught.value), getattr(caught.value, "__notes__", [])))
+    return errors
+
+
+def test_a_row_that_is_too_long_in_one_process(two: Processes) -> None:
+    first, second = two(splitting)
+    for who, a, b in zip(("forward", "train_step(sft_loss)"), first, second, strict=True):
+        assert a[0] == b[0]
+        assert "9 tokens, more than max_tokens=8; raise max_tokens" in a[0]
+        assert sorted([a[1], b[1]], key=len) == [[], [f"{who}: rank 0 of dp raised it: BatchError: {a[0]}"]]
+
+
+@attrs.frozen
+class EachItsOwn:
+    def __call__(self, out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        if out["logprobs"].any():
+            raise ValueError(f"of {batch['attention_mask'].sum()} tokens")
+        return sft_loss(out, batch)
+
+
+def own_error(mesh: DeviceMesh | None) -> str:
+    batch, made = batch_of([5, 9]), engine(mesh)
+    with pytest.raises(ValueError, match="tokens") as caught:
+        made.train(made.init(), EachItsOwn(), cut(mesh, batch, [[[0]], [[1]]]), global_weights(sft_loss, batch))
+    return str(caught.value)
+
+
+def test_each_process_raises_its_own_error(two: Processes) -> None:
+    assert two(own_error) == ["of 5 tokens", "of 9 tokens"]
+
+
 def test_an_error_that_travels_and_one_that_does_not() -> None:
     made = Mishap.of(3, missing()).error("forward")
     assert (type(made), str(made)) == (MissingColumn, str(missing()))

@@ -111,7 +111,7 @@ class Held:
                 raise
             self.error = self.error or error
 
-    def meet[T](self, who: str, value: T) -> list[T]:
+    def meet[T](self, who: str, value: T = None) -> list[T]:  # type: ignore[assignment]
         """What every process found, by rank; a collective.
 
         Raises:

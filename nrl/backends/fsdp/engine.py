@@ -121,24 +121,23 @@ class TorchEngine:
         for name, tensor in models.named_tensors(params):
             yield name, sharding.whole(tensor)
 
-    def forward(self, params: nn.Module, microbatches: Sequence[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
+    def forward(self, params: nn.Module, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
         """Outputs without gradients, on the CPU."""
         params.eval()
-        held = Held(self._peers)
-        count = max(self._peers.gather(len(microbatches)))
+        parts, _ = self._even("forward", microbatches)
+        held, found = Held(self._peers), []
         with torch.no_grad(), sharding.settled(params):
-            found = [
-                self._outputs(params, self._plan(params, batch, predicted, held), needs)
-                for batch in self._padded(microbatches, count, held)
-            ]
-            held.meet("forward", None)
+            for batch in parts:
+                found.append(self._outputs(params, self._plan(params, batch, predicted, held), needs))  # noqa: PERF401
+            held.meet("forward")
         return [
             TensorDict({key: out.spread(x) for key, x in out.values.items()}, batch_size=batch.batch_size).cpu()
-            for batch, out in zip(microbatches, found, strict=False)
+            for batch, out in zip(parts, found, strict=True)
+            if batch is not _IDLE
         ]
 
     def train(
-        self, state: State, loss: Loss, microbatches: Sequence[Batch], weights: Mapping[str, float]
+        self, state: State, loss: Loss, microbatches: Iterable[Batch], weights: Mapping[str, float]
     ) -> tuple[State, Metrics]:
         """One optimizer step; either steps once or raises and leaves the state as it was."""
         module, optimizer, step = state
@@ -166,22 +165,29 @@ class TorchEngine:
         return State(module, optimizer, step + 1), metrics
 
     def _accumulate(
-        self, module: nn.Module, loss: Loss, name: str, microbatches: Sequence[Batch], weights: Mapping[str, float]
+        self, module: nn.Module, loss: Loss, name: str, microbatches: Iterable[Batch], weights: Mapping[str, float]
     ) -> Metrics:
         """Backward through every micro-batch; returns the metrics, the loss among them."""
-        curious = self._curious.get(id(loss)) is loss
-        everybody = self._peers.gather((len(microbatches), curious))
-        count = max(length for length, _ in everybody)
-        if not any(curious for _, curious in everybody):
-            metrics = self._sums(module, loss, name, microbatches, count, weights, everywhere=False)
+        parts, curious = self._even(f"train_step({name})", microbatches, self._curious.get(id(loss)) is loss)
+        if not any(curious):
+            metrics = self._sums(module, loss, name, parts, weights, everywhere=False)
             if metrics is not None:
                 return metrics
             module.zero_grad(set_to_none=True)
             with contextlib.suppress(TypeError):  # not every function can be remembered without keeping it alive
                 self._curious[id(loss)] = loss
-        metrics = self._sums(module, loss, name, microbatches, count, weights, everywhere=True)
+        metrics = self._sums(module, loss, name, parts, weights, everywhere=True)
         assert metrics is not None
         return metrics
+
+    def _even(self, who: str, microbatches: Iterable[Batch], value: bool = False) -> tuple[list[Batch], list[bool]]:
+        """As many micro-batches as the process with the most has, because all meet in each; and everybody's value."""
+        held, parts = Held(self._peers), list[Batch]()
+        with held.back():
+            parts = list(microbatches)
+        found = held.meet(who, (len(parts), value))
+        most = max(length for length, _ in found)
+        return parts + [_IDLE] * (most - len(parts)), [value for _, value in found]
 
     def _sums(
         self,
@@ -189,7 +195,6 @@ class TorchEngine:
         loss: Loss,
         name: str,
         microbatches: Sequence[Batch],
-        count: int,
         weights: Mapping[str, float],
         everywhere: bool,
     ) -> Metrics | None:
@@ -206,7 +211,7 @@ class TorchEngine:
             every = predicted(batch)
             return every & batch["loss_mask"] if not everywhere and "loss_mask" in batch.keys() else every
 
-        for batch in self._padded(microbatches, count, held):
+        for batch in microbatches:
             out = self._outputs(module, self._plan(module, batch, wanted, held), needs)
             gradients = None
             if batch is not _IDLE and held.error is None:
@@ -222,7 +227,7 @@ class TorchEngine:
                     sums = merge(sums, found.metrics | terms | seen | {"loss": Sum(found.loss)})
                     gradients = found.gradients
             out.backward(gradients)
-        tokens = Sum(torch.tensor(sum(int(lengths(batch).sum()) for batch in microbatches)))
+        tokens = Sum(torch.tensor(sum(int(lengths(batch).sum()) for batch in microbatches if batch is not _IDLE)))
         sums, (certain,) = _fetch(sums, trusted)
         everybody = held.meet(f"train_step({name})", (sums | {"tokens": tokens}, certain))
         if not all(certain for _, certain in everybody):
@@ -231,16 +236,12 @@ class TorchEngine:
         check_weights(name, {key: float(sums.pop(_SEEN + key)[0]) for key in weights}, weights)
         return sums
 
-    def _padded(self, microbatches: Sequence[Batch], count: int, held: Held) -> Iterator[Batch]:
-        """As many in every process, because they meet in each; after an error nothing more is computed in vain."""
-        for number in range(count):
-            yield microbatches[number] if number < len(microbatches) and held.error is None else _IDLE
-
     def _plan(self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], held: Held) -> Plan:
-        words = module.get_input_embeddings().num_embeddings
+        words, always = module.get_input_embeddings().num_embeddings, not self._peers.alone
         with held.back():
-            return plan(batch, wanted(batch), self.packed, words=words, always=not self._peers.alone)
-        return plan(_IDLE, predicted(_IDLE), self.packed, words=words, always=True)
+            if held.error is None:
+                return plan(batch, wanted(batch), self.packed, words=words, always=always)
+        return plan(_IDLE, predicted(_IDLE), self.packed, words=words, always=always)  # no more in vain
 
     def _outputs(self, module: Any, work: Plan, needs: frozenset[str]) -> Outputs:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.dtype == "bfloat16"):
@@ -258,7 +259,7 @@ class TorchEngine:
                     models.load_tensors(module, given, who="trainer.init")
         for _ in given:  # all processes go through them together
             pass
-        held.meet("trainer.load" if frozen else "trainer.init", None)
+        held.meet("trainer.load" if frozen else "trainer.init")
         if not self._peers.alone:
             module = sharding.shard(module, self._peers, self._layer_dtype)
         return self._ready(module)
@@ -324,7 +325,7 @@ class TorchEngine:
         with held.back():
             if self._peers.rank == 0:
                 (folder / "engine.json").write_text(json.dumps({"step": step}))
-        held.meet("save", None)  # when one returns, all has been written
+        held.meet("save")  # when one returns, all has been written
 
     def export(self, params: nn.Module, folder: Path) -> None:
         """Write a folder that transformers and vLLM load."""
@@ -343,7 +344,7 @@ class TorchEngine:
                 models.save_model(module, folder)
                 if self.model.tokenizer is not None or isinstance(self.model.source, str):
                     models.load_tokenizer(self.model).save_pretrained(folder)
-        held.meet("export", None)
+        held.meet("export")
 
 
 def _fetch(metrics: Metrics, *others: Tensor) -> tuple[Metrics, list[float]]:

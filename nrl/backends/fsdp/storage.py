@@ -38,7 +38,7 @@ def write(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | No
         if peers.rank == 0:
             for file in folder.glob("*.safetensors"):  # of another number of processes, maybe
                 file.unlink()
-    held.meet("save", None)
+    held.meet("save")
     tensors = {_MODEL + name: tensor for name, tensor in named_tensors(module)}
     if optimizer is not None:
         tensors |= _moments(module, optimizer)
@@ -62,7 +62,7 @@ def read(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | Non
         found: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
         there = {name: tuple(tensor.size) for name, tensor in found.items()}
         _check({name.removeprefix(_MODEL): x for name, x in there.items() if name.startswith(_MODEL)}, module)
-    held.meet("restore", None)
+    held.meet("restore")
     tensors = {_MODEL + name: tensor for name, tensor in named_tensors(module)}
     if optimizer is not None:
         for name, parameter in module.named_parameters():
