@@ -6,6 +6,7 @@ The functions whose first argument is a mesh run in every process of a pool, and
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import nrl
 from nrl import algos, tiny
 from nrl.algos import Loss, needs, sft_loss, token_mean
-from nrl.backends import Model, adamw, models
+from nrl.backends import Model, adamw, models, processing
 from nrl.backends.fsdp.agreement import Held, Mishap, Peers
 from nrl.backends.fsdp.engine import State, TorchEngine
 from nrl.backends.training import global_weights
@@ -446,17 +447,13 @@ def test_a_token_that_the_model_does_not_know_in_one_process(two: Processes) -> 
 
 
 def splitting(mesh: DeviceMesh | None) -> list[tuple[str, list[str]]]:
-    """Micro-batches are made while they are read, and one process finds a row that is too long."""
+    """Each process splits its shard, and one finds a row that is too long."""
     rank, _ = where(mesh)
     batch, made, errors = batch_of([5, 9]), engine(mesh), []
-    state = made.init()
-
-    def parts() -> Iterator[Batch]:
-        yield from nrl.microbatches(nrl.shard(batch, 2)[rank], max_tokens=8)
-
+    state, shard, split = made.init(), nrl.shard(batch, 2)[rank], partial(nrl.microbatches, max_tokens=8)
     for call in (
-        lambda: made.forward(state.module, parts(), frozenset()),
-        lambda: made.train(state, sft_loss, parts(), global_weights(sft_loss, batch)),
+        lambda: processing.logprobs(split, made, state, False, shard),
+        lambda: processing.train(sft_loss, split, made, state, global_weights(sft_loss, batch), shard),
     ):
         with pytest.raises(BatchError) as caught:
             call()
