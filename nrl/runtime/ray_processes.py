@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from nrl.errors import ForeignState
 from nrl.runtime import profiling
+from nrl.runtime.on_node import by_value, tail
 from nrl.runtime.placement import Donated, Mesh, Out, Rows
 from nrl.runtime.ray_calls import Call, Part, Pending, Ref, Reply
 from nrl.runtime.shipping import shipped, size
@@ -165,9 +166,9 @@ class RayProcesses:
             files = ray.get(self._logs[rank], timeout=1)
             here = ray.get_runtime_context().get_node_id() == self.nodes[rank][0]
             if here:
-                return _tail(files, most)
+                return tail(files, most)
             there = NodeAffinitySchedulingStrategy(self.nodes[rank][0], soft=False)
-            reading: Any = ray.remote(_tail).options(num_cpus=0, scheduling_strategy=there)
+            reading: Any = ray.remote(by_value(tail)).options(num_cpus=0, scheduling_strategy=there)
             return str(ray.get(reading.remote(files, most), timeout=10))
         except ray.exceptions.RayError:  # it, or its node, is gone
             return ""
@@ -263,15 +264,3 @@ def _taken(keys: deque[int]) -> tuple[int, ...]:
     while keys:
         found.append(keys.popleft())
     return tuple(found)
-
-
-def _tail(files: Sequence[str], most: int) -> str:
-    """The last lines of some files, without the marks that Ray makes in them; sent by value, so it stands alone."""
-    lines: list[str] = []
-    for path in files:
-        try:
-            with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-                lines += [line for line in file if not line.startswith(":")][-most:]
-        except OSError:
-            continue
-    return "".join(lines[-most:])

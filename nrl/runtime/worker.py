@@ -3,7 +3,6 @@
 import hashlib
 import os
 import time
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,38 +14,16 @@ import torch
 from nrl.runtime import profiling
 from nrl.runtime.placement import Out
 from nrl.runtime.process import Process, entered, perform, rest, wake
+from nrl.runtime.raising import carried
 from nrl.runtime.shipping import Shared, opened, shipped
 
-__all__ = ["Argument", "CallFailed", "NeverMade", "Order", "Receipt", "Worker"]
+__all__ = ["Argument", "NeverMade", "Order", "Receipt", "Worker"]
 
 _FUNCTIONS = 64  # that a process remembers; an older one is opened again
 
 
 class NeverMade(Exception):
     """A value is not there, because the call that was to make it has failed."""
-
-
-class CallFailed(Exception):
-    """What a function raised, shipped as nrl ships values, so that it arrives as the class that it was.
-
-    Args:
-        parts: the exception, or None if it cannot be sent.
-        text: its traceback.
-    """
-
-    def __init__(self, parts: list[Any] | None, text: str) -> None:
-        super().__init__(parts, text)
-        self.parts, self.text = parts, text
-
-    def __str__(self) -> str:
-        return self.text
-
-    def original(self) -> BaseException:
-        """What was raised, or a `RuntimeError` that speaks for it."""
-        if self.parts is None:
-            return RuntimeError(self.text.rstrip().rpartition("\n")[2])
-        found: BaseException = opened(self.parts, copy=True)[0]
-        return found
 
 
 @attrs.frozen
@@ -171,12 +148,10 @@ class Worker:
         """Do what is ordered: a receipt, and the results that are wanted.
 
         Raises:
-            CallFailed: the function raised something; values that it was to consume are still there.
+            Raised: the function raised something; values that it was to consume are still there.
         """
-        try:
+        with carried(order.who):
             return self._call(order, beside)
-        except Exception as error:
-            raise _failed(error, order.who) from None
 
     def _call(self, order: Order, beside: Sequence[Any]) -> Any:
         for key in order.dropped:
@@ -227,16 +202,6 @@ class Worker:
             shared.append(held)
         value = values[0] if arg.combine is None else opened(beside[arg.combine], copy=True)[0](values)
         return value if arg.index is None else value[opened(beside[arg.index])[0]]
-
-
-def _failed(error: Exception, who: str) -> CallFailed:
-    text = "".join(traceback.format_exception(error))
-    try:
-        parts = shipped(error.with_traceback(None), who)
-        opened(parts, copy=True)  # some exceptions can be pickled and not opened again
-    except Exception:
-        return CallFailed(None, text)
-    return CallFailed(parts, text)
 
 
 def _digest(parts: Sequence[Any]) -> bytes:
