@@ -16,7 +16,8 @@ from typing import Any
 
 from nrl.errors import ExecutableError
 from nrl.runtime.executables import Executable, executable
-from nrl.runtime.locks import locked, project, python_of, settings
+from nrl.runtime.locks import locked, project, settings
+from nrl.runtime.pins import python_of
 from nrl.runtime.provision import Recipe, default_folder, here
 from nrl.runtime.wheels import build, content_digest, repack
 
@@ -61,7 +62,7 @@ def recipe(name: str | Executable, *, folder: str | Path | None = None) -> Recip
     for pin in pins.values():
         if pin.path is None:
             source = "index" if pin.line.startswith(f"{pin.name}==") else "url"
-            packages[pin.name] = {"version": pin.version, "source": source, "digest": _digest(pin.line)}
+            packages[pin.name] = {"version": pin.version, "source": source, "digest": _digest(pin.digest or pin.line)}
     for key, wheel in wheels.items():
         packages[key] = {"version": wheel.version, "source": "local", "digest": content_digest(wheel)[:16]}
     inventory: dict[str, Any] = {"format": 1, "python": python_of(wanted), "platform": here()}

@@ -1,6 +1,7 @@
 """Wheels of what no index has: nrl itself, a user's project, and the folders that it depends on."""
 
 import base64
+import csv
 import hashlib
 import io
 import os
@@ -148,11 +149,18 @@ def repack(distribution: Distribution) -> Wheel:
     name = distribution.metadata["Name"]
     files = [
         file
-        for file in distribution.files or ()
-        if not file.is_absolute() and ".." not in file.parts and file.suffix != ".pyc" and "pylocks" not in file.parts
+        for row in csv.reader((distribution.read_text("RECORD") or "").splitlines())
+        if row and not (file := PurePosixPath(row[0])).is_absolute() and not {"..", "pylocks"} & {*file.parts}
     ]
     left_out = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json")
-    files = [file for file in files if not (file.parts[0].endswith(".dist-info") and file.name in left_out)]
+    scripts = {PurePosixPath("bin", each.name) for each in distribution.entry_points}  # of `--target`; made anew
+    files = [
+        file
+        for file in files
+        if file.suffix != ".pyc"
+        and file not in scripts
+        and not (file.parts[0].endswith(".dist-info") and file.name in left_out)
+    ]
     info = next((file.parts[0] for file in files if file.parts[0].endswith(".dist-info")), None)
     gone = [str(file) for file in files if not Path(str(distribution.locate_file(file))).is_file()]
     if info is None or gone:
