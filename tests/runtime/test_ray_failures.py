@@ -1,4 +1,4 @@
-"""What becomes of a mesh when a process of it dies, hangs or raises, and of a driver's processes when the driver ends."""
+"""What becomes of a mesh when a process of it dies, hangs, raises or does not start."""
 
 import os
 import re
@@ -7,8 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import nrl
-from nrl.errors import ClosedCluster, DeadlineExceeded, ExecutableError, LostActor, PlacementError
+from nrl.errors import DeadlineExceeded, ExecutableError, LostActor, PlacementError
 from nrl.runtime import Cluster, Future, Mesh, P, Slots, process, resident, shard_map
-from tests.children import server
-from tests.processes import alive, marked, settled, titles
+from tests.processes import alive, descendants, settled, titles
 
 pytestmark = pytest.mark.ray
 
@@ -156,16 +153,18 @@ def test_any_exception_arrives_as_itself(pair: Mesh) -> None:
     def fails(x: Tensor) -> Tensor:
         raise Odd(3, "odd")
 
-    with pytest.raises(Odd, match="^odd 3$") as caught:
+    with pytest.raises(Odd) as caught:
         on(pair, fails).result()
+    assert (str(caught.value), caught.value.args) == ("odd 3", ("odd 3",))
     (note,) = caught.value.__notes__
     assert re.match(
-        r"raised in rank 0 of mesh 'pair':\nTraceback \(most recent call last\):\n  File .*, line \d+, in fails\n", note
+        r"raised in rank [01] of mesh 'pair':\nTraceback \(most recent call last\):\n  File .*, line \d+, in fails\n",
+        note,
     )
     assert not hasattr(caught.value, "lock")  # which could not be sent
 
     def opens(x: Tensor) -> Tensor:
-        return x if Path("/nowhere").read_text() else x
+        return x + len(Path("/nowhere").read_text())
 
     with pytest.raises(FileNotFoundError) as not_found:
         on(pair, opens).result()
@@ -236,7 +235,7 @@ def test_a_call_has_a_deadline(slots: Slots) -> None:
     ("script", "why"),
     [
         ("echo no library >&2; exit 3", "it ended with exit code 3 and wrote: no library"),
-        ('exec {python} -S -E "$@"', "it cannot import ray and torch and nrl"),
+        ('exec {python} -S -E "$@"', "it cannot import ray and torch"),
         ("echo 3 11 {ray}", "it is Python 3.11, and the driver Python 3.12"),
         ("echo 3 12 1.0", "it has Ray 1.0, and the driver Ray {ray}"),
         (None, "it cannot be started: No such file or directory"),
@@ -263,8 +262,8 @@ def test_slots_that_there_are_not(on_ray: Cluster) -> None:
     with pytest.raises(PlacementError) as caught:
         on_ray.reserve(1000)
     assert re.fullmatch(
-        r"reserve: 1000 slots of 1 CPU each, PACK, cannot be had; the cluster has 1 node\(s\) \(node [\d.]+: 64 CPU\), of "
-        r"which \d+ CPU are free. Ask for fewer slots, another strategy, or add nodes",
+        r"reserve: 1000 slots of 1 CPU each, PACK, cannot be had; the cluster has 1 node\(s\) \(node [\d.]+: 64 CPU\), "
+        r"of which \d+ CPU are free. Ask for fewer slots, another strategy, or add nodes",
         str(caught.value),
     )
     with pytest.raises(PlacementError, match="2 slots of 1 CPU each, STRICT_SPREAD, cannot be had"):

@@ -156,13 +156,18 @@ def test_each_node_builds_what_it_runs(nodes: Nodes) -> None:
     assert two == [1, 1]
 
 
+def sleeping(x: Tensor) -> Tensor:
+    time.sleep(600)
+    return x
+
+
 def stays(address: str, say: Callable[[Any], None]) -> None:
     """A driver in a long call, on every slot."""
     with nrl.cluster(address, deadline=200) as cluster:
         mesh = cluster.reserve(2).mesh(executable="system", name="stays")
         shard_map(lambda x: x, mesh, P("dp"), P("dp"))(torch.zeros(2)).result()
         say("at it")
-        shard_map(lambda x: (time.sleep(600), x)[1], mesh, P("dp"), P("dp"))(torch.zeros(2)).result()
+        shard_map(sleeping, mesh, P("dp"), P("dp"))(torch.zeros(2)).result()
 
 
 def passes(address: str, say: Callable[[Any], None], ready: str) -> None:
