@@ -12,7 +12,8 @@ __all__ = ["Echo", "echo", "hushed"]
 
 _KNOWN = 10_000  # lines that are remembered
 _ACTOR = re.compile(r"(?P<mesh>.+)\[\d+\]")
-_EXPECTED = "^A worker died or was killed while executing a task"  # whoever waits for it is told, with less guessing
+# What Ray says of a worker that died: whoever waits for it is told, with less guessing.
+_EXPECTED = r"^A worker died or was killed while executing a task|\(raylet\) worker\.cc:\d+: "
 
 
 class Echo:

@@ -1,6 +1,7 @@
 """What a driver on Ray writes to its terminal, and what it leaves behind however it ends: nothing."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,6 +122,8 @@ class Driver:
 
 def driver(program: Callable[[str], None], folder: Path, address: str = "ray") -> Driver:
     mark = uuid.uuid4().hex
+    for name in ("out", "err"):
+        (folder / name).touch()
     started = server().Process(target=_main, args=(program, address, mark, str(folder)))
     started.start()
     return Driver(started, mark, folder)
@@ -130,10 +133,8 @@ def test_what_processes_write_is_said_once(tmp_path: Path) -> None:
     """With its rank; and nothing else is written: neither Ray's own words, nor a loss that the program knows of."""
     program = driver(talks, tmp_path)
     program.process.join(200)
-    assert (program.process.exitcode, program.err()) == (0, "(trainer[0]) a warning\n" * 2) or (
-        sorted(program.err().splitlines())
-        in [[f"(trainer[{a}]) a warning", f"(trainer[{b}]) a warning"] for a in (0, 1) for b in (0, 1)]
-    )
+    assert program.process.exitcode == 0, program.err()
+    assert [re.sub("[01]", "*", line) for line in program.err().splitlines()] == ["(trainer[*]) a warning"] * 2
     lines = program.out().splitlines()
     assert sorted(line.partition(") ")[2] for line in lines if line.startswith("(trainer[")) == sorted(
         ["alike", "rank 0", "rank 1"] * 2 + ["about to die", "last words"]
@@ -146,7 +147,13 @@ def test_what_processes_write_is_said_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("program", "how"),
-    [(works, signal.SIGINT), (works, signal.SIGTERM), (works, signal.SIGKILL), (starts, signal.SIGINT), (fails, None)],
+    [
+        (works, signal.SIGINT),
+        (works, signal.SIGKILL),
+        (starts, signal.SIGINT),
+        pytest.param(works, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(fails, None, marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_is_left_behind(tmp_path: Path, program: Callable[[str], None], how: signal.Signals | None) -> None:
     running = driver(program, tmp_path)
@@ -157,7 +164,7 @@ def test_nothing_is_left_behind(tmp_path: Path, program: Callable[[str], None], 
         assert running.process.is_alive(), running.err()
         assert running.left(0) != []
         os.kill(pid, how)
-    running.process.join(60)
+    running.process.join(100)
     assert running.process.exitcode == {signal.SIGKILL: -9, signal.SIGTERM: 15}.get(how or signal.SIGINT, 1)
     if how is signal.SIGINT:
         assert running.err().rstrip().endswith("KeyboardInterrupt")
