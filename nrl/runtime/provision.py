@@ -233,8 +233,8 @@ def uv(
     'uv'
     """
     # Nothing of another environment: uv would act on it, or its packages would hide those of the one that is built.
-    strange = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "UV_PROJECT_ENVIRONMENT", "UV_PYTHON")
-    strange += ("UV_FROZEN", "UV_LOCKED")  # not beside the option
+    strange = {"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "UV_PROJECT_ENVIRONMENT", "UV_PYTHON"}
+    strange |= {"UV_FROZEN", "UV_LOCKED"}  # not beside the options
     variables = {key: value for key, value in os.environ.items() if key not in strange}
     variables = {**(settings or {}), **variables, "NO_COLOR": "1", "UV_NO_PROGRESS": "1"}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, tempfile.TemporaryFile("w+") as inp:
