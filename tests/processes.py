@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["alive", "marked", "settled", "titles"]
+__all__ = ["alive", "descendants", "marked", "settled", "titles"]
 
 
 def alive(pid: int) -> bool:
@@ -13,6 +13,20 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def descendants(pid: int) -> list[int]:
+    """The living processes that a process started, and those that they did."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found = [pid]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    return [each for each in found[1:] if alive(each)]
 
 
 def marked(mark: str) -> list[int]:

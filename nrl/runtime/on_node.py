@@ -14,7 +14,7 @@ __all__ = ["by_value", "fault", "tail"]
 _PATIENCE = 120.0  # seconds in which an interpreter starts, wherever its files are
 _LOOK = """
 import importlib.metadata, importlib.util, sys
-missing = [name for name in ("ray", "torch", "nrl") if importlib.util.find_spec(name) is None]
+missing = [name for name in ("ray", "torch") if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit("it cannot import " + " and ".join(missing))
 print(*sys.version_info[:2], importlib.metadata.version("ray"))
@@ -25,7 +25,8 @@ def fault(python: str, version: tuple[int, int], ray: str, deadline: float = 60.
     """Why an interpreter cannot run a process of a mesh; empty if nothing speaks against it.
 
     Ray starts an interpreter that ends at once again and again, and says nothing. To import all of torch here would
-    double the time that a mesh takes to start, so only what that would begin with is looked for.
+    double the time that a mesh takes to start, so only what that would begin with is looked for. What a process that
+    Ray could start cannot import, it says itself.
 
     Args:
         python: its path.

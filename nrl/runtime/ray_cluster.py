@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,6 +19,7 @@ from nrl.runtime.worker import Worker
 __all__ = ["RayCluster"]
 
 _CPUS = 64  # logical ones of a cluster on this machine: its processes may share cores
+_KNOCKING = 20.0  # seconds in which a host answers
 _LAST_WORDS = 0.5  # seconds that lines of processes may take to get here
 
 
@@ -148,7 +150,8 @@ def _enter(address: str) -> bool:
     """Join a cluster or start one; whether it was started."""
     import ray
 
-    target = os.environ.get("RAY_ADDRESS") if address == "ray" else address
+    named = os.environ.get("RAY_ADDRESS")  # Ray itself prefers it to "auto"
+    target = named or (None if address == "ray" else address) if address in ("ray", "auto") else address
     if target and target.startswith("ray://"):
         raise PlacementError(
             f"cluster: {target} is an address of Ray Client, through which every batch and result would take a detour "
@@ -158,11 +161,17 @@ def _enter(address: str) -> bool:
     ray_logs.hushed()
     try:
         if target:
+            _knock(target)
             ray.init(address=target, configure_logging=False)
         else:
             cpus = max(_CPUS, os.cpu_count() or 1)
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, configure_logging=False)
-    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+    except ray.exceptions.AuthenticationError as error:
+        raise PlacementError(
+            f"cluster: the Ray cluster at '{target}' asks for a token ({_first_line(error)}); set RAY_AUTH_MODE=token, "
+            "and RAY_AUTH_TOKEN_PATH if the token is not in ~/.ray/auth_token"
+        ) from error
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         if not target:
             raise PlacementError(f"cluster: Ray does not start on this machine: {_first_line(error)}") from error
         raise PlacementError(
@@ -171,6 +180,13 @@ def _enter(address: str) -> bool:
         ) from error
     ray_logs.echo()
     return not target
+
+
+def _knock(address: str) -> None:
+    """Find out whether anything listens at ``host:port``: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host:
+        socket.create_connection((host, int(port)), timeout=_KNOCKING).close()
 
 
 def _first_line(error: BaseException) -> str:
