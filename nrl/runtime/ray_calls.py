@@ -1,5 +1,6 @@
 """Calls on Ray actors that are under way: their futures, and what became of them."""
 
+import pickle
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -71,7 +72,7 @@ class Call:
         if not self.done:
             limit = self.actors.deadline if timeout is None else min(timeout, self.actors.deadline)
             try:
-                self._finish(ray.get(self.receipts, timeout=limit))
+                self._finish([pickle.loads(each) for each in ray.get(self.receipts, timeout=limit)])
             except GetTimeoutError:
                 error = DeadlineExceeded(f"{self.who}: no result from mesh '{self.actors.name}' after {limit:g} s")
                 if limit < self.actors.deadline:
@@ -192,7 +193,8 @@ class Pending:
             started = time.monotonic()
             self.call.wait(timeout)
             left = self.call.actors.deadline - (time.monotonic() - started)
-            parts = [opened(parts, copy=True)[0] for parts in ray.get(self.refs, timeout=max(left, 1.0))]
+            copy = self.rows is None  # where rows are put in order that makes a copy anyway
+            parts = [opened(parts, copy=copy)[0] for parts in ray.get(self.refs, timeout=max(left, 1.0))]
             self._value.append(self.combine(parts))
         return self._value[0]
 

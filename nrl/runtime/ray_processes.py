@@ -16,7 +16,7 @@ from nrl.runtime import profiling
 from nrl.runtime.placement import Donated, Mesh, Out, Rows
 from nrl.runtime.ray_calls import Call, Part, Pending, Ref, Reply
 from nrl.runtime.shipping import shipped, size
-from nrl.runtime.worker import Argument, Order
+from nrl.runtime.worker import Argument, Order, folded
 
 __all__ = ["RayProcesses"]
 
@@ -109,7 +109,7 @@ class RayProcesses:
                     trace=None if trace is None else trace.format(rank=rank),
                 )
                 method = self.actors[rank].call.options(num_returns=1 + sum(wanted[rank]))
-                given = method.remote(order, *beside, *resting)
+                given = method.remote(*folded(order, beside), *resting)
                 refs.append(given if isinstance(given, list) else [given])
             call = Call(self, who, [given[0] for given in refs], luggage.before)
             self._remember(call)
@@ -243,6 +243,8 @@ class _Luggage:
 
     def _pack(self, value: Any) -> Any:
         match value:
+            case Rows() if value.are_all():
+                return self._pack(value.whole)
             case Rows():
                 index = value.index.numpy().tobytes()
                 return self.processes.stored(value.whole, index, lambda: shipped(value.open(), self.who))
