@@ -150,7 +150,8 @@ def lengths(batch: TensorDict) -> Tensor:
     [3, 3]
     """
     if "attention_mask" in batch.keys():
-        return cast(Tensor, batch["attention_mask"].sum(-1))
+        # Several times as fast as a sum in int64
+        return cast(Tensor, batch["attention_mask"].sum(-1, dtype=torch.int32).long())
     require(batch, "input_ids", reader="lengths")
     ids = batch["input_ids"]
     return torch.full(ids.shape[:-1], ids.shape[-1], dtype=torch.int64, device=ids.device)
