@@ -4,8 +4,8 @@
     python benchmarks/ray_calls.py --quick    # does it run?
 
 **Calls.** A function that does nothing, mapped by `nrl.shard_map` over a mesh, takes turns with a method that does
-nothing of as many plain Ray actors. What is reported is the difference of wall-clock time within each such pair, and how
-long the program is busy until it can go on: a call returns before it has run. That of a train step is reported, too.
+nothing of as many plain Ray actors. What is reported is the difference of wall-clock time within each such pair, and
+how long the program is busy until it can go on, since a call returns before it has run; that of a train step, too.
 
 **Batches.** A locked batch of token columns goes to the processes of a mesh, whose function looks at nothing of it:
 for the first time, when it has to be brought into the shared memory of the node, and again, when it is there already.

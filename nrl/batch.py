@@ -22,6 +22,7 @@ __all__ = [
     "Parts",
     "assign",
     "concatenate",
+    "deal",
     "lengths",
     "microbatches",
     "minibatches",
@@ -149,7 +150,8 @@ def lengths(batch: TensorDict) -> Tensor:
     [3, 3]
     """
     if "attention_mask" in batch.keys():
-        return cast(Tensor, batch["attention_mask"].sum(-1))
+        # Several times as fast as a sum in int64
+        return cast(Tensor, batch["attention_mask"].sum(-1, dtype=torch.int32).long())
     require(batch, "input_ids", reader="lengths")
     ids = batch["input_ids"]
     return torch.full(ids.shape[:-1], ids.shape[-1], dtype=torch.int64, device=ids.device)
@@ -181,6 +183,9 @@ def restore(rows: Sequence[Tensor], outputs: Sequence[Any], *, who: str = "resto
         outputs: for each part, a tensor or batch with an entry for each of its rows.
         who: how errors name the caller.
 
+    Returns:
+        The whole, in memory of its own.
+
     Raises:
         BatchError: an output does not have one entry for each row of its part.
 
@@ -196,10 +201,36 @@ def restore(rows: Sequence[Tensor], outputs: Sequence[Any], *, who: str = "resto
                 f"{who}: the part has {len(index)} rows, but what was computed on it is {found}; "
                 "return one entry for each row, or sums (merged)"
             )
-    order = torch.argsort(torch.cat(list(rows)))
-    whole: Any = torch.cat(cast(Any, outputs))
-    whole = whole[order.to(whole.device)]
+    whole: Any = _put_together(rows, outputs)
     return whole.lock_() if isinstance(whole, TensorDict) else whole
+
+
+def _put_together(rows: Sequence[Tensor], outputs: Sequence[Any]) -> Any:
+    """Each row is copied once, to where it belongs, if the outputs are alike; otherwise torch says what it can do."""
+    first = outputs[0]
+    if all(_alike(each, first) for each in outputs):
+        columns = {name: _put_together(rows, [each[name] for each in outputs]) for name in first.keys()}
+        return TensorDict(columns, batch_size=[sum(map(len, rows)), *first.batch_size[1:]])
+    if len({_kind(each) for each in outputs}) == 1 and isinstance(first, Tensor):
+        whole = first.new_empty((sum(map(len, rows)), *first.shape[1:]))
+        for index, output in zip(rows, outputs, strict=True):
+            whole.index_copy_(0, index.to(whole.device), output)
+        return whole
+    joined: Any = torch.cat(cast(Any, outputs))
+    return joined[torch.argsort(torch.cat(list(rows))).to(joined.device)]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    both = type(one) is type(other) is TensorDict and set(one.keys()) == set(other.keys())
+    return both and all(map(_plain, one.values()))
+
+
+def _kind(value: Any) -> Any:
+    return (value.dtype, value.device, value.shape[1:]) if isinstance(value, Tensor) else type(value)
+
+
+def _plain(value: Any) -> bool:
+    return type(value) in (Tensor, TensorDict)
 
 
 def _take(batch: TensorDict, rows: Tensor, trim: bool) -> Batch:
@@ -223,6 +254,18 @@ def shard(batch: TensorDict, n: int) -> Parts:
     >>> [rows.tolist() for rows in shard(batch, 2).rows]
     [[0], [1, 2]]
     """
+    return Parts(batch, deal(batch, n))
+
+
+def deal(batch: TensorDict, n: int) -> list[Tensor]:
+    """Which rows `shard` gives to each of ``n`` parts, without making the parts.
+
+    Raises:
+        BatchError: ``n`` is not positive.
+
+    >>> [rows.tolist() for rows in deal(Batch({"input_ids": torch.zeros(3, 2)}, batch_size=[3]), 2)]
+    [[0, 2], [1]]
+    """
     if n < 1:
         raise BatchError(f"shard: n is {n}; it must be at least 1")
     _check_rows("shard", batch)
@@ -233,7 +276,7 @@ def shard(batch: TensorDict, n: int) -> Parts:
         lightest = min(range(n), key=lambda part: (loads[part], len(rows[part]), part))
         loads[lightest] += tokens[row]
         rows[lightest].append(row)
-    return Parts(batch, [torch.tensor(sorted(part), dtype=torch.int64) for part in rows])
+    return [torch.tensor(sorted(part), dtype=torch.int64) for part in rows]
 
 
 def _check_rows(who: str, batch: TensorDict) -> None:

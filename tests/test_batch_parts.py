@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nrl.batch import Batch, Parts, lengths, microbatches, minibatches, plan, restore, shard
+from nrl.batch import Batch, Parts, deal, lengths, microbatches, minibatches, plan, restore, shard
 from nrl.errors import BatchError, MissingColumn
 
 quick = settings(max_examples=40)
@@ -317,6 +317,36 @@ def test_restore_lets_gradients_through() -> None:
     restore([torch.tensor([1, 0])], [3 * x])[0].backward()
     assert x.grad is not None
     assert x.grad.tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_is_restored_shares_no_memory_with_the_parts(parts: int) -> None:
+    whole = Batch({"x": torch.arange(4.0), "nested": Batch({"y": torch.arange(8).view(4, 2)}, batch_size=[4])}, [4])
+    rows = list(torch.arange(4).tensor_split(parts))
+    pieces = [whole[int(index[0]) : int(index[-1]) + 1] for index in rows]  # views
+    found = restore(rows, pieces)
+    assert bool((found == whole).all())
+    assert found.is_locked
+    for key in ("x", ("nested", "y")):
+        assert found[key].untyped_storage().data_ptr() != whole[key].untyped_storage().data_ptr()
+    alone = restore(rows, [piece["x"] for piece in pieces])
+    assert alone.untyped_storage().data_ptr() != whole["x"].untyped_storage().data_ptr()
+
+
+def test_parts_of_different_dtypes_are_restored_as_torch_joins_them() -> None:
+    rows = [torch.tensor([1]), torch.tensor([0])]
+    found = restore(rows, [torch.tensor([1]), torch.tensor([0.5])])
+    assert found.dtype == torch.float32
+    assert found.tolist() == [0.5, 1.0]
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        restore(rows, [torch.zeros(1, 2), torch.zeros(1, 3)])
+
+
+def test_rows_are_dealt_as_a_batch_is_sharded() -> None:
+    batch = of_lengths([1, 8, 2, 7, 3])
+    assert [rows.tolist() for rows in deal(batch, 3)] == [rows.tolist() for rows in shard(batch, 3).rows]
+    with pytest.raises(BatchError, match="shard: n is 0; it must be at least 1"):
+        deal(batch, 0)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import by_hand, overhead, vs_trl
+from benchmarks import by_hand, overhead, ray_calls, ray_runs, vs_trl
+from benchmarks._machine import resident, shares, watched
 from benchmarks._paired import Clock, Worker, disagreement, lengths_of, pair, percentile, ratios, spread, table
+from nrl.runtime import Cluster
 
 ROOT = Path(__file__).parents[1]
 ECHO = """
@@ -176,6 +178,82 @@ def test_different_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_hand, "by_hand", lambda model, loss: lambda batch: 2 * original(model, loss)(batch))
     with pytest.raises(RuntimeError, match="by_hand: in step 0 the losses are"):
         by_hand.compare(by_hand.options(["--quick"]), "tiny", "supervised", 0)
+
+
+def test_time_that_a_hypervisor_took_is_stolen_and_not_busy() -> None:
+    before, after = [7] * 8, [17, 17, 17, 37, 17, 17, 17, 17]  # a hundred ticks, 30 of them idle and 10 of waiting
+    assert shares(before, after) == {"busy": 0.5, "stolen": 0.1, "idle": 0.4}
+    assert shares([], after) == {}
+
+
+def test_what_the_machine_did_is_known_when_the_block_is_left() -> None:
+    with watched() as machine:
+        assert machine == {}
+    if sys.platform == "linux":
+        assert sum(machine.values()) == pytest.approx(1, abs=0.01) or set(machine.values()) == {0.0}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_resident_memory_is_that_which_has_been_written_to() -> None:
+    before = resident()
+    held = torch.ones(64 * 2**20, dtype=torch.uint8)
+    after = resident()
+    assert after["own"] - before["own"] == pytest.approx(64, abs=4)
+    assert after["shared"] - before["shared"] < 8
+    assert bool(held.all())
+
+
+def test_a_batch_has_as_many_bytes_as_was_said_and_rows_of_different_lengths() -> None:
+    batch = ray_calls.token_batch(2.0, 256, seed=0)
+    columns: list[Any] = list(batch.values())
+    assert sum(column.numel() * column.element_size() for column in columns) == pytest.approx(2e6, rel=0.01)
+    lengths = batch["attention_mask"].sum(-1)
+    assert batch.is_locked
+    assert 64 <= int(lengths.min()) < 100 < 220 < int(lengths.max()) <= 256
+
+
+def test_memory_and_starts_are_told_from_their_readings() -> None:
+    readings = [{"own": 100.0, "shared": 10.0}, {"own": 130.0, "shared": 11.0}, {"own": 131.5, "shared": 15.0}]
+    starts = {"local": [dict.fromkeys(("imports", "whole"), 2.0)], "ray": [{"imports": 2.0, "Ray": 3.0, "whole": 8.0}]}
+    told = ray_runs.report({2: readings}, starts, {"busy": 0.5, "stolen": 0.0, "idle": 0.5}, 1)
+    assert "| 2 process(es) and a sampler | 100 | +30.0 | +1.5 | +5.0 |" in told
+    assert "| Ray | - | 3.00 (3.00-3.00) |" in told
+    assert "All cores meanwhile: 50% busy, 0% stolen, 50% idle." in told
+
+
+@pytest.mark.ray
+def test_calls_and_batches_are_measured_on_actors(on_ray: Cluster) -> None:
+    mesh = on_ray.reserve(2).mesh(executable="system", name="measured")
+    pairs = ray_calls.calls(mesh, 3)
+    assert len(pairs) == 3
+    for sides in pairs:
+        assert all(0 < times["sent"] < times["done"] for times in sides)
+    [times] = ray_calls.batches(mesh, 1, 1.0, 64)
+    phases = {f"{spec} {phase}" for spec in ("P('dp')", "P()") for phase in ("first", "again", "back")}
+    assert times.keys() == {"memcpy"} | phases
+    step = {"sent": 0.002, "done": 0.004, "cpu": 0.002}
+    told = ray_calls.report({2: pairs}, [step, step], {2: [times]}, 1.0, [{}, {}], 1)
+    assert "is sent within 2.00 (2.00-2.00) ms" in told
+    assert told.count("| 2 process(es) |") == 2
+    mesh.processes.close(RuntimeError("measured"))  # type: ignore[attr-defined]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_benchmarks_on_ray_run_as_scripts(tmp_path: Path) -> None:
+    """The second one builds an environment."""
+    run("ray_calls", "--quick", "--out", str(tmp_path / "calls.json"), timeout=400)
+    found = json.loads((tmp_path / "calls.json").read_text())
+    assert [len(found["calls"][n]) for n in ("1", "2")] == [5, 5]
+    run("ray_runs", "--quick", "--out", str(tmp_path / "runs.json"), timeout=450)
+    found = json.loads((tmp_path / "runs.json").read_text())
+    assert len(found["memory"]["1"]) == 3
+    for kind, [parts] in found["starts"].items():
+        whole = parts.pop("whole")
+        assert sum(parts.values()) == pytest.approx(whole), kind
+        assert min(parts.values()) >= 0
+        assert ("environment" in parts) == (kind != "local")
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from torch import Tensor
 from nrl.algos import Loss, name_of, needed
 from nrl.backends import processing
 from nrl.backends.base import Bucket, Engine, Params, Trainer, TrainState
-from nrl.batch import Batch, microbatches, pad, restore, shard, unchanged
+from nrl.batch import Batch, deal, microbatches, pad, restore, shard, unchanged
 from nrl.columns import COLUMNS
 from nrl.errors import MissingColumn, MissingOutput, NotFinite, WeightError
 from nrl.reduce import Max, Mean, Metrics, Min, Sum
@@ -252,7 +252,7 @@ def make_trainer(
 
     def split(batch: Batch) -> tuple[list[Tensor], list[list[Any]]]:
         """Which rows the shards hold, and which of them each process gets."""
-        rows = shard(batch, mesh.dp).rows
+        rows = deal(batch, mesh.dp)
         shards = [Rows(batch, index) for index in rows]
         return rows, [shards] if n == 1 else [[shards[mesh.shard_of(rank)]] for rank in range(n)]
 

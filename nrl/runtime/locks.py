@@ -85,6 +85,10 @@ def locked(executable: Executable, of: Project, kept: Path) -> dict[str, Pin]:
         foreign = [extra for extra in wanted if canonicalize_name(extra) not in known]
         text = _export(of.root, [extra for extra in wanted if extra not in foreign], executable.groups)
         pins, overrides = pins_of(text, of.root, environment), _overrides(of.root)
+        # By the name of an index uv finds its credentials.
+        indexes = tomllib.loads((of.root / "pyproject.toml").read_text()).get("tool", {}).get("uv", {}).get("index", [])
+        named = {each["url"].rstrip("/"): f"{each['name']}={each['url']}" for each in indexes if "name" in each}
+        pins = {pin.name: pin._replace(origin=named.get(str(pin.origin), pin.origin)) for pin in pins.values()}
         if foreign:
             pins, overrides = _with_foreign(executable, foreign, of, pins, overrides, kept, environment)
     else:

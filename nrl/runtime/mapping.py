@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import name_of
-from nrl.batch import Batch, microbatches, restore, shard, unchanged
+from nrl.batch import Batch, deal, microbatches, restore, unchanged
 from nrl.errors import ConsumedState, PlacementError
 from nrl.reduce import Max, Mean, Metrics, Min, Sum, merge
 from nrl.runtime.futures import Coming, on_its_way
@@ -121,15 +121,8 @@ def shard_map(
     """
     name = name_of(fn)
     who = f"shard_map({name})"
+    local = functools.partial(_watched, fn, name)
     outs = _out(who, out_specs) if isinstance(out_specs, P | State) else tuple(_out(who, spec) for spec in out_specs)
-
-    @functools.wraps(fn)
-    def local(*args: Any) -> Any:
-        with ExitStack() as stack:
-            for value in args:
-                if isinstance(value, TensorDict):
-                    stack.enter_context(unchanged(value, name))
-            return fn(*args)
 
     @functools.wraps(fn)
     def mapped(*args: Any) -> Any:
@@ -151,6 +144,14 @@ def shard_map(
         return given[0] if isinstance(outs, Out) else tuple(given)
 
     return mapped
+
+
+def _watched(fn: Callable[..., Any], name: str, *args: Any) -> Any:
+    with ExitStack() as stack:
+        for value in args:
+            if isinstance(value, TensorDict):
+                stack.enter_context(unchanged(value, name))
+        return fn(*args)
 
 
 def _out(who: str, spec: _Spec) -> Out:
@@ -194,7 +195,7 @@ def _rows(who: str, values: list[Any], specs: Sequence[_Spec], n: int) -> list[T
     here = [values[index] for index in split if not isinstance(values[index], Coming)]
     batches = [value for value in here if isinstance(value, TensorDict) and "input_ids" in value.keys()]
     if batches:
-        return shard(batches[0], n).rows
+        return deal(batches[0], n)
     if coming and coming[0].rows is not None and len(coming[0].rows) == n:
         return list(coming[0].rows)
     return list(torch.arange(sizes[0]).tensor_split(n))

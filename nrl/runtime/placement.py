@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, Literal, Protocol, overload
 
 import attrs
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -67,6 +68,10 @@ class Rows:
         part = self.whole[self.index]
         return part.lock_() if isinstance(part, TensorDict) else part
 
+    def are_all(self) -> bool:
+        """Whether they are all rows, in their order, so that ``whole`` will do."""
+        return len(self.index) == len(self.whole) and torch.equal(self.index, torch.arange(len(self.whole)))
+
 
 class Reply(Protocol):
     """Results on their way from processes, for one of the `Out` of a call."""
@@ -74,7 +79,7 @@ class Reply(Protocol):
     def then[T](self, combine: Callable[[list[Any]], T], rows: Sequence[Tensor] | None = None) -> Future[T]:
         """A future of what ``combine`` makes of the list of results; it may run in this process or in another.
 
-        ``rows``: which rows of the value each result holds, where ``combine`` puts rows in order.
+        ``rows``: which rows of the value each result holds, where ``combine`` puts rows in order, in new memory.
         """
         ...
 

@@ -140,10 +140,12 @@ def provide(
                     for left in place.glob(f".{recipe.name}.*.building"):  # by builders that were killed
                         shutil.rmtree(left, ignore_errors=True)
                     _build(recipe, place, until, say)
-        except PermissionError as error:
+        except OSError as error:
+            if isinstance(error, TimeoutError):  # such as that of a deadline
+                raise
             raise _error(
                 f"provide: {recipe.name} is not in {place}, and cannot be built there ({error}); set NRL_VENV_DIR to a "
-                "folder that you can write"
+                "folder that you can write, with room for it"
             ) from error
     with contextlib.suppress(OSError):  # the time of its last use, for `nrl venvs prune`; an image may be read-only
         os.utime(env / INVENTORY)
@@ -231,7 +233,8 @@ def uv(
     'uv'
     """
     # Nothing of another environment: uv would act on it, or its packages would hide those of the one that is built.
-    strange = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "UV_PROJECT_ENVIRONMENT", "UV_PYTHON")
+    strange = {"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "UV_PROJECT_ENVIRONMENT", "UV_PYTHON"}
+    strange |= {"UV_FROZEN", "UV_LOCKED"}  # not beside the options
     variables = {key: value for key, value in os.environ.items() if key not in strange}
     variables = {**(settings or {}), **variables, "NO_COLOR": "1", "UV_NO_PROGRESS": "1"}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, tempfile.TemporaryFile("w+") as inp:

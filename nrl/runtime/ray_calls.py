@@ -1,5 +1,6 @@
 """Calls on Ray actors that are under way: their futures, and what became of them."""
 
+import pickle
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -119,7 +120,7 @@ class Call:
         whole = self.actors.deadline
         limit = whole if timeout is None else min(timeout, whole)
         try:
-            self._finish(ray.get(self.receipts, timeout=limit))
+            self._finish([pickle.loads(each) for each in ray.get(self.receipts, timeout=limit)])
         except ray.exceptions.GetTimeoutError:
             error = self._late(limit, ended=limit == whole)
             if limit < whole:
@@ -288,7 +289,8 @@ class Pending:
             started = time.monotonic()
             self.call.wait(timeout)
             left = self.call.actors.deadline - (time.monotonic() - started)
-            parts = [opened(parts, copy=True)[0] for parts in self.call.fetch(self.refs, left)]
+            copy = self.rows is None  # where rows are put in order that makes a copy anyway
+            parts = [opened(parts, copy=copy)[0] for parts in self.call.fetch(self.refs, left)]
             self._value.append(self.combine(parts))
         return self._value[0]
 

@@ -17,7 +17,7 @@ from nrl.runtime.on_node import by_value, tail
 from nrl.runtime.placement import Donated, Mesh, Out, Rows
 from nrl.runtime.ray_calls import Call, Part, Pending, Ref, Reply
 from nrl.runtime.shipping import shipped, size
-from nrl.runtime.worker import Argument, Order
+from nrl.runtime.worker import Argument, Order, folded
 
 __all__ = ["RayProcesses"]
 
@@ -110,7 +110,7 @@ class RayProcesses:
                     trace=trace,
                 )
                 method = self.actors[rank].call.options(num_returns=1 + sum(wanted[rank]))
-                given = method.remote(order, *beside, *resting)
+                given = method.remote(*folded(order, beside), *resting)
                 refs.append(given if isinstance(given, list) else [given])
             call = Call(self, who, [given[0] for given in refs], luggage.before)
             self._remember(call)
@@ -244,6 +244,8 @@ class _Luggage:
 
     def _pack(self, value: Any) -> Any:
         match value:
+            case Rows() if value.are_all():
+                return self._pack(value.whole)
             case Rows():
                 index = value.index.numpy().tobytes()
                 return self.processes.stored(value.whole, index, lambda: shipped(value.open(), self.who))

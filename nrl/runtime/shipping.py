@@ -87,7 +87,7 @@ class Shared:
             )
 
 
-def opened(parts: Shipped, *, copy: bool = False) -> tuple[Any, Shared]:
+def opened(parts: Shipped | bytes, *, copy: bool = False) -> tuple[Any, Shared]:
     """What was `shipped`, and which of its tensors lie in the buffers; with ``copy`` none.
 
     >>> value, shared = opened(shipped(torch.zeros(4096), "example"))
@@ -96,8 +96,9 @@ def opened(parts: Shipped, *, copy: bool = False) -> tuple[Any, Shared]:
     """
     held = Shared([])
     before, _OPENING.now = getattr(_OPENING, "now", None), None if copy else held
+    data, *buffers = [parts] if isinstance(parts, bytes) else parts
     try:
-        return pickle.loads(parts[0], buffers=parts[1:]), held
+        return pickle.loads(data, buffers=buffers), held
     finally:
         _OPENING.now = before
 

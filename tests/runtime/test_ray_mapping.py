@@ -22,6 +22,7 @@ from nrl.errors import (
 )
 from nrl.reduce import Max, Mean, Sum, finalize
 from nrl.runtime import Cluster, Mesh, P, Slots, donated, merged, process, resident, shard_map
+from nrl.runtime.shipping import opened
 
 pytestmark = pytest.mark.ray
 
@@ -227,6 +228,28 @@ def test_a_batch_is_put_into_the_store_once(mesh: Mesh, alone: Mesh) -> None:
     del batch
     gc.collect()
     assert len(stored) == before
+
+
+def test_all_rows_of_a_batch_are_not_put_a_second_time(alone: Mesh) -> None:
+    batch = batch_of([8, 3, 5])
+    stored: Any = alone.processes._put  # type: ignore[attr-defined]
+    before = len(stored)
+    for spec in (P("dp"), P()):
+        assert shard_map(lambda b: b["attention_mask"].sum(), alone, spec, P())(batch).result() == 16
+    assert len(stored) - before == 1
+
+
+@pytest.mark.parametrize("spec", [P("dp"), P()])
+def test_results_are_in_memory_of_their_own(alone: Mesh, spec: P) -> None:
+    import ray
+
+    future: Any = shard_map(lambda x: x + 1, alone, spec, spec)(torch.zeros(4096))
+    found = future.result()
+    found.mul_(5)  # lawful: it is the caller's
+    [parts] = ray.get(future.refs)
+    shared = opened(parts)[0]
+    assert found.unique().tolist() == [5.0]
+    assert shared.unique().tolist() == [1.0]
 
 
 def test_a_write_into_an_argument_is_found(mesh: Mesh) -> None:

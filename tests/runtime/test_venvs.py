@@ -117,6 +117,21 @@ def test_the_name_changes_with_what_is_installed_and_with_nothing_else(mine: Pat
     assert names() == second  # not a matter of time or place
 
 
+def test_an_index_goes_by_its_name_for_the_sake_of_its_credentials(mine: Path) -> None:
+    url = os.environ["UV_DEFAULT_INDEX"]
+    assert recipe("base").indexes == (url,)
+    with (mine / "pyproject.toml").open("a") as file:
+        file.write(f'[[tool.uv.index]]\nname = "near"\nurl = "{url}"\n')
+    assert recipe("base").indexes == (f"near={url}",)
+    assert provide(recipe("base")).exists()
+
+
+def test_nrls_own_wheel_is_the_one_that_a_build_makes(site: Path, tmp_path: Path) -> None:
+    (installed,) = Distribution.discover(name="nrl", path=[str(site)])
+    assert content_digest(build(ROOT, tmp_path)) == content_digest(repack(installed))
+    assert list(tmp_path.iterdir()) == []  # no backend was needed, which an image may not be able to get
+
+
 def test_a_file_of_another_platform_changes_no_name(mine: Path) -> None:
     first = recipe(Executable("a"))
     text = (mine / "uv.lock").read_text()
