@@ -4,6 +4,7 @@ Overrides and the lock itself are no part of a wheel's metadata, so each selecti
 `nrl/pylocks/pylock.<executable>.toml`, in the standard format of PEP 751.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -50,4 +51,4 @@ def export(root: Path, extras: list[str]) -> str:
         raise RuntimeError(f"`{' '.join(command)}` in {root} fails:\n{done.stderr}")
     overrides = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["uv"]["override-dependencies"]
     lines = "".join(f'    "{line}",\n' for line in overrides)
-    return f"{done.stdout.rstrip()}\n\n[tool.nrl]\noverride-dependencies = [\n{lines}]\n"
+    return f"{done.stdout.rstrip()}\n\n[tool.nrl]\nextras = {json.dumps(extras)}\noverride-dependencies = [\n{lines}]\n"

@@ -18,13 +18,25 @@ from nrl.pack import pack, packed, unpack
 from nrl.reduce import Max, Mean, Metrics, Min, Sum, finalize, merge
 from nrl.retries import retrying
 from nrl.runs import run
-from nrl.runtime import P, cluster, donated, merged, microbatched, resident, shard_map
+from nrl.runtime import (
+    Executable,
+    P,
+    cluster,
+    donated,
+    merged,
+    microbatched,
+    process,
+    register,
+    resident,
+    shard_map,
+)
 from nrl.stream import ahead, batched, drop_uniform, fresh
 from nrl.summaries import samples, summary
 
 __all__ = [
     "COLUMNS",
     "Batch",
+    "Executable",
     "Max",
     "Mean",
     "Metrics",
@@ -53,7 +65,9 @@ __all__ = [
     "pack",
     "packed",
     "pad",
+    "process",
     "publish",
+    "register",
     "require",
     "resident",
     "retrying",

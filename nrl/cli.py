@@ -1,23 +1,27 @@
 """The ``nrl`` command."""
 
 import argparse
+import importlib
+import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nrl.errors import NrlError
 from nrl.report import report
+from nrl.runtime import images
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; ``nrl report OUT`` writes a run's report.
+    """Run the command: ``nrl report OUT`` writes a run's report, ``nrl venvs`` builds and explains environments.
 
     Args:
         argv: the arguments; None: the program's own.
 
     Returns:
-        The exit status: 0, or 2 where something could not be done, which one line on stderr tells.
+        The exit status: 0; 1 where ``nrl venvs check`` finds something wrong; or 2 where something could not be done,
+        which is told on stderr.
 
     >>> main(["report", "/nowhere"])
     2
@@ -27,10 +31,61 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("report", help="write OUT/report.html, one page that shows the run")
     command.add_argument("out", metavar="OUT", help="the run's folder")
     command.set_defaults(do=lambda given: print(report(given.out)))
+    _add_venvs(commands.add_parser("venvs", help="the virtual environments of executables"))
     given = parser.parse_args(argv)
     try:
-        given.do(given)
+        return given.do(given) or 0
     except (NrlError, OSError) as error:
         print(f"nrl: {error}", file=sys.stderr)
         return 2
-    return 0
+
+
+def _add_venvs(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Environments are in NRL_VENV_DIR, by default a folder in the user's cache."
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, what: str, do: Callable[..., object], names: str | None = None) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=what, description=what)
+        if names is not None:
+            command.add_argument("names", metavar="NAME", nargs=names, help="an executable, such as base")
+        command.add_argument(
+            "--import", dest="modules", metavar="MODULE", action="append", default=[],
+            help="a module, or a file that ends in .py, which registers executables",
+        )  # fmt: skip
+
+        def run(given: argparse.Namespace) -> int:
+            _import(given.modules)
+            return int(do(given) is False)
+
+        command.set_defaults(do=run)
+        return command
+
+    add("build", "build what is not there", lambda given: images.build(given.names), "+")
+    add(
+        "list",
+        "what is there; with names, what they are made of",
+        lambda given: print(images.listing(given.names)),
+        "*",
+    )
+    add("check", "whether what is there is what the lock says", lambda given: images.check(given.names), "*")
+    add("path", "the interpreter of an executable", lambda given: print(*map(images.path, given.names), sep="\n"), "+")
+    command = add("prune", "remove what was not used lately", lambda given: _prune(given))
+    command.add_argument("--days", type=float, default=30.0, help="not used for so long; 0: all of them (default: 30)")
+    command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+
+
+def _import(modules: Sequence[str]) -> None:
+    sys.path.insert(0, "")
+    try:
+        for module in modules:
+            if module.endswith(".py"):
+                runpy.run_path(module, run_name="nrl_venvs")
+            else:
+                importlib.import_module(module)
+    finally:
+        sys.path.remove("")
+
+
+def _prune(given: argparse.Namespace) -> None:
+    removed = images.prune(given.days, dry=given.dry_run)
+    print(f"{len(removed)} {'would be' if given.dry_run else 'are'} removed")

@@ -169,7 +169,8 @@ class Engine[S, M](Protocol):
     In a mesh of several processes each is called with its own rows, and all with the same arguments otherwise; an
     engine talks to its peers through `nrl.runtime.process`. What it returns as metrics is the same in all of them.
     Both loops over micro-batches are the engine's own (under pipeline parallelism the schedule owns them).
-    Micro-batches are padded batches of whole rows; what the loss sees is ``[*b, T]`` like them.
+    Micro-batches are padded batches of whole rows; what the loss sees is ``[*b, T]`` like them. They are made while
+    they are read, which may raise in one process alone: an engine of several lets all of them know.
     """
 
     @property
@@ -193,12 +194,12 @@ class Engine[S, M](Protocol):
         """A copy of params that later steps do not change."""
         ...
 
-    def forward(self, params: M, microbatches: Sequence[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
+    def forward(self, params: M, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
         """Outputs for each micro-batch, without gradients: ``logprobs`` and what ``needs`` names."""
         ...
 
     def train(
-        self, state: S, loss: Loss, microbatches: Sequence[Batch], weights: Mapping[str, float]
+        self, state: S, loss: Loss, microbatches: Iterable[Batch], weights: Mapping[str, float]
     ) -> tuple[S, Metrics]:
         """One optimizer step on the sum over micro-batches of ``total / weights[term]``.
 

@@ -78,13 +78,17 @@ def next_bucket(reading: Iterator[tuple[str, Tensor]]) -> tuple[dict[str, Tensor
 
 def logprobs(split: _Split, engine: _Engine, value: Any, frozen: bool, *shards: Batch) -> list[Tensor]:
     """For each shard, ``[*B, T]``."""
-    found = []
+    found, parts = [], list[Any]()
+
+    def read(shard: Batch) -> Iterator[Batch]:
+        parts.append(split(shard))
+        yield from parts[-1]
+
     for shard in shards:
-        parts: Any = split(shard)
         width = shard["input_ids"].shape[-1]
-        outs = engine.forward(_params(engine, value, frozen), parts, frozenset())
+        outs = engine.forward(_params(engine, value, frozen), read(shard), frozenset())
         wide = [_widen(out["logprobs"], width) for out in outs]
-        found.append(parts.restore(wide) if wide else torch.zeros(shard["input_ids"].shape))
+        found.append(parts[-1].restore(wide) if wide else torch.zeros(shard["input_ids"].shape))
     return found
 
 
@@ -96,7 +100,7 @@ def train(
     loss: Loss, split: _Split, engine: _Engine, state: Any, weights: dict[str, float], *shards: Batch
 ) -> tuple[Any, Metrics]:
     """One optimizer step."""
-    return engine.train(state, loss, [part for shard in shards for part in split(shard)], weights)
+    return engine.train(state, loss, (part for shard in shards for part in split(shard)), weights)
 
 
 def save(engine: _Engine, state: Any, folder: Path) -> None:

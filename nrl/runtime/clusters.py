@@ -1,5 +1,7 @@
 """Entering a cluster by its address."""
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,12 +15,19 @@ _DEADLINE = 3600.0
 """Seconds that a single wait may take, where nothing else is said."""
 
 
+_RAY_SETTINGS = {
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run` it would pack the working folder and choose interpreters
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # whoever waits for a call is told
+}
+
+
 @contextmanager
 def cluster(address: str = "local", *, deadline: float = _DEADLINE) -> Iterator[Cluster]:
     """Enter a cluster: ``with nrl.cluster("local") as cluster``.
 
-    On leaving, whatever lives on its meshes is gone, and handles to it say so. No process, actor or placement group is
-    left behind.
+    At its end the block waits for calls that are under way, and raises what one raised whose results nobody has read;
+    an error in the block does not wait. On leaving, whatever lives on its meshes is gone, and handles to it say so. No
+    process, actor or placement group is left behind.
 
     Args:
         address: ``"local"``, this process; ``"ray"``: the Ray cluster that ``RAY_ADDRESS`` names, or else a new one on
@@ -38,6 +47,11 @@ def cluster(address: str = "local", *, deadline: float = _DEADLINE) -> Iterator[
     elif address in ("ray", "auto") or ":" in address:
         from nrl.runtime.ray_cluster import RayCluster
 
+        for name, value in _RAY_SETTINGS.items():  # which Ray reads when it is imported
+            os.environ.setdefault(name, value)
+        constants = sys.modules.get("ray._private.ray_constants")  # unless the program has imported it already
+        if constants is not None and os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == "0":
+            constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False  # type: ignore[attr-defined]
         entered = RayCluster(address, deadline)
     else:
         raise PlacementError(
@@ -45,6 +59,7 @@ def cluster(address: str = "local", *, deadline: float = _DEADLINE) -> Iterator[
         )
     try:
         yield entered
+        entered.finish()
     finally:
         entered.open = False
         entered.close()

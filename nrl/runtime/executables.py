@@ -76,8 +76,8 @@ EXECUTABLES: dict[str, Executable] = {
 }
 """The executables by name: ``system`` is the driver's own interpreter, ``base`` what nrl depends on; see `register`.
 
->>> sorted(EXECUTABLES)
-['base', 'gym', 'mcore', 'system', 'vllm', 'vllm-cpu']
+>>> EXECUTABLES["gym"].extras
+('gym',)
 """
 
 

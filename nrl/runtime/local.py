@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.errors import PlacementError
-from nrl.runtime import timeline
+from nrl.runtime import profiling, timeline
 from nrl.runtime.executables import Executable, check_importable
 from nrl.runtime.futures import Future, done
 from nrl.runtime.placement import Cluster, Donated, Mesh, Out, Processes, Rows, Slots, Strategy, Value
@@ -82,9 +82,10 @@ class _ThisProcess:
     ) -> list[Any]:
         started = time.time()
         found = []
-        for rank, given in enumerate(args):
-            with entered(Process(rank, len(args), None, self.mesh.name)):
-                found.append(perform(who, fn, [_opened(arg) for arg in given], outs))
+        with profiling.tracing(profiling.wanted(self.mesh.name, who)):
+            for rank, given in enumerate(args):
+                with entered(Process(rank, len(args), None, self.mesh.name)):
+                    found.append(perform(who, fn, [_opened(arg) for arg in given], outs))
         timeline.record(self.mesh.name, 0, who, started, time.time())
         kinds = outs if isinstance(outs, tuple) else (outs,)
         columns = zip(*found, strict=True)

@@ -10,23 +10,26 @@ import hashlib
 import os
 import platform
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from packaging.markers import Environment, Marker, default_environment
+from packaging.markers import Environment
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from nrl.errors import ExecutableError
-from nrl.runtime.executables import EXECUTABLES, Executable
+from nrl.runtime.executables import Executable
+from nrl.runtime.pins import Pin, environment_of, pins_of, python_of
 from nrl.runtime.provision import here, uv
 
-__all__ = ["Pin", "Project", "locked", "project", "python_of", "settings"]
+__all__ = ["Project", "locked", "project", "settings"]
 
-_NRL = Path(__file__).parents[1]
+_NRL = Path(__file__).resolve().parents[1]
+_RESOLVED: set[Path] = set()  # by this process: with NRL_FORCE_REBUILD_VENVS, once
 
 
 class Project(NamedTuple):
@@ -38,20 +41,6 @@ class Project(NamedTuple):
 
     kind: Literal["checkout", "project", "wheel"]
     root: Path
-
-
-class Pin(NamedTuple):
-    """One package of a selection: a line of requirements, or a path that a wheel is built from.
-
-    >>> Pin("numpy", "2.3.5", "numpy==2.3.5 --hash=sha256:00").path is None
-    True
-    """
-
-    name: str
-    version: str
-    line: str = ""
-    origin: str | None = None  # an index other than the default one
-    path: Path | None = None
 
 
 def project() -> Project:
@@ -68,8 +57,9 @@ def project() -> Project:
     for start in starts:
         for folder in (start, *start.parents):
             if (folder / "pyproject.toml").is_file() and (lock := _lock(folder)) is not None:
-                if any(package["name"] == "nrl" for package in lock["package"]):
-                    return Project("checkout" if _is_nrl(folder) else "project", folder)
+                own = _is_nrl(folder)
+                if folder == _NRL.parent if own else any(package["name"] == "nrl" for package in lock["package"]):
+                    return Project("checkout" if own else "project", folder)
                 break
     return Project("wheel", _NRL)
 
@@ -84,18 +74,23 @@ def locked(executable: Executable, of: Project, kept: Path) -> dict[str, Pin]:
 
     Raises:
         ExecutableError: the lock does not have the extras or groups, or additional requirements do not agree with it.
+
+    >>> sorted(locked(Executable("mine"), project(), Path("/nowhere")).keys() & {"torch", "numpy", "vllm"})
+    ['numpy', 'torch']
     """
-    wanted, environment = list(executable.extras), _environment(executable)
+    wanted, environment = list(executable.extras), environment_of(executable)
     more: list[str] = []
     if of.kind == "project":
         known = {canonicalize_name(name) for name in _table(of.root).get("optional-dependencies", {})}
         foreign = [extra for extra in wanted if canonicalize_name(extra) not in known]
         text = _export(of.root, [extra for extra in wanted if extra not in foreign], executable.groups)
-        pins, overrides = _pins(text, of.root, environment), _overrides(of.root)
-        if foreign:  # nrl's extras: what its lock adds to nrl comes on top of the project
-            own, own_overrides = _own(foreign, (), environment)
-            more += [f"{pin.name}=={pin.version}" for pin in own.values() if pin.name not in pins and pin.path is None]
-            overrides = {**own_overrides, **overrides}
+        pins, overrides = pins_of(text, of.root, environment), _overrides(of.root)
+        # By the name of an index uv finds its credentials.
+        indexes = tomllib.loads((of.root / "pyproject.toml").read_text()).get("tool", {}).get("uv", {}).get("index", [])
+        named = {each["url"].rstrip("/"): f"{each['name']}={each['url']}" for each in indexes if "name" in each}
+        pins = {pin.name: pin._replace(origin=named.get(str(pin.origin), pin.origin)) for pin in pins.values()}
+        if foreign:
+            pins, overrides = _with_foreign(executable, foreign, of, pins, overrides, kept, environment)
     else:
         pins, overrides = _own(wanted, executable.groups, environment)
     # Ray does not connect two versions of itself, so an executable has the one that is here.
@@ -109,14 +104,29 @@ def locked(executable: Executable, of: Project, kept: Path) -> dict[str, Pin]:
     return pins
 
 
-def python_of(executable: Executable) -> str:
-    """The Python version of an executable: the driver's own, if that is a version that it asks for.
-
-    >>> python_of(Executable("mine", python="2.7")), python_of(Executable("mine")) == platform.python_version()
-    ('2.7', True)
-    """
-    own, asked = platform.python_version(), executable.python
-    return own if asked is None or own == asked or own.startswith(f"{asked}.") else asked
+def _with_foreign(
+    executable: Executable,
+    extras: list[str],
+    of: Project,
+    pins: dict[str, Pin],
+    overrides: dict[str, str],
+    kept: Path,
+    environment: Environment,
+) -> tuple[dict[str, Pin], dict[str, str]]:
+    """A user's project with extras of nrl: what nrl's lock adds to nrl for them comes on top, where that agrees."""
+    own, own_overrides = _own(extras, (), environment)
+    overrides = {**own_overrides, **overrides}
+    lines = [f"{pin.name}=={pin.version}" for pin in own.values() if pin.name not in pins and pin.path is None]
+    try:
+        return _resolved(executable, lines, pins, overrides, of, kept, environment), overrides
+    except ExecutableError as error:
+        needed = ", ".join(f'"{line}"' for line in overrides.values())
+        raise ExecutableError(
+            f"recipe: the project {of.root} has no extra '{extras[0]}' for executable '{executable.name}', and what "
+            f"nrl's lock has for it does not agree with the project's. Add to its pyproject.toml, under "
+            f'[project.optional-dependencies], {extras[0]} = ["nrl[{extras[0]}]"] and, under [tool.uv], '
+            f"override-dependencies = [{needed}], and lock it again. In detail: {error}"
+        ) from error
 
 
 def settings() -> dict[str, str]:
@@ -186,9 +196,9 @@ def _own(
     """A selection of nrl's own lock, and its overrides: the checkout's, or what an installed wheel carries."""
     root = _NRL.parent
     if (root / "pyproject.toml").is_file() and (root / "uv.lock").is_file() and _is_nrl(root):
-        return _pins(_export(root, extras, groups), root, environment), _overrides(root)
-    carried = {each.extras: _NRL / "pylocks" / f"pylock.{each.name}.toml" for each in EXECUTABLES.values()}
-    carried = {key: path for key, path in carried.items() if len(key) < 2 and path.is_file()}
+        return pins_of(_export(root, extras, groups), root, environment), _overrides(root)
+    texts = [path.read_text() for path in sorted((_NRL / "pylocks").glob("pylock.*.toml"))]
+    carried = {tuple(tomllib.loads(text)["tool"]["nrl"]["extras"]): text for text in texts}
     lacking = [extra for extra in extras if (extra,) not in carried]
     if lacking or list(groups) or () not in carried:
         what = f"the extra '{lacking[0]}'" if lacking else f"the group '{next(iter(groups), '')}'"
@@ -200,57 +210,11 @@ def _own(
     pins: dict[str, Pin] = {}
     overrides: dict[str, str] = {}
     for key in ((), *((extra,) for extra in extras)):  # all from one lock, so they agree
-        text = carried[key].read_text()
-        pins |= _pins(text, _NRL, environment)
+        text = carried[key]
+        pins |= pins_of(text, _NRL, environment)
         lines = tomllib.loads(text)["tool"]["nrl"]["override-dependencies"]
         overrides |= {canonicalize_name(Requirement(line).name): line for line in lines}
     return pins, overrides
-
-
-# --- pylock.toml
-
-
-def _environment(executable: Executable) -> Environment:
-    environment = default_environment()
-    if (python := python_of(executable)) != platform.python_version():
-        parts = (*python.split("."), "0", "0")[:3]
-        environment["python_version"], environment["python_full_version"] = ".".join(parts[:2]), ".".join(parts)
-    return environment
-
-
-def _pins(text: str, base: Path, environment: Environment) -> dict[str, Pin]:
-    """The packages of a pylock.toml that this platform gets; paths in it are relative to ``base``."""
-    pins = {}
-    for package in tomllib.loads(text).get("packages", []):
-        if "marker" not in package or Marker(package["marker"]).evaluate(environment, context="lock_file"):  # type: ignore[arg-type]
-            pin = _pin(package, base)
-            pins[pin.name] = pin
-    return pins
-
-
-def _pin(package: Mapping[str, Any], base: Path) -> Pin:
-    name, number = canonicalize_name(package["name"]), package.get("version", "")
-    if "directory" in package:
-        return Pin(
-            name,
-            number,
-            path=(base / package["directory"]["path"] / package["directory"].get("subdirectory", "")).resolve(),
-        )
-    if "vcs" in package:
-        vcs = package["vcs"]
-        where = vcs.get("url") or (base / vcs["path"]).resolve().as_uri()
-        part = f"#subdirectory={vcs['subdirectory']}" if "subdirectory" in vcs else ""
-        return Pin(name, vcs["commit-id"], f"{name} @ {vcs['type']}+{where}@{vcs['commit-id']}{part}")
-    if "archive" in package:
-        archive = package["archive"]
-        if "path" in archive:
-            return Pin(name, number, path=(base / archive["path"]).resolve())
-        return Pin(name, number, f"{name} @ {archive['url']} --hash=sha256:{archive['hashes']['sha256']}")
-    files = [*package.get("wheels", []), *([package["sdist"]] if "sdist" in package else [])]
-    hashes = sorted({f"--hash={kind}:{value}" for file in files for kind, value in file.get("hashes", {}).items()})
-    index = str(package.get("index", "")).rstrip("/")
-    default = index in ("", "https://pypi.org/simple")  # whatever index stands in for PyPI here serves it
-    return Pin(name, number, " ".join([f"{name}=={number}", *hashes]), None if default else index)
 
 
 def _resolved(
@@ -278,29 +242,27 @@ def _resolved(
     forced = "".join(f"{line}\n" for line in overrides.values())
     python = python_of(executable)
     key = hashlib.sha256("\0".join([*lines, constraints, forced, python, here()]).encode()).hexdigest()[:16]
-    path = kept / f"pylock.{key}.toml"
-    if not path.exists() or os.environ.get("NRL_FORCE_REBUILD_VENVS", "0") not in ("", "0"):
+    path, root = kept / f"pylock.{key}.toml", of.root if of.kind != "wheel" else Path.cwd()
+    few = lines if len(lines) < 6 else [*lines[:3], f"and {len(lines) - 3} more"]
+    anew = os.environ.get("NRL_FORCE_REBUILD_VENVS", "0") not in ("", "0") and path not in _RESOLVED
+    if anew or not path.exists():
         kept.mkdir(parents=True, exist_ok=True)
-        (kept / f"{key}.constraints.txt").write_text(constraints)
-        (kept / f"{key}.overrides.txt").write_text(forced)
-        root = of.root if of.kind != "wheel" else Path.cwd()
-        text = uv(
-            [
-                *("pip", "compile", "--quiet", "--no-header", "--format=pylock.toml", f"--python={sys.executable}"),
-                *(() if python == platform.python_version() else (f"--python-version={python}",)),
-                *("--constraint", str(kept / f"{key}.constraints.txt")),
-                *("--override", str(kept / f"{key}.overrides.txt"), "-"),
-            ],
-            cwd=root,
-            what=f"recipe: the requirements {', '.join(lines)} of executable '{executable.name}', with the versions of "
-            f"the lock of {of.root}",
-            settings=settings(),
-            stdin="\n".join(lines),
-        )
-        scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_text(text)
-        scratch.rename(path)
-        (kept / f"{key}.constraints.txt").unlink(missing_ok=True)
-        (kept / f"{key}.overrides.txt").unlink(missing_ok=True)
-    root = of.root if of.kind != "wheel" else Path.cwd()
-    return {**_pins(path.read_text(), root, environment), **pins}
+        with tempfile.TemporaryDirectory(dir=kept) as scratch:
+            for name, content in (("constraints", constraints), ("overrides", forced)):
+                (Path(scratch) / f"{name}.txt").write_text(content)
+            text = uv(
+                [
+                    *("pip", "compile", "--quiet", "--no-header", "--format=pylock.toml", f"--python={sys.executable}"),
+                    *(() if python == platform.python_version() else (f"--python-version={python}",)),
+                    *("--constraint", f"{scratch}/constraints.txt", "--override", f"{scratch}/overrides.txt", "-"),
+                ],
+                cwd=root,
+                what=f"recipe: the requirements {', '.join(few)} of executable '{executable.name}', with the "
+                f"versions of the lock of {of.root}",
+                settings=settings(),
+                stdin="\n".join(lines),
+            )
+            (Path(scratch) / "pylock.toml").write_text(text)
+            (Path(scratch) / "pylock.toml").rename(path)
+        _RESOLVED.add(path)
+    return {**pins_of(path.read_text(), root, environment), **pins}

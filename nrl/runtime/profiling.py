@@ -164,6 +164,8 @@ def tracing(path: str | None, rank: int = 0) -> Iterator[None]:
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_available() else [])]
+        if not is_available():
+            os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # to it, a machine without a GPU is an error
         profiler = profile(activities=activities)
         try:
             with profiler:

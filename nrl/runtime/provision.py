@@ -32,6 +32,12 @@ INVENTORY = "nrl-venv.json"
 """
 
 _EVERY = 15.0  # seconds between two words of progress
+_BOUND = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 
 @dataclass(frozen=True)
@@ -113,8 +119,9 @@ def provide(
     if recipe.interpreter is not None:
         if not Path(recipe.interpreter).exists():
             raise _error(
-                f"provide: executable '{recipe.executable}' is the driver's own interpreter "
-                f"{recipe.interpreter}, which node {socket.gethostname()} does not have; use the executable 'base', which is built on each node"
+                f"provide: executable '{recipe.executable}' is the driver's own interpreter, but node "
+                f"{socket.gethostname()} has no {recipe.interpreter}; use the executable 'base', which is built on each"
+                " node"
             )
         return Path(recipe.interpreter)
     if recipe.platform != here():
@@ -130,12 +137,15 @@ def provide(
             place.mkdir(parents=True, exist_ok=True)
             with _locked(place, recipe.name, until, deadline, say):
                 if not usable(env, recipe.force):
-                    _clean(place, recipe.name)
+                    for left in place.glob(f".{recipe.name}.*.building"):  # by builders that were killed
+                        shutil.rmtree(left, ignore_errors=True)
                     _build(recipe, place, until, say)
-        except PermissionError as error:
+        except OSError as error:
+            if isinstance(error, TimeoutError):  # such as that of a deadline
+                raise
             raise _error(
                 f"provide: {recipe.name} is not in {place}, and cannot be built there ({error}); set NRL_VENV_DIR to a "
-                "folder that you can write"
+                "folder that you can write, with room for it"
             ) from error
     with contextlib.suppress(OSError):  # the time of its last use, for `nrl venvs prune`; an image may be read-only
         os.utime(env / INVENTORY)
@@ -209,7 +219,7 @@ def uv(
     Args:
         arguments: its arguments.
         cwd: the folder it runs in.
-        until: the monotonic time at which it is ended.
+        until: the monotonic time at which it is ended; None: half an hour from now.
         say: gets a line of progress now and then.
         what: what it is for, at the beginning of messages.
         settings: environment variables that are set where they have no value yet.
@@ -223,17 +233,21 @@ def uv(
     'uv'
     """
     # Nothing of another environment: uv would act on it, or its packages would hide those of the one that is built.
-    strange = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "UV_PROJECT_ENVIRONMENT", "UV_PYTHON")
+    strange = {"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "UV_PROJECT_ENVIRONMENT", "UV_PYTHON"}
+    strange |= {"UV_FROZEN", "UV_LOCKED"}  # not beside the options
     variables = {key: value for key, value in os.environ.items() if key not in strange}
     variables = {**(settings or {}), **variables, "NO_COLOR": "1", "UV_NO_PROGRESS": "1"}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, tempfile.TemporaryFile("w+") as inp:
         inp.write(stdin or "")
         inp.seek(0)
-        process = subprocess.Popen([*_find_uv(), *arguments], cwd=cwd, env=variables, stdin=inp, stdout=out, stderr=err)
+        # Started by a process that asks Linux to end it together with this one, so that no orphan goes on building.
+        command = [sys.executable, "-IS", "-c", _BOUND, *_find_uv(), *arguments]
+        process = subprocess.Popen(command, cwd=cwd, env=variables, stdin=inp, stdout=out, stderr=err)
         started = time.monotonic()
+        until = started + 1800.0 if until is None else until
         try:
             while process.poll() is None:
-                left = _EVERY if until is None else min(_EVERY, until - time.monotonic())
+                left = min(_EVERY, until - time.monotonic())
                 if left <= 0:
                     raise _error(
                         f"{what}: `uv {' '.join(arguments[:2])}` was ended, because the time for it is over; its last "
@@ -256,7 +270,7 @@ def uv(
 
 
 def _build(recipe: Recipe, place: Path, until: float, say: Callable[[str], None]) -> None:
-    nearest, shared = _nearest(recipe, place)
+    nearest, kept, gone = _nearest(recipe, place)
     same = [env for env, found in inventories(place).items() if found["executable"] == recipe.executable]
     if recipe.name not in {env.name for env in same} and same:
         say(_paragraph(recipe, nearest if nearest in same else max(same, key=lambda env: env.stat().st_mtime)))
@@ -270,25 +284,26 @@ def _build(recipe: Recipe, place: Path, until: float, say: Callable[[str], None]
         uv(arguments, cwd=scratch, until=until, say=say, what=recipe.name, settings=recipe.settings)
 
     try:
-        lines = list(recipe.requirements)
-        for name, content in recipe.wheels.items():
-            (scratch / name).write_bytes(content)
-            lines.append(f"{name.split('-')[0]} @ {(scratch / name).as_uri()}")
-        (scratch / "requirements.txt").write_text("\n".join(lines) + "\n")
-        # Relocatable, so that scripts find their interpreter after the renaming. From the nearest environment that is
-        # complete, uv replaces only what differs, which an image without uv's cache could not download again.
+        lines = {line.replace("=", " ").split()[0]: line for line in recipe.requirements}
+        for file, content in recipe.wheels.items():
+            (scratch / file).write_bytes(content)
+            name = file.split("-")[0].lower().replace("_", "-").replace(".", "-")
+            lines[name] = f"{name} @ {(scratch / file).as_uri()}"
+        # Relocatable, so that scripts find their interpreter after the renaming. In a copy of the nearest environment
+        # only what differs is replaced: an image may have neither uv's cache nor a network to get the rest from.
         if nearest is None or not _cloned(nearest, venv):
             run(
                 "venv", "--quiet", "--no-project", "--relocatable", f"--python={_interpreter(recipe.python)}", str(venv)
             )
-            shared = frozenset()
-        changed = [name for name in recipe.inventory["packages"] if nearest is not None and name not in shared]
-        run(
-            *("pip", "sync", "--allow-empty-requirements", f"--python={venv / 'bin' / 'python'}"),
-            *(f"--index={index}" for index in recipe.indexes),
-            *(f"--reinstall-package={name}" for name in changed),
-            "requirements.txt",
-        )
+        else:
+            lines = {name: line for name, line in lines.items() if name not in kept}
+            if gone:
+                run("pip", "uninstall", f"--python={venv / 'bin' / 'python'}", *gone)
+        if lines:
+            (scratch / "requirements.txt").write_text("\n".join(lines.values()) + "\n")
+            # Hashes say which file it has to be, whichever index has it.
+            where = [f"--index={index}" for index in recipe.indexes] + ["--index-strategy=unsafe-best-match"]
+            run("pip", "install", "--no-deps", f"--python={venv / 'bin' / 'python'}", *where, "-r", "requirements.txt")
         inventory = {**recipe.inventory, "name": recipe.name, "executable": recipe.executable, "force": recipe.force}
         inventory["built"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         (venv / INVENTORY).write_text(json.dumps(inventory, indent=1, sort_keys=True) + "\n")
@@ -305,21 +320,22 @@ def _paragraph(recipe: Recipe, other: Path) -> str:
     found = _inventory(other) or {}
     return (
         f"{recipe.name} is not in {other.parent}. The nearest there is {other.name}, built "
-        f"{found.get('built', 'once')}; what it is made of has changed: {difference(found, recipe.inventory)}. Only that is built now. To find it "
-        f"ready, run `nrl venvs build {recipe.executable}` where that folder or image is made; to use what is there, "
-        "go back to the lock and the source that it was made from."
+        f"{found.get('built', 'once')}; since then there have changed: {difference(found, recipe.inventory)}. Only "
+        f"that is built now. To find it ready, run `nrl venvs build {recipe.executable}` where that folder or image is "
+        "made; to use what is there, go back to the lock and the source that it was made from."
     )
 
 
-def _nearest(recipe: Recipe, place: Path) -> tuple[Path | None, frozenset[str]]:
-    """The environment that shares most packages with the recipe, at least half of them, and the names of those."""
+def _nearest(recipe: Recipe, place: Path) -> tuple[Path | None, set[str], list[str]]:
+    """The environment that shares most packages with the recipe, at least half of them; those; what has to leave it."""
     packages = recipe.inventory["packages"]
-    best: tuple[Path | None, frozenset[str]] = (None, frozenset())
+    best: tuple[Path | None, set[str], list[str]] = (None, set(), [])
+    most = (len(packages) - 1) // 2
     for env, found in inventories(place).items():
         if not recipe.force and all(found.get(key) == recipe.inventory[key] for key in ("python", "platform")):
-            shared = frozenset(name for name in packages if found["packages"].get(name) == packages[name])
-            if 2 * len(shared) >= len(packages) and len(shared) > len(best[1]):
-                best = (env, shared)
+            shared = {name for name in packages if found["packages"].get(name) == packages[name]}
+            if len(shared) > most:
+                best, most = (env, shared, sorted(found["packages"].keys() - shared)), len(shared)
     return best
 
 
@@ -341,12 +357,6 @@ def _cloned(old: Path, new: Path) -> bool:
         shutil.rmtree(new, ignore_errors=True)
         return False
     return True
-
-
-def _clean(place: Path, name: str) -> None:
-    """Remove what builders of this name left behind: whoever holds the lock is alone, so they are dead."""
-    for left in place.glob(f".{name}.*.building"):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -3,19 +3,23 @@
 import pickle
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from nrl.errors import DeadlineExceeded, LostActor, PlacementError
+from nrl.errors import DeadlineExceeded, LostActor, MutatedBatch, PlacementError
 from nrl.runtime import timeline
 from nrl.runtime.local import DIFFER
+from nrl.runtime.raising import Raised
 from nrl.runtime.shipping import opened
-from nrl.runtime.worker import CallFailed, Receipt
+from nrl.runtime.worker import NeverMade, Receipt
 
 __all__ = ["Actors", "Call", "Part", "Pending", "Ref", "Reply"]
+
+_TOLD: deque[BaseException] = deque(maxlen=1000)  # errors that somebody who waited has been given
 
 type Ref = Any  # ray.ObjectRef, which is not imported here
 
@@ -39,6 +43,18 @@ class Actors(Protocol):
         """Kill all of them."""
         ...
 
+    def forget(self) -> None:
+        """Send anew what was sent to them before."""
+        ...
+
+    def after_end(self, who: str) -> BaseException | None:
+        """What a call raises if they have been ended; None: they have not."""
+        ...
+
+    def earlier(self, call: "Call") -> "list[Call]":
+        """The calls that were made before this one, as far as they are not known to have ended."""
+        ...
+
 
 class Call:
     """A call of one function in every process of a mesh.
@@ -55,6 +71,11 @@ class Call:
         self.done = False
         self.error: BaseException | None = None
 
+    @property
+    def untold(self) -> BaseException | None:
+        """What it raised, if nobody has been told."""
+        return None if any(self.error is error for error in _TOLD) else self.error
+
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every process is done.
 
@@ -64,25 +85,22 @@ class Call:
                 ``timeout``, after which one may wait again.
             Exception: what the function raised.
         """
-        import ray
-        from ray.exceptions import GetTimeoutError
-
-        if self is not self.actors.starting:
-            self.actors.starting.wait(timeout)
-        if not self.done:
-            limit = self.actors.deadline if timeout is None else min(timeout, self.actors.deadline)
-            try:
-                self._finish([pickle.loads(each) for each in ray.get(self.receipts, timeout=limit)])
-            except GetTimeoutError:
-                error = DeadlineExceeded(f"{self.who}: no result from mesh '{self.actors.name}' after {limit:g} s")
-                if limit < self.actors.deadline:
-                    raise error from None
-                self._fail(error)
-                self.actors.end(error)
-            except ray.exceptions.RayError as failure:
-                self._fail(self._diagnosed(failure))
+        self.settle(timeout)
         if self.error is not None:
-            raise self.error
+            _TOLD.append(self.error)
+            raise self.error.with_traceback(None)  # which would keep alive what earlier waits had in their frames
+
+    def settle(self, timeout: float | None = None) -> None:
+        """Wait for it, and first for those before it, each of which has its own deadline; raises as `wait` for time."""
+        until = None if timeout is None else time.monotonic() + timeout
+        first = [] if self is self.actors.starting else [self.actors.starting, *self.actors.earlier(self)]
+        for call in [*first, self]:
+            if not call.done and not self.done:
+                left = None if until is None else max(0.0, until - time.monotonic())
+                if not call._settle(left):
+                    raise self._late(timeout or 0.0, ended=False)
+            if call is self.actors.starting and call.error is not None and not self.done:
+                self._fail(call.error)
 
     def poll(self) -> bool:
         """Whether it is done; does not wait, and raises nothing."""
@@ -91,11 +109,51 @@ class Call:
         if not self.done:
             ready, _ = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=0)
             if len(ready) == len(self.receipts):
-                try:
-                    self.wait()
-                except Exception:
-                    return True  # whoever reads its results is told
+                self.settle()  # whoever reads its results is told how it ended
         return self.done
+
+    def failure(self, patience: float = 0.0) -> BaseException | None:
+        """What it raises, if one of its processes has failed by now, or does within so many seconds."""
+        import ray
+
+        if not self.done:
+            ready, _ = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=patience)
+            if any(_error_of(ref) for ref in ready):
+                self.settle()
+        return self.error
+
+    def fetch(self, refs: Sequence[Ref], timeout: float) -> list[Any]:
+        """Results of this call, which is done; errors as in `wait`."""
+        import ray
+
+        try:
+            return list(ray.get(list(refs), timeout=max(timeout, 1.0)))
+        except ray.exceptions.GetTimeoutError:
+            raise DeadlineExceeded(
+                f"{self.who}: a result is ready on mesh '{self.actors.name}', but did not arrive within {timeout:g} s"
+            ) from None
+        except ray.exceptions.RayError as error:  # the node that held it is gone
+            lost = self._lost(None, "?", error, "")
+            self.actors.end(lost)
+            raise lost from None
+
+    def _settle(self, timeout: float | None) -> bool:
+        """Wait for it alone; whether it has ended, in whatever way."""
+        import ray
+
+        whole = self.actors.deadline
+        limit = whole if timeout is None else min(timeout, whole)
+        try:
+            self._finish([pickle.loads(each) for each in ray.get(self.receipts, timeout=limit)])
+        except ray.exceptions.GetTimeoutError:
+            if limit < whole:
+                return False
+            error = self._late(limit, ended=True)
+            self._fail(error)
+            self.actors.end(error)
+        except ray.exceptions.RayError as failure:
+            self._fail(self._diagnosed(failure))
+        return True
 
     def _finish(self, receipts: list[Receipt]) -> None:
         for rank, receipt in enumerate(receipts):
@@ -107,24 +165,81 @@ class Call:
     def _fail(self, error: BaseException) -> None:
         self.done, self.error, self.before = True, error, []
 
-    def _diagnosed(self, failure: BaseException) -> BaseException:
-        """What really happened: a death explains errors of the others, and an earlier call those of this one."""
+    def _late(self, waited: float, *, ended: bool) -> DeadlineExceeded:
         import ray
 
+        ready, _ = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=0)
+        ranks = [rank for rank, ref in enumerate(self.receipts) if ref not in ready]
+        text = f"{self.who}: {_listed(ranks)} of mesh '{self.actors.name}' did not return within {waited:.3g} s"
+        if not ended:
+            return DeadlineExceeded(f"{text}; it goes on, and may be waited for again")
+        log = self.actors.last_lines(ranks[0]) if ranks else ""
+        said = f" The last lines of the log of rank {ranks[0]}:\n{_indented(log)}" if log else ""
+        return DeadlineExceeded(
+            f"{text}, so the mesh has been ended. If it needs longer, give nrl.cluster(..., deadline=) more "
+            f"seconds.{said}"
+        )
+
+    def _diagnosed(self, failure: BaseException) -> BaseException:
+        """What really happened: a death explains errors of the others, and an earlier call those of this one."""
         for call in self.before:
-            if call.poll() and call.error is not None:
-                return call.error
-        ray.wait(self.receipts, num_returns=len(self.receipts), timeout=_GRACE)
-        found = enumerate(map(_error_of, self.receipts))
-        errors = {rank: error for rank, error in found if error is not None}
+            if (earlier := call.failure()) is not None:
+                return earlier
+        if (ended := self.actors.after_end(self.who)) is not None:
+            return ended
+        errors, silent = self._errors()
         for rank, error in errors.items():
-            if isinstance(error, ray.exceptions.RayActorError | ray.exceptions.WorkerCrashedError):
-                node, log = self.actors.nodes[rank][1], self.actors.last_lines(rank)
-                lost = LostActor(self.who, self.actors.name, rank, node, _cause(error), log)
+            if _is_death(error):
+                node = self.actors.nodes[rank][1]
+                lost = self._lost(rank, node, error, self.actors.last_lines(rank))
                 self.actors.end(lost)
                 return lost
-        first = min(errors, default=0)
-        return _original(errors.get(first, failure), f"raised in rank {first} of mesh '{self.actors.name}'")
+        rank, raised = next(iter(errors.items()), (0, failure))
+        found = _original(raised, f"raised in rank {rank} of mesh '{self.actors.name}'")
+        if isinstance(found, MutatedBatch):
+            self.actors.forget()
+        if isinstance(found, NeverMade):
+            for call in self.before:
+                if (earlier := call.failure(_GRACE)) is not None:
+                    return earlier
+        if silent:
+            found.add_note(
+                f"{_listed(silent)} did not return within {_GRACE:g} s after that, as when they wait for rank {rank}; "
+                f"mesh '{self.actors.name}' has been ended"
+            )
+            self.actors.end(found)
+        return found
+
+    def _errors(self) -> tuple[dict[int, BaseException], list[int]]:
+        """The errors of the ranks as they come, until one has died or all have told; and which ranks have not."""
+        import ray
+
+        until = time.monotonic() + _GRACE
+        ranks = {ref: rank for rank, ref in enumerate(self.receipts)}
+        errors: dict[int, BaseException] = {}
+        while ranks:
+            ready, _ = ray.wait(list(ranks), num_returns=1, timeout=max(0.0, until - time.monotonic()))
+            if not ready:
+                break
+            rank = ranks.pop(ready[0])
+            error = _error_of(ready[0])
+            if error is not None:
+                errors[rank] = error
+                if _is_death(error):
+                    break
+        return errors, sorted(ranks.values())
+
+    def _lost(self, rank: int | None, node: str, error: BaseException, log: str) -> LostActor:
+        return LostActor(self.who, self.actors.name, rank, node, _cause(error), log)
+
+
+def _is_death(error: BaseException) -> bool:
+    """Whether an error says that the process itself, or its node, is gone."""
+    from ray import exceptions
+
+    gone = exceptions.RayActorError | exceptions.WorkerCrashedError | exceptions.NodeDiedError
+    unstarted = exceptions.OutOfMemoryError | exceptions.RuntimeEnvSetupError | exceptions.ActorPlacementGroupRemoved
+    return isinstance(error, gone | unstarted) and not isinstance(error, exceptions.RayTaskError)
 
 
 def _error_of(receipt: Ref) -> BaseException | None:
@@ -146,23 +261,35 @@ def _original(error: BaseException, where: str) -> BaseException:
     if not isinstance(error, RayTaskError):
         return error
     cause: BaseException | None = error.cause
-    text = _ANSI.sub("", str(error))
-    found = RuntimeError(text) if cause is None else cause
-    if isinstance(found, CallFailed):
-        text, found = found.text, found.original()
-    found.add_note(f"{where}:\n{text}")
+    raised = cause if isinstance(cause, Raised) else None
+    text = _ANSI.sub("", str(error)) if raised is None else raised.trace
+    found = raised.original() if raised is not None else cause or RuntimeError(text)
+    found.add_note(f"{where}:\n{text.rstrip()}")
     return found
 
 
 def _cause(error: BaseException) -> str:
-    """Why an actor died, in Ray's words, on one line."""
+    """Why an actor died, on one line: what Ray knows, without its guesses."""
     text = str(error)
+    process = re.search(r"\bpid: (\d+)", text)
+    if "connection error code 2" in text:
+        return f"process {process[1] if process else '?'} was killed, or crashed"
+    if code := re.search(r"exit code (\d+)", text):
+        return f"process {process[1] if process else '?'} ended with exit code {code[1]}"
     for mark in ("Worker exit detail:", "The actor died because", "The actor is dead because"):
         if mark in text:
             text = text[text.index(mark) + (len(mark) if mark.endswith(":") else 0) :]
             break
     text = text.partition("Some common causes include")[0]  # which are guesses, for anybody
-    return " ".join(text.split())[:500].rstrip(".")
+    return " ".join(_ANSI.sub("", text).split())[:500].rstrip(".")
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.rstrip().splitlines())
 
 
 class Reply:
@@ -187,14 +314,12 @@ class Pending:
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the value and fetch it; see `Call.wait`."""
-        import ray
-
         if not self._value:
             started = time.monotonic()
             self.call.wait(timeout)
             left = self.call.actors.deadline - (time.monotonic() - started)
             copy = self.rows is None  # where rows are put in order that makes a copy anyway
-            parts = [opened(parts, copy=copy)[0] for parts in ray.get(self.refs, timeout=max(left, 1.0))]
+            parts = [opened(parts, copy=copy)[0] for parts in self.call.fetch(self.refs, left)]
             self._value.append(self.combine(parts))
         return self._value[0]
 

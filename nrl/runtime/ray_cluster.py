@@ -1,11 +1,18 @@
 """A Ray cluster: started or joined, placement groups on it, and actors in them."""
 
+import contextlib
+import functools
 import os
-from collections.abc import Collection, Mapping
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from nrl.errors import ClosedCluster, DeadlineExceeded, ExecutableError, PlacementError
-from nrl.runtime import profiling, provision, venvs
+import torch
+
+from nrl.errors import ClosedCluster, DeadlineExceeded, ExecutableError, LostActor, PlacementError
+from nrl.runtime import on_node, profiling, provision, ray_logs, venvs
 from nrl.runtime.executables import Executable
 from nrl.runtime.placement import Cluster, Mesh, Processes, Slots, Strategy
 from nrl.runtime.ray_processes import RayProcesses
@@ -14,6 +21,13 @@ from nrl.runtime.worker import Worker
 __all__ = ["RayCluster"]
 
 _CPUS = 64  # logical ones of a cluster on this machine: its processes may share cores
+_OWN = {  # settings of a cluster that is started here
+    # Ray's agents notice that their node is gone by a pipe, of which the one may hold the other's end for minutes.
+    "RAY_enable_pipe_based_agent_to_parent_health_check": "0",
+    "RAY_process_group_cleanup_enabled": "1",  # children of a process that dies end with it
+}
+_KNOCKING = 20.0  # seconds in which a host answers
+_LAST_WORDS = 0.5  # seconds that lines of processes may take to get here
 
 
 class RayCluster(Cluster):
@@ -30,13 +44,20 @@ class RayCluster(Cluster):
         super().__init__(address)
         self.deadline = deadline
         self._groups: list[Any] = []
-        self._bundles: list[tuple[Any, int, str]] = []  # of each slot: its group, its place there, its node
+        self._bundles: list[tuple[Any, int]] = []  # of each slot: its group, and its place there
         self._meshes: list[RayProcesses] = []
+        self._sound: set[tuple[str, str]] = set()  # nodes, and interpreters that can run a process there
         self._entered = not ray.is_initialized()
         self._own = False
-        if self._entered:
-            self._own = _enter(address)
-        self._gpus = ray.cluster_resources().get("GPU", 0) > 0
+        _refuse_client(_target(address))
+        try:
+            if self._entered:
+                self._own = _enter(address)
+            self._gpus = ray.cluster_resources().get("GPU", 0) > 0
+        except BaseException:  # Ctrl-C, too
+            if self._entered:
+                ray.shutdown()
+            raise
 
     def axes(self) -> frozenset[str]:
         """All of them."""
@@ -44,24 +65,32 @@ class RayCluster(Cluster):
 
     def reserve(self, n: int, *, strategy: Strategy = "PACK", deadline: float | None = None) -> Slots:
         """Make a placement group with a bundle for each slot, and wait for it."""
-        import ray
-        from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+        from ray.util.placement_group import placement_group, remove_placement_group
 
         self.check_count(n)
         bundle = {"GPU": 1, "CPU": 1} if self._gpus else {"CPU": 1}
-        group = placement_group([bundle] * n, strategy=strategy)
         limit = self.deadline if deadline is None else deadline
-        impossible = self._own and any(
-            count * n > ray.cluster_resources().get(kind, 0) for kind, count in bundle.items()
-        )
-        if impossible or not group.wait(timeout_seconds=limit):
-            remove_placement_group(group)
-            raise PlacementError(_refusal(n, bundle, strategy, 0 if impossible else limit))
+        if self._own and not self._room(
+            n, bundle, strategy
+        ):  # a cluster that does not grow, and is used by nobody else
+            raise PlacementError(_refusal(n, bundle, strategy, 0))
+        group = placement_group([bundle] * n, strategy=strategy)
         self._groups.append(group)
-        nodes = placement_group_table(group)["bundles_to_node_id"]
+        if not group.wait(timeout_seconds=limit):
+            self._groups.remove(group)
+            text = _refusal(n, bundle, strategy, limit)  # before the group that waits is gone
+            remove_placement_group(group)
+            raise PlacementError(text)
         first = len(self._bundles)
-        self._bundles += [(group, place, nodes[place]) for place in range(n)]
+        self._bundles += [(group, place) for place in range(n)]
         return Slots(self, tuple(range(first, first + n)))
+
+    def _room(self, n: int, bundle: Mapping[str, int], strategy: Strategy) -> bool:
+        """Whether the one node of a cluster that was started here has room for so many more bundles."""
+        import ray
+
+        room = min(ray.cluster_resources().get(kind, 0) // count for kind, count in bundle.items())
+        return n + len(self._bundles) <= room and (strategy != "STRICT_SPREAD" or n == 1)
 
     def start(self, mesh: Mesh, executable: Executable) -> Processes:
         """Start an actor in each slot, and let them meet."""
@@ -69,17 +98,19 @@ class RayCluster(Cluster):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundles = [self._bundles[index] for index in mesh.slots.indices]
-        interpreters = _interpreters(executable, {node for _, _, node in bundles}, self.deadline)
-        shares = [sum(other == node for _, _, other in self._bundles) for _, _, node in bundles]
+        where = self._where()
+        nodes = [where[index] for index in mesh.slots.indices]
+        interpreters = _interpreters(mesh.name, executable, set(nodes), self.deadline, self._sound)
+        shares = [sum(other == node for other in where) for node in nodes]
         environments = {
             node: {"py_executable": python} | profiling.nsight(mesh.name, python)
             for node, python in interpreters.items()
         }
-        env = {"TOKENIZERS_PARALLELISM": "false", **dict(executable.env)}
-        if "OMP_NUM_THREADS" in os.environ:
-            env |= {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], "NRL_THREADS": os.environ["OMP_NUM_THREADS"]}
+        driver = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
+        env = {"TOKENIZERS_PARALLELISM": "false"} | driver | executable.env
+        threads = env.get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP allows one number for each level
         actors: list[Any] = []
-        for rank, (group, place, node) in enumerate(bundles):
+        for rank, ((group, place), node) in enumerate(zip(bundles, nodes, strict=True)):
             options: dict[str, Any] = {
                 "num_cpus": 0,
                 "num_gpus": 0.01 if self._gpus else 0,  # meshes on the same slots share its GPU
@@ -89,11 +120,30 @@ class RayCluster(Cluster):
                 "runtime_env": {"env_vars": env} | environments[node],
             }
             actor: Any = ray.remote(Worker).options(**options)
-            actors.append(actor.remote(mesh.name, rank, mesh.size, shares[rank]))
-        nodes = [(node, _address(node)) for _, _, node in bundles]
-        processes = RayProcesses(mesh, actors, nodes, self.deadline, self._meshes if self._gpus else ())
+            count = int(threads) if threads.isdecimal() else None
+            actors.append(actor.remote(mesh.name, rank, mesh.size, shares[rank], count, torch.initial_seed()))
+        places = [(node, _address(node)) for node in nodes]
+        processes = RayProcesses(mesh, actors, places, self.deadline, self._meshes if self._gpus else ())
         self._meshes.append(processes)
         return processes
+
+    def _where(self) -> list[str]:
+        """The node of each slot. When a node is lost, Ray moves its slots to others, if they have room."""
+        from ray.util.placement_group import placement_group_table
+
+        for group in self._groups:
+            if not group.wait(timeout_seconds=self.deadline):
+                raise PlacementError(
+                    f"mesh: a node of its slots is gone, and no other had room for them within {self.deadline:g} s; "
+                    f"leave the cluster, and reserve fewer slots. {_stock(['CPU', 'GPU'])}"
+                )
+        found = {group.id: placement_group_table(group)["bundles_to_node_id"] for group in self._groups}
+        return [found[group.id][place] for group, place in self._bundles]
+
+    def finish(self) -> None:
+        """Wait for calls that are under way."""
+        for processes in self._meshes:
+            processes.finish()
 
     def close(self) -> None:
         """End every process, give the slots back, and leave Ray, which ends if it was started here."""
@@ -103,10 +153,14 @@ class RayCluster(Cluster):
         if not ray.is_initialized():
             return
         why = ClosedCluster(f"the cluster '{self.name}' has been left, and what it held is gone")
+        if self._meshes:
+            time.sleep(_LAST_WORDS)
         for processes in self._meshes:
-            processes.close(why)
+            with contextlib.suppress(ray.exceptions.RayError):  # a cluster that is gone has ended them
+                processes.close(why)
         for group in self._groups:
-            remove_placement_group(group)
+            with contextlib.suppress(ray.exceptions.RayError):
+                remove_placement_group(group)
         if self._entered:
             ray.shutdown()
 
@@ -115,78 +169,155 @@ def _enter(address: str) -> bool:
     """Join a cluster or start one; whether it was started."""
     import ray
 
-    target = os.environ.get("RAY_ADDRESS") if address == "ray" else address
+    target = _target(address)
+    ray_logs.hushed()
+    try:
+        if target:
+            _knock(target)
+            ray.init(address=target, configure_logging=False)
+        else:
+            for name, value in _OWN.items():
+                os.environ.setdefault(name, value)
+            _start(attempts=3)
+    except ray.exceptions.AuthenticationError as error:
+        raise PlacementError(
+            f"cluster: the Ray cluster at '{target}' asks for a token ({_first_line(error)}); set RAY_AUTH_MODE=token, "
+            "and RAY_AUTH_TOKEN_PATH if the token is not in ~/.ray/auth_token"
+        ) from error
+    except Exception as error:  # Ray raises all kinds, of which some are Exception itself
+        ray.shutdown()
+        if not target:
+            raise PlacementError(f"cluster: Ray does not start on this machine: {_first_line(error)}") from error
+        raise PlacementError(
+            f"cluster: there is no Ray cluster at '{target}' ({_first_line(error)}); start one with "
+            "`ray start --head`, or use the address 'ray' without RAY_ADDRESS to have one started here"
+        ) from error
+    ray_logs.echo()
+    return not target
+
+
+def _target(address: str) -> str | None:
+    """The address of a running cluster; None: one is to be started."""
+    named = os.environ.get("RAY_ADDRESS")  # Ray itself prefers it to "auto"
+    return named or (None if address == "ray" else address) if address in ("ray", "auto") else address
+
+
+def _refuse_client(target: str | None) -> None:
     if target and target.startswith("ray://"):
         raise PlacementError(
             f"cluster: {target} is an address of Ray Client, through which every batch and result would take a detour "
             "over a proxy, and which cannot pass tensors in shared memory. Run the program on a node of the cluster "
             "(`ray job submit -- python ...`) with the address 'auto'"
         )
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # each mesh says which interpreter it runs in
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # whoever waits for a call is told
-    try:
-        if target:
-            ray.init(address=target, configure_logging=False)
-        else:
-            cpus = max(_CPUS, os.cpu_count() or 1)
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, configure_logging=False)
-    except ConnectionError as error:
-        raise PlacementError(
-            f"cluster: there is no Ray cluster at '{target}' ({str(error).splitlines()[0]}); start one with "
-            "`ray start --head`, or use the address 'ray' without RAY_ADDRESS to have one started here"
-        ) from error
-    return not target
 
 
-def _refusal(n: int, bundle: dict[str, int], strategy: str, waited: float) -> str:
+def _start(attempts: int) -> None:
+    """Start Ray here; a machine that is busy may need more time than Ray gives itself."""
     import ray
 
+    cpus = max(_CPUS, os.cpu_count() or 1)
+    for attempt in range(1, attempts + 1):
+        try:
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, configure_logging=False)
+            return
+        except Exception as error:  # Ray raises a plain one where its own processes are slow
+            ray.shutdown()
+            if attempt == attempts:
+                raise RuntimeError(_first_line(error)) from error
+
+
+def _knock(address: str) -> None:
+    """Find out whether anything listens at ``host:port``: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host:
+        socket.create_connection((host, int(port)), timeout=_KNOCKING).close()
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _refusal(n: int, bundle: Mapping[str, int], strategy: str, waited: float) -> str:
     asked = " and ".join(f"{count} {kind}" for kind, count in bundle.items())
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    free = ray.available_resources()
-
-    def listed(resources: Mapping[str, float]) -> str:
-        return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in bundle)
-
-    has = "; ".join(f"node {node['NodeManagerAddress']}: {listed(node['Resources'])}" for node in nodes)
     return (
         f"reserve: {n} slots of {asked} each, {strategy}, cannot be had"
         + (f" (waited {waited:g} s)" if waited else "")
-        + f"; the cluster has {len(nodes)} node(s) ({has}), of which {listed(free)} are free. "
-        + "Ask for fewer slots, another strategy, or add nodes"
+        + f"; {_stock(list(bundle))}. Ask for fewer slots, another strategy, or add nodes"
     )
 
 
-def _interpreters(executable: Executable, nodes: Collection[str], deadline: float) -> dict[str, str]:
+def _stock(kinds: Sequence[str]) -> str:
+    import ray
+
+    def listed(resources: Mapping[str, float]) -> str:
+        return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in kinds)
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    has = "; ".join(f"node {node['NodeManagerAddress']}: {listed(node['Resources'])}" for node in nodes)
+    return f"the cluster has {len(nodes)} node(s) ({has}), of which {listed(ray.available_resources())} are free"
+
+
+def _interpreters(
+    mesh: str, executable: Executable, nodes: Collection[str], deadline: float, sound: set[tuple[str, str]]
+) -> dict[str, str]:
     """Which Python runs the processes on each node; environments that are not there are built, on all nodes at once."""
     import ray
-    from ray import cloudpickle
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     recipe = venvs.recipe(executable)
     if recipe.interpreter is not None:
-        return dict.fromkeys(nodes, recipe.interpreter)
-    cloudpickle.register_pickle_by_value(provision)  # a node's default Python need not have nrl
-    this = ray.get_runtime_context().get_node_id()
-    building: dict[str, Any] = {}
-    for node in dict.fromkeys(nodes):
-        if node != this:
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            task: Any = ray.remote(provision.provide).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-            building[node] = task.remote(recipe, deadline=deadline)
-    found = {this: str(provision.provide(recipe, deadline=deadline))} if this in nodes else {}
-    for node, ref in building.items():
-        try:
-            found[node] = str(ray.get(ref, timeout=deadline))
-        except ray.exceptions.GetTimeoutError as error:
-            raise DeadlineExceeded(
-                f"mesh: {recipe.name} was not built on node {_address(node)} within {deadline:g} s"
-            ) from error
-        except ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None) or error
+        found = dict.fromkeys(nodes, recipe.interpreter)
+    else:
+        build = functools.partial(_on_nodes, mesh, f"{recipe.name} cannot be provided", deadline)
+        found = {
+            node: str(python) for node, python in build(provision.provide, dict.fromkeys(nodes, (recipe,))).items()
+        }
+    new = set(found.items()) - sound
+    version = tuple(sys.version_info[:2])
+    look = functools.partial(_on_nodes, mesh, f"executable '{executable.name}' cannot be looked at", deadline)
+    faults = look(on_node.fault, {node: (python, version, ray.__version__) for node, python in new})
+    for node, fault in faults.items():
+        if fault:
+            hint = (
+                "it is the driver's own interpreter; choose an executable that is built on each node, such as 'base'"
+                if recipe.interpreter is not None
+                else "build it again with NRL_FORCE_REBUILD_VENVS=1"
+            )
             raise ExecutableError(
-                f"mesh: {recipe.name} cannot be provided on node {_address(node)}: {cause}"
-            ) from error
+                f"mesh '{mesh}': executable '{executable.name}' cannot run on node {_address(node)}, where it is "
+                f"{found[node]}: {fault}. Hint: {hint}"
+            )
+    sound |= new
+    return found
+
+
+def _on_nodes(
+    mesh: str, failed: str, deadline: float, fn: Callable[..., Any], args: Mapping[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """Call a function on nodes, each with its arguments and ``deadline``; on this one in this process."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    this = ray.get_runtime_context().get_node_id()
+    refs: dict[str, Any] = {}
+    for node in args.keys() - {this}:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        task: Any = ray.remote(on_node.by_value(fn))
+        task = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        refs[node] = task.remote(*args[node], deadline=deadline)
+    found = {this: fn(*args[this], deadline=deadline)} if this in args else {}
+    until = time.monotonic() + deadline
+    for node, ref in refs.items():
+        try:
+            found[node] = ray.get(ref, timeout=max(0.0, until - time.monotonic()))
+        except ray.exceptions.GetTimeoutError:
+            raise DeadlineExceeded(
+                f"mesh '{mesh}': {failed} on node {_address(node)}: no answer within {deadline:g} s"
+            ) from None
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause or error
+            raise ExecutableError(f"mesh '{mesh}': {failed} on node {_address(node)}: {cause}") from error
+        except ray.exceptions.RayError as error:
+            raise LostActor(f"mesh '{mesh}'", mesh, None, _address(node), " ".join(str(error).split())[:300]) from None
     return found
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import attrs
 from tensordict import TensorDict
 
-from nrl.errors import ForeignState
+from nrl.errors import ClusterError, ForeignState, StateError
 from nrl.runtime import profiling
+from nrl.runtime.on_node import by_value, tail
 from nrl.runtime.placement import Donated, Mesh, Out, Rows
 from nrl.runtime.ray_calls import Call, Part, Pending, Ref, Reply
 from nrl.runtime.shipping import shipped, size
@@ -66,6 +67,7 @@ class RayProcesses:
         self._ended: BaseException | None = None
         self._others, self._awake = others, False
         self._open: deque[Call] = deque()
+        self._failed: list[Call] = []
         self._put: dict[Any, Ref] = {}
         ranks = range(mesh.size)
         self._speakers = {next(rank for rank in ranks if mesh.shard_of(rank) == shard) for shard in range(mesh.dp)}
@@ -93,8 +95,8 @@ class RayProcesses:
         trace = profiling.wanted(self.name, who)
         refs: list[list[Ref]] = []
         with _ORDER:
-            if self._ended is not None:
-                raise self._ended
+            if (ended := self.after_end(who)) is not None:
+                raise ended
             resting = self._take_turns()
             for rank, (arguments, beside) in enumerate(loads):
                 order = Order(
@@ -106,7 +108,7 @@ class RayProcesses:
                     wanted=wanted[rank],
                     compared=tuple(kind is Out.same and self.count > 1 for kind in kinds),
                     dropped=_taken(self.dropped[rank]),
-                    trace=None if trace is None else trace.format(rank=rank),
+                    trace=trace,
                 )
                 method = self.actors[rank].call.options(num_returns=1 + sum(wanted[rank]))
                 given = method.remote(*folded(order, beside), *resting)
@@ -142,7 +144,23 @@ class RayProcesses:
         """Calls that nobody waits for go into the timeline, too."""
         self._open.append(call)
         while self._open and (self._open[0].done or (len(self._open) > 16 and self._open[0].poll())):
-            self._open.popleft()
+            ended = self._open.popleft()
+            if ended.untold is not None:
+                self._failed.append(ended)
+
+    def earlier(self, call: Call) -> list[Call]:
+        """The calls that were made before this one, as far as they are not known to have ended."""
+        return list(itertools.takewhile(lambda other: other is not call, list(self._open)))
+
+    def finish(self) -> None:
+        """Wait for all calls, and raise what one raised whose results nobody has read."""
+        for call in list(self._open):
+            call.settle()
+        for call in [*self._failed, *self._open]:
+            error = call.untold
+            if error is not None:
+                error.add_note(f"No result of {call.who} was read, so this is said when the cluster is left.")
+                raise error
 
     def stored(self, whole: Any, index: bytes, make: Callable[[], Any]) -> Ref:
         """Put what is made of ``whole`` into the object store: once as long as it lives, if it is a value."""
@@ -165,9 +183,9 @@ class RayProcesses:
             files = ray.get(self._logs[rank], timeout=1)
             here = ray.get_runtime_context().get_node_id() == self.nodes[rank][0]
             if here:
-                return _tail(files, most)
+                return tail(files, most)
             there = NodeAffinitySchedulingStrategy(self.nodes[rank][0], soft=False)
-            reading: Any = ray.remote(_tail).options(num_cpus=0, scheduling_strategy=there)
+            reading: Any = ray.remote(by_value(tail)).options(num_cpus=0, scheduling_strategy=there)
             return str(ray.get(reading.remote(files, most), timeout=10))
         except ray.exceptions.RayError:  # it, or its node, is gone
             return ""
@@ -180,6 +198,19 @@ class RayProcesses:
             self._ended = self._ended or why
             for actor in self.actors:
                 ray.kill(actor, no_restart=True)
+
+    def after_end(self, who: str) -> BaseException | None:
+        """What a call raises if they have been ended; None: they have not."""
+        why = self._ended
+        if why is None or isinstance(why, ClusterError | StateError):
+            return why and why.with_traceback(None)
+        error = ClusterError(f"{who}: mesh '{self.name}' has been ended, after {type(why).__name__}: {why}")
+        error.__cause__ = why
+        return error
+
+    def forget(self) -> None:
+        """What is in the object store is not used again: somebody wrote into it."""
+        self._put.clear()
 
     def close(self, why: BaseException) -> None:
         """End the processes when the cluster is left."""
@@ -265,15 +296,3 @@ def _taken(keys: deque[int]) -> tuple[int, ...]:
     while keys:
         found.append(keys.popleft())
     return tuple(found)
-
-
-def _tail(files: Sequence[str], most: int) -> str:
-    """The last lines of some files, without the marks that Ray makes in them; sent by value, so it stands alone."""
-    lines: list[str] = []
-    for path in files:
-        try:
-            with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-                lines += [line for line in file if not line.startswith(":")][-most:]
-        except OSError:
-            continue
-    return "".join(lines[-most:])

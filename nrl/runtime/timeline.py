@@ -5,13 +5,13 @@ missing, so it can be opened while the run goes on, and after it was killed. Vie
 chrome://tracing. There is one group of rows for each mesh, with a row for each rank, and one for the driver.
 """
 
+import bisect
 import functools
 import json
 import os
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -296,25 +296,28 @@ def _clean(name: str) -> str:
 
 
 class _Row:
-    """Events that lie within each other or apart, as viewers need them: they drop those that overlap otherwise."""
+    """Events that lie within each other or apart, as viewers need them: they drop those that overlap otherwise.
+
+    Kept are the latest that lie within no other, in the order of time; a call that nobody waited for is told of late.
+    """
 
     def __init__(self) -> None:
-        self._outer: deque[tuple[int, int]] = deque(maxlen=1000)  # the latest that lie within no other
+        self._starts: list[int] = []
+        self._ends: list[int] = []
 
     def takes(self, start: int, end: int) -> bool:
-        for first, last in reversed(self._outer):
-            if last <= start:
-                break
-            within, around = first <= start and end <= last, start <= first and last <= end
-            if not within and not around and first < end:
-                return False
-        return True
+        met = self._met(start, end)  # what lies within these is not known any more, so an event has to be around them
+        return not self._starts[met] or (start <= self._starts[met][0] and self._ends[met][-1] <= end)
 
     def add(self, start: int, end: int) -> None:
-        while self._outer and start <= self._outer[-1][0] and self._outer[-1][1] <= end:
-            self._outer.pop()
-        if not self._outer or not (self._outer[-1][0] <= start and end <= self._outer[-1][1]):
-            self._outer.append((start, end))
+        met = self._met(start, end)
+        self._starts[met], self._ends[met] = [start], [end]
+        if len(self._starts) > 4096:
+            del self._starts[:2048], self._ends[:2048]
+
+    def _met(self, start: int, end: int) -> slice:
+        first = bisect.bisect_right(self._ends, start)
+        return slice(first, max(bisect.bisect_left(self._starts, end), first))
 
 
 def _whole(file: int) -> int:

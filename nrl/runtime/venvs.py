@@ -16,7 +16,8 @@ from typing import Any
 
 from nrl.errors import ExecutableError
 from nrl.runtime.executables import Executable, executable
-from nrl.runtime.locks import locked, project, python_of, settings
+from nrl.runtime.locks import locked, project, settings
+from nrl.runtime.pins import python_of
 from nrl.runtime.provision import Recipe, default_folder, here
 from nrl.runtime.wheels import build, content_digest, repack
 
@@ -45,6 +46,11 @@ def recipe(name: str | Executable, *, folder: str | Path | None = None) -> Recip
     """
     wanted = executable(name)
     if wanted.name == "system":
+        if wanted.extras or wanted.groups or wanted.requirements or wanted.python:
+            raise ExecutableError(
+                "recipe: 'system' is the driver's own interpreter, to which nothing is added; give the executable with "
+                "extras, groups, requirements or python another name"
+            )
         return Recipe("system", "system", interpreter=sys.executable)
     place = Path(folder).expanduser().absolute() if folder is not None else default_folder()
     of = project()
@@ -61,7 +67,7 @@ def recipe(name: str | Executable, *, folder: str | Path | None = None) -> Recip
     for pin in pins.values():
         if pin.path is None:
             source = "index" if pin.line.startswith(f"{pin.name}==") else "url"
-            packages[pin.name] = {"version": pin.version, "source": source, "digest": _digest(pin.line)}
+            packages[pin.name] = {"version": pin.version, "source": source, "digest": _digest(pin.digest or pin.line)}
     for key, wheel in wheels.items():
         packages[key] = {"version": wheel.version, "source": "local", "digest": content_digest(wheel)[:16]}
     inventory: dict[str, Any] = {"format": 1, "python": python_of(wanted), "platform": here()}

@@ -1,6 +1,8 @@
 """Wheels of what no index has: nrl itself, a user's project, and the folders that it depends on."""
 
 import base64
+import contextlib
+import csv
 import hashlib
 import io
 import os
@@ -10,7 +12,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from importlib.metadata import Distribution
+from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path, PurePosixPath
 
 import attrs
@@ -57,6 +59,9 @@ def build(path: Path, cache: Path) -> Wheel:
         raise ExecutableError(f"recipe: the lock depends on {path}, which is not there")
     if path.suffix == ".whl":
         return Wheel(path.name, path.read_bytes())
+    if path == Path(__file__).resolve().parents[2]:  # the nrl that runs here, which so needs no build backend
+        with contextlib.suppress(PackageNotFoundError):
+            return repack(Distribution.from_name("nrl"), path)
     # nrl's own wheel on a node needs no locks, and with them any change of the lock would change every environment.
     hooks = {"HATCH_BUILD_NO_HOOKS": "true"} if (path / "nrl" / "runtime" / "wheels.py").is_file() else {}
     key = hashlib.sha256(f"{_tree_digest(path)} {sys.version} {here()} {hooks}".encode()).hexdigest()[:16]
@@ -114,7 +119,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def content_digest(wheel: Wheel) -> str:
-    """A digest of what a wheel installs, and what it requires; the same for two that differ in dates or description.
+    """A digest of the files that a wheel installs; the same for two that differ in dates or in what they say of it.
 
     >>> content_digest(repack(Distribution.from_name("filelock"))) == content_digest(
     ...     repack(Distribution.from_name("filelock"))
@@ -129,15 +134,18 @@ def content_digest(wheel: Wheel) -> str:
                 if name.endswith(("/RECORD", "/WHEEL")) or "/licenses/" in name:
                     continue
                 if name.endswith("/METADATA"):
-                    wanted = (b"Name:", b"Version:", b"Requires-Dist:", b"Requires-Python:", b"Provides-Extra:")
                     head = content.split(b"\n\n")[0].splitlines()
-                    content = b"\n".join(sorted(line for line in head if line.startswith(wanted)))
+                    content = b"\n".join(sorted(line for line in head if line.startswith((b"Name:", b"Version:"))))
             digest.update(f"{name}\0{hashlib.sha256(content).hexdigest()}\n".encode())
     return digest.hexdigest()
 
 
-def repack(distribution: Distribution) -> Wheel:
+def repack(distribution: Distribution, root: Path | None = None) -> Wheel:
     """The wheel of a package that is installed in this environment, made of its files.
+
+    Args:
+        distribution: the installed package.
+        root: where an editable one has the folder of its name.
 
     Raises:
         ExecutableError: its record does not list its files, or some of them are gone.
@@ -148,11 +156,18 @@ def repack(distribution: Distribution) -> Wheel:
     name = distribution.metadata["Name"]
     files = [
         file
-        for file in distribution.files or ()
-        if not file.is_absolute() and ".." not in file.parts and file.suffix != ".pyc" and "pylocks" not in file.parts
+        for row in csv.reader((distribution.read_text("RECORD") or "").splitlines())
+        if row and not (file := PurePosixPath(row[0])).is_absolute() and not {"..", "pylocks"} & {*file.parts}
     ]
     left_out = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json")
-    files = [file for file in files if not (file.parts[0].endswith(".dist-info") and file.name in left_out)]
+    scripts = {PurePosixPath("bin", each.name) for each in distribution.entry_points}  # of `--target`; made anew
+    files = [
+        file
+        for file in files
+        if file.suffix != ".pyc"
+        and file not in scripts
+        and not (file.parts[0].endswith(".dist-info") and file.name in left_out)
+    ]
     info = next((file.parts[0] for file in files if file.parts[0].endswith(".dist-info")), None)
     gone = [str(file) for file in files if not Path(str(distribution.locate_file(file))).is_file()]
     if info is None or gone:
@@ -169,16 +184,20 @@ def repack(distribution: Distribution) -> Wheel:
         ),
         "py3-none-any",
     )
+    contents = {str(file): Path(str(distribution.locate_file(file))).read_bytes() for file in files}
+    if root is not None:
+        contents = {each: content for each, content in contents.items() if each.startswith(info)}  # no .pth
+        sources = [file for file in _files(root / name) if file.suffix != ".pyc"]
+        contents |= {file.relative_to(root).as_posix(): file.read_bytes() for file in sources}
     buffer, record = io.BytesIO(), []
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
 
-        def add(inside: PurePosixPath | str, content: bytes) -> None:
-            archive.writestr(zipfile.ZipInfo(str(inside), (1980, 1, 1, 0, 0, 0)), content)
+        def add(inside: str, content: bytes) -> None:
+            archive.writestr(zipfile.ZipInfo(inside, (1980, 1, 1, 0, 0, 0)), content)
 
-        for file in sorted(files, key=str):
-            content = Path(str(distribution.locate_file(file))).read_bytes()
+        for each, content in sorted(contents.items()):
             hashed = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-            record.append(f"{file},sha256={hashed},{len(content)}\n")
-            add(file, content)
+            record.append(f"{each},sha256={hashed},{len(content)}\n")
+            add(each, content)
         add(f"{info}/RECORD", "".join([*record, f"{info}/RECORD,,\n"]).encode())
     return Wheel(f"{info.removesuffix('.dist-info')}-{tag}.whl", buffer.getvalue())

@@ -53,16 +53,16 @@ class Bigram:
     def freeze(self, params: Tensor) -> Tensor:
         return params.clone()
 
-    def forward(self, params: Tensor, microbatches: Sequence[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
+    def forward(self, params: Tensor, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
         return [self._outputs(params, batch) for batch in microbatches]
 
     def train(
-        self, state: BigramState, loss: Loss, microbatches: Sequence[Batch], weights: Mapping[str, float]
+        self, state: BigramState, loss: Loss, microbatches: Iterable[Batch], weights: Mapping[str, float]
     ) -> tuple[BigramState, Metrics]:
-        table = state.table.clone().requires_grad_()
-        metrics: Metrics = {"parts": Sum(torch.tensor(len(microbatches)))}
+        table, parts = state.table.clone().requires_grad_(), list(microbatches)
+        metrics: Metrics = {"parts": Sum(torch.tensor(len(parts)))}
         seen = dict.fromkeys(weights, 0.0)
-        for batch in microbatches:
+        for batch in parts:
             terms, extra = terms_of("loss", loss(self._outputs(table, batch), batch))
             value = torch.stack([term.total / weights[key] for key, term in terms.items()]).sum()
             value.backward()

@@ -116,6 +116,19 @@ def test_the_calls_of_a_step_are_traced_by_rank(
     assert said == [f"NRL_PROFILE: {where}; see https://ui.perfetto.dev"]
 
 
+def test_calls_on_a_mesh_of_this_process_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NRL_PROFILE", "adder:2")
+    with nrl.run(Config(str(tmp_path))) as run, nrl.cluster("local") as cluster:
+        mesh = cluster.reserve(2).mesh(name="adder")
+        cumulate = nrl.shard_map(lambda x: x.cumsum(0), mesh, nrl.P("dp"), nrl.P("dp"))
+        for _ in run.steps(counting()):
+            cumulate(torch.ones(4)).result()
+    (trace,) = (tmp_path / "profile").iterdir()
+    assert trace.name.startswith("step2-adder-rank0-0-")
+    assert "aten::cumsum" in operators(trace)
+    assert timeline.busy(tmp_path / "timeline.json")["train"]["adder"] > 0
+
+
 def test_what_had_no_trace_is_said_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

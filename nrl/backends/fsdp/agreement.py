@@ -7,7 +7,7 @@ process goes on with its part of the collectives, and at a place where all meet,
 import contextlib
 import pickle
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import torch.distributed as dist
@@ -47,6 +47,14 @@ class Peers:
             return [value]
         found: list[T] = [value] * self.mesh.size()
         dist.all_gather_object(found, value, group=self.mesh.get_group())
+        return found
+
+    def send[T](self, value: T | None) -> T:
+        """What the first process has, in every process; a collective."""
+        box: list[Any] = [value]
+        if self.mesh is not None:
+            dist.broadcast_object_list(box, group=self.mesh.get_group(), group_src=0)
+        found: T = box[0]
         return found
 
 
@@ -103,7 +111,7 @@ class Held:
                 raise
             self.error = self.error or error
 
-    def meet[T](self, who: str, value: T) -> list[T]:
+    def meet[T](self, who: str, value: T = None) -> list[T]:  # type: ignore[assignment]
         """What every process found, by rank; a collective.
 
         Raises:

@@ -98,11 +98,8 @@ class TorchEngine:
 
     def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> State:
         """A fresh train state."""
-        module = self._build(self.model)
-        if tensors is not None:
-            models.load_tensors(module, tensors, who="trainer.init")
-        placed = self._place(module)
-        return State(placed, self._optimizer(placed), 0)
+        module = self._make(self.model, tensors)
+        return State(module, self._optimizer(module), 0)
 
     def params(self, state: State) -> nn.Module:
         """The module inside of a train state."""
@@ -111,38 +108,36 @@ class TorchEngine:
     def load(self, source: str | None) -> nn.Module:
         """A frozen module."""
         model = self.model if source is None else attrs.evolve(self.model, source=source)
-        frozen: nn.Module = self._place(self._build(model).requires_grad_(False))
-        return frozen
+        return self._make(model, frozen=True)
 
     def freeze(self, params: nn.Module) -> nn.Module:
         """A frozen copy."""
         if self._peers.alone:
             return copy.deepcopy(params).requires_grad_(False)
-        return sharding.copied(params, self._place)
+        return self._ready(sharding.copied(params, self._peers, self._layer_dtype))
 
     def tensors(self, params: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Parameters by name, tied ones once; where they are sharded, all processes go through them together."""
         for name, tensor in models.named_tensors(params):
             yield name, sharding.whole(tensor)
 
-    def forward(self, params: nn.Module, microbatches: Sequence[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
+    def forward(self, params: nn.Module, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
         """Outputs without gradients, on the CPU."""
         params.eval()
-        held = Held(self._peers)
-        count = max(self._peers.gather(len(microbatches)))
+        parts, _ = self._even("forward", microbatches)
+        held, found = Held(self._peers), []
         with torch.no_grad(), sharding.settled(params):
-            found = [
-                self._outputs(params, self._plan(params, batch, predicted, held), needs)
-                for batch in self._padded(microbatches, count, held)
-            ]
-            held.meet("forward", None)
+            for batch in parts:
+                found.append(self._outputs(params, self._plan(params, batch, predicted, held), needs))  # noqa: PERF401
+            held.meet("forward")
         return [
             TensorDict({key: out.spread(x) for key, x in out.values.items()}, batch_size=batch.batch_size).cpu()
-            for batch, out in zip(microbatches, found, strict=False)
+            for batch, out in zip(parts, found, strict=True)
+            if batch is not _IDLE
         ]
 
     def train(
-        self, state: State, loss: Loss, microbatches: Sequence[Batch], weights: Mapping[str, float]
+        self, state: State, loss: Loss, microbatches: Iterable[Batch], weights: Mapping[str, float]
     ) -> tuple[State, Metrics]:
         """One optimizer step; either steps once or raises and leaves the state as it was."""
         module, optimizer, step = state
@@ -170,22 +165,29 @@ class TorchEngine:
         return State(module, optimizer, step + 1), metrics
 
     def _accumulate(
-        self, module: nn.Module, loss: Loss, name: str, microbatches: Sequence[Batch], weights: Mapping[str, float]
+        self, module: nn.Module, loss: Loss, name: str, microbatches: Iterable[Batch], weights: Mapping[str, float]
     ) -> Metrics:
         """Backward through every micro-batch; returns the metrics, the loss among them."""
-        curious = self._curious.get(id(loss)) is loss
-        everybody = self._peers.gather((len(microbatches), curious))
-        count = max(length for length, _ in everybody)
-        if not any(curious for _, curious in everybody):
-            metrics = self._sums(module, loss, name, microbatches, count, weights, everywhere=False)
+        parts, curious = self._even(f"train_step({name})", microbatches, self._curious.get(id(loss)) is loss)
+        if not any(curious):
+            metrics = self._sums(module, loss, name, parts, weights, everywhere=False)
             if metrics is not None:
                 return metrics
             module.zero_grad(set_to_none=True)
             with contextlib.suppress(TypeError):  # not every function can be remembered without keeping it alive
                 self._curious[id(loss)] = loss
-        metrics = self._sums(module, loss, name, microbatches, count, weights, everywhere=True)
+        metrics = self._sums(module, loss, name, parts, weights, everywhere=True)
         assert metrics is not None
         return metrics
+
+    def _even(self, who: str, microbatches: Iterable[Batch], value: bool = False) -> tuple[list[Batch], list[bool]]:
+        """As many micro-batches as the process with the most has, because all meet in each; and everybody's value."""
+        held, parts = Held(self._peers), list[Batch]()
+        with held.back():
+            parts = list(microbatches)
+        found = held.meet(who, (len(parts), value))
+        most = max(length for length, _ in found)
+        return parts + [_IDLE] * (most - len(parts)), [value for _, value in found]
 
     def _sums(
         self,
@@ -193,7 +195,6 @@ class TorchEngine:
         loss: Loss,
         name: str,
         microbatches: Sequence[Batch],
-        count: int,
         weights: Mapping[str, float],
         everywhere: bool,
     ) -> Metrics | None:
@@ -210,7 +211,7 @@ class TorchEngine:
             every = predicted(batch)
             return every & batch["loss_mask"] if not everywhere and "loss_mask" in batch.keys() else every
 
-        for batch in self._padded(microbatches, count, held):
+        for batch in microbatches:
             out = self._outputs(module, self._plan(module, batch, wanted, held), needs)
             gradients = None
             if batch is not _IDLE and held.error is None:
@@ -226,7 +227,7 @@ class TorchEngine:
                     sums = merge(sums, found.metrics | terms | seen | {"loss": Sum(found.loss)})
                     gradients = found.gradients
             out.backward(gradients)
-        tokens = Sum(torch.tensor(sum(int(lengths(batch).sum()) for batch in microbatches)))
+        tokens = Sum(torch.tensor(sum(int(lengths(batch).sum()) for batch in microbatches if batch is not _IDLE)))
         sums, (certain,) = _fetch(sums, trusted)
         everybody = held.meet(f"train_step({name})", (sums | {"tokens": tokens}, certain))
         if not all(certain for _, certain in everybody):
@@ -235,23 +236,35 @@ class TorchEngine:
         check_weights(name, {key: float(sums.pop(_SEEN + key)[0]) for key in weights}, weights)
         return sums
 
-    def _padded(self, microbatches: Sequence[Batch], count: int, held: Held) -> Iterator[Batch]:
-        """As many in every process, because they meet in each; after an error nothing more is computed in vain."""
-        for number in range(count):
-            yield microbatches[number] if number < len(microbatches) and held.error is None else _IDLE
-
     def _plan(self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], held: Held) -> Plan:
-        words = module.get_input_embeddings().num_embeddings
+        words, always = module.get_input_embeddings().num_embeddings, not self._peers.alone
         with held.back():
-            return plan(batch, wanted(batch), self.packed, words=words, always=not self._peers.alone)
-        return plan(_IDLE, predicted(_IDLE), self.packed, words=words, always=True)
+            if held.error is None:
+                return plan(batch, wanted(batch), self.packed, words=words, always=always)
+        return plan(_IDLE, predicted(_IDLE), self.packed, words=words, always=always)  # no more in vain
 
     def _outputs(self, module: Any, work: Plan, needs: frozenset[str]) -> Outputs:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.dtype == "bfloat16"):
             return sharding.run(module, lambda: compute(module, work, needs))
 
+    def _make(
+        self, model: Model, tensors: Iterable[tuple[str, Tensor]] | None = None, frozen: bool = False
+    ) -> nn.Module:
+        """A model with its own weights or these; where it is sharded, the first process alone builds all of it."""
+        held, module, given = Held(self._peers), None, iter(tensors or ())
+        with held.back():
+            if self._peers.rank == 0:
+                module = self._build(model).requires_grad_(not frozen)
+                if tensors is not None:
+                    models.load_tensors(module, given, who="trainer.init")
+        for _ in given:  # all processes go through them together
+            pass
+        held.meet("trainer.load" if frozen else "trainer.init")
+        if not self._peers.alone:
+            module = sharding.shard(module, self._peers, self._layer_dtype)
+        return self._ready(module)
+
     def _build(self, model: Model) -> Any:
-        """A model of its own in this process."""
         master = torch.float64 if model.dtype == "float64" else torch.float32
         module: Any = models.build(model, dtype=master)
         if self._peers.alone:
@@ -262,15 +275,20 @@ class TorchEngine:
             probe.check_packing(module, attention.register())
         return module
 
-    def _place(self, module: Any) -> Any:
-        """Make it ready to compute, here or with the other processes."""
-        if self._peers.mesh is not None:
-            sharding.shard(module, self._peers.mesh, torch.bfloat16 if self.model.dtype == "bfloat16" else None)
+    def _ready(self, module: Any) -> nn.Module:
+        if self.packed:
+            attention.register()
         if self.checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         if self.compile:
             module.base_model.compile(dynamic=True)
-        return module
+        ready: nn.Module = module
+        return ready
+
+    @property
+    def _layer_dtype(self) -> torch.dtype | None:
+        """What layers are gathered in; under autocast their matrices are rounded to it anyway."""
+        return torch.bfloat16 if self.model.dtype == "bfloat16" else None
 
     def _optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         spec = self.optimizer
@@ -307,7 +325,7 @@ class TorchEngine:
         with held.back():
             if self._peers.rank == 0:
                 (folder / "engine.json").write_text(json.dumps({"step": step}))
-        held.meet("save", None)  # when one returns, all has been written
+        held.meet("save")  # when one returns, all has been written
 
     def export(self, params: nn.Module, folder: Path) -> None:
         """Write a folder that transformers and vLLM load."""
@@ -326,7 +344,7 @@ class TorchEngine:
                 models.save_model(module, folder)
                 if self.model.tokenizer is not None or isinstance(self.model.source, str):
                     models.load_tokenizer(self.model).save_pretrained(folder)
-        held.meet("export", None)
+        held.meet("export")
 
 
 def _fetch(metrics: Metrics, *others: Tensor) -> tuple[Metrics, list[float]]:

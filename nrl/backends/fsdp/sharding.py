@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from nrl.backends.fsdp.agreement import Peers
 from nrl.errors import PlacementError
 
 __all__ = ["axis", "copied", "plain", "run", "settled", "shard", "whole"]
@@ -48,21 +49,47 @@ def axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
     return mesh["dp"] if mesh["dp"].size() > 1 else None
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, layer_dtype: torch.dtype | None = None) -> nn.Module:
-    """Shard a model in place, layer by layer; what is in no layer (embeddings, head) is one more part.
+def shard(module: nn.Module | None, peers: Peers, layer_dtype: torch.dtype | None = None) -> nn.Module:
+    """Make the sharded model of a whole one that the first process holds; a collective.
 
-    Gradients are sums over processes, in the parameters' own dtype.
+    It is sharded layer by layer; what is in no layer (embeddings, head) is one more part. Gradients are sums over
+    processes, in the parameters' own dtype. The first process holds the whole model meanwhile, the others their part
+    and one tensor.
 
     Args:
-        module: a Hugging Face model, whole, on any device; it moves to the mesh's.
-        mesh: of one axis.
+        module: a Hugging Face model on the CPU; None in all processes but the first.
+        peers: more than one process.
         layer_dtype: what layers are gathered in; None: as they are.
     """
+    skeleton = peers.send(None if module is None else _remade(module, lambda x: torch.empty_like(x, device="meta")))
+    made = _empty(skeleton, peers, layer_dtype)
+    values = dict(module.named_parameters()) if module is not None else {}
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            assert isinstance(parameter, DTensor)
+            value = values[name] if values else torch.empty(parameter.shape, dtype=parameter.dtype)
+            part = distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements)  # from the first
+            parameter.to_local().copy_(part.to_local())
+    return made
+
+
+def copied(module: nn.Module, peers: Peers, layer_dtype: torch.dtype | None = None) -> nn.Module:
+    """A frozen copy of a sharded model; no process ever holds more than its part."""
+    made = _empty(_PLAIN[module], peers, layer_dtype)
+    with torch.no_grad():
+        for mine, other in zip(_states(made), _states(module), strict=True):
+            _local(mine).copy_(_local(other))
+    return made.requires_grad_(False)
+
+
+def _empty(skeleton: nn.Module, peers: Peers, layer_dtype: torch.dtype | None) -> nn.Module:
+    """A sharded model whose parameters nobody has written to yet."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    skeleton = _remade(module, lambda x: torch.empty_like(x, device="meta"))
-    policy = MixedPrecisionPolicy(param_dtype=layer_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    policy = MixedPrecisionPolicy() if layer_dtype is None else policy
+    module, mesh = _remade(skeleton, lambda x: torch.empty_like(x, device="cpu")), peers.mesh
+    policy = MixedPrecisionPolicy()
+    if layer_dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=layer_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh)
@@ -100,20 +127,6 @@ def settled(module: nn.Module) -> Iterator[None]:
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, in every process; a collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def copied(module: nn.Module, place: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """A copy of a sharded model; no process ever holds more than its part and a layer.
-
-    Args:
-        module: from `shard`.
-        place: what shards it again.
-    """
-    made = place(plain(module).requires_grad_(False))
-    with torch.no_grad():
-        for mine, other in zip(_states(made), _states(module), strict=True):
-            _local(mine).copy_(_local(other))
-    return made
 
 
 def plain(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

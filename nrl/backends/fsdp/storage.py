@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from nrl.backends.fsdp.agreement import Peers
+from nrl.backends.fsdp.agreement import Held, Peers
 from nrl.backends.models import named_tensors
 from nrl.errors import ModelError
 
@@ -33,10 +33,12 @@ def write(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | No
     Raises:
         OSError: the disk does not take it.
     """
-    if peers.rank == 0:
-        for file in folder.glob("*.safetensors"):  # of another number of processes, maybe
-            file.unlink()
-    peers.gather(None)
+    held = Held(peers)
+    with held.back():
+        if peers.rank == 0:
+            for file in folder.glob("*.safetensors"):  # of another number of processes, maybe
+                file.unlink()
+    held.meet("save")
     tensors = {_MODEL + name: tensor for name, tensor in named_tensors(module)}
     if optimizer is not None:
         tensors |= _moments(module, optimizer)
@@ -55,11 +57,13 @@ def read(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | Non
     Raises:
         ModelError: what is there is of another model. Nothing has been changed then.
     """
-    reader = HuggingFaceStorageReader(str(folder))
-    found: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    there = {name: tuple(tensor.size) for name, tensor in found.items()}
+    reader, held, there = HuggingFaceStorageReader(str(folder)), Held(peers), dict[str, tuple[int, ...]]()
+    with held.back():
+        found: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+        there = {name: tuple(tensor.size) for name, tensor in found.items()}
+        _check({name.removeprefix(_MODEL): x for name, x in there.items() if name.startswith(_MODEL)}, module)
+    held.meet("restore")
     tensors = {_MODEL + name: tensor for name, tensor in named_tensors(module)}
-    _check({name.removeprefix(_MODEL): x for name, x in there.items() if name.startswith(_MODEL)}, module)
     if optimizer is not None:
         for name, parameter in module.named_parameters():
             if f"{_MOMENTS}{name}.step" in there:

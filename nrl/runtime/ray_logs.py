@@ -1,0 +1,82 @@
+"""What processes write, on the driver's terminal: each line with its mesh and rank, and said once."""
+
+import logging
+import os
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["Echo", "echo", "hushed"]
+
+_KNOWN = 10_000  # lines that are remembered
+_ACTOR = re.compile(r"(?P<mesh>.+)\[\d+\]")
+# What Ray says of a worker that died: whoever waits for it is told, with less guessing.
+_EXPECTED = r"^A worker died or was killed while executing a task|\(raylet\) worker\.cc:\d+: "
+
+
+class Echo:
+    """Writes lines of processes to this process's streams; what all ranks of a mesh write alike, it writes once.
+
+    A line is written as often as the rank wrote it that wrote it most often.
+
+    Args:
+        other: gets what is not from a mesh.
+
+    >>> echo = Echo(print)
+    >>> for rank in (1, 0):
+    ...     echo({"actor_name": f"trainer[{rank}]", "lines": ["ready"], "is_err": False})
+    (trainer[1]) ready
+    """
+
+    def __init__(self, other: Callable[[Any], None]) -> None:
+        self._other = other
+        self._written: OrderedDict[tuple[str, bool, str], dict[str, int]] = OrderedDict()
+
+    def __call__(self, data: Mapping[str, Any]) -> None:
+        """Take lines as Ray's driver gets them."""
+        who = str(data.get("actor_name") or "")
+        found = _ACTOR.fullmatch(who)
+        if found is None:
+            self._other(data)
+            return
+        stream = sys.stderr if data["is_err"] else sys.stdout
+        away = data.get("ip") != data.get("localhost")
+        prefix = f"({who}, {data['ip']})" if away else f"({who})"
+        if stream.isatty():
+            prefix = f"\x1b[36m{prefix}\x1b[0m"
+        for line in data["lines"]:
+            if self._new((found["mesh"], bool(data["is_err"]), line), who):
+                print(prefix, line, file=stream, flush=True)
+
+    def _new(self, key: tuple[str, bool, str], who: str) -> bool:
+        times = self._written.setdefault(key, {})
+        self._written.move_to_end(key)
+        most = max(times.values(), default=0)
+        times[who] = times.get(who, 0) + 1
+        if len(self._written) > _KNOWN:
+            self._written.popitem(last=False)
+        return times[who] > most
+
+
+def echo() -> None:
+    """Let Ray, which has been entered, write what processes say through `Echo`."""
+    from ray._private import ray_logging
+
+    streams = ray_logging.global_worker_stdstream_dispatcher
+    name = "ray_print_logs"  # Ray's own, which it removes when it is left
+    ours = [handler for known, handler in streams.handlers if known == name]
+    for handler in ours:
+        streams.remove_handler(name)
+        streams.add_handler(name, Echo(handler))
+    for deduplicator in (ray_logging.stdout_deduplicator, ray_logging.stderr_deduplicator):
+        if deduplicator.skip_re is None:  # RAY_DEDUP_LOGS_SKIP_REGEX
+            deduplicator.skip_re = re.compile(_EXPECTED)
+
+
+def hushed() -> None:
+    """Keep Ray from saying what nobody can do anything about; before it is entered."""
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # a cluster of one's own has a token
+    if not sys.stdout.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")

@@ -1,0 +1,152 @@
+"""`nrl venvs`: environments are built, listed, checked, found and removed."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from nrl.cli import main
+from nrl.runtime.executables import EXECUTABLES
+from nrl.runtime.provision import INVENTORY, inventories
+from tests.runtime.venv_parts import index_of, project_of, wheel_of
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's project with the executable `mine`, which is small."""
+    before = dict(EXECUTABLES)
+    with ExitStack() as stack:
+        _, variables = stack.enter_context(index_of(tmp_path / "simple", *map(wheel_of, ("one", "two", "three"))))
+        for name, value in {**variables, "NRL_VENV_DIR": str(tmp_path / "venvs")}.items():
+            monkeypatch.setenv(name, value)
+        root = project_of(tmp_path)
+        monkeypatch.setattr("sys.prefix", str(root / ".venv"))
+        monkeypatch.chdir(root)
+        (root / "mine.py").write_text(
+            "from nrl.runtime.executables import Executable, register\nregister(Executable('mine', extras=['extra']))\n"
+        )
+        yield root
+    EXECUTABLES.clear()
+    EXECUTABLES.update(before)
+
+
+@pytest.fixture
+def nrl(root: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = main(["venvs", *arguments])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run
+
+
+def test_from_nothing_to_a_built_environment_that_is_current(nrl: Run, root: Path, tmp_path: Path) -> None:
+    venvs = tmp_path / "venvs"
+    assert nrl("list") == (0, f"{venvs} has no environments; build one with `nrl venvs build base`\n", "")
+    status, out, err = nrl("path", "base")
+    assert (status, out) == (2, "")
+    assert err.startswith(f"nrl: path: {venvs} has no base-")
+    assert err.endswith("; build it with `nrl venvs build base`\n")
+    status, out, _ = nrl("check", "base")
+    assert status == 1
+    assert out.endswith(f"is not in {venvs}. Build it with `nrl venvs build base`\n")
+
+    status, out, _ = nrl("build", "base")
+    (env,) = inventories(venvs)
+    assert status == 0
+    assert out.splitlines()[0] == f"{env.name}: building it in {venvs}, 3 packages"
+    assert nrl("path", "base") == (0, f"{env}/bin/python\n", "")
+    assert nrl("check") == (0, f"{env.name}: is complete, and is what the lock and the source say\n", "")
+    _, out, _ = nrl("list")
+    header, row = out.splitlines()[1:]
+    assert header.split() == ["name", "size", "its", "own", "built", "last", "used"]
+    assert row.split()[0] == env.name
+    assert row.endswith("just now  just now   current")
+    _, out, _ = nrl("list", "base")
+    assert out.splitlines()[1:] == [
+        f"  app 1.0  (local, {digest(env, 'app')})",
+        f"  nrl 1.0  (local, {digest(env, 'nrl')})",
+        "  one 1.0",
+    ]
+
+
+def digest(env: Path, package: str) -> str:
+    return str(inventories(env.parent)[env]["packages"][package]["digest"])
+
+
+def test_a_checkout_that_went_on(nrl: Run, root: Path, tmp_path: Path) -> None:
+    nrl("build", "base")
+    (old,) = inventories(tmp_path / "venvs")
+    (root / "app" / "__init__.py").write_text("x = 2\n")
+    status, out, _ = nrl("check")
+    assert status == 1
+    assert f"; {old.name} is, but differs: the source of app 1.0. Build it with `nrl venvs build base`" in out
+    assert nrl("list")[1].endswith("differs: the source of app 1.0\n")
+    _, out, _ = nrl("build", "base")
+    assert "since then there have changed: the source of app 1.0. Only that is built now." in out
+    assert nrl("check")[0] == 0
+
+
+def test_executables_of_a_users_own(nrl: Run, root: Path) -> None:
+    assert nrl("build", "mine")[0] == 2
+    assert nrl("build", "--import", "mine.py", "mine")[0] == 0
+    EXECUTABLES.pop("mine")
+    assert nrl("list")[1].endswith("of an executable that is not registered here\n")
+    status, out, _ = nrl("path", "--import", "mine", "mine")
+    assert status == 0
+    assert "/mine-" in out
+    assert nrl("list")[1].endswith("current\n")
+
+
+def test_an_environment_that_somebody_changed(nrl: Run, root: Path, tmp_path: Path) -> None:
+    nrl("build", "base")
+    (env,) = inventories(tmp_path / "venvs")
+    site = env / "lib/python3.12/site-packages"
+    shutil.copytree(site / "one-1.0.dist-info", site / "two-1.0.dist-info")
+    (site / "two-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: two\nVersion: 1.0\n")
+    (site / "app-1.0.dist-info").rename(site / "app-1.1.dist-info")
+    shutil.rmtree(site / "nrl-1.0.dist-info")
+    again = "build it again with NRL_FORCE_REBUILD_VENVS=1 or remove it"
+    assert nrl("check") == (
+        1,
+        f"{env.name}: app is 1.1 instead of 1.0, nrl is missing, two does not belong there; {again}\n",
+        "",
+    )
+
+
+def test_what_is_current_or_lately_used_or_being_built_is_not_removed(nrl: Run, root: Path, tmp_path: Path) -> None:
+    venvs = tmp_path / "venvs"
+    nrl("build", "base")
+    (old,) = inventories(venvs)
+    (root / "app" / "__init__.py").write_text("x = 2\n")
+    nrl("build", "base")
+    (current,) = set(inventories(venvs)) - {old}
+    assert nrl("prune") == (0, "0 are removed\n", "")
+    for env in (old, current):
+        long_ago = time.time() - 31 * 86400
+        os.utime(env / INVENTORY, (long_ago, long_ago))
+    (venvs / f".{current.name}.x.building").mkdir()
+    assert nrl("prune", "--dry-run")[1] == (
+        f"{old.name}: would be removed\n.{current.name}.x.building: would be removed\n2 would be removed\n"
+    )
+    with FileLock(venvs / f".{old.name}.lock"):
+        _, out, _ = nrl("prune")
+    assert out.startswith(f"{old.name}: is kept, because it is being built\n")
+    assert nrl("prune") == (0, f"{old.name}: is removed\n1 are removed\n", "")
+    assert set(inventories(venvs)) == {current}
+    assert nrl("prune", "--days", "0")[1] == f"{current.name}: is removed\n1 are removed\n"
+    assert inventories(venvs) == {}
+    assert not any(path.name.endswith(".building") for path in venvs.iterdir())
+    assert list((venvs / ".wheels").iterdir()) == []
+
+
+def test_what_a_killed_builder_left_is_listed(nrl: Run, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "venvs" / ".base-0123.x.building").mkdir(parents=True)
+    assert nrl("list")[1].endswith("incomplete: a builder is at work, or was killed\n")

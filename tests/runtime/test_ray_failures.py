@@ -1,0 +1,293 @@
+"""What becomes of a mesh when a process of it dies, hangs, raises or does not start."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nrl.errors import DeadlineExceeded, ExecutableError, LostActor, PlacementError
+from nrl.runtime import Cluster, Future, Mesh, P, Slots, process, resident, shard_map
+from tests.processes import alive, descendants, settled, titles
+
+pytestmark = pytest.mark.ray
+
+SOON = 20.0  # seconds until an error must have come, far below the cluster's deadline
+
+
+@pytest.fixture(scope="module")
+def slots(on_ray: Cluster) -> Slots:
+    return on_ray.reserve(2)
+
+
+def on(mesh: Mesh, fn: Callable[[Tensor], Any], x: Tensor | None = None) -> Future[Tensor]:
+    """Call a function in each of two processes."""
+    found: Future[Tensor] = shard_map(fn, mesh, P("dp"), P("dp"))(torch.zeros(2) if x is None else x)
+    return found
+
+
+def pids(mesh: Mesh) -> list[int]:
+    return [int(pid) for pid in on(mesh, lambda x: torch.full_like(x, os.getpid(), dtype=torch.long)).result()]
+
+
+def started(slots: Slots, name: str) -> tuple[Mesh, list[int]]:
+    mesh = slots.mesh(executable="system", name=name)
+    return mesh, pids(mesh)
+
+
+def after(seconds: float, what: Callable[[], Any]) -> None:
+    threading.Timer(seconds, what).start()
+
+
+def lost(call: Callable[[], Any], mesh: str, rank: int | None) -> LostActor:
+    """What a call raises, and that it does so soon."""
+    began = time.monotonic()
+    with pytest.raises(LostActor) as caught:
+        call()
+    assert time.monotonic() - began < SOON
+    assert (caught.value.mesh, caught.value.rank) == (mesh, rank)
+    assert caught.value.node != "?"
+    return caught.value
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_killed_while_idle(slots: Slots) -> None:
+    mesh, (first, second) = started(slots, "idle")
+    kill(second)
+    error = lost(lambda: pids(mesh), "idle", 1)
+    assert error.cause == f"process {second} was killed, or crashed"
+    assert settled(lambda: alive(first), 5) is False  # its peer is ended
+    with pytest.raises(LostActor):  # and the mesh stays lost
+        pids(mesh)
+
+
+def test_killed_in_a_call(slots: Slots) -> None:
+    mesh, (first, second) = started(slots, "busy")
+
+    def work(x: Tensor) -> Tensor:
+        print(f"rank {process().rank} works")
+        time.sleep(600)
+        return x
+
+    coming = on(mesh, work)
+    after(2, lambda: kill(first))
+    error = lost(coming.result, "busy", 0)
+    assert error.who == "shard_map(work)"
+    assert error.log == "rank 0 works\n"
+    assert settled(lambda: alive(second), 5) is False
+
+
+def test_killed_in_a_collective(slots: Slots) -> None:
+    mesh, (first, second) = started(slots, "together")
+
+    def add_up(x: Tensor) -> Tensor:
+        if process().rank == 1:
+            time.sleep(600)
+        dist.all_reduce(x)
+        return x
+
+    coming = on(mesh, add_up)
+    after(1, lambda: kill(second))
+    lost(coming.result, "together", 1)
+    assert settled(lambda: alive(first), 5) is False
+
+
+def test_ended_by_itself(slots: Slots) -> None:
+    mesh, _ = started(slots, "quitter")
+
+    def leave(x: Tensor) -> Tensor:
+        if process().rank == 1:
+            os._exit(3)
+        return x
+
+    lost(on(mesh, leave).result, "quitter", 1)
+
+
+def at_work() -> set[int]:
+    """The Python processes that Ray has started for this one, and that have told it so."""
+    return {pid for pid, title in titles(descendants(os.getpid())).items() if title.startswith("ray::")}
+
+
+def test_killed_while_it_starts(slots: Slots) -> None:
+    """Rank 0 or 1: the other one waits for it, and must not do so for long."""
+    before = at_work()
+    mesh = slots.mesh(executable="system", name="young")
+    coming = on(mesh, lambda x: x)
+    assert settled(lambda: not at_work() - before, 60) is False
+    victim = (at_work() - before).pop()
+    kill(victim)
+    with pytest.raises(LostActor, match=f"mesh 'young', while it started: .*process {victim} was killed") as caught:
+        coming.result()
+    assert caught.value.rank in (0, 1)
+    assert settled(lambda: at_work() - before, 5) == set()
+
+
+class Odd(Exception):
+    """Its constructor wants other arguments than those that it keeps, and it holds what cannot be sent."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(f"{text} {number}")
+        self.number, self.lock = number, threading.Lock()
+
+
+@pytest.fixture(scope="module")
+def pair(slots: Slots) -> Mesh:
+    """A mesh that no test ends."""
+    return slots.mesh(executable="system", name="pair")
+
+
+def test_any_exception_arrives_as_itself(pair: Mesh) -> None:
+    def fails(x: Tensor) -> Tensor:
+        raise Odd(3, "odd")
+
+    with pytest.raises(Odd) as caught:
+        on(pair, fails).result()
+    assert (str(caught.value), caught.value.args) == ("odd 3", ("odd 3",))
+    (note,) = caught.value.__notes__
+    assert re.match(
+        r"raised in rank [01] of mesh 'pair':\nTraceback \(most recent call last\):\n  File .*, line \d+, in fails\n",
+        note,
+    )
+    assert not hasattr(caught.value, "lock")  # which could not be sent
+
+    def opens(x: Tensor) -> Tensor:
+        return x + len(Path("/nowhere").read_text())
+
+    with pytest.raises(FileNotFoundError) as not_found:
+        on(pair, opens).result()
+    assert not_found.value.filename == "/nowhere"
+
+
+def test_a_value_that_one_rank_could_not_make(pair: Mesh) -> None:
+    """The error of its maker, though the other rank is still at it, and whichever is asked for first."""
+
+    def make(x: Tensor) -> Tensor:
+        if process().rank == 0:
+            raise ValueError("not made")
+        time.sleep(1)
+        return x
+
+    value = shard_map(make, pair, P("dp"), resident)(torch.zeros(2))
+    more = shard_map(lambda x: x + 1, pair, resident, resident)(value)
+    last = shard_map(lambda x: x, pair, resident, P("dp"))
+    with pytest.raises(PlacementError):
+        last(more)
+    with pytest.raises(ValueError, match="not made"):
+        shard_map(lambda x: {}, pair, resident, P())(more).result()
+    with pytest.raises(ValueError, match="not made"):
+        shard_map(lambda x: {}, pair, resident, P())(value).result()
+    assert pids(pair)  # which goes on
+
+
+def test_an_error_of_one_rank_ends_those_that_wait_for_it(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nrl.runtime.ray_calls._GRACE", 1.0)
+    mesh, both = started(slots, "partial")
+
+    def add_up(x: Tensor) -> Tensor:
+        if process().rank == 1:
+            raise ValueError("not with me")
+        dist.all_reduce(x)
+        return x
+
+    with pytest.raises(ValueError, match="not with me") as caught:
+        on(mesh, add_up).result()
+    assert caught.value.__notes__[1] == (
+        "rank 0 did not return within 1 s after that, as when they wait for rank 1; mesh 'partial' has been ended"
+    )
+    assert settled(lambda: any(map(alive, both)), 5) is False
+
+
+def test_a_call_has_a_deadline(slots: Slots) -> None:
+    mesh, both = started(slots, "slow")
+    mesh.processes.deadline = 2.0  # type: ignore[attr-defined]  # the cluster's is for the start as well
+
+    def work(x: Tensor) -> Tensor:
+        print("at it")
+        time.sleep(600 if process().rank == 1 else 0)
+        return x
+
+    coming = on(mesh, work)
+    with pytest.raises(DeadlineExceeded, match=r"rank 1 of mesh 'slow' did not return within 0.5 s; it goes on"):
+        coming.result(timeout=0.5)
+    with pytest.raises(DeadlineExceeded) as caught:
+        coming.result()
+    assert str(caught.value) == (
+        "shard_map(work): rank 1 of mesh 'slow' did not return within 2 s, so the mesh has been ended. If it needs "
+        "longer, give nrl.cluster(..., deadline=) more seconds. The last lines of the log of rank 1:\n    at it"
+    )
+    assert settled(lambda: any(map(alive, both)), 5) is False
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo no library >&2; exit 3", "it ended with exit code 3 and wrote: no library"),
+        ('exec {python} -S -E "$@"', "it cannot import ray and torch"),
+        ("echo 3 11 {ray}", "it is Python 3.11, and the driver Python 3.12"),
+        ("echo 3 12 1.0", "it has Ray 1.0, and the driver Ray {ray}"),
+        (None, "it cannot be started: No such file or directory"),
+    ],
+)
+def test_an_interpreter_that_cannot_run_a_process(
+    slots: Slots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, why: str
+) -> None:
+    """Ray would start it again and again, and say nothing."""
+    import ray
+
+    python = tmp_path / "python"
+    if script is not None:
+        python.write_text("#!/bin/sh\n" + script.format(python=sys.executable, ray=ray.__version__) + "\n")
+        python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(ExecutableError) as caught:
+        slots.mesh(executable="system", name="broken")
+    assert "mesh 'broken': executable 'system' cannot run on node" in str(caught.value)
+    assert f"{python}: {why.format(ray=ray.__version__)}. Hint: " in str(caught.value)
+
+
+def test_slots_that_there_are_not(on_ray: Cluster) -> None:
+    with pytest.raises(PlacementError) as caught:
+        on_ray.reserve(1000)
+    assert re.fullmatch(
+        r"reserve: 1000 slots of 1 CPU each, PACK, cannot be had; the cluster has 1 node\(s\) \(node [\d.]+: 64 CPU\), "
+        r"of which \d+ CPU are free. Ask for fewer slots, another strategy, or add nodes",
+        str(caught.value),
+    )
+    with pytest.raises(PlacementError, match="2 slots of 1 CPU each, STRICT_SPREAD, cannot be had"):
+        on_ray.reserve(2, strategy="STRICT_SPREAD")
+
+
+def test_addresses_that_are_none(on_ray: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session is on a cluster, so another process tries them."""
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    script = """
+import sys, time, nrl
+for address in sys.argv[1:]:
+    began = time.monotonic()
+    try:
+        with nrl.cluster(address):
+            print("entered")
+    except nrl.errors.PlacementError as error:
+        print(time.monotonic() - began < 60, error)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script, "ray", "127.0.0.1:1", "nowhere.invalid:6379"], capture_output=True, text=True
+    )
+    client, nobody, unknown = run.stdout.splitlines()
+    assert client.startswith("True cluster: ray://head:10001 is an address of Ray Client, through which")
+    assert nobody.startswith("True cluster: there is no Ray cluster at '127.0.0.1:1' (")
+    assert unknown.startswith("True cluster: there is no Ray cluster at 'nowhere.invalid:6379' (")
+    assert run.stderr == ""

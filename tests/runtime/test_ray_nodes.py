@@ -1,0 +1,258 @@
+"""Several nodes in one machine: where slots lie, an environment for each, a node that is lost, two drivers at once."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import nrl
+from nrl.errors import LostActor, PlacementError
+from nrl.runtime import Executable, P, process, shard_map
+from nrl.runtime.placement import Strategy
+from tests.children import server
+from tests.processes import descendants, settled, titles
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+SMALL = Executable("small", requirements=["cowsay==6.1"])  # beside what nrl itself needs
+
+
+class Nodes:
+    """A cluster of a head without slots, and nodes with two each, and programs that join it."""
+
+    def __init__(self, folder: Path) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.folder = folder
+        self.cluster = Cluster(initialize_head=True, connect=False, head_node_args={"num_cpus": 0})
+        self.workers = {name: self.add(name) for name in "ab"}
+
+    def add(self, name: str, **more: Any) -> Any:
+        """A node with a folder of its own for environments."""
+        return self.cluster.add_node(num_cpus=2, env_vars={"NRL_VENV_DIR": str(self.folder / name)}, **more)
+
+    def start(self, program: Callable[..., Any], *args: Any) -> "Program":
+        """Run ``program(cluster's address, a function that says something, *args)`` in a process."""
+        said = self.folder / f"{program.__name__}.{time.monotonic_ns()}"
+        said.touch()
+        child = server().Process(target=_main, args=(program, self.cluster.address, str(said), args))
+        child.start()
+        return Program(child, said)
+
+    def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
+        """What it said, when it has ended well."""
+        started = self.start(program, *args)
+        started.process.join(400)
+        assert started.process.exitcode == 0, started.said()
+        return started.said()
+
+    def busy(self) -> list[str]:
+        """The processes of meshes."""
+        return [title for title in titles(descendants(os.getpid())).values() if title.startswith("ray::Worker")]
+
+
+class Program:
+    """A driver on these nodes."""
+
+    def __init__(self, process: Any, path: Path) -> None:
+        self.process, self.path = process, path
+
+    def said(self) -> list[Any]:
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+    def until_it_says(self, word: str) -> None:
+        settled(lambda: word not in self.said() and self.process.is_alive(), 200)
+        assert self.process.is_alive(), self.said()
+
+
+def _main(program: Callable[..., Any], address: str, path: str, args: tuple[Any, ...]) -> None:
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    with Path(path).open("a") as file:
+        program(address, lambda word: print(json.dumps(word), file=file, flush=True), *args)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        made = Nodes(tmp_path_factory.mktemp("nodes"))
+        yield made
+        made.cluster.shutdown()
+
+
+def refused(address: str, n: int, strategy: Strategy) -> str:
+    with nrl.cluster(address) as cluster, pytest.raises(PlacementError) as caught:
+        cluster.reserve(n, strategy=strategy, deadline=2)
+    return str(caught.value)
+
+
+def reserves(address: str, say: Callable[[Any], None]) -> None:
+    from ray.util.placement_group import placement_group_table
+
+    for strategy, n in (("PACK", 2), ("STRICT_PACK", 2), ("SPREAD", 2), ("STRICT_SPREAD", 2), ("PACK", 4)):
+        with nrl.cluster(address, deadline=60) as cluster:
+            cluster.reserve(n, strategy=strategy)  # type: ignore[arg-type]
+            made = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
+            say([len(made), len(set(made[0]["bundles_to_node_id"].values()))])
+            if n == 4:
+                with pytest.raises(PlacementError) as caught:
+                    cluster.reserve(1, deadline=2)
+                say(str(caught.value))
+    say(refused(address, 3, "STRICT_PACK"))
+    say(refused(address, 3, "STRICT_SPREAD"))
+
+
+def test_where_slots_lie(nodes: Nodes) -> None:
+    *found, taken, too_many, too_few = nodes.run(reserves)
+    assert found == [[1, 1], [1, 1], [1, 2], [1, 2], [1, 2]]  # one group each: an earlier one is gone
+    assert taken.startswith(
+        "reserve: 1 slots of 1 CPU each, PACK, cannot be had (waited 2 s); the cluster has 3 node(s)"
+    )
+    assert taken.endswith(", of which 0 CPU are free. Ask for fewer slots, another strategy, or add nodes")
+    assert "3 slots of 1 CPU each, STRICT_PACK, cannot be had" in too_many
+    assert too_many.count(": 2 CPU") == 2
+    assert too_many.count(": 0 CPU") == 1
+    assert "3 slots of 1 CPU each, STRICT_SPREAD, cannot be had" in too_few
+
+
+def where(x: Tensor) -> Tensor:
+    """Of a process: its node's letter, whether it runs in an environment of that node, and a sum over all of them."""
+    import cowsay  # type: ignore[import-not-found]
+
+    folder = os.environ["NRL_VENV_DIR"]
+    total = torch.ones(1)
+    if process().size > 1:
+        dist.all_reduce(total)
+    here = sys.prefix.startswith(folder) and cowsay.__file__.startswith(folder)
+    return torch.tensor([["ab".index(Path(folder).name), float(here), float(total)]]).expand(len(x), 3).clone()
+
+
+def builds(address: str, say: Callable[[Any], None], folder: str) -> None:
+    def built() -> list[int]:
+        return [len(list((Path(folder) / name).glob("small-*"))) for name in "ab"]
+
+    with nrl.cluster(address, deadline=400) as cluster:
+        slots = cluster.reserve(2, strategy="STRICT_SPREAD")
+        for n in (1, 2):
+            mesh = slots[:n].mesh(executable=SMALL, name=f"on{n}")
+            say([shard_map(where, mesh, P("dp"), P("dp"))(torch.zeros(n)).result().tolist(), built()])
+
+
+def test_each_node_builds_what_it_runs(nodes: Nodes) -> None:
+    (alone, one), (both, two) = nodes.run(builds, str(nodes.folder))
+    ((letter, here, total),) = alone
+    assert (here, total) == (1, 1)
+    assert one == [1 - letter, letter]  # and not where nothing runs
+    assert sorted(both) == [[0, 1, 2], [1, 1, 2]]
+    assert two == [1, 1]
+
+
+def sleeping(x: Tensor) -> Tensor:
+    time.sleep(600)
+    return x
+
+
+def stays(address: str, say: Callable[[Any], None]) -> None:
+    """A driver in a long call, on every slot."""
+    with nrl.cluster(address, deadline=200) as cluster:
+        mesh = cluster.reserve(2).mesh(executable="system", name="stays")
+        shard_map(lambda x: x, mesh, P("dp"), P("dp"))(torch.zeros(2)).result()
+        say("at it")
+        shard_map(sleeping, mesh, P("dp"), P("dp"))(torch.zeros(2)).result()
+
+
+def passes(address: str, say: Callable[[Any], None], ready: str) -> None:
+    """A driver that waits until a file is there and then goes on with its mesh, which is still well."""
+    import ray
+
+    with nrl.cluster(address, deadline=200) as cluster:
+        mesh = cluster.reserve(1).mesh(executable="system", name="passes")
+        call = shard_map(lambda x: x + 1, mesh, P("dp"), P("dp"))
+        call(torch.zeros(2)).result()
+        say("at it")
+        settled(lambda: not Path(ready).exists(), 200)
+        say(call(torch.zeros(2)).result().tolist())
+        say(settled(lambda: ray.available_resources().get("CPU", 0) != 3, 20))
+
+
+def test_a_driver_that_is_killed_leaves_nothing_and_others_alone(nodes: Nodes) -> None:
+    ready = nodes.folder / "killed"
+    other, victim = nodes.start(passes, str(ready)), nodes.start(stays)
+    other.until_it_says("at it")
+    victim.until_it_says("at it")
+    assert len(nodes.busy()) == 3
+    os.kill(victim.process.pid, signal.SIGKILL)
+    assert settled(lambda: len(nodes.busy()) > 1, 15) is False
+    ready.touch()
+    other.process.join(100)
+    assert other.said() == ["at it", [1, 1], False]  # its slots are free again
+    assert settled(nodes.busy, 15) == []
+
+
+def loses(address: str, say: Callable[[Any], None]) -> None:
+    def add_up(x: Tensor) -> Tensor:
+        if process().rank == 0:
+            time.sleep(600)
+        dist.all_reduce(x)
+        return x
+
+    with nrl.cluster(address, deadline=200) as cluster:
+        slots = cluster.reserve(2, strategy="STRICT_SPREAD")
+        mesh = slots.mesh(executable="system", name="wide")
+        shard_map(lambda x: x, mesh, P("dp"), P("dp"))(torch.zeros(2)).result()
+        coming = shard_map(add_up, mesh, P("dp"), P("dp"))(torch.zeros(2))
+        say("at it")
+        with pytest.raises(LostActor) as caught:
+            coming.result()
+        say([time.time(), caught.value.mesh, caught.value.cause])
+        mesh = cluster.reserve(1, deadline=60).mesh(executable="system", name="next")
+        say(shard_map(lambda x: x + 1, mesh, P("dp"), P("dp"))(torch.zeros(2)).result().tolist())
+
+
+def test_a_node_is_lost(nodes: Nodes) -> None:
+    driver = nodes.start(loses)
+    driver.until_it_says("at it")
+    gone = time.time()
+    nodes.cluster.remove_node(nodes.workers.pop("b"), allow_graceful=False)
+    driver.process.join(200)
+    _, (when, mesh, cause), result = driver.said()
+    assert mesh == "wide"
+    assert cause
+    assert when - gone < 30
+    assert result == [1, 1]
+    assert settled(nodes.busy, 15) == []
+
+
+def shares_gpus(address: str, say: Callable[[Any], None]) -> None:
+    with nrl.cluster(address, deadline=200) as cluster:
+        slots = cluster.reserve(2)
+        for name in ("one", "two"):  # both on the same GPUs
+            mesh = slots.mesh(executable="system", name=name)
+            look = shard_map(
+                lambda x: torch.full_like(x, int(os.environ["CUDA_VISIBLE_DEVICES"])), mesh, P("dp"), P("dp")
+            )
+            say(sorted(look(torch.zeros(2)).result().tolist()))
+        with pytest.raises(PlacementError) as caught:
+            cluster.reserve(1, deadline=2)
+        say(str(caught.value))
+
+
+def test_slots_with_gpus(nodes: Nodes) -> None:
+    """Logical ones: Ray counts what a node declares, and tells processes which are theirs."""
+    nodes.add("a", num_gpus=2)
+    one, two, taken = nodes.run(shares_gpus)
+    assert one == two == [0, 1]
+    assert taken.startswith(
+        "reserve: 1 slots of 1 GPU and 1 CPU each, PACK, cannot be had (waited 2 s); the cluster has"
+    )
+    assert "0 GPU, 0 CPU" in taken
+    assert ": 2 GPU, 2 CPU" in taken

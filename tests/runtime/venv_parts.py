@@ -1,0 +1,196 @@
+"""Small wheels, and recipes of them, that need neither an index nor a build; and processes that build them."""
+
+import base64
+import contextlib
+import functools
+import hashlib
+import http.server
+import io
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import filelock
+
+from nrl.runtime import provision
+from nrl.runtime.provision import Recipe, here, uv
+from nrl.runtime.wheels import Wheel, content_digest
+
+__all__ = ["BACKEND", "bare_builder", "index_of", "project_of", "recipe_of", "slow_source", "wheel_of"]
+
+BASE = str(Path(sys._base_executable).resolve())  # type: ignore[attr-defined]
+
+
+def wheel_of(name: str, version: str = "1.0", source: str = "", *, script: bool = False) -> Wheel:
+    """A wheel with one module, which has the package's name; with `script`, a command of that name prints its file."""
+    info = f"{name}-{version}.dist-info"
+    files = {
+        f"{name}/__init__.py": source + "\ndef main():\n    print(__file__)\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    if script:
+        files[f"{info}/entry_points.txt"] = f"[console_scripts]\n{name} = {name}:main\n"
+    record = ""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for path, text in files.items():
+            hashed = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+            record += f"{path},sha256={hashed},{len(text.encode())}\n"
+            archive.writestr(path, text)
+        archive.writestr(f"{info}/RECORD", f"{record}{info}/RECORD,,\n")
+    return Wheel(f"{name}-{version}-py3-none-any.whl", buffer.getvalue())
+
+
+def recipe_of(*wheels: Wheel, executable: str = "tiny", requirements: Iterable[str] = (), **more: Any) -> Recipe:
+    """The recipe that consists of these wheels, and of lines that are installed as they are."""
+    packages = {
+        wheel.name.split("-")[0]: {"version": wheel.version, "source": "local", "digest": content_digest(wheel)[:16]}
+        for wheel in wheels
+    }
+    for line in requirements:
+        name = line.replace("=", " ").split()[0]
+        packages[name] = {"version": "1.0", "source": "index", "digest": hashlib.sha256(line.encode()).hexdigest()[:16]}
+    python = ".".join(map(str, sys.version_info[:3]))
+    inventory = {"format": 1, "python": python, "platform": here(), "packages": dict(sorted(packages.items()))}
+    return Recipe(
+        name=f"{executable}-{hashlib.sha256(repr(inventory).encode()).hexdigest()[:12]}",
+        executable=executable,
+        python=python,
+        platform=here(),
+        requirements=tuple(requirements),
+        wheels={wheel.name: wheel.content for wheel in wheels},
+        inventory=inventory,
+        **more,
+    )
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 128  # uv asks for a hundred packages at once
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def index_of(folder: Path, *wheels: Wheel) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """An index of these wheels, which this process serves: their lines, and uv's settings for it."""
+    lines = []
+    for wheel in wheels:
+        place = folder / wheel.name.split("-")[0]
+        place.mkdir(parents=True)
+        (place / wheel.name).write_bytes(wheel.content)
+        digest = hashlib.sha256(wheel.content).hexdigest()
+        (place / "index.html").write_text(f'<a href="{wheel.name}#sha256={digest}">{wheel.name}</a>')
+        lines.append(f"{place.name}=={wheel.version} --hash=sha256:{digest}")
+    handler = functools.partial(_Quiet, directory=str(folder))
+    with _Server(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.01])
+        thread.start()
+        try:
+            yield (
+                lines,
+                {
+                    "UV_DEFAULT_INDEX": f"http://127.0.0.1:{server.server_port}",
+                    "UV_CACHE_DIR": str(folder.parent / "cache"),
+                    "UV_HTTP_RETRIES": "0",
+                },
+            )
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+BACKEND = """
+import pathlib, zipfile
+info = "{name}-1.0.dist-info"
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    with zipfile.ZipFile(pathlib.Path(wheel_directory) / "{name}-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr("{name}/__init__.py", pathlib.Path("{name}/__init__.py").read_text())
+        archive.writestr(info + "/METADATA", "Metadata-Version: 2.1\\nName: {name}\\nVersion: 1.0\\n")
+        archive.writestr(info + "/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        archive.writestr(info + "/RECORD", "{name}/__init__.py,,\\n")
+    return "{name}-1.0-py3-none-any.whl"
+def build_editable(*arguments):
+    raise RuntimeError("never needed")
+"""
+
+
+def project_of(folder: Path) -> Path:
+    """A uv project with its lock, in which something is called `nrl`, so that the lock is one that counts."""
+    root = folder / "project"
+    for path, name in ((root, "app"), (root / "libs" / "nrl", "nrl")):
+        (path / name).mkdir(parents=True)
+        (path / name / "__init__.py").write_text("x = 1\n")
+        (path / "backend.py").write_text(BACKEND.format(name=name))
+    (root / "pyproject.toml").write_text(
+        '[project]\nname = "app"\nversion = "0.1"\nrequires-python = ">=3.12"\ndependencies = ["nrl", "one"]\n'
+        '[project.optional-dependencies]\nextra = ["two"]\n'
+        '[dependency-groups]\ndev = ["three"]\n'
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+        '[tool.uv.sources]\nnrl = { path = "libs/nrl", editable = true }\n'
+    )
+    (root / "libs" / "nrl" / "pyproject.toml").write_text(
+        '[project]\nname = "nrl"\nversion = "9.9"\n'
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=root)
+    return root
+
+
+def slow_source(folder: Path) -> str:
+    """A line of requirements for a package whose build says that it has begun, and then waits for the file `go`."""
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text(
+        '[project]\nname = "slow"\nversion = "1.0"\n'
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    wheel = wheel_of("slow")
+    (folder / "backend.py").write_text(
+        "import pathlib, time\n"
+        f"folder = pathlib.Path({str(folder)!r})\n"
+        "def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):\n"
+        "    (folder / 'begun').touch()\n"
+        "    until = time.monotonic() + 60\n"
+        "    while not (folder / 'go').exists() and time.monotonic() < until:\n"
+        "        time.sleep(0.02)\n"
+        f"    (pathlib.Path(wheel_directory) / {wheel.name!r}).write_bytes({wheel.content!r})\n"
+        f"    return {wheel.name!r}\n"
+    )
+    return f"slow @ {folder.as_uri()}"
+
+
+def bare_builder(recipe: Recipe, folder: Path, scratch: Path, *, prelude: str = "") -> subprocess.Popen[str]:
+    """A process that provides the recipe with a Python that has no nrl, as on a node; it prints the interpreter.
+
+    `provide` goes there by value, together with the recipe.
+    """
+    site = scratch / "site"
+    if not site.exists():
+        site.mkdir(parents=True)
+        for package in (cloudpickle, filelock):
+            shutil.copytree(Path(str(package.__file__)).parent, site / package.__name__)
+    cloudpickle.register_pickle_by_value(provision)
+    try:
+        shipped = cloudpickle.dumps((provision.provide, recipe))
+    finally:
+        cloudpickle.unregister_pickle_by_value(provision)
+    (scratch / "shipped").write_bytes(shipped)
+    program = (
+        f"import sys; sys.path.insert(0, {str(site)!r})\n"
+        "import importlib.util; assert importlib.util.find_spec('nrl') is None\n"
+        f"import pickle; provide, recipe = pickle.load(open({str(scratch / 'shipped')!r}, 'rb'))\n"
+        f"{prelude}\n"
+        f"print(provide(recipe, folder={str(folder)!r}, say=lambda line: print(line, file=sys.stderr, flush=True)))\n"
+    )
+    return subprocess.Popen(
+        [BASE, "-I", "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=scratch
+    )
