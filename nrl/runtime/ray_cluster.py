@@ -179,21 +179,30 @@ def _enter(address: str) -> bool:
             for name, value in _OWN.items():
                 os.environ.setdefault(name, value)
             _start(attempts=3)
-    except ray.exceptions.AuthenticationError as error:
-        raise PlacementError(
-            f"cluster: the Ray cluster at '{target}' asks for a token ({_first_line(error)}); set RAY_AUTH_MODE=token, "
-            "and RAY_AUTH_TOKEN_PATH if the token is not in ~/.ray/auth_token"
-        ) from error
     except Exception as error:  # Ray raises all kinds, of which some are Exception itself
         ray.shutdown()
         if not target:
             raise PlacementError(f"cluster: Ray does not start on this machine: {_first_line(error)}") from error
+        if _asks_for_a_token(error):
+            raise PlacementError(
+                f"cluster: the Ray cluster at '{target}' asks for a token; set RAY_AUTH_MODE=token, and "
+                "RAY_AUTH_TOKEN_PATH if the token is not in ~/.ray/auth_token"
+            ) from error
         raise PlacementError(
             f"cluster: there is no Ray cluster at '{target}' ({_first_line(error)}); start one with "
             "`ray start --head`, or use the address 'ray' without RAY_ADDRESS to have one started here"
         ) from error
     ray_logs.echo()
     return not target
+
+
+def _asks_for_a_token(error: BaseException | None) -> bool:
+    """Ray says so several errors deep."""
+    while error is not None:
+        if "uthenticat" in f"{type(error).__name__} {error}":
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _target(address: str) -> str | None:
