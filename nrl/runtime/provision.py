@@ -95,7 +95,11 @@ def default_folder() -> Path:
 
 
 def provide(
-    recipe: Recipe, *, folder: str | Path | None = None, deadline: float = 1800.0, say: Callable[[str], None] = print
+    recipe: Recipe,
+    *,
+    folder: str | Path | None = None,
+    deadline: float = 1800.0,
+    say: Callable[[str], None] | None = None,
 ) -> Path:
     """The interpreter of a recipe's environment on this node, which is built if it is not there.
 
@@ -104,7 +108,7 @@ def provide(
         folder: where environments are; None: `default_folder`.
         deadline: seconds that waiting for another builder and building may take together.
         say: gets one line now and then while that lasts, and a paragraph if there is an environment of the same
-            executable that is made of something else.
+            executable that is made of something else; None: print.
 
     Returns:
         The absolute path of the interpreter.
@@ -116,6 +120,7 @@ def provide(
     >>> provide(Recipe("system", "system", interpreter=sys.executable)) == Path(sys.executable)
     True
     """
+    say = say or print  # no default: Ray replaces builtins.print, and cannot send what refers to the old one
     if recipe.interpreter is not None:
         if not Path(recipe.interpreter).exists():
             raise _error(

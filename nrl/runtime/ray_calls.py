@@ -270,10 +270,14 @@ def _original(error: BaseException, where: str) -> BaseException:
 
 def _cause(error: BaseException) -> str:
     """Why an actor died, on one line: what Ray knows, without its guesses."""
+    from ray.exceptions import ActorUnavailableError
+
     text = str(error)
     process = re.search(r"\bpid: (\d+)", text)
     if "connection error code 2" in text:
         return f"process {process[1] if process else '?'} was killed, or crashed"
+    if isinstance(error, ActorUnavailableError):
+        return "it cannot be reached any more, as when its node is gone"
     if code := re.search(r"exit code (\d+)", text):
         return f"process {process[1] if process else '?'} ended with exit code {code[1]}"
     for mark in ("Worker exit detail:", "The actor died because", "The actor is dead because"):
