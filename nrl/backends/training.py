@@ -310,7 +310,7 @@ def make_trainer(
         else:
             fn, columns = processing.save_params, held(params, "save")
         Path(folder).mkdir(parents=True, exist_ok=True)
-        call("save", fn, [engines, *columns, every(Path(folder))], Out.each).then(_only).result()
+        call("save", fn, [engines, *columns, every(Path(folder).absolute())], Out.each).then(_only).result()
         (Path(folder) / "state.json").write_text(json.dumps(record))
 
     def restore_state(folder: str | Path) -> TrainState | Params:
@@ -319,13 +319,13 @@ def make_trainer(
             raise FileNotFoundError(f"restore: nothing that a trainer saved is in {folder}")
         record = json.loads((Path(folder) / "state.json").read_text())
         fn = processing.restore if "step" in record else processing.restore_params
-        values = call("restore", fn, [engines, every(Path(folder))])
+        values = call("restore", fn, [engines, every(Path(folder).absolute())])
         if "step" not in record:
             return frozen(values, record["version"], record["published"])
         return state_of(values, record["step"], record["version"], record["published"])
 
     def export(params: Params, folder: str | Path) -> None:
-        columns = [engines, *held(params, "export"), every(Path(folder))]
+        columns = [engines, *held(params, "export"), every(Path(folder).absolute())]
         Path(folder).mkdir(parents=True, exist_ok=True)
         call("export", processing.export, columns, Out.each).then(_only).result()
 

@@ -25,8 +25,9 @@ _RAY_SETTINGS = {
 def cluster(address: str = "local", *, deadline: float = _DEADLINE) -> Iterator[Cluster]:
     """Enter a cluster: ``with nrl.cluster("local") as cluster``.
 
-    On leaving, whatever lives on its meshes is gone, and handles to it say so. No process, actor or placement group is
-    left behind.
+    At its end the block waits for calls that are under way, and raises what one raised whose results nobody has read;
+    an error in the block does not wait. On leaving, whatever lives on its meshes is gone, and handles to it say so. No
+    process, actor or placement group is left behind.
 
     Args:
         address: ``"local"``, this process; ``"ray"``: the Ray cluster that ``RAY_ADDRESS`` names, or else a new one on
@@ -58,6 +59,7 @@ def cluster(address: str = "local", *, deadline: float = _DEADLINE) -> Iterator[
         )
     try:
         yield entered
+        entered.finish()
     finally:
         entered.open = False
         entered.close()

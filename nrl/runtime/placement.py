@@ -141,6 +141,14 @@ class Cluster(ABC):
     def start(self, mesh: "Mesh", executable: Executable) -> Processes:
         """Start the processes of a mesh; `Slots.mesh` calls it."""
 
+    def finish(self) -> None:
+        """Wait for calls that are under way; called when the ``with`` block has come to its end without an error.
+
+        Raises:
+            Exception: what a call raised whose results nobody has read.
+        """
+        return
+
     def close(self) -> None:
         """Take back what has been given out; called when the ``with`` block is left."""
         return

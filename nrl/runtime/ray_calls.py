@@ -3,13 +3,14 @@
 import pickle
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from nrl.errors import DeadlineExceeded, LostActor, PlacementError
+from nrl.errors import DeadlineExceeded, LostActor, MutatedBatch, PlacementError
 from nrl.runtime import timeline
 from nrl.runtime.local import DIFFER
 from nrl.runtime.raising import Raised
@@ -17,6 +18,8 @@ from nrl.runtime.shipping import opened
 from nrl.runtime.worker import NeverMade, Receipt
 
 __all__ = ["Actors", "Call", "Part", "Pending", "Ref", "Reply"]
+
+_TOLD: deque[BaseException] = deque(maxlen=1000)  # errors that somebody who waited has been given
 
 type Ref = Any  # ray.ObjectRef, which is not imported here
 
@@ -40,6 +43,18 @@ class Actors(Protocol):
         """Kill all of them."""
         ...
 
+    def forget(self) -> None:
+        """Send anew what was sent to them before."""
+        ...
+
+    def after_end(self, who: str) -> BaseException | None:
+        """What a call raises if they have been ended; None: they have not."""
+        ...
+
+    def earlier(self, call: "Call") -> "list[Call]":
+        """The calls that were made before this one, as far as they are not known to have ended."""
+        ...
+
 
 class Call:
     """A call of one function in every process of a mesh.
@@ -56,6 +71,11 @@ class Call:
         self.done = False
         self.error: BaseException | None = None
 
+    @property
+    def untold(self) -> BaseException | None:
+        """What it raised, if nobody has been told."""
+        return None if any(self.error is error for error in _TOLD) else self.error
+
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every process is done.
 
@@ -65,13 +85,22 @@ class Call:
                 ``timeout``, after which one may wait again.
             Exception: what the function raised.
         """
-        started = time.monotonic()
-        if self is not self.actors.starting:
-            self.actors.starting.wait(timeout)
-        if not self.done:
-            self._settle(None if timeout is None else max(0.0, timeout - (time.monotonic() - started)))
+        self.settle(timeout)
         if self.error is not None:
+            _TOLD.append(self.error)
             raise self.error.with_traceback(None)  # which would keep alive what earlier waits had in their frames
+
+    def settle(self, timeout: float | None = None) -> None:
+        """Wait for it, and first for those before it, each of which has its own deadline; raises as `wait` for time."""
+        until = None if timeout is None else time.monotonic() + timeout
+        first = [] if self is self.actors.starting else [self.actors.starting, *self.actors.earlier(self)]
+        for call in [*first, self]:
+            if not call.done and not self.done:
+                left = None if until is None else max(0.0, until - time.monotonic())
+                if not call._settle(left):
+                    raise self._late(timeout or 0.0, ended=False)
+            if call is self.actors.starting and call.error is not None and not self.done:
+                self._fail(call.error)
 
     def poll(self) -> bool:
         """Whether it is done; does not wait, and raises nothing."""
@@ -80,10 +109,7 @@ class Call:
         if not self.done:
             ready, _ = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=0)
             if len(ready) == len(self.receipts):
-                try:
-                    self.wait()
-                except Exception:
-                    return True  # whoever reads its results is told
+                self.settle()  # whoever reads its results is told how it ended
         return self.done
 
     def failure(self, patience: float = 0.0) -> BaseException | None:
@@ -93,10 +119,7 @@ class Call:
         if not self.done:
             ready, _ = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=patience)
             if any(_error_of(ref) for ref in ready):
-                try:
-                    self.wait()
-                except Exception as error:
-                    return error
+                self.settle()
         return self.error
 
     def fetch(self, refs: Sequence[Ref], timeout: float) -> list[Any]:
@@ -114,7 +137,8 @@ class Call:
             self.actors.end(lost)
             raise lost from None
 
-    def _settle(self, timeout: float | None) -> None:
+    def _settle(self, timeout: float | None) -> bool:
+        """Wait for it alone; whether it has ended, in whatever way."""
         import ray
 
         whole = self.actors.deadline
@@ -122,13 +146,14 @@ class Call:
         try:
             self._finish([pickle.loads(each) for each in ray.get(self.receipts, timeout=limit)])
         except ray.exceptions.GetTimeoutError:
-            error = self._late(limit, ended=limit == whole)
             if limit < whole:
-                raise error from None
+                return False
+            error = self._late(limit, ended=True)
             self._fail(error)
             self.actors.end(error)
         except ray.exceptions.RayError as failure:
             self._fail(self._diagnosed(failure))
+        return True
 
     def _finish(self, receipts: list[Receipt]) -> None:
         for rank, receipt in enumerate(receipts):
@@ -160,6 +185,8 @@ class Call:
         for call in self.before:
             if (earlier := call.failure()) is not None:
                 return earlier
+        if (ended := self.actors.after_end(self.who)) is not None:
+            return ended
         errors, silent = self._errors()
         for rank, error in errors.items():
             if _is_death(error):
@@ -169,6 +196,8 @@ class Call:
                 return lost
         rank, raised = next(iter(errors.items()), (0, failure))
         found = _original(raised, f"raised in rank {rank} of mesh '{self.actors.name}'")
+        if isinstance(found, MutatedBatch):
+            self.actors.forget()
         if isinstance(found, NeverMade):
             for call in self.before:
                 if (earlier := call.failure(_GRACE)) is not None:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from nrl.errors import ClosedCluster, DeadlineExceeded, ExecutableError, LostActor, PlacementError
 from nrl.runtime import on_node, profiling, provision, ray_logs, venvs
 from nrl.runtime.executables import Executable
@@ -47,9 +49,15 @@ class RayCluster(Cluster):
         self._sound: set[tuple[str, str]] = set()  # nodes, and interpreters that can run a process there
         self._entered = not ray.is_initialized()
         self._own = False
-        if self._entered:
-            self._own = _enter(address)
-        self._gpus = ray.cluster_resources().get("GPU", 0) > 0
+        _refuse_client(_target(address))
+        try:
+            if self._entered:
+                self._own = _enter(address)
+            self._gpus = ray.cluster_resources().get("GPU", 0) > 0
+        except BaseException:  # Ctrl-C, too
+            if self._entered:
+                ray.shutdown()
+            raise
 
     def axes(self) -> frozenset[str]:
         """All of them."""
@@ -98,9 +106,9 @@ class RayCluster(Cluster):
             node: {"py_executable": python} | profiling.nsight(mesh.name, python)
             for node, python in interpreters.items()
         }
-        env = {"TOKENIZERS_PARALLELISM": "false", **dict(executable.env)}
-        if "OMP_NUM_THREADS" in os.environ:
-            env |= {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], "NRL_THREADS": os.environ["OMP_NUM_THREADS"]}
+        driver = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
+        env = {"TOKENIZERS_PARALLELISM": "false"} | driver | executable.env
+        threads = env.get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP allows one number for each level
         actors: list[Any] = []
         for rank, ((group, place), node) in enumerate(zip(bundles, nodes, strict=True)):
             options: dict[str, Any] = {
@@ -112,7 +120,8 @@ class RayCluster(Cluster):
                 "runtime_env": {"env_vars": env} | environments[node],
             }
             actor: Any = ray.remote(Worker).options(**options)
-            actors.append(actor.remote(mesh.name, rank, mesh.size, shares[rank]))
+            count = int(threads) if threads.isdecimal() else None
+            actors.append(actor.remote(mesh.name, rank, mesh.size, shares[rank], count, torch.initial_seed()))
         places = [(node, _address(node)) for node in nodes]
         processes = RayProcesses(mesh, actors, places, self.deadline, self._meshes if self._gpus else ())
         self._meshes.append(processes)
@@ -130,6 +139,11 @@ class RayCluster(Cluster):
                 )
         found = {group.id: placement_group_table(group)["bundles_to_node_id"] for group in self._groups}
         return [found[group.id][place] for group, place in self._bundles]
+
+    def finish(self) -> None:
+        """Wait for calls that are under way."""
+        for processes in self._meshes:
+            processes.finish()
 
     def close(self) -> None:
         """End every process, give the slots back, and leave Ray, which ends if it was started here."""
@@ -155,14 +169,7 @@ def _enter(address: str) -> bool:
     """Join a cluster or start one; whether it was started."""
     import ray
 
-    named = os.environ.get("RAY_ADDRESS")  # Ray itself prefers it to "auto"
-    target = named or (None if address == "ray" else address) if address in ("ray", "auto") else address
-    if target and target.startswith("ray://"):
-        raise PlacementError(
-            f"cluster: {target} is an address of Ray Client, through which every batch and result would take a detour "
-            "over a proxy, and which cannot pass tensors in shared memory. Run the program on a node of the cluster "
-            "(`ray job submit -- python ...`) with the address 'auto'"
-        )
+    target = _target(address)
     ray_logs.hushed()
     try:
         if target:
@@ -171,23 +178,61 @@ def _enter(address: str) -> bool:
         else:
             for name, value in _OWN.items():
                 os.environ.setdefault(name, value)
-            cpus = max(_CPUS, os.cpu_count() or 1)
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, configure_logging=False)
-    except ray.exceptions.AuthenticationError as error:
-        raise PlacementError(
-            f"cluster: the Ray cluster at '{target}' asks for a token ({_first_line(error)}); set RAY_AUTH_MODE=token, "
-            "and RAY_AUTH_TOKEN_PATH if the token is not in ~/.ray/auth_token"
-        ) from error
+            _start(attempts=3)
     except Exception as error:  # Ray raises all kinds, of which some are Exception itself
         ray.shutdown()
         if not target:
             raise PlacementError(f"cluster: Ray does not start on this machine: {_first_line(error)}") from error
+        if _asks_for_a_token(error):
+            raise PlacementError(
+                f"cluster: the Ray cluster at '{target}' asks for a token; set RAY_AUTH_MODE=token, and "
+                "RAY_AUTH_TOKEN_PATH if the token is not in ~/.ray/auth_token"
+            ) from error
         raise PlacementError(
             f"cluster: there is no Ray cluster at '{target}' ({_first_line(error)}); start one with "
             "`ray start --head`, or use the address 'ray' without RAY_ADDRESS to have one started here"
         ) from error
     ray_logs.echo()
     return not target
+
+
+def _asks_for_a_token(error: BaseException | None) -> bool:
+    """Ray says so several errors deep."""
+    while error is not None:
+        if "uthenticat" in f"{type(error).__name__} {error}":
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _target(address: str) -> str | None:
+    """The address of a running cluster; None: one is to be started."""
+    named = os.environ.get("RAY_ADDRESS")  # Ray itself prefers it to "auto"
+    return named or (None if address == "ray" else address) if address in ("ray", "auto") else address
+
+
+def _refuse_client(target: str | None) -> None:
+    if target and target.startswith("ray://"):
+        raise PlacementError(
+            f"cluster: {target} is an address of Ray Client, through which every batch and result would take a detour "
+            "over a proxy, and which cannot pass tensors in shared memory. Run the program on a node of the cluster "
+            "(`ray job submit -- python ...`) with the address 'auto'"
+        )
+
+
+def _start(attempts: int) -> None:
+    """Start Ray here; a machine that is busy may need more time than Ray gives itself."""
+    import ray
+
+    cpus = max(_CPUS, os.cpu_count() or 1)
+    for attempt in range(1, attempts + 1):
+        try:
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, configure_logging=False)
+            return
+        except Exception as error:  # Ray raises a plain one where its own processes are slow
+            ray.shutdown()
+            if attempt == attempts:
+                raise RuntimeError(_first_line(error)) from error
 
 
 def _knock(address: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 from tensordict import TensorDict
 
-from nrl.errors import ForeignState
+from nrl.errors import ClusterError, ForeignState, StateError
 from nrl.runtime import profiling
 from nrl.runtime.on_node import by_value, tail
 from nrl.runtime.placement import Donated, Mesh, Out, Rows
@@ -67,6 +67,7 @@ class RayProcesses:
         self._ended: BaseException | None = None
         self._others, self._awake = others, False
         self._open: deque[Call] = deque()
+        self._failed: list[Call] = []
         self._put: dict[Any, Ref] = {}
         ranks = range(mesh.size)
         self._speakers = {next(rank for rank in ranks if mesh.shard_of(rank) == shard) for shard in range(mesh.dp)}
@@ -94,8 +95,8 @@ class RayProcesses:
         trace = profiling.wanted(self.name, who)
         refs: list[list[Ref]] = []
         with _ORDER:
-            if self._ended is not None:
-                raise self._ended
+            if (ended := self.after_end(who)) is not None:
+                raise ended
             resting = self._take_turns()
             for rank, (arguments, beside) in enumerate(loads):
                 order = Order(
@@ -143,7 +144,23 @@ class RayProcesses:
         """Calls that nobody waits for go into the timeline, too."""
         self._open.append(call)
         while self._open and (self._open[0].done or (len(self._open) > 16 and self._open[0].poll())):
-            self._open.popleft()
+            ended = self._open.popleft()
+            if ended.untold is not None:
+                self._failed.append(ended)
+
+    def earlier(self, call: Call) -> list[Call]:
+        """The calls that were made before this one, as far as they are not known to have ended."""
+        return list(itertools.takewhile(lambda other: other is not call, list(self._open)))
+
+    def finish(self) -> None:
+        """Wait for all calls, and raise what one raised whose results nobody has read."""
+        for call in list(self._open):
+            call.settle()
+        for call in [*self._failed, *self._open]:
+            error = call.untold
+            if error is not None:
+                error.add_note(f"No result of {call.who} was read, so this is said when the cluster is left.")
+                raise error
 
     def stored(self, whole: Any, index: bytes, make: Callable[[], Any]) -> Ref:
         """Put what is made of ``whole`` into the object store: once as long as it lives, if it is a value."""
@@ -181,6 +198,19 @@ class RayProcesses:
             self._ended = self._ended or why
             for actor in self.actors:
                 ray.kill(actor, no_restart=True)
+
+    def after_end(self, who: str) -> BaseException | None:
+        """What a call raises if they have been ended; None: they have not."""
+        why = self._ended
+        if why is None or isinstance(why, ClusterError | StateError):
+            return why and why.with_traceback(None)
+        error = ClusterError(f"{who}: mesh '{self.name}' has been ended, after {type(why).__name__}: {why}")
+        error.__cause__ = why
+        return error
+
+    def forget(self) -> None:
+        """What is in the object store is not used again: somebody wrote into it."""
+        self._put.clear()
 
     def close(self, why: BaseException) -> None:
         """End the processes when the cluster is left."""

@@ -6,6 +6,7 @@ and raise nothing; `opened` says which tensors lie there, and `Shared.check` fin
 """
 
 import io
+import os
 import pickle
 import sys
 import sysconfig
@@ -158,10 +159,7 @@ def _send_by_value() -> None:
 
 
 _INSTALLED = tuple(
-    {
-        str(Path(path).resolve())
-        for path in (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), sys.base_prefix)
-    }
+    f"{Path(sysconfig.get_path(name)).resolve()}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 
 

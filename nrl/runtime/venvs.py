@@ -46,6 +46,11 @@ def recipe(name: str | Executable, *, folder: str | Path | None = None) -> Recip
     """
     wanted = executable(name)
     if wanted.name == "system":
+        if wanted.extras or wanted.groups or wanted.requirements or wanted.python:
+            raise ExecutableError(
+                "recipe: 'system' is the driver's own interpreter, to which nothing is added; give the executable with "
+                "extras, groups, requirements or python another name"
+            )
         return Recipe("system", "system", interpreter=sys.executable)
     place = Path(folder).expanduser().absolute() if folder is not None else default_folder()
     of = project()

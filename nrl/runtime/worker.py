@@ -2,15 +2,18 @@
 
 import os
 import pickle
+import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 import xxhash
+from tensordict import TensorDict
 
 from nrl.runtime import profiling
 from nrl.runtime.placement import Out
@@ -118,17 +121,23 @@ class Worker:
         mesh: the name of the mesh.
         rank: its number there.
         size: the number of processes.
-        share: how many processes share the cores of the node, unless ``OMP_NUM_THREADS`` says how many threads.
+        share: how many processes share the cores of the node.
+        threads: for torch; None: the cores of the node divided by ``share``.
+        seed: of the global random generators, which are different in each rank.
     """
 
-    def __init__(self, mesh: str, rank: int, size: int, share: int) -> None:
+    def __init__(self, mesh: str, rank: int, size: int, share: int, threads: int | None, seed: int) -> None:
         self.here = Process(rank, size, None, mesh)
         self._store: Any = None
         self._resting = False
         self._values: dict[int, Any] = {}
         self._functions: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(int(os.environ.get("NRL_THREADS") or max(1, cores // share)))
+        torch.set_num_threads(threads or max(1, cores // share))
+        seed = (seed + rank) % 2**32
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
 
     def __repr__(self) -> str:
         return f"{self.here.mesh}[{self.here.rank}]"  # Ray writes it before each line of the log
@@ -193,7 +202,8 @@ class Worker:
                 wake(value)
         shared: list[Shared] = []
         function = self._function(order.function, beside[0])
-        args = [self._argument(order.who, arg, beside, shared) for arg in order.args]
+        keeps = any(key is not None for key in order.keys)  # what stays must not lie in memory that others read
+        args = [self._argument(order.who, arg, beside, shared, copy=keeps) for arg in order.args]
         start = time.time()
         with entered(self.here), profiling.tracing(order.trace, self.here.rank):
             results = perform(order.who, function, args, order.outs)
@@ -207,8 +217,7 @@ class Worker:
             if name is not None:
                 self._values[name] = result
         digests = tuple(
-            _digest(shipped(result, order.who)) if compared else None
-            for result, compared in zip(results, order.compared, strict=True)
+            _digest(result) if compared else None for result, compared in zip(results, order.compared, strict=True)
         )
         sent = [shipped(result, order.who) for result, wanted in zip(results, order.wanted, strict=True) if wanted]
         receipt = pickle.dumps(Receipt(start, end, digests))
@@ -222,25 +231,50 @@ class Worker:
         self._functions.move_to_end(key)
         return self._functions[key]
 
-    def _argument(self, who: str, arg: Argument, beside: Sequence[Any], shared: list[Shared]) -> Any:
+    def _argument(self, who: str, arg: Argument, beside: Sequence[Any], shared: list[Shared], copy: bool) -> Any:
         if arg.key is not None:
             if arg.key not in self._values:
                 raise NeverMade(f"{who}: an argument of this call was never made")
             return self._values[arg.key]
         values = []
         for part in arg.parts:
-            value, held = opened(beside[part])
+            value, held = opened(beside[part], copy=copy)
             values.append(value)
             shared.append(held)
         value = values[0] if arg.combine is None else opened(beside[arg.combine], copy=True)[0](values)
         return value if arg.index is None else value[opened(beside[arg.index])[0]]
 
 
-def _digest(parts: Sequence[Any]) -> bytes:
+def _digest(value: Any) -> bytes:
+    """The same for values that are equal, whatever order their keys have and which of their parts are one object."""
     found = xxhash.xxh3_128()  # results may be large; nobody forges them
-    for part in parts:
-        found.update(part)
+    for piece in _pieces(value):
+        found.update(piece)
     return found.digest()
+
+
+def _pieces(value: Any) -> Iterator[Any]:
+    match value:
+        case torch.Tensor():
+            yield f"{value.dtype} {tuple(value.shape)}".encode()
+            plain = value.detach().cpu().contiguous()
+            plain = plain + 0 if plain.is_floating_point() else plain  # there are two zeros
+            yield plain.reshape(-1).view(torch.uint8).numpy()
+        case Mapping() | TensorDict():
+            yield f"{type(value).__name__} {len(value.keys())}".encode()
+            for key in sorted(value.keys(), key=repr):
+                yield repr(key).encode()
+                yield from _pieces(value[key])
+        case list() | tuple():
+            yield f"{type(value).__name__} {len(value)}".encode()
+            for part in value:
+                yield from _pieces(part)
+        case set() | frozenset():
+            yield repr(sorted(map(repr, value))).encode()
+        case str() | bytes() | int() | float() | None:
+            yield repr(value).encode()
+        case _:
+            yield from shipped(value, "P()")
 
 
 def _file_of(descriptor: int) -> str:

@@ -3,6 +3,7 @@
 import gc
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,8 +258,40 @@ def test_a_write_into_an_argument_is_found(mesh: Mesh) -> None:
         batch["input_ids"].add_(1)
         return batch["input_ids"].sum(-1)
 
+    batch = batch_of([3000, 3000], width=3000)
     with pytest.raises(MutatedBatch, match="spoil.* wrote into its arguments"):
-        shard_map(spoil, mesh, P("dp"), P("dp"))(batch_of([3000, 3000], width=3000)).result()
+        shard_map(spoil, mesh, P("dp"), P("dp"))(batch).result()
+    total = shard_map(lambda b: b["input_ids"].sum(-1), mesh, P("dp"), P("dp"))
+    assert total(batch).result().tolist() == [3000, 3000]  # what was spoiled is not used again
+
+
+def test_what_stays_is_not_what_others_read(mesh: Mesh) -> None:
+    weights = shard_map(lambda w: w, mesh, P(), resident)(torch.zeros(5000))
+
+    def add(w: Any) -> Any:
+        w.add_(1)
+        return w, {"most": Sum(w.max())}
+
+    _, most = shard_map(add, mesh, donated, (resident, merged))(weights)
+    assert finalize(most.result()) == {"most": 2.0}  # 1 in each of two processes
+
+
+def test_equal_results_are_the_same(mesh: Mesh) -> None:
+    def result() -> Any:
+        names = ["alpha", "beta", "gamma"]
+        turned = names[process().rank :] + names[: process().rank]
+        zero = torch.tensor(-0.0 if process().rank else 0.0)
+        text = str(b"ab", "ascii")
+        return dict.fromkeys(turned, 1), set(turned), zero, [text, text if process().rank else str(b"ab", "ascii")]
+
+    keys, names, *_ = shard_map(result, mesh, (), P())().result()
+    assert set(keys) == names == {"alpha", "beta", "gamma"}
+
+
+def test_random_numbers_are_seeded_and_of_each_rank(mesh: Mesh) -> None:
+    drawn = shard_map(lambda x: torch.full_like(x, torch.initial_seed() % 2**31), mesh, P("dp"), P("dp"))
+    first, second = drawn(torch.zeros(2, dtype=torch.int64)).result().tolist()
+    assert second - first == 1
 
 
 def test_errors_arrive_as_what_they_are(mesh: Mesh) -> None:
@@ -309,7 +342,7 @@ def test_a_failed_call_leaves_what_it_was_to_consume(alone: Mesh) -> None:
 
 def test_a_wait_may_end_before_the_call(alone: Mesh) -> None:
     slow = shard_map(lambda: time.sleep(1.5), alone, (), P())()
-    with pytest.raises(DeadlineExceeded, match=r"no result from mesh 'alone' after 0\.2 s"):
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 of mesh 'alone' did not return within 0\.2 s; it goes on"):
         slow.result(timeout=0.2)
     assert slow.result() is None
 
@@ -362,3 +395,32 @@ def test_of_two_meshes_on_the_same_devices_the_idle_one_rests(on_ray: Cluster) -
         "wake",
     ]
     assert told(value).result() == ["made", "rest", "wake", "rest", "wake"]
+
+
+def test_what_nobody_read_is_said_at_the_end_of_the_block(on_ray: Cluster) -> None:
+    def fails() -> None:
+        raise Particular("unread")
+
+    with pytest.raises(Particular, match="unread") as caught, nrl.cluster("ray") as cluster:
+        shard_map(fails, cluster.reserve(1).mesh(executable="system"), (), P())()
+    assert "No result of shard_map(fails) was read" in caught.value.__notes__[-1]
+
+
+def test_the_block_waits_for_calls_under_way(on_ray: Cluster, tmp_path: Path) -> None:
+    def writes(path: str) -> None:
+        time.sleep(1)
+        Path(path).touch()
+
+    with nrl.cluster("ray") as cluster:
+        shard_map(writes, cluster.reserve(1).mesh(executable="system"), P(), P())(str(tmp_path / "done"))
+    assert (tmp_path / "done").exists()
+
+
+def test_a_call_has_its_own_deadline_however_many_wait(on_ray: Cluster) -> None:
+    with nrl.cluster("ray", deadline=30) as cluster:
+        mesh = cluster.reserve(1).mesh(executable="system")
+        first = shard_map(lambda: None, mesh, (), P())()
+        first.result()
+        mesh.processes.deadline = 2.0  # type: ignore[attr-defined]
+        calls = [shard_map(lambda: time.sleep(0.7), mesh, (), P())() for _ in range(5)]
+        assert calls[-1].result() is None

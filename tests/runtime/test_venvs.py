@@ -565,3 +565,8 @@ def test_the_index_of_pip_is_uvs_where_uv_has_none(no_settings: Path, monkeypatc
     (no_settings / "config" / "uv").mkdir(parents=True)
     (no_settings / "config" / "uv" / "uv.toml").write_text("")
     assert settings() == {}
+
+
+def test_nothing_is_added_to_the_drivers_own_interpreter() -> None:
+    with pytest.raises(ExecutableError, match="'system' is the driver's own interpreter, to which nothing is added"):
+        recipe(Executable("system", requirements=["cowsay"]))
