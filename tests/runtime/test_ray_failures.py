@@ -105,6 +105,7 @@ def test_killed_in_a_collective(slots: Slots) -> None:
     assert settled(lambda: alive(first), 5) is False
 
 
+@pytest.mark.slow
 def test_ended_by_itself(slots: Slots) -> None:
     mesh, _ = started(slots, "quitter")
 
@@ -126,8 +127,13 @@ def test_killed_while_it_starts(slots: Slots) -> None:
     before = at_work()
     mesh = slots.mesh(executable="system", name="young")
     coming = on(mesh, lambda x: x)
-    assert settled(lambda: not at_work() - before, 60) is False
-    victim = (at_work() - before).pop()
+
+    def importing() -> list[int]:
+        """In the constructor; Ray would start again what it does not know yet."""
+        return [pid for pid in at_work() - before if "libtorch" in Path(f"/proc/{pid}/maps").read_text()]
+
+    assert settled(lambda: not importing(), 100) is False
+    victim = importing()[0]
     kill(victim)
     with pytest.raises(LostActor, match=f"mesh 'young', while it started: .*process {victim} was killed") as caught:
         coming.result()
