@@ -33,6 +33,7 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         self.folder = folder
+        self.spared = {pid for pid, _ in _meshes()}  # of other clusters that tests have started
         self.cluster = Cluster(initialize_head=True, connect=False, head_node_args={"num_cpus": 0})
         self.workers = {name: self.add(name) for name in "ab"}
 
@@ -57,7 +58,11 @@ class Nodes:
 
     def busy(self) -> list[str]:
         """The processes of meshes."""
-        return [title for title in titles(descendants(os.getpid())).values() if title.startswith("ray::Worker")]
+        return [title for pid, title in _meshes() if pid not in self.spared]
+
+
+def _meshes() -> list[tuple[int, str]]:
+    return [(pid, title) for pid, title in titles(descendants(os.getpid())).items() if title.startswith("ray::Worker")]
 
 
 class Program:
