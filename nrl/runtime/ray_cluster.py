@@ -21,11 +21,6 @@ from nrl.runtime.worker import Worker
 __all__ = ["RayCluster"]
 
 _CPUS = 64  # logical ones of a cluster on this machine: its processes may share cores
-_OWN = {  # settings of a cluster that is started here
-    # Ray's agents notice that their node is gone by a pipe, of which the one may hold the other's end for minutes.
-    "RAY_enable_pipe_based_agent_to_parent_health_check": "0",
-    "RAY_process_group_cleanup_enabled": "1",  # children of a process that dies end with it
-}
 _KNOCKING = 20.0  # seconds in which a host answers
 _LAST_WORDS = 0.5  # seconds that lines of processes may take to get here
 
@@ -176,8 +171,6 @@ def _enter(address: str) -> bool:
             _knock(target)
             ray.init(address=target, configure_logging=False)
         else:
-            for name, value in _OWN.items():
-                os.environ.setdefault(name, value)
             _start(attempts=3)
     except Exception as error:  # Ray raises all kinds, of which some are Exception itself
         ray.shutdown()
