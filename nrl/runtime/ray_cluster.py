@@ -65,9 +65,7 @@ class RayCluster(Cluster):
         self.check_count(n)
         bundle = {"GPU": 1, "CPU": 1} if self._gpus else {"CPU": 1}
         limit = self.deadline if deadline is None else deadline
-        if self._own and not self._room(
-            n, bundle, strategy
-        ):  # a cluster that does not grow, and is used by nobody else
+        if self._own and not self._room(n, bundle, strategy):  # it does not grow, and nobody else uses it
             raise PlacementError(_refusal(n, bundle, strategy, 0))
         group = placement_group([bundle] * n, strategy=strategy)
         self._groups.append(group)
@@ -101,9 +99,12 @@ class RayCluster(Cluster):
             node: {"py_executable": python} | profiling.nsight(mesh.name, python)
             for node, python in interpreters.items()
         }
-        driver = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
-        env = {"TOKENIZERS_PARALLELISM": "false"} | driver | executable.env
-        threads = env.get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP allows one number for each level
+        env = {"TOKENIZERS_PARALLELISM": "false"}
+        if "OMP_NUM_THREADS" in os.environ:
+            env["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"]
+        env |= executable.env
+        said = env.get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP allows one number for each level
+        threads = int(said) if said.isdecimal() else None
         actors: list[Any] = []
         for rank, ((group, place), node) in enumerate(zip(bundles, nodes, strict=True)):
             options: dict[str, Any] = {
@@ -115,8 +116,7 @@ class RayCluster(Cluster):
                 "runtime_env": {"env_vars": env} | environments[node],
             }
             actor: Any = ray.remote(Worker).options(**options)
-            count = int(threads) if threads.isdecimal() else None
-            actors.append(actor.remote(mesh.name, rank, mesh.size, shares[rank], count, torch.initial_seed()))
+            actors.append(actor.remote(mesh.name, rank, mesh.size, shares[rank], threads, torch.initial_seed()))
         places = [(node, _address(node)) for node in nodes]
         processes = RayProcesses(mesh, actors, places, self.deadline, self._meshes if self._gpus else ())
         self._meshes.append(processes)

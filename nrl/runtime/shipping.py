@@ -149,7 +149,7 @@ _SEEN: set[str] = set()
 
 def _send_by_value() -> None:
     """Let the user's own modules travel by value: those that no environment has installed."""
-    if len(sys.modules) == len(_SEEN):
+    if _SEEN.issuperset(sys.modules):
         return
     for name in sys.modules.keys() - _SEEN:
         _SEEN.add(name)

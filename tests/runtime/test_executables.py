@@ -2,7 +2,6 @@
 
 import pickle
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,6 @@ from nrl.errors import PlacementError
 from nrl.runtime.executables import EXECUTABLES, Executable, check_importable, executable, register
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    before = dict(EXECUTABLES)
-    yield
-    EXECUTABLES.clear()
-    EXECUTABLES.update(before)
 
 
 def test_the_executables_that_are_built_in() -> None:

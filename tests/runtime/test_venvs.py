@@ -30,14 +30,6 @@ ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"base-[0-9a-f]{12}")
 
 
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    before = dict(EXECUTABLES)
-    yield
-    EXECUTABLES.clear()
-    EXECUTABLES.update(before)
-
-
 def run(*command: str | Path, **env: str) -> str:
     done = subprocess.run(
         [str(each) for each in command], capture_output=True, text=True, timeout=120, env={**os.environ, **env}, cwd="/"
