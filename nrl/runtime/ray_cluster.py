@@ -23,6 +23,7 @@ __all__ = ["RayCluster"]
 _CPUS = 64  # logical ones of a cluster on this machine: its processes may share cores
 _KNOCKING = 20.0  # seconds in which a host answers
 _LAST_WORDS = 0.5  # seconds that lines of processes may take to get here
+_ORPHANED = "RAY_gcs_rpc_server_reconnect_timeout_s"  # after these, Ray's agents no longer look for a head that is gone
 
 
 class RayCluster(Cluster):
@@ -218,14 +219,20 @@ def _start(attempts: int) -> None:
     import ray
 
     cpus = max(_CPUS, os.cpu_count() or 1)
-    for attempt in range(1, attempts + 1):
-        try:
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, configure_logging=False)
-            return
-        except Exception as error:  # Ray raises a plain one where its own processes are slow
-            ray.shutdown()
-            if attempt == attempts:
-                raise RuntimeError(_first_line(error)) from error
+    before = os.environ.get(_ORPHANED)
+    os.environ.setdefault(_ORPHANED, "10")  # instead of 60; for what starts here, not for this process
+    try:
+        for attempt in range(1, attempts + 1):
+            try:
+                ray.init(address="local", num_cpus=cpus, include_dashboard=False, configure_logging=False)
+                return
+            except Exception as error:  # Ray raises a plain one where its own processes are slow
+                ray.shutdown()
+                if attempt == attempts:
+                    raise RuntimeError(_first_line(error)) from error
+    finally:
+        if before is None:
+            del os.environ[_ORPHANED]
 
 
 def _knock(address: str) -> None:
