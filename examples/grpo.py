@@ -35,6 +35,7 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = "float32"
     sampler: Literal["hf"] = "hf"
     dp: int = 1  # shards that the trainer splits a batch into
+    samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainer's
     prompts: int = 32  # a step
     group_size: int = 8  # samples a prompt
     lag: int = 0  # publishes that a rollout may be early
@@ -72,11 +73,11 @@ def evaluate(cfg: Config, sampler: Sampler) -> Metrics:
 def main(cfg: Config) -> None:
     """The whole of GRPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        slots = cluster.reserve(cfg.dp + 1)
+        slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
         model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
-        sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :], model, cfg.sampling)
+        sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling)
         step = trainer.train_step(grpo_loss)
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)

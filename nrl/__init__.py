@@ -10,6 +10,7 @@ Algorithms are written from pure functions over immutable batches; a runtime map
 [0, 2, 4, 6]
 """
 
+import nrl.imports  # isort: skip  # noqa: F401  # before any other module imports tensordict
 from nrl.backends import Model, Sampling, adamw, evaluate, publish
 from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibatches, pad, require, shard
 from nrl.columns import COLUMNS

@@ -1,4 +1,5 @@
-"""A run on Ray, of which a process is killed at any moment, ends with the numbers of one that was left alone."""
+"""Processes on Ray that are killed at any moment: of a run, in a collective, while they start. Nothing hangs, and a run
+ends with the numbers and weights of one that was left alone."""
 
 import os
 import random
@@ -10,19 +11,25 @@ from pathlib import Path
 
 import attrs
 import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
 
 import nrl
 from nrl import data, tiny
 from nrl.algos import sft_loss
 from nrl.backends import adamw, fsdp
 from nrl.checkpoint import Checkpoints
-from nrl.runtime import Cluster
+from nrl.errors import LostActor
+from nrl.runtime import Cluster, Future, Mesh, P, shard_map
 from tests.processes import alive, descendants, settled, titles
 from tests.test_kill import numbers
 
 pytestmark = pytest.mark.ray
 
 STEPS = 10
+SOON = 20.0  # seconds until an error must have come, far below the cluster's deadline
 
 
 @attrs.frozen
@@ -48,6 +55,12 @@ def main(cfg: Config) -> None:
             state, metrics = step(state, batch)
             run.log(i, metrics)
             run.save(i, policy=state, stream=stream)
+        trainer.export(state.params, run.out / "model")
+
+
+def at_work() -> set[int]:
+    """The processes of this one's Ray that are there for Python's sake, and have told it so."""
+    return {pid for pid, title in titles(descendants(os.getpid())).items() if title.startswith("ray::")}
 
 
 class Killer(threading.Thread):
@@ -56,17 +69,13 @@ class Killer(threading.Thread):
     def __init__(self, out: Path, kills: int, took: float, draw: random.Random) -> None:
         super().__init__(daemon=True)
         self.out, self.kills, self.took, self.draw = out, kills, took, draw
-        self.spared, self.ended = self.running(), threading.Event()
+        self.spared, self.ended = at_work(), threading.Event()
         self.phases: list[str] = []
-
-    def running(self) -> set[int]:
-        """The processes of this one's Ray that are there for Python's sake, and have told it so."""
-        return {pid for pid, title in titles(descendants(os.getpid())).items() if title.startswith("ray::")}
 
     def run(self) -> None:
         while len(self.phases) < self.kills and not self.ended.wait(self.draw.uniform(0, self.took)):
-            settled(lambda: not self.running() - self.spared and not self.ended.is_set(), 100)
-            mesh = sorted(self.running() - self.spared)
+            settled(lambda: not at_work() - self.spared and not self.ended.is_set(), 100)
+            mesh = sorted(at_work() - self.spared)
             if mesh and not self.ended.is_set():
                 self.phases.append(self.phase())
                 os.kill(self.draw.choice(mesh), signal.SIGKILL)
@@ -86,7 +95,7 @@ def check(tmp_path: Path, kills: int, seed: int) -> list[str]:
     began = time.monotonic()
     main(Config(str(tmp_path / "whole")))
     took = time.monotonic() - began
-    expected = numbers(tmp_path / "whole")
+    expected, weights = numbers(tmp_path / "whole"), load_file(tmp_path / "whole" / "model" / "model.safetensors")
     assert len(expected["metrics.jsonl"]) == STEPS
     draw = random.Random(seed)
     phases: list[str] = []
@@ -100,6 +109,9 @@ def check(tmp_path: Path, kills: int, seed: int) -> list[str]:
         killer.ended.set()
         killer.join()
         assert numbers(out) == expected
+        resumed = load_file(out / "model" / "model.safetensors")
+        assert resumed.keys() == weights.keys()
+        assert all(torch.equal(resumed[name], weight) for name, weight in weights.items())
         if not killer.phases:  # it was faster than the first one
             took = min(took, time.monotonic() - started)
         phases += killer.phases
@@ -108,15 +120,91 @@ def check(tmp_path: Path, kills: int, seed: int) -> list[str]:
     return phases
 
 
-@pytest.mark.timeout(900)
-def test_killed_twice(on_ray: Cluster, tmp_path: Path) -> None:
-    assert len(check(tmp_path, kills=2, seed=1)) == 2
+TWICE = [2, pytest.param(20, marks=pytest.mark.slow)]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_killed_at_twenty_random_moments(on_ray: Cluster, tmp_path: Path) -> None:
-    phases = check(tmp_path, kills=20, seed=2)
-    assert len(phases) == 20
-    assert "start" in phases
-    assert set(phases) - {"start"}
+@pytest.mark.parametrize("kills", TWICE)
+def test_a_run(on_ray: Cluster, tmp_path: Path, kills: int) -> None:
+    phases = check(tmp_path, kills, seed=kills)
+    assert len(phases) == kills
+    if kills == 20:
+        assert "start" in phases
+        assert set(phases) - {"start"}
+
+
+def pids(mesh: Mesh) -> list[int]:
+    found = shard_map(lambda x: torch.full_like(x, os.getpid(), dtype=torch.long), mesh, P("dp"), P("dp"))
+    return [int(pid) for pid in found(torch.zeros(2)).result()]
+
+
+def adds_up(x: Tensor) -> Tensor:
+    """Its time goes into collectives."""
+    for _ in range(10**9):
+        dist.all_reduce(x)
+    return x
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kills", TWICE)
+def test_in_a_collective(on_ray: Cluster, kills: int) -> None:
+    draw = random.Random(kills)
+    slots = on_ray.reserve(2)
+    for kill in range(kills):
+        mesh = slots.mesh(executable="system", name=f"together{kill}")
+        both = pids(mesh)
+        coming = shard_map(adds_up, mesh, P("dp"), P("dp"))(torch.zeros(2))
+        time.sleep(draw.uniform(0, 1))
+        rank = draw.randrange(2)
+        os.kill(both[rank], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(LostActor) as caught:
+            coming.result()
+        assert time.monotonic() - began < SOON
+        assert (caught.value.mesh, caught.value.rank) == (mesh.name, rank)
+        assert settled(partial(_any_alive, both), 5) is False
+
+
+def loss(coming: Future[Tensor]) -> LostActor | None:
+    try:
+        coming.result()
+    except LostActor as error:
+        return error
+    return None
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kills", TWICE)
+def test_while_it_starts(on_ray: Cluster, kills: int) -> None:
+    """Of a process that Ray has not heard of yet, Ray starts another one; all else is told, and the peer is ended."""
+    draw = random.Random(kills)
+    took, told, unheard = 0.0, 0, 0
+    while told < kills:
+        spared = at_work()
+
+        def young(spared: set[int] = spared) -> list[int]:
+            return sorted(at_work() - spared)
+
+        with nrl.cluster("ray", deadline=200) as cluster:
+            began = time.monotonic()
+            mesh = cluster.reserve(2).mesh(executable="system", name=f"young{told}")
+            coming = shard_map(lambda x: x, mesh, P("dp"), P("dp"))(torch.zeros(2))
+            if not took:  # the first one is left alone
+                coming.result()
+                took = time.monotonic() - began
+                continue
+            while not young():
+                time.sleep(0.05)
+            time.sleep(draw.uniform(0, took / 2))
+            os.kill(draw.choice(young()), signal.SIGKILL)
+            began = time.monotonic()
+            error = loss(coming)
+            if error is None:
+                unheard += 1
+                assert unheard <= kills
+                continue
+            assert time.monotonic() - began < SOON
+            assert error.mesh == mesh.name
+            assert error.rank in (0, 1)
+            assert settled(young, 5) == []
+            told += 1

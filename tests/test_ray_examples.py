@@ -111,6 +111,12 @@ def supervised() -> Batch:
     return nrl.data.supervised([{"prompt": "1+1=", "response": "2"}] * 4, tiny.tokenizer())
 
 
+def needs_pytest() -> str:
+    import pytest
+
+    return pytest.__version__
+
+
 def test_processes_run_in_an_environment_of_their_own(on_ray: Cluster) -> None:
     import sys
 
@@ -122,9 +128,25 @@ def test_processes_run_in_an_environment_of_their_own(on_ray: Cluster) -> None:
     with nrl.cluster("ray") as cluster:
         mesh = cluster.reserve(1).mesh(name="elsewhere")
         prefix, has_pytest, name = shard_map(where, mesh, (), P())().result()
+        with pytest.raises(ModuleNotFoundError) as caught:
+            shard_map(needs_pytest, mesh, (), P())().result()
     assert Path(prefix).name.startswith("base-")
     assert not has_pytest  # a development dependency, which `base` is without
     assert name == "elsewhere"
+    assert caught.value.__notes__[1] == (
+        "The environment of mesh 'elsewhere' has no package 'pytest': name it in the requirements of its Executable, "
+        "or use executable='system' if the driver's own interpreter has it"
+    )
+
+
+@pytest.mark.parametrize("samplers", [1, 0])
+def test_grpo_with_its_own_sampler(on_ray: Cluster, samplers: int, tmp_path: Path) -> None:
+    """The whole example; without slots for a sampler it shares the trainer's."""
+    options = {"warmup": 2, "prompts": 4, "samplers": samplers, "evaluate_prompts": 8}
+    expected = run("grpo", tmp_path / "local", **options)
+    found = run("grpo", tmp_path / "ray", cluster="ray", **options)
+    for key in ("loss", "grad_norm", "reward", "mismatch/kl", "tokens"):
+        torch.testing.assert_close([x[key] for x in found], [x[key] for x in expected], rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.slow

@@ -198,6 +198,12 @@ class Call:
         found = _original(raised, f"raised in rank {rank} of mesh '{self.actors.name}'")
         if isinstance(found, MutatedBatch):
             self.actors.forget()
+        if isinstance(found, ModuleNotFoundError) and found.name:
+            package = found.name.partition(".")[0]
+            found.add_note(
+                f"The environment of mesh '{self.actors.name}' has no package '{package}': name it in the requirements "
+                "of its Executable, or use executable='system' if the driver's own interpreter has it"
+            )
         if isinstance(found, NeverMade):
             for call in self.before:
                 if (earlier := call.failure(_GRACE)) is not None:

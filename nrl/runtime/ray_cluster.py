@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ __all__ = ["RayCluster"]
 
 _CPUS = 64  # logical ones of a cluster on this machine: its processes may share cores
 _KNOCKING = 20.0  # seconds in which a host answers
+_SILENCE = 10.0  # seconds for which slots are waited for before one is told, and then six times as long
 _LAST_WORDS = 0.5  # seconds that lines of processes may take to get here
 _ORPHANED = "RAY_gcs_rpc_server_reconnect_timeout_s"  # after these, Ray's agents no longer look for a head that is gone
 
@@ -45,10 +46,16 @@ class RayCluster(Cluster):
         self._sound: set[tuple[str, str]] = set()  # nodes, and interpreters that can run a process there
         self._entered = not ray.is_initialized()
         self._own = False
-        _refuse_client(_target(address))
+        target = _target(address)
+        _refuse_client(target)
         try:
             if self._entered:
-                self._own = _enter(address)
+                self._own = _enter(target)
+            elif target not in (None, "auto", here := ray.get_runtime_context().gcs_address):
+                raise PlacementError(
+                    f"cluster: this process is on the Ray cluster at '{here}' already, and cannot join '{target}'; "
+                    "leave it first (`ray.shutdown()`), or use the address 'auto'"
+                )
             self._gpus = ray.cluster_resources().get("GPU", 0) > 0
         except BaseException:  # Ctrl-C, too
             if self._entered:
@@ -70,7 +77,7 @@ class RayCluster(Cluster):
             raise PlacementError(_refusal(n, bundle, strategy, 0))
         group = placement_group([bundle] * n, strategy=strategy)
         self._groups.append(group)
-        if not group.wait(timeout_seconds=limit):
+        if not _had(group, _asked(n, bundle, strategy), limit):
             self._groups.remove(group)
             text = _refusal(n, bundle, strategy, limit)  # before the group that waits is gone
             remove_placement_group(group)
@@ -131,7 +138,7 @@ class RayCluster(Cluster):
             if not group.wait(timeout_seconds=self.deadline):
                 raise PlacementError(
                     f"mesh: a node of its slots is gone, and no other had room for them within {self.deadline:g} s; "
-                    f"leave the cluster, and reserve fewer slots. {_stock(['CPU', 'GPU'])}"
+                    f"leave the cluster, and reserve fewer slots. {_stock()}"
                 )
         found = {group.id: placement_group_table(group)["bundles_to_node_id"] for group in self._groups}
         return [found[group.id][place] for group, place in self._bundles]
@@ -161,11 +168,10 @@ class RayCluster(Cluster):
             ray.shutdown()
 
 
-def _enter(address: str) -> bool:
+def _enter(target: str | None) -> bool:
     """Join a cluster or start one; whether it was started."""
     import ray
 
-    target = _target(address)
     ray_logs.hushed()
     try:
         if target:
@@ -187,6 +193,8 @@ def _enter(address: str) -> bool:
             "`ray start --head`, or use the address 'ray' without RAY_ADDRESS to have one started here"
         ) from error
     ray_logs.echo()
+    if target:
+        print(f"cluster: joined Ray at {ray.get_runtime_context().gcs_address}; {_stock()}", flush=True)  # noqa: T201
     return not target
 
 
@@ -246,17 +254,34 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
+def _had(group: Any, asked: str, deadline: float) -> bool:
+    """Wait until a placement group is there, and tell what is waited for."""
+    until = time.monotonic() + deadline
+    patience = _SILENCE
+    while (left := until - time.monotonic()) > patience:
+        if group.wait(timeout_seconds=patience):
+            return True
+        print(f"reserve: waiting for {asked}; {_stock()}", flush=True)  # noqa: T201
+        patience = 6 * _SILENCE
+    return bool(group.wait(timeout_seconds=max(0.0, left)))
+
+
+def _asked(n: int, bundle: Mapping[str, int], strategy: str) -> str:
+    return f"{n} slots of {' and '.join(f'{count} {kind}' for kind, count in bundle.items())} each, {strategy}"
+
+
 def _refusal(n: int, bundle: Mapping[str, int], strategy: str, waited: float) -> str:
-    asked = " and ".join(f"{count} {kind}" for kind, count in bundle.items())
     return (
-        f"reserve: {n} slots of {asked} each, {strategy}, cannot be had"
+        f"reserve: {_asked(n, bundle, strategy)}, cannot be had"
         + (f" (waited {waited:g} s)" if waited else "")
-        + f"; {_stock(list(bundle))}. Ask for fewer slots, another strategy, or add nodes"
+        + f"; {_stock()}. Ask for fewer slots, another strategy, or add nodes"
     )
 
 
-def _stock(kinds: Sequence[str]) -> str:
+def _stock() -> str:
     import ray
+
+    kinds = [kind for kind in ("GPU", "CPU") if kind == "CPU" or ray.cluster_resources().get(kind)]
 
     def listed(resources: Mapping[str, float]) -> str:
         return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in kinds)
@@ -272,6 +297,14 @@ def _interpreters(
     """Which Python runs the processes on each node; environments that are not there are built, on all nodes at once."""
     import ray
 
+    version = tuple(sys.version_info[:2])
+    own, asked = ".".join(map(str, version)), executable.python
+    if asked is not None and asked.split(".")[:2] != own.split("."):
+        raise ExecutableError(
+            f"mesh '{mesh}': executable '{executable.name}' is of Python {asked}, and the driver of Python {own}. "
+            "What they send each other can be read by the same version only: leave out python=, or run the driver with "
+            f"{asked}"
+        )
     recipe = venvs.recipe(executable)
     if recipe.interpreter is not None:
         found = dict.fromkeys(nodes, recipe.interpreter)
@@ -281,7 +314,6 @@ def _interpreters(
             node: str(python) for node, python in build(provision.provide, dict.fromkeys(nodes, (recipe,))).items()
         }
     new = set(found.items()) - sound
-    version = tuple(sys.version_info[:2])
     look = functools.partial(_on_nodes, mesh, f"executable '{executable.name}' cannot be looked at", deadline)
     faults = look(on_node.fault, {node: (python, version, ray.__version__) for node, python in new})
     for node, fault in faults.items():
@@ -313,8 +345,8 @@ def _on_nodes(
         task: Any = ray.remote(on_node.by_value(fn))
         task = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
         refs[node] = task.remote(*args[node], deadline=deadline)
-    found = {this: fn(*args[this], deadline=deadline)} if this in args else {}
     until = time.monotonic() + deadline
+    found = {this: fn(*args[this], deadline=deadline)} if this in args else {}
     for node, ref in refs.items():
         try:
             found[node] = ray.get(ref, timeout=max(0.0, until - time.monotonic()))

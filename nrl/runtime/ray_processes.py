@@ -111,9 +111,9 @@ class RayProcesses:
                     trace=trace,
                 )
                 method = self.actors[rank].call.options(num_returns=1 + sum(wanted[rank]))
-                given = method.remote(*folded(order, beside), *resting)
+                given = method.remote(*folded(order, beside), *(ref for other in resting for ref in other.receipts))
                 refs.append(given if isinstance(given, list) else [given])
-            call = Call(self, who, [given[0] for given in refs], luggage.before)
+            call = Call(self, who, [given[0] for given in refs], [*luggage.before, *resting])
             self._remember(call)
         returned = [iter(given[1:]) for given in refs]
         found: list[Any] = []
@@ -125,13 +125,14 @@ class RayProcesses:
                 found.append(Reply(call, sent))
         return found
 
-    def _take_turns(self) -> list[Ref]:
+    def _take_turns(self) -> list[Call]:
         """Make meshes on the same devices rest; what has to be waited for before the devices are free."""
-        resting: list[Ref] = []
+        resting: list[Call] = []
         for other in self._others:
             shared = set(other.mesh.slots.indices) & set(self.mesh.slots.indices)
             if other is not self and shared and other._awake and other._ended is None:
-                resting += [actor.rest.remote() for actor in other.actors]
+                resting.append(Call(other, "rest", [actor.rest.remote() for actor in other.actors], []))
+                other._remember(resting[-1])
                 other._awake = False
         self._awake = True
         return resting

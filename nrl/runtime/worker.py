@@ -175,13 +175,15 @@ class Worker:
             self.here = Process(rank, size, mesh, self.here.mesh)
         return pickle.dumps(Receipt(start, time.time(), ()))
 
-    def rest(self) -> None:
+    def rest(self) -> bytes:
         """Let what is kept here leave the device, until the next call: another mesh on it has work to do."""
+        start = time.time()
         self._resting = True
         for value in self._values.values():
             rest(value)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        return pickle.dumps(Receipt(start, time.time(), ()))
 
     def call(self, letter: bytes, *arrived: Any) -> Any:
         """Do what is ordered, see `folded`: a receipt, pickled, and the results that are wanted.

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import nrl
 from nrl.errors import DeadlineExceeded, ExecutableError, LostActor, PlacementError
-from nrl.runtime import Cluster, Future, Mesh, P, Slots, process, resident, shard_map
-from tests.processes import alive, descendants, settled, titles
+from nrl.runtime import Cluster, Executable, Future, Mesh, P, Slots, process, resident, shard_map
+from tests.processes import alive, settled
 
 pytestmark = pytest.mark.ray
 
@@ -90,21 +91,6 @@ def test_killed_in_a_call(slots: Slots) -> None:
     assert settled(lambda: alive(second), 5) is False
 
 
-def test_killed_in_a_collective(slots: Slots) -> None:
-    mesh, (first, second) = started(slots, "together")
-
-    def add_up(x: Tensor) -> Tensor:
-        if process().rank == 1:
-            time.sleep(600)
-        dist.all_reduce(x)
-        return x
-
-    coming = on(mesh, add_up)
-    after(1, lambda: kill(second))
-    lost(coming.result, "together", 1)
-    assert settled(lambda: alive(first), 5) is False
-
-
 @pytest.mark.slow
 def test_ended_by_itself(slots: Slots) -> None:
     mesh, _ = started(slots, "quitter")
@@ -115,30 +101,6 @@ def test_ended_by_itself(slots: Slots) -> None:
         return x
 
     lost(on(mesh, leave).result, "quitter", 1)
-
-
-def at_work() -> set[int]:
-    """The Python processes that Ray has started for this one, and that have told it so."""
-    return {pid for pid, title in titles(descendants(os.getpid())).items() if title.startswith("ray::")}
-
-
-def test_killed_while_it_starts(slots: Slots) -> None:
-    """Rank 0 or 1: the other one waits for it, and must not do so for long."""
-    before = at_work()
-    mesh = slots.mesh(executable="system", name="young")
-    coming = on(mesh, lambda x: x)
-
-    def importing() -> list[int]:
-        """In the constructor; Ray would start again what it does not know yet."""
-        return [pid for pid in at_work() - before if "libtorch" in Path(f"/proc/{pid}/maps").read_text()]
-
-    assert settled(lambda: not importing(), 100) is False
-    victim = importing()[0]
-    kill(victim)
-    with pytest.raises(LostActor, match=f"mesh 'young', while it started: .*process {victim} was killed") as caught:
-        coming.result()
-    assert caught.value.rank in (0, 1)
-    assert settled(lambda: at_work() - before, 5) == set()
 
 
 class Odd(Exception):
@@ -262,6 +224,21 @@ def test_an_interpreter_that_cannot_run_a_process(
         slots.mesh(executable="system", name="broken")
     assert "mesh 'broken': executable 'system' cannot run on node" in str(caught.value)
     assert f"{python}: {why.format(ray=ray.__version__)}. Hint: " in str(caught.value)
+
+
+def test_another_python_than_the_drivers(slots: Slots) -> None:
+    with pytest.raises(ExecutableError, match="'old' is of Python 3.11, and the driver of Python 3.12"):
+        slots.mesh(executable=Executable("old", python="3.11"))
+
+
+def test_a_second_address(on_ray: Cluster) -> None:
+    import ray
+
+    here = ray.get_runtime_context().gcs_address
+    with pytest.raises(PlacementError, match=f"is on the Ray cluster at '{here}' already, and cannot join '10.0.0.1:6"):
+        nrl.cluster("10.0.0.1:6379").__enter__()
+    with nrl.cluster(here) as same:
+        assert same.name == here
 
 
 def test_slots_that_there_are_not(on_ray: Cluster) -> None:

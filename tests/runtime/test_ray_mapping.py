@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from nrl.errors import (
     ConsumedState,
     DeadlineExceeded,
     ForeignState,
+    LostActor,
     MissingColumn,
     MutatedBatch,
     PlacementError,
@@ -396,6 +398,12 @@ def test_of_two_meshes_on_the_same_devices_the_idle_one_rests(on_ray: Cluster) -
         "wake",
     ]
     assert told(value).result() == ["made", "rest", "wake", "rest", "wake"]
+    (pid,) = shard_map(lambda: (os.getpid(),), one, (), P())().result()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(LostActor, match="rest: ") as caught:
+        told(value).result()
+    assert caught.value.mesh == one.name
+    assert told(value).result()[-1] == "wake"  # the other mesh goes on
 
 
 def test_what_nobody_read_is_said_at_the_end_of_the_block(on_ray: Cluster) -> None:
