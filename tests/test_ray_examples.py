@@ -71,10 +71,15 @@ def trained(cluster: Cluster, batches: list[Batch], dp: int) -> tuple[list[dict[
     return found, trainer.logprobs(state.params, batches[0]).result(), dict(state.params.tensors())
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_grpo_on_the_same_rollouts(on_ray: Cluster, rollouts: list[Batch], dp: int) -> None:
+@pytest.fixture(scope="module")
+def here_too(rollouts: list[Batch]) -> tuple[list[dict[str, float]], torch.Tensor, Any]:
     with nrl.cluster("local") as local:
-        expected, logprobs, weights = trained(local, rollouts, 1)
+        return trained(local, rollouts, 1)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_grpo_on_the_same_rollouts(on_ray: Cluster, rollouts: list[Batch], here_too: Any, dp: int) -> None:
+    expected, logprobs, weights = here_too
     with nrl.cluster("ray") as cluster:
         found, others, moved = trained(cluster, rollouts, dp)
     for key in ("loss", "grad_norm", "lag", "skipped", "lr"):
@@ -91,12 +96,13 @@ def test_a_sampler_on_several_processes_samples_what_one_does(on_ray: Cluster) -
         expected = hf.sampler(local.reserve(1), tiny.model(), Sampling(max_new_tokens=6)).generate(prompts, seeds=seeds)
     with nrl.cluster("ray") as cluster:
         slots = cluster.reserve(3)
+        mesh = slots[2:].mesh(name="trainer")  # which starts while the sampler does
         sampler = hf.sampler(slots[:2], tiny.model(), Sampling(max_new_tokens=6))
+        trainer = fsdp.trainer(mesh, tiny.model(), adamw(lr=1e-2))
         found = sampler.generate(prompts, seeds=seeds)
         for one, other in zip(found.result(), expected.result(), strict=True):
             assert one.token_ids.tolist() == other.token_ids.tolist()
             torch.testing.assert_close(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
-        trainer = fsdp.trainer(slots[2:], tiny.model(), adamw(lr=1e-2))
         state, _ = trainer.train_step(nrl.algos.sft_loss)(trainer.init(), supervised())
         assert nrl.publish(state.params, sampler) == sampler.version == 1
         row = sampler.generate([[5, 6]], seeds=[3]).result()[0]
@@ -139,14 +145,23 @@ def test_processes_run_in_an_environment_of_their_own(on_ray: Cluster) -> None:
     )
 
 
+SMALL = {"warmup": 30, "prompts": 4, "evaluate_prompts": 8}
+
+
+@pytest.fixture(scope="module")
+def grpo_here(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    return run("grpo", tmp_path_factory.mktemp("grpo"), **SMALL)
+
+
 @pytest.mark.parametrize("samplers", [1, 0])
-def test_grpo_with_its_own_sampler(on_ray: Cluster, samplers: int, tmp_path: Path) -> None:
+def test_grpo_with_its_own_sampler(
+    on_ray: Cluster, grpo_here: list[dict[str, float]], samplers: int, tmp_path: Path
+) -> None:
     """The whole example; without slots for a sampler it shares the trainer's."""
-    options = {"warmup": 2, "prompts": 4, "samplers": samplers, "evaluate_prompts": 8}
-    expected = run("grpo", tmp_path / "local", **options)
-    found = run("grpo", tmp_path / "ray", cluster="ray", **options)
-    for key in ("loss", "grad_norm", "reward", "mismatch/kl", "tokens"):
-        torch.testing.assert_close([x[key] for x in found], [x[key] for x in expected], rtol=1e-5, atol=1e-8)
+    found = run("grpo", tmp_path, cluster="ray", samplers=samplers, **SMALL)
+    assert any(x["grad_norm"] for x in found)
+    for key in ("loss", "grad_norm", "reward", "ratio_max", "tokens"):
+        torch.testing.assert_close([x[key] for x in found], [x[key] for x in grpo_here], rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.slow

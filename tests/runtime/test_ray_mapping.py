@@ -406,30 +406,23 @@ def test_of_two_meshes_on_the_same_devices_the_idle_one_rests(on_ray: Cluster) -
     assert told(value).result()[-1] == "wake"  # the other mesh goes on
 
 
-def test_what_nobody_read_is_said_at_the_end_of_the_block(on_ray: Cluster) -> None:
+def test_a_block_ends_when_its_calls_have_and_says_what_nobody_read(on_ray: Cluster, tmp_path: Path) -> None:
     def fails() -> None:
         raise Particular("unread")
 
-    with pytest.raises(Particular, match="unread") as caught, nrl.cluster("ray") as cluster:
-        shard_map(fails, cluster.reserve(1).mesh(executable="system"), (), P())()
-    assert "No result of shard_map(fails) was read" in caught.value.__notes__[-1]
-
-
-def test_the_block_waits_for_calls_under_way(on_ray: Cluster, tmp_path: Path) -> None:
     def writes(path: str) -> None:
         time.sleep(1)
         Path(path).touch()
 
-    with nrl.cluster("ray") as cluster:
-        shard_map(writes, cluster.reserve(1).mesh(executable="system"), P(), P())(str(tmp_path / "done"))
+    with pytest.raises(Particular, match="unread") as caught, nrl.cluster("ray") as cluster:
+        mesh = cluster.reserve(1).mesh(executable="system")
+        shard_map(fails, mesh, (), P())()
+        shard_map(writes, mesh, P(), P())(str(tmp_path / "done"))
+    assert "No result of shard_map(fails) was read" in caught.value.__notes__[-1]
     assert (tmp_path / "done").exists()
 
 
-def test_a_call_has_its_own_deadline_however_many_wait(on_ray: Cluster) -> None:
-    with nrl.cluster("ray", deadline=30) as cluster:
-        mesh = cluster.reserve(1).mesh(executable="system")
-        first = shard_map(lambda: None, mesh, (), P())()
-        first.result()
-        mesh.processes.deadline = 2.0  # type: ignore[attr-defined]
-        calls = [shard_map(lambda: time.sleep(0.7), mesh, (), P())() for _ in range(5)]
-        assert calls[-1].result() is None
+def test_a_call_has_its_own_deadline_however_many_wait(alone: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alone.processes, "deadline", 2.0)
+    calls = [shard_map(lambda: time.sleep(0.7), alone, (), P())() for _ in range(5)]
+    assert calls[-1].result() is None

@@ -240,8 +240,7 @@ def test_a_node_is_lost(nodes: Nodes) -> None:
 def shares_gpus(address: str, say: Callable[[Any], None]) -> None:
     with nrl.cluster(address, deadline=200) as cluster:
         slots = cluster.reserve(2)
-        for name in ("one", "two"):  # both on the same GPUs
-            mesh = slots.mesh(executable="system", name=name)
+        for mesh in [slots.mesh(executable="system", name=name) for name in ("one", "two")]:  # both on the same GPUs
             look = shard_map(
                 lambda x: torch.full_like(x, int(os.environ["CUDA_VISIBLE_DEVICES"])), mesh, P("dp"), P("dp")
             )
