@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class RayCluster(Cluster):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundles = [self._bundles[index] for index in mesh.slots.indices]
-        where = self._where()
+        where = self._where(mesh.slots.indices)
         nodes = [where[index] for index in mesh.slots.indices]
         interpreters = _interpreters(mesh.name, executable, set(nodes), self.deadline, self._sound)
         shares = [sum(other == node for other in where) for node in nodes]
@@ -130,18 +130,18 @@ class RayCluster(Cluster):
         self._meshes.append(processes)
         return processes
 
-    def _where(self) -> list[str]:
+    def _where(self, wanted: Sequence[int]) -> list[str]:
         """The node of each slot. When a node is lost, Ray moves its slots to others, if they have room."""
         from ray.util.placement_group import placement_group_table
 
-        for group in self._groups:
+        for group in {id(group): group for group, _ in map(self._bundles.__getitem__, wanted)}.values():
             if not group.wait(timeout_seconds=self.deadline):
                 raise PlacementError(
                     f"mesh: a node of its slots is gone, and no other had room for them within {self.deadline:g} s; "
                     f"leave the cluster, and reserve fewer slots. {_stock()}"
                 )
         found = {group.id: placement_group_table(group)["bundles_to_node_id"] for group in self._groups}
-        return [found[group.id][place] for group, place in self._bundles]
+        return [str(found[group.id].get(place)) for group, place in self._bundles]
 
     def finish(self) -> None:
         """Wait for calls that are under way."""

@@ -414,10 +414,14 @@ def test_a_block_ends_when_its_calls_have_and_says_what_nobody_read(on_ray: Clus
         time.sleep(1)
         Path(path).touch()
 
-    with pytest.raises(Particular, match="unread") as caught, nrl.cluster("ray") as cluster:
-        mesh = cluster.reserve(1).mesh(executable="system")
-        shard_map(fails, mesh, (), P())()
-        shard_map(writes, mesh, P(), P())(str(tmp_path / "done"))
+    def block() -> None:
+        with nrl.cluster("ray") as cluster:
+            mesh = cluster.reserve(1).mesh(executable="system")
+            shard_map(fails, mesh, (), P())()
+            shard_map(writes, mesh, P(), P())(str(tmp_path / "done"))
+
+    with pytest.raises(Particular, match="unread") as caught:
+        block()
     assert "No result of shard_map(fails) was read" in caught.value.__notes__[-1]
     assert (tmp_path / "done").exists()
 

@@ -204,6 +204,8 @@ def test_a_driver_that_is_killed_leaves_nothing_and_others_alone(nodes: Nodes) -
 
 
 def loses(address: str, say: Callable[[Any], None]) -> None:
+    from ray.util.placement_group import placement_group_table
+
     def add_up(x: Tensor) -> Tensor:
         if process().rank == 0:
             time.sleep(600)
@@ -219,6 +221,12 @@ def loses(address: str, say: Callable[[Any], None]) -> None:
         with pytest.raises(LostActor) as caught:
             coming.result()
         say([time.time(), caught.value.mesh, caught.value.cause])
+        settled(lambda: placement_group_table(cluster._groups[0])["state"] == "CREATED", 60)  # type: ignore[attr-defined]
+        cluster.deadline = 3.0  # type: ignore[attr-defined]
+        with pytest.raises(PlacementError) as refused:
+            slots.mesh(executable="system")
+        say(str(refused.value))
+        cluster.deadline = 200.0  # type: ignore[attr-defined]
         mesh = cluster.reserve(1, deadline=60).mesh(executable="system", name="next")
         say(shard_map(lambda x: x + 1, mesh, P("dp"), P("dp"))(torch.zeros(2)).result().tolist())
 
@@ -229,10 +237,11 @@ def test_a_node_is_lost(nodes: Nodes) -> None:
     gone = time.time()
     nodes.cluster.remove_node(nodes.workers.pop("b"), allow_graceful=False)
     driver.process.join(200)
-    _, (when, mesh, cause), result = driver.said()
+    _, (when, mesh, cause), moved, result = driver.said()
     assert mesh == "wide"
     assert cause
     assert when - gone < 30
+    assert moved.startswith("mesh: a node of its slots is gone, and no other had room for them within 3 s; leave the")
     assert result == [1, 1]
     assert settled(nodes.busy, 15) == []
 
