@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,10 @@ _CPUS = 64  # logical ones of a cluster on this machine: its processes may share
 _KNOCKING = 20.0  # seconds in which a host answers
 _SILENCE = 10.0  # seconds for which slots are waited for before one is told, and then six times as long
 _LAST_WORDS = 0.5  # seconds that lines of processes may take to get here
-_ORPHANED = "RAY_gcs_rpc_server_reconnect_timeout_s"  # after these, Ray's agents no longer look for a head that is gone
+_STARTED = {  # for the processes of a Ray that starts here
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # its agents look for a head that is gone for so long, and not 60 s
+    "RAY_prestart_worker_first_driver": "0",  # workers of the driver's interpreter, which nobody uses
+}
 
 
 class RayCluster(Cluster):
@@ -227,20 +230,27 @@ def _start(attempts: int) -> None:
     import ray
 
     cpus = max(_CPUS, os.cpu_count() or 1)
-    before = os.environ.get(_ORPHANED)
-    os.environ.setdefault(_ORPHANED, "10")  # instead of 60; for what starts here, not for this process
-    try:
-        for attempt in range(1, attempts + 1):
-            try:
+    for attempt in range(1, attempts + 1):
+        try:
+            with _environment(_STARTED):
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, configure_logging=False)
-                return
-            except Exception as error:  # Ray raises a plain one where its own processes are slow
-                ray.shutdown()
-                if attempt == attempts:
-                    raise RuntimeError(_first_line(error)) from error
+            return
+        except Exception as error:  # Ray raises a plain one where its own processes are slow
+            ray.shutdown()
+            if attempt == attempts:
+                raise RuntimeError(_first_line(error)) from error
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set those that are not set, for what is started in the block."""
+    new = variables.keys() - os.environ.keys()
+    os.environ.update({name: variables[name] for name in new})
+    try:
+        yield
     finally:
-        if before is None:
-            del os.environ[_ORPHANED]
+        for name in new:
+            os.environ.pop(name, None)
 
 
 def _knock(address: str) -> None:

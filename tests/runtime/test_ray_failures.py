@@ -84,7 +84,7 @@ def test_killed_in_a_call(slots: Slots) -> None:
         return x
 
     coming = on(mesh, work)
-    after(2, lambda: kill(first))
+    after(0.5, lambda: kill(first))
     error = lost(coming.result, "busy", 0)
     assert error.who == "shard_map(work)"
     assert error.log == "rank 0 works\n"
