@@ -1,6 +1,7 @@
 """What a driver on Ray writes to its terminal, and what it leaves behind however it ends: nothing."""
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -169,3 +170,18 @@ def test_nothing_is_left_behind(tmp_path: Path, program: Callable[[str], None], 
     if how is signal.SIGINT:
         assert running.err().rstrip().endswith("KeyboardInterrupt")
     assert titles(running.left()) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_nothing_is_left_behind_at_twenty_random_moments(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        running = driver(works, folder)
+        running.process.join(draw.uniform(0, 25))
+        assert running.process.is_alive(), running.err()
+        running.process.kill()
+        running.process.join(10)
+        assert titles(running.left()) == {}

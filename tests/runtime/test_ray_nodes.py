@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import nrl
-from nrl.errors import LostActor, PlacementError
+from nrl.errors import ClusterError, LostActor, PlacementError
 from nrl.runtime import Executable, P, process, shard_map
 from nrl.runtime.placement import Strategy
 from tests.children import server
@@ -244,6 +245,40 @@ def test_a_node_is_lost(nodes: Nodes) -> None:
     assert moved.startswith("mesh: a node of its slots is gone, and no other had room for them within 3 s; leave the")
     assert result == [1, 1]
     assert settled(nodes.busy, 15) == []
+
+
+def goes_on(address: str, say: Callable[[Any], None]) -> None:
+    """A driver that loses a node some time, and then works with what is left."""
+    with nrl.cluster(address, deadline=200) as cluster:
+        try:
+            mesh = cluster.reserve(2, strategy="STRICT_SPREAD", deadline=10).mesh(executable="system", name="wide")
+            shard_map(sleeping, mesh, P("dp"), P("dp"))(torch.zeros(2)).result()
+        except (ClusterError, PlacementError) as error:
+            say([time.time(), type(error).__name__])
+        mesh = cluster.reserve(1, deadline=60).mesh(executable="system", name="next")
+        say(shard_map(lambda x: x + 1, mesh, P("dp"), P("dp"))(torch.zeros(2)).result().tolist())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_node_is_lost_at_twenty_random_moments(nodes: Nodes) -> None:
+    draw, hit = random.Random(0), []
+    for _ in range(20):
+        if "b" not in nodes.workers:
+            nodes.workers["b"] = nodes.add("b")
+        driver = nodes.start(goes_on)
+        time.sleep(draw.uniform(0, 20))
+        gone = time.time()
+        nodes.cluster.remove_node(nodes.workers.pop("b"), allow_graceful=False)
+        driver.process.join(200)
+        assert driver.process.exitcode == 0, driver.said()
+        (when, error), result = driver.said()
+        assert when - gone < 40
+        assert result == [1, 1]
+        assert settled(nodes.busy, 15) == []
+        hit.append(error)
+    print(hit)
+    assert "LostActor" in hit
 
 
 def shares_gpus(address: str, say: Callable[[Any], None]) -> None:
