@@ -160,10 +160,11 @@ def start(cluster: str, started: str) -> dict[str, float]:
 
     patches = [mock.patch.object(fsdp, "trainer", first_step(fsdp.trainer))]
     if cluster == "ray":
-        from nrl.runtime import ray_cluster
+        from nrl.runtime.ray_entry import enter
+        from nrl.runtime.ray_nodes import interpreters
 
-        patches.append(mock.patch.object(ray_cluster, "_enter", timed("Ray", ray_cluster._enter)))
-        patches.append(mock.patch.object(ray_cluster, "_interpreters", timed("environment", ray_cluster._interpreters)))
+        patches.append(mock.patch("nrl.runtime.ray_cluster.enter", timed("Ray", enter)))
+        patches.append(mock.patch("nrl.runtime.ray_cluster.interpreters", timed("environment", interpreters)))
 
     class Done(Exception):
         """The first step is over."""
