@@ -12,7 +12,7 @@ from nrl.errors import ClosedCluster, PlacementError
 from nrl.runtime import profiling
 from nrl.runtime.executables import Executable
 from nrl.runtime.placement import Cluster, Mesh, Processes, Slots, Strategy
-from nrl.runtime.ray_entry import enter, stock, target
+from nrl.runtime.ray_entry import enter, leave, stock, target
 from nrl.runtime.ray_nodes import address_of, interpreters
 from nrl.runtime.ray_processes import RayProcesses
 from nrl.runtime.worker import Worker
@@ -54,7 +54,7 @@ class RayCluster(Cluster):
             self._gpus = ray.cluster_resources().get("GPU", 0) > 0
         except BaseException:  # Ctrl-C, too
             if self._entered:
-                ray.shutdown()
+                leave()
             raise
 
     def axes(self) -> frozenset[str]:
@@ -159,7 +159,7 @@ class RayCluster(Cluster):
             with contextlib.suppress(ray.exceptions.RayError):
                 remove_placement_group(group)
         if self._entered:
-            ray.shutdown()
+            leave()
 
 
 def _had(group: Any, asked: str, deadline: float) -> bool:

@@ -2,20 +2,21 @@
 
 import contextlib
 import os
+import signal
 import socket
+import sys
+import threading
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from nrl.errors import PlacementError
 from nrl.runtime import ray_logs
 
-__all__ = ["enter", "stock", "target"]
+__all__ = ["enter", "leave", "stock", "target"]
 
 _CPUS = 64  # logical ones of a cluster on this machine: its processes may share cores
 _KNOCKING = 20.0  # seconds in which a host answers
-_STARTED = {  # for the processes of a Ray that starts here
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # its agents look for a head that is gone for so long, and not 60 s
-    "RAY_prestart_worker_first_driver": "0",  # workers of the driver's interpreter, which nobody uses
-}
+_STARTED = {"RAY_prestart_worker_first_driver": "0"}  # no workers of the driver's interpreter, which nobody uses
 
 
 def target(address: str) -> str | None:
@@ -47,12 +48,15 @@ def enter(target: str | None) -> bool:
     import ray
 
     ray_logs.hushed()
+    terminate = signal.getsignal(signal.SIGTERM)
     try:
         if target:
             _knock(target)
             ray.init(address=target, configure_logging=False)
         else:
             _start(attempts=3)
+        if threading.current_thread() is threading.main_thread():  # Ray's own handlers abort, or leave no `with` block
+            signal.signal(signal.SIGTERM, terminate if callable(terminate) else _end)
     except Exception as error:  # Ray raises all kinds, of which some are Exception itself
         ray.shutdown()
         if not target:
@@ -70,6 +74,20 @@ def enter(target: str | None) -> bool:
     if target:
         print(f"cluster: joined Ray at {ray.get_runtime_context().gcs_address}; {stock()}", flush=True)  # noqa: T201
     return not target
+
+
+def leave() -> None:
+    """Leave the cluster, which ends if it was started here."""
+    import ray
+
+    ray.shutdown()
+    if signal.getsignal(signal.SIGTERM) is _end and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end(number: int, frame: Any) -> None:
+    """By an exception, so that `with` blocks are left; with the status that a shell gives."""
+    sys.exit(128 + number)
 
 
 def _asks_for_a_token(error: BaseException | None) -> bool:
