@@ -16,6 +16,7 @@
     ├── PlacementError (ValueError)       slots, meshes and executables that do not fit together
     ├── ClusterError                      what can go wrong where work is done by other processes
     │   ├── LostActor                     a process of a mesh died: mesh, rank, node, cause and its last log lines
+    │   │   └── FailedStart               it raised while it started, and would do so again
     │   ├── DeadlineExceeded (TimeoutError)  a wait took longer than it may
     │   ├── ExecutableError               the environment of an executable cannot be built or used
     │   └── ShippingError (TypeError)     an object cannot be sent to another process
@@ -46,6 +47,7 @@ __all__ = [
     "DeadlineExceeded",
     "EnvError",
     "ExecutableError",
+    "FailedStart",
     "ForeignState",
     "GenerationError",
     "LossError",
@@ -177,6 +179,10 @@ its log:
         text = f"{self.who}: {which} of mesh '{self.mesh}' on node {self.node} is lost: {self.cause}."
         lines = [f"    {line}" for line in self.log.rstrip().splitlines()]
         return "\n".join([f"{text} The last lines of its log:", *lines]) if lines else text
+
+
+class FailedStart(LostActor):
+    """A process of a mesh raised while it started. It would do so again, so `nrl.retrying` does not catch it."""
 
 
 class DeadlineExceeded(ClusterError, TimeoutError):

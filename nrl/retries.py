@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from nrl import checkpoint
-from nrl.errors import LostActor
+from nrl.errors import FailedStart, LostActor
 from nrl.folder import Folders, dead_end, reusing
 
 __all__ = ["retrying"]
@@ -101,7 +101,7 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
 def _lost(error: BaseException) -> str | None:
     """What an error says was lost, if it says nothing else."""
     if isinstance(error, LostActor):
-        return str(error)
+        return None if isinstance(error, FailedStart) else str(error)
     if isinstance(error, ExceptionGroup):
         found = [_lost(each) for each in error.exceptions]
         return found[0] if all(found) else None

@@ -206,5 +206,5 @@ def test_while_it_starts(on_ray: Cluster, kills: int) -> None:
             assert time.monotonic() - began < SOON
             assert error.mesh == mesh.name
             assert error.rank in (0, 1)
-            assert settled(young, 5) == []
+            assert settled(young, 20) == []
             told += 1

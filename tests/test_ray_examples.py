@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from tensordict import TensorDict
 
 import nrl
 from nrl import tiny
@@ -62,13 +63,28 @@ def rollouts() -> list[Batch]:
     ]
 
 
+def raising(out: TensorDict, batch: Batch) -> Any:
+    if out["logprobs"].requires_grad:
+        raise ArithmeticError("on the mesh")
+    return grpo_loss(out, batch)
+
+
 def trained(cluster: Cluster, batches: list[Batch], dp: int) -> tuple[list[dict[str, float]], torch.Tensor, Any]:
     trainer = fsdp.trainer(cluster.reserve(dp), tiny.model(), QUIET, max_tokens=128)
-    step, state, found = trainer.train_step(grpo_loss), trainer.init(), []
+    step, state, found, failed = trainer.train_step(grpo_loss), trainer.init(), [], 0
     for batch in batches:
+        try:  # a step that fails costs nothing
+            state, metrics = trainer.train_step(raising)(state, batch)
+            metrics.result()
+        except ArithmeticError:
+            failed += 1
         state, metrics = step(state, batch)
         found.append(finalize(metrics.result()))
-    return found, trainer.logprobs(state.params, batches[0]).result(), dict(state.params.tensors())
+    assert failed == len(batches)
+    logprobs = trainer.logprobs(state.params, batches[0]).result()
+    one = trainer.logprobs(state.params, batches[0][:1].lock_()).result()  # fewer rows than shards
+    torch.testing.assert_close(one, logprobs[:1], rtol=1e-5, atol=1e-6)
+    return found, logprobs, dict(state.params.tensors())
 
 
 @pytest.fixture(scope="module")

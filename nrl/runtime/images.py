@@ -1,10 +1,12 @@
 """What `nrl venvs` does: prepares the environments of an image or a node, and explains those that are there."""
 
+import calendar
 import contextlib
 import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,11 @@ def _wrong_packages(env: Path) -> str:
         for name in expected.keys() & there.keys()
         if inventory[name]["source"] != "url" and there[name] != expected[name]
     ]
+    site = next(env.glob("lib/python*/site-packages"))
+    for distribution in distributions(path=[str(site)]):
+        gone = [file for file in distribution.files or () if not Path(str(file.locate())).exists()]
+        if gone:
+            wrong.append(f"{distribution.name} lacks {len(gone)} of its files, such as {gone[0]}")
     again = "; build it again with NRL_FORCE_REBUILD_VENVS=1 or remove it"
     return ", ".join(sorted(wrong)[:6]) + again if wrong else ""
 
@@ -233,7 +240,7 @@ def _bytes(number: float) -> str:
 
 
 def _age(inventory: Mapping[str, Any]) -> str:
-    return _ago(time.mktime(time.strptime(str(inventory["built"]), "%Y-%m-%dT%H:%M:%SZ")) - time.timezone)
+    return _ago(calendar.timegm(time.strptime(str(inventory["built"]), "%Y-%m-%dT%H:%M:%SZ")))
 
 
 def _ago(when: float) -> str:

@@ -98,7 +98,8 @@ def shard_map(
         BatchError: a result with ``P("dp")`` that does not have a row for each row of its shard.
         PlacementError: specs that do not fit the arguments or results, or shards that differ where ``P()`` says that
             they agree. Where the call itself raises, nothing has been donated; on a cluster of processes errors of
-            ``fn`` come when a result is read, and a handle that was donated is gone.
+            ``fn`` come when a result is read; if all processes raised, the handle that was returned in the place of a
+            donated one stands for the old value.
         ConsumedState, ForeignState, ClosedCluster: a handle that cannot be used here.
 
     >>> from nrl.runtime import cluster

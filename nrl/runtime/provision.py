@@ -348,7 +348,7 @@ def _cloned(old: Path, new: Path) -> bool:
     """Copy an environment by hard links to its files, but for the few that are written in place."""
 
     def link(source: str, target: str) -> None:
-        if Path(source).parent.name == "bin" or Path(source).name in ("pyvenv.cfg", ".lock"):
+        if Path(source).parent == old / "bin" or Path(source).name in ("pyvenv.cfg", ".lock"):
             shutil.copy2(source, target)
             return
         try:
@@ -420,8 +420,8 @@ def _find_uv() -> list[str]:
         candidates.append([path])
     candidates.append([sys.executable, "-m", "uv"])
     for command in candidates:  # one on PATH may be a shim that refuses to run
-        with contextlib.suppress(OSError):
-            if subprocess.run([*command, "--version"], capture_output=True).returncode == 0:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            if subprocess.run([*command, "--version"], capture_output=True, timeout=60).returncode == 0:
                 return command
     raise _error(
         f"uv: none that runs on node {socket.gethostname()}: not the package of {sys.executable}, none on PATH; "

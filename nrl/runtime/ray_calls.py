@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nrl.errors import DeadlineExceeded, LostActor, MutatedBatch, PlacementError
+from nrl.errors import DeadlineExceeded, FailedStart, LostActor, MutatedBatch, PlacementError
 from nrl.runtime import timeline
 from nrl.runtime.local import DIFFER
 from nrl.runtime.raising import Raised
@@ -19,6 +20,7 @@ from nrl.runtime.worker import NeverMade, Receipt
 
 __all__ = ["Actors", "Call", "Part", "Pending", "Ref", "Reply"]
 
+_ENDING = threading.Lock()  # held for a moment, where a call ends
 _TOLD: deque[BaseException] = deque(maxlen=1000)  # errors that somebody who waited has been given
 
 type Ref = Any  # ray.ObjectRef, which is not imported here
@@ -64,10 +66,20 @@ class Call:
         who: how errors name it.
         receipts: what each process returns when it is done.
         before: the calls that made what it was given.
+        read: those of them whose results lie in memory that it shares with others.
     """
 
-    def __init__(self, actors: Actors, who: str, receipts: Sequence[Ref], before: Sequence["Call"]) -> None:
-        self.actors, self.who, self.receipts, self.before = actors, who, list(receipts), list(before)
+    def __init__(
+        self,
+        actors: Actors,
+        who: str,
+        receipts: Sequence[Ref],
+        before: Sequence["Call"] = (),
+        read: Sequence["Call"] = (),
+    ) -> None:
+        self.actors, self.who, self.receipts, self.began = actors, who, list(receipts), time.time()
+        self.before, self.read = list(before), list(read)
+        self.instead: list[Any] = []  # for each rank, the value that it consumes, which is there still if all raise
         self.done = False
         self.error: BaseException | None = None
 
@@ -93,13 +105,19 @@ class Call:
     def settle(self, timeout: float | None = None) -> None:
         """Wait for it, and first for those before it, each of which has its own deadline; raises as `wait` for time."""
         until = None if timeout is None else time.monotonic() + timeout
+
+        def left() -> float | None:
+            return None if until is None else max(0.0, until - time.monotonic())
+
         first = [] if self is self.actors.starting else [self.actors.starting, *self.actors.earlier(self)]
         for call in [*first, self]:
             if not call.done and not self.done:
-                left = None if until is None else max(0.0, until - time.monotonic())
-                if not call._settle(left):
+                for given in list(call.before):  # of other meshes, too: they are late, and not this one
+                    given.settle(left())
+                if not call._settle(left()):
                     raise self._late(timeout or 0.0, ended=False)
-            if call is self.actors.starting and call.error is not None and not self.done:
+            spoilt = isinstance(call.error, MutatedBatch) and call is not self  # who knows what it wrote into
+            if (call is self.actors.starting or spoilt) and call.error is not None and not self.done:
                 self._fail(call.error)
 
     def poll(self) -> bool:
@@ -133,7 +151,7 @@ class Call:
                 f"{self.who}: a result is ready on mesh '{self.actors.name}', but did not arrive within {timeout:g} s"
             ) from None
         except ray.exceptions.RayError as error:  # the node that held it is gone
-            lost = self._lost(None, "?", error, "")
+            lost = LostActor(self.who, self.actors.name, None, "?", _cause(error))
             self.actors.end(lost)
             raise lost from None
 
@@ -152,18 +170,25 @@ class Call:
             self._fail(error)
             self.actors.end(error)
         except ray.exceptions.RayError as failure:
-            self._fail(self._diagnosed(failure))
+            self._fail(self._diagnosed(failure), alike=bool(self.instead) and self._raised_everywhere())
         return True
 
     def _finish(self, receipts: list[Receipt]) -> None:
+        with _ENDING:
+            if self.done:  # another thread waited, too
+                return
+            if len({receipt.digests for receipt in receipts}) > 1:
+                self.error = PlacementError(f"{self.who}: {DIFFER}")
+            self.done, self.before, self.read, self.instead = True, [], [], []
         for rank, receipt in enumerate(receipts):
-            timeline.record(self.actors.name, rank, self.who, receipt.start, receipt.end)
-        if len({receipt.digests for receipt in receipts}) > 1:
-            self.error = PlacementError(f"{self.who}: {DIFFER}")
-        self.done, self.before = True, []
+            start = self.began if self is self.actors.starting else receipt.start
+            timeline.record(self.actors.name, rank, self.who, start, receipt.end)
 
-    def _fail(self, error: BaseException) -> None:
-        self.done, self.error, self.before = True, error, []
+    def _fail(self, error: BaseException, *, alike: bool = False) -> None:
+        with _ENDING:
+            if not self.done:
+                self.done, self.error, self.before, self.read = True, error, [], []
+                self.instead = self.instead if alike else []
 
     def _late(self, waited: float, *, ended: bool) -> DeadlineExceeded:
         import ray
@@ -190,14 +215,15 @@ class Call:
         errors, silent = self._errors()
         for rank, error in errors.items():
             if _is_death(error):
-                node = self.actors.nodes[rank][1]
-                lost = self._lost(rank, node, error, self.actors.last_lines(rank))
+                lost = self._lost(rank, error)
                 self.actors.end(lost)
                 return lost
         rank, raised = next(iter(errors.items()), (0, failure))
         found = _original(raised, f"raised in rank {rank} of mesh '{self.actors.name}'")
         if isinstance(found, MutatedBatch):
             self.actors.forget()
+            for call in self.read:
+                call.error = found
         if isinstance(found, ModuleNotFoundError) and found.name:
             package = found.name.partition(".")[0]
             found.add_note(
@@ -235,8 +261,19 @@ class Call:
                     break
         return errors, sorted(ranks.values())
 
-    def _lost(self, rank: int | None, node: str, error: BaseException, log: str) -> LostActor:
-        return LostActor(self.who, self.actors.name, rank, node, _cause(error), log)
+    def _raised_everywhere(self) -> bool:
+        """Whether no process did what it was asked to, and none has died."""
+        import ray
+
+        ray.wait(self.receipts, num_returns=len(self.receipts), timeout=_GRACE)
+        errors = [_error_of(ref) for ref in self.receipts]
+        return all(error is not None and not _is_death(error) for error in errors)
+
+    def _lost(self, rank: int, error: BaseException) -> LostActor:
+        node, trace = self.actors.nodes[rank][1], _raised_at_start(error)
+        if trace:
+            return FailedStart(self.who, self.actors.name, rank, node, f"it raised {trace.splitlines()[-1]}", trace)
+        return LostActor(self.who, self.actors.name, rank, node, _cause(error), self.actors.last_lines(rank))
 
 
 def _is_death(error: BaseException) -> bool:
@@ -272,6 +309,13 @@ def _original(error: BaseException, where: str) -> BaseException:
     found = raised.original() if raised is not None else cause or RuntimeError(text)
     found.add_note(f"{where}:\n{text.rstrip()}")
     return found
+
+
+def _raised_at_start(error: BaseException) -> str:
+    """The traceback of what a constructor raised, or the import of its class; empty where it was not that."""
+    text = _ANSI.sub("", str(error)).partition("\nAn unexpected internal error")[0].rstrip()
+    _, found, trace = text.rpartition("Traceback (most recent call last):")
+    return f"{found}{trace}" if found else ""
 
 
 def _cause(error: BaseException) -> str:
@@ -336,6 +380,9 @@ class Pending:
     def part(self, index: Tensor) -> "Part":
         """Some rows of the value, as an argument of a call."""
         return Part(self, index)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a future is known to its own program only; give it to the call as an argument of its own")
 
 
 class Part:

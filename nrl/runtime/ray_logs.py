@@ -13,7 +13,10 @@ __all__ = ["Echo", "echo", "hushed"]
 _KNOWN = 10_000  # lines that are remembered
 _ACTOR = re.compile(r"(?P<mesh>.+)\[\d+\]")
 # What Ray says of a worker that died: whoever waits for it is told, with less guessing.
-_EXPECTED = r"^A worker died or was killed while executing a task|\(raylet\) worker\.cc:\d+: "
+_EXPECTED = (
+    r"^A worker died or was killed while executing a task|\(raylet\) worker\.cc:\d+: "
+    r"|^Traceback \(most recent call last\):\n  File \"python/ray/_raylet"
+)
 
 
 class Echo:

@@ -11,12 +11,12 @@ from typing import Any
 import attrs
 from tensordict import TensorDict
 
-from nrl.errors import ClusterError, ForeignState, StateError
+from nrl.errors import ClusterError, ForeignState, MutatedBatch, StateError
 from nrl.runtime import profiling
 from nrl.runtime.on_node import by_value, tail
 from nrl.runtime.placement import Donated, Mesh, Out, Rows
 from nrl.runtime.ray_calls import Call, Part, Pending, Ref, Reply
-from nrl.runtime.shipping import shipped, size
+from nrl.runtime.shipping import shipped, size, written
 from nrl.runtime.worker import Argument, Order, folded
 
 __all__ = ["RayProcesses"]
@@ -113,7 +113,11 @@ class RayProcesses:
                 method = self.actors[rank].call.options(num_returns=1 + sum(wanted[rank]))
                 given = method.remote(*folded(order, beside), *(ref for other in resting for ref in other.receipts))
                 refs.append(given if isinstance(given, list) else [given])
-            call = Call(self, who, [given[0] for given in refs], [*luggage.before, *resting])
+            before = [*luggage.before, *luggage.read, *resting]
+            call = Call(self, who, [given[0] for given in refs], before, luggage.read)
+            consumed = [[arg.value for arg in given if isinstance(arg, Donated)] for given in args]
+            if kinds.count(Out.kept) == 1 and all(len(values) == 1 for values in consumed):
+                call.instead = [value for (value,) in consumed]
             self._remember(call)
         returned = [iter(given[1:]) for given in refs]
         found: list[Any] = []
@@ -163,13 +167,13 @@ class RayProcesses:
                 error.add_note(f"No result of {call.who} was read, so this is said when the cluster is left.")
                 raise error
 
-    def stored(self, whole: Any, index: bytes, make: Callable[[], Any]) -> Ref:
+    def stored(self, whole: Any, index: bytes | None, make: Callable[[], Any]) -> Ref:
         """Put what is made of ``whole`` into the object store: once as long as it lives, if it is a value."""
         import ray
 
         if not (isinstance(whole, TensorDict) and whole.is_locked):
             return ray.put(make())
-        key = (id(whole), index)
+        key = (id(whole), index, written(whole))
         if key not in self._put:
             self._put[key] = ray.put(make())
             weakref.finalize(whole, self._put.pop, key, None).atexit = False
@@ -225,7 +229,8 @@ class _Luggage:
 
     def __init__(self, processes: RayProcesses, who: str, fn: Callable[..., Any]) -> None:
         self.processes, self.who = processes, who
-        self.before: list[Call] = []
+        self.before: list[Call] = []  # those whose values stay where they are
+        self.read: list[Call] = []  # those whose results are read from the object store
         self._packed: dict[int, tuple[Any, Any]] = {}  # by identity; what was packed is kept, so that it stays unique
         function = shipped(fn, who)
         found = hashlib.blake2b(digest_size=16)
@@ -250,10 +255,10 @@ class _Luggage:
             case Donated(_There() as value):
                 return Argument(key=self._key(rank, value), donated=True)
             case Pending():
-                self.before.append(arg.call)
+                self._reads(arg.call)
                 return Argument(parts=tuple(map(add, arg.refs)), combine=add(self._packing(arg.combine)))
             case Part():
-                self.before.append(arg.whole.call)
+                self._reads(arg.whole.call)
                 alone = arg.alone()
                 if alone is not None:
                     return Argument(parts=(add(alone),))
@@ -262,9 +267,16 @@ class _Luggage:
             case _:
                 return Argument(parts=(add(self._packing(arg)),))
 
+    def _reads(self, call: Call) -> None:
+        if isinstance(call.error, MutatedBatch):
+            raise call.error.with_traceback(None)
+        self.read.append(call)
+
     def _key(self, rank: int, value: _There) -> int:
         if value.processes is not self.processes or value.rank != rank:
             raise ForeignState(f"{self.who}: a value of mesh '{value.processes.name}' was given to another mesh")
+        while value.call.error is not None and value.call.instead:  # a step that failed has left its state
+            value = value.call.instead[rank]
         self.before.append(value.call)
         return value.key
 
@@ -281,7 +293,7 @@ class _Luggage:
                 index = value.index.numpy().tobytes()
                 return self.processes.stored(value.whole, index, lambda: shipped(value.open(), self.who))
             case TensorDict():
-                return self.processes.stored(value, b"", lambda: shipped(value, self.who))
+                return self.processes.stored(value, None, lambda: shipped(value, self.who))
             case _:
                 return self._light(shipped(value, self.who))
 

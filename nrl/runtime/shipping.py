@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from nrl.errors import MutatedBatch, ShippingError
 
-__all__ = ["Shared", "Shipped", "opened", "shipped", "size"]
+__all__ = ["Shared", "Shipped", "opened", "shipped", "size", "written"]
 
 type Shipped = list[Any]
 """A pickle, and the buffers beside it."""
@@ -65,6 +65,19 @@ def size(parts: Shipped) -> int:
     8
     """
     return sum(len(part) for part in parts)
+
+
+def written(batch: TensorDict) -> tuple[int, ...]:
+    """How often each tensor of a batch has been written to, as torch counts it.
+
+    >>> batch = TensorDict({"x": torch.zeros(2)}, [2])
+    >>> before = written(batch)
+    >>> _ = batch["x"].add_(1)
+    >>> written(batch) == before
+    False
+    """
+    tensors = batch.values(include_nested=True, leaves_only=True)
+    return tuple(x._version for x in tensors if isinstance(x, Tensor) and not x.is_inference())
 
 
 @attrs.frozen
@@ -174,7 +187,7 @@ def _own(module: types.ModuleType) -> bool:
 def _culprit(value: Any, error: Exception) -> str:
     """Which object cannot be sent, how it is reached, and why."""
     path, found, why = _search(value, [], error, set())
-    where = " -> ".join(path)
+    where = " -> ".join(path).rstrip(",")
     kind = f"{type(found).__module__}.{type(found).__qualname__}"
     reached = f", which is reached through {where}," if where else ""
     return (

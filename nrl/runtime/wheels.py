@@ -96,11 +96,12 @@ def _files(path: Path) -> Iterator[Path]:
     if path.is_file():
         yield path
         return
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    git = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     variables = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     try:
-        listing = subprocess.run(command, cwd=path, env=variables, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
+        run = subprocess.run(git, cwd=path, env=variables, capture_output=True, text=True, check=True, timeout=60)
+        listing = run.stdout
+    except (OSError, subprocess.SubprocessError):
         listing = ""
     if listing:
         for name in listing.split("\0"):

@@ -207,21 +207,24 @@ class Worker:
         keeps = any(key is not None for key in order.keys)  # what stays must not lie in memory that others read
         args = [self._argument(order.who, arg, beside, shared, copy=keeps) for arg in order.args]
         start = time.time()
-        with entered(self.here), profiling.tracing(order.trace, self.here.rank):
-            results = perform(order.who, function, args, order.outs)
+        try:
+            with entered(self.here), profiling.tracing(order.trace, self.here.rank):
+                results = perform(order.who, function, args, order.outs)
+        finally:  # a function that raises may have written, too
+            for each in shared:
+                each.check(order.who)
         end = time.time()
-        for each in shared:
-            each.check(order.who)
         for arg in order.args:
             if arg.donated and arg.key is not None:
                 self._values.pop(arg.key)
         for name, result in zip(order.keys, results, strict=True):
             if name is not None:
                 self._values[name] = result
+        of = f"the result of {order.who}"
+        sent = [shipped(result, of) for result, wanted in zip(results, order.wanted, strict=True) if wanted]
         digests = tuple(
             _digest(result) if compared else None for result, compared in zip(results, order.compared, strict=True)
         )
-        sent = [shipped(result, order.who) for result, wanted in zip(results, order.wanted, strict=True) if wanted]
         receipt = pickle.dumps(Receipt(start, end, digests))
         return (receipt, *(each if len(each) > 1 else each[0] for each in sent)) if sent else receipt
 
@@ -274,7 +277,7 @@ def _pieces(value: Any) -> Iterator[Any]:
         case set() | frozenset():
             yield repr(sorted(map(repr, value))).encode()
         case str() | bytes() | int() | float() | None:
-            yield repr(value).encode()
+            yield repr(value + 0.0 if isinstance(value, float) else value).encode()
         case _:
             yield from shipped(value, "P()")
 

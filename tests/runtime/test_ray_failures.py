@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import nrl
-from nrl.errors import DeadlineExceeded, ExecutableError, LostActor, PlacementError
+from nrl.errors import DeadlineExceeded, ExecutableError, FailedStart, LostActor, PlacementError
 from nrl.runtime import Cluster, Executable, Future, Mesh, P, Slots, process, resident, shard_map
 from tests.processes import alive, settled
 
@@ -197,6 +197,37 @@ def test_a_call_has_a_deadline(slots: Slots) -> None:
         "longer, give nrl.cluster(..., deadline=) more seconds. The last lines of the log of rank 1:\n    at it"
     )
     assert settled(lambda: any(map(alive, both)), 5) is False
+
+
+def test_the_mesh_that_is_late_is_blamed(slots: Slots) -> None:
+    """And not one that waits for what it makes."""
+    slow, waiting = (slots[at : at + 1].mesh(executable="system", name=name) for at, name in enumerate(["a", "b"]))
+    for mesh in (slow, waiting):
+        on(mesh, lambda x: x).result()
+    waiting.processes.deadline = 2.0  # type: ignore[attr-defined]
+
+    def late(x: Tensor) -> Tensor:
+        time.sleep(5)
+        return x
+
+    coming: Any = on(slow, late)
+    assert on(waiting, lambda x: x + 1, coming).result().tolist() == [1, 1]
+
+
+def test_a_process_that_raises_while_it_starts(slots: Slots, tmp_path: Path) -> None:
+    (tmp_path / "xxhash.py").write_text("raise RuntimeError('a broken package')\n")
+    broken = Executable("system", env={"PYTHONPATH": str(tmp_path)})
+    mesh = slots.mesh(executable=broken, name="broken")
+    with pytest.raises(FailedStart) as caught:
+        on(mesh, lambda x: x).result()
+    assert caught.value.cause == "it raised RuntimeError: a broken package"
+    assert "xxhash.py" in caught.value.log
+    with pytest.raises(FailedStart):  # another attempt would end in the same way
+        nrl.retrying(lambda _: raising(caught.value), pause=0)(None)
+
+
+def raising(error: BaseException) -> None:
+    raise error
 
 
 @pytest.mark.parametrize(
