@@ -124,7 +124,7 @@ def executable(name: str | Executable) -> Executable:
     if name not in EXECUTABLES:
         near = get_close_matches(name, EXECUTABLES, n=1)
         raise PlacementError(
-            f"mesh: there is no executable '{name}'"
+            f"executable: there is none named '{name}'"
             + (f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(EXECUTABLES)}")
         )
     return EXECUTABLES[name]

@@ -265,4 +265,5 @@ def _resolved(
             (Path(scratch) / "pylock.toml").write_text(text)
             (Path(scratch) / "pylock.toml").rename(path)
         _RESOLVED.add(path)
+    path.touch()  # `nrl venvs prune` removes what has not been used
     return {**pins_of(path.read_text(), root, environment), **pins}

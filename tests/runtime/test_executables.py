@@ -70,7 +70,7 @@ def test_executables_travel_and_are_keys() -> None:
 
 
 def test_an_unknown_executable() -> None:
-    with pytest.raises(PlacementError, match="mesh: there is no executable 'bace'; did you mean 'base'"):
+    with pytest.raises(PlacementError, match="executable: there is none named 'bace'; did you mean 'base'"):
         executable("bace")
 
 

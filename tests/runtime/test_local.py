@@ -140,9 +140,9 @@ def test_as_mesh_makes_a_mesh_of_slots_in_the_given_executable(local: Cluster) -
 
 
 def test_an_unknown_executable(local: Cluster) -> None:
-    with pytest.raises(PlacementError, match="mesh: there is no executable 'bace'; did you mean 'base'"):
+    with pytest.raises(PlacementError, match="executable: there is none named 'bace'; did you mean 'base'"):
         local.reserve(1).mesh(executable="bace")
-    with pytest.raises(PlacementError, match="mesh: there is no executable 'xyzxyz'; there are .*mcore"):
+    with pytest.raises(PlacementError, match="executable: there is none named 'xyzxyz'; there are .*mcore"):
         check_importable("xyzxyz")
 
 
