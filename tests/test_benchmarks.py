@@ -222,6 +222,7 @@ def test_memory_and_starts_are_told_from_their_readings() -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_calls_and_batches_are_measured_on_actors(on_ray: Cluster) -> None:
     mesh = on_ray.reserve(2).mesh(executable="system", name="measured")
     pairs = ray_calls.calls(mesh, 3)

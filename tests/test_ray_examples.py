@@ -142,7 +142,7 @@ def grpo_here(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]
     return run("grpo", tmp_path_factory.mktemp("grpo"), **SMALL)
 
 
-@pytest.mark.parametrize("samplers", [2, 0])
+@pytest.mark.parametrize("samplers", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_grpo_with_its_own_sampler(
     on_ray: Cluster, grpo_here: list[dict[str, float]], samplers: int, tmp_path: Path
 ) -> None:

@@ -233,14 +233,10 @@ def test_collectives_run_along_named_axes(square: Mesh) -> None:
     assert shard_map(summed, square, P("dp"), P("dp"))(torch.tensor([1.0, 10.0])).result().tolist() == [11.0, 11.0]
 
 
-def test_thread_counts_are_set(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
-    def threads(**env: str) -> Any:
-        mesh = slots.mesh(executable=Executable("system", env=env))
-        return shard_map(torch.get_num_threads, mesh, (), P())().result()
-
-    assert threads(OMP_NUM_THREADS="3") == 3
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert threads() == max(1, len(os.sched_getaffinity(0)) // 2)
+def test_thread_counts_are_set(slots: Slots) -> None:
+    """Not left to Ray, which sets 1."""
+    mesh = slots[:1].mesh(executable=Executable("system", env={"OMP_NUM_THREADS": "3"}))
+    assert shard_map(torch.get_num_threads, mesh, (), P())().result() == 3
 
 
 def test_a_batch_is_put_into_the_store_once(mesh: Mesh, alone: Mesh) -> None:
