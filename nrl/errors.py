@@ -19,7 +19,8 @@
     │   │   └── FailedStart               it raised while it started, and would do so again
     │   ├── DeadlineExceeded (TimeoutError)  a wait took longer than it may
     │   ├── ExecutableError               the environment of an executable cannot be built or used
-    │   └── ShippingError (TypeError)     an object cannot be sent to another process
+    │   ├── ShippingError (TypeError)     an object cannot be sent to another process
+    │   └── WeightMismatch                a sampler does not compute what the trainer does with the weights it was given
     ├── ConfigError (ValueError)          a configuration key or value that cannot be used
     ├── CheckpointError                   a checkpoint that cannot be written, or that is not what was written
     ├── DataError (ValueError)            a data file or a row of it that cannot be used
@@ -62,6 +63,7 @@ __all__ = [
     "ShippingError",
     "StateError",
     "WeightError",
+    "WeightMismatch",
 ]
 
 
@@ -195,6 +197,10 @@ class ExecutableError(ClusterError):
 
 class ShippingError(ClusterError, TypeError):
     """An object cannot be sent to another process."""
+
+
+class WeightMismatch(ClusterError):
+    """A sampler does not compute what the trainer does with the weights that it was given."""
 
 
 class ConfigError(NrlError, ValueError):

@@ -14,7 +14,7 @@ import nrl
 from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Completion, Sampling, Trainer, adamw, fsdp, hf
-from nrl.backends.hf import HFSampler
+from nrl.backends.replicated import ReplicatedSampler
 from nrl.envs import Environment, Step, exact, number, single_turn
 from nrl.episodes import rollout, rollouts, run_episode
 from nrl.errors import DataError, GenerationError
@@ -32,7 +32,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def sampler(cluster: Cluster) -> HFSampler:
+def sampler(cluster: Cluster) -> ReplicatedSampler:
     return hf.sampler(cluster.reserve(1), tiny.model(num_hidden_layers=1), Sampling(max_new_tokens=5))
 
 
@@ -44,7 +44,7 @@ def trainer(cluster: Cluster) -> Trainer:
 # --- rows
 
 
-def test_rows_hold_prompt_and_completion(sampler: HFSampler) -> None:
+def test_rows_hold_prompt_and_completion(sampler: ReplicatedSampler) -> None:
     batch = rollout(sampler, single_turn(exact), TASKS, n=3, seed=5, first_group=7)
     assert batch.is_locked
     assert batch["group_ids"].tolist() == [7, 7, 7, 8, 8, 8]
@@ -65,7 +65,7 @@ def test_rows_hold_prompt_and_completion(sampler: HFSampler) -> None:
     ]
 
 
-def test_a_row_depends_on_seed_group_and_place_alone(sampler: HFSampler) -> None:
+def test_a_row_depends_on_seed_group_and_place_alone(sampler: ReplicatedSampler) -> None:
     both = rollout(sampler, single_turn(exact), TASKS, n=2, seed=1)
     second = rollout(sampler, single_turn(exact), TASKS[1:], n=2, seed=1, first_group=1)
     width = second["input_ids"].shape[1]
@@ -74,25 +74,25 @@ def test_a_row_depends_on_seed_group_and_place_alone(sampler: HFSampler) -> None
     assert not torch.equal(nrl.pad(both, 16)["input_ids"], nrl.pad(other, 16)["input_ids"])
 
 
-def test_rows_of_a_group_differ(sampler: HFSampler) -> None:
+def test_rows_of_a_group_differ(sampler: ReplicatedSampler) -> None:
     batch = rollout(sampler, single_turn(exact), TASKS[:1], n=8)
     assert len({tuple(row) for row in batch["input_ids"].tolist()}) > 1
 
 
-def test_sampling_of_the_call_wins(sampler: HFSampler) -> None:
+def test_sampling_of_the_call_wins(sampler: ReplicatedSampler) -> None:
     batch = rollout(sampler, single_turn(exact), TASKS, n=2, sampling=Sampling(temperature=0, max_new_tokens=2))
     assert batch["temperature"].tolist() == [0.0] * 4
     assert batch["input_ids"][0].equal(batch["input_ids"][1])
     assert batch["loss_mask"].sum(1).max() <= 2
 
 
-def test_sources_are_carried(sampler: HFSampler) -> None:
+def test_sources_are_carried(sampler: ReplicatedSampler) -> None:
     tasks: list[dict[str, Any]] = [{**TASKS[0], "source": 3}, TASKS[1]]
     assert rollout(sampler, single_turn(exact), tasks, n=2)["source"].tolist() == [3, 3, 0, 0]
     assert "source" not in rollout(sampler, single_turn(exact), TASKS, n=2).keys()
 
 
-def test_in_a_running_loop(sampler: HFSampler) -> None:
+def test_in_a_running_loop(sampler: ReplicatedSampler) -> None:
     async def notebook() -> nrl.Batch:
         return rollout(sampler, single_turn(exact), TASKS)
 
@@ -108,7 +108,7 @@ def failing(task: Mapping[str, Any], response: str) -> float:
     return 1.0
 
 
-def test_a_verifier_that_raises_makes_the_row_invalid(sampler: HFSampler) -> None:
+def test_a_verifier_that_raises_makes_the_row_invalid(sampler: ReplicatedSampler) -> None:
     with pytest.warns(UserWarning, match="2 of 4 episodes failed .* RuntimeError: the verifier broke"):
         batch = rollout(sampler, single_turn(failing), TASKS, n=2)
     assert batch["valid"].tolist() == [False, False, True, True]
@@ -120,7 +120,7 @@ def test_a_verifier_that_raises_makes_the_row_invalid(sampler: HFSampler) -> Non
     assert (advantages(batch)["advantages"][:2] == 0).all()
 
 
-def test_the_run_goes_on_after_a_verifier_has_raised(sampler: HFSampler, trainer: Trainer) -> None:
+def test_the_run_goes_on_after_a_verifier_has_raised(sampler: ReplicatedSampler, trainer: Trainer) -> None:
     with pytest.warns(UserWarning, match="episodes failed"):
         batch = rollout(sampler, single_turn(failing), TASKS, n=2)
     batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
@@ -134,20 +134,20 @@ def test_the_run_goes_on_after_a_verifier_has_raised(sampler: HFSampler, trainer
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_no_number_makes_the_row_invalid(sampler: HFSampler, reward: float) -> None:
+def test_a_reward_that_is_no_number_makes_the_row_invalid(sampler: ReplicatedSampler, reward: float) -> None:
     with pytest.warns(UserWarning, match="EnvError: the reward is"):
         batch = rollout(sampler, single_turn(lambda task, response: reward), TASKS)
     assert not batch["valid"].any()
 
 
-def test_a_task_without_prompt_makes_the_row_invalid(sampler: HFSampler) -> None:
+def test_a_task_without_prompt_makes_the_row_invalid(sampler: ReplicatedSampler) -> None:
     with pytest.warns(UserWarning, match="no 'prompt'"):
         batch = rollout(sampler, single_turn(exact), [{"answer": "3"}, TASKS[1]])
     assert batch["valid"].tolist() == [False, True]
     assert batch["attention_mask"][0].sum() == 0
 
 
-def test_a_prompt_that_fills_the_context_is_counted(sampler: HFSampler) -> None:
+def test_a_prompt_that_fills_the_context_is_counted(sampler: ReplicatedSampler) -> None:
     limit = sampler.context_length
     tasks = [{"prompt": "1" * limit, "answer": "1"}, {"prompt": "1" * (limit - 1), "answer": "1"}]
     with pytest.warns(UserWarning, match=f"1 of 2 .* the prompt has {limit} tokens and fills the context of {limit}"):
@@ -156,13 +156,13 @@ def test_a_prompt_that_fills_the_context_is_counted(sampler: HFSampler) -> None:
     assert batch["input_ids"].shape[1] == limit
 
 
-def test_all_of_one_call_may_fail_before_they_ask(sampler: HFSampler) -> None:
+def test_all_of_one_call_may_fail_before_they_ask(sampler: ReplicatedSampler) -> None:
     with pytest.warns(UserWarning, match="2 of 2"):
         batch = rollout(sampler, single_turn(exact), [{}, {}])
     assert batch["input_ids"].shape == (2, 1)
 
 
-def test_a_sampler_that_cannot_serve_ends_the_rollout(sampler: HFSampler) -> None:
+def test_a_sampler_that_cannot_serve_ends_the_rollout(sampler: ReplicatedSampler) -> None:
     bad = Environment(lambda task: (task, [10**6]), lambda state, action: Step(state))
     with pytest.warns(UserWarning, match="vocabulary|last is"):  # an id outside of it is the environment's failure
         assert not rollout(sampler, bad, TASKS)["valid"].any()
@@ -171,7 +171,7 @@ def test_a_sampler_that_cannot_serve_ends_the_rollout(sampler: HFSampler) -> Non
 
 
 @pytest.mark.parametrize(("tasks", "n"), [([], 1), (TASKS, 0)])
-def test_nothing_to_roll_out(sampler: HFSampler, tasks: list[Any], n: int) -> None:
+def test_nothing_to_roll_out(sampler: ReplicatedSampler, tasks: list[Any], n: int) -> None:
     with pytest.raises(DataError, match=f"rollout: {len(tasks)} tasks with n={n}"):
         rollout(sampler, single_turn(exact), tasks, n=n)
     with pytest.raises(DataError, match="rollouts: n is 0"):
@@ -181,7 +181,7 @@ def test_nothing_to_roll_out(sampler: HFSampler, tasks: list[Any], n: int) -> No
 # --- several turns
 
 
-def test_turns_are_appended_and_observations_not_trained_on(sampler: HFSampler) -> None:
+def test_turns_are_appended_and_observations_not_trained_on(sampler: ReplicatedSampler) -> None:
     turns: list[str] = []
 
     async def step(state: int, action: str) -> Step:
@@ -201,7 +201,7 @@ def test_turns_are_appended_and_observations_not_trained_on(sampler: HFSampler) 
     assert len(turns) == 6
 
 
-def test_later_turns_draw_fresh_noise(sampler: HFSampler) -> None:
+def test_later_turns_draw_fresh_noise(sampler: ReplicatedSampler) -> None:
     seen: list[list[int]] = []
 
     async def generate(tokens: list[int]) -> Any:
@@ -216,7 +216,7 @@ def test_later_turns_draw_fresh_noise(sampler: HFSampler) -> None:
     assert len({tuple(ids) for ids in seen}) > 5
 
 
-def test_an_episode_ends_where_the_context_does(sampler: HFSampler) -> None:
+def test_an_episode_ends_where_the_context_does(sampler: ReplicatedSampler) -> None:
     env = Environment(lambda task: (0, "1" * 500), lambda state, _: Step(state, 1.0, done=False, observation="22222"))
     batch = rollout(sampler, env, TASKS[:1])
     assert batch["truncated"].all()
@@ -224,13 +224,13 @@ def test_an_episode_ends_where_the_context_does(sampler: HFSampler) -> None:
     assert batch["input_ids"].shape[1] <= sampler.context_length
 
 
-def test_a_step_without_observation_is_a_failure(sampler: HFSampler) -> None:
+def test_a_step_without_observation_is_a_failure(sampler: ReplicatedSampler) -> None:
     env = Environment(lambda task: (0, "1"), lambda state, _: Step(state, done=False))
     with pytest.warns(UserWarning, match="not done, and it has no observation"):
         assert not rollout(sampler, env, TASKS[:1])["valid"].any()
 
 
-def test_several_rewards(sampler: HFSampler) -> None:
+def test_several_rewards(sampler: ReplicatedSampler) -> None:
     batch = rollout(sampler, single_turn(lambda task, response: (1.0, 0.25)), TASKS)
     assert batch["rewards"].tolist() == [[1.0, 0.25]] * 2
     assert finalize(summary(batch))["reward"] == 1.25
@@ -239,7 +239,7 @@ def test_several_rewards(sampler: HFSampler) -> None:
 # --- streams
 
 
-def test_rollouts_are_groups_and_continue_from_their_state(sampler: HFSampler) -> None:
+def test_rollouts_are_groups_and_continue_from_their_state(sampler: ReplicatedSampler) -> None:
     def stream() -> Any:
         return rollouts(sampler, single_turn(number), data.tasks("arithmetic", seed=1), n=2, seed=4)
 
@@ -277,7 +277,7 @@ def test_the_lag_of_ahead_is_exactly_min_k_n(cluster: Cluster, trainer: Trainer,
 
 @pytest.mark.parametrize("temperature", [0.25, 0.5, 1.0, 2.0])
 def test_the_sampler_and_the_trainer_speak_of_one_distribution(
-    sampler: HFSampler, trainer: Trainer, temperature: float
+    sampler: ReplicatedSampler, trainer: Trainer, temperature: float
 ) -> None:
     state = trainer.init()
     nrl.publish(state.params, sampler)
@@ -288,7 +288,7 @@ def test_the_sampler_and_the_trainer_speak_of_one_distribution(
     torch.testing.assert_close(found[mask], batch["rollout_logprobs"][mask], atol=1e-4, rtol=0)
 
 
-def test_under_top_k_the_sampler_speaks_of_the_kept_tokens(sampler: HFSampler, trainer: Trainer) -> None:
+def test_under_top_k_the_sampler_speaks_of_the_kept_tokens(sampler: ReplicatedSampler, trainer: Trainer) -> None:
     state = trainer.init()
     nrl.publish(state.params, sampler)
     sampling = Sampling(top_k=3, max_new_tokens=8)
@@ -349,25 +349,25 @@ def test_what_the_sampler_raises_is_no_failure_of_the_environment() -> None:
         (Step(None, done=False, observation=[{"role": "user", "content": "x"}]), "observation is chat messages"),  # type: ignore[list-item]
     ],
 )
-def test_a_step_that_is_malformed_makes_the_row_invalid(sampler: HFSampler, step: Any, said: str) -> None:
+def test_a_step_that_is_malformed_makes_the_row_invalid(sampler: ReplicatedSampler, step: Any, said: str) -> None:
     env = Environment(lambda task: (0, task["prompt"]), lambda state, action: step)
     with pytest.warns(UserWarning, match=said):
         assert not rollout(sampler, env, TASKS)["valid"].any()
 
 
-def test_rows_have_as_many_rewards_as_the_first(sampler: HFSampler) -> None:
+def test_rows_have_as_many_rewards_as_the_first(sampler: ReplicatedSampler) -> None:
     env = single_turn(lambda task, response: (1.0, 2.0) if task["answer"] == "3" else 1.0)
     with pytest.warns(UserWarning, match="other episodes have 2 rewards"):
         batch = rollout(sampler, env, TASKS)
     assert batch["valid"].tolist() == [True, False]
 
 
-def test_a_source_is_an_integer(sampler: HFSampler) -> None:
+def test_a_source_is_an_integer(sampler: ReplicatedSampler) -> None:
     with pytest.raises(DataError, match="task 0 has the source 'gsm8k'; give an integer"):
         rollout(sampler, single_turn(exact), [{**TASKS[0], "source": "gsm8k"}])
 
 
-def test_the_oldest_version_may_be_0(sampler: HFSampler) -> None:
+def test_the_oldest_version_may_be_0(sampler: ReplicatedSampler) -> None:
     versions = iter([0, 3])
 
     async def generate(tokens: list[int]) -> Completion:
@@ -378,7 +378,7 @@ def test_the_oldest_version_may_be_0(sampler: HFSampler) -> None:
     assert episode.version == 0
 
 
-def test_dropped_failures_are_counted(sampler: HFSampler) -> None:
+def test_dropped_failures_are_counted(sampler: ReplicatedSampler) -> None:
     count = itertools.count()
     env = single_turn(lambda task, response: float(next(count)) if task["answer"] != "3" else 1 / 0)
     tasks = nrl.stream.counting(lambda index: TASKS[index % 2])

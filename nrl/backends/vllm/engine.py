@@ -1,0 +1,186 @@
+"""A vLLM engine in one process, stepped by the process itself.
+
+vLLM's asynchronous front end keeps its engine in a process of its own, which imports vLLM again, gets every token over
+a socket, and could be handed weights only through a copy. Here a process of a mesh *is* the engine's process: weights
+are read where the object store maps them, and whoever kills the process kills the engine (docs/decisions/0017).
+"""
+
+import itertools
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nrl.backends.base import Bucket, Model, Sampling
+from nrl.backends.decoding import Decoded, check
+from nrl.backends.models import build, end_tokens, load_tokenizer, save_model
+from nrl.errors import GenerationError, ModelError
+
+__all__ = ["Engine"]
+
+_SETTINGS = {  # before vLLM is imported
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are set by the mesh
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_OURS = {"model", "skip_tokenizer_init", "logprobs_mode", "weight_transfer_config", "distributed_executor_backend"}
+
+
+class Engine:
+    """A `nrl.backends.replicated.Replica`; see `nrl.backends.vllm.sampler` for the arguments."""
+
+    def __init__(self, model: Model, options: Mapping[str, Any]) -> None:
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
+        self._model, self._options, self._numbers = model, options, itertools.count()
+        self._updating = False
+        self._start()
+
+    def _start(self) -> None:
+        tokenizer = load_tokenizer(self._model)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder, self._stops = _written(self._model, tokenizer, Path(scratch))
+            self._engine = _started(folder, self._model, self._options)
+            config = self._engine.model_config
+            self._shapes = _shapes(folder, bool(getattr(config.hf_config, "tie_word_embeddings", False)))
+        self.context_length = min(int(config.max_model_len), int(tokenizer.model_max_length))
+        self.vocabulary = int(config.get_vocab_size())
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Sequence[Decoded]:
+        """Complete prompts, all of them at once."""
+        from vllm import SamplingParams
+
+        stops = [*self._stops, *sampling.stop_token_ids]
+        check(prompts, seeds, stops, self.vocabulary, self.context_length)
+        names = [str(next(self._numbers)) for _ in prompts]
+        for name, prompt, seed in zip(names, prompts, seeds, strict=True):
+            params = SamplingParams(
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                max_tokens=min(sampling.max_new_tokens, self.context_length - len(prompt)),
+                seed=seed,
+                stop_token_ids=stops,
+                logprobs=0,  # of the sampled token alone
+                detokenize=False,
+            )
+            self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+        found: dict[str, Any] = {}
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if output.finished:
+                    found[output.request_id] = output.outputs[0]
+        return [_decoded(found[name]) for name in names]
+
+    def begin(self) -> None:
+        """New weights will come: what was computed with the old ones is forgotten."""
+        if self._updating:  # what broke off has left layers without weights, and vLLM no way to begin anew
+            self._engine.engine_core.shutdown()
+            self._start()
+        self._waiting, self._updating = dict(self._shapes), True
+        self._engine.collective_rpc("start_weight_update")
+
+    def add(self, bucket: Bucket) -> None:
+        """Some of them."""
+        for name, tensor in bucket.items():
+            shape = self._shapes.get(name)
+            if shape != tuple(tensor.shape):
+                raise ModelError(
+                    f"receive: '{name}' has shape {list(tensor.shape)}, and here "
+                    + ("the model has no weight of that name" if shape is None else f"it is {list(shape)}")
+                    + "; build both sides from the same Model"
+                )
+            self._waiting.pop(name, None)
+        self._engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": dict(bucket)}})
+
+    def end(self) -> None:
+        """They have come."""
+        if self._waiting:
+            raise ModelError(
+                f"receive: {len(self._waiting)} weights did not arrive: {', '.join(sorted(self._waiting)[:5])}; send "
+                "all of them"
+            )
+        self._engine.collective_rpc("finish_weight_update")
+        forget(self._engine)
+        self._updating = False
+
+
+def forget(engine: Any) -> None:
+    """Drop keys and values that were computed with other weights; vLLM itself would go on using them."""
+    if not engine.reset_prefix_cache():
+        raise GenerationError("receive: vLLM could not forget the keys and values of the old weights")
+
+
+def _shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the weights in a folder."""
+    from safetensors import safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    return {name: shape for name, shape in found.items() if not (tied and name == "lm_head.weight")}
+
+
+def _written(model: Model, tokenizer: Any, scratch: Path) -> tuple[Path, tuple[int, ...]]:
+    """A folder that vLLM can read, and the tokens that end a completion."""
+    from transformers import GenerationConfig
+
+    if isinstance(model.source, str) and Path(model.source).is_dir():
+        ends = {tokenizer.eos_token_id}
+        if (Path(model.source) / "generation_config.json").exists():
+            extra = GenerationConfig.from_pretrained(model.source).eos_token_id
+            ends.update(extra if isinstance(extra, list) else [extra])
+        return Path(model.source), tuple(sorted(end for end in ends if end is not None))
+    module = build(model)
+    save_model(module, scratch)
+    return scratch, end_tokens(module, tokenizer)
+
+
+def _started(folder: Path, model: Model, options: Mapping[str, Any]) -> Any:
+    from vllm import EngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed import parallel_state
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from nrl.backends.vllm.transfer import register
+
+    if taken := _OURS & options.keys():
+        raise TypeError(f"vllm.sampler: {', '.join(sorted(taken))} are set by nrl; leave them out")
+    cpu = not torch.cuda.is_available()
+    given: dict[str, Any] = {
+        "dtype": model.dtype,
+        "disable_log_stats": True,
+        "seed": model.seed,
+        **({"enforce_eager": True} if cpu else {}),
+        **options,
+    }
+    try:
+        args = EngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            logprobs_mode="processed_logprobs",
+            distributed_executor_backend="uni",
+            weight_transfer_config=WeightTransferConfig(backend=register()),
+            **given,
+        )
+    except TypeError as error:
+        raise TypeError(f"vllm.sampler: {error}; see vLLM's EngineArgs") from None
+    if dist.is_initialized() and not parallel_state.model_parallel_is_initialized():
+        dist.destroy_process_group()  # the mesh's; vLLM makes its own, and engines have nothing to tell each other
+    try:
+        return LLMEngine.from_engine_args(args)
+    except (ValueError, RuntimeError) as error:
+        raise ModelError(f"vllm.sampler: vLLM refuses the model: {error}") from error
+
+
+def _decoded(output: Any) -> Decoded:
+    ids = [int(token) for token in output.token_ids]
+    logprobs = [position[token].logprob for token, position in zip(ids, output.logprobs, strict=True)]
+    return Decoded(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float32), output.finish_reason == "length")

