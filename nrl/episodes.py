@@ -422,4 +422,5 @@ def rollouts(
         tasks.restore(state["tasks"])
         drawn = int(state["groups"])
 
-    return Source(take, lambda: {"tasks": tasks.state(), "groups": drawn}, restore)
+    remote = bool(getattr(sampler, "remote", False))
+    return Source(take, lambda: {"tasks": tasks.state(), "groups": drawn}, restore, remote)

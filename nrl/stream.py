@@ -8,12 +8,15 @@ of how the stream is pulled alone. Its ``state()`` is the cursor after what was 
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
 from nrl.batch import Batch, assign, concatenate, require
 from nrl.errors import DataError
+from nrl.runtime.futures import Future, done
 
 __all__ = ["Source", "Stream", "Versioned", "ahead", "batched", "counting", "drop_uniform", "fresh"]
 
@@ -38,7 +41,7 @@ class Stream[T](Protocol):
 
 
 class Source[T](NamedTuple):
-    """A stream as a record of three functions.
+    """A stream as a record of three functions; ``remote``: other processes make its items.
 
     >>> numbers = counting()
     >>> numbers.take(2), numbers.state()
@@ -48,6 +51,7 @@ class Source[T](NamedTuple):
     take: Callable[[int], list[T]]
     state: Callable[[], dict[str, Any]]
     restore: Callable[[Mapping[str, Any]], None]
+    remote: bool = False
 
 
 class Versioned(Protocol):
@@ -116,7 +120,7 @@ def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch
     def take(count: int) -> list[Batch]:
         return [collate(stream.take(n)) for _ in range(count)]
 
-    return Source(take, stream.state, stream.restore)
+    return Source(take, stream.state, stream.restore, _remote(stream))
 
 
 def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
@@ -221,7 +225,11 @@ def _filtered(
                 raise DataError(complain(empty, len(dropped)))
         return kept
 
-    return Source(take, stream.state, stream.restore)
+    return Source(take, stream.state, stream.restore, _remote(stream))
+
+
+def _remote(stream: Stream[Any]) -> bool:
+    return bool(getattr(stream, "remote", False))
 
 
 def _valid(batch: Batch) -> torch.Tensor:
@@ -255,7 +263,9 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
 
     Before each pull returns, production catches up to ``n`` items beyond what is handed out, so a row's lag is at most
     ``n``; where weights are published once a pull, the lag of pull ``k`` is exactly ``min(k, n)`` on the local cluster.
-    With ``n=0`` nothing is early, and the loop is synchronous.
+    With ``n=0`` nothing is early, and the loop is synchronous. Where other processes make the items, as a sampler on a
+    Ray mesh does, a pull waits for its own item only: the others are produced, one after the other, while the program
+    goes on and trains. The lag is at most ``n`` then, too; who asks for the state waits for what is pending.
 
     Args:
         stream: what is produced.
@@ -270,19 +280,30 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
     """
     if n < 0:
         raise DataError(f"ahead: n is {n}; it must not be negative")
-    pending: deque[T] = deque()
+    pending: deque[Future[T]] = deque()
+    beside = ThreadPoolExecutor(1, "ahead") if n and _remote(stream) else None
+
+    def one() -> T:
+        return stream.take(1)[0]
 
     def take(count: int) -> list[T]:
         taken = []
         for _ in range(count):
             while len(pending) <= n:
-                pending.extend(stream.take(1))
-            taken.append(pending.popleft())
+                pending.append(beside.submit(one) if beside else done(one()))
+            taken.append(pending.popleft().result())
         return taken
 
+    def state() -> dict[str, Any]:
+        made = [each.result() for each in pending]  # before the source is asked where it is
+        return {"source": stream.state(), "pending": made}
+
     def restore(state: Mapping[str, Any]) -> None:
+        for each in pending:
+            with suppress(Exception):  # nobody wants it any more
+                each.result()
         stream.restore(state["source"])
         pending.clear()
-        pending.extend(state["pending"])
+        pending.extend(done(each) for each in state["pending"])
 
-    return Source(take, lambda: {"source": stream.state(), "pending": list(pending)}, restore)
+    return Source(take, state, restore)

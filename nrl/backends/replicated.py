@@ -4,6 +4,7 @@ An inference engine that satisfies `Replica` is all that a sampler needs beside 
 `nrl.backends.vllm` are two of them.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -145,6 +146,7 @@ class ReplicatedSampler:
     ) -> None:
         self._name, self._mesh, self._sampling, self._version = name, mesh, sampling, 0
         self._tolerance = tolerance
+        self._whole = threading.Lock()  # weights are received between calls of any thread, not between their parts
         self._tokenizer = load_tokenizer(model)
         (self._replicas,) = mesh.processes.call(name, _Held, [[make]] * mesh.processes.count, Out.kept)
         about: tuple[int, int] = self._call(name, _about, Out.first).then(_only).result()
@@ -170,6 +172,11 @@ class ReplicatedSampler:
     def sampling(self) -> Sampling:
         """What it samples with where a call does not say."""
         return self._sampling
+
+    @property
+    def remote(self) -> bool:
+        """Whether it decodes in other processes, so that this one can do something else meanwhile."""
+        return self._mesh.cluster.remote
 
     @property
     def tolerance(self) -> float | None:
@@ -204,7 +211,8 @@ class ReplicatedSampler:
         n = self._mesh.processes.count
         cuts = [len(prompts) * rank // n for rank in range(n + 1)]  # neighbours, which may share their prefill
         each = [(list(prompts[a:b]), noise[a:b], chosen) for a, b in pairwise(cuts)]
-        return self._call("generate", _generate, Out.each, *zip(*each, strict=True)).then(_joined)
+        with self._whole:
+            return self._call("generate", _generate, Out.each, *zip(*each, strict=True)).then(_joined)
 
     def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int) -> None:
         """Replace the weights in place, one bucket after the other; `nrl.publish` calls it.
@@ -217,15 +225,16 @@ class ReplicatedSampler:
             ModelError: a name that the model does not have, a wrong shape, or weights that are missing. The sampler
                 then holds a mixture and refuses to generate until it has received a complete set.
         """
-        self._do("receive", _begin)
-        try:
-            for bucket in buckets:
-                self._do("receive", _add, on_its_way(bucket))
-        except BaseException as error:
-            self._do("receive", _stop, str(error) or type(error).__name__)
-            raise
-        self._do("receive", _end, version)
-        self._version = version
+        with self._whole:
+            self._do("receive", _begin)
+            try:
+                for bucket in buckets:
+                    self._do("receive", _add, on_its_way(bucket))
+            except BaseException as error:
+                self._do("receive", _stop, str(error) or type(error).__name__)
+                raise
+            self._do("receive", _end, version)
+            self._version = version
 
     def _do(self, who: str, fn: Callable[..., None], *args: Any) -> None:
         """In each process, with the same arguments, and done when it returns."""

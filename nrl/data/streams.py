@@ -104,7 +104,9 @@ def tasks(
         wrong = next((name for name, value in given.items() if value is not None), None)
         if wrong:
             raise DataError(f"tasks: '{source}' makes its own prompts, so it takes no {wrong}; leave it out")
-        return Tasks(*counting(partial(_GENERATED[source], seed), name="data.tasks"), (source,), None, {})  # all short
+        return Tasks(
+            *counting(partial(_GENERATED[source], seed), name="data.tasks")[:3], (source,), None, {}
+        )  # all short
     if isinstance(source, str) and ":" not in source and not exists(Path(source)):
         raise DataError(
             f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "
@@ -150,7 +152,7 @@ def tasks(
 
     dropped = {"adapter": unused} if adapter is not None else {}
     dropped |= {"max_tokens": long} if max_tokens is not None else {}
-    return Tasks(*counting(at, name="data.tasks"), (table.name,), len(which), dropped)
+    return Tasks(*counting(at, name="data.tasks")[:3], (table.name,), len(which), dropped)
 
 
 def check_seed(seed: Any, what: str) -> None:

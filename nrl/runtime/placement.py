@@ -120,6 +120,9 @@ class Cluster(ABC):
     4
     """
 
+    remote = False
+    """Whether the processes of its meshes are others than this one."""
+
     def __init__(self, name: str) -> None:
         self.name, self.open = name, True
 

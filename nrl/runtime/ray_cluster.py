@@ -31,6 +31,8 @@ class RayCluster(Cluster):
         deadline: seconds that any single wait may take.
     """
 
+    remote = True
+
     def __init__(self, address: str, deadline: float) -> None:
         import ray
 

@@ -170,7 +170,7 @@ def test_weights_that_are_not_its_own_are_refused(it: Made) -> None:
 
 
 @pytest.mark.parametrize("it", kinds("vllm"), indirect=True)
-@pytest.mark.parametrize("left_out", ["tied: transfer.repack", "engine.forget"])
+@pytest.mark.parametrize("left_out", ["tied: transfer.repack", "transfer.forget"])
 def test_what_vllm_would_pass_over_in_silence_is_found(it: Made, left_out: str) -> None:
     """Without either step vLLM goes on with old weights, or old keys and values, and raises nothing."""
     name, attribute = left_out.removeprefix("tied: ").split(".")

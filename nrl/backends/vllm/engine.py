@@ -18,7 +18,8 @@ import torch.distributed as dist
 from nrl.backends.base import Bucket, Model, Sampling
 from nrl.backends.decoding import Decoded, check
 from nrl.backends.models import build, end_tokens, load_tokenizer, save_model
-from nrl.errors import GenerationError, ModelError
+from nrl.backends.vllm import transfer
+from nrl.errors import ModelError
 
 __all__ = ["Engine"]
 
@@ -107,14 +108,8 @@ class Engine:
                 "all of them"
             )
         self._engine.collective_rpc("finish_weight_update")
-        forget(self._engine)
+        transfer.forget(self._engine)
         self._updating = False
-
-
-def forget(engine: Any) -> None:
-    """Drop keys and values that were computed with other weights; vLLM itself would go on using them."""
-    if not engine.reset_prefix_cache():
-        raise GenerationError("receive: vLLM could not forget the keys and values of the old weights")
 
 
 def _shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
@@ -149,8 +144,6 @@ def _started(folder: Path, model: Model, options: Mapping[str, Any]) -> Any:
     from vllm.distributed import parallel_state
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from nrl.backends.vllm.transfer import register
-
     if taken := _OURS & options.keys():
         raise TypeError(f"vllm.sampler: {', '.join(sorted(taken))} are set by nrl; leave them out")
     cpu = not torch.cuda.is_available()
@@ -167,7 +160,7 @@ def _started(folder: Path, model: Model, options: Mapping[str, Any]) -> Any:
             skip_tokenizer_init=True,
             logprobs_mode="processed_logprobs",
             distributed_executor_backend="uni",
-            weight_transfer_config=WeightTransferConfig(backend=register()),
+            weight_transfer_config=WeightTransferConfig(backend=transfer.register()),
             **given,
         )
     except TypeError as error:

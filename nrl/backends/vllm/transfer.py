@@ -5,7 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["register", "repack"]
+from nrl.errors import GenerationError
+
+__all__ = ["forget", "register", "repack"]
 
 _NAME = "nrl"
 
@@ -17,6 +19,12 @@ def register() -> str:
     if _NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(_NAME, _made())
     return _NAME
+
+
+def forget(engine: Any) -> None:
+    """Drop keys and values that were computed with other weights; vLLM itself would go on using them."""
+    if not engine.reset_prefix_cache():
+        raise GenerationError("receive: vLLM could not forget the keys and values of the old weights")
 
 
 def repack(model: Any) -> None:
