@@ -18,6 +18,8 @@ from nrl.batch import Batch
 from nrl.errors import ClosedCluster, GenerationError, ModelError, WeightMismatch
 from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
 
+pytestmark = pytest.mark.timeout(600)  # an environment may have to be built
+
 PROMPTS = [[5, 6, 7], [9] * 30, [(7 * place) % 60 + 5 for place in range(150)], [5, 6, 7]]
 
 

@@ -53,5 +53,5 @@ def sampler(
     ...     sampler.generate([[5, 6]]).result()
     """
     mesh = as_mesh(place, executable, "sampler")
-    make, tolerance = partial(Engine, model, engine), _TOLERANCE[str(engine.get("dtype", model.dtype))]
+    make, tolerance = partial(Engine, model, engine), _TOLERANCE.get(str(engine.get("dtype", model.dtype)), 0.5)
     return ReplicatedSampler("vllm.sampler", mesh, make, model, sampling or Sampling(), tolerance)
