@@ -26,8 +26,11 @@ def slow_loss(out: TensorDict, batch: Batch) -> Any:
     return grpo_loss(out, batch)
 
 
+PACE = {"rollout": SECONDS}  # what an episode takes: as long as a step of the trainer, once that is known
+
+
 async def slow_step(state: Task, text: str) -> Step:
-    await asyncio.sleep(SECONDS)
+    await asyncio.sleep(PACE["rollout"])
     return Step(state, float(len(text) % 2), done=True)
 
 
@@ -60,8 +63,10 @@ def loop(parts: Any, lag: int) -> tuple[float, list[int]]:
             began = time.monotonic()
         lags.append(first + i - int(batch["version"].min()))
         batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
+        asked = time.monotonic()
         state, metrics = step(state, batch)
         metrics.result()
+        PACE["trained"] = time.monotonic() - asked
         nrl.publish(state.params, sampler)
     took = time.monotonic() - began
     assert len(stream.state()["pending"]) == lag
@@ -70,6 +75,7 @@ def loop(parts: Any, lag: int) -> tuple[float, list[int]]:
 
 def test_rollouts_go_on_while_the_trainer_trains(parts: Any) -> None:
     loop(parts, 0)  # what is slow only once
+    PACE["rollout"] = PACE["trained"]
     waiting, none = loop(parts, 0)
     overlapping, one = loop(parts, 1)
     assert none == [0] * STEPS

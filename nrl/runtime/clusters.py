@@ -17,7 +17,6 @@ _DEADLINE = 3600.0
 
 _RAY_SETTINGS = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run` it would pack the working folder and choose interpreters
-    "RAY_ENABLE_AUTO_CONNECT": "0",  # a thread that waits when the cluster is left must not start another one
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # whoever waits for a call is told
     # For a cluster that is started here: Ray's agents notice that their node is gone by a pipe, of which the one may
     # hold the other's end for minutes; and children of a process that dies end with it

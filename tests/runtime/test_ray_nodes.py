@@ -102,10 +102,12 @@ def refused(address: str, n: int, strategy: Strategy) -> str:
 
 
 def reserves(address: str, say: Callable[[Any], None]) -> None:
+    import ray
     from ray.util.placement_group import placement_group_table
 
     for strategy, n in (("PACK", 2), ("STRICT_PACK", 2), ("SPREAD", 2), ("STRICT_SPREAD", 2), ("PACK", 4)):
         with nrl.cluster(address, deadline=60) as cluster:
+            settled(lambda: ray.available_resources().get("CPU", 0) != 4, 20)  # Ray gives slots back a moment later
             cluster.reserve(n, strategy=strategy)  # type: ignore[arg-type]
             made = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
             say([len(made), len(set(made[0]["bundles_to_node_id"].values()))])
