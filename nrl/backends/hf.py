@@ -58,7 +58,7 @@ class _Decoder:
         self.module = module.to("cuda" if torch.cuda.is_available() else "cpu")
         self.context_length = min(context_length(module), int(tokenizer.model_max_length))
         self.vocabulary = int(module.get_input_embeddings().num_embeddings)
-        self.stops = end_tokens(module, tokenizer)
+        self.stops = end_tokens(getattr(module, "generation_config", None), tokenizer)
         self.loading: Loading | None = None
         prepare(module)
 

@@ -3,7 +3,7 @@
 Imports transformers inside its functions, so that importing a backend stays cheap.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from nrl.errors import ModelError
 __all__ = [
     "Loading",
     "build",
+    "check_arrived",
+    "check_weight",
     "context_length",
     "end_tokens",
     "head_weight",
@@ -148,10 +150,10 @@ def context_length(module: nn.Module) -> int:
     return limit
 
 
-def end_tokens(module: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a completion: the tokenizer's and the generation config's end-of-sequence tokens."""
+def end_tokens(generation: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a completion: the tokenizer's and the generation config's (None: there is none)."""
     found = {tokenizer.eos_token_id}
-    extra = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    extra = getattr(generation, "eos_token_id", None)
     found.update(extra if isinstance(extra, list | tuple) else [extra])
     return tuple(sorted(token for token in found if token is not None))
 
@@ -199,37 +201,57 @@ class Loading:
     def __init__(self, module: nn.Module, who: str) -> None:
         self._own: dict[str, Tensor] = module.state_dict()
         self._waiting = {tensor.data_ptr(): name for name, tensor in self._own.items()}  # tied ones once
-        self._who, self._same = who, "build both sides from the same Model"
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._own.items()}
+        self._who = who
 
     @torch.no_grad()
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy these in."""
         for name, tensor in tensors:
-            if name not in self._own:
-                raise ModelError(
-                    f"{self._who}: the model has no weight '{name}'; it has {_some(self._own)}; {self._same}"
-                )
+            check_weight(name, tensor, self._shapes, self._who)
             held = self._own[name]
-            if held.shape != tensor.shape:
-                raise ModelError(
-                    f"{self._who}: '{name}' has shape {list(tensor.shape)}, and here it is {list(held.shape)}; "
-                    f"{self._same}"
-                )
             if self._waiting.pop(held.data_ptr(), None) is not None:
                 held.copy_(tensor)
             elif not torch.equal(held, tensor.to(held)):
                 raise ModelError(
                     f"{self._who}: '{name}' came twice with different values, or is tied to another weight here and "
-                    f"not where it came from; {self._same}"
+                    f"not where it came from; {_SAME}"
                 )
 
     def end(self) -> None:
         """See that nothing is missing."""
-        if self._waiting:
-            raise ModelError(
-                f"{self._who}: {len(self._waiting)} weights did not arrive: {_some(self._waiting.values())}; send all "
-                "of them"
-            )
+        check_arrived(self._waiting.values(), self._who)
+
+
+_SAME = "build both sides from the same Model"
+
+
+def check_weight(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], who: str) -> None:
+    """See that a weight is one of a model whose weights have these names and shapes.
+
+    Raises:
+        ModelError: there is none of its name, or that has another shape.
+
+    >>> check_weight("norm", torch.zeros(2), {"norm": (2,)}, "receive")
+    """
+    if name not in shapes:
+        raise ModelError(f"{who}: the model has no weight '{name}'; it has {_some(shapes)}; {_SAME}")
+    if shapes[name] != tuple(tensor.shape):
+        raise ModelError(
+            f"{who}: '{name}' has shape {list(tensor.shape)}, and here it is {list(shapes[name])}; {_SAME}"
+        )
+
+
+def check_arrived(missing: Collection[str], who: str) -> None:
+    """See that no weight is missing.
+
+    Raises:
+        ModelError: some are.
+
+    >>> check_arrived([], "receive")
+    """
+    if missing:
+        raise ModelError(f"{who}: {len(missing)} weights did not arrive: {_some(missing)}; send all of them")
 
 
 def _some(names: Iterable[str], most: int = 5) -> str:

@@ -112,8 +112,8 @@ class Call:
         first = [] if self is self.actors.starting else [self.actors.starting, *self.actors.earlier(self)]
         for call in [*first, self]:
             if not call.done and not self.done:
-                for given in list(call.before):  # of other meshes, too: they are late, and not this one
-                    given.settle(left())
+                for given in [given for given in call.before if not given.done]:
+                    given.settle(left())  # of other meshes, too: they are late, and not this one
                 if not call._settle(left()):
                     raise self._late(timeout or 0.0, ended=False)
             spoilt = isinstance(call.error, MutatedBatch) and call is not self  # who knows what it wrote into

@@ -39,7 +39,7 @@ def target(address: str) -> str | None:
     return found
 
 
-def enter(target: str | None) -> bool:
+def enter(address: str | None) -> bool:
     """Join a cluster or start one; whether it was started.
 
     Raises:
@@ -50,30 +50,30 @@ def enter(target: str | None) -> bool:
     ray_logs.hushed()
     terminate = signal.getsignal(signal.SIGTERM)
     try:
-        if target:
-            _knock(target)
-            ray.init(address=target, configure_logging=False)
+        if address:
+            _knock(address)
+            ray.init(address=address, configure_logging=False)
         else:
             _start(attempts=3)
         if threading.current_thread() is threading.main_thread():  # Ray's own handlers abort, or leave no `with` block
             signal.signal(signal.SIGTERM, terminate if callable(terminate) else _end)
     except Exception as error:  # Ray raises all kinds, of which some are Exception itself
         ray.shutdown()
-        if not target:
+        if not address:
             raise PlacementError(f"cluster: Ray does not start on this machine: {_first_line(error)}") from error
         if _asks_for_a_token(error):
             raise PlacementError(
-                f"cluster: the Ray cluster at '{target}' asks for a token; set RAY_AUTH_MODE=token, and "
+                f"cluster: the Ray cluster at '{address}' asks for a token; set RAY_AUTH_MODE=token, and "
                 "RAY_AUTH_TOKEN_PATH if the token is not in ~/.ray/auth_token"
             ) from error
         raise PlacementError(
-            f"cluster: there is no Ray cluster at '{target}' ({_first_line(error)}); start one with "
+            f"cluster: there is no Ray cluster at '{address}' ({_first_line(error)}); start one with "
             "`ray start --head`, or use the address 'ray' without RAY_ADDRESS to have one started here"
         ) from error
     ray_logs.echo()
-    if target:
+    if address:
         print(f"cluster: joined Ray at {ray.get_runtime_context().gcs_address}; {stock()}", flush=True)  # noqa: T201
-    return not target
+    return not address
 
 
 def leave() -> None:

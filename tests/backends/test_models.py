@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from nrl import tiny
 from nrl.backends import Model, models
@@ -216,12 +217,12 @@ def test_context_length() -> None:
 
 
 def test_end_tokens() -> None:
-    module, tokenizer = build(), tiny.tokenizer()
-    assert models.end_tokens(module, tokenizer) == (tokenizer.eos_token_id,)
-    module.generation_config.eos_token_id = [9, 5]
-    assert models.end_tokens(module, tokenizer) == tuple(sorted({tokenizer.eos_token_id, 5, 9}))
-    module.generation_config.eos_token_id = 9
-    assert models.end_tokens(module, tokenizer) == tuple(sorted({tokenizer.eos_token_id, 9}))
+    tokenizer, generation = tiny.tokenizer(), GenerationConfig()
+    assert models.end_tokens(None, tokenizer) == models.end_tokens(generation, tokenizer) == (tokenizer.eos_token_id,)
+    generation.eos_token_id = [9, 5]
+    assert models.end_tokens(generation, tokenizer) == tuple(sorted({tokenizer.eos_token_id, 5, 9}))
+    generation.eos_token_id = 9
+    assert models.end_tokens(generation, tokenizer) == tuple(sorted({tokenizer.eos_token_id, 9}))
 
 
 def test_head_weight() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from nrl.backends.base import Bucket, Model, Sampling
 from nrl.backends.decoding import Decoded, check
-from nrl.backends.models import build, end_tokens, load_tokenizer, save_model
+from nrl.backends.models import build, check_arrived, check_weight, end_tokens, load_tokenizer, save_model
 from nrl.backends.vllm import transfer
 from nrl.errors import ModelError
 
@@ -40,7 +40,7 @@ class Engine:
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
         self._model, self._options, self._numbers = model, options, itertools.count()
-        self._updating = False
+        self._waiting: dict[str, tuple[int, ...]] | None = None  # weights that are to come, while they are received
         self._start()
 
     def _start(self) -> None:
@@ -81,35 +81,27 @@ class Engine:
 
     def begin(self) -> None:
         """New weights will come: what was computed with the old ones is forgotten."""
-        if self._updating:  # what broke off has left layers without weights, and vLLM no way to begin anew
+        if self._waiting is not None:  # what broke off has left layers without weights, and vLLM no way to begin anew
             self._engine.engine_core.shutdown()
             self._start()
-        self._waiting, self._updating = dict(self._shapes), True
+        self._waiting = dict(self._shapes)
         self._engine.collective_rpc("start_weight_update")
 
     def add(self, bucket: Bucket) -> None:
         """Some of them."""
+        assert self._waiting is not None
         for name, tensor in bucket.items():
-            shape = self._shapes.get(name)
-            if shape != tuple(tensor.shape):
-                raise ModelError(
-                    f"receive: '{name}' has shape {list(tensor.shape)}, and here "
-                    + ("the model has no weight of that name" if shape is None else f"it is {list(shape)}")
-                    + "; build both sides from the same Model"
-                )
+            check_weight(name, tensor, self._shapes, "receive")
             self._waiting.pop(name, None)
         self._engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": dict(bucket)}})
 
     def end(self) -> None:
         """They have come."""
-        if self._waiting:
-            raise ModelError(
-                f"receive: {len(self._waiting)} weights did not arrive: {', '.join(sorted(self._waiting)[:5])}; send "
-                "all of them"
-            )
+        assert self._waiting is not None
+        check_arrived(self._waiting, "receive")
         self._engine.collective_rpc("finish_weight_update")
         transfer.forget(self._engine)
-        self._updating = False
+        self._waiting = None
 
 
 def _shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
@@ -128,14 +120,12 @@ def _written(model: Model, tokenizer: Any, scratch: Path) -> tuple[Path, tuple[i
     from transformers import GenerationConfig
 
     if isinstance(model.source, str) and Path(model.source).is_dir():
-        ends = {tokenizer.eos_token_id}
-        if (Path(model.source) / "generation_config.json").exists():
-            extra = GenerationConfig.from_pretrained(model.source).eos_token_id
-            ends.update(extra if isinstance(extra, list) else [extra])
-        return Path(model.source), tuple(sorted(end for end in ends if end is not None))
+        has = (Path(model.source) / "generation_config.json").exists()
+        generation = GenerationConfig.from_pretrained(model.source) if has else None
+        return Path(model.source), end_tokens(generation, tokenizer)
     module = build(model)
     save_model(module, scratch)
-    return scratch, end_tokens(module, tokenizer)
+    return scratch, end_tokens(getattr(module, "generation_config", None), tokenizer)
 
 
 def _started(folder: Path, model: Model, options: Mapping[str, Any]) -> Any:
