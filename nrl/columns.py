@@ -68,6 +68,8 @@ COLUMNS: dict[str, Column] = {
     ),
     "episode_ids": Column("row", torch.int64, "rollout writes it; absent, every row is an episode."),
     "version": Column("row", torch.int64, "rollout writes it."),
+    "versions": Column("token", torch.int64, "rollout writes it, with a sampler that streams; -1 where not sampled."),
+    "asked_again": Column("row", torch.int64, "rollout writes it, with a sampler that streams.", 0),
     "valid": Column("row", torch.bool, "rollout writes it.", True),
     "truncated": Column("row", torch.bool, "rollout writes it.", False),
     "source": Column("row", torch.int64, "Data writes it where task sources are mixed.", 0),

@@ -10,7 +10,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from typing import Any, cast
 
 import attrs
@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nrl.backends.base import Completion, Sampler, Sampling
+from nrl.asking import asker
+from nrl.backends.base import Completion, Sampler, Sampling, Streams
 from nrl.batch import Batch, assign
 from nrl.data import render
 from nrl.envs import Env, Step, Task
 from nrl.envs.base import Prompt
-from nrl.errors import DataError, EnvError
+from nrl.errors import DataError, EnvError, LostRequest
 from nrl.stream import Source, Stream
 
 __all__ = ["Episode", "rollout", "rollouts", "run_episode"]
@@ -42,6 +43,8 @@ class Episode:
         reward: the sum over turns; several, where the environment gives several.
         truncated: stopped by a length limit.
         version: of the weights that sampled it; the oldest.
+        versions: of each token that was sampled, where the sampler says so; else -1.
+        again: how often the sampler was asked again, because an engine died.
         failure: why it does not count; None: it does.
         info: numbers that the environment reported in its last step.
 
@@ -55,14 +58,22 @@ class Episode:
     reward: float | tuple[float, ...] = 0.0
     truncated: bool = False
     version: int | None = None
+    versions: list[int] = attrs.field(factory=list)
+    again: int = 0
     failure: str | None = None
     info: dict[str, float] = attrs.field(factory=dict)
 
-    def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
-        """Append a turn; with ``logprobs`` one of the policy, without one of the environment."""
+    def append(self, tokens: Sequence[int], completion: Completion | None = None) -> None:
+        """Append a turn; with ``completion`` one of the policy, without one of the environment."""
         self.token_ids.extend(tokens)
-        self.sampled.extend([logprobs is not None] * len(tokens))
-        self.logprobs.extend([0.0] * len(tokens) if logprobs is None else logprobs)
+        self.sampled.extend([completion is not None] * len(tokens))
+        self.logprobs.extend([0.0] * len(tokens) if completion is None else completion.logprobs.tolist())
+        said = None if completion is None else completion.versions
+        self.versions.extend([-1] * len(tokens) if said is None else said.tolist())
+        if completion is not None:
+            self.version = completion.version if self.version is None else min(completion.version, self.version)
+            self.truncated = completion.truncated
+            self.again += completion.times - 1
 
 
 async def run_episode(generate: _Generate, env: Env, task: Task, *, tokenizer: Any, context_length: int) -> Episode:
@@ -124,11 +135,13 @@ async def _episode(
     # Only the environment may fail without ending the run: it is anybody's code. What the sampler raises is passed on
     state = await _guarded(reset(), episode)
     while episode.failure is None:
-        completion = await generate(episode.token_ids)
+        try:
+            completion = await generate(episode.token_ids)
+        except LostRequest as error:
+            episode.failure = f"{type(error).__name__}: {error}"
+            break
         tokens = completion.token_ids.tolist()
-        episode.append(tokens, completion.logprobs.tolist())
-        episode.version = completion.version if episode.version is None else min(completion.version, episode.version)
-        episode.truncated = completion.truncated
+        episode.append(tokens, completion)
         taken = await _guarded(step(state, tokens), episode)
         if taken is None or taken.done:
             break
@@ -136,8 +149,8 @@ async def _episode(
         if len(episode.token_ids) >= context_length:
             episode.truncated = True
             break
-    if len(episode.token_ids) > context_length:
-        del episode.token_ids[context_length:], episode.sampled[context_length:], episode.logprobs[context_length:]
+    for per_token in (episode.token_ids, episode.sampled, episode.logprobs, episode.versions):
+        del per_token[context_length:]
     return episode
 
 
@@ -179,43 +192,6 @@ def _observed(observation: Any, tokenizer: Any) -> list[int]:
     return [int(token) for token in observation]
 
 
-class _Together:
-    """Collects one request of every live episode and asks the sampler once, so that they are decoded together.
-
-    What is decoded together does not depend on time: the call waits for all of them, and orders them.
-    """
-
-    def __init__(self, sampler: Sampler, sampling: Sampling | None, seeds: Sequence[int]) -> None:
-        self.sampler, self.sampling, self.seeds = sampler, sampling, seeds
-        self.live = len(seeds)
-        self.waiting: dict[int, tuple[list[int], asyncio.Future[Completion]]] = {}
-
-    async def generate(self, index: int, tokens: list[int]) -> Completion:
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.waiting[index] = (list(tokens), answer)
-        self._ask()
-        return await answer
-
-    def leave(self) -> None:
-        self.live -= 1
-        self._ask()
-
-    def _ask(self) -> None:
-        if not self.waiting or len(self.waiting) < self.live:
-            return
-        asked, self.waiting = sorted(self.waiting.items()), {}
-        prompts = [tokens for _, (tokens, _) in asked]
-        try:
-            seeds = [self.seeds[index] for index, _ in asked]
-            completions = self.sampler.generate(prompts, seeds=seeds, sampling=self.sampling).result()
-        except Exception as error:
-            for _, (_, answer) in asked:
-                answer.set_exception(error)
-            return
-        for (_, (_, answer)), completion in zip(asked, completions, strict=True):
-            answer.set_result(completion)
-
-
 def rollout(
     sampler: Sampler,
     env: Env,
@@ -240,7 +216,8 @@ def rollout(
     Returns:
         A batch ``[len(tasks) * n, T]`` with ``input_ids``, ``attention_mask``, ``loss_mask``, ``rollout_logprobs``,
         ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``, ``truncated``, with
-        ``source`` where tasks have one, and ``env/<name>`` for the environment's own numbers.
+        ``source`` where tasks have one, ``env/<name>`` for the environment's own numbers, and of a sampler that streams
+        ``versions`` (of each token; -1 where it was not sampled) and ``asked_again``.
 
     Raises:
         DataError: there are no tasks, or ``n`` is not positive.
@@ -259,7 +236,8 @@ def rollout(
     if not tasks or n < 1:
         raise DataError(f"rollout: {len(tasks)} tasks with n={n}; there must be at least one of each")
     seeds = [_seed(seed, first_group + group, place) for group in range(len(tasks)) for place in range(n)]
-    together = _Together(sampler, sampling, seeds)
+    streams = isinstance(sampler, Streams)
+    asking = asker(sampler, sampling, seeds)
     rendered: dict[str, list[int]] = {}
 
     def once(prompt: Prompt, tokenizer: Any) -> list[int]:
@@ -272,7 +250,7 @@ def rollout(
     async def one(index: int) -> Episode:
         try:
             return await _episode(
-                lambda tokens: together.generate(index, tokens),
+                lambda tokens: asking.generate(index, tokens),
                 env,
                 tasks[index // n],
                 sampler.tokenizer,
@@ -280,7 +258,7 @@ def rollout(
                 once,
             )
         finally:
-            together.leave()
+            asking.leave()
 
     async def every() -> list[Episode]:
         return list(await asyncio.gather(*map(one, range(len(seeds)))))
@@ -293,6 +271,8 @@ def rollout(
     batch = _rows(episodes, sampler.version, temperature)
     groups = torch.arange(first_group, first_group + len(tasks)).repeat_interleave(n)
     columns: dict[str, Tensor] = {"group_ids": groups}
+    if streams:
+        columns |= _streamed(episodes, batch)
     if sources is not None:
         columns["source"] = torch.tensor(sources).repeat_interleave(n)
     return assign(batch, **columns)
@@ -333,7 +313,7 @@ def _run[T](work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    with ThreadPoolExecutor(1) as pool:
+    with futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, work).result()
 
 
@@ -373,6 +353,14 @@ def _rows(episodes: Sequence[Episode], version: int, temperature: float) -> Batc
     for key in sorted({key for episode in episodes for key in episode.info}):
         columns[f"env/{key}"] = torch.tensor([float(e.info.get(key, math.nan)) for e in episodes])
     return assign(Batch({}, batch_size=[size]), **columns)
+
+
+def _streamed(episodes: Sequence[Episode], batch: Batch) -> dict[str, Tensor]:
+    """What else there is to say where engines are given weights while they decode, and may die one by one."""
+    versions = torch.full_like(batch["input_ids"], -1)
+    for row, episode in enumerate(episodes):
+        versions[row, : len(episode.versions)] = torch.tensor(episode.versions, dtype=torch.int64)
+    return {"versions": versions, "asked_again": torch.tensor([episode.again for episode in episodes])}
 
 
 def rollouts(

@@ -26,6 +26,7 @@
     ├── DataError (ValueError)            a data file or a row of it that cannot be used
     ├── ModelError (ValueError)           a model or tokenizer that cannot be loaded or cannot do what is asked
     ├── GenerationError (ValueError)      a request that a sampler cannot serve
+    │   └── LostRequest                   engines died with it, as often as it may be asked
     └── EnvError                          an environment or verifier broke its contract
 
 Arguments that no value could make right are Python's own ValueError and TypeError.
@@ -53,6 +54,7 @@ __all__ = [
     "GenerationError",
     "LossError",
     "LostActor",
+    "LostRequest",
     "MissingColumn",
     "MissingOutput",
     "ModelError",
@@ -221,6 +223,10 @@ class ModelError(NrlError, ValueError):
 
 class GenerationError(NrlError, ValueError):
     """A request that a sampler cannot serve."""
+
+
+class LostRequest(GenerationError):
+    """Engines died while they decoded it, as often as it may be asked. In a rollout its row is not valid."""
 
 
 class EnvError(NrlError):

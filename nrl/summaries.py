@@ -26,7 +26,8 @@ def summary(batch: Batch) -> Metrics:
 
     ``reward`` is the mean over all valid rows that were sampled, those dropped since included; ``reward/max`` the best
     row; ``length`` the mean number of sampled tokens, ``length/max`` the largest; ``truncated`` the fraction of valid
-    rows that hit a length limit; ``invalid`` and ``dropped`` are counts of rows; ``env/<name>`` are means.
+    rows that hit a length limit; ``invalid`` and ``dropped`` are counts of rows; ``asked_again`` counts
+    requests that were asked again because an engine died or its work was thrown away; ``env/<name>`` are means.
 
     Raises:
         MissingColumn: there are no rewards.
@@ -57,6 +58,8 @@ def summary(batch: Batch) -> Metrics:
         "invalid": Sum((~valid).sum() + failed),
         "dropped": Sum(dropped),
     }
+    if "asked_again" in batch.keys():
+        metrics["asked_again"] = Sum(batch["asked_again"].sum())
     for key, value in batch.items():
         if str(key).startswith("env/") and isinstance(value, Tensor):
             known = torch.isfinite(value) & valid

@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("backends",),
     (
+        "asking",
         "charts",
         "checkpoint",
         "data",

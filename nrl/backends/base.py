@@ -6,8 +6,9 @@ in flight must see updates. An `Engine` is what a backend author writes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -26,10 +27,13 @@ __all__ = [
     "Bucket",
     "Completion",
     "Engine",
+    "Inflight",
     "Model",
     "Params",
+    "Probed",
     "Sampler",
     "Sampling",
+    "Streams",
     "TrainState",
     "Trainer",
     "publish",
@@ -38,6 +42,9 @@ __all__ = [
 
 type Bucket = Mapping[str, Tensor]
 """Some weights, by their Hugging Face names."""
+
+type Inflight = Literal["wait", "keep", "abort"]
+"""What becomes of requests that are under way when new weights come; see `publish`."""
 
 
 @attrs.frozen(kw_only=False)
@@ -108,6 +115,8 @@ class Completion(NamedTuple):
             temperature, and renormalised over the kept tokens under top-k and top-p.
         truncated: it was stopped by a length limit.
         version: the version of the weights that sampled it; the oldest, where they changed meanwhile.
+        versions: ``[L]`` int64, of each token, where the sampler can be given weights while it decodes.
+        times: how often it was asked: more than once, where an engine died with it or its work was thrown away.
 
     >>> import torch
     >>> Completion(torch.tensor([7, 2]), torch.tensor([-0.5, -0.1]), truncated=False, version=1).version
@@ -118,6 +127,8 @@ class Completion(NamedTuple):
     logprobs: Tensor
     truncated: bool
     version: int
+    versions: Tensor | None = None
+    times: int = 1
 
 
 class Sampler(Protocol):
@@ -158,9 +169,39 @@ class Sampler(Protocol):
 
         Args:
             buckets: tensors by their Hugging Face names, some at a time. Futures are of values that live on a mesh: a
-                sampler on a mesh passes them on to its processes, without a wait or a copy here.
+                sampler on a mesh passes them on to its processes, without a wait or a copy here. It can be iterated
+                again later, as long as the params are there; then it raises `ConsumedState`.
             version: stamped from now on on what is sampled.
         """
+        ...
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """A sampler that takes on requests while it decodes others."""
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling | None = None
+    ) -> "list[futures.Future[Completion]]":
+        """As `Sampler.generate`, with a future for each row; to cancel one is to have it forgotten."""
+        ...
+
+    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:
+        """As `Sampler.receive`; `publish` says what becomes of requests that are under way."""
+        ...
+
+
+@runtime_checkable
+class Probed(Protocol):
+    """A sampler whose engines compute otherwise than a trainer does, so that `publish` checks what they compute."""
+
+    @property
+    def tolerance(self) -> float | None:
+        """Nats that its log-probabilities may differ from a trainer's; None: they are computed alike."""
+        ...
+
+    def everywhere(self, prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
+        """Let every engine complete a prompt."""
         ...
 
 
@@ -324,18 +365,22 @@ class Trainer(NamedTuple):
 
 
 @timeline.span("publish")
-def publish(params: Params, sampler: Sampler) -> int:
+def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> int:
     """Move weights into a sampler, which from then on stamps their version on what it samples.
 
     The version is the number of publishes. Params that have been published already, to another sampler or before a
     restore, keep the number that they have.
 
-    A sampler that computes otherwise than a trainer, which it says by an attribute ``tolerance`` in nats, is then asked
-    for a completion, always of the same prompt, and its log-probabilities are compared with the trainer's.
+    Each engine of a sampler that computes otherwise than a trainer (`Probed`) is then asked for a completion, always of
+    the same prompt, and its log-probabilities are compared with the trainer's.
 
     Args:
         params: from ``state.params``, ``trainer.load`` or ``trainer.freeze``.
         sampler: the sampler whose weights are replaced in place.
+        inflight: what becomes of completions that are under way, as with `nrl.ahead` or from other threads. ``"wait"``:
+            they are finished first, while new ones wait. ``"keep"``: they go on with the new weights, from where they
+            are; their ``version`` is the oldest, and ``versions`` tells which token is whose. ``"abort"``: what they
+            have is thrown away, and they are asked again. A sampler that decodes a batch as a whole always waits.
 
     Returns:
         The version.
@@ -343,6 +388,7 @@ def publish(params: Params, sampler: Sampler) -> int:
     Raises:
         ConsumedState: the params were borrowed from a state that has been consumed.
         WeightMismatch: the sampler, asked for a completion, does not compute what the trainer does.
+        ValueError: there is no such ``inflight``.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -360,34 +406,53 @@ def publish(params: Params, sampler: Sampler) -> int:
             "publish: these params were borrowed from a state that a step has consumed; publish(state.params, sampler) "
             "with the state that the step returned"
         )
+    if inflight not in ("wait", "keep", "abort"):
+        raise ValueError(f"publish: inflight is {inflight!r}; it is 'wait', 'keep' or 'abort'")
     version = params.version if params.published else params.version + 1
-    sampler.receive(params.buckets("publish"), version)
+    if isinstance(sampler, Streams):
+        sampler.receive(_Buckets(params), version, inflight=inflight)
+    else:
+        sampler.receive(_Buckets(params), version)
     params.version, params.published = version, True
-    if (tolerance := getattr(sampler, "tolerance", None)) is not None:
-        _probe(params, sampler, tolerance)
+    if isinstance(sampler, Probed) and sampler.tolerance is not None:
+        _probe(params, sampler, sampler, sampler.tolerance)
     return version
+
+
+@attrs.frozen
+class _Buckets:
+    """The weights of params, as often as they are iterated."""
+
+    params: Params
+
+    def __iter__(self) -> Iterator[Future[Bucket]]:
+        return self.params.buckets("publish")
 
 
 _PROBE = 136, 4  # tokens of a prompt that fills a block of cached keys and values, and of its completion
 
 
-def _probe(params: Params, sampler: Sampler, tolerance: float) -> None:
-    """Let the sampler complete a prompt, always the same one, and the trainer say what it thinks of that."""
+def _probe(params: Params, sampler: Sampler, engines: Probed, tolerance: float) -> None:
+    """Let each engine complete a prompt, always the same one, and the trainer say what it thinks of that."""
     length = min(_PROBE[0], sampler.context_length - _PROBE[1])
     prompt = [(31 * place + 7) % len(sampler.tokenizer) for place in range(length)]
-    (found,) = sampler.generate([prompt], sampling=Sampling(temperature=0, max_new_tokens=_PROBE[1])).result()
-    row = torch.tensor([[*prompt, *found.token_ids.tolist()]])
-    columns = {"input_ids": row, "attention_mask": torch.ones_like(row, dtype=torch.bool)}
-    expected = params.trainer.logprobs(params, Batch(columns, batch_size=[1]).lock_()).result()[0, length:]
-    apart = float((expected - found.logprobs).abs().max())
-    if not apart <= tolerance or found.version != params.version:
-        raise WeightMismatch(
-            f"publish: with the weights of version {params.version}, the sampler (at version {found.version}) gives "
-            f"the tokens {found.token_ids.tolist()} after a prompt of {length} the log-probabilities "
-            f"{_rounded(found.logprobs)}, and the trainer {_rounded(expected)}: they are {apart:.2g} nats apart, and "
-            f"{tolerance:g} may be rounding. The sampler holds other weights, or keys and values that were computed "
-            "with older ones; what it samples cannot be trained on"
-        )
+    found = engines.everywhere(prompt, Sampling(temperature=0, max_new_tokens=_PROBE[1])).result()
+    rows = [torch.tensor([*prompt, *each.token_ids.tolist()]) for each in found]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+    batch = Batch({"input_ids": ids, "attention_mask": mask}, batch_size=[len(rows)]).lock_()
+    expected = params.trainer.logprobs(params, batch).result()[:, length:]
+    for place, (each, values) in enumerate(zip(found, expected, strict=True)):
+        trainers = values[: len(each.logprobs)]
+        apart = float((trainers - each.logprobs).abs().max())
+        if not apart <= tolerance or each.version != params.version:
+            raise WeightMismatch(
+                f"publish: with the weights of version {params.version}, engine {place} of the sampler (at version "
+                f"{each.version}) gives the tokens {each.token_ids.tolist()} after a prompt of {length} the "
+                f"log-probabilities {_rounded(each.logprobs)}, and the trainer {_rounded(trainers)}: they are "
+                f"{apart:.2g} nats apart, and {tolerance:g} may be rounding. The engine holds other weights, or keys "
+                "and values that were computed with older ones; what it samples cannot be trained on"
+            )
 
 
 def _rounded(x: Tensor) -> list[float]:

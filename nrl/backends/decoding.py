@@ -23,11 +23,13 @@ class Decoded(NamedTuple):
         token_ids: ``[L]`` int64, the sampled tokens, with the stop token if one was sampled.
         logprobs: ``[L]`` float32, nats, of each under the distribution that it was drawn from.
         truncated: it was ended by a length limit and not by a stop token.
+        versions: ``[L]`` int64, of the weights that each was drawn with; None: of those that there are.
     """
 
     token_ids: Tensor
     logprobs: Tensor
     truncated: bool
+    versions: Tensor | None = None
 
 
 def decode(

@@ -10,8 +10,10 @@ from nrl.backends.base import Bucket, Model, Sampling
 from nrl.backends.cache import prepare
 from nrl.backends.decoding import Decoded, decode
 from nrl.backends.models import Loading, build, context_length, end_tokens, load_tokenizer
+from nrl.backends.replica import Request
 from nrl.backends.replicated import ReplicatedSampler
-from nrl.runtime.placement import Mesh, Slots, as_mesh
+from nrl.backends.seats import meshes
+from nrl.runtime.placement import Mesh, Slots
 from nrl.runtime.process import rest, wake
 
 __all__ = ["sampler"]
@@ -24,8 +26,8 @@ def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None)
     all others with transformers' own cache, which is as right and slower (see `nrl.backends.cache`).
 
     Args:
-        place: a mesh, or slots. Prompts are split among its processes, and each has a copy of the weights; on the local
-            cluster there is one.
+        place: slots, with a mesh for each, or a mesh, whose processes live and die together. Prompts are spread over
+            the processes, and each has a copy of the weights; on the local cluster there is one.
         model: what to sample from.
         sampling: for calls that do not say; None: ``Sampling()``.
 
@@ -45,12 +47,13 @@ def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None)
     >>> a.version, len(a.token_ids) <= 3
     (0, True)
     """
-    mesh = as_mesh(place, "base", "sampler")
-    return ReplicatedSampler("hf.sampler", mesh, partial(_Decoder, model), model, sampling or Sampling())
+    return ReplicatedSampler(
+        "hf.sampler", meshes(place, "base"), partial(_Decoder, model), model, sampling or Sampling()
+    )
 
 
 class _Decoder:
-    """What is in each process: a `nrl.backends.replicated.Replica`."""
+    """What is in each process: a `nrl.backends.replica.Replica`."""
 
     def __init__(self, model: Model) -> None:
         module: Any = build(model).eval().requires_grad_(False)
@@ -70,18 +73,24 @@ class _Decoder:
         """Go back to it."""
         wake(self.module)
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Sequence[Decoded]:
-        return decode(
-            self.module,
-            prompts,
-            seeds,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            max_new_tokens=sampling.max_new_tokens,
-            stop_token_ids=(*self.stops, *sampling.stop_token_ids),
-            context_length=self.context_length,
-        )
+    def advance(self, requests: Sequence[Request], cancelled: Sequence[int]) -> Sequence[tuple[int, Decoded]]:
+        """Decode all of them together; none is left for later."""
+        found: list[tuple[int, Decoded]] = []
+        for sampling in dict.fromkeys(request.sampling for request in requests):
+            alike = [request for request in requests if request.sampling == sampling]
+            rows = decode(
+                self.module,
+                [request.prompt for request in alike],
+                [request.seed for request in alike],
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                max_new_tokens=sampling.max_new_tokens,
+                stop_token_ids=(*self.stops, *sampling.stop_token_ids),
+                context_length=self.context_length,
+            )
+            found += [(request.number, row) for request, row in zip(alike, rows, strict=True)]
+        return found
 
     def begin(self) -> None:
         self.loading = Loading(self.module, "receive")
@@ -90,7 +99,7 @@ class _Decoder:
         assert self.loading is not None
         self.loading.add(bucket.items())
 
-    def end(self) -> None:
+    def end(self, version: int) -> None:
         assert self.loading is not None
         self.loading.end()
         self.loading = None

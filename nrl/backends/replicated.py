@@ -1,135 +1,43 @@
-"""A sampler with a copy of the weights in each process of a mesh, whichever engine decodes there.
+"""A sampler with a copy of the weights in each of several engines, whichever engine decodes there.
 
-An inference engine that satisfies `Replica` is all that a sampler needs beside this module; `nrl.backends.hf` and
-`nrl.backends.vllm` are two of them.
+Requests are spread over the engines, and a thread asks each engine as long as that has something to do: what is
+finished goes to whoever waits for it, and new requests join. Weights are received between two such calls. An engine
+that dies is started again and given the weights; its requests are asked again, here or elsewhere.
 """
 
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
-from nrl.backends.base import Bucket, Completion, Model, Sampling
-from nrl.backends.decoding import Decoded
+from nrl.backends.base import Bucket, Completion, Inflight, Model, Sampling
+from nrl.backends.decoding import check
 from nrl.backends.models import load_tokenizer
-from nrl.errors import GenerationError
-from nrl.runtime.futures import Future, on_its_way
-from nrl.runtime.placement import Mesh, Out, Reply
-from nrl.runtime.process import rest, wake
+from nrl.backends.replica import Replica, Request
+from nrl.backends.seats import Asked, Order, Seat, gathered
+from nrl.backends.spread import Spread
+from nrl.errors import ConsumedState, DeadlineExceeded, FailedStart, GenerationError, LostActor, LostRequest
+from nrl.runtime.futures import Future
+from nrl.runtime.placement import Mesh
 
-__all__ = ["Replica", "ReplicatedSampler"]
+__all__ = ["ReplicatedSampler", "StreamingSampler"]
 
-
-class Replica(Protocol):
-    """An engine in one process. It may satisfy `nrl.runtime.process.Rests`, too."""
-
-    @property
-    def context_length(self) -> int:
-        """The most tokens that a prompt and its completion may have together."""
-        ...
-
-    @property
-    def vocabulary(self) -> int:
-        """How many tokens there are."""
-        ...
-
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Sequence[Decoded]:
-        """A completion of each prompt, whose noise depends on its seed alone.
-
-        Raises:
-            GenerationError: a prompt that is empty, or fills the context.
-        """
-        ...
-
-    def begin(self) -> None:
-        """New weights will come, all of them. What was computed with the old ones must not be used again."""
-        ...
-
-    def add(self, bucket: Bucket) -> None:
-        """Some of them, by their Hugging Face names; of tied weights one name is enough.
-
-        Raises:
-            ModelError: a name that the model does not have, or a wrong shape.
-        """
-        ...
-
-    def end(self) -> None:
-        """They have come.
-
-        Raises:
-            ModelError: some have not.
-        """
-        ...
+_TIMES = 3  # how often a request is asked; and how often in a row an engine may die before it has answered anything
 
 
-class _Held:
-    """A replica in its process, with the version of its weights."""
-
-    def __init__(self, make: Callable[[], Replica]) -> None:
-        self.replica, self.version = make(), 0
-        self.broken = ""  # why the weights cannot be used
-
-    def rest(self) -> None:
-        rest(self.replica)
-
-    def wake(self) -> None:
-        wake(self.replica)
-
-
-def _about(held: _Held) -> tuple[int, int]:
-    return held.replica.context_length, held.replica.vocabulary
-
-
-def _generate(
-    held: _Held, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-) -> list[Completion]:
-    if held.broken:
-        raise GenerationError(
-            f"generate: the sampler's weights are incomplete since the last receive ({held.broken}); "
-            "publish a complete set of weights first"
-        )
-    rows = held.replica.generate(prompts, seeds, sampling) if prompts else []
-    return [Completion(*row, version=held.version) for row in rows]
-
-
-def _begin(held: _Held) -> None:
-    held.broken = "it did not finish"
-    held.replica.begin()
-
-
-def _add(held: _Held, bucket: Bucket) -> None:
-    with _noting(held):
-        held.replica.add(bucket)
-
-
-def _end(held: _Held, version: int) -> None:
-    with _noting(held):
-        held.replica.end()
-    held.broken, held.version = "", version
-
-
-def _stop(held: _Held, reason: str) -> None:
-    held.broken = reason
-
-
-@contextmanager
-def _noting(held: _Held) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        held.broken = str(error) or type(error).__name__
-        raise
+_AFTER = "since an engine was lost while a step had consumed those that it had; publish the new ones"
 
 
 class ReplicatedSampler:
-    """A `nrl.backends.Sampler` over a mesh; `nrl.backends.hf.sampler` makes one.
+    """A `nrl.backends.Sampler` over engines; `nrl.backends.hf.sampler` makes one.
 
     Args:
         name: how errors and warnings name it.
-        mesh: where it lives; generating after its cluster has been left is an error.
-        make: makes the engine, in each process.
+        meshes: where its engines live; generating after their cluster has been left is an error.
+        make: makes an engine, in each process.
         model: what it samples from.
         sampling: for calls that do not say.
         tolerance: nats that its log-probabilities may differ from a trainer's; None: they are computed alike.
@@ -138,19 +46,23 @@ class ReplicatedSampler:
     def __init__(
         self,
         name: str,
-        mesh: Mesh,
+        meshes: Sequence[Mesh],
         make: Callable[[], Replica],
         model: Model,
         sampling: Sampling,
         tolerance: float | None = None,
     ) -> None:
-        self._name, self._mesh, self._sampling, self._version = name, mesh, sampling, 0
-        self._tolerance = tolerance
-        self._whole = threading.Lock()  # weights are received between calls of any thread, not between their parts
-        self._tokenizer = load_tokenizer(model)
-        (self._replicas,) = mesh.processes.call(name, _Held, [[make]] * mesh.processes.count, Out.kept)
-        about: tuple[int, int] = self._call(name, _about, Out.first).then(_only).result()
-        self._context_length, self._vocabulary = about
+        self._name, self._sampling, self._version, self._tolerance = name, sampling, 0, tolerance
+        self._cluster, self._tokenizer = meshes[0].cluster, load_tokenizer(model)
+        self._seats = [Seat(mesh, name, make) for mesh in meshes]
+        self._context_length, self._vocabulary = self._seats[0].about()
+        self._engines = [(seat, engine) for seat in self._seats for engine in range(seat.engines)]
+        self._spread, self._numbers = Spread(len(self._engines)), itertools.count()
+        self._changed = threading.Condition()  # guards the seats, and is told of whatever somebody may wait for
+        self._receives = threading.Lock()  # one at a time
+        self._receiving: Inflight | None = None
+        self._weights: Iterable[Bucket | Future[Bucket]] | None = None  # for an engine that is started again
+        self._broken = ""  # why the weights cannot be used
         self._warned = False
 
     @property
@@ -176,7 +88,7 @@ class ReplicatedSampler:
     @property
     def remote(self) -> bool:
         """Whether it decodes in other processes, so that this one can do something else meanwhile."""
-        return self._mesh.cluster.remote
+        return self._cluster.remote
 
     @property
     def tolerance(self) -> float | None:
@@ -190,7 +102,7 @@ class ReplicatedSampler:
         seeds: Sequence[int] | None = None,
         sampling: Sampling | None = None,
     ) -> Future[list[Completion]]:
-        """Complete each prompt once; prompts are split among the processes, neighbours together.
+        """Complete each prompt once; prompts are spread over the engines, those that begin alike together.
 
         Args:
             prompts: token ids, of any lengths; equal ones are read once.
@@ -198,55 +110,235 @@ class ReplicatedSampler:
             sampling: None: the sampler's own.
 
         Returns:
-            A future of one `Completion` for each prompt, in order.
+            A future of one `Completion` for each prompt, in order. It raises `LostRequest` for one with which engines
+            died several times, and `LostActor` if no engine is left.
 
         Raises:
             GenerationError: a prompt that cannot be completed, or weights that were received only in part.
             ClosedCluster: the cluster has been left.
         """
-        self._mesh.cluster.check_open("generate")
-        chosen = sampling or self._sampling
-        self._warn(chosen)
-        noise = list(range(len(prompts)) if seeds is None else seeds)
-        n = self._mesh.processes.count
-        cuts = [len(prompts) * rank // n for rank in range(n + 1)]  # neighbours, which may share their prefill
-        each = [(list(prompts[a:b]), noise[a:b], chosen) for a, b in pairwise(cuts)]
-        with self._whole:
-            return self._call("generate", _generate, Out.each, *zip(*each, strict=True)).then(_joined)
+        return gathered(self._ask(prompts, seeds, sampling))
 
-    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int) -> None:
+    def everywhere(self, prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
+        """Let every engine complete a prompt; see `nrl.backends.base.Probed`."""
+        alive = [place for place, (seat, _) in enumerate(self._engines) if seat.lost is None]
+        return gathered(self._ask([prompt] * len(alive), None, sampling, alive))
+
+    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:
         """Replace the weights in place, one bucket after the other; `nrl.publish` calls it.
 
         Args:
             buckets: tensors by their Hugging Face names, of any dtype and device; of tied weights one name is enough.
+                They are kept for engines that are started again, if they can be iterated once more.
             version: stamped from now on on what is sampled.
+            inflight: what becomes of requests that are under way; see `nrl.publish`.
 
         Raises:
             ModelError: a name that the model does not have, a wrong shape, or weights that are missing. The sampler
                 then holds a mixture and refuses to generate until it has received a complete set.
+            LostActor: an engine died, and cannot be started again and given the weights.
         """
-        with self._whole:
-            self._do("receive", _begin)
+        self._cluster.check_open("receive")
+        with self._receives, self._while_none_decodes(inflight):
+            self._weights = None if iter(buckets) is buckets else buckets
             try:
-                for bucket in buckets:
-                    self._do("receive", _add, on_its_way(bucket))
+                self._transfer(buckets, version)
             except BaseException as error:
-                self._do("receive", _stop, str(error) or type(error).__name__)
+                self._broken = str(error) or type(error).__name__
+                for seat in self._seats:
+                    self._fail(seat, self._incomplete())
                 raise
-            self._do("receive", _end, version)
-            self._version = version
+            self._broken, self._version = "", version
 
-    def _do(self, who: str, fn: Callable[..., None], *args: Any) -> None:
-        """In each process, with the same arguments, and done when it returns."""
-        n = self._mesh.processes.count
-        self._call(who, fn, Out.each, *([arg] * n for arg in args)).then(_only).result()
+    @contextmanager
+    def _while_none_decodes(self, inflight: Inflight) -> Iterator[None]:
+        with self._changed:
+            self._receiving = inflight
+            self._changed.notify_all()
+            waits = inflight == "wait"
+            self._changed.wait_for(lambda: not any(s.busy or (waits and s.under_way) for s in self._seats))
+            if inflight == "abort":
+                self._place([asked for seat in self._seats for asked in seat.take_back()])
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._receiving = None
+                self._changed.notify_all()
+            self._work_where_wanted()
 
-    def _call(self, who: str, fn: Callable[..., Any], out: Out, *columns: Sequence[Any]) -> Reply:
-        self._mesh.cluster.check_open(who)
-        reply: Reply
-        args = [list(row) for row in zip(self._replicas, *columns, strict=True)]
-        (reply,) = self._mesh.processes.call(who, fn, args, out)
-        return reply
+    def _transfer(self, buckets: Iterable[Bucket | Future[Bucket]], version: int) -> None:
+        """Give every engine the weights, bucket by bucket, so that nobody holds a second copy of the model."""
+        seats = [seat for seat in self._seats if seat.lost is None]
+        try:
+            _give(seats, buckets, version)
+        except (LostActor, DeadlineExceeded) as error:
+            if isinstance(error, FailedStart) or self._weights is None:
+                raise
+            for seat in seats:  # which of them it was will show
+                try:
+                    self._restarted(seat, error, version, begun=True)
+                except (LostActor, DeadlineExceeded) as final:
+                    self._give_up(seat, final)
+            if all(seat.lost for seat in seats):
+                raise
+        for seat in seats:
+            seat.empty = False
+
+    def _restarted(self, seat: Seat, error: Exception, version: int, *, begun: bool = False) -> None:
+        """Give an engine that has died, or may have, the weights."""
+        while True:
+            if not begun:
+                seat.deaths += 1
+                if isinstance(error, FailedStart) or seat.deaths >= _TIMES:
+                    raise error
+                seat.restart()
+            begun = False
+            try:
+                if self._weights is not None:
+                    _give([seat], self._weights, version)
+                elif version:
+                    raise ConsumedState("receive: the weights are gone")
+                return
+            except (LostActor, DeadlineExceeded) as again:
+                error = again
+
+    def _ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int] | None,
+        sampling: Sampling | None,
+        engines: Sequence[int] | None = None,
+    ) -> "list[futures.Future[Completion]]":
+        self._cluster.check_open("generate")
+        chosen = sampling or self._sampling
+        self._warn(chosen)
+        noise = list(range(len(prompts)) if seeds is None else seeds)
+        check(prompts, noise, chosen.stop_token_ids, self._vocabulary, self._context_length)
+        if self._broken:
+            raise self._incomplete()
+        pairs = zip(prompts, noise, strict=True)
+        asked = [Asked(Request(next(self._numbers), list(prompt), seed, chosen)) for prompt, seed in pairs]
+        with self._changed:
+            self._place(asked, engines)
+        self._work_where_wanted()
+        return [each.answer for each in asked]
+
+    def _place(self, asked: Sequence[Asked], engines: Sequence[int] | None = None) -> None:
+        """Let them wait for engines."""
+        lost = [seat.lost for seat in self._seats if seat.lost is not None]
+        for place, each in enumerate(asked):
+            if len(lost) == len(self._seats):
+                each.fail(lost[-1])
+                continue
+            if engines is None:
+                load = [seat.load[engine] for seat, engine in self._engines]
+                chosen = self._spread.choose(each.request.prompt, load, len(asked) - place)
+            else:
+                chosen = engines[place]
+            seat, engine = self._engines[chosen]
+            seat.waiting[engine].append(each)
+
+    def _work_where_wanted(self) -> None:
+        """Have somebody ask the engines that have something to do: a thread, or where that would not help, this one."""
+        with self._changed:
+            idle = [seat for seat in self._seats if seat.wanted and seat.worker is None]
+            for seat in idle:
+                seat.worker = threading.Thread(target=self._work, args=(seat,), name=self._name, daemon=True)
+        for seat in idle:
+            assert seat.worker is not None
+            if self.remote:
+                seat.worker.start()
+            else:
+                self._work(seat)
+
+    def _work(self, seat: Seat) -> None:
+        """Ask the engines of a seat until nobody waits for an answer."""
+        while (orders := self._next(seat)) is not None:
+            try:
+                finished = seat.advance(orders)
+            except (LostActor, DeadlineExceeded) as error:
+                self._revive(seat, error)
+            except Exception as error:
+                self._fail(seat, error)
+            except BaseException as error:
+                self._fail(seat, error)
+                self._next(seat)
+                raise
+            else:
+                self._answer(seat, finished)
+
+    def _next(self, seat: Seat) -> list[Order] | None:
+        """What to tell the engines next, as soon as they may be told something; None: there is nothing."""
+
+        def free() -> bool:
+            return not seat.empty and (self._receiving is None or (self._receiving == "wait" and seat.under_way))
+
+        with self._changed:
+            seat.busy = False
+            self._changed.notify_all()
+            limit = getattr(self._cluster, "deadline", None)
+            if not self._changed.wait_for(lambda: not seat.wanted or free(), limit):
+                self._fail(seat, DeadlineExceeded(f"generate: no weights came within {limit:g} s, {_AFTER}"))
+            orders = seat.order(new=self._receiving is None)
+            if not any(seat.asked) and not any(cancelled for _, cancelled in orders):
+                seat.worker = None
+                return None
+            seat.busy = True
+            return orders
+
+    def _answer(self, seat: Seat, finished: Sequence[Sequence[tuple[int, Completion]]]) -> None:
+        with self._changed:
+            for engine, found in enumerate(finished):
+                for number, completion in found:
+                    asked = seat.asked[engine].pop(number, None)
+                    if asked is not None:
+                        seat.deaths = 0
+                        tokens = [*asked.request.prompt, *completion.token_ids.tolist()]
+                        self._spread.has_read(self._engines.index((seat, engine)), tokens)
+                        asked.give(completion)
+
+    def _fail(self, seat: Seat, error: BaseException) -> None:
+        with self._changed:
+            for asked in seat.take_back():
+                asked.fail(error)
+
+    def _revive(self, seat: Seat, error: LostActor | DeadlineExceeded) -> None:
+        """Start an engine that has died anew, and let what it was asked be asked again, here or elsewhere."""
+        with self._changed:
+            seat.empty = True
+            back = seat.take_back()
+            again = [asked for asked in back if asked.times < _TIMES]
+            for asked in back:
+                asked.times += 1
+                if asked.times > _TIMES:
+                    asked.fail(LostRequest(f"generate: {_TIMES} engines died while they decoded it; the last: {error}"))
+            self._place(again)
+        self._work_where_wanted()
+        warnings.warn(
+            f"{self._name}: an engine was lost and is started again; {len(again)} requests are asked again, and "
+            f"{len(back) - len(again)} given up. {error}",
+            stacklevel=2,
+        )
+        try:
+            self._restarted(seat, error, self._version)
+            seat.empty = False
+        except ConsumedState:  # they will come with the next publish
+            return
+        except Exception as final:
+            self._give_up(seat, final)
+
+    def _give_up(self, seat: Seat, error: BaseException) -> None:
+        with self._changed:
+            seat.lost = error
+            self._place(seat.take_back())
+        self._work_where_wanted()
+
+    def _incomplete(self) -> GenerationError:
+        return GenerationError(
+            f"generate: the sampler's weights are incomplete since the last receive ({self._broken}); "
+            "publish a complete set of weights first"
+        )
 
     def _warn(self, sampling: Sampling) -> None:
         truncates = 0 < sampling.top_k < self._vocabulary or sampling.top_p < 1
@@ -259,13 +351,28 @@ class ReplicatedSampler:
             "is the kept mass and not 1, and ratios to rollout_logprobs are biased. To train on these rollouts sample "
             "with top_k=0 and top_p=1, or take old_logprobs from trainer.logprobs",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
-def _only(results: list[Any]) -> Any:
-    return results[0]
+class StreamingSampler(ReplicatedSampler):
+    """One whose engines take on requests while they decode others, so that nobody has to wait for a row to ask it.
+
+    `nrl.backends.vllm.sampler` makes one.
+    """
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling | None = None
+    ) -> "list[futures.Future[Completion]]":
+        """As `generate`, with a future for each row; to cancel one is to have the engine forget it."""
+        return self._ask(prompts, seeds, sampling)
 
 
-def _joined(results: list[list[Completion]]) -> list[Completion]:
-    return [completion for result in results for completion in result]
+def _give(seats: Sequence[Seat], buckets: Iterable[Bucket | Future[Bucket]], version: int) -> None:
+    for seat in seats:
+        seat.begin()
+    for bucket in buckets:
+        for added in [seat.adding(bucket) for seat in seats]:
+            added.result()
+    for seat in seats:
+        seat.end(version)

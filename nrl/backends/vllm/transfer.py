@@ -22,8 +22,11 @@ def register() -> str:
 
 
 def forget(engine: Any) -> None:
-    """Drop keys and values that were computed with other weights; vLLM itself would go on using them."""
-    if not engine.reset_prefix_cache():
+    """Drop keys and values that were computed with other weights; vLLM itself would go on using them.
+
+    Requests that are under way keep their tokens, which are read again with the new weights.
+    """
+    if not engine.reset_prefix_cache(reset_running_requests=True):
         raise GenerationError("receive: vLLM could not forget the keys and values of the old weights")
 
 

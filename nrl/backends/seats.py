@@ -1,0 +1,208 @@
+"""An engine, as the driver sees it: the mesh that it is on, and what it has been asked and has not answered.
+
+Engines that are on one mesh live and die together, and take turns together.
+"""
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from contextlib import suppress
+from typing import Any
+
+import attrs
+
+from nrl.backends import replica
+from nrl.backends.base import Bucket, Completion
+from nrl.backends.replica import Held, Replica, Request
+from nrl.runtime.executables import Executable
+from nrl.runtime.futures import Future, on_its_way
+from nrl.runtime.placement import Mesh, Out, Reply, Slots, as_mesh
+
+__all__ = ["Asked", "Order", "Seat", "gathered", "meshes"]
+
+type Order = tuple[list[Request], list[int]]
+"""What an engine is told: new requests, and the numbers of those that nobody wants any more."""
+
+
+@attrs.define(eq=False)
+class Asked:
+    """A request that somebody waits for.
+
+    Args:
+        request: what is to be done.
+        answer: of it.
+        times: how often it has been asked: again, where an engine died with it.
+
+    >>> Asked(Request(0, [1], 0, None)).times
+    1
+    """
+
+    request: Request
+    answer: "futures.Future[Completion]" = attrs.field(factory=futures.Future)
+    times: int = 1
+
+    def give(self, completion: Completion) -> None:
+        """Answer it."""
+        with suppress(futures.InvalidStateError):  # it has been cancelled
+            self.answer.set_result(completion._replace(times=self.times))
+
+    def fail(self, error: BaseException) -> None:
+        """Say why it is not answered."""
+        with suppress(futures.InvalidStateError):
+            self.answer.set_exception(error)
+
+
+def gathered[T](answers: Sequence["futures.Future[T]"]) -> "futures.Future[list[T]]":
+    """A future of what all of these say.
+
+    >>> one = futures.Future()
+    >>> one.set_result(1)
+    >>> gathered([one, one]).result()
+    [1, 1]
+    """
+    whole: futures.Future[list[T]] = futures.Future()
+    left = itertools.count(len(answers) - 1, -1)
+
+    def one(_: Any) -> None:
+        if next(left) == 0:
+            try:
+                whole.set_result([answer.result() for answer in answers])
+            except BaseException as error:
+                whole.set_exception(error)
+
+    for answer in answers:
+        answer.add_done_callback(one)
+    if not answers:
+        whole.set_result([])
+    return whole
+
+
+def meshes(place: Slots | Mesh, executable: str | Executable) -> list[Mesh]:
+    """A mesh as it is; of slots, one for each, so that an engine dies alone. In this process one stands for all.
+
+    >>> from nrl.runtime import cluster
+    >>> with cluster("local") as here:
+    ...     len(meshes(here.reserve(2), "base"))
+    1
+    """
+    if isinstance(place, Mesh) or not place.cluster.remote or len(place) < 2:
+        return [as_mesh(place, executable, "sampler")]
+    return [place[i].mesh(executable=executable, name=f"sampler {i}") for i in range(len(place))]
+
+
+class Seat:
+    """The engines of a mesh: how many there are, what they do, and what they were asked.
+
+    Args:
+        mesh: where they are.
+        name: how errors name the sampler.
+        make: makes an engine, in each process.
+    """
+
+    def __init__(self, mesh: Mesh, name: str, make: Callable[[], Replica]) -> None:
+        self.mesh, self._name, self._make = mesh, name, make
+        self.engines = 1 if mesh.processes.count == 1 else mesh.dp
+        self.waiting: list[list[Asked]] = [[] for _ in range(self.engines)]
+        self.asked: list[dict[int, Asked]] = [{} for _ in range(self.engines)]
+        self._unwanted: list[list[int]] = [[] for _ in range(self.engines)]
+        self.worker: threading.Thread | None = None  # who asks the engines
+        self.busy = False  # a call is under way, or it is being started again
+        self.empty = False  # it was started again, and there were no weights to give it
+        self.deaths = 0  # since it last answered something
+        self.lost: BaseException | None = None  # why it is not started again
+        self._start()
+
+    def _start(self) -> None:
+        count = self.mesh.processes.count
+        (self._held,) = self.mesh.processes.call(self._name, Held, [[self._make]] * count, Out.kept)
+
+    def restart(self) -> None:
+        """Take new processes on the same slots; they have the weights that the model began with."""
+        self.mesh = attrs.evolve(self.mesh)
+        self._unwanted = [[] for _ in range(self.engines)]
+        self._start()
+
+    @property
+    def load(self) -> list[float]:
+        """For each engine, how many requests it has; infinitely many, if it takes no more."""
+        if self.lost or self.empty:
+            return [math.inf] * self.engines
+        return [len(waiting) + len(asked) for waiting, asked in zip(self.waiting, self.asked, strict=True)]
+
+    @property
+    def under_way(self) -> bool:
+        """Whether engines have been asked something that they have not answered."""
+        return any(self.asked)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is something to do."""
+        return self.under_way or any(self.waiting)
+
+    def about(self) -> tuple[int, int]:
+        """The context length and the vocabulary."""
+        found: tuple[int, int] = self._call(self._name, replica.about, Out.first).then(_only).result()
+        return found
+
+    def order(self, *, new: bool) -> list[Order]:
+        """What to tell each engine: with ``new``, what waits is asked now; and what nobody wants any more."""
+        orders = []
+        for waiting, asked, unwanted in zip(self.waiting, self.asked, self._unwanted, strict=True):
+            gone = [number for number, each in asked.items() if each.answer.cancelled()]
+            for number in gone:
+                del asked[number]
+            taken = [each for each in waiting if not each.answer.cancelled()] if new else []
+            asked.update({each.request.number: each for each in taken})
+            orders.append(([each.request for each in taken], [*unwanted, *gone]))
+            unwanted.clear()
+            if new:
+                waiting.clear()
+        return orders
+
+    def advance(self, orders: Sequence[Order]) -> list[Sequence[tuple[int, Completion]]]:
+        """Let every engine decode for a while; what each has finished."""
+        reply = self._call("generate", replica.advance, Out.each, *zip(*orders, strict=True))
+        found: list[Sequence[tuple[int, Completion]]] = reply.then(list).result()
+        return found
+
+    def take_back(self) -> list[Asked]:
+        """All that is not answered; the engines will be told to forget it."""
+        found: list[Asked] = []
+        for waiting, asked, unwanted in zip(self.waiting, self.asked, self._unwanted, strict=True):
+            found += [*asked.values(), *waiting]
+            unwanted.extend(asked)
+            waiting.clear()
+            asked.clear()
+        return found
+
+    def begin(self) -> None:
+        """New weights will come."""
+        self._do(replica.begin)
+
+    def adding(self, bucket: Bucket | Future[Bucket]) -> Future[Any]:
+        """Some of them; returns at once."""
+        return self._call("receive", replica.add, Out.each, [on_its_way(bucket)] * self.engines).then(_only)
+
+    def end(self, version: int) -> None:
+        """They have come."""
+        self._do(replica.end, version)
+
+    def _do(self, fn: Callable[..., None], *args: Any) -> None:
+        """In each process, with the same arguments, and done when it returns."""
+        self._call("receive", fn, Out.each, *([arg] * self.engines for arg in args)).then(_only).result()
+
+    def _call(self, who: str, fn: Callable[..., Any], out: Out, *columns: Sequence[Any]) -> Reply:
+        """In each process, with the arguments of its engine."""
+        self.mesh.cluster.check_open(who)
+        count = self.mesh.processes.count
+        of_engine: Mapping[int, int] = {rank: 0 if count == 1 else self.mesh.shard_of(rank) for rank in range(count)}
+        args = [[held, *(column[of_engine[rank]] for column in columns)] for rank, held in enumerate(self._held)]
+        reply: Reply
+        (reply,) = self.mesh.processes.call(who, fn, args, out)
+        return reply
+
+
+def _only(results: list[Any]) -> Any:
+    return results[0]
