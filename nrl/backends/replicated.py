@@ -25,7 +25,7 @@ from nrl.runtime.placement import Mesh
 
 __all__ = ["ReplicatedSampler", "StreamingSampler"]
 
-_TIMES = 3  # how often a request is asked; and how often in a row an engine may die before it has answered anything
+_TIMES = 3  # engines that may die with a request; and how often in a row one may die without an answer in between
 
 
 _AFTER = "since an engine was lost while a step had consumed those that it had; publish the new ones"
@@ -308,18 +308,20 @@ class ReplicatedSampler:
         with self._changed:
             seat.empty = True
             back = seat.take_back()
-            again = [asked for asked in back if asked.times < _TIMES]
-            for asked in back:
-                asked.times += 1
-                if asked.times > _TIMES:
-                    asked.fail(LostRequest(f"generate: {_TIMES} engines died while they decoded it; the last: {error}"))
-            self._place(again)
-        self._work_where_wanted()
+        for asked in back:
+            asked.deaths += 1
+        again = [asked for asked in back if asked.deaths < _TIMES]
         warnings.warn(
             f"{self._name}: an engine was lost and is started again; {len(again)} requests are asked again, and "
             f"{len(back) - len(again)} given up. {error}",
             stacklevel=2,
         )
+        for asked in back:
+            if asked.deaths >= _TIMES:
+                asked.fail(LostRequest(f"generate: {_TIMES} engines died while they decoded it; the last: {error}"))
+        with self._changed:
+            self._place(again)
+        self._work_where_wanted()
         try:
             self._restarted(seat, error, self._version)
             seat.empty = False

@@ -33,15 +33,17 @@ class Asked:
     Args:
         request: what is to be done.
         answer: of it.
-        times: how often it has been asked: again, where an engine died with it.
+        times: how often an engine has been asked.
+        deaths: how many engines died with it.
 
     >>> Asked(Request(0, [1], 0, None)).times
-    1
+    0
     """
 
     request: Request
     answer: "futures.Future[Completion]" = attrs.field(factory=futures.Future)
-    times: int = 1
+    times: int = 0
+    deaths: int = 0
 
     def give(self, completion: Completion) -> None:
         """Answer it."""
@@ -154,7 +156,9 @@ class Seat:
             for number in gone:
                 del asked[number]
             taken = [each for each in waiting if not each.answer.cancelled()] if new else []
-            asked.update({each.request.number: each for each in taken})
+            for each in taken:
+                each.times += 1
+                asked[each.request.number] = each
             orders.append(([each.request for each in taken], [*unwanted, *gone]))
             unwanted.clear()
             if new:
