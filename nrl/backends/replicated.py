@@ -6,12 +6,13 @@ that dies is started again and given the weights; its requests are asked again, 
 """
 
 import itertools
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from nrl.backends.base import Bucket, Completion, Inflight, Model, Sampling
 from nrl.backends.decoding import check
@@ -226,16 +227,18 @@ class ReplicatedSampler:
 
     def _place(self, asked: Sequence[Asked], engines: Sequence[int] | None = None) -> None:
         """Let them wait for engines."""
-        lost = [seat.lost for seat in self._seats if seat.lost is not None]
+        alive = [place for place, (seat, _) in enumerate(self._engines) if seat.lost is None]
         for place, each in enumerate(asked):
-            if len(lost) == len(self._seats):
-                each.fail(lost[-1])
+            if not alive:
+                each.fail(cast(BaseException, self._seats[0].lost))
                 continue
-            if engines is None:
-                load = [seat.load[engine] for seat, engine in self._engines]
-                chosen = self._spread.choose(each.request.prompt, load, len(asked) - place)
-            else:
+            load = [seat.load[engine] for seat, engine in self._engines]
+            if engines is not None:
                 chosen = engines[place]
+            elif min(load) < math.inf:
+                chosen = self._spread.choose(each.request.prompt, load, len(asked) - place)
+            else:  # all that are left are being started again
+                chosen = alive[place % len(alive)]
             seat, engine = self._engines[chosen]
             seat.waiting[engine].append(each)
 
@@ -281,7 +284,7 @@ class ReplicatedSampler:
             if not self._changed.wait_for(lambda: not seat.wanted or free(), limit):
                 self._fail(seat, DeadlineExceeded(f"generate: no weights came within {limit:g} s, {_AFTER}"))
             orders = seat.order(new=self._receiving is None)
-            if not any(seat.asked) and not any(cancelled for _, cancelled in orders):
+            if seat.lost or not (seat.under_way or any(cancelled for _, cancelled in orders)):
                 seat.worker = None
                 return None
             seat.busy = True

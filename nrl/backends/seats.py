@@ -128,10 +128,9 @@ class Seat:
 
     @property
     def load(self) -> list[float]:
-        """For each engine, how many requests it has; infinitely many, if it takes no more."""
-        if self.lost or self.empty:
-            return [math.inf] * self.engines
-        return [len(waiting) + len(asked) for waiting, asked in zip(self.waiting, self.asked, strict=True)]
+        """For each engine, how many requests it has; infinitely many, while it cannot work on them."""
+        away = math.inf if self.lost or self.empty else 0
+        return [away + len(waiting) + len(asked) for waiting, asked in zip(self.waiting, self.asked, strict=True)]
 
     @property
     def under_way(self) -> bool:
