@@ -186,7 +186,8 @@ def kill(seat: Seat) -> None:
 @pytest.mark.parametrize("victims", [[0], pytest.param([0, 1], marks=pytest.mark.slow)])
 def test_engines_that_are_killed_are_started_again(pair: Pair, victims: list[int]) -> None:
     """The step completes, and its metrics say how many rows were asked again; they are as good as the others."""
-    sampler, old, dead = pair.sampler, pair.params[0], []
+    sampler, old = pair.sampler, pair.params[0]
+    dead: list[int] = []
     before = [seat.mesh for seat in sampler._seats]
 
     def step(state: int, text: str) -> Step:
