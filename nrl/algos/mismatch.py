@@ -17,10 +17,9 @@ from nrl.batch import Batch
 from nrl.errors import RolloutMismatch
 from nrl.reduce import Ess, Max, Metrics
 
-__all__ = ["MISMATCH", "check_mismatch", "mismatch_metrics"]
+__all__ = ["check_mismatch", "mismatch_metrics"]
 
-MISMATCH = ("mismatch/kl", "mismatch/ess", "mismatch/max_abs")
-"""The names of the metrics, which a loss cannot give to its own."""
+_NAMES = ("mismatch/kl", "mismatch/ess", "mismatch/max_abs")
 
 
 def mismatch_metrics(out: TensorDict | Mapping[str, Tensor], batch: Batch) -> Metrics:
@@ -74,7 +73,7 @@ def mismatch_metrics(out: TensorDict | Mapping[str, Tensor], batch: Batch) -> Me
     none = x.new_full((1,), -math.inf)
     largest = torch.cat([none, torch.where(mask, x.abs(), -math.inf).flatten()]).max()
     found = (kl, Ess(ratio.sum(), ratio.square().sum(), kl.weight), Max(largest))
-    return dict(zip(MISMATCH, found, strict=True))
+    return dict(zip(_NAMES, found, strict=True))
 
 
 def check_mismatch(numbers: Mapping[str, float], bound: float) -> None:
@@ -108,7 +107,7 @@ def check_mismatch(numbers: Mapping[str, float], bound: float) -> None:
             "check_mismatch: there is no 'mismatch/kl' among the numbers, so they cannot be bounded. Give it what "
             "run.log returns of the metrics of train_step, for a batch with the column 'rollout_logprobs'"
         )
-    kl, ess, largest = (numbers[key] for key in MISMATCH)
+    kl, ess, largest = (numbers[key] for key in _NAMES)
     if kl <= bound or largest == -math.inf:  # the largest of none
         return
     lag = numbers.get("lag")

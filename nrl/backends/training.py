@@ -17,7 +17,6 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed
-from nrl.algos.mismatch import MISMATCH
 from nrl.backends import processing
 from nrl.backends.base import Bucket, Engine, Params, Trainer, TrainState
 from nrl.batch import Batch, deal, microbatches, pad, restore, shard, unchanged
@@ -33,7 +32,9 @@ __all__ = ["check_terms", "check_weights", "global_weights", "make_trainer", "te
 _RELATIVE = 1e-5
 """How far sums of weights in another order may differ, as a fraction."""
 
-_RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "lag", "skipped"}) | {*MISMATCH}
+_RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "lag", "skipped"}) | {
+    f"mismatch/{name}" for name in ("kl", "ess", "max_abs")
+}
 
 
 def terms_of(name: str, value: Any) -> tuple[dict[str, Mean], Metrics]:

@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 import nrl
 from nrl import data, tiny
 from nrl.algos import advantages, check_mismatch, grpo_loss, mismatch_metrics
-from nrl.algos.mismatch import MISMATCH
 from nrl.backends import Sampler, Sampling, Trainer, TrainState, adamw, fsdp, hf, publish
 from nrl.batch import Batch
 from nrl.envs import number, single_turn
@@ -21,6 +20,7 @@ from nrl.errors import BatchError, RolloutMismatch
 from nrl.reduce import Metrics, finalize, merge
 from tests.properties.strategies import Layout, batches, hidden_rows, layouts, outputs, taken
 
+MISMATCH = ("mismatch/kl", "mismatch/ess", "mismatch/max_abs")
 MASK = torch.tensor([[False, True, True, False], [False, False, True, True]])
 RATIO = torch.tensor([[9.0, 1.0, 2.0, 9.0], [9.0, 9.0, 0.5, 4.0]])
 
