@@ -119,6 +119,8 @@ def test_defaults_depend_on_whether_the_model_is_real() -> None:
     assert config.load(grpo.Config, []).warmup == 40
     real = config.load(grpo.Config, ["model=somewhere", "optimizer.clip=0.5"])
     assert (real.warmup, real.optimizer.lr, real.optimizer.clip) == (0, 1e-6, 0.5)
+    assert (config.load(grpo.Config, []).max_mismatch, real.max_mismatch) == (2.0, 0.1)
+    assert config.load(grpo.Config, ["max_mismatch=.inf"]).max_mismatch == math.inf
 
 
 def test_custom_loss_checks_itself_and_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,7 @@ def _of_time(lag: float | None) -> str:
         return "The rows have no 'version', so how old the weights are that sampled them is not known."
     if lag > 0:
         return (
-            f"The weights that are trained are {lag:.3g} publishes newer than those that sampled, so this has in it "
+            f"The weights that are trained are newer than those that sampled, by a lag of {lag:.3g}, so this has in it "
             "what the policy itself has changed: allow less lag, or lower the learning rate."
         )
     return (
