@@ -7,7 +7,7 @@ import attrs
 
 import nrl
 from nrl import config, data, tiny
-from nrl.algos import advantages, grpo_loss, sft_loss
+from nrl.algos import advantages, check_mismatch, grpo_loss, sft_loss
 from nrl.backends import Model, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw, fsdp, hf, vllm
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
@@ -40,6 +40,7 @@ class Config:
     prompts: int = 32  # a step
     group_size: int = 8  # samples a prompt
     lag: int = 0  # publishes that a rollout may be early
+    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0)  # mismatch/kl, nats; beyond it: stop
     max_tokens: int = 16_384  # of a micro-batch
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6) if cfg.model else EMBEDDED)
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
@@ -62,9 +63,9 @@ def warm_up(cfg: Config, run: Run, trainer: Trainer, tokenizer: Any) -> TrainSta
     return state
 
 
-def evaluate(cfg: Config, sampler: Sampler) -> Metrics:
-    """The mean reward of the most probable answers to prompts of their own."""
-    if cfg.held_out is None:
+def evaluate(cfg: Config, sampler: Sampler, i: int) -> Metrics:
+    """The mean reward of the most probable answers to prompts of their own, every so many steps and after the last."""
+    if cfg.held_out is None or ((i + 1) % cfg.evaluate_every and i + 1 != cfg.steps):
         return {}
     tasks = data.tasks(cfg.held_out, seed=cfg.seed + 2, adapter=cfg.adapter, chat=cfg.chat).take(cfg.evaluate_prompts)
     greedy = attrs.evolve(cfg.sampling, temperature=0.0)
@@ -91,9 +92,9 @@ def main(cfg: Config) -> None:
             batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
             state, metrics = step(state, batch)
             nrl.publish(state.params, sampler)
-            now = (i + 1) % cfg.evaluate_every == 0 or i + 1 == cfg.steps
-            evaluated = evaluate(cfg, sampler) if now else {}
-            run.log(i, metrics, nrl.summary(batch), evaluated, samples=nrl.samples(batch, sampler.tokenizer))
+            evaluated = evaluate(cfg, sampler, i)
+            numbers = run.log(i, metrics, nrl.summary(batch), evaluated, samples=nrl.samples(batch, sampler.tokenizer))
+            check_mismatch(numbers, cfg.max_mismatch)
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")
 

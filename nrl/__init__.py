@@ -16,7 +16,7 @@ from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibat
 from nrl.columns import COLUMNS
 from nrl.episodes import rollout, rollouts, run_episode
 from nrl.pack import pack, packed, unpack
-from nrl.reduce import Max, Mean, Metrics, Min, Sum, finalize, merge
+from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge
 from nrl.retries import retrying
 from nrl.runs import run
 from nrl.runtime import (
@@ -37,6 +37,7 @@ from nrl.summaries import samples, summary
 __all__ = [
     "COLUMNS",
     "Batch",
+    "Ess",
     "Executable",
     "Max",
     "Mean",

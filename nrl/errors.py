@@ -27,6 +27,7 @@
     ├── ModelError (ValueError)           a model or tokenizer that cannot be loaded or cannot do what is asked
     ├── GenerationError (ValueError)      a request that a sampler cannot serve
     │   └── LostRequest                   engines died with it, as often as it may be asked
+    ├── RolloutMismatch                   trainer and sampler disagree about sampled tokens by more than a run allows
     └── EnvError                          an environment or verifier broke its contract
 
 Arguments that no value could make right are Python's own ValueError and TypeError.
@@ -62,6 +63,7 @@ __all__ = [
     "NotFinite",
     "NrlError",
     "PlacementError",
+    "RolloutMismatch",
     "ShippingError",
     "StateError",
     "WeightError",
@@ -227,6 +229,39 @@ class GenerationError(NrlError, ValueError):
 
 class LostRequest(GenerationError):
     """Engines died while they decoded it, as often as it may be asked. In a rollout its row is not valid."""
+
+
+class RolloutMismatch(NrlError):
+    """Trainer and sampler disagree about the tokens that were sampled by more than a run allows.
+
+    Args:
+        kl: ``mismatch/kl`` of the step, nats a token.
+        ess: ``mismatch/ess``, a fraction.
+        max_abs: ``mismatch/max_abs``, nats.
+        lag: of the step, in publishes; None where versions are not known.
+        bound: what ``kl`` may be at most, nats a token.
+        diagnosis: what these numbers point to, and what to do; sentences.
+
+    >>> print(RolloutMismatch(0.5, 0.25, 6.0, 2.0, 0.1, "Sample with less lag."))
+    check_mismatch: trainer and sampler disagree: mismatch/kl is 0.5 nats a token, and the bound is 0.1 \
+(mismatch/ess 0.25, mismatch/max_abs 6 nats, lag 2). Sample with less lag.
+    """
+
+    def __init__(
+        self, kl: float, ess: float, max_abs: float, lag: float | None, bound: float, diagnosis: str = ""
+    ) -> None:
+        self.kl, self.ess, self.max_abs, self.lag = kl, ess, max_abs, lag
+        self.bound, self.diagnosis = bound, diagnosis
+        super().__init__(kl, ess, max_abs, lag, bound, diagnosis)
+
+    def __str__(self) -> str:
+        numbers = f"mismatch/ess {self.ess:.3g}, mismatch/max_abs {self.max_abs:.3g} nats"
+        lag = "lag unknown" if self.lag is None else f"lag {self.lag:.3g}"
+        text = (
+            f"check_mismatch: trainer and sampler disagree: mismatch/kl is {self.kl:.3g} nats a token, and the bound "
+            f"is {self.bound:g} ({numbers}, {lag}). {self.diagnosis}"
+        )
+        return text.rstrip()
 
 
 class EnvError(NrlError):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Max", "Mean", "Metrics", "Min", "Reduced", "Sum", "finalize", "merge"]
+__all__ = ["Ess", "Max", "Mean", "Metrics", "Min", "Reduced", "Sum", "finalize", "merge"]
 
 
 class Mean(NamedTuple):
@@ -59,10 +59,35 @@ class Min(NamedTuple):
     value: Tensor
 
 
-type Reduced = Mean | Sum | Max | Min
+class Ess(NamedTuple):
+    """The effective sample size of weighted samples, as a fraction of their number; of none, NaN.
+
+        total² / (weight squares),   total = Σ w,   squares = Σ w²
+
+    1 where all weights are alike, 1 / weight where one sample has all the weight. It does not change when all weights
+    are multiplied by the same number.
+
+    Args:
+        total: scalar, the sum of the weights, none of which is negative.
+        squares: scalar, the sum of their squares.
+        weight: scalar, how many there are.
+
+    Source: A. Kong, A note on importance sampling using standardized weights (1992), over the number of samples.
+
+    >>> w = torch.tensor([1.0, 3.0])
+    >>> finalize({"ess": Ess(w.sum(), w.square().sum(), torch.tensor(2.0))})
+    {'ess': 0.8}
+    """
+
+    total: Tensor
+    squares: Tensor
+    weight: Tensor
+
+
+type Reduced = Mean | Sum | Max | Min | Ess
 """A number that is still being added up."""
 
-type Metrics = dict[str, Mean | Sum | Max | Min]
+type Metrics = dict[str, Mean | Sum | Max | Min | Ess]
 """Reduced numbers by name: what losses and steps return.
 
 >>> metrics: Metrics = {"tokens": Sum(torch.tensor(3))}
@@ -97,6 +122,8 @@ def _combine(key: str, a: Reduced, b: Reduced) -> Reduced:
             return Max(torch.maximum(a.value, b.value))
         case Min(), Min():
             return Min(torch.minimum(a.value, b.value))
+        case Ess(), Ess():
+            return Ess(a.total + b.total, a.squares + b.squares, a.weight + b.weight)
     raise TypeError(
         f"merge: metric '{key}' is a {type(a).__name__} on one side and a {type(b).__name__} on the other; "
         "give the two numbers different names, or reduce both the same way"
@@ -107,7 +134,7 @@ def finalize(metrics: Mapping[str, Reduced]) -> dict[str, float]:
     """Read metrics as plain numbers. A mean of weight 0 is NaN: nothing was measured.
 
     Raises:
-        TypeError: a value is none of `Mean`, `Sum`, `Max` and `Min`.
+        TypeError: a value is none of `Mean`, `Sum`, `Max`, `Min` and `Ess`.
 
     >>> finalize({"n": Sum(torch.tensor(2)), "loss": Mean(torch.tensor(1.0), torch.tensor(0.0))})
     {'n': 2.0, 'loss': nan}
@@ -122,4 +149,13 @@ def _read(key: str, value: Reduced) -> float:
             return float(total.detach()) / divisor if divisor != 0 else float("nan")
         case Sum(number) | Max(number) | Min(number):
             return float(number.detach())
-    raise TypeError(f"finalize: metric '{key}' is a {type(value).__name__}; return a Mean, Sum, Max or Min")
+        case Ess(total, squares, weight):
+            return _ess(*(float(x.detach()) for x in (total, squares, weight)))
+    raise TypeError(f"finalize: metric '{key}' is a {type(value).__name__}; return a Mean, Sum, Max, Min or Ess")
+
+
+def _ess(total: float, squares: float, weight: float) -> float:
+    if weight == 0 or squares == 0:
+        return float("nan")
+    fraction = (total / weight) * (total / squares)
+    return 1.0 if fraction > 1 else fraction  # by rounding; NaN stays NaN

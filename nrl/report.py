@@ -28,7 +28,9 @@ __all__ = ["report"]
 _ROWS = 4  # of a step's samples, at most
 _TOKENS, _CHARACTERS = (1500, 500), (3000, 1000)  # of a response and of a prompt, from its beginning and its end
 # What is read first, in this order; all else follows below.
-_FIRST = tuple(map(re.compile, (r"reward(/|$)", r"loss(/|$)", r"eval/", r"(.*[_/])?kl(/|$)", r"length", r"accuracy")))
+_FIRST = tuple(
+    map(re.compile, (r"reward(/|$)", r"loss(/|$)", r"eval/", r"mismatch/", r"(.*[_/])?kl(/|$)", r"length", r"accuracy"))
+)
 _TIMES = ("time/rollout", "time/train")
 # Invisible or reordering characters, except for those that emoji are made with.
 _HIDDEN = re.compile(

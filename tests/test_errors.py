@@ -6,7 +6,7 @@ import re
 import pytest
 
 from nrl import errors
-from nrl.errors import LostActor, MissingColumn, MissingOutput, NrlError
+from nrl.errors import LostActor, MissingColumn, MissingOutput, NrlError, RolloutMismatch
 
 CLASSES = [getattr(errors, name) for name in errors.__all__]
 MESSAGE = "my_loss: 'rewards' is wrong; do this instead"
@@ -17,6 +17,8 @@ def build(cls: type[NrlError]) -> NrlError:
         return MissingColumn("my_loss", "rewards", ["input_ids", "valid"], "Add it.")
     if issubclass(cls, LostActor):
         return cls("train_step(my_loss)", "trainer", 1, "10.0.0.3", "killed by signal 9", "loading\n")
+    if cls is RolloutMismatch:
+        return RolloutMismatch(0.5, 0.25, 6.0, 2.0, 0.1, "Sample with less lag.")
     return cls(MESSAGE)
 
 
@@ -61,7 +63,10 @@ def test_it_can_be_copied(cls: type[NrlError]) -> None:
     assert str(copy.deepcopy(build(cls))) == str(build(cls))
 
 
-@pytest.mark.parametrize("cls", [cls for cls in CLASSES if not issubclass(cls, MissingColumn | LostActor)])
+OF_PARTS = MissingColumn | LostActor | RolloutMismatch
+
+
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if not issubclass(cls, OF_PARTS)])
 def test_the_message_is_printed_as_it_was_given(cls: type[NrlError]) -> None:
     assert str(cls(MESSAGE)) == MESSAGE
 
@@ -109,3 +114,12 @@ def test_a_lost_actor_knows_its_place() -> None:
     assert (error.who, error.mesh, error.rank, error.node) == ("generate", "sampler", 2, "10.0.0.3")
     assert (error.cause, error.log) == ("killed by signal 9", "a\nb\n")
     assert str(error).endswith("The last lines of its log:\n    a\n    b")
+
+
+def test_a_rollout_mismatch_has_its_numbers() -> None:
+    error = RolloutMismatch(0.5, 0.25, 6.0, None, 0.1, "Look here.")
+    assert (error.kl, error.ess, error.max_abs, error.lag, error.bound) == (0.5, 0.25, 6.0, None, 0.1)
+    assert str(error) == (
+        "check_mismatch: trainer and sampler disagree: mismatch/kl is 0.5 nats a token, and the bound is 0.1 "
+        "(mismatch/ess 0.25, mismatch/max_abs 6 nats, lag unknown). Look here."
+    )

@@ -15,16 +15,18 @@ from typing import Any
 import pytest
 import yaml
 
+import nrl
 from nrl import tiny
 from nrl.backends import adamw
 from nrl.data import read_jsonl
-from nrl.errors import ConfigError, DataError, ModelError
+from nrl.errors import ConfigError, DataError, ModelError, RolloutMismatch
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 GSM8K = ROOT / "tests" / "data" / "gsm8k_sample.jsonl"
 KEYS = {
-    "step", "loss", "grad_norm", "reward", "tokens_per_second", "time/rollout", "time/train", "time/total", "lag"
+    "step", "loss", "grad_norm", "reward", "tokens_per_second", "time/rollout", "time/train", "time/total", "lag",
+    "mismatch/kl", "mismatch/ess", "mismatch/max_abs",
 }  # fmt: skip
 
 
@@ -73,6 +75,33 @@ def test_grpo_leaves_behind_what_is_documented(tmp_path: Path) -> None:
     assert (out / "model" / "tokenizer.json").exists()
 
 
+def test_grpo_stops_where_the_sampler_does_not_get_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grpo = load("grpo")
+
+    def metrics(name: str, max_mismatch: float) -> list[dict[str, Any]]:
+        small = {"warmup": 20, "warmup_rows": 64, "prompts": 8, "group_size": 8, "held_out": None}
+        config = grpo.Config(steps=4, max_mismatch=max_mismatch, out=str(tmp_path / name), **small)
+        grpo.main(config)
+        return lines(tmp_path / name / "metrics.jsonl")
+
+    assert [line["mismatch/kl"] < 1e-6 for line in metrics("right", 1e-6)] == [True] * 4
+    publish, published = nrl.publish, list[int]()
+
+    def first(*args: Any) -> None:
+        if not published:
+            published.append(publish(*args))
+
+    monkeypatch.setattr(nrl, "publish", first)
+    with pytest.raises(RolloutMismatch, match="a publish that was left out"):
+        metrics("wrong", 0.02)
+    stopped = [line["mismatch/kl"] for line in lines(tmp_path / "wrong" / "metrics.jsonl")]
+    assert 1 < len(stopped) < 4
+    assert [kl > 0.02 for kl in stopped] == [False] * (len(stopped) - 1) + [True]
+    assert (tmp_path / "wrong" / "report.html").exists()
+    published.clear()
+    assert [line["mismatch/kl"] > 0.02 for line in metrics("any", math.inf)][-1]
+
+
 def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
     grpo = load("grpo")
     rewards = []
@@ -90,6 +119,8 @@ def test_defaults_depend_on_whether_the_model_is_real() -> None:
     assert config.load(grpo.Config, []).warmup == 40
     real = config.load(grpo.Config, ["model=somewhere", "optimizer.clip=0.5"])
     assert (real.warmup, real.optimizer.lr, real.optimizer.clip) == (0, 1e-6, 0.5)
+    assert (config.load(grpo.Config, []).max_mismatch, real.max_mismatch) == (2.0, 0.1)
+    assert config.load(grpo.Config, ["max_mismatch=.inf"]).max_mismatch == math.inf
 
 
 def test_custom_loss_checks_itself_and_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

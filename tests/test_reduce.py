@@ -6,15 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nrl.reduce import Max, Mean, Metrics, Min, Sum, finalize, merge
+from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge
 
 quick = settings(max_examples=60)
 
-KINDS: dict[str, Callable[[float, float], Mean | Sum | Max | Min]] = {
+KINDS: dict[str, Callable[[float, float], Mean | Sum | Max | Min | Ess]] = {
     "mean": lambda x, w: Mean(torch.tensor(x), torch.tensor(w)),
     "sum": lambda x, _: Sum(torch.tensor(x)),
     "max": lambda x, _: Max(torch.tensor(x)),
     "min": lambda x, _: Min(torch.tensor(x)),
+    "ess": lambda x, w: Ess(torch.tensor(abs(x)), torch.tensor(x * x), torch.tensor(w)),
 }
 numbers = st.floats(-1e3, 1e3, width=32)
 weights = st.integers(0, 100).map(float)
@@ -124,6 +125,39 @@ def test_a_mean_of_weight_0_measured_nothing() -> None:
     assert finalize(merge(nothing, {"loss": Mean(torch.tensor(3.0), torch.tensor(2.0))})) == {"loss": 1.5}
 
 
+def ess(weights: list[float]) -> Ess:
+    w = torch.tensor(weights, dtype=torch.float64)
+    return Ess(w.sum(), w.square().sum(), torch.tensor(len(weights)))
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [([1.0], 1.0), ([5.0] * 7, 1.0), ([1.0, 3.0], 16 / 20), ([0.0, 0.0, 0.0, 8.0], 0.25), ([1e-200, 1e-200], math.nan)],
+)
+def test_the_effective_sample_size_by_hand(weights: list[float], expected: float) -> None:
+    assert finalize({"w": ess(weights)})["w"] == pytest.approx(expected, nan_ok=True)
+
+
+@quick
+@given(st.lists(st.lists(st.floats(0.1, 10), max_size=4), min_size=1, max_size=5), st.floats(0.1, 10))
+def test_the_effective_sample_size_of_parts_is_that_of_all(parts: list[list[float]], scale: float) -> None:
+    merged: Metrics = {}
+    for part in parts:
+        merged = merge(merged, {"w": ess(part)})
+    every = [weight for part in parts for weight in part]
+    found = finalize(merged)["w"]
+    assert found == pytest.approx(finalize({"w": ess([scale * weight for weight in every])})["w"], nan_ok=True)
+    if every:
+        assert found == pytest.approx(sum(every) ** 2 / (len(every) * sum(weight**2 for weight in every)))
+        assert 1 / len(every) <= found * (1 + 1e-12)
+        assert found <= 1
+
+
+def test_the_effective_sample_size_hides_no_number_that_is_none() -> None:
+    for bad in (math.nan, math.inf):
+        assert math.isnan(finalize({"w": ess([1.0, bad])})["w"])
+
+
 def test_finalize_returns_plain_floats() -> None:
     read = finalize({"n": Sum(torch.tensor(2)), "m": Mean(torch.tensor(3), torch.tensor(2))})
     assert read == {"n": 2.0, "m": 1.5}
@@ -140,7 +174,7 @@ def test_finalize_of_nothing() -> None:
 
 
 def test_finalize_refuses_what_is_not_reduced() -> None:
-    with pytest.raises(TypeError, match="finalize: metric 'kl' is a Tensor; return a Mean, Sum, Max or Min"):
+    with pytest.raises(TypeError, match="finalize: metric 'kl' is a Tensor; return a Mean, Sum, Max, Min or Ess"):
         finalize({"kl": torch.tensor(1.0)})  # type: ignore[dict-item]
 
 

@@ -472,6 +472,17 @@ def test_without_a_browser_it_is_said_how_to_get_one(tmp_path: Path) -> None:
     assert chromium({"PATH": "", "NRL_CHROMIUM": str(mine)}) == str(mine)
 
 
+def test_how_far_trainer_and_sampler_disagree_stands_together(tmp_path: Path, opened: Opened) -> None:
+    lines = [
+        {"step": i, "mine": i, "mismatch/kl": i / 1000, "mismatch/ess": 1 - i / 100, "mismatch/max_abs": i / 10}
+        | {"approx_kl": i / 1000, "reward": i}
+        for i in range(4)
+    ]
+    write(tmp_path / "metrics.jsonl", lines)
+    shown = ["reward", "mismatch/kl", "mismatch/ess", "mismatch/max_abs", "approx_kl", "mine"]
+    assert titles(opened(report(tmp_path).parent)) == shown
+
+
 def test_thinning_keeps_the_lowest_and_the_highest_of_each_part() -> None:
     values = np.random.default_rng(0).normal(size=5000)
     values[1000:1100] = np.nan

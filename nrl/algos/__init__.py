@@ -28,6 +28,7 @@ from nrl.algos.losses import (
     simpo_loss,
 )
 from nrl.algos.masking import masked, masked_column
+from nrl.algos.mismatch import check_mismatch, mismatch_metrics
 from nrl.algos.protocol import Loss, MeanLoss, add, name_of, named, needed, needs
 from nrl.algos.ratios import Ratio, bounded, on_policy_ratio, sequence_ratio, token_ratio
 from nrl.algos.surrogates import Surrogate, cispo, clip, reinforce
@@ -48,6 +49,7 @@ __all__ = [
     "add",
     "advantages",
     "bounded",
+    "check_mismatch",
     "cispo",
     "clip",
     "dapo_loss",
@@ -66,6 +68,7 @@ __all__ = [
     "leave_one_out",
     "masked",
     "masked_column",
+    "mismatch_metrics",
     "name_of",
     "named",
     "needed",

@@ -245,6 +245,9 @@ class Engine[S, M](Protocol):
     ) -> tuple[S, Metrics]:
         """One optimizer step on the sum over micro-batches of ``total / weights[term]``.
 
+        The metrics are those of the loss, ``loss``, ``grad_norm``, ``lr``, ``tokens``, and `mismatch_metrics` of what
+        the loss saw; `nrl.backends.gradients.value_and_grad` has them with the loss.
+
         Either steps once, or raises and leaves the state as it was. Raises `WeightError` where the weights of the real
         calls do not add up to ``weights``.
         """

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos import Loss
+from nrl.algos import Loss, mismatch_metrics
 from nrl.backends.training import check_terms, terms_of
 from nrl.batch import Batch, unchanged
 from nrl.reduce import Mean, Metrics
@@ -27,7 +27,7 @@ class Evaluation(NamedTuple):
     Args:
         loss: scalar, the sum over terms of ``total / weight``.
         terms: detached.
-        metrics: detached.
+        metrics: detached; those of the loss, and `nrl.algos.mismatch_metrics` of the outputs.
         gradients: of ``loss``, for each output ``[*b, T]``; zeros where it does not depend on it.
     """
 
@@ -71,7 +71,8 @@ def value_and_grad(
     return Evaluation(
         total.detach(),
         {key: Mean(*(x.detach() for x in term)) for key, term in terms.items()},
-        {key: type(value)(*(x.detach() for x in value)) for key, value in metrics.items()},
+        {key: type(value)(*(x.detach() for x in value)) for key, value in metrics.items()}
+        | mismatch_metrics(outputs, batch),
         {
             key: torch.zeros_like(leaf) if grad is None else grad
             for (key, leaf), grad in zip(leaves.items(), found, strict=True)

@@ -22,7 +22,7 @@ from nrl.backends.base import Bucket, Engine, Params, Trainer, TrainState
 from nrl.batch import Batch, deal, microbatches, pad, restore, shard, unchanged
 from nrl.columns import COLUMNS
 from nrl.errors import MissingColumn, MissingOutput, NotFinite, WeightError
-from nrl.reduce import Max, Mean, Metrics, Min, Sum
+from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum
 from nrl.runtime import Future, Handle, Mesh, done
 from nrl.runtime.futures import on_its_way
 from nrl.runtime.placement import Donated, Out, Rows, Value
@@ -32,7 +32,9 @@ __all__ = ["check_terms", "check_weights", "global_weights", "make_trainer", "te
 _RELATIVE = 1e-5
 """How far sums of weights in another order may differ, as a fraction."""
 
-_RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "lag", "skipped"})
+_RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "lag", "skipped"}) | {
+    f"mismatch/{name}" for name in ("kl", "ess", "max_abs")
+}
 
 
 def terms_of(name: str, value: Any) -> tuple[dict[str, Mean], Metrics]:
@@ -71,9 +73,9 @@ def _checked_metrics(name: str, metrics: dict[str, Any]) -> Metrics:
     for key, value in metrics.items():
         if key in _RESERVED:
             raise TypeError(f"{name} returned a metric '{key}', a name that the step itself reports; give it another")
-        if not isinstance(value, Mean | Sum | Max | Min) or not all(isinstance(x, Tensor) for x in value):
+        if not isinstance(value, Mean | Sum | Max | Min | Ess) or not all(isinstance(x, Tensor) for x in value):
             raise TypeError(
-                f"{name} returned the metric '{key}' as a {type(value).__name__}; return a Mean, Sum, Max or Min, "
+                f"{name} returned the metric '{key}' as a {type(value).__name__}; return a Mean, Sum, Max, Min or Ess, "
                 f"such as token_mean({key}, batch['loss_mask'])"
             )
     return metrics

@@ -20,8 +20,8 @@ from rich.text import Text
 __all__ = ["Progress", "duration"]
 
 _SHOWN = (
-    "reward", "eval/reward", "loss", "eval/loss", "grad_norm", "kl", "length", "lag", "invalid", "skipped",
-    "tokens_per_second",
+    "reward", "eval/reward", "loss", "eval/loss", "grad_norm", "kl", "mismatch/kl", "length", "lag", "invalid",
+    "skipped", "tokens_per_second",
 )  # fmt: skip
 _QUIET_AT_ZERO = ("lag", "invalid", "skipped")
 _DRAWN = ("reward", "loss")  # as sparklines

@@ -17,7 +17,7 @@ from torch import Tensor
 from nrl.algos import name_of
 from nrl.batch import Batch, deal, microbatches, restore, unchanged
 from nrl.errors import ConsumedState, PlacementError
-from nrl.reduce import Max, Mean, Metrics, Min, Sum, merge
+from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, merge
 from nrl.runtime.futures import Coming, on_its_way
 from nrl.runtime.handles import Handle
 from nrl.runtime.placement import Donated, Mesh, Out, Rows
@@ -243,9 +243,10 @@ def _first(results: list[Any]) -> Any:
 
 def _sum(who: str, results: list[Any]) -> Metrics:
     for result in results:
-        if not isinstance(result, dict) or not all(isinstance(x, Mean | Sum | Max | Min) for x in result.values()):
+        kinds = Mean | Sum | Max | Min | Ess
+        if not isinstance(result, dict) or not all(isinstance(x, kinds) for x in result.values()):
             raise PlacementError(
-                f"{who}: merged wants metrics, a dict of Mean, Sum, Max and Min; found {type(result).__name__}"
+                f"{who}: merged wants metrics, a dict of Mean, Sum, Max, Min and Ess; found {type(result).__name__}"
             )
     start: Metrics = {}
     return functools.reduce(merge, results, start)

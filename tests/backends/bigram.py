@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos import Loss
+from nrl.algos import Loss, mismatch_metrics
 from nrl.backends import Completion, Sampling
 from nrl.backends.base import Bucket
 from nrl.backends.training import check_weights, terms_of
@@ -63,7 +63,9 @@ class Bigram:
         metrics: Metrics = {"parts": Sum(torch.tensor(len(parts)))}
         seen = dict.fromkeys(weights, 0.0)
         for batch in parts:
-            terms, extra = terms_of("loss", loss(self._outputs(table, batch), batch))
+            out = self._outputs(table, batch)
+            terms, extra = terms_of("loss", loss(out, batch))
+            extra |= mismatch_metrics(out, batch)
             value = torch.stack([term.total / weights[key] for key, term in terms.items()]).sum()
             value.backward()
             seen = {key: seen[key] + float(term.weight) for key, term in terms.items()}

@@ -152,6 +152,7 @@ def batch_of(sizes: list[int], seed: int = 0, width: int | None = None, **column
         "advantages": torch.randn(n, width, generator=g),
         "old_logprobs": -torch.rand(n, width, generator=g) * 4,
         "ref_logprobs": -torch.rand(n, width, generator=g) * 4,
+        "rollout_logprobs": -torch.rand(n, width, generator=g) * 4,
     }
     return nrl.assign(Batch({}, batch_size=[n]), **made | columns)
 
@@ -769,6 +770,43 @@ def test_lag(slots: Slots) -> None:
     publish(state.params, sampler)
     state, metrics = trainer.train_step(sft_loss)(state, batch)
     assert finalize(metrics.result())["lag"] == 1
+
+
+def test_the_mismatch_is_that_of_the_weights_that_the_step_starts_from(slots: Slots) -> None:
+    """By a forward of its own, which the step does not make."""
+    trainer = make(slots, dp=2, max_tokens=40)
+    batch = batch_of(MIXED, temperature=torch.linspace(0.7, 1.2, len(MIXED)))
+    state = trainer.init()
+    mask = batch["loss_mask"]
+    x = (logprobs(trainer, batch) - batch["rollout_logprobs"])[mask].double()
+    ratio = x.exp()
+    expected = {
+        "mismatch/kl": float((ratio - 1 - x).mean()),
+        "mismatch/ess": float(ratio.sum() ** 2 / (len(x) * ratio.square().sum())),
+        "mismatch/max_abs": float(x.abs().max()),
+    }
+    for loss in (sft_loss, algos.add((1.0, algos.grpo_loss), (0.1, entropy_loss))):
+        metrics = trainer.train_step(loss)(trainer.init(state.params), batch)[1].result()
+        found = {key: value for key, value in finalize(metrics).items() if key.startswith("mismatch/")}
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_mismatch_takes_no_forward_of_its_own(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("nrl.backends.fsdp.engine")
+    forwards, compute = [], module.compute
+
+    def counted(*args: Any) -> Any:
+        forwards.append(args)
+        return compute(*args)
+
+    monkeypatch.setattr(module, "compute", counted)
+    whole = batch_of([9, 5, 7])
+    for batch in (whole, whole.exclude("rollout_logprobs").lock_()):
+        trainer = make(slots, max_tokens=9)
+        _, metrics = trainer.train_step(algos.grpo_loss)(trainer.init(), batch)
+        assert ("mismatch/kl" in metrics.result()) == ("rollout_logprobs" in batch.keys())
+        assert len(forwards) == 3
+        forwards.clear()
 
 
 # where it runs

@@ -255,6 +255,33 @@ def test_no_lag_without_versions(trainer: Trainer) -> None:
     assert "lag" not in metrics.result()
 
 
+def test_the_mismatch_by_hand(trainer: Trainer) -> None:
+    """Of the weights that the step starts from, at trained tokens of valid rows; whatever the loss is."""
+    batch = batch_of()
+    far = torch.where(batch["loss_mask"], by_hand(batch), 0.0) - torch.tensor([[0.0, 2.0, 0.0, 0.0]]).log1p()
+    batch = nrl.assign(batch, rollout_logprobs=far)  # a ratio of 3 in the second column, of 1 elsewhere
+    assert batch["loss_mask"].sum(0).tolist() == [0, 2, 2, 1]
+    _, metrics = trainer.train_step(sft_loss)(trainer.init(), batch)
+    numbers = finalize(metrics.result())
+    assert numbers["mismatch/kl"] == pytest.approx(2 * (2 - math.log(3)) / 5)
+    assert numbers["mismatch/ess"] == pytest.approx((3 + 2 * 3) ** 2 / (5 * (3 + 2 * 9)))
+    assert numbers["mismatch/max_abs"] == pytest.approx(math.log(3))
+
+
+def test_no_mismatch_without_what_the_sampler_said(trainer: Trainer) -> None:
+    _, metrics = trainer.train_step(sft_loss)(trainer.init(), batch_of())
+    assert not [key for key in metrics.result() if key.startswith("mismatch/")]
+
+
+@pytest.mark.parametrize("name", ["mismatch/kl", "mismatch/ess", "mismatch/max_abs"])
+def test_a_loss_has_no_mismatch_of_its_own(trainer: Trainer, name: str) -> None:
+    def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        return sft_loss(out, batch)[0], {name: Sum(torch.tensor(1.0))}
+
+    with pytest.raises(TypeError, match=f"my_loss returned a metric '{name}', a name that the step itself reports"):
+        trainer.train_step(my_loss)(trainer.init(), batch_of())
+
+
 def test_a_weight_of_zero_skips_the_step(trainer: Trainer) -> None:
     state = trainer.init()
     publish(state.params, Recorder())

@@ -69,7 +69,10 @@ def near(made: Trainer, batch: Batch) -> Batch:
     logprobs = made.logprobs(made.init().params, batch).result()
     noise = batch["rollout_logprobs"] - batch["old_logprobs"], batch["ref_logprobs"] - batch["old_logprobs"]
     return nrl.assign(
-        batch, old_logprobs=logprobs + noise[0], rollout_logprobs=logprobs, ref_logprobs=logprobs + noise[1]
+        batch,
+        old_logprobs=logprobs + noise[0],
+        rollout_logprobs=logprobs + 0.3 * noise[1],
+        ref_logprobs=logprobs + noise[1],
     )
 
 
