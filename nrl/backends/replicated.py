@@ -19,7 +19,7 @@ from nrl.runtime.futures import Future, on_its_way
 from nrl.runtime.placement import Mesh, Out, Reply
 from nrl.runtime.process import rest, wake
 
-__all__ = ["Replica", "ReplicatedSampler"]
+__all__ = ["Replica", "ReplicatedSampler", "truncates", "warn_of_truncation"]
 
 
 class Replica(Protocol):
@@ -249,18 +249,36 @@ class ReplicatedSampler:
         return reply
 
     def _warn(self, sampling: Sampling) -> None:
-        truncates = 0 < sampling.top_k < self._vocabulary or sampling.top_p < 1
-        if not truncates or sampling.temperature == 0 or self._warned:
-            return
-        self._warned = True
-        warnings.warn(
-            f"{self._name}: with top_k={sampling.top_k}, top_p={sampling.top_p} the rollout_logprobs are those of the "
-            "truncated distribution q, renormalised over the kept tokens. A trainer's p is over all tokens, so E[p/q] "
-            "is the kept mass and not 1, and ratios to rollout_logprobs are biased. To train on these rollouts sample "
-            "with top_k=0 and top_p=1, or take old_logprobs from trainer.logprobs",
-            UserWarning,
-            stacklevel=3,
-        )
+        if not self._warned:
+            self._warned = warn_of_truncation(self._name, sampling, self._vocabulary, stacklevel=4)
+
+
+def truncates(sampling: Sampling, vocabulary: int) -> bool:
+    """Whether top-k or top-p leave out any of so many tokens.
+
+    >>> truncates(Sampling(top_k=9), 8), truncates(Sampling(top_k=7), 8)
+    (False, True)
+    """
+    return 0 < sampling.top_k < vocabulary or sampling.top_p < 1
+
+
+def warn_of_truncation(who: str, sampling: Sampling, vocabulary: int, stacklevel: int = 3) -> bool:
+    """Warn if log-probabilities of what is sampled are not to be compared with a trainer's; whether it did.
+
+    >>> warn_of_truncation("hf.sampler", Sampling(temperature=0.7), 8)
+    False
+    """
+    if not truncates(sampling, vocabulary) or sampling.temperature == 0:
+        return False
+    warnings.warn(
+        f"{who}: with top_k={sampling.top_k}, top_p={sampling.top_p} the rollout_logprobs are those of the "
+        "truncated distribution q, renormalised over the kept tokens. A trainer's p is over all tokens, so E[p/q] "
+        "is the kept mass and not 1, and ratios to rollout_logprobs are biased. To train on these rollouts sample "
+        "with top_k=0 and top_p=1, or take old_logprobs from trainer.logprobs",
+        UserWarning,
+        stacklevel=stacklevel,
+    )
+    return True
 
 
 def _only(results: list[Any]) -> Any:
