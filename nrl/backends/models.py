@@ -21,6 +21,7 @@ __all__ = [
     "context_length",
     "end_tokens",
     "head_weight",
+    "load_config",
     "load_tensors",
     "load_tokenizer",
     "named_tensors",
@@ -110,6 +111,35 @@ def save_model(module: nn.Module, folder: str | Path) -> None:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def load_config(model: Model) -> tuple[Any, Any]:
+    """The transformers config of ``model``'s language model, and its generation config; no weights are loaded.
+
+    Raises:
+        ModelError: there is none.
+
+    >>> config, generation = load_config(Model({"model_type": "qwen3", "vocab_size": 32, "eos_token_id": 3}))
+    >>> config.vocab_size, generation.eos_token_id
+    (32, 3)
+    """
+    import transformers
+
+    try:
+        if isinstance(model.source, Mapping):
+            fields = dict(model.source)
+            config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+            return config.get_text_config(), transformers.GenerationConfig.from_model_config(config)
+        config = transformers.AutoConfig.from_pretrained(model.source)
+        try:
+            generation = transformers.GenerationConfig.from_pretrained(model.source)
+        except OSError:  # many models have none
+            generation = transformers.GenerationConfig.from_model_config(config)
+    except Exception as error:  # transformers and what it reads files with raise all kinds
+        raise ModelError(
+            f"Model(source={_name(model)}): {_reason(model.source, error, 'causal language model')}"
+        ) from error
+    return config.get_text_config(), generation
 
 
 def load_tokenizer(model: Model) -> Any:

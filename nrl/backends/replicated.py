@@ -20,6 +20,7 @@ from nrl.backends.models import load_tokenizer
 from nrl.backends.replica import Replica, Request
 from nrl.backends.seats import Asked, Order, Seat, gathered
 from nrl.backends.spread import Spread
+from nrl.backends.truncation import warn_of_truncation
 from nrl.errors import ConsumedState, DeadlineExceeded, FailedStart, GenerationError, LostActor, LostRequest
 from nrl.runtime.futures import Future
 from nrl.runtime.placement import Mesh
@@ -213,7 +214,7 @@ class ReplicatedSampler:
     ) -> "list[futures.Future[Completion]]":
         self._cluster.check_open("generate")
         chosen = sampling or self._sampling
-        self._warn(chosen)
+        self._warned = self._warned or warn_of_truncation(self._name, chosen, self._vocabulary, stacklevel=4)
         noise = list(range(len(prompts)) if seeds is None else seeds)
         check(prompts, noise, chosen.stop_token_ids, self._vocabulary, self._context_length)
         if self._broken:
@@ -343,20 +344,6 @@ class ReplicatedSampler:
         return GenerationError(
             f"generate: the sampler's weights are incomplete since the last receive ({self._broken}); "
             "publish a complete set of weights first"
-        )
-
-    def _warn(self, sampling: Sampling) -> None:
-        truncates = 0 < sampling.top_k < self._vocabulary or sampling.top_p < 1
-        if not truncates or sampling.temperature == 0 or self._warned:
-            return
-        self._warned = True
-        warnings.warn(
-            f"{self._name}: with top_k={sampling.top_k}, top_p={sampling.top_p} the rollout_logprobs are those of the "
-            "truncated distribution q, renormalised over the kept tokens. A trainer's p is over all tokens, so E[p/q] "
-            "is the kept mass and not 1, and ratios to rollout_logprobs are biased. To train on these rollouts sample "
-            "with top_k=0 and top_p=1, or take old_logprobs from trainer.logprobs",
-            UserWarning,
-            stacklevel=4,
         )
 
 

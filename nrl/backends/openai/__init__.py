@@ -1,0 +1,179 @@
+"""A server with an OpenAI-compatible endpoint, such as vLLM's or SGLang's, as a sampler.
+
+It is a fixed policy, for evaluation or as a teacher: weights cannot be put into it through this interface. Token ids go
+in and come out; the text that a server sends along is not looked at.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+
+from nrl.backends.base import Bucket, Completion, Model, Sampling
+from nrl.backends.decoding import check
+from nrl.backends.models import end_tokens, load_config, load_tokenizer
+from nrl.backends.openai.asking import Server, beside
+from nrl.backends.openai.endpoint import Endpoint, Meaning, probe, served
+from nrl.backends.truncation import truncates, warn_of_truncation
+from nrl.errors import GenerationError
+from nrl.runtime.futures import Future
+
+__all__ = ["EndpointSampler", "sampler"]
+
+_WHO = "openai.sampler"
+
+
+def sampler(
+    url: str,
+    model: Model,
+    sampling: Sampling | None = None,
+    *,
+    name: str | None = None,
+    key: str | None = None,
+    timeout: float = 600.0,
+    in_flight: int = 256,
+) -> "EndpointSampler":
+    """A sampler whose tokens a server draws, through its ``/v1/completions``.
+
+    Before it returns it asks the server for a few tokens, to find out whether it gives token ids and takes seeds, and
+    which distribution its log-probabilities are of. A sampling under which they would not be those of the distribution
+    that was sampled from is refused.
+
+    Args:
+        url: of the server, with or without ``/v1``.
+        model: what it serves: the tokenizer, the vocabulary, the tokens that end a completion. No weights are loaded.
+        sampling: for calls that do not say; None: ``Sampling()``.
+        name: of the model, as the server lists it; None: the only one that it lists.
+        key: sent as the bearer token; None: the environment variable ``OPENAI_API_KEY``, if it is set.
+        timeout: seconds within which the server has to answer a request, all attempts together.
+        in_flight: how many requests of a call may be under way at once; each is one completion.
+
+    Returns:
+        The sampler, at version 0, where it stays.
+
+    Raises:
+        GenerationError: the server refuses, gives no token ids, gives the same tokens whatever the seed, or
+            log-probabilities that ``sampling`` cannot be used with.
+        ClusterError: the server cannot be reached.
+        DeadlineExceeded: it does not answer in time.
+        ModelError: the model's config or tokenizer cannot be loaded.
+        ValueError: an argument that cannot be used.
+
+    >>> from nrl import tiny
+    >>> from nrl.backends import openai
+    >>> openai.sampler("localhost:8000", tiny.model())
+    Traceback (most recent call last):
+    ValueError: openai.sampler: the url is 'localhost:8000'; give one such as 'http://localhost:8000/v1'
+    >>> policy = openai.sampler("http://localhost:8000/v1", tiny.model())  # doctest: +SKIP
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{_WHO}: the url is {url!r}; give one such as 'http://localhost:8000/v1'")
+    if not timeout > 0 or in_flight < 1:
+        raise ValueError(f"{_WHO}: timeout is {timeout} and in_flight {in_flight}; both have to be positive")
+    tokenizer = load_tokenizer(model)
+    config, generation = load_config(model)
+    server = Server(
+        _WHO,
+        url.rstrip("/").removesuffix("/v1") + "/v1",
+        os.environ.get("OPENAI_API_KEY") if key is None else key,
+        timeout,
+        in_flight,
+    )
+    name, limit = served(server, name)
+    limits = limit or getattr(config, "max_position_embeddings", None), tokenizer.model_max_length
+    endpoint = Endpoint(
+        server,
+        name,
+        context_length=min(int(each) for each in limits if each is not None),
+        vocabulary=int(config.vocab_size),
+        stops=end_tokens(generation, tokenizer),
+    )
+    made = EndpointSampler(endpoint, probe(endpoint), tokenizer, sampling or Sampling())
+    made.check(made.sampling)
+    return made
+
+
+@attrs.frozen(eq=False)
+class EndpointSampler:
+    """A `nrl.backends.Sampler` whose tokens a server draws; `sampler` makes one.
+
+    Args:
+        endpoint: where requests go, and what it serves.
+        meaning: what its log-probabilities are of.
+        tokenizer: the transformers tokenizer of the model.
+        sampling: for calls that do not say.
+        version: 0: no weights are ever published into it.
+        remote: it decodes elsewhere, so that this process can do something else meanwhile.
+    """
+
+    endpoint: Endpoint
+    meaning: Meaning
+    tokenizer: Any = attrs.field(repr=False)
+    sampling: Sampling
+    version: int = 0
+    remote: bool = True
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens that a prompt and its completion may have together."""
+        return self.endpoint.context_length
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seeds: Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+    ) -> Future[list[Completion]]:
+        """Complete each prompt once, each by a request of its own, many at a time.
+
+        Args:
+            prompts: token ids, of any lengths.
+            seeds: of each row's noise; None: 0, 1, 2 ...
+            sampling: None: the sampler's own.
+
+        Returns:
+            A future of one `Completion` for each prompt, in order. It raises `GenerationError`, `ClusterError` or
+            `DeadlineExceeded` where the server does not answer as it should; the first failure ends all.
+
+        Raises:
+            GenerationError: a prompt that cannot be completed, or a sampling for which the server gives
+                log-probabilities of another distribution.
+        """
+        chosen = sampling or self.sampling
+        noise = list(range(len(prompts)) if seeds is None else seeds)
+        check(prompts, noise, chosen.stop_token_ids, self.endpoint.vocabulary, self.context_length)
+        self.check(chosen)
+        warn_of_truncation(_WHO, chosen, self.endpoint.vocabulary)
+        bodies = [self.endpoint.request(*each, chosen) for each in zip(prompts, noise, strict=True)]
+        return beside(lambda: self.endpoint.complete(bodies))
+
+    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int) -> None:
+        """Refuse weights: the interface has no way to put them into the server.
+
+        Raises:
+            GenerationError: always.
+        """
+        raise GenerationError(
+            f"receive: {_WHO} cannot put weights into the server at {self.endpoint.server.url}; what it serves is a "
+            "fixed policy, for evaluation or as a teacher. Publish to a vllm.sampler or an hf.sampler"
+        )
+
+    def check(self, sampling: Sampling) -> None:
+        """See that the server's log-probabilities are those of what it samples from.
+
+        Raises:
+            GenerationError: they are not.
+        """
+        truncated = sampling.temperature > 0 and truncates(sampling, self.endpoint.vocabulary)
+        if (sampling.temperature in (0, 1) or self.meaning.tempered) and (not truncated or self.meaning.truncated):
+            return
+        found = "top-k and top-p" if self.meaning.tempered else "the temperature, top-k and top-p"
+        raise GenerationError(
+            f"{_WHO}: {self.endpoint.server.url} gives log-probabilities under the distribution before {found}. With "
+            f"temperature={sampling.temperature:g}, top_k={sampling.top_k}, top_p={sampling.top_p:g} tokens come from "
+            "another one, and what is trained on them would be wrong. Start vLLM with --logprobs-mode "
+            "processed_logprobs (SGLang: without SGLANG_RETURN_ORIGINAL_LOGPROB; it has none after top-k and top-p), "
+            "or sample with temperature=1, top_k=0, top_p=1"
+        )

@@ -1,0 +1,169 @@
+"""Asking a server many things at once over HTTP, in a thread beside the program; every wait ends."""
+
+import asyncio
+import functools
+import random
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent import futures
+from contextlib import AsyncExitStack
+from typing import Any
+
+import attrs
+
+from nrl.errors import ClusterError, DeadlineExceeded, GenerationError
+
+__all__ = ["Server", "beside", "excerpt"]
+
+_BUSY = frozenset({429, 502, 503, 504})  # asked again later; other refusals would only be repeated
+_ATTEMPTS = 6
+_WAIT = 0.5  # seconds before the second attempt; twice as long before each next one
+_CONNECT = 10.0  # seconds
+_EACH = 64  # connections of one client, whose bookkeeping grows with the square of their number
+_KEY = "give the server's key as key=..., or in OPENAI_API_KEY"
+_ADVICE = {
+    401: _KEY,
+    403: _KEY,
+    404: "look whether the address and the name of the model are right",
+}
+
+
+@attrs.frozen
+class Server:
+    """Where questions go, and what they may take.
+
+    Args:
+        who: how errors name the asker.
+        url: the address that paths are appended to.
+        key: sent as the bearer token; None: nothing is.
+        timeout: seconds within which each question has to be answered, all attempts together.
+        in_flight: how many questions may be under way at once.
+
+    >>> Server("test", "http://localhost:8000/v1", key="secret", timeout=5.0, in_flight=2)
+    Server(who='test', url='http://localhost:8000/v1', timeout=5.0, in_flight=2)
+    """
+
+    who: str
+    url: str
+    key: str | None = attrs.field(repr=False)
+    timeout: float
+    in_flight: int
+
+    async def ask(self, path: str, bodies: Sequence[Mapping[str, Any] | None]) -> list[Any]:
+        """The parsed JSON of the answers, in order; a body of None is a GET, any other is posted as JSON.
+
+        Connections that fail and servers that are busy are tried again, a few times, ever later.
+
+        Raises:
+            GenerationError: the server refuses, or what it says is no JSON.
+            ClusterError: it cannot be reached, or stays busy.
+            DeadlineExceeded: it does not answer in time.
+        """
+        import httpx2
+
+        count = -(-min(self.in_flight, len(bodies)) // _EACH)
+        options: dict[str, Any] = {
+            "headers": {"Authorization": f"Bearer {self.key}"} if self.key else {},
+            "verify": _trusted() if self.url.startswith("https:") else False,
+            "timeout": httpx2.Timeout(None, connect=_CONNECT),  # all the rest is under the deadline of `_one`
+            "limits": httpx2.Limits(),  # none: `room` bounds them
+        }
+        room = asyncio.Semaphore(self.in_flight)
+        async with AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(httpx2.AsyncClient(**options)) for _ in range(count)]
+
+            async def one(place: int, body: Mapping[str, Any] | None) -> Any:
+                async with room:
+                    return await self._one(clients[place % count], self.url + path, body)
+
+            try:
+                async with asyncio.TaskGroup() as group:  # the first that fails ends the others
+                    tasks = [group.create_task(one(place, body)) for place, body in enumerate(bodies)]
+            except ExceptionGroup as several:
+                failure = several.exceptions[0]
+            else:
+                return [task.result() for task in tasks]
+        raise failure
+
+    async def _one(self, client: Any, url: str, body: Mapping[str, Any] | None) -> Any:
+        import httpx2
+
+        last, pause = "it has said nothing", 0.0
+        try:
+            async with asyncio.timeout(self.timeout):
+                for attempt in range(_ATTEMPTS):
+                    await asyncio.sleep(pause)
+                    pause = _WAIT * 2**attempt * random.uniform(0.75, 1.25)  # so that not all come back at once
+                    try:
+                        response = await client.request("GET" if body is None else "POST", url, json=body)
+                    except httpx2.TransportError as error:
+                        last = f"{type(error).__name__}: {error}".rstrip(": ")
+                        continue
+                    if response.status_code == 200:
+                        return self._parsed(url, response)
+                    last = f"status {response.status_code}: {excerpt(response.text)}"
+                    if response.status_code not in _BUSY:
+                        advice = _ADVICE.get(response.status_code, "see the server's own log")
+                        raise GenerationError(f"{self.who}: {url} refuses with {last}; {advice}")
+                    pause = max(pause, _seconds(response.headers.get("retry-after")))
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{self.who}: {url} did not answer within {self.timeout:g} s ({last}); see whether the server is "
+                "alive, ask for fewer tokens, or give a longer timeout="
+            ) from None
+        raise ClusterError(
+            f"{self.who}: {url} could not be reached, or was busy, {_ATTEMPTS} times ({last}); see whether the server "
+            "is alive and the address is right"
+        )
+
+    def _parsed(self, url: str, response: Any) -> Any:
+        try:
+            return response.json()
+        except ValueError:
+            raise GenerationError(
+                f"{self.who}: {url} answers with something that is no JSON: {excerpt(response.text)}; look whether "
+                "the address is that of an OpenAI-compatible server"
+            ) from None
+
+
+def beside[T](work: Callable[[], Coroutine[Any, Any, T]]) -> futures.Future[T]:
+    """Run a coroutine in a thread of its own, which does not keep the program from ending.
+
+    >>> async def answer() -> int:
+    ...     return 42
+    >>> beside(answer).result()
+    42
+    """
+    future: futures.Future[T] = futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(asyncio.run(work()))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="asking", daemon=True).start()
+    return future
+
+
+def excerpt(text: object, most: int = 300) -> str:
+    """The beginning of what a server said, on one line.
+
+    >>> excerpt("all  is\\nwell"), excerpt("x" * 9, 4)
+    ('all is well', 'xxxx ...')
+    """
+    line = " ".join(str(text).split())
+    return line if len(line) <= most else f"{line[:most]} ..."
+
+
+def _seconds(header: str | None) -> float:
+    """What ``Retry-After`` says, unless it is a date."""
+    return float(header) if header and header.isdecimal() else 0.0
+
+
+@functools.cache
+def _trusted() -> Any:
+    """The certificates that are trusted; reading them takes a while."""
+    import httpx2
+
+    return httpx2.create_ssl_context()

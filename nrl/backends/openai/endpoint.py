@@ -1,0 +1,180 @@
+"""What is asked of an OpenAI-compatible endpoint, what its answers hold, and what they mean."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+
+from nrl.backends.base import Completion, Sampling
+from nrl.backends.openai.asking import Server, beside, excerpt
+from nrl.errors import GenerationError
+
+__all__ = ["Endpoint", "Meaning", "probe", "served"]
+
+_ID = "token_id:"  # how vLLM writes a token that it was asked to name by its id
+
+
+@attrs.frozen
+class Endpoint:
+    """A model that a server serves.
+
+    Args:
+        server: where requests go.
+        name: of the model, as the server lists it.
+        context_length: the most tokens that a prompt and its completion may have together.
+        vocabulary: how many tokens there are.
+        stops: the model's own tokens that end a completion.
+    """
+
+    server: Server
+    name: str
+    context_length: int
+    vocabulary: int
+    stops: tuple[int, ...]
+
+    def request(self, prompt: Sequence[int], seed: int, sampling: Sampling) -> dict[str, Any]:
+        """What asks for one completion."""
+        greedy = sampling.temperature == 0
+        return {
+            "model": self.name,
+            "prompt": [int(token) for token in prompt],
+            "max_tokens": min(sampling.max_new_tokens, self.context_length - len(prompt)),
+            "temperature": sampling.temperature,
+            "top_k": -1 if greedy or not sampling.top_k else sampling.top_k,  # -1: all, for vLLM and SGLang
+            "top_p": 1.0 if greedy else sampling.top_p,
+            "seed": int(seed) & (2**63 - 1),  # servers take a signed number
+            "stop_token_ids": [*self.stops, *sampling.stop_token_ids],
+            # What is not said servers take from the model's generation_config.json
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "logprobs": 0,  # of the sampled token alone
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # all that older releases of vLLM have
+        }
+
+    async def complete(self, bodies: Sequence[Mapping[str, Any]]) -> list[Completion]:
+        """The completions that these ask for, in order."""
+        answers = await self.server.ask("/completions", bodies)
+        return [self.completion(*each) for each in zip(bodies, answers, strict=True)]
+
+    def completion(self, body: Mapping[str, Any], answer: Any) -> Completion:
+        """What the answer to a request holds.
+
+        Raises:
+            GenerationError: something else than was asked for.
+        """
+        try:
+            (choice,) = answer["choices"]
+            said = choice.get("logprobs") or {}
+            ids, logprobs, tokens = choice.get("token_ids"), said.get("token_logprobs"), said.get("tokens")
+        except (TypeError, KeyError, ValueError, AttributeError):
+            raise self._wrong(answer, "gives no completion; look whether that is an OpenAI-compatible server") from None
+        if ids is None and tokens and all(str(token).startswith(_ID) for token in tokens):
+            ids = [int(token.removeprefix(_ID)) for token in tokens]
+        if ids is None:
+            raise self._wrong(
+                answer,
+                "gives no token ids. Text is never encoded again, since other tokens may come of it than were sampled; "
+                "use vLLM, or an SGLang that knows return_token_ids",
+            )
+        if not logprobs or len(logprobs) != len(ids) or None in logprobs:
+            raise self._wrong(answer, "does not give the log-probability of each token; let the server give logprobs")
+        if not all(-math.inf < each < 0.01 for each in logprobs):  # rounding aside
+            raise self._wrong(
+                answer,
+                "gives something else for log-probabilities, such as logits; start vLLM with --logprobs-mode "
+                "processed_logprobs",
+            )
+        reason, end = choice.get("finish_reason"), choice.get("stop_reason", choice.get("matched_stop"))
+        if reason not in ("stop", "length"):
+            raise self._wrong(answer, f"ended a completion with {reason!r}; see the server's own log")
+        if reason == "stop" and isinstance(end, int) and end != ids[-1]:
+            raise self._wrong(answer, f"leaves out the token {end}, which was sampled and ended the completion")
+        if choice.get("prompt_token_ids") not in (None, body["prompt"]):
+            raise self._wrong(answer, "completed another prompt than it was sent; let the server leave prompts alone")
+        return Completion(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float32), reason == "length", 0)
+
+    def _wrong(self, answer: Any, what: str) -> GenerationError:
+        return GenerationError(f"{self.server.who}: {self.server.url}/completions {what}. It says: {excerpt(answer)}")
+
+
+class Meaning(NamedTuple):
+    """Which distribution a server's log-probabilities are of.
+
+    Args:
+        tempered: that after the temperature.
+        truncated: that over what top-k and top-p keep.
+
+    >>> Meaning(tempered=True, truncated=False).truncated
+    False
+    """
+
+    tempered: bool
+    truncated: bool
+
+
+def served(server: Server, name: str | None) -> tuple[str, int | None]:
+    """The name of the model, and its context if the server tells.
+
+    Raises:
+        GenerationError: the server does not list it.
+    """
+    (answer,) = beside(lambda: server.ask("/models", [None])).result()
+    try:
+        listed = {str(each["id"]): each.get("max_model_len") for each in answer["data"]}
+    except (TypeError, KeyError, AttributeError):
+        raise GenerationError(
+            f"{server.who}: {server.url}/models lists no models; look whether that is an OpenAI-compatible server. "
+            f"It says: {excerpt(answer)}"
+        ) from None
+    chosen = next(iter(listed)) if name is None and len(listed) == 1 else name
+    if chosen is None or chosen not in listed:
+        names = ", ".join(map(repr, listed)) or "(none)"
+        raise GenerationError(
+            f"{server.who}: {server.url} serves the models {names}, and name is {name!r}; give one of them as name="
+        )
+    return chosen, listed[chosen]
+
+
+def probe(endpoint: Endpoint) -> Meaning:
+    """Ask for a few tokens, and see what becomes of the temperature, of top-k and of seeds.
+
+    Raises:
+        GenerationError: seeds change nothing, or the answers are not what is needed.
+    """
+    prompt = [(31 * place + 7) % endpoint.vocabulary for place in range(min(8, endpoint.context_length - 1))]
+    # Above 2 vLLM takes no temperature
+    sharp, flat = Sampling(temperature=0.25, max_new_tokens=1), Sampling(temperature=2.0, max_new_tokens=16)
+    rows = [(0, sharp), (0, flat), (0, flat), (1, flat), (0, attrs.evolve(flat, top_k=1))]
+    bodies = [endpoint.request(prompt, *row) | {"logprobs": 1} for row in rows]  # and of the most probable one
+    answers = beside(lambda: endpoint.server.ask("/completions", bodies)).result()
+    found = [endpoint.completion(*each) for each in zip(bodies, answers, strict=True)]
+    first, again, other = (each.token_ids.tolist() for each in found[1:4])
+    if first != again:
+        warnings.warn(
+            f"{endpoint.server.who}: {endpoint.server.url} does not honour seeds: one request gave two answers, so no "
+            "rollout can be repeated. Start SGLang with --enable-deterministic-inference",
+            UserWarning,
+            stacklevel=3,
+        )
+    elif first == other and float(found[1].logprobs.sum()) < -5:  # and not by chance
+        raise GenerationError(
+            f"{endpoint.server.who}: {endpoint.server.url} draws the tokens {first} whatever the seed, so all "
+            "completions of a prompt would be the same; let the server pass seeds on"
+        )
+    # The most probable first token has one log-probability at every temperature if it is taken before that, and its
+    # log-probability is 0 where it alone is kept
+    high, low = _highest(answers[0]), _highest(answers[1])
+    tempered = abs(high - low) > 0.1
+    return Meaning(tempered, truncated=tempered and low < -1e-3 < float(found[4].logprobs[0]))
+
+
+def _highest(answer: Any) -> float:
+    """The log-probability of the most probable first token, in nats; NaN where the server does not say."""
+    top = (answer["choices"][0]["logprobs"].get("top_logprobs") or [None])[0]
+    return float(max(top.values())) if top else math.nan
