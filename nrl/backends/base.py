@@ -91,6 +91,7 @@ class Sampling:
         top_p: keep the most probable tokens until their mass reaches this; 1: all.
         max_new_tokens: bound on the sampled tokens of a completion (of a turn, in an episode of several).
         stop_token_ids: tokens that end a completion, besides the model's own end-of-sequence tokens.
+        stop: texts that end a completion, with the token that completes one of them.
 
     Raises:
         ValueError: a field out of its range.
@@ -104,6 +105,9 @@ class Sampling:
     top_p: float = attrs.field(default=1.0, validator=[attrs.validators.gt(0), attrs.validators.le(1)])
     max_new_tokens: int = attrs.field(default=256, validator=attrs.validators.ge(1))
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = attrs.field(
+        default=(), validator=attrs.validators.deep_iterable(member_validator=attrs.validators.min_len(1))
+    )
 
 
 class Completion(NamedTuple):

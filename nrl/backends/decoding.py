@@ -42,6 +42,8 @@ def decode(
     top_p: float = 1.0,
     max_new_tokens: int,
     stop_token_ids: Sequence[int] = (),
+    stop: Sequence[str] = (),
+    tokenizer: Any = None,
     context_length: int,
 ) -> list[Decoded]:
     """Complete prompts with a transformers causal language model, one completion for each.
@@ -61,6 +63,8 @@ def decode(
         top_p: 1: off.
         max_new_tokens: the most tokens to sample for a row.
         stop_token_ids: a row ends with the first of these.
+        stop: and with the token that completes the first of these texts.
+        tokenizer: which says what text tokens are; needed if there are any.
         context_length: the most tokens that a prompt and its completion may have together.
 
     Returns:
@@ -89,7 +93,7 @@ def decode(
             np.asarray([int(seed) & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64),
             {"temperature": temperature, "top_k": top_k, "top_p": top_p},
             max_new_tokens,
-            stop_token_ids,
+            _Stops(stop_token_ids, stop, tokenizer),
             context_length,
         )
     # Steps come one after the other; a stable sort by row puts each row's tokens together in their order. Outside of
@@ -112,7 +116,7 @@ def _loop(
     seeds: np.ndarray,
     sampling: dict[str, Any],
     max_new_tokens: int,
-    stop_token_ids: Sequence[int],
+    stops: "_Stops",
     context_length: int,
 ) -> tuple[np.ndarray, Tensor, Tensor, np.ndarray]:
     """All sampled tokens in time order: rows, ids and log-probs ``[N]``; and which rows a stop token ended ``[B]``."""
@@ -125,8 +129,7 @@ def _loop(
         cache = Preallocated(module, len(prompts), int(budget.max()))
     logits = cache.prefill(list(unique), origin)
     device = logits.device
-    stops = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
-    stops[torch.tensor(stop_token_ids, dtype=torch.long, device=device)] = True
+    stops.begin(len(prompts), logits.shape[-1], device)
     positions = torch.from_numpy(lengths).to(device)
     rows, steps = np.arange(len(prompts)), []
     ended = np.zeros(len(prompts), dtype=bool)
@@ -135,7 +138,7 @@ def _loop(
             noise = uniforms(seeds[rows], lengths[rows] + k, min(_AHEAD, int(budget.max()) - k)).to(device)
         tokens, logprobs = draw(logits, noise[k % _AHEAD], **sampling)
         steps.append((rows, tokens, logprobs))
-        stopped = stops[tokens].cpu().numpy()  # the one place where a step waits for the device
+        stopped = stops.ended(tokens).cpu().numpy()  # the one place where a step waits for the device
         leaves = stopped | (budget[rows] == k + 1)
         if leaves.any():
             ended[rows[stopped]] = True
@@ -148,10 +151,42 @@ def _loop(
             cache.compact(kept)
             index = torch.from_numpy(kept).to(device)
             rows, tokens, positions, noise = rows[kept], tokens[index], positions[index], noise[:, index]
+            stops.keep(index)
         logits = cache.step(tokens, positions)
         positions = positions + 1
     every, tokens_of, logprobs_of = zip(*steps, strict=True)
     return np.concatenate(every), torch.cat(tokens_of), torch.cat(logprobs_of), ended
+
+
+class _Stops:
+    """Which rows have just been ended: by a token, or by the end of a text."""
+
+    def __init__(self, token_ids: Sequence[int], texts: Sequence[str], tokenizer: Any) -> None:
+        self._ids, self._texts = list(token_ids), None
+        if texts:
+            from transformers import StopStringCriteria
+
+            self._texts = StopStringCriteria(tokenizer, list(texts))
+
+    def begin(self, rows: int, vocabulary: int, device: torch.device) -> None:
+        self._stops = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+        self._stops[torch.tensor(self._ids, dtype=torch.long, device=device)] = True
+        if self._texts is not None:  # what was sampled last; before that, what is no token and has no text
+            nothing = torch.iinfo(torch.int64).max
+            self._last = torch.full((rows, self._texts.maximum_token_len), nothing, device=device)
+
+    def ended(self, tokens: Tensor) -> Tensor:
+        """Of the tokens ``[rows]`` that were sampled now."""
+        ended = self._stops[tokens]
+        if self._texts is not None:
+            self._last = torch.cat([self._last[:, 1:], tokens[:, None]], dim=1)
+            ended = ended | self._texts(self._last, None)
+        return ended
+
+    def keep(self, rows: Tensor) -> None:
+        """The other rows have ended."""
+        if self._texts is not None:
+            self._last = self._last[rows]
 
 
 def check(

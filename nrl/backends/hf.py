@@ -57,7 +57,7 @@ class _Decoder:
 
     def __init__(self, model: Model) -> None:
         module: Any = build(model).eval().requires_grad_(False)
-        tokenizer = load_tokenizer(model)
+        tokenizer = self.tokenizer = load_tokenizer(model)
         self.module = module.to("cuda" if torch.cuda.is_available() else "cpu")
         self.context_length = min(context_length(module), int(tokenizer.model_max_length))
         self.vocabulary = int(module.get_input_embeddings().num_embeddings)
@@ -87,6 +87,8 @@ class _Decoder:
                 top_p=sampling.top_p,
                 max_new_tokens=sampling.max_new_tokens,
                 stop_token_ids=(*self.stops, *sampling.stop_token_ids),
+                stop=sampling.stop,
+                tokenizer=self.tokenizer,
                 context_length=self.context_length,
             )
             found += [(request.number, row) for request, row in zip(alike, rows, strict=True)]

@@ -105,6 +105,7 @@ class Served:
             body["top_p"],
             body["max_tokens"],
             tuple(body["stop_token_ids"]),
+            tuple(body["stop"]),
         )
         (row,) = self.sampler.generate([body["prompt"]], seeds=[body["seed"]], sampling=sampling).result()
         tokens = row.token_ids.tolist()
@@ -188,6 +189,16 @@ def test_completions_are_those_of_the_sampler_behind_the_server(it: Made, local:
         torch.testing.assert_close(row.logprobs, other.logprobs, atol=1e-4, rtol=0)
 
 
+def test_a_completion_ends_with_a_text(it: Made, local: Any) -> None:
+    (free,) = it.sampler.generate([[5, 6]], sampling=Sampling(max_new_tokens=8)).result()
+    stop = (it.sampler.tokenizer.decode(free.token_ids[2:4]),)
+    (row,) = it.sampler.generate([[5, 6]], sampling=Sampling(max_new_tokens=8, stop=stop)).result()
+    assert ids([row])[0] == ids([free])[0][: len(row.token_ids)]
+    assert len(row.token_ids) < len(free.token_ids)
+    assert stop[0] in it.sampler.tokenizer.decode(row.token_ids)
+    assert not row.truncated
+
+
 def test_nothing_is_left_to_the_servers_own_defaults(local: Any) -> None:
     served = Served(local[0])
     with sampling_from(served) as sampler:
@@ -203,6 +214,7 @@ def test_nothing_is_left_to_the_servers_own_defaults(local: Any) -> None:
         "top_p": 1.0,
         "seed": 2**63 - 1,
         "stop_token_ids": [2, 9],
+        "stop": [],
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,

@@ -144,6 +144,26 @@ def test_a_completion_ends_with_a_stop_token_or_is_truncated(it: Made) -> None:
     assert len(full.token_ids) <= it.sampler.context_length - 509 == 3
 
 
+def test_a_completion_ends_with_a_text(it: Made) -> None:
+    """With the token that completes it, wherever one token ends and the next begins."""
+    free = it.sampler.generate([[5, 6]] * 32, sampling=Sampling(max_new_tokens=20)).result()
+    tokenizer = it.sampler.tokenizer
+    longest = max(ids(free), key=len)
+    stops = (tokenizer.decode(longest[4:6]), tokenizer.decode(longest[2:5]) + "?")
+    rows = it.sampler.generate([[5, 6]] * 32, sampling=Sampling(max_new_tokens=20, stop=stops)).result()
+    shorter = 0
+    for before, row in zip(free, rows, strict=True):
+        tokens = before.token_ids.tolist()
+        texts = [tokenizer.decode(tokens[:end], skip_special_tokens=True) for end in range(len(tokens) + 1)]
+        end = next((end for end, text in enumerate(texts) if any(stop in text for stop in stops)), None)
+        assert row.token_ids.tolist() == tokens[:end]
+        assert row.truncated is (before.truncated and end is None)
+        shorter += end is not None and end < len(tokens)
+    assert shorter
+    with pytest.raises(ValueError, match="stop"):
+        Sampling(stop=("",))
+
+
 def test_what_cannot_be_served_is_refused(it: Made) -> None:
     for prompt, why in (([], "0 tokens"), ([5] * 512, "512 tokens"), ([100_000], "outside of the model's vocabulary")):
         with pytest.raises(GenerationError, match=why):
@@ -169,6 +189,29 @@ def test_weights_that_are_not_its_own_are_refused(it: Made) -> None:
     rows = it.sampler.generate(PROMPTS).result()
     for found, expected in zip(rows, by_the_trainer(params, rows), strict=True):
         torch.testing.assert_close(found.logprobs, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("it", kinds("vllm")[:1], indirect=True)
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        ("qwen2", False),
+        ("llama", True),
+        pytest.param("qwen2", True, marks=pytest.mark.slow),
+        pytest.param("llama", False, marks=pytest.mark.slow),
+    ],
+)
+def test_other_families_are_published_to(it: Made, family: str, tied: bool) -> None:
+    def of(seed: int) -> Model:
+        return tiny.model(model_type=family, tie_word_embeddings=tied, seed=seed, initializer_range=0.2)
+
+    sampler = vllm.sampler(it.mesh, of(0), Sampling(max_new_tokens=8))
+    for seed in (1, 2):
+        params = fsdp.trainer(it.trainers, of(seed), adamw(lr=1e-3)).init().params
+        nrl.publish(params, sampler)
+        rows = sampler.generate(PROMPTS).result()
+        for found, expected in zip(rows, by_the_trainer(params, rows), strict=True):
+            torch.testing.assert_close(found.logprobs, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("it", kinds("vllm"), indirect=True)

@@ -47,6 +47,7 @@ class Endpoint:
             "top_p": 1.0 if greedy else sampling.top_p,
             "seed": int(seed) & (2**63 - 1),  # servers take a signed number
             "stop_token_ids": [*self.stops, *sampling.stop_token_ids],
+            "stop": list(sampling.stop),
             # What is not said servers take from the model's generation_config.json
             "min_p": 0.0,
             "repetition_penalty": 1.0,

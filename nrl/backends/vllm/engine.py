@@ -32,7 +32,14 @@ _SETTINGS = {  # before vLLM is imported
     "VLLM_NO_USAGE_STATS": "1",
 }
 _SOON, _LATEST = 0.02, 0.1  # seconds of decoding, after which what is finished, or whether anything is, is told
-_OURS = {"model", "skip_tokenizer_init", "logprobs_mode", "weight_transfer_config", "distributed_executor_backend"}
+_OURS = {
+    "distributed_executor_backend",
+    "logprobs_mode",
+    "model",
+    "skip_tokenizer_init",
+    "tokenizer",
+    "weight_transfer_config",
+}
 
 
 class Engine:
@@ -49,7 +56,8 @@ class Engine:
         tokenizer = load_tokenizer(self._model)
         with tempfile.TemporaryDirectory() as scratch:
             folder, self._stops = _written(self._model, tokenizer, Path(scratch))
-            self._engine = _started(folder, self._model, self._options)
+            tokenizer.save_pretrained(Path(scratch) / "tokenizer")
+            self._engine = _started(folder, Path(scratch) / "tokenizer", self._model, self._options)
             self._engine.set_weight_version("0")
             config = self._engine.model_config
             self._shapes = _shapes(folder, bool(getattr(config.hf_config, "tie_word_embeddings", False)))
@@ -84,7 +92,8 @@ class Engine:
             seed=request.seed,
             stop_token_ids=[*self._stops, *sampling.stop_token_ids],
             logprobs=0,  # of the sampled token alone
-            detokenize=False,
+            stop=list(sampling.stop),
+            detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
@@ -138,7 +147,7 @@ def _written(model: Model, tokenizer: Any, scratch: Path) -> tuple[Path, tuple[i
     return scratch, end_tokens(getattr(module, "generation_config", None), tokenizer)
 
 
-def _started(folder: Path, model: Model, options: Mapping[str, Any]) -> Any:
+def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, Any]) -> Any:
     from vllm import EngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.distributed import parallel_state
@@ -157,7 +166,7 @@ def _started(folder: Path, model: Model, options: Mapping[str, Any]) -> Any:
     try:
         args = EngineArgs(
             model=str(folder),
-            skip_tokenizer_init=True,
+            tokenizer=str(tokenizer),
             logprobs_mode="processed_logprobs",
             distributed_executor_backend="uni",
             weight_transfer_config=WeightTransferConfig(backend=transfer.register()),
