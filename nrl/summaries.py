@@ -172,7 +172,8 @@ def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
 
 def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """The text of each token, such that joined they are the decoded text."""
-    text, tokens = _decode(tokenizer, ids), tokenizer.convert_ids_to_tokens(ids)
+    text = _decode(tokenizer, ids)
+    tokens = [token or "" for token in tokenizer.convert_ids_to_tokens(ids)]  # a model may have more than its tokenizer
     for spelt in (_byte_level, _sentence_piece):
         pieces = _characters([spelt(token) for token in tokens])
         if pieces and pieces[0].removeprefix(" ") + "".join(pieces[1:]) == text:

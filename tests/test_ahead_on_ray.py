@@ -2,13 +2,15 @@
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensordict import TensorDict
 
 import nrl
-from nrl import data, tiny
+from nrl import checkpoint, data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Sampling, adamw, fsdp, hf
 from nrl.batch import Batch
@@ -95,6 +97,25 @@ def test_a_lag_is_at_most_what_was_allowed(parts: Any) -> None:
     assert lags[0] == 0
     _, lags = loop(parts, 3, caught_up=True)
     assert lags == [0, 1, 2, 3, 3, 3]
+
+
+def test_what_is_pending_is_in_the_checkpoint(parts: Any, tmp_path: Path) -> None:
+    """Rows that were sampled with weights that are gone are trained on after a restart, and no task is lost."""
+    PACE["rollout"] = 0.1
+
+    def stream() -> Any:
+        env = Environment(lambda task: (task, task["prompt"]), slow_step)
+        return nrl.ahead(nrl.batched(nrl.rollouts(parts[1], env, data.tasks("arithmetic", seed=0), n=2), 2), 2)
+
+    before, after = stream(), stream()
+    before.take(1)
+    checkpoint.save(tmp_path / "000001", 0, {"stream": before})  # while it is made
+    (restored,) = checkpoint.load(tmp_path / "000001", stream=after)
+    nrl.publish(parts[0].init().params, parts[1])
+    for _ in range(2):
+        (made,), (found,) = before.take(1), restored.take(1)
+        assert all(torch.equal(made[name], found[name]) for name in made.keys())
+    assert before.take(1)[0]["group_ids"].tolist() == restored.take(1)[0]["group_ids"].tolist() == [6, 6, 7, 7]
 
 
 def test_what_a_rollout_raises_is_raised_by_a_pull(parts: Any) -> None:

@@ -40,6 +40,8 @@ def test_summary_by_hand() -> None:
         "invalid": 1.0,
         "dropped": 2.0,
     }
+    again = nrl.assign(batch, asked_again=torch.tensor([0, 2, 1]))
+    assert finalize(summary(again))["asked_again"] == 3
 
 
 def test_summary_needs_rewards() -> None:
@@ -169,6 +171,15 @@ def test_observations_are_part_of_the_response() -> None:
     (row,) = samples(batch, TOKENIZER)["rows"]
     assert (row["prompt"], row["tokens"]) == ("1", ["2", " ", "3", "4"])
     assert row["loss_mask"] == [True, False, True, True]
+
+
+def test_a_model_may_have_more_tokens_than_its_tokenizer() -> None:
+    """Embeddings are often padded to a round number, and random weights sample from all of it."""
+    batch = batch_of([("1", "2 34")])
+    ids = batch["input_ids"].clone()
+    ids[0, 2] = len(TOKENIZER) + 5
+    (row,) = samples(nrl.assign(batch, input_ids=ids), TOKENIZER)["rows"]
+    assert row["tokens"] == ["2", "", "3", "4"]
 
 
 def test_a_row_in_which_nothing_was_sampled_is_all_prompt() -> None:

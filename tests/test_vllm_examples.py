@@ -6,7 +6,11 @@ from pathlib import Path
 import attrs
 import pytest
 
+from benchmarks import publish
 from examples import grpo
+from nrl import tiny
+from nrl.backends import Sampling
+from nrl.backends.models import build, save_model
 from nrl.runtime import Cluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -20,3 +24,30 @@ def test_grpo_learns_with_vllm(on_ray: Cluster, tmp_path: Path) -> None:
     assert [each["lag"] for each in found] == [0] * 50
     assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.15
     assert max(each["ratio_max"] for each in found) < 1.001  # the sampler's log-probabilities are the trainer's
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_hundred_million_parameters_answer_questions(on_ray: Cluster, tmp_path: Path) -> None:
+    """They learn nothing in five steps; a real model's folder, prompts and sizes go the way that they always go."""
+    model = publish.model("100M")
+    save_model(build(model), tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    cfg = grpo.Config(
+        model=str(tmp_path / "model"),
+        data=str(Path(__file__).parent / "data" / "gsm8k_sample.jsonl"),
+        adapter="gsm8k",
+        chat=False,
+        out=str(tmp_path / "run"),
+        cluster="ray",
+        sampler="vllm-cpu",
+        steps=5,
+        prompts=4,
+        group_size=4,
+        sampling=Sampling(max_new_tokens=32),
+    )
+    grpo.main(cfg)
+    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [each["lag"] for each in found] == [0] * 5
+    assert max(each["mismatch/max_abs"] for each in found) < 1e-2
+    assert all(each["length"] > 16 for each in found)

@@ -130,6 +130,13 @@ def test_a_row_is_a_function_of_its_seed(it: Made) -> None:
     assert len({tuple(row) for row in ids(sampler.generate([[5, 6]] * 8).result())}) > 1
 
 
+def test_many_long_prompts_at_once(it: Made) -> None:
+    """More than an engine reads in one step."""
+    prompts = [[(place * (row + 3)) % 60 + 5 for place in range(250)] for row in range(16)]
+    rows = it.sampler.generate(prompts, sampling=Sampling(max_new_tokens=2)).result()
+    assert [len(row.token_ids) for row in rows] == [2] * 16
+
+
 def test_a_completion_ends_with_a_stop_token_or_is_truncated(it: Made) -> None:
     stop, end = 11, it.sampler.tokenizer.eos_token_id
     sampling = Sampling(max_new_tokens=20, stop_token_ids=(stop,))

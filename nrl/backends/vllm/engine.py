@@ -6,6 +6,7 @@ are read where the object store maps them, and whoever kills the process kills t
 """
 
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,10 @@ _SETTINGS = {  # before vLLM is imported
     "VLLM_NO_USAGE_STATS": "1",
 }
 _SOON, _LATEST = 0.02, 0.1  # seconds of decoding, after which what is finished, or whether anything is, is told
+_ON_CPU = {
+    "enforce_eager": True,
+    "enable_chunked_prefill": False,  # which would rewind a row's random numbers, and no CPU's generator can
+}
 _OURS = {
     "distributed_executor_backend",
     "logprobs_mode",
@@ -56,8 +61,10 @@ class Engine:
         tokenizer = load_tokenizer(self._model)
         with tempfile.TemporaryDirectory() as scratch:
             folder, self._stops = _written(self._model, tokenizer, Path(scratch))
-            tokenizer.save_pretrained(Path(scratch) / "tokenizer")
-            self._engine = _started(folder, Path(scratch) / "tokenizer", self._model, self._options)
+            texts = Path(scratch) / "tokenizer"
+            tokenizer.save_pretrained(texts)
+            shutil.copy(folder / "config.json", texts)  # which vLLM looks for there, too
+            self._engine = _started(folder, texts, self._model, self._options)
             self._engine.set_weight_version("0")
             config = self._engine.model_config
             self._shapes = _shapes(folder, bool(getattr(config.hf_config, "tie_word_embeddings", False)))
@@ -155,12 +162,11 @@ def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, 
 
     if taken := _OURS & options.keys():
         raise TypeError(f"vllm.sampler: {', '.join(sorted(taken))} are set by nrl; leave them out")
-    cpu = not torch.cuda.is_available()
     given: dict[str, Any] = {
         "dtype": model.dtype,
         "disable_log_stats": True,
         "seed": model.seed,
-        **({"enforce_eager": True} if cpu else {}),
+        **(_ON_CPU if not torch.cuda.is_available() else {}),
         **options,
     }
     try:
