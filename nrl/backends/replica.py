@@ -46,7 +46,9 @@ class Replica(Protocol):
         """How many tokens there are."""
         ...
 
-    def advance(self, requests: Sequence[Request], cancelled: Sequence[int]) -> Sequence[tuple[int, Decoded]]:
+    def advance(
+        self, requests: Sequence[Request], cancelled: Sequence[int]
+    ) -> Sequence[tuple[int, Decoded | Exception]]:
         """Take on requests, forget others, and decode: for a moment, or until all that it has are finished.
 
         It is called again and again while requests are unfinished, so an engine that can take on requests while it
@@ -58,7 +60,7 @@ class Replica(Protocol):
             cancelled: numbers of earlier ones that nobody waits for any more; some may be finished already.
 
         Returns:
-            What is finished, with its number.
+            What is finished, with its number; or why it cannot be served.
         """
         ...
 
@@ -107,13 +109,17 @@ def about(held: Held) -> tuple[int, int]:
     return held.replica.context_length, held.replica.vocabulary
 
 
-def advance(held: Held, requests: Sequence[Request], cancelled: Sequence[int]) -> list[tuple[int, Completion]]:
+def advance(
+    held: Held, requests: Sequence[Request], cancelled: Sequence[int]
+) -> list[tuple[int, Completion | Exception]]:
     """See `Replica.advance`."""
     found = held.replica.advance(requests, cancelled)
-    return [(number, _stamped(decoded, held.version)) for number, decoded in found]
+    return [(number, _stamped(answer, held.version)) for number, answer in found]
 
 
-def _stamped(decoded: Decoded, version: int) -> Completion:
+def _stamped(decoded: Decoded | Exception, version: int) -> Completion | Exception:
+    if isinstance(decoded, Exception):
+        return decoded
     oldest = version if decoded.versions is None else int(decoded.versions.min())
     return Completion(decoded.token_ids, decoded.logprobs, decoded.truncated, oldest, decoded.versions)
 

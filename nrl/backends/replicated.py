@@ -7,11 +7,14 @@ that dies is started again and given the weights; its requests are asked again, 
 
 import itertools
 import math
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 from nrl.backends.base import Bucket, Completion, Inflight, Model, Sampling
@@ -21,16 +24,13 @@ from nrl.backends.replica import Replica, Request
 from nrl.backends.seats import Asked, Order, Seat, gathered
 from nrl.backends.spread import Spread
 from nrl.backends.truncation import warn_of_truncation
-from nrl.errors import ConsumedState, DeadlineExceeded, FailedStart, GenerationError, LostActor, LostRequest
+from nrl.errors import ConsumedState, DeadlineExceeded, FailedStart, GenerationError, LostRequest
 from nrl.runtime.futures import Future
 from nrl.runtime.placement import Mesh
 
 __all__ = ["ReplicatedSampler", "StreamingSampler"]
 
 _TIMES = 3  # engines that may die with a request; and how often in a row one may die without an answer in between
-
-
-_AFTER = "since an engine was lost while a step had consumed those that it had; publish the new ones"
 
 
 class ReplicatedSampler:
@@ -143,25 +143,39 @@ class ReplicatedSampler:
         self._cluster.check_open("receive")
         with self._receives, self._while_none_decodes(inflight):
             self._weights = None if iter(buckets) is buckets else buckets
+            seats = [seat for seat in self._seats if seat.lost is None and seat.died is None]
             try:
-                self._transfer(buckets, version)
+                if all(seat.lost for seat in self._seats):
+                    raise cast(Exception, self._seats[0].lost)
+                for seat, error in (_give(seats, buckets, version) if seats else {}).items():
+                    if self._weights is None:
+                        raise error
+                    seat.died = error
             except BaseException as error:
-                self._broken = str(error) or type(error).__name__
-                for seat in self._seats:
-                    self._fail(seat, self._incomplete())
+                with self._changed:
+                    self._broken = str(error) or type(error).__name__
+                    for seat in self._seats:
+                        self._fail(seat, self._incomplete(), waiting=True)
                 raise
-            self._broken, self._version = "", version
+            with self._changed:
+                self._broken, self._version = "", version
+                for seat in seats:
+                    seat.empty = False
 
     @contextmanager
     def _while_none_decodes(self, inflight: Inflight) -> Iterator[None]:
-        with self._changed:
-            self._receiving = inflight
-            self._changed.notify_all()
-            waits = inflight == "wait"
-            self._changed.wait_for(lambda: not any(s.busy or (waits and s.under_way) for s in self._seats))
-            if inflight == "abort":
-                self._place([asked for seat in self._seats for asked in seat.take_back()])
+        def quiet() -> bool:
+            return not any(seat.busy or (inflight == "wait" and seat.under_way) for seat in self._seats)
+
         try:
+            with self._changed:
+                self._receiving = inflight
+                self._changed.notify_all()
+                self._until(quiet, "receive")
+                if inflight == "abort":
+                    for seat in self._seats:
+                        asked, waiting = seat.take_back()
+                        self._place([*asked, *waiting])
             yield
         finally:
             with self._changed:
@@ -169,41 +183,16 @@ class ReplicatedSampler:
                 self._changed.notify_all()
             self._work_where_wanted()
 
-    def _transfer(self, buckets: Iterable[Bucket | Future[Bucket]], version: int) -> None:
-        """Give every engine the weights, bucket by bucket, so that nobody holds a second copy of the model."""
-        seats = [seat for seat in self._seats if seat.lost is None]
-        try:
-            _give(seats, buckets, version)
-        except (LostActor, DeadlineExceeded) as error:
-            if isinstance(error, FailedStart) or self._weights is None:
-                raise
-            for seat in seats:  # which of them it was will show
-                try:
-                    self._restarted(seat, error, version, begun=True)
-                except (LostActor, DeadlineExceeded) as final:
-                    self._give_up(seat, final)
-            if all(seat.lost for seat in seats):
-                raise
-        for seat in seats:
-            seat.empty = False
-
-    def _restarted(self, seat: Seat, error: Exception, version: int, *, begun: bool = False) -> None:
-        """Give an engine that has died, or may have, the weights."""
-        while True:
-            if not begun:
-                seat.deaths += 1
-                if isinstance(error, FailedStart) or seat.deaths >= _TIMES:
-                    raise error
-                seat.restart()
-            begun = False
-            try:
-                if self._weights is not None:
-                    _give([seat], self._weights, version)
-                elif version:
-                    raise ConsumedState("receive: the weights are gone")
-                return
-            except (LostActor, DeadlineExceeded) as again:
-                error = again
+    def _until(self, condition: Callable[[], bool], who: str) -> None:
+        limit = getattr(self._cluster, "deadline", math.inf)
+        began = time.monotonic()
+        while not self._changed.wait_for(condition, 1.0):
+            self._cluster.check_open(who)
+            if time.monotonic() - began > limit:
+                raise DeadlineExceeded(
+                    f"{who}: no engine could be asked within {limit:g} s, as where one was started again while a step "
+                    "had consumed its weights; publish those that the step returned"
+                )
 
     def _ask(
         self,
@@ -217,11 +206,11 @@ class ReplicatedSampler:
         self._warned = self._warned or warn_of_truncation(self._name, chosen, self._vocabulary, stacklevel=4)
         noise = list(range(len(prompts)) if seeds is None else seeds)
         check(prompts, noise, chosen.stop_token_ids, self._vocabulary, self._context_length)
-        if self._broken:
-            raise self._incomplete()
         pairs = zip(prompts, noise, strict=True)
         asked = [Asked(Request(next(self._numbers), list(prompt), seed, chosen)) for prompt, seed in pairs]
         with self._changed:
+            if self._broken:
+                raise self._incomplete()
             self._place(asked, engines)
         self._work_where_wanted()
         return [each.answer for each in asked]
@@ -246,7 +235,7 @@ class ReplicatedSampler:
     def _work_where_wanted(self) -> None:
         """Have somebody ask the engines that have something to do: a thread, or where that would not help, this one."""
         with self._changed:
-            idle = [seat for seat in self._seats if seat.wanted and seat.worker is None]
+            idle = [seat for seat in self._seats if (seat.wanted or seat.died) and seat.worker is None]
             for seat in idle:
                 seat.worker = threading.Thread(target=self._work, args=(seat,), name=self._name, daemon=True)
         for seat in idle:
@@ -257,33 +246,40 @@ class ReplicatedSampler:
                 self._work(seat)
 
     def _work(self, seat: Seat) -> None:
-        """Ask the engines of a seat until nobody waits for an answer."""
-        while (orders := self._next(seat)) is not None:
-            try:
-                finished = seat.advance(orders)
-            except (LostActor, DeadlineExceeded) as error:
-                self._revive(seat, error)
-            except Exception as error:
-                self._fail(seat, error)
-            except BaseException as error:
-                self._fail(seat, error)
-                self._next(seat)
+        """Ask the engines of a seat until nobody waits for an answer, and start them again if they die."""
+        try:
+            while (orders := self._next(seat)) is not None:
+                try:
+                    if seat.died is None:
+                        self._answer(seat, seat.advance(orders))
+                except Exception as error:
+                    if seat.ended:
+                        seat.died = error
+                    else:
+                        self._fail(seat, error)
+                if seat.died is not None:
+                    self._revive(seat, seat.died)
+        except BaseException as error:  # an interrupt, or a cluster that was left
+            with self._changed:
+                self._fail(seat, error, waiting=True)
+                seat.worker, seat.busy = None, False
+                self._changed.notify_all()
+            if not (self.remote and isinstance(error, Exception)):
                 raise
-            else:
-                self._answer(seat, finished)
 
     def _next(self, seat: Seat) -> list[Order] | None:
         """What to tell the engines next, as soon as they may be told something; None: there is nothing."""
 
         def free() -> bool:
-            return not seat.empty and (self._receiving is None or (self._receiving == "wait" and seat.under_way))
+            asking = self._receiving is None or (self._receiving == "wait" and seat.under_way)
+            return bool(seat.died) or not seat.wanted or (asking and not seat.empty)
 
         with self._changed:
             seat.busy = False
             self._changed.notify_all()
-            limit = getattr(self._cluster, "deadline", None)
-            if not self._changed.wait_for(lambda: not seat.wanted or free(), limit):
-                self._fail(seat, DeadlineExceeded(f"generate: no weights came within {limit:g} s, {_AFTER}"))
+            self._until(free, "generate")
+            if seat.died is not None:
+                return []
             orders = seat.order(new=self._receiving is None)
             if seat.lost or not (seat.under_way or any(cancelled for _, cancelled in orders)):
                 seat.worker = None
@@ -291,54 +287,86 @@ class ReplicatedSampler:
             seat.busy = True
             return orders
 
-    def _answer(self, seat: Seat, finished: Sequence[Sequence[tuple[int, Completion]]]) -> None:
+    def _answer(self, seat: Seat, finished: "Sequence[Sequence[tuple[int, Completion | Exception]]]") -> None:
         with self._changed:
             for engine, found in enumerate(finished):
-                for number, completion in found:
+                for number, answer in found:
                     asked = seat.asked[engine].pop(number, None)
-                    if asked is not None:
-                        seat.deaths = 0
-                        tokens = [*asked.request.prompt, *completion.token_ids.tolist()]
-                        self._spread.has_read(self._engines.index((seat, engine)), tokens)
-                        asked.give(completion)
+                    if asked is None:  # nobody wants it any more
+                        continue
+                    if isinstance(answer, Exception):
+                        asked.fail(answer)
+                        continue
+                    seat.deaths = 0
+                    tokens = [*asked.request.prompt, *answer.token_ids.tolist()]
+                    self._spread.has_read(self._engines.index((seat, engine)), tokens)
+                    asked.give(answer)
 
-    def _fail(self, seat: Seat, error: BaseException) -> None:
+    def _fail(self, seat: Seat, error: BaseException, *, waiting: bool = False) -> None:
         with self._changed:
-            for asked in seat.take_back():
-                asked.fail(error)
+            asked, others = seat.take_back()
+            for each in [*asked, *(others if waiting else [])]:
+                each.fail(error)
+            if not waiting:
+                self._place(others)
 
-    def _revive(self, seat: Seat, error: LostActor | DeadlineExceeded) -> None:
+    def _revive(self, seat: Seat, error: Exception) -> None:
         """Start an engine that has died anew, and let what it was asked be asked again, here or elsewhere."""
+        self._cluster.check_open("generate")
         with self._changed:
-            seat.empty = True
-            back = seat.take_back()
-        for asked in back:
-            asked.deaths += 1
-        again = [asked for asked in back if asked.deaths < _TIMES]
-        warnings.warn(
-            f"{self._name}: an engine was lost and is started again; {len(again)} requests are asked again, and "
-            f"{len(back) - len(again)} given up. {error}",
-            stacklevel=2,
-        )
-        for asked in back:
-            if asked.deaths >= _TIMES:
-                asked.fail(LostRequest(f"generate: {_TIMES} engines died while they decoded it; the last: {error}"))
-        with self._changed:
-            self._place(again)
+            seat.busy = False  # nobody has to wait for this
+            asked, waiting = seat.take_back()
+            for each in asked:
+                each.deaths += 1
+            again = [each for each in asked if each.deaths < _TIMES]
+            for each in asked:
+                if each.deaths >= _TIMES:
+                    each.fail(LostRequest(f"generate: {_TIMES} engines died while they decoded it; the last: {error}"))
+            self._place([*again, *waiting])
+            self._changed.notify_all()
         self._work_where_wanted()
+        outcome = "it has been started again"
         try:
-            self._restarted(seat, error, self._version)
-            seat.empty = False
-        except ConsumedState:  # they will come with the next publish
-            return
+            self._restart(seat, error)
         except Exception as final:
-            self._give_up(seat, final)
+            outcome = f"it is not started again: {final}"
+            with self._changed:
+                seat.lost, seat.died = final, None
+                _, waiting = seat.take_back()
+                self._place(waiting)
+                self._changed.notify_all()
+            self._work_where_wanted()
+        _say(
+            f"{self._name}: an engine was lost, and {outcome}; {len(again)} requests were asked again, and "
+            f"{len(asked) - len(again)} given up. {error}"
+        )
 
-    def _give_up(self, seat: Seat, error: BaseException) -> None:
-        with self._changed:
-            seat.lost = error
-            self._place(seat.take_back())
-        self._work_where_wanted()
+    def _restart(self, seat: Seat, error: Exception) -> None:
+        """Start an engine again, as often as it may die, and give it the weights, if they are still there."""
+        while True:
+            seat.deaths += 1
+            if isinstance(error, FailedStart) or seat.deaths >= _TIMES:
+                raise error
+            try:
+                seat.restart()
+                seat.about()  # it is there
+                with self._receives:
+                    try:
+                        dead = _give([seat], self._weights, self._version) if self._weights is not None else {}
+                        gone = self._weights is None and self._version > 0
+                    except ConsumedState:  # by a step; the next weights come soon
+                        dead, gone = {}, True
+                    if not dead:
+                        with self._changed:
+                            seat.died, seat.empty = None, gone
+                            self._changed.notify_all()
+                        return
+                    error = dead[seat]
+            except Exception as again:
+                if not seat.ended:
+                    raise
+                self._cluster.check_open("generate")
+                error = again
 
     def _incomplete(self) -> GenerationError:
         return GenerationError(
@@ -360,11 +388,48 @@ class StreamingSampler(ReplicatedSampler):
         return self._ask(prompts, seeds, sampling)
 
 
-def _give(seats: Sequence[Seat], buckets: Iterable[Bucket | Future[Bucket]], version: int) -> None:
-    for seat in seats:
-        seat.begin()
+def _say(text: str) -> None:
+    """Warn, from a thread in which it would help nobody to raise."""
+    try:
+        warnings.warn(text, stacklevel=2)
+    except Warning:
+        print(text, file=sys.stderr)  # noqa: T201
+
+
+def _give(seats: Sequence[Seat], buckets: Iterable[Bucket | Future[Bucket]], version: int) -> dict[Seat, Exception]:
+    """Give engines the weights, bucket by bucket, so that nobody holds a second copy of the model.
+
+    Returns:
+        The seats that died of it, or meanwhile, and what they said; the others have the weights.
+    """
+    dead: dict[Seat, Exception] = {}
+    refused: list[Exception] = []
+
+    def note(seat: Seat, error: Exception) -> None:
+        if seat.ended:
+            dead[seat] = error
+        else:
+            refused.append(error)
+
+    def each(act: Callable[[Seat], Future[Any]]) -> None:
+        """All are told before any is waited for, and all are waited for."""
+        told = []
+        for seat in seats:
+            if seat not in dead:
+                try:
+                    told.append((seat, act(seat)))
+                except Exception as error:
+                    note(seat, error)
+        for seat, reply in told:
+            try:
+                reply.result()
+            except Exception as error:
+                note(seat, error)
+        if refused:
+            raise refused[0]
+
+    each(Seat.begin)
     for bucket in buckets:
-        for added in [seat.adding(bucket) for seat in seats]:
-            added.result()
-    for seat in seats:
-        seat.end(version)
+        each(partial(Seat.add, bucket=bucket))
+    each(partial(Seat.end, version=version))
+    return dead

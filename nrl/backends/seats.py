@@ -69,11 +69,18 @@ def gathered[T](answers: Sequence["futures.Future[T]"]) -> "futures.Future[list[
 
     def one(_: Any) -> None:
         if next(left) == 0:
-            try:
-                whole.set_result([answer.result() for answer in answers])
-            except BaseException as error:
-                whole.set_exception(error)
+            with suppress(futures.InvalidStateError):  # it has been cancelled
+                try:
+                    whole.set_result([answer.result() for answer in answers])
+                except BaseException as error:
+                    whole.set_exception(error)
 
+    def cancel(_: Any) -> None:
+        if whole.cancelled():
+            for answer in answers:
+                answer.cancel()
+
+    whole.add_done_callback(cancel)
     for answer in answers:
         answer.add_done_callback(one)
     if not answers:
@@ -110,10 +117,11 @@ class Seat:
         self.asked: list[dict[int, Asked]] = [{} for _ in range(self.engines)]
         self._unwanted: list[list[int]] = [[] for _ in range(self.engines)]
         self.worker: threading.Thread | None = None  # who asks the engines
-        self.busy = False  # a call is under way, or it is being started again
-        self.empty = False  # it was started again, and there were no weights to give it
+        self.busy = False  # a call is under way
+        self.died: Exception | None = None  # of what, until it has been started again
+        self.empty = False  # it has been started again, and there were no weights to give it
         self.deaths = 0  # since it last answered something
-        self.lost: BaseException | None = None  # why it is not started again
+        self.lost: Exception | None = None  # why it is not started again
         self._start()
 
     def _start(self) -> None:
@@ -129,8 +137,13 @@ class Seat:
     @property
     def load(self) -> list[float]:
         """For each engine, how many requests it has; infinitely many, while it cannot work on them."""
-        away = math.inf if self.lost or self.empty else 0
+        away = math.inf if self.lost or self.died or self.empty else 0
         return [away + len(waiting) + len(asked) for waiting, asked in zip(self.waiting, self.asked, strict=True)]
+
+    @property
+    def ended(self) -> bool:
+        """Whether its processes are gone."""
+        return self.mesh.processes.ended
 
     @property
     def under_way(self) -> bool:
@@ -164,37 +177,36 @@ class Seat:
                 waiting.clear()
         return orders
 
-    def advance(self, orders: Sequence[Order]) -> list[Sequence[tuple[int, Completion]]]:
+    def advance(self, orders: Sequence[Order]) -> "list[list[tuple[int, Completion | Exception]]]":
         """Let every engine decode for a while; what each has finished."""
         reply = self._call("generate", replica.advance, Out.each, *zip(*orders, strict=True))
-        found: list[Sequence[tuple[int, Completion]]] = reply.then(list).result()
+        found: list[list[tuple[int, Completion | Exception]]] = reply.then(list).result()
         return found
 
-    def take_back(self) -> list[Asked]:
-        """All that is not answered; the engines will be told to forget it."""
-        found: list[Asked] = []
-        for waiting, asked, unwanted in zip(self.waiting, self.asked, self._unwanted, strict=True):
-            found += [*asked.values(), *waiting]
-            unwanted.extend(asked)
-            waiting.clear()
-            asked.clear()
-        return found
+    def take_back(self) -> tuple[list[Asked], list[Asked]]:
+        """What engines were asked, which they will be told to forget, and what waits to be asked."""
+        asked = [each for held in self.asked for each in held.values()]
+        waiting = [each for queue in self.waiting for each in queue]
+        for queue, held, unwanted in zip(self.waiting, self.asked, self._unwanted, strict=True):
+            unwanted.extend(held)
+            held.clear()
+            queue.clear()
+        return asked, waiting
 
-    def begin(self) -> None:
-        """New weights will come."""
-        self._do(replica.begin)
+    def begin(self) -> Future[Any]:
+        """New weights will come; returns at once, as the next two."""
+        return self._everywhere(replica.begin)
 
-    def adding(self, bucket: Bucket | Future[Bucket]) -> Future[Any]:
-        """Some of them; returns at once."""
-        return self._call("receive", replica.add, Out.each, [on_its_way(bucket)] * self.engines).then(_only)
+    def add(self, bucket: Bucket | Future[Bucket]) -> Future[Any]:
+        """Some of them."""
+        return self._everywhere(replica.add, on_its_way(bucket))
 
-    def end(self, version: int) -> None:
+    def end(self, version: int) -> Future[Any]:
         """They have come."""
-        self._do(replica.end, version)
+        return self._everywhere(replica.end, version)
 
-    def _do(self, fn: Callable[..., None], *args: Any) -> None:
-        """In each process, with the same arguments, and done when it returns."""
-        self._call("receive", fn, Out.each, *([arg] * self.engines for arg in args)).then(_only).result()
+    def _everywhere(self, fn: Callable[..., None], *args: Any) -> Future[Any]:
+        return self._call("receive", fn, Out.each, *([arg] * self.engines for arg in args)).then(_only)
 
     def _call(self, who: str, fn: Callable[..., Any], out: Out, *columns: Sequence[Any]) -> Reply:
         """In each process, with the arguments of its engine."""

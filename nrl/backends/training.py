@@ -7,6 +7,7 @@ outputs of zeros, before the first forward. The engine divides each micro-batch'
 import json
 import math
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -203,6 +204,7 @@ def make_trainer(
         parts_of: how a shard is split; called as ``parts_of(batch, max_tokens=...)``.
     """
     owner, n = _Owner(name), mesh.processes.count
+    stepping = threading.Lock()  # a step is asked for and consumes its state in one
     split_up = partial(parts_of, max_tokens=max_tokens)
 
     def call(who: str, fn: Callable[..., Any], columns: Sequence[Sequence[Any]], outs: Any = Out.kept) -> Any:
@@ -230,6 +232,8 @@ def make_trainer(
             bucket, going_on = call(reader, processing.next_bucket, [reading], (Out.first, Out.first))
             yield bucket.then(_only)
             more = going_on.then(_only).result()
+            with stepping:
+                held(params, reader)  # in another thread a step may have changed them meanwhile: it raises
 
     def state_of(values: list[Value], step: int, version: int, published: bool) -> TrainState:
         params = Params(Handle(mesh, owner, "train state", values), trainer, version, buckets)
@@ -295,9 +299,10 @@ def make_trainer(
             # What stays the same from step to step is part of the function, which a process remembers
             fn = partial(processing.train, loss, split_up)
             columns = [engines, [Donated(value) for value in values], every(weights), *zip(*shards, strict=True)]
-            new, found = call(who, fn, columns, (Out.kept, Out.first))
+            with stepping:
+                new, found = call(who, fn, columns, (Out.kept, Out.first))
+                state.handle.donate(owner, who)
             future = found.then(partial(_of_the_step, metrics))
-            state.handle.donate(owner, who)
             return state_of(new, state.step + 1, state.version, False), future
 
         return step

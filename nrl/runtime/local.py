@@ -77,6 +77,10 @@ class _ThisProcess:
     def count(self) -> int:
         return 1
 
+    @property
+    def ended(self) -> bool:
+        return False
+
     def call(
         self, who: str, fn: Callable[..., Any], args: Sequence[Sequence[Any]], outs: Out | tuple[Out, ...]
     ) -> list[Any]:

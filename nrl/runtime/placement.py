@@ -92,6 +92,11 @@ class Processes(Protocol):
         """How many there are."""
         ...
 
+    @property
+    def ended(self) -> bool:
+        """Whether they are gone: one died, or a call took longer than it may."""
+        ...
+
     def call(
         self, who: str, fn: Callable[..., Any], args: Sequence[Sequence[Any]], outs: Out | tuple[Out, ...]
     ) -> list[Any]:

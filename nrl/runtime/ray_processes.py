@@ -82,6 +82,11 @@ class RayProcesses:
         """How many processes there are."""
         return len(self.actors)
 
+    @property
+    def ended(self) -> bool:
+        """Whether they have been killed."""
+        return self._ended is not None
+
     def call(
         self, who: str, fn: Callable[..., Any], args: Sequence[Sequence[Any]], outs: Out | tuple[Out, ...]
     ) -> list[Any]:

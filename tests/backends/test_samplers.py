@@ -134,7 +134,7 @@ def test_many_long_prompts_at_once(it: Made) -> None:
     """More than an engine reads in one step."""
     prompts = [[(place * (row + 3)) % 60 + 5 for place in range(250)] for row in range(16)]
     rows = it.sampler.generate(prompts, sampling=Sampling(max_new_tokens=2)).result()
-    assert [len(row.token_ids) for row in rows] == [2] * 16
+    assert all(1 <= len(row.token_ids) <= 2 for row in rows)
 
 
 def test_a_completion_ends_with_a_stop_token_or_is_truncated(it: Made) -> None:

@@ -29,7 +29,7 @@ def sampler(
     ``processed_logprobs``: after the temperature, and renormalised over what top-k and top-p keep. Prompts that begin
     alike share their keys and values, until new weights come. Under the same seeds, weights and order of requests one
     engine's run is reproducible. An engine that dies is started again, given the weights, and its requests are asked
-    again, three times at most.
+    again, twice at most.
 
     Args:
         place: slots, with an engine for each; or a mesh in an environment with vLLM, with an engine in each process,

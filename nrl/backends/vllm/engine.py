@@ -21,7 +21,7 @@ from nrl.backends.decoding import Decoded
 from nrl.backends.models import build, check_arrived, check_weight, end_tokens, load_tokenizer, save_model
 from nrl.backends.replica import Request
 from nrl.backends.vllm import transfer
-from nrl.errors import ModelError
+from nrl.errors import GenerationError, ModelError
 
 __all__ = ["Engine"]
 
@@ -33,6 +33,7 @@ _SETTINGS = {  # before vLLM is imported
     "VLLM_NO_USAGE_STATS": "1",
 }
 _SOON, _LATEST = 0.02, 0.1  # seconds of decoding, after which what is finished, or whether anything is, is told
+_COLDEST = 0.01  # vLLM's own bound
 _ON_CPU = {
     "enforce_eager": True,
     "enable_chunked_prefill": False,  # which would rewind a row's random numbers, and no CPU's generator can
@@ -71,14 +72,19 @@ class Engine:
         self.context_length = min(int(config.max_model_len), int(tokenizer.model_max_length))
         self.vocabulary = int(config.get_vocab_size())
 
-    def advance(self, requests: Sequence[Request], cancelled: Sequence[int]) -> Sequence[tuple[int, Decoded]]:
+    def advance(
+        self, requests: Sequence[Request], cancelled: Sequence[int]
+    ) -> Sequence[tuple[int, Decoded | Exception]]:
         """Take on requests, forget others, and decode for a moment."""
         if cancelled:
             self._engine.abort_request([str(number) for number in cancelled])
+        found: list[tuple[int, Decoded | Exception]] = []
         for request in requests:
             prompt = {"prompt_token_ids": list(request.prompt)}
-            self._engine.add_request(str(request.number), prompt, self._params(request))
-        found: list[tuple[int, Decoded]] = []
+            try:
+                self._engine.add_request(str(request.number), prompt, self._params(request))
+            except ValueError as error:
+                found.append((request.number, GenerationError(f"generate: vLLM refuses a request: {error}")))
         began = time.monotonic()
         while self._engine.has_unfinished_requests():
             found += [(int(each.request_id), _decoded(each.outputs[0])) for each in self._engine.step()]
@@ -91,12 +97,17 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         sampling = request.sampling
+        if 0 < sampling.temperature < _COLDEST:
+            raise ValueError(
+                f"temperature is {sampling.temperature}, and it would sample at {_COLDEST} without saying so; give 0, "
+                f"or at least {_COLDEST}"
+            )
         return SamplingParams(
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             max_tokens=min(sampling.max_new_tokens, self.context_length - len(request.prompt)),
-            seed=request.seed,
+            seed=int(request.seed) & (2**63 - 1),  # -1 is none for vLLM
             stop_token_ids=[*self._stops, *sampling.stop_token_ids],
             logprobs=0,  # of the sampled token alone
             stop=list(sampling.stop),

@@ -1,0 +1,270 @@
+"""What a sampler does with its engines, seen with an engine that does nothing but take its time."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nrl
+from nrl import tiny
+from nrl.algos import sft_loss
+from nrl.backends import Sampling, adamw, fsdp, hf, processing
+from nrl.backends.decoding import Decoded
+from nrl.backends.replica import Request
+from nrl.backends.replicated import StreamingSampler
+from nrl.backends.spread import Spread
+from nrl.batch import Batch
+from nrl.errors import ClosedCluster, ConsumedState, DeadlineExceeded, GenerationError, LostActor
+from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
+from nrl.runtime.local import LocalCluster
+from tests.processes import settled
+
+SHORT, LONG = Sampling(max_new_tokens=1), Sampling(max_new_tokens=100)
+PAUSE = 0.01
+
+
+class Patient:
+    """Gives every row a token each time that it is asked; the token is the number of weights it has had."""
+
+    context_length, vocabulary = 512, 100
+
+    def __init__(self) -> None:
+        self.rows: dict[int, tuple[int, list[int]]] = {}
+        self.weights = 0
+        self.raises: list[BaseException] = []
+        ENGINES.append(self)
+
+    def advance(
+        self, requests: Sequence[Request], cancelled: Sequence[int]
+    ) -> Sequence[tuple[int, Decoded | Exception]]:
+        found: list[tuple[int, Decoded | Exception]] = []
+        for number in cancelled:
+            self.rows.pop(number, None)
+        for request in requests:
+            if request.prompt[0] == 99:
+                found.append((request.number, GenerationError("99 is refused")))
+            else:
+                self.rows[request.number] = (request.sampling.max_new_tokens, [])
+        time.sleep(PAUSE)
+        if self.raises:
+            raise self.raises.pop()
+        for number, (most, tokens) in list(self.rows.items()):
+            tokens.append(self.weights)
+            if len(tokens) == most:
+                del self.rows[number]
+                ids = torch.tensor(tokens)
+                found.append((number, Decoded(ids, torch.zeros(most), True, ids)))
+        return found
+
+    def begin(self) -> None:
+        """Nothing is forgotten."""
+
+    def add(self, bucket: Any) -> None:
+        if "bad" in bucket:
+            raise GenerationError("bad weights")
+
+    def end(self, version: int) -> None:
+        self.weights = version
+
+
+ENGINES: list[Patient] = []
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A local cluster whose engines are asked by threads, as those of other processes are."""
+    ENGINES.clear()
+    monkeypatch.setattr(LocalCluster, "remote", True)
+    with cluster("local") as entered:
+        yield entered
+
+
+def sampler_on(entered: Cluster, engines: int = 1) -> StreamingSampler:
+    meshes: list[Mesh] = [entered.reserve(1).mesh(name=f"engine {i}") for i in range(engines)]
+    return StreamingSampler("patient", meshes, Patient, tiny.model(), SHORT)
+
+
+def tokens(row: Any) -> list[int]:
+    found: list[int] = row.result(10).token_ids.tolist()
+    return found
+
+
+def test_requests_are_spread_by_load(here: Cluster) -> None:
+    sampler = sampler_on(here, 3)
+    rows = sampler.stream([[place] for place in range(1, 31)], range(30), LONG)
+    settled(lambda: sum(len(engine.rows) for engine in ENGINES) < 30, 5)
+    assert [len(engine.rows) for engine in ENGINES] == [10, 10, 10]
+    assert all(tokens(row) == [0] * 100 for row in rows)
+
+
+def test_requests_go_where_their_beginning_has_been_read() -> None:
+    spread = Spread(2)
+    first, second = list(range(300)), list(range(500, 800))
+    assert spread.choose(first, [0, 0]) == 0
+    assert spread.choose(second, [1, 0]) == 1
+    assert [spread.choose(first, [5, 5], 8), spread.choose(second, [5, 5], 8)] == [0, 1]
+    spread.has_read(1, [*first, 7, 8, 9])
+    assert spread.choose([*first, 7, 8, 9, 10], [5, 5]) == 1  # the next turn of an episode
+    assert spread.choose([*first, 7, 8, 9, 10], [0, 50]) == 0  # but not at any price
+    assert spread.choose([*second[:64], *range(900, 1000)], [4, 5]) == 0  # of which it has read less than the half
+
+
+def test_one_that_is_refused_leaves_the_others_alone(here: Cluster) -> None:
+    good, bad, late = sampler_on(here).stream([[5], [99], [6]], [0, 1, 2], SHORT)
+    with pytest.raises(GenerationError, match="99 is refused"):
+        bad.result(10)
+    assert tokens(good) == tokens(late) == [0]
+
+
+def test_what_an_engine_raises_is_for_those_that_it_was_asked(here: Cluster) -> None:
+    sampler = sampler_on(here)
+    (asked,) = sampler.stream([[5]], [0], LONG)
+    settled(lambda: not ENGINES[0].rows, 5)
+    ENGINES[0].raises.append(MemoryError("too much"))
+    with pytest.raises(MemoryError, match="too much"):
+        asked.result(10)
+    assert tokens(sampler.stream([[5]], [0], SHORT)[0]) == [0]
+    assert not ENGINES[0].rows  # it was told to forget the other
+
+
+def test_to_cancel_a_call_is_to_cancel_its_rows(here: Cluster) -> None:
+    sampler = sampler_on(here)
+    rows: Any = sampler.generate([[5], [6]], sampling=Sampling(max_new_tokens=100_000))
+    settled(lambda: len(ENGINES[0].rows) < 2, 5)
+    assert rows.cancel()
+    assert not settled(lambda: ENGINES[0].rows, 5)
+    assert not settled(lambda: sampler._seats[0].worker, 5)
+
+
+@pytest.mark.parametrize(
+    ("inflight", "begins", "ends", "times"), [("wait", 0, 0, 1), ("keep", 0, 1, 1), ("abort", 1, 1, 2)]
+)
+def test_new_weights_while_rows_are_under_way(here: Cluster, inflight: Any, begins: int, ends: int, times: int) -> None:
+    sampler = sampler_on(here, 2)
+    rows = sampler.stream([[5], [6]], [0, 1], LONG)
+    settled(lambda: not all(engine.rows for engine in ENGINES), 5)
+    sampler.receive([{}], 1, inflight=inflight)
+    for row in rows:
+        found = tokens(row)
+        assert (found[0], found[-1]) == (begins, ends)
+        assert (row.result().version, row.result().times) == (begins, times)
+    assert [each.version for each in sampler.everywhere([5], SHORT).result()] == [1, 1]
+
+
+def test_weights_that_are_refused_end_what_is_under_way(here: Cluster) -> None:
+    sampler = sampler_on(here, 2)
+    rows = sampler.stream([[5], [6]], [0, 1], LONG)
+    with pytest.raises(GenerationError, match="bad weights"):
+        sampler.receive([{"bad": torch.zeros(1)}], 1, inflight="keep")
+    for row in rows:
+        with pytest.raises(GenerationError, match=r"incomplete since the last receive \(bad weights\)"):
+            row.result(10)
+    sampler.receive([{}], 1)
+    assert tokens(sampler.stream([[5]], [0])[0]) == [1]
+
+
+def test_an_interrupt_leaves_a_sampler_that_works() -> None:
+    ENGINES.clear()
+    with cluster("local") as entered:
+        sampler = sampler_on(entered)
+        ENGINES[0].raises.append(KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            sampler.generate([[5]])
+        sampler.receive([{}], 1)
+        assert [row.version for row in sampler.generate([[5]]).result()] == [1]
+
+
+def test_an_interrupt_while_rows_are_waited_for(here: Cluster) -> None:
+    sampler = sampler_on(here)
+    (row,) = sampler.stream([[5]], [0], Sampling(max_new_tokens=300))
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        sampler.receive([{}], 1)
+    assert tokens(row) == [0] * 300
+    assert tokens(sampler.stream([[5]], [0])[0]) == [0]
+
+
+def test_who_leaves_the_cluster_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ENGINES.clear()
+    monkeypatch.setattr(LocalCluster, "remote", True)
+    with cluster("local") as entered:
+        sampler = sampler_on(entered)
+        (row,) = sampler.stream([[5]], [0], Sampling(max_new_tokens=100_000))
+    with pytest.raises(ClosedCluster):
+        row.result(5)
+    assert not settled(lambda: sampler._seats[0].worker, 5)
+
+
+# on Ray, where engines die
+
+
+def batch_of(rows: int = 4) -> Batch:
+    ids = torch.arange(rows * 8).view(rows, 8) % 50 + 3
+    columns: dict[str, Tensor] = {"input_ids": ids, "attention_mask": ids > 0, "loss_mask": ids > 0}
+    return nrl.assign(Batch({}, batch_size=[rows]), **columns)
+
+
+def test_weights_that_a_step_consumes_are_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an engine that is started again would, while another thread trains; half of each would be wrong."""
+    monkeypatch.setattr(processing, "_BUCKET", 1)
+    with cluster("local") as entered:
+        trainer = fsdp.trainer(entered.reserve(1), tiny.model(), adamw(lr=1e-3))
+        state = trainer.init()
+        reading = state.params.buckets("receive")
+        next(reading)
+        trainer.train_step(sft_loss)(state, batch_of())
+        with pytest.raises(ConsumedState, match="receive: this train state was consumed"):
+            next(reading)
+
+
+def kill(mesh: Mesh) -> None:
+    os.kill(int(shard_map(lambda: torch.tensor(os.getpid()), mesh, (), P())().result()), signal.SIGKILL)
+
+
+@pytest.mark.ray
+def test_an_engine_that_dies_when_its_weights_are_consumed_gets_the_next(on_ray: Cluster) -> None:
+    """And a trainer that dies in a publish is not taken for an engine that does."""
+    slots = on_ray.reserve(2)
+    mesh = slots[:1].mesh(executable="system", name="faults: trainer")
+    trainer = fsdp.trainer(mesh, tiny.model(), adamw(lr=1e-3))
+    sampler = hf.sampler(slots[1:].mesh(executable="system", name="faults: sampler"), tiny.model(), SHORT)
+    state = trainer.init()
+    nrl.publish(state.params, sampler)
+    state, _ = trainer.train_step(sft_loss)(state, batch_of())
+    kill(sampler._seats[0].mesh)
+    future: Any = sampler.generate([[5]])
+
+    def empty() -> bool:
+        settled(lambda: not sampler._seats[0].empty, 100)
+        time.sleep(0.5)  # until that has been said
+        return sampler._seats[0].empty
+
+    with pytest.warns(UserWarning, match="an engine was lost, and it has been started again; 1 requests were asked"):
+        assert empty()
+    assert not future.done()
+    nrl.publish(state.params, sampler)
+    assert [row.version for row in future.result(60)] == [2]
+    kill(mesh)
+    with pytest.raises(LostActor, match="faults: trainer"):
+        nrl.publish(trainer.load(), sampler)
+    assert sampler._seats[0].lost is None
+    assert sampler._seats[0].died is None
+    with pytest.raises(GenerationError, match="incomplete since the last receive"):
+        sampler.generate([[5]])
+
+
+@pytest.mark.ray
+def test_a_rank_that_raises_while_others_decode(on_ray: Cluster) -> None:
+    """Then Ray's mesh is ended, which is a death, whatever was raised."""
+    slots = on_ray.reserve(2)
+    mesh = slots.mesh(executable="system", name="faults: two engines")
+    sampler = hf.sampler(mesh, tiny.model(), SHORT)
+    mesh.processes.end(DeadlineExceeded("a call took too long"))  # type: ignore[attr-defined]
+    assert len(sampler.generate([[5], [6]]).result(120)) == 2
+    assert sampler._seats[0].mesh is not mesh
