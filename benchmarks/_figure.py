@@ -10,7 +10,7 @@ from nrl.charts import Axis
 
 __all__ = ["curves", "smooth"]
 
-_STYLES = (("#0072b2", ""), ("#009e73", ""), ("#d55e00", ""), ("#777777", "7 4"), ("#cc79a7", "2 3"))
+_STYLES = (("#0072b2", ""), ("#009e73", ""), ("#d55e00", ""), ("#e6a100", ""), ("#777777", "7 4"), ("#aa3377", "2 3"))
 
 
 def smooth(values: Sequence[float], width: int) -> list[float]:
@@ -24,7 +24,7 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
 
 
 def curves(found: Mapping[str, Sequence[Sequence[float]]], what: str, width: int = 11) -> str:
-    """Values between 0 and 1 over steps, a moving mean, as SVG; five names at most.
+    """Values between 0 and 1 over steps, a moving mean, as SVG; six names at most.
 
     Args:
         found: for each name the values of its repetitions: their mean is a line, from the lowest to the highest a band.
@@ -54,7 +54,7 @@ def curves(found: Mapping[str, Sequence[Sequence[float]]], what: str, width: int
         low, high, mean = (_points(across, y(each)) for each in (values.min(0), values.max(0), values.mean(0)))
         parts.append(f'<polygon points="{" ".join(low + high[::-1])}" fill="{colour}" opacity="0.13"/>')
         parts.append(f'<polyline points="{" ".join(mean)}" fill="none" {stroke}/>')
-        parts.append(f'<path d="M530 {226 + 19 * row}h32" {stroke}/><text x="570" y="{230 + 19 * row}">{name}</text>')
+        parts.append(f'<path d="M520 {212 + 19 * row}h32" {stroke}/><text x="560" y="{216 + 19 * row}">{name}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
 

@@ -1,6 +1,6 @@
 """What GRPO with truncated importance sampling (TIS) learns from rollouts that are 0, 1 and 4 publishes old.
 
-    python benchmarks/lag.py            # about twelve minutes on one CPU core
+    python benchmarks/lag.py            # about a quarter of an hour on one CPU core
     python benchmarks/lag.py --quick    # does it run?
 
 The task, the model, the warm-up and every setting are those of ``examples/grpo.py``, on the local cluster, where step k
@@ -12,6 +12,7 @@ weights and see the same prompts; seeds differ in their prompts. A variant is a 
   of the policy that the step starts from, as old ones. The correction's weight is min(old/rollout, 2), and the clip has
   nothing to do, since there is one update a batch. With the sampler's log-probabilities as old ones it would be the
   other way round: every weight would be 1, and the clip alone would see how old the rollouts are.
+  One variant has a smaller learning rate than the example.
 - uncorrected: the same without the correction. Rollouts are trained on as if they had just been sampled.
 - clip: ``grpo_loss`` with the sampler's log-probabilities as old ones, as in the example.
 
@@ -37,10 +38,10 @@ from benchmarks._paired import spread
 from examples import grpo
 from nrl import data, tiny
 from nrl.algos import Loss, advantages, clip, grpo_loss, policy_loss, seq_mean, sft_loss, truncate
-from nrl.backends import Params, Trainer, fsdp, hf
+from nrl.backends import Params, fsdp, hf
 from nrl.envs import number, single_turn
 from nrl.reduce import finalize
-from nrl.runtime import Cluster
+from nrl.runtime import Cluster, Mesh
 
 __all__ = ["VARIANTS", "Variant", "main", "measure", "options", "reaches", "report", "train"]
 
@@ -49,11 +50,12 @@ COLUMNS = ("lag", "reward", "eval/reward", "mismatch/kl", "mismatch/ess", "corre
 
 
 class Variant(NamedTuple):
-    """A lag, a loss, and whether ``old_logprobs`` are the sampler's or the trainer's."""
+    """A lag, a loss, whether ``old_logprobs`` are the sampler's or the trainer's, and the learning rate."""
 
     lag: int
     loss: Loss
     of_sampler: bool
+    lr: float = grpo.EMBEDDED.lr
 
 
 tis = policy_loss(clip(0.2), correction=truncate(2.0), aggregate=seq_mean)
@@ -61,13 +63,14 @@ VARIANTS = {
     "lag 0, TIS": Variant(0, tis, False),
     "lag 1, TIS": Variant(1, tis, False),
     "lag 4, TIS": Variant(4, tis, False),
+    "lag 4, TIS, lr 2.5e-4": Variant(4, tis, False, 2.5e-4),
     "lag 4, uncorrected": Variant(4, grpo_loss, False),
     "lag 4, clip": Variant(4, grpo_loss, True),
 }
 """What is compared.
 
 >>> [variant.lag for variant in VARIANTS.values()]
-[0, 1, 4, 4, 4]
+[0, 1, 4, 4, 4, 4]
 """
 
 
@@ -83,7 +86,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="of GRPO, the example's default")
     parser.add_argument("--prompts", type=int, default=32, help="of a step, the example's default")
     parser.add_argument("--warmup", type=int, default=40, help="supervised steps, the example's default")
-    parser.add_argument("--lr", type=float, default=grpo.EMBEDDED.lr, help="learning rate, the example's default")
+    parser.add_argument("--lr", type=float, default=None, help="of every variant; none: the example's, or as named")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--figure", type=Path, default=None, help="draw the curves as SVG")
     parser.add_argument("--out", type=Path, default=None, help="write every step as JSON")
@@ -99,9 +102,8 @@ def main() -> None:
     args = options()
     torch.set_num_threads(args.threads)
     with watched() as machine:
-        optimizer = attrs.evolve(grpo.EMBEDDED, lr=args.lr)
-        settings = {"steps": args.steps, "prompts": args.prompts, "warmup": args.warmup, "optimizer": optimizer}
-        found = measure(args.variants, args.seeds, **settings)
+        settings = {"steps": args.steps, "prompts": args.prompts, "warmup": args.warmup}
+        found = measure(args.variants, args.seeds, args.lr, **settings)
     print(report(found, machine))
     if args.figure:
         rewards = {name: [each["reward"] for each in seeds] for name, seeds in found.items()}
@@ -110,7 +112,9 @@ def main() -> None:
         args.out.write_text(json.dumps({"settings": vars(args), "found": found, "machine": machine}, default=str))
 
 
-def measure(variants: Sequence[str], seeds: int, **settings: Any) -> dict[str, list[dict[str, list[float]]]]:
+def measure(
+    variants: Sequence[str], seeds: int, lr: float | None = None, **settings: Any
+) -> dict[str, list[dict[str, list[float]]]]:
     """For each variant and seed what was measured at each step, by its name."""
     found: dict[str, list[dict[str, list[float]]]] = {name: [] for name in variants}
     for seed in range(seeds):
@@ -123,17 +127,17 @@ def measure(variants: Sequence[str], seeds: int, **settings: Any) -> dict[str, l
             made = nrl.batched(rows, cfg.warmup_rows, collate=lambda rows: data.supervised(rows, tiny.tokenizer()))
             for _ in range(cfg.warmup):
                 state, _ = step(state, made.take(1)[0])
-            trainer = fsdp.trainer(mesh, tiny.model(), cfg.optimizer, max_tokens=cfg.max_tokens)
             for name in variants:
-                found[name].append(train(cluster, trainer, state.params, cfg, VARIANTS[name]))
+                chosen = VARIANTS[name] if lr is None else VARIANTS[name]._replace(lr=lr)
+                found[name].append(train(cluster, mesh, state.params, cfg, chosen))
                 print(f"seed {seed}, {name}: {statistics.fmean(found[name][-1]['reward'][-LAST:]):.3f}", flush=True)
     return found
 
 
-def train(
-    cluster: Cluster, trainer: Trainer, start: Params, cfg: grpo.Config, variant: Variant
-) -> dict[str, list[float]]:
+def train(cluster: Cluster, mesh: Mesh, start: Params, cfg: grpo.Config, variant: Variant) -> dict[str, list[float]]:
     """The loop of the example; what was measured at each step."""
+    optimizer = attrs.evolve(cfg.optimizer, lr=variant.lr)
+    trainer = fsdp.trainer(mesh, tiny.model(), optimizer, max_tokens=cfg.max_tokens)
     sampler = hf.sampler(cluster.reserve(1), tiny.model(), cfg.sampling)
     tasks = data.tasks(cfg.data, seed=cfg.seed)
     groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
@@ -162,16 +166,16 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
     return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
-def reaches(rewards: Sequence[float]) -> float:
-    """After how many steps the mean of the last 20 rewards is 0.8 for the first time; infinity: never.
+def reaches(rewards: Sequence[float]) -> int | None:
+    """After how many steps the mean of the last 20 rewards is 0.8 for the first time; None: it never is.
 
     >>> reaches([0.0] * 10 + [1.0] * 20), reaches([0.5] * 30)
-    (26, inf)
+    (26, None)
     """
     for end in range(LAST, len(rewards) + 1):
         if statistics.fmean(rewards[end - LAST : end]) >= REACHED:
             return end
-    return float("inf")
+    return None
 
 
 def report(found: Mapping[str, Sequence[Mapping[str, Sequence[float]]]], machine: Machine) -> str:
@@ -179,7 +183,7 @@ def report(found: Mapping[str, Sequence[Mapping[str, Sequence[float]]]], machine
 
     >>> seed = {"reward": [0.0] * 4 + [1.0] * 20, "eval/reward": [0.5], "lag": [0, 1], "mismatch/kl": [0.1, 0.3]}
     >>> print(report({"lag 1": [seed]}, {}).splitlines()[2])
-    | lag 1 | 1.00 (1.00-1.00) | 0.50 (0.50-0.50) | 20 (20-20) | 0.200 | 0.300 | - | - |
+    | lag 1 | 1.00 (1.00-1.00) | 0.50 (0.50-0.50) | 20 | 0.200 | 0.300 | - | - |
     """
     lines = [
         f"| | reward, last {LAST} steps | held out | steps to {REACHED} | mismatch/kl | largest | weight | smallest |",
@@ -188,11 +192,11 @@ def report(found: Mapping[str, Sequence[Mapping[str, Sequence[float]]]], machine
     for name, seeds in found.items():
         kl = [value for seed in seeds for value in seed["mismatch/kl"]]
         weights = [value for seed in seeds for value in seed.get("correction", [])]
-        steps = [reaches(seed["reward"]) for seed in seeds]
+        steps = [reaches(seed["reward"]) or "never" for seed in seeds]
         columns = [
             spread([statistics.fmean(seed["reward"][-LAST:]) for seed in seeds]),
             spread([seed["eval/reward"][-1] for seed in seeds]),
-            f"{statistics.median(steps):.0f} ({min(steps):.0f}-{max(steps):.0f})",
+            ", ".join(map(str, steps)),
             f"{statistics.median(kl):.3f}",
             f"{max(kl):.3f}",
             *([f"{statistics.fmean(weights):.2f}", f"{min(weights):.2f}"] if weights else ["-", "-"]),
