@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 import torch
 
-from benchmarks import by_hand, overhead, ray_calls, ray_runs, vs_trl
+from benchmarks import by_hand, lag, overhead, overlap, ray_calls, ray_runs, vs_trl
+from benchmarks._figure import curves
 from benchmarks._machine import resident, shares, watched
 from benchmarks._paired import Clock, Worker, disagreement, lengths_of, pair, percentile, ratios, spread, table
 from nrl.runtime import Cluster
@@ -154,6 +156,54 @@ def test_the_models_lengths_are_those_that_the_benchmark_promises(tmp_path: Path
     assert 0.005 < found["limit"] < 0.03
     long = [length for row, length in enumerate(lengths) if row // 8 % 32 == 1]
     assert sum(long) / len(long) > 4 * found["mean"]
+
+
+def test_what_a_lag_learns_is_measured_and_told() -> None:
+    small = {"steps": 3, "prompts": 8, "group_size": 8, "warmup": 20, "warmup_rows": 64, "evaluate_prompts": 8}
+    names = ["lag 0, TIS", "lag 1, TIS", "lag 4, TIS", "lag 4, clip"]
+    found = lag.measure(names, 1, **small)
+    assert [seed["lag"] for [seed] in found.values()] == [[0, 0, 0], [0, 1, 1], [0, 1, 2], [0, 1, 2]]
+    first = [[seed[key][0] for key in ("reward", "mismatch/kl")] for [seed] in found.values()]
+    assert first == [first[0]] * 4  # the same weights and prompts
+    assert [len(seed["eval/reward"]) for [seed] in found.values()] == [1] * 4
+    assert found["lag 0, TIS"][0]["correction"] == pytest.approx([1.0] * 3, abs=1e-5)
+    assert found["lag 4, TIS"][0]["correction"][2] != pytest.approx(1.0, abs=1e-4)
+    told = lag.report(found, {"busy": 0.5, "stolen": 0.0, "idle": 0.5})
+    assert told.count("| lag 4, ") == 2
+    assert "All cores meanwhile: 50% busy" in told
+    ET.fromstring(curves({name: [seed["reward"]] for name, [seed] in found.items()}, "reward"))
+
+
+def test_what_overlaps_is_told_from_the_rounds() -> None:
+    zero = {"step": 2.0, "rollout": 1.1, "train": 0.8, "tokens": 100.0}
+    slow = {key: 3 * value for key, value in zero.items()}  # another program was busy
+    one, three = zero | {"step": 1.2}, slow | {"step": 3.6}
+    told = overlap.report({16: slow, 32: zero}, 32, [([zero] * 2, [one] * 2), ([slow], [three])], {})
+    assert "rollout / training by rows: 16: 1.38, 32: 1.38; taken: 32 rows, 2.20 s and 1.60 s." in told
+    assert "| 2 | 0.60 (0.60-0.60) | 0.55 (0.55-0.55) | 0.92 (0.92-0.92) | 1.38 (1.38-1.38) | 1.00" in told
+
+
+@pytest.mark.slow
+def test_grpo_with_truncated_importance_sampling_learns_at_a_lag_of_4() -> None:
+    """The prompts, samples and settings of the example, a quarter of its steps, and a learning rate fit for the lag."""
+    name = "lag 4, TIS, lr 2.5e-4"
+    [found] = lag.measure([name], 1, steps=75)[name]
+    assert found["lag"] == [min(k, 4) for k in range(75)]
+    assert sum(found["reward"][:5]) / 5 < 0.35
+    assert sum(found["reward"][-10:]) / 10 > 0.45
+    assert max(found["mismatch/kl"]) > 0.01  # the rollouts are from other weights
+    assert min(found["correction"]) < 0.99
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_benchmarks_of_a_lag_run_as_scripts(tmp_path: Path) -> None:
+    """The second one starts Ray."""
+    assert "| lag 4, TIS |" in run("lag", "--quick", "--figure", str(tmp_path / "lag.svg"))
+    assert (tmp_path / "lag.svg").read_text().count("<polyline") == 6
+    assert "| lag 1 / lag 0 |" in run("overlap", "--quick", "--out", str(tmp_path / "overlap.json"), timeout=500)
+    [[zero, one]] = json.loads((tmp_path / "overlap.json").read_text())["rounds"]
+    assert [len(zero), len(one)] == [2, 2]
 
 
 def test_what_is_outside_of_rollout_and_training_adds_up() -> None:
