@@ -30,6 +30,7 @@ from nrl.runtime.placement import Mesh
 
 __all__ = ["ReplicatedSampler", "StreamingSampler"]
 
+_AFTER = "as where it was started again while a step had consumed its weights; publish those that the step returned"
 _TIMES = 3  # engines that may die with a request; and how often in a row one may die without an answer in between
 
 
@@ -153,7 +154,7 @@ class ReplicatedSampler:
                     seat.died = error
             except BaseException as error:
                 with self._changed:
-                    self._broken = str(error) or type(error).__name__
+                    self._broken, self._weights = str(error) or type(error).__name__, None
                     for seat in self._seats:
                         self._fail(seat, self._incomplete(), waiting=True)
                 raise
@@ -171,7 +172,7 @@ class ReplicatedSampler:
             with self._changed:
                 self._receiving = inflight
                 self._changed.notify_all()
-                self._until(quiet, "receive")
+                self._until(quiet, "receive: what is under way did not end")
                 if inflight == "abort":
                     for seat in self._seats:
                         asked, waiting = seat.take_back()
@@ -183,16 +184,13 @@ class ReplicatedSampler:
                 self._changed.notify_all()
             self._work_where_wanted()
 
-    def _until(self, condition: Callable[[], bool], who: str) -> None:
+    def _until(self, condition: Callable[[], bool], otherwise: str) -> None:
         limit = getattr(self._cluster, "deadline", math.inf)
         began = time.monotonic()
         while not self._changed.wait_for(condition, 1.0):
-            self._cluster.check_open(who)
+            self._cluster.check_open(otherwise.partition(":")[0])
             if time.monotonic() - began > limit:
-                raise DeadlineExceeded(
-                    f"{who}: no engine could be asked within {limit:g} s, as where one was started again while a step "
-                    "had consumed its weights; publish those that the step returned"
-                )
+                raise DeadlineExceeded(f"{otherwise} (within {limit:g} s)")
 
     def _ask(
         self,
@@ -277,12 +275,13 @@ class ReplicatedSampler:
         with self._changed:
             seat.busy = False
             self._changed.notify_all()
-            self._until(free, "generate")
+            self._until(free, f"generate: no engine could be asked, {_AFTER}")
             if seat.died is not None:
                 return []
             orders = seat.order(new=self._receiving is None)
             if seat.lost or not (seat.under_way or any(cancelled for _, cancelled in orders)):
                 seat.worker = None
+                seat.show()
                 return None
             seat.busy = True
             return orders

@@ -6,6 +6,7 @@ Engines that are on one mesh live and die together, and take turns together.
 import itertools
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
@@ -16,11 +17,14 @@ import attrs
 from nrl.backends import replica
 from nrl.backends.base import Bucket, Completion
 from nrl.backends.replica import Held, Replica, Request
+from nrl.runtime import timeline
 from nrl.runtime.executables import Executable
 from nrl.runtime.futures import Future, on_its_way
 from nrl.runtime.placement import Mesh, Out, Reply, Slots, as_mesh
 
 __all__ = ["Asked", "Order", "Seat", "gathered", "meshes"]
+
+_PAUSE, _LONGEST = 0.05, 10.0  # seconds: of a pause that shows in the timeline, and of a bar
 
 type Order = tuple[list[Request], list[int]]
 """What an engine is told: new requests, and the numbers of those that nobody wants any more."""
@@ -122,6 +126,7 @@ class Seat:
         self.empty = False  # it has been started again, and there were no weights to give it
         self.deaths = 0  # since it last answered something
         self.lost: Exception | None = None  # why it is not started again
+        self._decoded = 0.0, 0.0  # from when to when, in seconds since the epoch, as far as that is not yet shown
         self._start()
 
     def _start(self) -> None:
@@ -179,9 +184,22 @@ class Seat:
 
     def advance(self, orders: Sequence[Order]) -> "list[list[tuple[int, Completion | Exception]]]":
         """Let every engine decode for a while; what each has finished."""
-        reply = self._call("generate", replica.advance, Out.each, *zip(*orders, strict=True))
+        began = time.time()
+        with timeline.unshown():
+            reply = self._call("generate", replica.advance, Out.each, *zip(*orders, strict=True))
         found: list[list[tuple[int, Completion | Exception]]] = reply.then(list).result()
+        if began - self._decoded[1] > _PAUSE or began - self._decoded[0] > _LONGEST:
+            self.show()
+            self._decoded = began, began
+        self._decoded = self._decoded[0], time.time()
         return found
+
+    def show(self) -> None:
+        """Note in the timeline how long it has decoded since the last pause: there are many calls, and all alike."""
+        began, ended = self._decoded
+        for rank in range(self.mesh.processes.count if ended > began else 0):
+            timeline.record(self.mesh.name, rank, "generate", began, ended)
+        self._decoded = 0.0, 0.0
 
     def take_back(self) -> tuple[list[Asked], list[Asked]]:
         """What engines were asked, which they will be told to forget, and what waits to be asked."""

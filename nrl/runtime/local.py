@@ -90,7 +90,8 @@ class _ThisProcess:
             for rank, given in enumerate(args):
                 with entered(Process(rank, len(args), None, self.mesh.name)):
                     found.append(perform(who, fn, [_opened(arg) for arg in given], outs))
-        timeline.record(self.mesh.name, 0, who, started, time.time())
+        if timeline.shown():
+            timeline.record(self.mesh.name, 0, who, started, time.time())
         kinds = outs if isinstance(outs, tuple) else (outs,)
         columns = zip(*found, strict=True)
         return [_given(who, list(column), kind) for column, kind in zip(columns, kinds, strict=True)]

@@ -80,7 +80,7 @@ class Call:
         self.actors, self.who, self.receipts, self.began = actors, who, list(receipts), time.time()
         self.before, self.read = list(before), list(read)
         self.instead: list[Any] = []  # for each rank, the value that it consumes, which is there still if all raise
-        self.done = False
+        self.done, self.shown = False, timeline.shown()
         self.error: BaseException | None = None
 
     @property
@@ -180,7 +180,7 @@ class Call:
             if len({receipt.digests for receipt in receipts}) > 1:
                 self.error = PlacementError(f"{self.who}: {DIFFER}")
             self.done, self.before, self.read, self.instead = True, [], [], []
-        for rank, receipt in enumerate(receipts):
+        for rank, receipt in enumerate(receipts if self.shown else []):
             start = self.began if self is self.actors.starting else receipt.start
             timeline.record(self.actors.name, rank, self.who, start, receipt.end)
 

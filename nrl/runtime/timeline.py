@@ -14,12 +14,13 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from nrl.log import redact
 
-__all__ = ["DRIVER", "busy", "current", "record", "recording", "span", "step"]
+__all__ = ["DRIVER", "busy", "current", "record", "recording", "shown", "span", "step", "unshown"]
 
 DRIVER = "driver"
 """The name of the driver's own rows.
@@ -34,6 +35,7 @@ _ROWS = 64  # of a rank, at most; it has more than one where its calls overlap
 
 _open: list["_Recorder"] = []  # of the runs that are entered; the last one records
 _step: int | None = None
+_shown: ContextVar[bool] = ContextVar("shown", default=True)
 
 
 def record(mesh: str, rank: int, name: str, start: float, end: float, loop: str | None = None) -> None:
@@ -56,6 +58,30 @@ def record(mesh: str, rank: int, name: str, start: float, end: float, loop: str 
     """
     if _open:
         _open[-1].add(mesh, rank, name, start, end, loop)
+
+
+@contextmanager
+def unshown() -> Iterator[None]:
+    """Calls that are made in the block are not noted one by one: whoever makes many small ones notes them together.
+
+    >>> with unshown():
+    ...     shown()
+    False
+    """
+    token = _shown.set(False)
+    try:
+        yield
+    finally:
+        _shown.reset(token)
+
+
+def shown() -> bool:
+    """Whether a call that is made now is noted.
+
+    >>> shown()
+    True
+    """
+    return _shown.get()
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """What a sampler does with its engines, seen with an engine that does nothing but take its time."""
 
+import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from nrl.backends.replicated import StreamingSampler
 from nrl.backends.spread import Spread
 from nrl.batch import Batch
 from nrl.errors import ClosedCluster, ConsumedState, DeadlineExceeded, GenerationError, LostActor
-from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
+from nrl.runtime import Cluster, Mesh, P, cluster, shard_map, timeline
 from nrl.runtime.local import LocalCluster
 from tests.processes import settled
 
@@ -188,6 +190,18 @@ def test_an_interrupt_while_rows_are_waited_for(here: Cluster) -> None:
         sampler.receive([{}], 1)
     assert tokens(row) == [0] * 300
     assert tokens(sampler.stream([[5]], [0])[0]) == [0]
+
+
+def test_many_small_calls_are_one_bar_of_the_timeline(here: Cluster, tmp_path: Path) -> None:
+    sampler = sampler_on(here)
+    with timeline.recording(tmp_path) as path:
+        assert tokens(sampler.stream([[5]], [0], LONG)[0])
+        settled(lambda: sampler._seats[0].worker, 5)
+        sampler.receive([{}], 1)
+    events = [json.loads(line.rstrip(",")) for line in path.read_text().splitlines() if line.startswith("{")]
+    bars = [event for event in events if event["ph"] == "X"]
+    assert [bar["name"] for bar in bars] == ["generate", "receive", "receive", "receive"]
+    assert bars[0]["dur"] >= 100 * PAUSE * 1e6
 
 
 def test_who_leaves_the_cluster_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
