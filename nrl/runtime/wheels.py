@@ -96,7 +96,7 @@ def _files(path: Path) -> Iterator[Path]:
     if path.is_file():
         yield path
         return
-    git = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    git = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--exclude=__pycache__"]
     variables = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     try:
         run = subprocess.run(git, cwd=path, env=variables, capture_output=True, text=True, check=True, timeout=60)
