@@ -19,16 +19,16 @@ from nrl.runtime import Cluster, Slots
 
 pytestmark = pytest.mark.ray
 
-STEPS, SECONDS, ROWS = 6, 1.0, 16
+STEPS, ROWS = 6, 16
 
 
 def slow_loss(out: TensorDict, batch: Batch) -> Any:
     if out["logprobs"].requires_grad:
-        time.sleep(SECONDS * len(batch) / ROWS)  # however many micro-batches there are
+        time.sleep(PACE["train"] * len(batch) / ROWS)  # however many micro-batches there are
     return grpo_loss(out, batch)
 
 
-PACE = {"rollout": SECONDS}  # what an episode takes: as long as a step of the trainer, once that is known
+PACE = {"train": 1.0, "rollout": 1.0}  # seconds of sleep: of a step of the trainer, of an episode
 
 
 async def slow_step(state: Task, text: str) -> Step:
@@ -51,7 +51,7 @@ def parts(slots: Slots) -> Any:
     return trainer, sampler
 
 
-def loop(parts: Any, lag: int, *, caught_up: bool = False) -> tuple[float, list[int]]:
+def loop(parts: Any, lag: int, *, steps: int = STEPS, caught_up: bool = False) -> tuple[float, list[int]]:
     """Seconds of all steps but the first, and how old the oldest row of each was.
 
     Where production has ``caught_up`` before weights are published, the lag does not depend on who is faster.
@@ -62,7 +62,7 @@ def loop(parts: Any, lag: int, *, caught_up: bool = False) -> tuple[float, list[
     stream = nrl.ahead(nrl.batched(groups, 4), lag)
     step, state, lags = trainer.train_step(slow_loss), trainer.init(), []
     first = nrl.publish(state.params, sampler)
-    for i in range(STEPS):
+    for i in range(steps):
         (batch,) = stream.take(1)
         if i == 1:
             began = time.monotonic()
@@ -81,8 +81,8 @@ def loop(parts: Any, lag: int, *, caught_up: bool = False) -> tuple[float, list[
 
 
 def test_rollouts_go_on_while_the_trainer_trains(parts: Any) -> None:
-    loop(parts, 0)  # what is slow only once
-    PACE["rollout"] = PACE["trained"]
+    loop(parts, 0, steps=2)  # what is slow only once
+    PACE["rollout"] = PACE["trained"]  # so that they take equally long
     waiting, none = loop(parts, 0)
     overlapping, one = loop(parts, 1)
     assert none == [0] * STEPS
@@ -91,7 +91,7 @@ def test_rollouts_go_on_while_the_trainer_trains(parts: Any) -> None:
 
 
 def test_a_lag_is_at_most_what_was_allowed(parts: Any) -> None:
-    PACE["rollout"] = 0.1
+    PACE.update(train=0.1, rollout=0.1)
     _, lags = loop(parts, 3)
     assert max(lags) <= 3
     assert lags[0] == 0

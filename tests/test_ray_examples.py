@@ -35,7 +35,7 @@ def here(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, l
     return request.param, run(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_losses_are_those_of_the_local_cluster(
     on_ray: Cluster, here: tuple[str, list[dict[str, float]]], dp: int, tmp_path: Path
 ) -> None:

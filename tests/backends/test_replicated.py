@@ -276,6 +276,7 @@ def test_an_engine_that_dies_when_its_weights_are_consumed_gets_the_next(on_ray:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_rank_that_raises_while_others_decode(on_ray: Cluster) -> None:
     """Then Ray's mesh is ended, which is a death, whatever was raised."""
     slots = on_ray.reserve(2)
