@@ -212,7 +212,7 @@ def test_other_families_are_published_to(it: Made, family: str, tied: bool) -> N
     def of(seed: int) -> Model:
         return tiny.model(model_type=family, tie_word_embeddings=tied, seed=seed, initializer_range=0.2)
 
-    sampler = vllm.sampler(it.mesh, of(0), Sampling(max_new_tokens=8))
+    sampler = vllm.sampler(attrs.evolve(it.mesh, name=family), of(0), Sampling(max_new_tokens=8))
     for seed in (1, 2):
         params = fsdp.trainer(it.trainers, of(seed), adamw(lr=1e-3)).init().params
         nrl.publish(params, sampler)
@@ -250,11 +250,18 @@ def test_what_vllm_would_pass_over_in_silence_is_found(it: Made, left_out: str) 
 
 
 @pytest.mark.parametrize("it", kinds("vllm")[:1], indirect=True)
+def test_a_process_has_one_engine(it: Made) -> None:
+    with pytest.raises(ModelError, match="this process has a vLLM engine already"):
+        vllm.sampler(it.mesh, model())
+
+
+@pytest.mark.parametrize("it", kinds("vllm")[:1], indirect=True)
 def test_arguments_of_vllm_are_passed_on_or_refused(it: Made) -> None:
+    mesh = attrs.evolve(it.mesh, name="arguments")
     with pytest.raises(TypeError, match="vllm.sampler: .*max_seqs"):
-        vllm.sampler(it.mesh, model(), max_seqs=3)
+        vllm.sampler(mesh, model(), max_seqs=3)
     with pytest.raises(TypeError, match="vllm.sampler: logprobs_mode are set by nrl"):
-        vllm.sampler(it.mesh, model(), logprobs_mode="raw_logits")
+        vllm.sampler(mesh, model(), logprobs_mode="raw_logits")
 
 
 def test_a_cluster_that_has_been_left() -> None:

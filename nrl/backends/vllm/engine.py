@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,15 +49,24 @@ _OURS = {
 }
 
 
+_ALIVE: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
 class Engine:
     """A `nrl.backends.replica.Replica`; see `nrl.backends.vllm.sampler` for the arguments."""
 
     def __init__(self, model: Model, options: Mapping[str, Any]) -> None:
+        if _ALIVE:
+            raise ModelError(
+                "vllm.sampler: this process has a vLLM engine already, and vLLM keeps what belongs to one in the whole "
+                "process; make the second sampler on slots of its own, or of the same slots, which gives it processes"
+            )
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
         self._model, self._options = model, options
         self._waiting: dict[str, tuple[int, ...]] | None = None  # weights that are to come, while they are received
         self._start()
+        _ALIVE.add(self)
 
     def _start(self) -> None:
         tokenizer = load_tokenizer(self._model)
