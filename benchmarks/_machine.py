@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["Machine", "resident", "watched"]
+__all__ = ["Machine", "described", "resident", "watched"]
 
 type Machine = dict[str, float]
 """Shares of the time of all cores, between 0 and 1, by ``busy``, ``stolen`` and ``idle``; empty where not known."""
@@ -42,6 +42,15 @@ def shares(before: list[int], after: list[int]) -> Machine:
     whole = max(1, user + nice + system + idle + waiting + hard + soft + stolen)
     busy = user + nice + system + hard + soft
     return {"busy": busy / whole, "stolen": stolen / whole, "idle": (idle + waiting) / whole}
+
+
+def described(machine: Machine) -> str:
+    """What `watched` found, as words.
+
+    >>> described({"busy": 0.5, "idle": 0.5}), described({})
+    ('50% busy, 50% idle', 'not known')
+    """
+    return ", ".join(f"{share:.0%} {name}" for name, share in machine.items()) or "not known"
 
 
 def _ticks() -> list[int]:

@@ -33,7 +33,7 @@ import torch
 
 import nrl
 from benchmarks._figure import curves
-from benchmarks._machine import Machine, watched
+from benchmarks._machine import Machine, described, watched
 from benchmarks._paired import spread
 from examples import grpo
 from nrl import data, tiny
@@ -202,8 +202,7 @@ def report(found: Mapping[str, Sequence[Mapping[str, Sequence[float]]]], machine
             *([f"{statistics.fmean(weights):.2f}", f"{min(weights):.2f}"] if weights else ["-", "-"]),
         ]
         lines.append(f"| {name} | {' | '.join(columns)} |")
-    told = ", ".join(f"{share:.0%} {name}" for name, share in machine.items()) or "not known"
-    lines.append(f"\ntorch threads: {torch.get_num_threads()}. All cores meanwhile: {told}.")
+    lines.append(f"\ntorch threads: {torch.get_num_threads()}. All cores meanwhile: {described(machine)}.")
     return "\n".join(lines)
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 import nrl
-from benchmarks._machine import Machine, watched
+from benchmarks._machine import Machine, described, watched
 from benchmarks._paired import pair, spread
 from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
@@ -171,14 +171,13 @@ def report(
     ]
     chosen = ", ".join(f"{n}: {times['rollout'] / times['train']:.2f}" for n, times in tried.items())
     rollout, train = (statistics.median(zero[key] for zero, _ in means) for key in ("rollout", "train"))
-    told = ", ".join(f"{share:.0%} {name}" for name, share in machine.items()) or "not known"
     return "\n".join(
         [
             f"rollout / training by rows: {chosen}; taken: {rows} rows, {rollout:.2f} s and {train:.2f} s.\n",
             "| rounds | lag 1 / lag 0 | longer / step, lag 0 | longer / step, lag 1 | rollout / training | tokens |",
             "|---|---|---|---|---|---|",
             f"| {len(found)} | {' | '.join(map(spread, columns))} |",
-            f"\nAll cores meanwhile: {told}.",
+            f"\nAll cores meanwhile: {described(machine)}.",
         ]
     )
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import nrl
-from benchmarks._machine import Machine, watched
+from benchmarks._machine import Machine, described, watched
 from benchmarks._paired import spread
 from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
@@ -177,8 +177,7 @@ def report(found: dict[str, Any], machine: Machine) -> str:
             spread(each["shares"]),
         ]
         lines.append(f"| {name} | {' | '.join(columns)} |")
-    told = ", ".join(f"{share:.0%} {name}" for name, share in machine.items()) or "not known"
-    lines.append(f"\ntorch threads here: {torch.get_num_threads()}. All cores meanwhile: {told}.")
+    lines.append(f"\ntorch threads here: {torch.get_num_threads()}. All cores meanwhile: {described(machine)}.")
     return "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import nrl
-from benchmarks._machine import Machine, watched
+from benchmarks._machine import Machine, described, watched
 from benchmarks._paired import pair, spread
 from nrl import tiny
 from nrl.algos import sft_loss
@@ -228,7 +228,7 @@ def report(
         lines.append(f"| {n} process(es) | {' | '.join(shown)} |")
     copies = [1e3 * times["memcpy"] for rounds in moved.values() for times in rounds]
     lines.append(f"\nOne copy took {statistics.median(copies):.0f} ms ({min(copies):.0f}-{max(copies):.0f}).")
-    told = [", ".join(f"{share:.0%} {name}" for name, share in each.items()) or "not known" for each in machine]
+    told = list(map(described, machine))
     lines.append(f"Threads: {threads}. All cores meanwhile: calls {told[0]}; batches {told[1]}.")
     return "\n".join(lines)
 

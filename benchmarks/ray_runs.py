@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._machine import resident, watched
+from benchmarks._machine import described, resident, watched
 from benchmarks._paired import spread
 
 __all__ = ["main", "memory", "options", "report", "start"]
@@ -208,8 +208,7 @@ def report(
         for part in PARTS:
             columns = [spread([found[part] for found in rounds if part in found]) for rounds in starts.values()]
             lines.append(f"| {part} | {' | '.join(columns)} |")
-    told = ", ".join(f"{share:.0%} {name}" for name, share in machine.items()) or "not known"
-    lines.append(f"\nThreads: {threads}. All cores meanwhile: {told}.")
+    lines.append(f"\nThreads: {threads}. All cores meanwhile: {described(machine)}.")
     return "\n".join(lines)
 
 

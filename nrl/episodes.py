@@ -10,7 +10,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import attrs
@@ -313,7 +313,7 @@ def _run[T](work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    with futures.ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, work).result()
 
 
