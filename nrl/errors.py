@@ -20,6 +20,7 @@
     │   ├── DeadlineExceeded (TimeoutError)  a wait took longer than it may
     │   ├── ExecutableError               the environment of an executable cannot be built or used
     │   ├── ShippingError (TypeError)     an object cannot be sent to another process
+    │   ├── TransferError                 tensors did not get from one mesh to others
     │   └── WeightMismatch                a sampler does not compute what the trainer does with the weights it was given
     ├── ConfigError (ValueError)          a configuration key or value that cannot be used
     ├── CheckpointError                   a checkpoint that cannot be written, or that is not what was written
@@ -66,6 +67,7 @@ __all__ = [
     "RolloutMismatch",
     "ShippingError",
     "StateError",
+    "TransferError",
     "WeightError",
     "WeightMismatch",
 ]
@@ -201,6 +203,10 @@ class ExecutableError(ClusterError):
 
 class ShippingError(ClusterError, TypeError):
     """An object cannot be sent to another process."""
+
+
+class TransferError(ClusterError):
+    """Tensors did not get from one mesh to others."""
 
 
 class WeightMismatch(ClusterError):

@@ -22,6 +22,7 @@ from nrl.reduce import Metrics
 from nrl.runtime import timeline
 from nrl.runtime.futures import Future
 from nrl.runtime.handles import Handle
+from nrl.runtime.placement import Mesh
 
 __all__ = [
     "Bucket",
@@ -293,14 +294,19 @@ class Params:
         handle: Handle,
         trainer: "Trainer",
         version: int,
-        buckets: Callable[["Params", str], Iterator[Future[Bucket]]],
+        buckets: Callable[["Params", str, Sequence[Mesh]], Iterator[Future[Bucket]]],
     ) -> None:
         self.handle, self.trainer, self.version, self._buckets = handle, trainer, version, buckets
         self.published = False
 
-    def buckets(self, who: str = "buckets") -> Iterator[Future[Bucket]]:
-        """The weights, some at a time, as they lie on the mesh; ``who`` is how errors name the reader."""
-        return self._buckets(self, who)
+    def buckets(self, who: str = "buckets", to: Sequence[Mesh] = ()) -> Iterator[Future[Bucket]]:
+        """The weights, some at a time, as they lie on the mesh.
+
+        Args:
+            who: how errors name the reader.
+            to: meshes all of whose processes will open every bucket, and nobody else; see `nrl.runtime.transfer`.
+        """
+        return self._buckets(self, who, to)
 
     def tensors(self, who: str = "tensors") -> Iterator[tuple[str, Tensor]]:
         """The weights by their Hugging Face names, one at a time, brought here."""
@@ -434,6 +440,10 @@ class _Buckets:
 
     def __iter__(self) -> Iterator[Future[Bucket]]:
         return self.params.buckets("publish")
+
+    def to(self, meshes: Sequence[Mesh]) -> Iterator[Future[Bucket]]:
+        """The same, by the best way to these."""
+        return self.params.buckets("publish", meshes)
 
 
 _PROBE = 136, 4  # tokens of a prompt that fills a block of cached keys and values, and of its completion

@@ -106,9 +106,12 @@ def save_model(module: nn.Module, folder: str | Path) -> None:
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    # Whoever calls this wants it written; transformers by itself writes nothing in all processes of a group but one
+    module.should_save_on_this_rank = lambda is_main_process: is_main_process  # type: ignore[assignment]
     try:
         module.save_pretrained(folder)  # type: ignore[operator]
     finally:
+        del module.should_save_on_this_rank
         if shown:
             logging.enable_progress_bar()
 

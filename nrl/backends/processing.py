@@ -11,6 +11,7 @@ from nrl.algos import Loss
 from nrl.backends.base import Bucket, Engine
 from nrl.batch import Batch
 from nrl.reduce import Metrics
+from nrl.runtime.transfer import Tensors
 
 __all__ = [
     "export",
@@ -64,16 +65,16 @@ def read(engine: _Engine, value: Any, frozen: bool) -> Iterator[tuple[str, Tenso
     return iter(engine.tensors(_params(engine, value, frozen)))
 
 
-def next_bucket(reading: Iterator[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], bool]:
-    """Some more weights, and whether there may be others. All processes go along, and end together."""
+def next_bucket(send: Callable[[Tensors], Any], reading: Iterator[tuple[str, Tensor]]) -> tuple[Any, bool]:
+    """Some more weights, sent, and whether there may be others. All processes go along, and end together."""
     bucket: dict[str, Tensor] = {}
     size = 0
     for name, tensor in reading:
         bucket[name] = tensor
         size += tensor.numel() * tensor.element_size()
         if size >= _BUCKET:
-            return bucket, True
-    return bucket, False
+            return send(bucket), True
+    return send(bucket), False
 
 
 def logprobs(split: _Split, engine: _Engine, value: Any, frozen: bool, *shards: Batch) -> list[Tensor]:

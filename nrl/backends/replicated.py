@@ -14,11 +14,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, cast
 
 from nrl.backends.base import Bucket, Completion, Inflight, Model, Sampling
 from nrl.backends.decoding import check
+from nrl.backends.giving import give
 from nrl.backends.models import load_tokenizer
 from nrl.backends.replica import Replica, Request
 from nrl.backends.seats import Asked, Order, Seat, gathered
@@ -148,7 +148,7 @@ class ReplicatedSampler:
             try:
                 if all(seat.lost for seat in self._seats):
                     raise cast(Exception, self._seats[0].lost)
-                for seat, error in (_give(seats, buckets, version) if seats else {}).items():
+                for seat, error in (give(seats, buckets, version) if seats else {}).items():
                     if self._weights is None:
                         raise error
                     seat.died = error
@@ -351,7 +351,7 @@ class ReplicatedSampler:
                 seat.about()  # it is there
                 with self._receives:
                     try:
-                        dead = _give([seat], self._weights, self._version) if self._weights is not None else {}
+                        dead = give([seat], self._weights, self._version) if self._weights is not None else {}
                         gone = self._weights is None and self._version > 0
                     except ConsumedState:  # by a step; the next weights come soon
                         dead, gone = {}, True
@@ -393,42 +393,3 @@ def _say(text: str) -> None:
         warnings.warn(text, stacklevel=2)
     except Warning:
         print(text, file=sys.stderr)  # noqa: T201
-
-
-def _give(seats: Sequence[Seat], buckets: Iterable[Bucket | Future[Bucket]], version: int) -> dict[Seat, Exception]:
-    """Give engines the weights, bucket by bucket, so that nobody holds a second copy of the model.
-
-    Returns:
-        The seats that died of it, or meanwhile, and what they said; the others have the weights.
-    """
-    dead: dict[Seat, Exception] = {}
-    refused: list[Exception] = []
-
-    def note(seat: Seat, error: Exception) -> None:
-        if seat.ended:
-            dead[seat] = error
-        else:
-            refused.append(error)
-
-    def each(act: Callable[[Seat], Future[Any]]) -> None:
-        """All are told before any is waited for, and all are waited for."""
-        told = []
-        for seat in seats:
-            if seat not in dead:
-                try:
-                    told.append((seat, act(seat)))
-                except Exception as error:
-                    note(seat, error)
-        for seat, reply in told:
-            try:
-                reply.result()
-            except Exception as error:
-                note(seat, error)
-        if refused:
-            raise refused[0]
-
-    each(Seat.begin)
-    for bucket in buckets:
-        each(partial(Seat.add, bucket=bucket))
-    each(partial(Seat.end, version=version))
-    return dead

@@ -17,6 +17,7 @@ import attrs
 from nrl.backends import replica
 from nrl.backends.base import Bucket, Completion
 from nrl.backends.replica import Held, Replica, Request
+from nrl.errors import PlacementError
 from nrl.runtime import timeline
 from nrl.runtime.executables import Executable
 from nrl.runtime.futures import Future, on_its_way
@@ -92,17 +93,25 @@ def gathered[T](answers: Sequence["futures.Future[T]"]) -> "futures.Future[list[
     return whole
 
 
-def meshes(place: Slots | Mesh, executable: str | Executable) -> list[Mesh]:
-    """A mesh as it is; of slots, one for each, so that an engine dies alone. In this process one stands for all.
+def meshes(place: Slots | Mesh, executable: str | Executable, tp: int = 1) -> list[Mesh]:
+    """A mesh as it is; of slots, one for each ``tp``, so that an engine dies alone. In this process one stands for all.
+
+    Raises:
+        PlacementError: the slots cannot be divided by ``tp``, or the mesh has another.
 
     >>> from nrl.runtime import cluster
     >>> with cluster("local") as here:
     ...     len(meshes(here.reserve(2), "base"))
     1
     """
-    if isinstance(place, Mesh) or not place.cluster.remote or len(place) < 2:
+    if isinstance(place, Mesh) and tp not in (1, place.tp):
+        raise PlacementError(f"sampler: tp={tp}, but a mesh was given that has tp={place.tp}; leave one out")
+    if isinstance(place, Mesh) or not place.cluster.remote or (tp == 1 and len(place) < 2):
         return [as_mesh(place, executable, "sampler")]
-    return [place[i].mesh(executable=executable, name=f"sampler {i}") for i in range(len(place))]
+    if tp < 1 or len(place) % tp:
+        raise PlacementError(f"sampler: {len(place)} slots cannot be divided into engines of tp={tp} slots")
+    parts = [place[first : first + tp] for first in range(0, len(place), tp)]
+    return [part.mesh(tp=tp, executable=executable, name=f"sampler {i}") for i, part in enumerate(parts)]
 
 
 class Seat:
@@ -224,16 +233,17 @@ class Seat:
         return self._everywhere(replica.end, version)
 
     def _everywhere(self, fn: Callable[..., None], *args: Any) -> Future[Any]:
-        return self._call("receive", fn, Out.each, *([arg] * self.engines for arg in args)).then(_only)
+        # Where the trainer is on the same device, it stays there: what it sends may lie on it
+        return self._call("receive", fn, Out.each, *([arg] * self.engines for arg in args), turn=False).then(_only)
 
-    def _call(self, who: str, fn: Callable[..., Any], out: Out, *columns: Sequence[Any]) -> Reply:
+    def _call(self, who: str, fn: Callable[..., Any], out: Out, *columns: Sequence[Any], turn: bool = True) -> Reply:
         """In each process, with the arguments of its engine."""
         self.mesh.cluster.check_open(who)
         count = self.mesh.processes.count
         of_engine: Mapping[int, int] = {rank: 0 if count == 1 else self.mesh.shard_of(rank) for rank in range(count)}
         args = [[held, *(column[of_engine[rank]] for column in columns)] for rank, held in enumerate(self._held)]
         reply: Reply
-        (reply,) = self.mesh.processes.call(who, fn, args, out)
+        (reply,) = self.mesh.processes.call(who, fn, args, out, turn=turn)
         return reply
 
 

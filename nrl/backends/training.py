@@ -27,6 +27,7 @@ from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum
 from nrl.runtime import Future, Handle, Mesh, done
 from nrl.runtime.futures import on_its_way
 from nrl.runtime.placement import Donated, Out, Rows, Value
+from nrl.runtime.transfer import opened, route
 
 __all__ = ["check_terms", "check_weights", "global_weights", "make_trainer", "terms_of"]
 
@@ -207,11 +208,13 @@ def make_trainer(
     stepping = threading.Lock()  # a step is asked for and consumes its state in one
     split_up = partial(parts_of, max_tokens=max_tokens)
 
-    def call(who: str, fn: Callable[..., Any], columns: Sequence[Sequence[Any]], outs: Any = Out.kept) -> Any:
+    def call(
+        who: str, fn: Callable[..., Any], columns: Sequence[Sequence[Any]], outs: Any = Out.kept, *, turn: bool = True
+    ) -> Any:
         """Call ``fn`` in each process, with its entry of each column."""
         mesh.cluster.check_open(who)
         args = [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in range(n)]
-        found = mesh.processes.call(who, fn, args, outs)
+        found = mesh.processes.call(who, fn, args, outs, turn=turn)
         return found if isinstance(outs, tuple) else found[0]
 
     def every(value: Any) -> list[Any]:
@@ -225,12 +228,15 @@ def make_trainer(
             raise TypeError(f"{who}: expected params (state.params or trainer.load()), found {type(params).__name__}")
         return [params.handle.borrow(owner, who), every(isinstance(params, _Frozen))]
 
-    def buckets(params: Params, reader: str) -> Iterator[Future[Bucket]]:
-        reading = call(reader, processing.read, [engines, *held(params, reader)])
+    def buckets(params: Params, reader: str, to: Sequence[Mesh]) -> Iterator[Future[Bucket]]:
+        send, out = route(mesh, to)
+        # Those that receive may be on the same devices, and both have to be there
+        reading = call(reader, processing.read, [engines, *held(params, reader)], turn=False)
         more = True
         while more:
-            bucket, going_on = call(reader, processing.next_bucket, [reading], (Out.first, Out.first))
-            yield bucket.then(_only)
+            some = partial(processing.next_bucket, send)
+            sent, going_on = call(reader, some, [reading], (out, Out.first), turn=False)
+            yield sent.then(opened)
             more = going_on.then(_only).result()
             with stepping:
                 held(params, reader)  # in another thread a step may have changed them meanwhile: it raises

@@ -82,7 +82,13 @@ class _ThisProcess:
         return False
 
     def call(
-        self, who: str, fn: Callable[..., Any], args: Sequence[Sequence[Any]], outs: Out | tuple[Out, ...]
+        self,
+        who: str,
+        fn: Callable[..., Any],
+        args: Sequence[Sequence[Any]],
+        outs: Out | tuple[Out, ...],
+        *,
+        turn: bool = True,
     ) -> list[Any]:
         started = time.time()
         found = []

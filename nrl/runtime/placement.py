@@ -98,7 +98,13 @@ class Processes(Protocol):
         ...
 
     def call(
-        self, who: str, fn: Callable[..., Any], args: Sequence[Sequence[Any]], outs: Out | tuple[Out, ...]
+        self,
+        who: str,
+        fn: Callable[..., Any],
+        args: Sequence[Sequence[Any]],
+        outs: Out | tuple[Out, ...],
+        *,
+        turn: bool = True,
     ) -> list[Any]:
         """Call ``fn`` in each process, with the arguments that are meant for it.
 
@@ -109,6 +115,8 @@ class Processes(Protocol):
                 other meshes (`nrl.runtime.futures.Coming`) or parts of them. In one process that stands for many,
                 several lists are worked off in order.
             outs: one for each result if ``fn`` returns a tuple, else one.
+            turn: whether it takes its turn on devices that it shares with other meshes, so that what they hold leaves
+                them and what rests here comes back. Without, all stays where it is.
 
         Returns:
             For each of ``outs``, a list of `Value` where it is kept, else a `Reply`.
@@ -127,6 +135,9 @@ class Cluster(ABC):
 
     remote = False
     """Whether the processes of its meshes are others than this one."""
+
+    gpus = False
+    """Whether its slots are GPUs."""
 
     def __init__(self, name: str) -> None:
         self.name, self.open = name, True

@@ -53,7 +53,7 @@ class RayCluster(Cluster):
                     f"cluster: this process is on the Ray cluster at '{here}' already, and cannot join '{where}'; "
                     "leave it first (`ray.shutdown()`), or use the address 'auto'"
                 )
-            self._gpus = ray.cluster_resources().get("GPU", 0) > 0
+            self.gpus = ray.cluster_resources().get("GPU", 0) > 0
         except BaseException:  # Ctrl-C, too
             if self._entered:
                 leave()
@@ -68,7 +68,7 @@ class RayCluster(Cluster):
         from ray.util.placement_group import placement_group, remove_placement_group
 
         self.check_count(n)
-        bundle = {"GPU": 1, "CPU": 1} if self._gpus else {"CPU": 1}
+        bundle = {"GPU": 1, "CPU": 1} if self.gpus else {"CPU": 1}
         limit = self.deadline if deadline is None else deadline
         if self._own and not self._room(n, bundle, strategy):  # it does not grow, and nobody else uses it
             raise PlacementError(_refusal(n, bundle, strategy, 0))
@@ -113,7 +113,7 @@ class RayCluster(Cluster):
         for rank, ((group, place), node) in enumerate(zip(bundles, nodes, strict=True)):
             options: dict[str, Any] = {
                 "num_cpus": 0,
-                "num_gpus": 0.01 if self._gpus else 0,  # meshes on the same slots share its GPU
+                "num_gpus": 0.01 if self.gpus else 0,  # meshes on the same slots share its GPU
                 "max_restarts": 0,
                 "max_task_retries": 0,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place),
@@ -122,7 +122,7 @@ class RayCluster(Cluster):
             actor: Any = ray.remote(Worker).options(**options)
             actors.append(actor.remote(mesh.name, rank, mesh.size, shares[rank], threads, torch.initial_seed()))
         places = [(node, address_of(node)) for node in nodes]
-        processes = RayProcesses(mesh, actors, places, self.deadline, self._meshes if self._gpus else ())
+        processes = RayProcesses(mesh, actors, places, self.deadline, self._meshes if self.gpus else ())
         self._meshes.append(processes)
         return processes
 

@@ -88,7 +88,13 @@ class RayProcesses:
         return self._ended is not None
 
     def call(
-        self, who: str, fn: Callable[..., Any], args: Sequence[Sequence[Any]], outs: Out | tuple[Out, ...]
+        self,
+        who: str,
+        fn: Callable[..., Any],
+        args: Sequence[Sequence[Any]],
+        outs: Out | tuple[Out, ...],
+        *,
+        turn: bool = True,
     ) -> list[Any]:
         """Ask every process; returns at once."""
         self.mesh.cluster.check_open(who)
@@ -102,7 +108,8 @@ class RayProcesses:
         with _ORDER:
             if (ended := self.after_end(who)) is not None:
                 raise ended
-            resting = self._take_turns()
+            resting = self._take_turns() if turn else []
+            self._awake = True
             for rank, (arguments, beside) in enumerate(loads):
                 order = Order(
                     who=who,
@@ -114,6 +121,7 @@ class RayProcesses:
                     compared=tuple(kind is Out.same and self.count > 1 for kind in kinds),
                     dropped=_taken(self.dropped[rank]),
                     trace=trace,
+                    turn=turn,
                 )
                 method = self.actors[rank].call.options(num_returns=1 + sum(wanted[rank]))
                 given = method.remote(*folded(order, beside), *(ref for other in resting for ref in other.receipts))
@@ -143,7 +151,6 @@ class RayProcesses:
                 resting.append(Call(other, "rest", [actor.rest.remote() for actor in other.actors], []))
                 other._remember(resting[-1])
                 other._awake = False
-        self._awake = True
         return resting
 
     def _sends(self, rank: int, kind: Out) -> bool:

@@ -63,6 +63,7 @@ class Order:
         compared: for each of ``outs``, whether its digest is part of the receipt.
         dropped: keys of values that nobody has a name for any more.
         trace: where to write a profile of the call.
+        turn: whether what rests comes back to the device for it.
     """
 
     who: str
@@ -74,6 +75,7 @@ class Order:
     compared: tuple[bool, ...]
     dropped: tuple[int, ...] = ()
     trace: str | None = None
+    turn: bool = True
 
 
 @attrs.frozen
@@ -198,7 +200,7 @@ class Worker:
     def _call(self, order: Order, beside: Sequence[Any]) -> Any:
         for key in order.dropped:
             self._values.pop(key, None)
-        if self._resting:
+        if self._resting and order.turn:
             self._resting = False
             for value in self._values.values():
                 wake(value)

@@ -65,8 +65,9 @@ def it(request: Any) -> Iterator[Made]:
 
 
 def made(on: Cluster, kind: str, tied: bool) -> Made:
-    slots = on.reserve(2)
-    mesh = slots[1:].mesh(executable="vllm-cpu" if kind == "vllm" else "system", name=f"{kind} {tied}")
+    tp = 2 if kind == "vllm" and not tied else 1  # an engine may be one of several processes
+    slots = on.reserve(1 + tp)
+    mesh = slots[1:].mesh(tp=tp, executable="vllm-cpu" if kind == "vllm" else "system", name=f"{kind} {tied}")
     make = {"hf": hf.sampler, "vllm": vllm.sampler}[kind]
     trainers = slots[:1].mesh(executable="system", name=f"trainers {tied}")
     return Made(make(mesh, model(tied=tied), Sampling(max_new_tokens=12)), mesh, trainers, tied)

@@ -20,6 +20,7 @@ def sampler(
     model: Model,
     sampling: Sampling | None = None,
     *,
+    tp: int = 1,
     executable: str | Executable = "vllm",
     **engine: Any,
 ) -> StreamingSampler:
@@ -32,11 +33,12 @@ def sampler(
     again, twice at most.
 
     Args:
-        place: slots, with an engine for each; or a mesh in an environment with vLLM, with an engine in each process,
-            where they live and die together.
+        place: slots, with an engine for each ``tp`` of them; or a mesh in an environment with vLLM, with an engine for
+            each of its dp, over its tp, where they live and die together.
         model: what to sample from. A folder is read by vLLM itself; a config and a hub name are built once and written
             into a temporary folder.
         sampling: for calls that do not say; None: ``Sampling()``.
+        tp: over how many slots an engine's layers are spread (tensor parallelism), where slots are given.
         executable: of the meshes that are made of slots; ``"vllm-cpu"`` where there are no GPUs.
         **engine: more arguments of vLLM's ``EngineArgs``, such as ``max_num_seqs=64``.
 
@@ -56,4 +58,5 @@ def sampler(
     ...     sampler.generate([[5, 6]]).result()
     """
     make, tolerance = partial(Engine, model, engine), _TOLERANCE.get(str(engine.get("dtype", model.dtype)), 0.5)
-    return StreamingSampler("vllm.sampler", meshes(place, executable), make, model, sampling or Sampling(), tolerance)
+    places = meshes(place, executable, tp)
+    return StreamingSampler("vllm.sampler", places, make, model, sampling or Sampling(), tolerance)

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nrl.backends.base import Bucket, Model
 from nrl.backends.decoding import Decoded
 from nrl.backends.models import build, check_arrived, check_weight, end_tokens, load_tokenizer, save_model
 from nrl.backends.replica import Request
-from nrl.backends.vllm import transfer
+from nrl.backends.vllm import ranks, transfer
 from nrl.errors import GenerationError, ModelError
 
 __all__ = ["Engine"]
@@ -39,11 +38,14 @@ _ON_CPU = {
     "enforce_eager": True,
     "enable_chunked_prefill": False,  # which would rewind a row's random numbers, and no CPU's generator can
 }
+_ON_GPU = {"enable_sleep_mode": True}  # so that it can rest
 _OURS = {
     "distributed_executor_backend",
     "logprobs_mode",
     "model",
+    "pipeline_parallel_size",
     "skip_tokenizer_init",
+    "tensor_parallel_size",
     "tokenizer",
     "weight_transfer_config",
 }
@@ -98,7 +100,7 @@ class Engine:
         began = time.monotonic()
         while self._engine.has_unfinished_requests():
             found += [(int(each.request_id), _decoded(each.outputs[0])) for each in self._engine.step()]
-            if time.monotonic() - began > (_SOON if found else _LATEST):
+            if ranks.agreed(time.monotonic() - began > (_SOON if found else _LATEST)):
                 break
         return found
 
@@ -125,12 +127,23 @@ class Engine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
+    def rest(self) -> None:
+        """Leave the device: weights go to the memory of the host, and what was read is read again later."""
+        transfer.forget(self._engine)
+        self._engine.sleep(level=1, mode="keep")
+
+    def wake(self) -> None:
+        """Go back to it."""
+        self._engine.wake_up()
+
     def begin(self) -> None:
         """New weights will come: what was computed with the old ones is forgotten."""
         if self._waiting is not None:  # what broke off has left layers without weights, and vLLM no way to begin anew
-            self._engine.engine_core.shutdown()
+            ranks.end(self._engine)
             self._start()
         self._waiting = dict(self._shapes)
+        if self._engine.is_sleeping():
+            self._engine.wake_up(["weights"])  # not what it needs to decode: a trainer may be on the device, too
         self._engine.collective_rpc("start_weight_update")
 
     def add(self, bucket: Bucket) -> None:
@@ -178,7 +191,6 @@ def _written(model: Model, tokenizer: Any, scratch: Path) -> tuple[Path, tuple[i
 def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, Any]) -> Any:
     from vllm import EngineArgs
     from vllm.config import WeightTransferConfig
-    from vllm.distributed import parallel_state
     from vllm.v1.engine.llm_engine import LLMEngine
 
     if taken := _OURS & options.keys():
@@ -187,7 +199,7 @@ def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, 
         "dtype": model.dtype,
         "disable_log_stats": True,
         "seed": model.seed,
-        **(_ON_CPU if not torch.cuda.is_available() else {}),
+        **(_ON_GPU if torch.cuda.is_available() else _ON_CPU),
         **options,
     }
     try:
@@ -195,14 +207,12 @@ def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, 
             model=str(folder),
             tokenizer=str(tokenizer),
             logprobs_mode="processed_logprobs",
-            distributed_executor_backend="uni",
+            **ranks.arguments(),
             weight_transfer_config=WeightTransferConfig(backend=transfer.register()),
             **given,
         )
     except TypeError as error:
         raise TypeError(f"vllm.sampler: {error}; see vLLM's EngineArgs") from None
-    if dist.is_initialized() and not parallel_state.model_parallel_is_initialized():
-        dist.destroy_process_group()  # the mesh's; vLLM makes its own, and engines have nothing to tell each other
     try:
         return LLMEngine.from_engine_args(args)
     except (ValueError, RuntimeError) as error:

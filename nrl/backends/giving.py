@@ -1,0 +1,74 @@
+"""How engines are given weights: bucket by bucket, so that nobody holds a second copy of the model."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+from nrl.backends.base import Bucket
+from nrl.backends.seats import Seat
+from nrl.errors import TransferError
+from nrl.runtime.futures import Future
+from nrl.runtime.placement import Mesh
+
+__all__ = ["give"]
+
+type Buckets = Iterable[Bucket | Future[Bucket]]
+
+
+@runtime_checkable
+class _Routed(Protocol):
+    def to(self, meshes: Sequence[Mesh]) -> Buckets: ...
+
+
+def give(seats: Sequence[Seat], buckets: Buckets, version: int) -> dict[Seat, Exception]:
+    """Give engines the weights, by the best way that there is to them; where that fails, by value.
+
+    Returns:
+        The seats that died of it, or meanwhile, and what they said; the others have the weights.
+
+    Raises:
+        Exception: what an engine says of the weights.
+
+    >>> give([], [], 1)
+    {}
+    """
+    if isinstance(buckets, _Routed):
+        try:
+            return _give(seats, buckets.to([seat.mesh for seat in seats]), version)
+        except TransferError:  # as when one of those that are cast to dies: the others wait for it
+            pass
+    return _give(seats, buckets, version)
+
+
+def _give(seats: Sequence[Seat], buckets: Buckets, version: int) -> dict[Seat, Exception]:
+    dead: dict[Seat, Exception] = {}
+    refused: list[Exception] = []
+
+    def note(seat: Seat, error: Exception) -> None:
+        if seat.ended:
+            dead[seat] = error
+        else:
+            refused.append(error)
+
+    def each(act: Callable[[Seat], Future[Any]]) -> None:
+        """All are told before any is waited for, and all are waited for."""
+        told = []
+        for seat in seats:
+            if seat not in dead:
+                try:
+                    told.append((seat, act(seat)))
+                except Exception as error:
+                    note(seat, error)
+        for seat, reply in told:
+            try:
+                reply.result()
+            except Exception as error:
+                note(seat, error)
+        if refused:
+            raise refused[0]
+
+    each(Seat.begin)
+    for bucket in buckets:
+        each(partial(Seat.add, bucket=bucket))
+    each(partial(Seat.end, version=version))
+    return dead

@@ -1,0 +1,80 @@
+"""One engine in several processes of a mesh, each with a part of every layer: tensor parallelism.
+
+Each process runs all of vLLM, is told the same, and schedules the same; they meet inside of the layers. Only a clock
+could tell them apart, so they agree on what it says.
+"""
+
+import uuid
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nrl.runtime.process import process
+
+__all__ = ["agreed", "arguments", "end"]
+
+
+def arguments() -> dict[str, Any]:
+    """What vLLM has to be told of the processes that make up an engine."""
+    if not _together():
+        _alone()
+        return {"distributed_executor_backend": "uni"}
+    peers = process().device_mesh["tp"]
+    return {
+        "distributed_executor_backend": _executor(peers),
+        "tensor_parallel_size": peers.size(),
+        "disable_custom_all_reduce": True,  # it wants to see the GPUs of the others, and Ray shows a process its own
+    }
+
+
+def agreed(mine: bool) -> bool:
+    """What the first process of the engine says."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return mine
+    said = torch.tensor([mine])
+    dist.broadcast(said, group=group.cpu_group, group_src=0)
+    return bool(said)
+
+
+def end(engine: Any) -> None:
+    """Take down an engine, but not the mesh's process group, in which the next one will be."""
+    destroy = dist.destroy_process_group
+    dist.destroy_process_group = lambda group=None: None if group is None and _together() else destroy(group)
+    try:
+        engine.engine_core.shutdown()
+    finally:
+        dist.destroy_process_group = destroy
+
+
+def _together() -> bool:
+    mesh = process().device_mesh
+    return mesh is not None and mesh.size(mesh.mesh_dim_names.index("tp")) > 1
+
+
+def _alone() -> None:
+    """Leave the mesh's process group: vLLM makes its own, and engines have nothing to tell each other."""
+    from vllm.distributed import parallel_state
+
+    if dist.is_initialized() and not parallel_state.model_parallel_is_initialized():
+        dist.destroy_process_group()
+
+
+def _executor(peers: Any) -> type[Any]:
+    """The class; made where vLLM is, since it inherits from it."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, group=peers.get_group(), group_src=0)
+
+    class OfMesh(ExecutorWithExternalLauncher):  # type: ignore[misc]
+        """A worker that takes the mesh's process group for the world; vLLM lets consecutive ranks be an engine."""
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            # Nobody meets at this address, but on a CPU vLLM names memory that an engine shares by it
+            return f"mesh:{name[0]}", peers.get_local_rank(), 0
+
+    return OfMesh

@@ -1,0 +1,134 @@
+"""How weights get to engines where slots are GPUs: here CPUs are said to be some, and gloo stands for NCCL."""
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+import nrl
+from nrl import tiny
+from nrl.backends import Params, Sampling, adamw, fsdp, hf, processing
+from nrl.backends.replicated import ReplicatedSampler
+from nrl.batch import Batch
+from nrl.errors import TransferError
+from nrl.runtime import Cluster, Mesh, P, shard_map, transfer
+from nrl.runtime.placement import Out
+from tests.gpus import with_gpus
+
+PROMPT = [5, 6, 7]
+
+
+def params(mesh: Mesh, seed: int) -> Params:
+    model = tiny.model(seed=seed, initializer_range=0.2)
+    return fsdp.trainer(mesh, model, adamw(lr=1e-3)).init().params
+
+
+def check_agreement(sampler: ReplicatedSampler, weights: Params) -> None:
+    """Every engine computes what the trainer does."""
+    rows = sampler.everywhere(PROMPT, Sampling(temperature=0, max_new_tokens=4)).result(100)
+    for row in rows:
+        ids = torch.tensor([[*PROMPT, *row.token_ids.tolist()]])
+        batch = Batch({"input_ids": ids, "attention_mask": ids > -1}, batch_size=[1])
+        (found,) = weights.trainer.logprobs(weights, batch.lock_()).result()
+        torch.testing.assert_close(row.logprobs, found[3:], atol=1e-5, rtol=0)
+
+
+def inside(mesh: Mesh, fn: Callable[[], int]) -> int:
+    """Call something in the process of a mesh."""
+    return int(shard_map(fn, mesh, (), P())().result())
+
+
+def engines(meshes: list[Mesh]) -> ReplicatedSampler:
+    make, model = partial(hf._Decoder, tiny.model()), tiny.model()
+    return ReplicatedSampler("hf.sampler", meshes, make, model, Sampling(max_new_tokens=4))
+
+
+def many_buckets() -> int:
+    processing._BUCKET = 20_000
+    return 0
+
+
+def groups() -> int:
+    return len(transfer._GROUPS)
+
+
+def dies_when_it_receives() -> int:
+    transfer._received = lambda parcel: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
+    return 0
+
+
+def casts(cluster: Cluster) -> None:
+    """All buckets, twice over the same process group; and when an engine dies of it, by value, and cast again."""
+    slots = cluster.reserve(3)
+    mesh = slots[:1].mesh(executable="system", name="routes: trainer")
+    sampler = engines([slots[i].mesh(executable="system", name=f"routes: engine {i}") for i in (1, 2)])
+    inside(mesh, many_buckets)
+    for seed in (1, 2):
+        weights = params(mesh, seed)
+        nrl.publish(weights, sampler)
+        check_agreement(sampler, weights)
+    assert [inside(seat.mesh, groups) for seat in sampler._seats] == [1, 1]
+
+    inside(sampler._seats[0].mesh, dies_when_it_receives)
+    weights = params(mesh, 3)
+    nrl.publish(weights, sampler)
+    check_agreement(sampler, weights)
+    weights = params(mesh, 4)
+    nrl.publish(weights, sampler)
+    check_agreement(sampler, weights)
+    assert [inside(seat.mesh, groups) for seat in sampler._seats] == [1, 1]
+
+
+def lends_memory() -> int:
+    """As if it were a GPU's."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    transfer._lendable = lambda tensor: True
+    return 0
+
+
+def lends(cluster: Cluster) -> None:
+    """Neither rests meanwhile, and the trainer does when the engine decodes."""
+    slots = cluster.reserve(1)
+    mesh = slots.mesh(executable="system", name="routes: lender")
+    sampler = engines([slots.mesh(executable="system", name="routes: borrower")])
+    inside(mesh, lends_memory)
+    for seed in (1, 2):
+        weights = params(mesh, seed)
+        nrl.publish(weights, sampler)
+        check_agreement(sampler, weights)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_weights_go_between_gpus() -> None:
+    with_gpus(lends, casts)
+
+
+def test_which_way_weights_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    with nrl.cluster("local") as here:
+        slots = here.reserve(4)
+        trainer, same, part, other = slots[:2].mesh(), slots[1:2].mesh(), slots[1:3].mesh(), slots[2:].mesh()
+        assert transfer.route(trainer, [other]) == (transfer.by_value, Out.first)
+        monkeypatch.setattr(here, "gpus", True)
+        assert transfer.route(trainer, []) == (transfer.by_value, Out.first)
+        assert transfer.route(trainer, [same]) == (transfer.lend, Out.each)
+        assert transfer.route(trainer, [part]) == transfer.route(trainer, [same, other])
+        assert transfer.route(trainer, [part]) == (transfer.by_value, Out.first)
+        cast = transfer.route(trainer, [other])
+        assert cast == transfer.route(trainer, [other])  # they meet once
+        assert cast not in (transfer.route(trainer, [slots[2:].mesh()]), (transfer.by_value, Out.first))
+
+
+def test_what_cannot_be_received_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_lendable", lambda tensor: True)
+    lent = transfer.lend({"x": torch.ones(2)})
+    monkeypatch.setattr(transfer, "_device", lambda: "GPU-7")
+    with pytest.raises(TransferError, match="tensors were lent on cpu, and this process is on GPU-7"):
+        transfer.opened([lent])
+    monkeypatch.setattr(transfer, "_SECONDS", 0.1)
+    nobody = transfer._Parcel(("127.0.0.1", 9), 1, (("x", torch.float32, (2,)),))
+    with pytest.raises(TransferError, match="receive: weights were not cast to all engines"):
+        transfer.opened([nobody])
