@@ -16,21 +16,13 @@ from nrl.algos.estimators import (
     per_group,
     whiten,
 )
-from nrl.algos.losses import (
-    Link,
-    Score,
-    dapo_loss,
-    dpo_loss,
-    grpo_loss,
-    policy_loss,
-    preference_loss,
-    sft_loss,
-    simpo_loss,
-)
+from nrl.algos.losses import dapo_loss, grpo_loss, policy_loss
 from nrl.algos.masking import masked, masked_column
 from nrl.algos.mismatch import check_mismatch, mismatch_metrics
+from nrl.algos.preferences import Link, Score, dpo_loss, preference_loss, simpo_loss
 from nrl.algos.protocol import Loss, MeanLoss, add, name_of, named, needed, needs
 from nrl.algos.ratios import Ratio, bounded, on_policy_ratio, sequence_ratio, token_ratio
+from nrl.algos.supervised import sft_loss
 from nrl.algos.surrogates import Surrogate, cispo, clip, reinforce
 
 __all__ = [
