@@ -12,15 +12,15 @@ from nrl.runtime.placement import Mesh
 
 __all__ = ["give"]
 
-type Buckets = Iterable[Bucket | Future[Bucket]]
+type _Buckets = Iterable[Bucket | Future[Bucket]]
 
 
 @runtime_checkable
 class _Routed(Protocol):
-    def to(self, meshes: Sequence[Mesh]) -> Buckets: ...
+    def to(self, meshes: Sequence[Mesh]) -> _Buckets: ...
 
 
-def give(seats: Sequence[Seat], buckets: Buckets, version: int) -> dict[Seat, Exception]:
+def give(seats: Sequence[Seat], buckets: _Buckets, version: int) -> dict[Seat, Exception]:
     """Give engines the weights, by the best way that there is to them; where that fails, by value.
 
     Returns:
@@ -40,7 +40,7 @@ def give(seats: Sequence[Seat], buckets: Buckets, version: int) -> dict[Seat, Ex
     return _give(seats, buckets, version)
 
 
-def _give(seats: Sequence[Seat], buckets: Buckets, version: int) -> dict[Seat, Exception]:
+def _give(seats: Sequence[Seat], buckets: _Buckets, version: int) -> dict[Seat, Exception]:
     dead: dict[Seat, Exception] = {}
     refused: list[Exception] = []
 
