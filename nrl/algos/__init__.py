@@ -1,8 +1,22 @@
 """Algorithms as parts that compose: estimators, ratios, surrogates, divergences, corrections, aggregates, losses."""
 
 from nrl.algos.aggregate import Aggregate, seq_mean, seq_sum, token_mean
-from nrl.algos.corrections import Correction, icepop, truncate
-from nrl.algos.divergences import Divergence, Penalty, k1, k2, k3, kl
+from nrl.algos.corrections import Correction, icepop, importance_mask, sequence_mask, sequence_truncate, times, truncate
+from nrl.algos.divergences import (
+    Controller,
+    Divergence,
+    Penalty,
+    adaptive_kl,
+    binary_kl,
+    binary_tv,
+    importance_weighted,
+    k1,
+    k2,
+    k3,
+    kl,
+    log1mexp,
+)
+from nrl.algos.entropy import entropy_loss
 from nrl.algos.estimators import (
     Estimator,
     GroupFunction,
@@ -16,17 +30,41 @@ from nrl.algos.estimators import (
     per_group,
     whiten,
 )
-from nrl.algos.losses import dapo_loss, grpo_loss, policy_loss
+from nrl.algos.losses import (
+    cispo_loss,
+    dapo_loss,
+    decoupled_ppo_loss,
+    dppo_loss,
+    dr_grpo_loss,
+    gmpo_loss,
+    grpo_loss,
+    gspo_loss,
+    policy_loss,
+    reinforce_loss,
+    sapo_loss,
+    vespo_loss,
+)
 from nrl.algos.masking import masked, masked_column
 from nrl.algos.mismatch import check_mismatch, mismatch_metrics
 from nrl.algos.preferences import Link, Score, dpo_loss, preference_loss, simpo_loss
 from nrl.algos.protocol import Loss, MeanLoss, add, name_of, named, needed, needs
-from nrl.algos.ratios import Ratio, bounded, on_policy_ratio, sequence_ratio, token_ratio
+from nrl.algos.ratios import (
+    Ratio,
+    bounded,
+    geometric_ratio,
+    on_policy_ratio,
+    product_ratio,
+    rollout_ratio,
+    sequence_ratio,
+    token_ratio,
+)
+from nrl.algos.selections import Selection, opsm
 from nrl.algos.supervised import sft_loss
-from nrl.algos.surrogates import Surrogate, cispo, clip, reinforce
+from nrl.algos.surrogates import Surrogate, cispo, clip, dppo, reinforce, sapo, vespo
 
 __all__ = [
     "Aggregate",
+    "Controller",
     "Correction",
     "Divergence",
     "Estimator",
@@ -37,27 +75,43 @@ __all__ = [
     "Penalty",
     "Ratio",
     "Score",
+    "Selection",
     "Surrogate",
+    "adaptive_kl",
     "add",
     "advantages",
+    "binary_kl",
+    "binary_tv",
     "bounded",
     "check_mismatch",
     "cispo",
+    "cispo_loss",
     "clip",
     "dapo_loss",
+    "decoupled_ppo_loss",
     "discounted_returns",
     "dpo_loss",
+    "dppo",
+    "dppo_loss",
+    "dr_grpo_loss",
+    "entropy_loss",
     "from_rewards",
     "gae",
+    "geometric_ratio",
+    "gmpo_loss",
     "group_center",
     "group_normalize",
     "grpo_loss",
+    "gspo_loss",
     "icepop",
+    "importance_mask",
+    "importance_weighted",
     "k1",
     "k2",
     "k3",
     "kl",
     "leave_one_out",
+    "log1mexp",
     "masked",
     "masked_column",
     "mismatch_metrics",
@@ -66,17 +120,28 @@ __all__ = [
     "needed",
     "needs",
     "on_policy_ratio",
+    "opsm",
     "per_group",
     "policy_loss",
     "preference_loss",
+    "product_ratio",
     "reinforce",
+    "reinforce_loss",
+    "rollout_ratio",
+    "sapo",
+    "sapo_loss",
     "seq_mean",
     "seq_sum",
+    "sequence_mask",
     "sequence_ratio",
+    "sequence_truncate",
     "sft_loss",
     "simpo_loss",
+    "times",
     "token_mean",
     "token_ratio",
     "truncate",
+    "vespo",
+    "vespo_loss",
     "whiten",
 ]

@@ -17,7 +17,7 @@ from torch import Tensor
 from nrl.algos.masking import masked
 from nrl.algos.ratios import bounded
 
-__all__ = ["Correction", "icepop", "truncate"]
+__all__ = ["Correction", "icepop", "importance_mask", "sequence_mask", "sequence_truncate", "times", "truncate"]
 
 type Correction = Callable[[Tensor, Tensor], Tensor]
 """``(log_ratio, mask) -> weight``, all ``[*B, T]``; `policy_loss` detaches it."""
@@ -90,3 +90,124 @@ def icepop(low: float, high: float) -> Correction:
         return masked(ratio, mask & (low <= ratio) & (ratio <= high))
 
     return icepop
+
+
+def importance_mask(c: float) -> Correction:
+    """Masked importance sampling (MIS): tokens whose ratio is too large are left out, where `truncate` bounds them.
+
+        r  where r <= c,  0 elsewhere,   r = exp(log_ratio)
+
+    The same as ``icepop(0, c)``.
+
+    Args:
+        c: the largest ratio that counts, greater than 0; often 2.
+
+    Returns:
+        ``(log_ratio, mask) -> weight``, 0 outside the mask.
+
+    Raises:
+        ValueError: ``c`` is not positive.
+
+    Source: J. Liu, Y. Li et al., When speed kills stability (2025), https://richardli.xyz/rl-collapse.
+
+    >>> import torch
+    >>> ratio = torch.tensor([[0.25, 1.0, 8.0]])
+    >>> importance_mask(2.0)(ratio.log(), torch.ones(1, 3, dtype=torch.bool)).tolist()
+    [[0.25, 1.0, 0.0]]
+    """
+    if not c > 0:
+        raise ValueError(f"importance_mask: c is {c}; it is the largest ratio that counts, so it must be positive")
+    return icepop(0.0, c)
+
+
+def sequence_truncate(c: float) -> Correction:
+    """Truncated importance sampling of whole rows (sequence TIS): the product over a row's tokens, at all of them.
+
+        min(Π_t r_t, c),   r = exp(log_ratio)
+
+    Not the geometric mean, which some libraries call by the same name.
+
+    Args:
+        c: the largest weight, greater than 0; often 2.
+
+    Returns:
+        ``(log_ratio, mask) -> weight``, 0 outside the mask.
+
+    Raises:
+        ValueError: ``c`` is not positive.
+
+    Source: J. Liu, Y. Li et al., When speed kills stability (2025), https://richardli.xyz/rl-collapse.
+
+    >>> import torch
+    >>> ratio = torch.tensor([[0.5, 0.5], [3.0, 2.0]])
+    >>> sequence_truncate(2.0)(ratio.log(), torch.ones(2, 2, dtype=torch.bool)).tolist()
+    [[0.25, 0.25], [2.0, 2.0]]
+    """
+    if not c > 0:
+        raise ValueError(f"sequence_truncate: c is {c}; it is the largest weight, so it must be greater than 0")
+
+    def sequence_truncate(log_ratio: Tensor, mask: Tensor) -> Tensor:
+        sums = masked(log_ratio.detach(), mask).sum(-1, keepdim=True)
+        return masked(bounded(sums).exp().clamp(max=c).expand(mask.shape), mask)
+
+    return sequence_truncate
+
+
+def sequence_mask(low: float, high: float) -> Correction:
+    """Leave out rows on which sampler and trainer disagree too much on the average of tokens.
+
+        1  where low <= (Π_t r_t)^(1/|y|) <= high,  0 elsewhere,   r = exp(log_ratio)
+
+    A rejection alone: the rows that are kept have weight 1. `times` weighs them as well.
+
+    Args:
+        low: the smallest geometric mean that counts, at least 0; often 0.999.
+        high: the largest, greater than ``low``; often 1.002. May be ``math.inf``.
+
+    Returns:
+        ``(log_ratio, mask) -> weight``, 0 outside the mask.
+
+    Raises:
+        ValueError: the bounds are negative or in the wrong order.
+
+    Source: J. Liu, Y. Li et al., When speed kills stability (2025), https://richardli.xyz/rl-collapse, geometric
+    sequence masking.
+
+    >>> import torch
+    >>> ratio = torch.tensor([[0.5, 2.0], [2.0, 2.0]])
+    >>> sequence_mask(0.9, 1.1)(ratio.log(), torch.ones(2, 2, dtype=torch.bool)).tolist()
+    [[1.0, 1.0], [0.0, 0.0]]
+    """
+    if not 0 <= low < high <= math.inf:
+        raise ValueError(
+            f"sequence_mask: low is {low} and high is {high}; they are ratios, so 0 <= low < high must hold"
+        )
+
+    def sequence_mask(log_ratio: Tensor, mask: Tensor) -> Tensor:
+        tokens = masked(log_ratio.detach(), mask)
+        means = bounded(tokens.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).exp()
+        kept = (low <= means) & (means <= high)
+        return (mask & kept).to(tokens.dtype)
+
+    return sequence_mask
+
+
+def times(*corrections: Correction) -> Correction:
+    """The product of several corrections, as of a weight and a rejection.
+
+    Args:
+        corrections: each ``(log_ratio, mask) -> weight``.
+
+    >>> import torch
+    >>> both = times(truncate(2.0), sequence_mask(0.5, 2.0))
+    >>> both(torch.tensor([[4.0, 0.5], [4.0, 4.0]]).log(), torch.ones(2, 2, dtype=torch.bool)).tolist()
+    [[2.0, 0.5], [0.0, 0.0]]
+    """
+
+    def times(log_ratio: Tensor, mask: Tensor) -> Tensor:
+        weight = mask.to(log_ratio.dtype)
+        for correction in corrections:
+            weight = weight * correction(log_ratio, mask)
+        return weight
+
+    return times

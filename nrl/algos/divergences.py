@@ -8,16 +8,30 @@ https://arxiv.org/abs/2506.09477.
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos.masking import masked, masked_column
-from nrl.algos.ratios import bounded
+from nrl.algos.ratios import Ratio, bounded, token_ratio
 from nrl.batch import Batch
 
-__all__ = ["Divergence", "Penalty", "k1", "k2", "k3", "kl"]
+__all__ = [
+    "Controller",
+    "Divergence",
+    "Penalty",
+    "adaptive_kl",
+    "binary_kl",
+    "binary_tv",
+    "importance_weighted",
+    "k1",
+    "k2",
+    "k3",
+    "kl",
+    "log1mexp",
+]
 
 type Divergence = Callable[[Tensor, Tensor], Tensor]
 """``(logprobs, ref_logprobs) -> per-token divergence``, all ``[*B, T]``."""
@@ -86,6 +100,67 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return torch.expm1(x) - x
 
 
+def log1mexp(x: Tensor) -> Tensor:
+    """The logarithm of what probability is left, log(1 - exp(x)), without cancellation at either end.
+
+    Args:
+        x: any shape, nats, at most 0; those above -1e-7 count as that, so that the result and its gradient are finite.
+
+    Source: M. Mächler, Accurately computing log(1 - exp(-|a|)) (2012).
+
+    >>> [round(x, 4) for x in log1mexp(torch.tensor([0.5, 0.999]).log()).tolist()]
+    [-0.6931, -6.9078]
+    """
+    x = x.clamp(max=-1e-7)
+    near = x > -math.log(2)
+    # Each branch is computed where it is the exact one only, or its gradient would be NaN elsewhere
+    return torch.where(
+        near,
+        torch.log(-torch.expm1(torch.where(near, x, -1.0))),
+        torch.log1p(-torch.exp(torch.where(near, -1.0, x))),
+    )
+
+
+def binary_tv(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """The total variation between two policies over {this token, any other}.
+
+        |π_θ(y_t) - π_other(y_t)|
+
+    At most the total variation over the vocabulary.
+
+    Args:
+        logprobs: ``[*B, T]``, nats, at most 0.
+        other_logprobs: ``[*B, T]``, nats, at most 0.
+
+    Source: DPPO, https://arxiv.org/abs/2602.04879, eq. 13.
+
+    >>> round(binary_tv(torch.tensor(0.5).log(), torch.tensor(0.2).log()).item(), 4)
+    0.3
+    """
+    return (logprobs.exp() - other_logprobs.exp()).abs()
+
+
+def binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """The KL divergence of theta from another policy over {this token, any other}.
+
+        μ log(μ/π) + (1 - μ) log((1 - μ)/(1 - π)),   π = π_θ(y_t), μ = π_other(y_t)
+
+    At most KL(π_other ‖ π_θ) over the vocabulary.
+
+    Args:
+        logprobs: ``[*B, T]``, nats, at most 0.
+        other_logprobs: ``[*B, T]``, nats, at most 0.
+
+    Source: DPPO, https://arxiv.org/abs/2602.04879, eq. 14.
+
+    >>> round(binary_kl(torch.tensor(0.5).log(), torch.tensor(0.2).log()).item(), 4)
+    0.1927
+    """
+    mu = other_logprobs.exp()
+    rest = (1 - mu) * (log1mexp(other_logprobs) - log1mexp(logprobs))
+    return (mu * (other_logprobs - logprobs) + rest).clamp(min=0)
+
+
 def kl(estimator: Divergence, coef: float) -> Penalty:
     """A penalty for leaving the reference, ``coef`` times a divergence, as an argument of `policy_loss`.
 
@@ -113,3 +188,86 @@ def kl(estimator: Divergence, coef: float) -> Penalty:
         return coef * estimator(masked(logprobs, batch["loss_mask"]), ref)
 
     return kl
+
+
+def importance_weighted(penalty: Penalty, ratio: Ratio = token_ratio) -> Penalty:
+    """A penalty whose tokens count as often as theta would sample them.
+
+        r_t penalty_t,   r = exp(ratio)
+
+    The gradient flows through r, too. With `k1` or `k3` that makes it the gradient of the reverse KL(π_θ ‖ π_ref), also
+    where the tokens are an older policy's, which neither has alone.
+
+    Args:
+        penalty: ``kl(k3, coef)``, or any ``(logprobs, batch) -> per-token``.
+        ratio: of theta to the policy that sampled: `token_ratio`, `rollout_ratio`, `on_policy_ratio`.
+
+    Returns:
+        ``(logprobs, batch) -> per-token penalty [*B, T]``, which reads what the two read.
+
+    Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 7.
+
+    >>> mask = torch.tensor([[True]])
+    >>> old, ref = torch.tensor([[-2.0]]), torch.tensor([[-1.0]])
+    >>> batch = Batch({"loss_mask": mask, "old_logprobs": old, "ref_logprobs": ref}, batch_size=[1])
+    >>> penalty = importance_weighted(kl(k3, coef=1.0))
+    >>> round(penalty(torch.tensor([[-1.0 + math.log(0.5)]]), batch).item(), 4)  # e/2 times 1 - log 2
+    0.4171
+    """
+
+    def importance_weighted(logprobs: Tensor, batch: Batch) -> Tensor:
+        return bounded(ratio(logprobs, batch)).exp() * penalty(logprobs, batch)
+
+    return importance_weighted
+
+
+class Controller(NamedTuple):
+    """A coefficient that follows what is measured: two functions, and the state is the coefficient itself.
+
+    Args:
+        init: ``() -> coef``.
+        update: ``(coef, kl, samples) -> coef``, the next one.
+
+    >>> Controller(lambda: 0.1, lambda coef, kl, samples: coef).init()
+    0.1
+    """
+
+    init: Callable[[], float]
+    update: Callable[[float, float, int], float]
+
+
+def adaptive_kl(init: float, target: float, horizon: float) -> Controller:
+    """A coefficient of a KL penalty that grows while the KL is above its target, and shrinks while it is below.
+
+        coef' = coef (1 + clamp(kl/target - 1, -0.2, 0.2) samples/horizon)
+
+    A whole-batch number, so it is for a penalty in the rewards, on the driver. A KL that is NaN or infinite, as that of
+    a batch without a token, leaves it as it is.
+
+    Args:
+        init: the first coefficient, greater than 0; often 0.2.
+        target: of the KL, in the unit in which ``update`` gets it: nats a row (6 in the paper) or nats a token.
+        horizon: samples over which the coefficient changes by a fifth at most; often 10,000.
+
+    Returns:
+        ``(init, update)``, where ``update(coef, kl, samples)`` takes what was measured over so many samples (rows).
+
+    Raises:
+        ValueError: an argument is not positive and finite.
+
+    Source: Ziegler et al., https://arxiv.org/abs/1909.08593, section 2.2.
+
+    >>> controller = adaptive_kl(init=0.2, target=6.0, horizon=10_000)
+    >>> round(controller.update(controller.init(), 12.0, 512), 6)
+    0.202048
+    """
+    for name, value in (("init", init), ("target", target), ("horizon", horizon)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"adaptive_kl: {name} is {value}; it must be positive and finite")
+
+    def update(coef: float, kl: float, samples: int) -> float:
+        if not math.isfinite(kl):
+            return coef
+        return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)
+
+    return Controller(lambda: init, update)

@@ -6,17 +6,40 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos.aggregate import Aggregate, seq_mean, token_mean
-from nrl.algos.corrections import Correction
+from nrl.algos.aggregate import Aggregate, seq_mean, seq_sum, token_mean
+from nrl.algos.corrections import Correction, truncate
 from nrl.algos.divergences import Penalty, k3
 from nrl.algos.masking import masked, masked_column
 from nrl.algos.protocol import MeanLoss, name_of, named, needed, needs
-from nrl.algos.ratios import Ratio, bounded, token_ratio
-from nrl.algos.surrogates import Surrogate, clip
+from nrl.algos.ratios import (
+    Ratio,
+    bounded,
+    geometric_ratio,
+    on_policy_ratio,
+    product_ratio,
+    rollout_ratio,
+    sequence_ratio,
+    token_ratio,
+)
+from nrl.algos.selections import Selection
+from nrl.algos.surrogates import Surrogate, cispo, clip, dppo, reinforce, sapo, vespo
 from nrl.batch import Batch
 from nrl.reduce import Max, Mean, Metrics
 
-__all__ = ["dapo_loss", "grpo_loss", "policy_loss"]
+__all__ = [
+    "cispo_loss",
+    "dapo_loss",
+    "decoupled_ppo_loss",
+    "dppo_loss",
+    "dr_grpo_loss",
+    "gmpo_loss",
+    "grpo_loss",
+    "gspo_loss",
+    "policy_loss",
+    "reinforce_loss",
+    "sapo_loss",
+    "vespo_loss",
+]
 
 
 def policy_loss(
@@ -25,13 +48,14 @@ def policy_loss(
     ratio: Ratio = token_ratio,
     penalty: Penalty | None = None,
     correction: Correction | None = None,
+    keep: Selection | None = None,
     aggregate: Aggregate = token_mean,
 ) -> MeanLoss:
     """A policy-gradient loss, put together from its parts.
 
-        aggregate_t( w_t surrogate(ratio, log π_θ, A)_t + penalty_t )
+        aggregate_t( w_t m_t surrogate(ratio, log π_θ, A)_t + penalty_t )
 
-    with w the correction's weight, 1 without one. The penalty is not weighted.
+    with w the correction's weight and m that of ``keep``, 1 without one. The penalty is not weighted.
 
     Args:
         surrogate: `clip`, `cispo`, `reinforce`, or any ``(log_ratio, logprobs, advantages) -> per-token loss``.
@@ -39,13 +63,14 @@ def policy_loss(
         penalty: `kl`, or any ``(logprobs, batch) -> per-token``.
         correction: `truncate`, `icepop`, or any ``(log_ratio, mask) -> weight``; detached. It gets old/rollout, or
             theta/rollout where the batch has no ``old_logprobs``.
+        keep: `opsm`, or any ``(logprobs, batch) -> weight``; detached.
         aggregate: `token_mean`, `seq_mean`, ``seq_sum(L)``, or any ``(x, mask) -> Mean``.
 
     Returns:
         A loss over ``loss_mask``, which reads ``advantages`` and what its parts read, and needs what they need.
         Metrics, over tokens: ``ratio`` and ``ratio_max``; ``clip_fraction`` where the surrogate clips; ``approx_kl``
         (k3 of old against theta) where the batch has ``old_logprobs``; ``penalty``, its coefficient included;
-        ``correction``, the weights.
+        ``correction`` and ``kept``, the weights.
 
     Raises:
         MissingColumn: (when called) the batch lacks a column.
@@ -59,7 +84,7 @@ def policy_loss(
     (-4.0, 2.0, 2.0)
     """
 
-    @needs(*needed(surrogate, ratio, penalty, correction, aggregate))
+    @needs(*needed(surrogate, ratio, penalty, correction, keep, aggregate))
     def policy_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
         advantages = masked_column(batch, "advantages", reader=name_of(policy_loss))
         mask = batch["loss_mask"]
@@ -71,6 +96,10 @@ def policy_loss(
             weight = correction(_mismatch(logprobs.detach(), batch, name_of(policy_loss)), mask).detach()
             loss = loss * weight
             metrics["correction"] = token_mean(weight, mask)
+        if keep is not None:
+            kept = keep(logprobs.detach(), batch).detach()
+            loss = loss * kept
+            metrics["kept"] = token_mean(kept.to(loss.dtype), mask)
         if penalty is not None:
             cost = penalty(logprobs, batch)
             loss = loss + cost
@@ -94,7 +123,7 @@ def _ratio_metrics(
     largest = torch.cat([none, torch.where(mask, ratio, -math.inf).flatten()]).max()
     metrics: Metrics = {"ratio": token_mean(ratio, mask), "ratio_max": Max(largest)}
     if hasattr(surrogate, "clipped"):
-        metrics["clip_fraction"] = token_mean(surrogate.clipped(log_ratio, advantages).to(ratio.dtype), mask)
+        metrics["clip_fraction"] = token_mean(surrogate.clipped(log_ratio, logprobs, advantages).to(ratio.dtype), mask)
     if "old_logprobs" in batch.keys():
         old = masked_column(batch, "old_logprobs", reader="policy_loss")
         metrics["approx_kl"] = token_mean(k3(old, logprobs), mask)
@@ -135,4 +164,185 @@ dapo_loss = named(
     (-3.0, 3.0)
     """,
     policy_loss(clip(0.2, 0.28)),
+)
+
+
+def dr_grpo_loss(norm: float) -> MeanLoss:
+    """Dr. GRPO's loss, without a mean's length bias: ``policy_loss(clip(0.2), aggregate=seq_sum(norm))``.
+
+    Reads ``advantages``, ``old_logprobs`` and ``loss_mask``. The method's advantages are not divided by a deviation:
+    ``advantages(batch, from_rewards(group_center))``.
+
+    Args:
+        norm: in tokens, greater than 0; usually the longest completion that is allowed.
+
+    Raises:
+        ValueError: ``norm`` is not positive and finite.
+
+    Source: Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2.
+
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "old_logprobs": -1.0 * mask}
+    >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
+    >>> loss, _ = dr_grpo_loss(norm=4)(out, Batch(columns, batch_size=[2]))
+    >>> loss.total.item(), loss.weight.item()
+    (-0.75, 2.0)
+    """
+    return named(
+        "dr_grpo_loss", "Dr. GRPO; see `nrl.algos.dr_grpo_loss`.", policy_loss(clip(0.2), aggregate=seq_sum(norm))
+    )
+
+
+gspo_loss = named(
+    "gspo_loss",
+    """GSPO's loss: ``policy_loss(clip(3e-4, 4e-4), ratio=sequence_ratio, aggregate=seq_mean)``.
+
+    Reads ``advantages``, ``old_logprobs`` and ``loss_mask``. The bounds are for a ratio that is a mean over a row, and
+    so far closer to 1 than a token's. Where rows have a token each it is GRPO's loss with these bounds.
+
+    Source: GSPO, https://arxiv.org/abs/2507.18071, eq. 5 and 7; the bounds: section 5.1.
+
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "old_logprobs": -1.0 * mask}
+    >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
+    >>> loss, _ = gspo_loss(out, Batch(columns, batch_size=[2]))
+    >>> loss.total.item(), loss.weight.item()
+    (-2.0, 2.0)
+    """,
+    policy_loss(clip(3e-4, 4e-4), ratio=sequence_ratio, aggregate=seq_mean),
+)
+
+cispo_loss = named(
+    "cispo_loss",
+    """CISPO's loss: ``policy_loss(cispo(high=4.0))``, so ratios of at most 5.
+
+    Reads ``advantages``, ``old_logprobs`` and ``loss_mask``. The paper has no lower bound in its experiments and does
+    not say what its upper one is; 5 is that of ScaleRL, https://arxiv.org/abs/2510.13786.
+
+    Source: MiniMax-M1, https://arxiv.org/abs/2506.13585, eq. 4 and 5.
+
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "old_logprobs": -1.0 * mask}
+    >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
+    >>> loss, _ = cispo_loss(out, Batch(columns, batch_size=[2]))
+    >>> loss.total.item(), loss.weight.item()
+    (3.0, 3.0)
+    """,
+    policy_loss(cispo(high=4.0)),
+)
+
+reinforce_loss = named(
+    "reinforce_loss",
+    """REINFORCE on whole rows: ``policy_loss(reinforce, aggregate=seq_sum(1))``, the loss of RLOO, ReMax and OPO.
+
+    Reads ``advantages``, ``old_logprobs`` for metrics where it is there, and ``loss_mask``. The gradient is that of the
+    log-probability of a row, a sum over its tokens: a mean over tokens would be another method. The methods differ in
+    their advantages: `leave_one_out`, `greedy_baseline` and `optimal_baseline`.
+
+    Source: RLOO, https://arxiv.org/abs/2402.14740, section 3.3; ReMax, https://arxiv.org/abs/2310.10505; OPO,
+    https://arxiv.org/abs/2505.23585.
+
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "old_logprobs": -1.0 * mask}
+    >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
+    >>> loss, _ = reinforce_loss(out, Batch(columns, batch_size=[2]))
+    >>> loss.total.item(), loss.weight.item()
+    (3.0, 2.0)
+    """,
+    policy_loss(reinforce, ratio=on_policy_ratio, aggregate=seq_sum(1)),
+)
+
+gmpo_loss = named(
+    "gmpo_loss",
+    """GMPO's loss: ``policy_loss(clip(math.inf), ratio=geometric_ratio(0.4), aggregate=seq_mean)``.
+
+    Reads ``advantages``, ``old_logprobs`` and ``loss_mask``. Tokens are clipped in the ratio, 0.4 nats to either side.
+
+    Source: GMPO, https://arxiv.org/abs/2507.20673, eq. 4.
+
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "old_logprobs": -1.0 * mask}
+    >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
+    >>> loss, _ = gmpo_loss(out, Batch(columns, batch_size=[2]))
+    >>> loss.total.item(), loss.weight.item()
+    (-2.0, 2.0)
+    """,
+    policy_loss(clip(math.inf), ratio=geometric_ratio(0.4), aggregate=seq_mean),
+)
+
+sapo_loss = named(
+    "sapo_loss",
+    """SAPO's loss, a soft gate in place of the clip: ``policy_loss(sapo(), aggregate=seq_mean)``.
+
+    Reads ``advantages``, ``old_logprobs`` and ``loss_mask``.
+
+    Source: SAPO, https://arxiv.org/abs/2511.20347, eq. 5 and 6.
+
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "old_logprobs": -1.0 * mask}
+    >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
+    >>> loss, _ = sapo_loss(out, Batch(columns, batch_size=[2]))
+    >>> loss.total.item(), loss.weight.item()
+    (-4.0, 2.0)
+    """,
+    policy_loss(sapo(), aggregate=seq_mean),
+)
+
+dppo_loss = named(
+    "dppo_loss",
+    """DPPO's loss, with a trust region in total variation: ``policy_loss(dppo(0.2), ratio=rollout_ratio)``.
+
+    Reads ``advantages``, ``rollout_logprobs`` and ``loss_mask``. It is anchored to the sampler, so it takes no
+    correction for the mismatch with it.
+
+    Source: DPPO, https://arxiv.org/abs/2602.04879, eq. 12 and 13.
+
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "rollout_logprobs": -1.0 * mask}
+    >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
+    >>> loss, _ = dppo_loss(out, Batch(columns, batch_size=[2]))
+    >>> loss.total.item(), loss.weight.item()
+    (3.0, 3.0)
+    """,
+    policy_loss(dppo(0.2), ratio=rollout_ratio),
+)
+
+vespo_loss = named(
+    "vespo_loss",
+    """VESPO's loss, with smooth weights of whole rows: ``policy_loss(vespo(), ratio=product_ratio(rollout_ratio))``.
+
+    Reads ``advantages``, ``rollout_logprobs`` and ``loss_mask``. The method's advantages are those of `group_center`.
+
+    Source: VESPO, https://arxiv.org/abs/2602.10693, eq. 17 and 20.
+
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "rollout_logprobs": -1.0 * mask}
+    >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
+    >>> loss, _ = vespo_loss(out, Batch(columns, batch_size=[2]))
+    >>> loss.total.item(), loss.weight.item()
+    (3.0, 3.0)
+    """,
+    policy_loss(vespo(), ratio=product_ratio(rollout_ratio)),
+)
+
+decoupled_ppo_loss = named(
+    "decoupled_ppo_loss",
+    """Decoupled PPO: clipped against the policy that the step started from, weighted for the one that sampled.
+
+        -E[ π_old/π_rollout min(r A, clamp(r, 0.8, 1.2) A) ],   r = π_θ/π_old
+
+    ``policy_loss(clip(0.2), correction=truncate(math.inf))``. Reads ``advantages``, ``old_logprobs`` (computed by the
+    trainer, the paper's proximal policy), ``rollout_logprobs`` (its behaviour policy) and ``loss_mask``. The paper does
+    not bound the weight; ``truncate(5.0)`` or ``icepop(0, 5.0)`` in its place do.
+
+    Source: https://arxiv.org/abs/2110.00641, section 3.
+
+    >>> mask = torch.tensor([[True, True]])
+    >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "old_logprobs": -1.0 * mask}
+    >>> batch = Batch(columns | {"rollout_logprobs": torch.tensor([[-1.0, -2.0]])}, batch_size=[1])
+    >>> loss, _ = decoupled_ppo_loss(TensorDict({"logprobs": -1.0 * mask}, batch_size=[1]), batch)
+    >>> round(loss.total.item(), 4)  # 1 + e
+    -3.7183
+    """,
+    policy_loss(clip(0.2), correction=truncate(math.inf)),
 )

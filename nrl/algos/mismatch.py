@@ -19,7 +19,7 @@ from nrl.reduce import Ess, Max, Metrics
 
 __all__ = ["check_mismatch", "mismatch_metrics"]
 
-_NAMES = ("mismatch/kl", "mismatch/ess", "mismatch/max_abs")
+_NAMES = ("mismatch/kl", "mismatch/ess", "mismatch/max_abs", "mismatch/chi2", "mismatch/max_ratio")
 
 
 def mismatch_metrics(out: TensorDict | Mapping[str, Tensor], batch: Batch) -> Metrics:
@@ -30,6 +30,8 @@ def mismatch_metrics(out: TensorDict | Mapping[str, Tensor], batch: Batch) -> Me
         mismatch/kl       1/n Σ_t (r_t - 1 - x_t)           nats a token
         mismatch/ess      (Σ_t r_t)² / (n Σ_t r_t²)         in (0, 1]
         mismatch/max_abs  max_t |x_t|                       nats
+        mismatch/chi2     1/n Σ_t r_t² - 1                  the variance of r, where its mean is 1
+        mismatch/max_ratio  max_t r_t
 
     ``kl`` is the k3 estimate of KL(π_rollout ‖ π_θ) from tokens of π_rollout: never negative, of low variance, and
     unbiased where π_θ gives no probability to what π_rollout cannot sample. Under top-k or top-p it does: then the mean
@@ -45,7 +47,7 @@ def mismatch_metrics(out: TensorDict | Mapping[str, Tensor], batch: Batch) -> Me
             ``valid`` ``[*B]``.
 
     Returns:
-        The three, still being added up; none where the batch has no ``rollout_logprobs`` or no ``loss_mask``.
+        All of them, still being added up; none where the batch has no ``rollout_logprobs`` or no ``loss_mask``.
 
     Raises:
         BatchError: the shapes differ.
@@ -58,8 +60,8 @@ def mismatch_metrics(out: TensorDict | Mapping[str, Tensor], batch: Batch) -> Me
     >>> rollout = torch.tensor([[0.0, -1.0, -2.0]])
     >>> batch = Batch({"loss_mask": mask, "rollout_logprobs": rollout}, batch_size=[1])
     >>> out = TensorDict({"logprobs": rollout + torch.tensor([[0.0, 0.0, 3.0]]).log1p()}, batch_size=[1])
-    >>> {key: round(value, 4) for key, value in finalize(mismatch_metrics(out, batch)).items()}  # ratios 1 and 4
-    {'mismatch/kl': 0.8069, 'mismatch/ess': 0.7353, 'mismatch/max_abs': 1.3863}
+    >>> [round(x, 4) for x in finalize(mismatch_metrics(out, batch)).values()]  # ratios 1 and 4
+    [0.8069, 0.7353, 1.3863, 7.5, 4.0]
     """
     if "rollout_logprobs" not in batch.keys() or "loss_mask" not in batch.keys():
         return {}
@@ -70,10 +72,20 @@ def mismatch_metrics(out: TensorDict | Mapping[str, Tensor], batch: Batch) -> Me
     x = theta - rollout
     ratio = masked(x.exp(), mask)
     kl = token_mean(torch.expm1(x) - x, mask)
-    none = x.new_full((1,), -math.inf)
-    largest = torch.cat([none, torch.where(mask, x.abs(), -math.inf).flatten()]).max()
-    found = (kl, Ess(ratio.sum(), ratio.square().sum(), kl.weight), Max(largest))
+    squares = ratio.square()
+    found = (
+        kl,
+        Ess(ratio.sum(), squares.sum(), kl.weight),
+        _largest(x.abs(), mask),
+        token_mean(squares - 1, mask),
+        _largest(ratio, mask),
+    )
     return dict(zip(_NAMES, found, strict=True))
+
+
+def _largest(x: Tensor, mask: Tensor) -> Max:
+    none = x.new_full((1,), -math.inf)
+    return Max(torch.cat([none, torch.where(mask, x, -math.inf).flatten()]).max())
 
 
 def check_mismatch(numbers: Mapping[str, float], bound: float) -> None:
@@ -107,7 +119,7 @@ def check_mismatch(numbers: Mapping[str, float], bound: float) -> None:
             "check_mismatch: there is no 'mismatch/kl' among the numbers, so they cannot be bounded. Give it what "
             "run.log returns of the metrics of train_step, for a batch with the column 'rollout_logprobs'"
         )
-    kl, ess, largest = (numbers[key] for key in _NAMES)
+    kl, ess, largest = (numbers[key] for key in _NAMES[:3])
     if kl <= bound or largest == -math.inf:  # the largest of none
         return
     lag = numbers.get("lag")

@@ -6,13 +6,23 @@
 
 from collections.abc import Callable
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos.masking import masked, masked_column
 from nrl.batch import Batch, require
 
-__all__ = ["Ratio", "bounded", "on_policy_ratio", "sequence_ratio", "token_ratio"]
+__all__ = [
+    "Ratio",
+    "bounded",
+    "geometric_ratio",
+    "on_policy_ratio",
+    "product_ratio",
+    "rollout_ratio",
+    "sequence_ratio",
+    "token_ratio",
+]
 
 type Ratio = Callable[[Tensor, TensorDict], Tensor]
 """``(logprobs, batch) -> log-ratio``, ``[*B, T]`` in nats, 0 outside ``loss_mask``."""
@@ -30,7 +40,6 @@ def bounded(log_ratio: Tensor) -> Tensor:
     Args:
         log_ratio: any shape, nats.
 
-    >>> import torch
     >>> bounded(torch.tensor([1e4, 0.5, -1e4])).tolist()
     [20.0, 0.5, -10000.0]
     """
@@ -51,7 +60,6 @@ def token_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
 
     Source: PPO, https://arxiv.org/abs/1707.06347, eq. 6.
 
-    >>> import torch
     >>> mask = torch.tensor([[False, True]])
     >>> batch = Batch({"loss_mask": mask, "old_logprobs": torch.tensor([[0.0, -1.5]])}, batch_size=[1])
     >>> token_ratio(torch.tensor([[0.0, -1.0]]), batch).tolist()
@@ -59,6 +67,31 @@ def token_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
     """
     old = masked_column(batch, "old_logprobs", reader="token_ratio")
     return bounded(masked(logprobs, batch["loss_mask"]) - old)
+
+
+def rollout_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
+    """Each token's log-ratio of theta to the policy that sampled it, whatever lies between them.
+
+        log π_θ(y_t | y_<t) - log π_rollout(y_t | y_<t)
+
+    Methods that bound how far theta may be from the sampler, rather than correct for it, anchor here.
+
+    Args:
+        logprobs: ``[*B, T]``, nats.
+        batch: has ``rollout_logprobs`` and ``loss_mask``, both ``[*B, T]``.
+
+    Raises:
+        MissingColumn: the batch lacks one of them.
+
+    Source: DPPO, https://arxiv.org/abs/2602.04879, eq. 12, where the sampler's policy is μ.
+
+    >>> mask = torch.tensor([[False, True]])
+    >>> batch = Batch({"loss_mask": mask, "rollout_logprobs": torch.tensor([[0.0, -1.5]])}, batch_size=[1])
+    >>> rollout_ratio(torch.tensor([[0.0, -1.0]]), batch).tolist()
+    [[0.0, 0.5]]
+    """
+    sampled = masked_column(batch, "rollout_logprobs", reader="rollout_ratio")
+    return bounded(masked(logprobs, batch["loss_mask"]) - sampled)
 
 
 def on_policy_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
@@ -77,7 +110,6 @@ def on_policy_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
 
     Source: REINFORCE's gradient as that of a ratio, as in DiCE, https://arxiv.org/abs/1802.05098.
 
-    >>> import torch
     >>> batch = Batch({"loss_mask": torch.tensor([[False, True]])}, batch_size=[1])
     >>> on_policy_ratio(torch.tensor([[0.0, -1.0]]), batch).tolist()
     [[0.0, 0.0]]
@@ -104,7 +136,6 @@ def sequence_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
 
     Source: GSPO, https://arxiv.org/abs/2507.18071, eq. 7.
 
-    >>> import torch
     >>> mask = torch.tensor([[False, True, True]])
     >>> batch = Batch({"loss_mask": mask, "old_logprobs": torch.tensor([[0.0, -1.0, -2.0]])}, batch_size=[1])
     >>> sequence_ratio(torch.tensor([[0.0, -2.0, -4.0]]), batch).tolist()
@@ -115,3 +146,73 @@ def sequence_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
     sums = (masked(logprobs, mask) - old).sum(-1, keepdim=True)
     means = bounded(sums / mask.sum(-1, keepdim=True).clamp(min=1))
     return masked(means.expand(mask.shape), mask)
+
+
+def product_ratio(ratio: Ratio) -> Ratio:
+    """The ratio of whole rows, the product over their tokens, the same at all of them.
+
+        log W_i = Σ_t log r_{i,t}
+
+    Without the length normalisation of `sequence_ratio`, so its spread grows with the length of a row.
+
+    Args:
+        ratio: of the tokens: `token_ratio`, `rollout_ratio`, or another.
+
+    Returns:
+        ``(logprobs, batch) -> log-ratio [*B, T]``; the gradient flows through the sum, to every token of the row.
+
+    Source: VESPO, https://arxiv.org/abs/2602.10693, section 2, where W is the ratio to the sampler's policy.
+
+    >>> mask = torch.tensor([[False, True, True]])
+    >>> batch = Batch({"loss_mask": mask, "old_logprobs": torch.tensor([[0.0, -1.0, -2.0]])}, batch_size=[1])
+    >>> product_ratio(token_ratio)(torch.tensor([[0.0, -2.0, -4.0]]), batch).tolist()
+    [[0.0, -3.0, -3.0]]
+    """
+
+    def product_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
+        tokens = ratio(logprobs, batch)
+        return masked(bounded(tokens.sum(-1, keepdim=True)).expand(tokens.shape), batch["loss_mask"])
+
+    return product_ratio
+
+
+def geometric_ratio(low: float, high: float | None = None) -> Ratio:
+    """The geometric mean of a row's ratios, each clipped where that lowers the objective, the same at all its tokens.
+
+        log ρ_i = 1/|y_i| Σ_t s min(s x_t, s clamp(x_t, -low, high)),   x_t = log r_{i,t},   s = sign(A_{i,t})
+
+    Every token is clipped before the mean is taken, so that no single one can move the row far. The method is that of
+    `nrl.algos.gmpo_loss`, for advantages that are the same over a row.
+
+    Args:
+        low: nats that a token may lose, at least 0; 0.4 in the paper. Not a distance from 1.
+        high: nats that it may gain; ``low`` unless given.
+
+    Returns:
+        ``(logprobs, batch) -> log-ratio [*B, T]``, which reads ``old_logprobs``, ``advantages`` and ``loss_mask``.
+
+    Raises:
+        ValueError: a bound is negative.
+
+    Source: GMPO, https://arxiv.org/abs/2507.20673, eq. 4.
+
+    >>> mask = torch.tensor([[True, True]])
+    >>> columns = {"loss_mask": mask, "old_logprobs": torch.zeros(1, 2), "advantages": torch.ones(1, 2)}
+    >>> geometric_ratio(0.5)(torch.tensor([[1.5, -1.5]]), Batch(columns, batch_size=[1])).tolist()  # 0.5 and -1.5
+    [[-0.5, -0.5]]
+    """
+    high = low if high is None else high
+    for name, bound in (("low", low), ("high", high)):
+        if not bound >= 0:
+            raise ValueError(f"geometric_ratio: {name} is {bound}; it is a distance in nats, so it must be at least 0")
+
+    def geometric_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
+        tokens = token_ratio(logprobs, batch)
+        mask = batch["loss_mask"]
+        sign = masked_column(batch, "advantages", reader="geometric_ratio").sign()
+        clipped = tokens.clamp(-low, high)
+        worse = torch.where(sign < 0, torch.maximum(tokens, clipped), torch.minimum(tokens, clipped))
+        means = worse.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+        return masked(means.expand(mask.shape), mask)
+
+    return geometric_ratio

@@ -1,7 +1,7 @@
 """What is minimised at each token: ``(log_ratio, logprobs, advantages) -> per-token loss``, all ``[*B, T]``.
 
 ``log_ratio`` and ``logprobs`` carry the gradient, ``advantages`` are constants. A surrogate may have an attribute
-``clipped``, a function ``(log_ratio, advantages) -> bool [*B, T]`` that says where it clips; `policy_loss` then reports
+``clipped``, a function of the same arguments ``-> bool [*B, T]`` that says where it clips; `policy_loss` then reports
 the metric ``clip_fraction``.
 """
 
@@ -11,9 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nrl.algos.divergences import Divergence, binary_tv
 from nrl.algos.ratios import bounded
 
-__all__ = ["Surrogate", "cispo", "clip", "reinforce"]
+__all__ = ["Surrogate", "cispo", "clip", "dppo", "reinforce", "sapo", "vespo"]
 
 type Surrogate = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(log_ratio, logprobs, advantages) -> per-token loss``, all ``[*B, T]``."""
@@ -64,7 +65,7 @@ def clip(low: float, high: float | None = None, dual: float | None = None) -> Su
             objective = torch.where(advantages < 0, torch.maximum(objective, dual * advantages), objective)
         return -objective
 
-    def clipped(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    def clipped(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         ratio = bounded(log_ratio).exp()
         above = (advantages > 0) & (ratio > 1 + high)
         below = (advantages < 0) & ((ratio < 1 - low) | (ratio > (math.inf if dual is None else dual)))
@@ -107,12 +108,132 @@ def cispo(high: float, low: float | None = None) -> Surrogate:
         weight = bounded(log_ratio.detach()).exp().clamp(1 - low, 1 + high)
         return -weight * advantages * logprobs
 
-    def clipped(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    def clipped(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         ratio = bounded(log_ratio).exp()
         return (advantages != 0) & ((ratio > 1 + high) | (ratio < 1 - low))
 
     cispo.__dict__["clipped"] = clipped
     return cispo
+
+
+def sapo(positive: float = 1.0, negative: float = 1.05) -> Surrogate:
+    """A soft gate in place of a clip: the further the ratio is from 1, the less a token counts, on either side.
+
+        -4/τ σ(τ (r - 1)) A,   τ = positive where A > 0, else negative,   r = exp(log_ratio)
+
+    At r = 1 the gradient is that of `reinforce`; the value is not, it is -2 A / τ.
+
+    Args:
+        positive: temperature τ of the gate for tokens that are encouraged, greater than 0.
+        negative: for those that are discouraged; larger, since what they push up are all other tokens.
+
+    Raises:
+        ValueError: a temperature is not positive and finite.
+
+    Source: SAPO, https://arxiv.org/abs/2511.20347, eq. 5 and 6.
+
+    >>> loss = sapo()(torch.tensor([0.0, 0.0]), torch.zeros(2), torch.tensor([1.0, -1.0]))
+    >>> [round(x, 4) for x in loss.tolist()]
+    [-2.0, 1.9048]
+    """
+    for name, value in (("positive", positive), ("negative", negative)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"sapo: {name} is {value}; it is a temperature, so it must be positive and finite")
+
+    def sapo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        ratio = bounded(log_ratio).exp()
+        temperature = torch.where(advantages > 0, ratio.new_tensor(positive), ratio.new_tensor(negative))
+        return -4 / temperature * torch.sigmoid(temperature * (ratio - 1)) * advantages
+
+    return sapo
+
+
+def dppo(
+    low: float, high: float | None = None, *, divergence: Divergence = binary_tv, cap: float = math.inf
+) -> Surrogate:
+    """Leave out a token where the step would take theta further from a policy that it is too far from already.
+
+        -stop_gradient(M min(r, cap)) A log π_θ,   r = exp(log_ratio)
+        M = 0 where A > 0, r > 1 and D > high, or where A < 0, r < 1 and D > low;   1 elsewhere
+
+    D is a divergence of two distributions over {this token, any other}, so that a rare token whose ratio is large is
+    not left out, and a common one whose ratio is close to 1 is. With ``cap`` infinite the gradient is that of -M r A.
+
+    Args:
+        low: the largest D at which a token may still be discouraged, at least 0: of `binary_tv` often 0.15 to 0.2, of
+            `binary_kl` 0.05.
+        high: the largest at which one may be encouraged; ``low`` unless given.
+        divergence: `binary_tv`, `binary_kl`, or any ``(logprobs, other_logprobs) -> per-token``.
+        cap: of the ratio, greater than 0; the paper's larger runs have 5.
+
+    Returns:
+        A surrogate. The paper takes `nrl.algos.rollout_ratio`: anchored to the sampler, it needs no correction.
+
+    Raises:
+        ValueError: a bound is negative, or ``cap`` not positive.
+
+    Source: DPPO, https://arxiv.org/abs/2602.04879, eq. 12 to 14 and 23.
+
+    >>> log_ratio, logprobs = torch.tensor([2.0, 1.2]).log(), torch.tensor([0.02, 0.6]).log()
+    >>> [round(x, 3) for x in dppo(0.05)(log_ratio, logprobs, torch.ones(2)).tolist()]  # the rare token counts
+    [7.824, 0.0]
+    """
+    high = low if high is None else high
+    _check_distance("dppo", "low", low)
+    _check_distance("dppo", "high", high)
+    if not cap > 0:
+        raise ValueError(f"dppo: cap is {cap}; it is the largest ratio, so it must be greater than 0")
+
+    def clipped(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        apart = divergence(logprobs, logprobs - log_ratio)
+        above = (advantages > 0) & (log_ratio > 0) & (apart > high)
+        below = (advantages < 0) & (log_ratio < 0) & (apart > low)
+        return above | below
+
+    def dppo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        fixed = log_ratio.detach()
+        weight = bounded(fixed).exp().clamp(max=cap)
+        left_out = clipped(fixed, logprobs.detach(), advantages)
+        return -torch.where(left_out, 0, weight) * advantages * logprobs
+
+    dppo.__dict__["clipped"] = clipped
+    return dppo
+
+
+def vespo(positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0)) -> Surrogate:
+    """REINFORCE, weighted by a smooth function of the ratio that is 1 at 1 and falls off to both sides.
+
+        -stop_gradient(φ(W)) A log π_θ,   φ(W) = W^a exp(b (1 - W)),   W = exp(log_ratio)
+
+    Args:
+        positive: a and b where A >= 0, neither negative. The larger b / a, the less a ratio above 1 counts.
+        negative: where A < 0.
+
+    Returns:
+        A surrogate, for the ratio of whole rows: ``product_ratio(rollout_ratio)``.
+
+    Raises:
+        ValueError: an exponent is negative or not finite.
+
+    Source: VESPO, https://arxiv.org/abs/2602.10693, eq. 17 and 20.
+
+    >>> loss = vespo()(torch.tensor([1.0, 2.0]).log(), torch.tensor([-1.0, -1.0]), torch.ones(2))
+    >>> [round(x, 4) for x in loss.tolist()]
+    [1.0, 0.1991]
+    """
+    for name, pair in (("positive", positive), ("negative", negative)):
+        if not all(0 <= value < math.inf for value in pair):
+            raise ValueError(f"vespo: {name} is {pair}; both are exponents, which must be finite and at least 0")
+
+    def vespo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        log_weight = bounded(log_ratio.detach())
+        bad = (advantages < 0).unsqueeze(-1)
+        a, b = torch.where(bad, log_weight.new_tensor(negative), log_weight.new_tensor(positive)).unbind(-1)
+        # -inf times an exponent of 0 would be NaN; below this bound the weight is 0 to any precision
+        phi = (a * log_weight.clamp(min=-1e4) + b * -torch.expm1(log_weight)).exp()
+        return -phi * advantages * logprobs
+
+    return vespo
 
 
 def reinforce(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ _RELATIVE = 1e-5
 """How far sums of weights in another order may differ, as a fraction."""
 
 _RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "lag", "skipped"}) | {
-    f"mismatch/{name}" for name in ("kl", "ess", "max_abs")
+    f"mismatch/{name}" for name in ("kl", "ess", "max_abs", "chi2", "max_ratio")
 }
 
 

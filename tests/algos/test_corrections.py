@@ -3,11 +3,22 @@ import math
 import pytest
 import torch
 
-from nrl.algos import Correction, icepop, truncate
+from nrl.algos import Correction, icepop, importance_mask, sequence_mask, sequence_truncate, times, truncate
 
 RATIO = torch.tensor([[0.25, 0.5, 1.0, 4.0, 8.0, 64.0]])
 MASK = torch.tensor([[True, True, True, True, True, False]])
-ALL = [truncate(2.0), icepop(0.5, 5.0), truncate(math.inf), icepop(0.0, math.inf)]
+ALL = [
+    truncate(2.0),
+    icepop(0.5, 5.0),
+    truncate(math.inf),
+    icepop(0.0, math.inf),
+    importance_mask(2.0),
+    sequence_truncate(2.0),
+    sequence_truncate(math.inf),
+    sequence_mask(0.9, 1.1),
+    sequence_mask(0.0, math.inf),
+    times(truncate(2.0), sequence_mask(0.0, 5.0)),
+]
 
 
 @pytest.mark.parametrize(
@@ -17,13 +28,22 @@ ALL = [truncate(2.0), icepop(0.5, 5.0), truncate(math.inf), icepop(0.0, math.inf
         (truncate(6.0), [0.25, 0.5, 1.0, 4.0, 6.0, 0.0]),
         (icepop(0.4, 5.0), [0.0, 0.5, 1.0, 4.0, 0.0, 0.0]),
         (icepop(0.6, 9.0), [0.0, 0.0, 1.0, 4.0, 8.0, 0.0]),
+        (importance_mask(4.5), [0.25, 0.5, 1.0, 4.0, 0.0, 0.0]),
+        (sequence_truncate(9.0), [4.0, 4.0, 4.0, 4.0, 4.0, 0.0]),  # the product of the five is 4
+        (sequence_truncate(3.0), [3.0, 3.0, 3.0, 3.0, 3.0, 0.0]),
+        (sequence_mask(1.3, 1.4), [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]),  # 4 to the power of a fifth is 1.32
+        (sequence_mask(1.0, 1.3), [0.0] * 6),
+        (sequence_mask(1.4, 2.0), [0.0] * 6),
+        (times(truncate(2.0), sequence_mask(1.3, 1.4)), [0.25, 0.5, 1.0, 2.0, 2.0, 0.0]),
+        (times(truncate(2.0), sequence_mask(1.4, 2.0)), [0.0] * 6),
+        (times(), [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]),
     ],
 )
 def test_by_hand(correction: Correction, expected: list[float]) -> None:
     assert correction(RATIO.log(), MASK)[0].tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("correction", [truncate(2.0), truncate(1.0), icepop(0.5, 5.0), icepop(1.0, 1.5)])
+@pytest.mark.parametrize("correction", [*ALL, truncate(1.0), icepop(1.0, 1.5), sequence_mask(1.0, 1.5)])
 def test_equal_policies_have_weight_one(correction: Correction) -> None:
     assert correction(torch.zeros(1, 6), MASK).tolist() == MASK.float().tolist()
 
@@ -50,11 +70,14 @@ def test_shapes_and_dtypes(correction: Correction) -> None:
 
 @pytest.mark.parametrize("c", [0.0, -1.0, math.nan])
 def test_the_largest_weight_is_positive(c: float) -> None:
-    with pytest.raises(ValueError, match="truncate: c is"):
-        truncate(c)
+    for make in (truncate, sequence_truncate, importance_mask):
+        with pytest.raises(ValueError, match=f"{make.__name__}: c is"):
+            make(c)
 
 
 @pytest.mark.parametrize(("low", "high"), [(-0.1, 1.0), (2.0, 1.0), (1.0, 1.0), (math.nan, 1.0)])
 def test_bounds_are_ratios_in_order(low: float, high: float) -> None:
     with pytest.raises(ValueError, match="icepop: low is"):
         icepop(low, high)
+    with pytest.raises(ValueError, match="sequence_mask: low is"):
+        sequence_mask(low, high)

@@ -20,7 +20,7 @@ from nrl.errors import BatchError, RolloutMismatch
 from nrl.reduce import Metrics, finalize, merge
 from tests.properties.strategies import Layout, batches, hidden_rows, layouts, outputs, taken
 
-MISMATCH = ("mismatch/kl", "mismatch/ess", "mismatch/max_abs")
+MISMATCH = ("mismatch/kl", "mismatch/ess", "mismatch/max_abs", "mismatch/chi2", "mismatch/max_ratio")
 MASK = torch.tensor([[False, True, True, False], [False, False, True, True]])
 RATIO = torch.tensor([[9.0, 1.0, 2.0, 9.0], [9.0, 9.0, 0.5, 4.0]])
 
@@ -38,11 +38,12 @@ def slow(logprobs: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, float]:
         if counts
     ]
     if not pairs:
-        return dict(zip(MISMATCH, (math.nan, math.nan, -math.inf), strict=True))
+        return dict(zip(MISMATCH, (math.nan, math.nan, -math.inf, math.nan, -math.inf), strict=True))
     ratios = [math.exp(a - b) for a, b in pairs]
     kl = sum(r - 1 - (a - b) for r, (a, b) in zip(ratios, pairs, strict=True)) / len(pairs)
     ess = sum(ratios) ** 2 / (len(pairs) * sum(r * r for r in ratios))
-    return dict(zip(MISMATCH, (kl, ess, max(abs(a - b) for a, b in pairs)), strict=True))
+    chi2 = sum(r * r for r in ratios) / len(pairs) - 1
+    return dict(zip(MISMATCH, (kl, ess, max(abs(a - b) for a, b in pairs), chi2, max(ratios)), strict=True))
 
 
 # the numbers
@@ -55,11 +56,13 @@ def test_by_hand() -> None:
     assert found["mismatch/kl"] == pytest.approx(((1 + 2 + 0.5 + 4) - 4 - 2 * math.log(2)) / 4)
     assert found["mismatch/ess"] == pytest.approx(7.5**2 / (4 * (1 + 4 + 0.25 + 16)))
     assert found["mismatch/max_abs"] == pytest.approx(2 * math.log(2))
+    assert found["mismatch/chi2"] == pytest.approx((1 + 4 + 0.25 + 16) / 4 - 1)
+    assert found["mismatch/max_ratio"] == pytest.approx(4)
 
 
 def test_the_same_policy() -> None:
     x = -torch.rand(2, 4)
-    assert measured(x, x, MASK) == {"mismatch/kl": 0.0, "mismatch/ess": 1.0, "mismatch/max_abs": 0.0}
+    assert measured(x, x, MASK) == dict(zip(MISMATCH, (0.0, 1.0, 0.0, 0.0, 1.0), strict=True))
 
 
 def test_rounding_of_float32_is_not_lost_in_itself() -> None:

@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from nrl.algos import Ratio, bounded, on_policy_ratio, sequence_ratio, token_ratio
+from nrl.algos import (
+    Ratio,
+    bounded,
+    geometric_ratio,
+    on_policy_ratio,
+    product_ratio,
+    rollout_ratio,
+    sequence_ratio,
+    token_ratio,
+)
 from nrl.batch import Batch
 from nrl.errors import MissingColumn
 
@@ -13,8 +22,13 @@ OLD = torch.tensor([[0.0, -1.0, -2.0, -3.0], [0.0, -1.0, -7.0, -2.0], [0.0, 0.0,
 NEW = torch.tensor([[0.0, -2.0, -2.0, -2.5], [0.0, -1.5, -9.0, -0.5], [0.0, -1.0, -1.0, -1.0]])
 
 
+SIGNS = torch.tensor([[1.0] * 4, [-1.0] * 4, [0.0] * 4])
+ALL = [token_ratio, on_policy_ratio, sequence_ratio, rollout_ratio, product_ratio(token_ratio), geometric_ratio(0.4)]
+
+
 def batch(old: Tensor = OLD) -> Batch:
-    return Batch({"loss_mask": MASK, "old_logprobs": old}, batch_size=[3])
+    columns = {"loss_mask": MASK, "old_logprobs": old, "rollout_logprobs": old - 1.0, "advantages": SIGNS.to(old.dtype)}
+    return Batch(columns, batch_size=[3])
 
 
 def test_token_ratio_by_hand() -> None:
@@ -35,6 +49,29 @@ def test_sequence_ratio_by_hand() -> None:
     assert sequence_ratio(NEW, batch()).tolist() == [[0, third, third, third], [0, 0.5, 0, 0.5], [0, 0, 0, 0]]
 
 
+def test_rollout_ratio_by_hand() -> None:
+    assert rollout_ratio(NEW, batch()).tolist() == [[0, 0, 1, 1.5], [0, 0.5, 0, 2.5], [0, 0, 0, 0]]
+
+
+def test_product_ratio_by_hand() -> None:
+    assert product_ratio(token_ratio)(NEW, batch()).tolist() == [[0, -0.5, -0.5, -0.5], [0, 1, 0, 1], [0, 0, 0, 0]]
+    assert product_ratio(rollout_ratio)(NEW, batch()).tolist() == [[0, 2.5, 2.5, 2.5], [0, 3, 0, 3], [0, 0, 0, 0]]
+
+
+def test_geometric_ratio_by_hand() -> None:
+    """The first row is encouraged, so what is gained is bounded; the second discouraged, so what is lost."""
+    first, second = pytest.approx((-1 + 0 + 0.3) / 3), pytest.approx((-0.2 + 1.5) / 2)
+    found = geometric_ratio(0.2, 0.3)(NEW, batch()).tolist()
+    assert found == [[0, first, first, first], [0, second, 0, second], [0, 0, 0, 0]]
+    assert geometric_ratio(0.4)(NEW, batch()).tolist() == geometric_ratio(0.4, 0.4)(NEW, batch()).tolist()
+
+
+@pytest.mark.parametrize(("bounds", "said"), [((-0.1,), "low is -0.1"), ((0.1, math.nan), "high is nan")])
+def test_bounds_of_the_geometric_ratio_are_distances(bounds: tuple[float, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=f"geometric_ratio: {said}; it is a distance in nats"):
+        geometric_ratio(*bounds)
+
+
 def test_sequence_ratio_by_a_slow_loop() -> None:
     new, old = torch.randn(3, 4).double(), torch.randn(3, 4).double()
     expected = torch.zeros(3, 4).double()
@@ -53,7 +90,7 @@ def test_sequence_ratio_sends_a_gradient_to_every_token_of_the_row() -> None:
     assert not logprobs.grad[1:].any()
 
 
-@pytest.mark.parametrize("ratio", [token_ratio, on_policy_ratio, sequence_ratio])
+@pytest.mark.parametrize("ratio", ALL)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 def test_what_is_masked_is_not_seen(ratio: Ratio, garbage: float) -> None:
     logprobs = torch.where(MASK, NEW, garbage).requires_grad_()
@@ -65,7 +102,7 @@ def test_what_is_masked_is_not_seen(ratio: Ratio, garbage: float) -> None:
     assert not logprobs.grad[~MASK].any()
 
 
-@pytest.mark.parametrize("ratio", [token_ratio, sequence_ratio])
+@pytest.mark.parametrize("ratio", ALL)
 @pytest.mark.parametrize("size", [1e4, -1e4])
 def test_extreme_ratios_are_finite(ratio: Ratio, size: float) -> None:
     logprobs = (NEW + size).requires_grad_()
@@ -82,7 +119,7 @@ def test_old_logprobs_get_no_gradient() -> None:
     assert not sequence_ratio(NEW, batch(old)).requires_grad
 
 
-@pytest.mark.parametrize("ratio", [token_ratio, on_policy_ratio, sequence_ratio])
+@pytest.mark.parametrize("ratio", ALL)
 def test_double_precision_and_empty_batches(ratio: Ratio) -> None:
     assert ratio(NEW.double(), batch(OLD.double())).dtype == torch.float64
     assert ratio(NEW[:0], batch()[:0]).shape == (0, 4)
@@ -103,6 +140,9 @@ def test_bounded_leaves_small_ratios_alone() -> None:
     [
         (token_ratio, "old_logprobs"),
         (sequence_ratio, "old_logprobs"),
+        (rollout_ratio, "rollout_logprobs"),
+        (geometric_ratio(0.4), "advantages"),
+        (rollout_ratio, "loss_mask"),
         (token_ratio, "loss_mask"),
         (sequence_ratio, "loss_mask"),
         (on_policy_ratio, "loss_mask"),

@@ -1,12 +1,26 @@
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from nrl.algos import Surrogate, cispo, clip, reinforce
+from nrl.algos import Surrogate, binary_kl, cispo, clip, dppo, reinforce, sapo, vespo
 
-ALL = [clip(0.2), clip(0.2, 0.28), clip(0.2, dual=3.0), clip(math.inf), cispo(4.0), cispo(4.0, low=0.5), reinforce]
+ALL = [
+    clip(0.2),
+    clip(0.2, 0.28),
+    clip(0.2, dual=3.0),
+    clip(math.inf),
+    cispo(4.0),
+    cispo(4.0, low=0.5),
+    reinforce,
+    sapo(),
+    dppo(0.2),
+    dppo(0.05, divergence=binary_kl, cap=5.0),
+    vespo(),
+    vespo((0.0, 1.0), (1.0, 0.0)),
+]
 
 
 def value_and_gradients(
@@ -60,12 +74,62 @@ def test_reinforce_by_hand() -> None:
     assert value_and_gradients(reinforce, ratio=7.0, advantage=3.0, logprob=-2.0) == (6.0, 0.0, -3.0)
 
 
+@pytest.mark.parametrize(
+    ("surrogate", "ratio", "advantage", "loss", "gradient"),
+    [
+        (sapo(), 1.0, 2.0, -4.0, -2.0),  # 4 / 1 · 1/2 · 2, and the gradient of REINFORCE
+        (sapo(), 1.0, -2.0, 4 / 1.05, 2.0),
+        (sapo(2.0), 1.5, 1.0, -2 / (1 + math.exp(-1)), -4 * 1.5 * math.exp(-1) / (1 + math.exp(-1)) ** 2),
+        (sapo(2.0, 4.0), 1.5, -1.0, 1 / (1 + math.exp(-2)), 4 * 1.5 * math.exp(-2) / (1 + math.exp(-2)) ** 2),
+    ],
+)
+def test_sapo_by_hand(surrogate: Surrogate, ratio: float, advantage: float, loss: float, gradient: float) -> None:
+    assert value_and_gradients(surrogate, ratio, advantage) == pytest.approx((loss, gradient, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "ratio", "advantage", "weight"),
+    [  # theta gives the token a half, so the other policy 1 / (2 ratio)
+        (dppo(0.2), 2.0, 1.0, 0.0),  # 0.5 against 0.25, and further up
+        (dppo(0.3), 2.0, 1.0, 2.0),
+        (dppo(0.2), 2.0, -1.0, 2.0),  # comes back
+        (dppo(0.2), 0.625, -1.0, 0.0),  # 0.5 against 0.8, and further down
+        (dppo(0.2), 0.625, 1.0, 0.625),
+        (dppo(0.4, 0.1), 2.0, 1.0, 0.0),  # the bound on what is encouraged is its own
+        (dppo(0.4, 0.1), 0.625, -1.0, 0.625),
+        (dppo(0.3, cap=1.5), 2.0, 1.0, 1.5),
+        (dppo(0.2, divergence=binary_kl), 2.0, 1.0, 2.0),  # a quarter against a half is 0.131 nats
+        (dppo(0.13, divergence=binary_kl), 2.0, 1.0, 0.0),
+        (dppo(0.2), 1.0, 0.0, 1.0),
+    ],
+)
+def test_dppo_by_hand(surrogate: Surrogate, ratio: float, advantage: float, weight: float) -> None:
+    found = value_and_gradients(surrogate, ratio, advantage, logprob=math.log(0.5))
+    assert found == pytest.approx((-weight * advantage * math.log(0.5), 0.0, -weight * advantage))
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "ratio", "advantage", "weight"),
+    [
+        (vespo(), 1.0, 1.0, 1.0),
+        (vespo(), 2.0, 1.0, 4 * math.exp(-3)),
+        (vespo(), 2.0, -1.0, 8 * math.exp(-2)),
+        (vespo(), 0.5, 1.0, 0.25 * math.exp(1.5)),
+        (vespo((1.0, 0.0), (0.0, 0.0)), 3.0, 1.0, 3.0),
+        (vespo((1.0, 0.0), (0.0, 0.0)), 3.0, -1.0, 1.0),
+    ],
+)
+def test_vespo_by_hand(surrogate: Surrogate, ratio: float, advantage: float, weight: float) -> None:
+    found = value_and_gradients(surrogate, ratio, advantage, logprob=-2.0)
+    assert found == pytest.approx((2 * weight * advantage, 0.0, -weight * advantage))
+
+
 def test_clip_and_reinforce_have_one_gradient_on_policy() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages = torch.tensor([2.0, -3.0])
-    for surrogate in (clip(0.2), cispo(4.0), reinforce):
+    for surrogate in (clip(0.2), cispo(4.0), reinforce, sapo(), dppo(0.2), vespo()):
         loss = surrogate(logprobs - logprobs.detach(), logprobs, advantages).sum()
-        assert torch.autograd.grad(loss, logprobs)[0].tolist() == [-2, 3]
+        assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx([-2, 3])
 
 
 @pytest.mark.parametrize("surrogate", ALL)
@@ -89,7 +153,9 @@ def test_shapes_and_dtypes(surrogate: Surrogate) -> None:
 
 
 def clipped(surrogate: Surrogate, ratio: list[float], advantages: list[float]) -> list[bool]:
-    where: Tensor = surrogate.clipped(torch.tensor(ratio).log(), torch.tensor(advantages))  # type: ignore[attr-defined]
+    log_ratio = torch.tensor(ratio).log()
+    theta = torch.full_like(log_ratio, 0.5).log()
+    where: Tensor = surrogate.clipped(log_ratio, theta, torch.tensor(advantages))  # type: ignore[attr-defined]
     return where.tolist()
 
 
@@ -98,6 +164,7 @@ def test_where_it_clips() -> None:
     assert clipped(clip(0.2), ratio, advantages) == [True, False, False, True, False, False, False]
     assert clipped(clip(0.2, dual=4.0), ratio, advantages) == [True, False, False, True, False, True, False]
     assert clipped(cispo(4.0), ratio, advantages) == [False, False, False, False, False, True, False]
+    assert clipped(dppo(0.1), [2.0, 0.6, 2.0, 0.6], [1.0, 1.0, -1.0, -1.0]) == [True, False, False, True]
     assert clipped(cispo(4.0, low=0.2), ratio, advantages) == [False, True, False, True, False, True, False]
 
 
@@ -119,6 +186,23 @@ def test_distances_are_not_negative(value: float) -> None:
         cispo(value)
     with pytest.raises(ValueError, match="cispo: low is"):
         cispo(4.0, value)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: sapo(0.0), "sapo: positive is 0.0; it is a temperature"),
+        (lambda: sapo(1.0, math.inf), "sapo: negative is inf"),
+        (lambda: dppo(-1.0), "dppo: low is -1.0"),
+        (lambda: dppo(0.2, math.nan), "dppo: high is nan"),
+        (lambda: dppo(0.2, cap=0.0), "dppo: cap is 0.0; it is the largest ratio"),
+        (lambda: vespo((-1.0, 0.0)), r"vespo: positive is \(-1.0, 0.0\); both are exponents"),
+        (lambda: vespo(negative=(1.0, math.inf)), "vespo: negative is"),
+    ],
+)
+def test_options_that_cannot_be(make: Callable[[], Surrogate], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
 
 
 @pytest.mark.parametrize("dual", [1.0, 0.5, math.nan])

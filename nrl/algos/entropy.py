@@ -1,0 +1,42 @@
+"""The entropy of the policy, as a term of a loss."""
+
+from tensordict import TensorDict
+
+from nrl.algos.aggregate import token_mean
+from nrl.algos.protocol import needs
+from nrl.batch import Batch, require
+from nrl.reduce import Mean, Metrics
+
+__all__ = ["entropy_loss"]
+
+
+@needs("entropy")
+def entropy_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    """The mean entropy over tokens, in nats; with a negative coefficient a bonus for it.
+
+        1/N Σ_i Σ_t H(π_θ(· | y_{i,<t}))
+
+    As ``add((1.0, grpo_loss), (-0.01, entropy_loss))``. It is the entropy at each token's place given what was sampled
+    before, whose gradient leaves out how the policy changes which places are reached.
+
+    Args:
+        out: has ``entropy`` ``[*B, T]``, nats.
+        batch: has ``loss_mask`` ``[*B, T]``.
+
+    Returns:
+        The mean, and the metric ``entropy``.
+
+    Raises:
+        MissingColumn: the batch lacks it.
+
+    Source: A3C, https://arxiv.org/abs/1602.01783, section 4.
+
+    >>> import torch
+    >>> batch = Batch({"loss_mask": torch.tensor([[False, True, True]])}, batch_size=[1])
+    >>> loss, metrics = entropy_loss(TensorDict({"entropy": torch.tensor([[9.0, 1.0, 2.0]])}, batch_size=[1]), batch)
+    >>> loss.total.item(), loss.weight.item()
+    (3.0, 2.0)
+    """
+    require(batch, "loss_mask", reader="entropy_loss")
+    mean = token_mean(out["entropy"], batch["loss_mask"])
+    return mean, {"entropy": Mean(mean.total.detach(), mean.weight)}
