@@ -2,6 +2,7 @@
 
 from nrl.algos.aggregate import Aggregate, seq_mean, seq_sum, token_mean
 from nrl.algos.corrections import Correction, icepop, importance_mask, sequence_mask, sequence_truncate, times, truncate
+from nrl.algos.distillation import Distance, distillation_loss, forward_kl, jsd, reverse_kl, with_tail
 from nrl.algos.divergences import (
     Controller,
     Divergence,
@@ -47,7 +48,7 @@ from nrl.algos.losses import (
 from nrl.algos.masking import masked, masked_column
 from nrl.algos.mismatch import check_mismatch, mismatch_metrics
 from nrl.algos.preferences import Link, Score, dpo_loss, preference_loss, simpo_loss
-from nrl.algos.protocol import Loss, MeanLoss, add, name_of, named, needed, needs
+from nrl.algos.protocol import Loss, MeanLoss, add, logprobs_at, name_of, named, needed, needs
 from nrl.algos.ratios import (
     Ratio,
     bounded,
@@ -66,6 +67,7 @@ __all__ = [
     "Aggregate",
     "Controller",
     "Correction",
+    "Distance",
     "Divergence",
     "Estimator",
     "GroupFunction",
@@ -90,11 +92,13 @@ __all__ = [
     "dapo_loss",
     "decoupled_ppo_loss",
     "discounted_returns",
+    "distillation_loss",
     "dpo_loss",
     "dppo",
     "dppo_loss",
     "dr_grpo_loss",
     "entropy_loss",
+    "forward_kl",
     "from_rewards",
     "gae",
     "geometric_ratio",
@@ -106,12 +110,14 @@ __all__ = [
     "icepop",
     "importance_mask",
     "importance_weighted",
+    "jsd",
     "k1",
     "k2",
     "k3",
     "kl",
     "leave_one_out",
     "log1mexp",
+    "logprobs_at",
     "masked",
     "masked_column",
     "mismatch_metrics",
@@ -127,6 +133,7 @@ __all__ = [
     "product_ratio",
     "reinforce",
     "reinforce_loss",
+    "reverse_kl",
     "rollout_ratio",
     "sapo",
     "sapo_loss",
@@ -144,4 +151,5 @@ __all__ = [
     "vespo",
     "vespo_loss",
     "whiten",
+    "with_tail",
 ]

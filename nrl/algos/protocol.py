@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from nrl.batch import Batch
 from nrl.reduce import Mean, Metrics
 
-__all__ = ["Loss", "MeanLoss", "add", "name_of", "named", "needed", "needs"]
+__all__ = ["Loss", "MeanLoss", "add", "logprobs_at", "name_of", "named", "needed", "needs"]
 
 
 class Loss(Protocol):
@@ -64,6 +64,18 @@ def needs[F: Callable[..., Any]](*outputs: str) -> Callable[[F], F]:
         return fn
 
     return decorate
+
+
+def logprobs_at(column: str) -> str:
+    """The name of an output: log-probabilities of the tokens in a column of ids, at each place.
+
+    Args:
+        column: of the batch, ``[*B, T, k]`` int64; at t, tokens that may stand at t. The output has its shape.
+
+    >>> logprobs_at("teacher_ids")
+    'logprobs_at(teacher_ids)'
+    """
+    return f"logprobs_at({column})"
 
 
 def needed(*fns: Callable[..., Any] | None) -> frozenset[str]:
