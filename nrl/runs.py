@@ -41,6 +41,7 @@ class _Loop:
     saved: bool = False  # the step that is running
     asked: float = 0.0
     pulled: float = 0.0
+    published: float = 0.0  # seconds that were spent on it before the step
     numbers: dict[str, float] = attrs.field(factory=dict)  # of the step, once it is logged
 
 
@@ -182,6 +183,7 @@ class Run:
                     timeline.step(step)
                 with timeline.span(f"{shown} {step}", loop=shown):
                     loop.numbers, loop.saved, loop.asked = {}, False, time.perf_counter()
+                    loop.published = timeline.spent("publish")
                     with timeline.span("take"):
                         batch = stream.take(1)[0]
                     loop.pulled = time.perf_counter()
@@ -197,8 +199,9 @@ class Run:
     ) -> dict[str, float]:
         """Write one line: the metrics, and the times of the step.
 
-        ``time/rollout`` is the time that the stream took, ``time/train`` all from then until now, ``time/total`` their
-        sum, in seconds; ``tokens_per_second`` the trained tokens (prompts too) over the total.
+        ``time/rollout`` is the time that the stream took, ``time/train`` all from then until now, ``time/publish`` what
+        of it went into publishing weights, ``time/total`` the sum of the first two, in seconds; ``tokens_per_second``
+        the trained tokens (prompts too) over the total.
 
         Args:
             step: from `steps`.
@@ -226,6 +229,8 @@ class Run:
         numbers["tokens_per_second"] = numbers.get("tokens", 0.0) / max(now - loop.asked, 1e-9)
         numbers["time/rollout"] = loop.pulled - loop.asked
         numbers["time/train"] = now - loop.pulled
+        if publishing := timeline.spent("publish") - loop.published:
+            numbers["time/publish"] = publishing
         numbers["time/total"] = now - loop.asked
         self._write(loop.file, numbers)
         if samples is not None:

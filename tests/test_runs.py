@@ -6,6 +6,7 @@ import random
 import re
 import resource
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from nrl.checkpoint import Checkpoints
 from nrl.errors import CheckpointError, ConfigError
 from nrl.reduce import Max, Mean, Metrics, Sum
 from nrl.runs import Run, run
-from nrl.runtime import done
+from nrl.runtime import done, timeline
 from nrl.stream import Source, ahead, counting
 from tests.children import child
 from tests.disks import small_disk_at
@@ -207,6 +208,20 @@ def test_a_line_has_all_metrics_and_what_it_took(tmp_path: Path) -> None:
     assert line["time/train"] >= 0
     assert line["time/rollout"] + line["time/train"] == pytest.approx(line["time/total"])
     assert line["tokens_per_second"] == pytest.approx(50 / line["time/total"])
+
+
+def test_a_step_that_publishes_says_what_it_took(tmp_path: Path) -> None:
+    with timeline.span("publish"):
+        time.sleep(0.05)  # before the first step
+    with run(Config(out=tmp_path, steps=2)) as entered:
+        for i, _ in entered.steps(batches()):
+            for _ in range(2 if i == 0 else 0):
+                with timeline.span("publish"):
+                    time.sleep(0.01)
+            entered.log(i, {"loss": mean(0.5)})
+    first, second = read(tmp_path / "metrics.jsonl")
+    assert 0.02 <= first["time/publish"] <= first["time/train"]
+    assert second.keys() == ALWAYS
 
 
 def test_what_was_not_measured_is_null(tmp_path: Path) -> None:

@@ -209,6 +209,10 @@ class Probed(Protocol):
         """Let every engine complete a prompt."""
         ...
 
+    def distrust(self, reason: str) -> None:
+        """Serve nobody until other weights have been received."""
+        ...
+
 
 class Engine[S, M](Protocol):
     """What a backend author writes; made in each process of a mesh. ``S`` is its train state, ``M`` its params.
@@ -381,8 +385,8 @@ class Trainer(NamedTuple):
 def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> int:
     """Move weights into a sampler, which from then on stamps their version on what it samples.
 
-    The version is the number of publishes. Params that have been published already, to another sampler or before a
-    restore, keep the number that they have.
+    The version is the number of publishes, to this sampler and of these params. Params that have been published
+    already, to another sampler or before a restore, keep the number that they have.
 
     Each engine of a sampler that computes otherwise than a trainer (`Probed`) is then asked for a completion, always of
     the same prompt, and its log-probabilities are compared with the trainer's.
@@ -400,7 +404,8 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
 
     Raises:
         ConsumedState: the params were borrowed from a state that has been consumed.
-        WeightMismatch: the sampler, asked for a completion, does not compute what the trainer does.
+        WeightMismatch: the sampler, asked for a completion, does not compute what the trainer does. It does not serve
+            anybody else until it does.
         ValueError: there is no such ``inflight``.
 
     >>> import nrl
@@ -421,7 +426,8 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
         )
     if inflight not in ("wait", "keep", "abort"):
         raise ValueError(f"publish: inflight is {inflight!r}; it is 'wait', 'keep' or 'abort'")
-    version = params.version if params.published else params.version + 1
+    # Weights from elsewhere, such as a reference's, count on from what the sampler has had, or two would share a number
+    version = params.version if params.published else max(params.version, sampler.version) + 1
     if isinstance(sampler, Streams):
         sampler.receive(_Buckets(params), version, inflight=inflight)
     else:
@@ -463,13 +469,15 @@ def _probe(params: Params, sampler: Sampler, engines: Probed, tolerance: float) 
         trainers = values[: len(each.logprobs)]
         apart = float((trainers - each.logprobs).abs().max())
         if not apart <= tolerance or each.version != params.version:
-            raise WeightMismatch(
+            error = WeightMismatch(
                 f"publish: with the weights of version {params.version}, engine {place} of the sampler (at version "
                 f"{each.version}) gives the tokens {each.token_ids.tolist()} after a prompt of {length} the "
                 f"log-probabilities {_rounded(each.logprobs)}, and the trainer {_rounded(trainers)}: they are "
                 f"{apart:.2g} nats apart, and {tolerance:g} may be rounding. The engine holds other weights, or keys "
                 "and values that were computed with older ones; what it samples cannot be trained on"
             )
+            engines.distrust(str(error))
+            raise error
 
 
 def _rounded(x: Tensor) -> list[float]:

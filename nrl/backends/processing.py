@@ -11,7 +11,7 @@ from nrl.algos import Loss
 from nrl.backends.base import Bucket, Engine
 from nrl.batch import Batch
 from nrl.reduce import Metrics
-from nrl.runtime.transfer import Tensors
+from nrl.runtime.transfer import Tensors, sent
 
 __all__ = [
     "export",
@@ -73,8 +73,8 @@ def next_bucket(send: Callable[[Tensors], Any], reading: Iterator[tuple[str, Ten
         bucket[name] = tensor
         size += tensor.numel() * tensor.element_size()
         if size >= _BUCKET:
-            return send(bucket), True
-    return send(bucket), False
+            return sent(send, bucket), True
+    return sent(send, bucket), False
 
 
 def logprobs(split: _Split, engine: _Engine, value: Any, frozen: bool, *shards: Batch) -> list[Tensor]:

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,7 +21,7 @@ from typing import Any
 
 from nrl.log import redact
 
-__all__ = ["DRIVER", "busy", "current", "record", "recording", "shown", "span", "step", "unshown"]
+__all__ = ["DRIVER", "busy", "current", "record", "recording", "shown", "span", "spent", "step", "unshown"]
 
 DRIVER = "driver"
 """The name of the driver's own rows.
@@ -35,6 +36,7 @@ _ROWS = 64  # of a rank, at most; it has more than one where its calls overlap
 
 _open: list["_Recorder"] = []  # of the runs that are entered; the last one records
 _step: int | None = None
+_spent: dict[str, float] = defaultdict(float)
 _shown: ContextVar[bool] = ContextVar("shown", default=True)
 
 
@@ -102,8 +104,21 @@ def span(name: str, loop: str | None = None) -> Iterator[None]:
     try:
         yield
     finally:
+        _spent[name] += time.time() - start
         if recorder is not None:  # it may be closed: a loop that an error has left is collected later
             recorder.add(DRIVER, 0, name, start, time.time(), loop)
+
+
+def spent(name: str) -> float:
+    """Seconds that this process has been in blocks of a name so far, those that overlap counted each.
+
+    >>> before = spent("publish")
+    >>> with span("publish"):
+    ...     time.sleep(0.01)
+    >>> 0.01 <= spent("publish") - before < 1
+    True
+    """
+    return _spent[name]
 
 
 def step(i: int | None) -> None:

@@ -1,13 +1,15 @@
 """How tensors get from the processes of one mesh to those of others, by where these are.
 
 By value, through the object store, which the processes of a node read without a copy; lent where they lie, to
-processes on the same GPUs (CUDA IPC); or, between GPUs, cast to all at once (a broadcast over NCCL).
+processes on the same GPUs (CUDA IPC); or, between GPUs, cast to all at once (a broadcast over NCCL). Whichever way they
+take, a sample of them bears a checksum, which is compared where they arrive.
 """
 
 import itertools
 import os
 import pickle
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,12 +28,13 @@ from nrl.errors import TransferError
 from nrl.runtime.placement import Mesh, Out
 from nrl.runtime.process import process
 
-__all__ = ["Route", "Tensors", "by_value", "cast", "lend", "opened", "route"]
+__all__ = ["Route", "Tensors", "by_value", "cast", "checksum", "lend", "opened", "route", "sent"]
 
 type Tensors = Mapping[str, Tensor]
 
 _SECONDS = 300  # that processes wait for each other
 _ALIGNED = 16  # bytes, so that every dtype can be read where it lies
+_SAMPLE = 8  # one tensor in so many bears a checksum
 
 
 class Route(NamedTuple):
@@ -64,15 +67,50 @@ def route(source: Mesh, to: Sequence[Mesh]) -> Route:
     return Route(by_value, Out.first)
 
 
-def opened(sent: Sequence[Any]) -> Tensors:
-    """What was sent, in the process that receives it.
+def sent(send: Callable[[Tensors], Any], tensors: Tensors) -> tuple[Any, dict[str, int]]:
+    """What travels of tensors, and the checksums of a sample of them.
+
+    Args:
+        send: of a `Route`.
+        tensors: by their names, by which the sample is taken.
+
+    >>> sent(by_value, {"x": torch.ones(1)})
+    ({'x': tensor([1.])}, {'x': 1065353216})
+    """
+    sample = [name for name in tensors if zlib.crc32(name.encode()) % _SAMPLE == 0] or list(tensors)[:1]
+    return send(tensors), {name: checksum(tensors[name]) for name in sample}
+
+
+def checksum(tensor: Tensor) -> int:
+    """The sum of a tensor's bits, read as integers, modulo 2^64; computed where it is.
+
+    >>> checksum(torch.tensor([1.5, -0.0])) == checksum(torch.tensor([1.5, 0.0]))
+    False
+    """
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return int((flat.view(torch.int32) if len(flat) % 4 == 0 else flat).sum(dtype=torch.int64))
+
+
+def opened(results: Sequence[tuple[Any, Mapping[str, int]]]) -> Tensors:
+    """What was `sent`, in the process that receives it.
 
     Raises:
-        TransferError: it cannot be had; by value it could.
+        TransferError: it cannot be had, though by value it could; or it is not what was sent.
 
-    >>> opened([by_value({"x": torch.ones(1)})])
+    >>> opened([sent(by_value, {"x": torch.ones(1)})])
     {'x': tensor([1.])}
     """
+    tensors = _opened([what for what, _ in results])
+    for name, expected in results[0][1].items():
+        found = checksum(tensors[name])
+        if found != expected:
+            raise TransferError(
+                f"transfer: '{name}' did not arrive as it was sent (checksum {found}, and not {expected})"
+            )
+    return tensors
+
+
+def _opened(sent: Sequence[Any]) -> Tensors:
     lent = {each.device: each.handles for each in sent if isinstance(each, _Lent)}
     if lent and _device() not in lent:
         raise TransferError(f"transfer: tensors were lent on {', '.join(lent)}, and this process is on {_device()}")

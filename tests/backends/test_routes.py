@@ -124,11 +124,24 @@ def test_which_way_weights_take(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_cannot_be_received_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "_lendable", lambda tensor: True)
-    lent = transfer.lend({"x": torch.ones(2)})
+    lent = transfer.sent(transfer.lend, {"x": torch.ones(2)})
     monkeypatch.setattr(transfer, "_device", lambda: "GPU-7")
     with pytest.raises(TransferError, match="tensors were lent on cpu, and this process is on GPU-7"):
         transfer.opened([lent])
     monkeypatch.setattr(transfer, "_SECONDS", 0.1)
     nobody = transfer._Parcel(("127.0.0.1", 9), 1, (("x", torch.float32, (2,)),))
     with pytest.raises(TransferError, match="receive: weights were not cast to all engines"):
-        transfer.opened([nobody])
+        transfer.opened([(nobody, {})])
+    damaged = {"x": torch.ones(2)}
+    with pytest.raises(TransferError, match=r"'x' did not arrive as it was sent \(checksum 213"):
+        transfer.opened([(damaged, {"x": 7})])
+
+
+def test_a_sample_bears_checksums() -> None:
+    """The same tensors each time, at least one of them, of any dtype and size."""
+    tensors = {f"layer.{i}": torch.full((3,), float(i)) for i in range(64)}
+    _, sample = transfer.sent(transfer.by_value, tensors)
+    assert 2 < len(sample) < 20
+    assert sample == transfer.sent(transfer.by_value, tensors)[1]
+    for odd in (torch.ones(3, dtype=torch.bfloat16), torch.ones(5, dtype=torch.uint8), torch.ones(0), torch.ones(())):
+        assert transfer.opened([transfer.sent(transfer.by_value, {"odd": odd})])["odd"] is odd

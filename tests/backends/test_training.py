@@ -505,11 +505,23 @@ def test_save_and_restore_keep_the_counts(trainer: Trainer, tmp_path: Path) -> N
     a, _ = step(state, batch_of())
     b, _ = step(again, batch_of())
     assert torch.equal(dict(a.params.tensors())["table"], dict(b.params.tensors())["table"])
-    assert (publish(a.params, sampler), publish(b.params, sampler)) == (2, 2)
+    assert (publish(a.params, sampler), publish(b.params, Recorder())) == (2, 2)
     assert json.loads((tmp_path / "deep" / "folder" / "state.json").read_text())["step"] == 1
 
 
 # publish
+
+
+def test_versions_of_other_weights_count_on(trainer: Trainer) -> None:
+    """Two sets of weights that one sampler has had do not share a number."""
+    state, sampler = trainer.init(), Recorder()
+    for _ in range(3):
+        publish(state.params, sampler)
+        state, _ = trainer.train_step(sft_loss)(state, batch_of())
+    reference = trainer.load()
+    assert publish(reference, sampler) == 4
+    assert publish(state.params, sampler) == 5
+    assert (reference.version, state.version, sampler.version) == (4, 5, 5)
 
 
 def test_publish_counts(trainer: Trainer) -> None:
