@@ -36,7 +36,7 @@ def optimal_baseline(batch: Batch) -> Tensor:
         BatchError: there are several rewards a row, or the rows of one episode differ in reward or group.
         NotFinite: the reward of a valid row is NaN or infinite.
 
-    Source: Hao et al., https://arxiv.org/abs/2505.23585, b* of the algorithm.
+    Source: Hao et al., https://arxiv.org/abs/2505.23585, b*.
 
     >>> columns = {"rewards": torch.tensor([1.0, 0.0]), "group_ids": torch.tensor([0, 0])}
     >>> mask = torch.tensor([[True, False, False], [True, True, True]])
@@ -77,7 +77,7 @@ def greedy_baseline(batch: Batch) -> Tensor:
         BatchError: there are several rewards a row, or the rows of one episode differ in reward, group or temperature.
         NotFinite: the reward of a valid row is NaN or infinite.
 
-    Source: Li et al., ReMax, https://arxiv.org/abs/2310.10505, algorithm 1.
+    Source: Li et al., ReMax, https://arxiv.org/abs/2310.10505.
 
     >>> columns = {"rewards": torch.tensor([1.0, 0.25]), "group_ids": torch.tensor([0, 0])}
     >>> columns |= {"temperature": torch.tensor([1.0, 0.0]), "loss_mask": torch.tensor([[True], [True]])}

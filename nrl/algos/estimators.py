@@ -245,7 +245,7 @@ def reverse_kl(batch: Batch) -> Tensor:
         MissingColumn: the batch lacks one of them.
         NotFinite: a log-probability of a trained token is NaN or infinite, as under a teacher that rules a token out.
 
-    Source: K. Lu, On-Policy Distillation (2025), https://thinkingmachines.ai/blog/on-policy-distillation; MiMo-V2,
+    Source: K. Lu, On-Policy Distillation (2025), https://thinkingmachines.ai/blog/on-policy-distillation; MOPD,
     https://arxiv.org/abs/2601.02780.
 
     >>> import torch
