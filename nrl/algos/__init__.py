@@ -1,4 +1,7 @@
-"""Algorithms as parts that compose: estimators, ratios, surrogates, divergences, corrections, aggregates, losses."""
+"""Algorithms as parts that compose.
+
+Shaping, estimators, ratios, surrogates, divergences, corrections, aggregates, losses.
+"""
 
 from nrl.algos.aggregate import Aggregate, seq_mean, seq_sum, token_mean
 from nrl.algos.baselines import gdpo, greedy_baseline, optimal_baseline
@@ -32,6 +35,19 @@ from nrl.algos.preferences import Link, Score, dpo_loss, preference_loss, simpo_
 from nrl.algos.protocol import Loss, MeanLoss, add, name_of, named, needed, needs
 from nrl.algos.ratios import Ratio, bounded, on_policy_ratio, sequence_ratio, token_ratio
 from nrl.algos.returns import discounted_returns, gae, whiten
+from nrl.algos.shaping import (
+    Shaping,
+    clip_rewards,
+    keep_at_least,
+    keep_best,
+    length_penalty,
+    mask_greedy,
+    mask_truncated,
+    overlong_penalty,
+    scale_rewards,
+    stop_properly,
+    top_entropy,
+)
 from nrl.algos.supervised import sft_loss
 from nrl.algos.surrogates import Surrogate, cispo, clip, reinforce
 
@@ -48,6 +64,7 @@ __all__ = [
     "Penalty",
     "Ratio",
     "Score",
+    "Shaping",
     "Surrogate",
     "add",
     "advantages",
@@ -56,6 +73,7 @@ __all__ = [
     "check_mismatch",
     "cispo",
     "clip",
+    "clip_rewards",
     "dapo_loss",
     "discounted_returns",
     "dpo_loss",
@@ -73,8 +91,13 @@ __all__ = [
     "k1",
     "k2",
     "k3",
+    "keep_at_least",
+    "keep_best",
     "kl",
     "leave_one_out",
+    "length_penalty",
+    "mask_greedy",
+    "mask_truncated",
     "masked",
     "masked_column",
     "max_rl",
@@ -85,6 +108,7 @@ __all__ = [
     "needs",
     "on_policy_ratio",
     "optimal_baseline",
+    "overlong_penalty",
     "penalized_rewards",
     "per_group",
     "policy_loss",
@@ -94,14 +118,17 @@ __all__ = [
     "reverse_kl",
     "row_rewards",
     "sampled_logprobs",
+    "scale_rewards",
     "seq_mean",
     "seq_sum",
     "sequence_ratio",
     "sft_loss",
     "simpo_loss",
+    "stop_properly",
     "token_mean",
     "token_ratio",
     "token_rewards",
+    "top_entropy",
     "trained_tokens",
     "truncate",
     "valid_rows",
