@@ -348,6 +348,11 @@ def test_invalid_rows_have_no_part_in_whitening() -> None:
     assert found.flatten().tolist() == pytest.approx([-1 / std, -1 / std, 1 / std, 1 / std, 0, 0], abs=1e-5)
 
 
+def test_an_invalid_row_has_no_returns_even_if_its_mask_is_not_empty() -> None:
+    batch = Batch({"token_rewards": TOKENS, "loss_mask": HOLES, "valid": torch.tensor([False, True])}, batch_size=[2])
+    assert from_token_rewards()(batch).tolist() == [[0] * 4, [0, 1, 0, 0]]
+
+
 def test_the_baseline_form_whitens_centred_rewards_over_tokens() -> None:
     batch = make_batch([1.0, 4.0, 2.5, 0.0], [0, 0, 1, 1], [3, 1, 5, 0])
     expected = whiten(from_rewards(group_center)(batch), batch["loss_mask"])

@@ -224,6 +224,12 @@ def test_keep_best_by_hand() -> None:
     assert found["loss_mask"].any(-1).tolist() == found["valid"].tolist()
 
 
+def test_an_invalid_row_stays_so_however_good() -> None:
+    batch = make_batch([1.0, 1.0, 0.0], None, valid=torch.tensor([False, True, True]))
+    assert keep_best(batch)["valid"].tolist() == [False, True, False]
+    assert keep_at_least(0.0)(batch)["valid"].tolist() == [False, True, True]
+
+
 @pytest.mark.parametrize("shape", [keep_at_least(0.5), keep_best], ids=["keep_at_least", "keep_best"])
 def test_what_cannot_be_compared_is_refused(shape: Shaping) -> None:
     with pytest.raises(NotFinite, match=r"keep_.*: rewards is NaN or infinite in 1 valid rows \(0\)"):
