@@ -31,7 +31,7 @@ from nrl.runtime import (
     resident,
     shard_map,
 )
-from nrl.stream import ahead, batched, drop_uniform, fresh
+from nrl.stream import ahead, batched, drop_uniform, filtered, fresh
 from nrl.summaries import samples, summary
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "donated",
     "drop_uniform",
     "evaluate",
+    "filtered",
     "finalize",
     "fresh",
     "lengths",

@@ -52,6 +52,11 @@ COLUMNS: dict[str, Column] = {
         torch.float32,
         _from_trainer("teacher.logprobs(params, batch)", "teacher_logprobs"),
     ),
+    "entropy": Column(
+        "token",
+        torch.float32,
+        "Add it with assign(batch, entropy=...); in nats, of the policy that sampled.",
+    ),
     "values": Column(
         "token",
         torch.float32,

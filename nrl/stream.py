@@ -14,11 +14,13 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
+from nrl.algos.protocol import name_of
+from nrl.algos.rows import check_finite
 from nrl.batch import Batch, assign, concatenate, require
 from nrl.errors import DataError
 from nrl.runtime.futures import Future, done
 
-__all__ = ["Source", "Stream", "Versioned", "ahead", "batched", "counting", "drop_uniform", "fresh"]
+__all__ = ["Source", "Stream", "Versioned", "ahead", "batched", "counting", "drop_uniform", "filtered", "fresh"]
 
 
 class Stream[T](Protocol):
@@ -128,7 +130,8 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
 
     What was dropped is not lost: the next group that is kept carries it, in the columns ``dropped`` (the number of
     valid rows), ``dropped_rewards`` (their sum) and ``dropped_invalid`` (the number of failed rows), which add up over
-    rows. A group with fewer than two valid rows is uniform.
+    rows. A group with fewer than two valid rows is uniform. A reward that is NaN or infinite is refused, since it is
+    equal to nothing: a row whose reward could not be computed has to be invalid, as `nrl.rollout` makes it.
 
     Args:
         stream: of groups.
@@ -136,6 +139,7 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
 
     Raises:
         DataError: so many draws held no group that teaches anything, or ``patience`` is not positive.
+        NotFinite: the reward of a valid row is NaN or infinite.
 
     Source: dynamic sampling, Yu et al., 2025 (2503.14476), section 3.2.
 
@@ -151,6 +155,7 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
 
     def teaches(group: Batch) -> bool:
         require(group, "rewards", reader="drop_uniform")
+        check_finite(group, "rewards", reader="drop_uniform")
         rewards = group["rewards"][_valid(group)]
         return len(rewards) > 1 and not bool((rewards == rewards[0]).all())
 
@@ -161,6 +166,38 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
         )
 
     return _filtered(stream, teaches, patience, complain)
+
+
+def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int = 32) -> Source[Batch]:
+    """Groups or batches that a predicate lets through; what is missing is asked for again.
+
+    What was dropped is carried in columns, as by `drop_uniform`, so that the metrics count it.
+
+    Args:
+        stream: of groups or batches.
+        keep: whether to keep one; it must not change it.
+        patience: how many draws in a row may be dropped whole.
+
+    Raises:
+        DataError: so many draws held nothing to keep, or ``patience`` is not positive.
+
+    >>> def group(index):
+    ...     rewards = torch.tensor([0.0, float(index)])
+    ...     return Batch({"input_ids": torch.zeros(2, 3, dtype=torch.int64), "rewards": rewards}, batch_size=[2])
+    >>> solved = filtered(counting(group), lambda group: bool((group["rewards"] > 1).any()))
+    >>> solved.take(1)[0]["rewards"].tolist()
+    [0.0, 2.0]
+    """
+    if patience < 1:
+        raise DataError(f"filtered: patience is {patience}; it must be at least 1")
+
+    def complain(draws: int, groups: int) -> str:
+        return (
+            f"filtered: {name_of(keep)} let nothing through in {draws} draws in a row ({groups} items); ask for less, "
+            "use other tasks, or sample more answers to each"
+        )
+
+    return _filtered(stream, keep, patience, complain)
 
 
 def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 32) -> Source[Batch]:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nrl.batch import Batch, concatenate
-from nrl.errors import DataError, MissingColumn
-from nrl.stream import Source, Stream, ahead, batched, counting, drop_uniform, fresh
+from nrl.errors import DataError, MissingColumn, NotFinite
+from nrl.stream import Source, Stream, ahead, batched, counting, drop_uniform, filtered, fresh
 
 quick = settings(max_examples=60)
 
@@ -237,6 +237,54 @@ def test_groups_stay_as_they_were() -> None:
     assert "dropped" not in one.keys()
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("others", [[1.0, 1.0], [0.0, 1.0], [torch.nan]])
+def test_a_reward_that_could_not_be_computed_is_refused(bad: float, others: list[float]) -> None:
+    with pytest.raises(NotFinite, match=r"drop_uniform: rewards is NaN or infinite in .* valid rows .*mark these rows"):
+        drop_uniform(listed([*others, bad])).take(1)
+
+
+def test_one_of_several_rewards_that_could_not_be_computed_is_refused() -> None:
+    rewards = torch.tensor([[1.0, torch.nan], [0.0, 1.0]])
+    batch = Batch({"input_ids": torch.zeros(2, 2).long(), "rewards": rewards}, batch_size=[2])
+    with pytest.raises(NotFinite, match=r"drop_uniform: .* 1 valid rows \(0\)"):
+        drop_uniform(counting(lambda _: batch)).take(1)
+
+
+# --- filtered
+
+
+def solved(batch: Batch) -> bool:
+    return bool((batch["rewards"] > 0).any())
+
+
+def test_filtered_keeps_what_the_predicate_lets_through_and_asks_for_the_rest() -> None:
+    source, asked = watched(listed(MIXED, [0.0, 0.0], SAME, [0.0, -1.0], [-1.0], MIXED))
+    kept = filtered(source, solved).take(3)
+    assert numbers(kept) == [0, 2, 5]
+    assert asked == [3, 1, 1, 1]
+    assert carried(kept) == [(0, 0.0), (2, 0.0), (3, -2.0)]
+
+
+def test_filtered_carries_what_others_carried() -> None:
+    kept = filtered(drop_uniform(listed(SAME, MIXED, MIXED, SAME, [0.0, 2.0])), lambda one: one["rewards"].max() > 1)
+    assert carried(kept.take(1)) == [(8, 6.0)]
+
+
+def test_filtered_works_without_rewards() -> None:
+    stream = counting(lambda index: Batch({"input_ids": torch.full((1, 2), index)}, batch_size=[1]))
+    (kept,) = filtered(stream, lambda one: int(one["input_ids"][0, 0]) == 2).take(1)
+    assert (int(kept["dropped"].sum()), float(kept["dropped_rewards"].sum())) == (2, 0.0)
+
+
+def test_the_patience_of_a_filter_ends() -> None:
+    message = r"filtered: solved let nothing through in 3 draws in a row \(6 items\); ask for less"
+    with pytest.raises(DataError, match=message):
+        filtered(counting(lambda _: group([0.0])), solved, patience=3).take(2)
+    with pytest.raises(DataError, match="filtered: patience is 0; it must be at least 1"):
+        filtered(listed(MIXED), solved, patience=0)
+
+
 # --- fresh
 
 
@@ -389,6 +437,7 @@ def mixture(index: int) -> Batch:
 COMPOSITIONS: dict[str, Callable[[], Source[Batch]]] = {
     "batched": lambda: batched(counting(mixture), 3),
     "drop_uniform": lambda: drop_uniform(counting(mixture)),
+    "filtered": lambda: filtered(counting(mixture), solved),
     "fresh": lambda: fresh(counting(mixture), 0, Now(2)),
     "ahead": lambda: ahead(counting(mixture), 2),
     "batched(drop_uniform)": lambda: batched(drop_uniform(counting(mixture)), 2),

@@ -1,6 +1,10 @@
-"""Algorithms as parts that compose: estimators, ratios, surrogates, divergences, corrections, aggregates, losses."""
+"""Algorithms as parts that compose.
+
+Shaping, estimators, ratios, surrogates, divergences, corrections, aggregates, losses.
+"""
 
 from nrl.algos.aggregate import Aggregate, seq_mean, seq_sum, token_mean
+from nrl.algos.baselines import gdpo, greedy_baseline, optimal_baseline
 from nrl.algos.corrections import Correction, icepop, importance_mask, sequence_mask, sequence_truncate, times, truncate
 from nrl.algos.distillation import Distance, distillation_loss, forward_kl, jsd, reverse_kl, with_tail
 from nrl.algos.divergences import (
@@ -20,17 +24,24 @@ from nrl.algos.divergences import (
 from nrl.algos.entropy import entropy_loss
 from nrl.algos.estimators import (
     Estimator,
-    GroupFunction,
     advantages,
-    discounted_returns,
     from_rewards,
-    gae,
+    from_token_rewards,
+    on_policy_distillation,
+    reinforce_plus_plus,
+    weighted_sum,
+    whitened,
+)
+from nrl.algos.groups import (
+    GroupFunction,
     group_center,
+    group_center_batch_std,
     group_normalize,
     leave_one_out,
+    max_rl,
     per_group,
-    whiten,
 )
+from nrl.algos.kl_rewards import penalized_rewards, sampled_logprobs, token_rewards
 from nrl.algos.losses import (
     cispo_loss,
     dapo_loss,
@@ -59,7 +70,21 @@ from nrl.algos.ratios import (
     sequence_ratio,
     token_ratio,
 )
+from nrl.algos.returns import discounted_returns, gae, whiten
 from nrl.algos.selections import Selection, opsm
+from nrl.algos.shaping import (
+    Shaping,
+    clip_rewards,
+    keep_at_least,
+    keep_best,
+    length_penalty,
+    mask_greedy,
+    mask_truncated,
+    overlong_penalty,
+    scale_rewards,
+    stop_properly,
+    top_entropy,
+)
 from nrl.algos.supervised import sft_loss
 from nrl.algos.surrogates import Surrogate, cispo, clip, dppo, reinforce, sapo, vespo
 
@@ -78,6 +103,7 @@ __all__ = [
     "Ratio",
     "Score",
     "Selection",
+    "Shaping",
     "Surrogate",
     "adaptive_kl",
     "add",
@@ -89,6 +115,7 @@ __all__ = [
     "cispo",
     "cispo_loss",
     "clip",
+    "clip_rewards",
     "dapo_loss",
     "decoupled_ppo_loss",
     "discounted_returns",
@@ -100,10 +127,14 @@ __all__ = [
     "entropy_loss",
     "forward_kl",
     "from_rewards",
+    "from_token_rewards",
     "gae",
+    "gdpo",
     "geometric_ratio",
     "gmpo_loss",
+    "greedy_baseline",
     "group_center",
+    "group_center_batch_std",
     "group_normalize",
     "grpo_loss",
     "gspo_loss",
@@ -114,29 +145,42 @@ __all__ = [
     "k1",
     "k2",
     "k3",
+    "keep_at_least",
+    "keep_best",
     "kl",
     "leave_one_out",
+    "length_penalty",
     "log1mexp",
     "logprobs_at",
+    "mask_greedy",
+    "mask_truncated",
     "masked",
     "masked_column",
+    "max_rl",
     "mismatch_metrics",
     "name_of",
     "named",
     "needed",
     "needs",
+    "on_policy_distillation",
     "on_policy_ratio",
     "opsm",
+    "optimal_baseline",
+    "overlong_penalty",
+    "penalized_rewards",
     "per_group",
     "policy_loss",
     "preference_loss",
     "product_ratio",
     "reinforce",
     "reinforce_loss",
+    "reinforce_plus_plus",
     "reverse_kl",
     "rollout_ratio",
+    "sampled_logprobs",
     "sapo",
     "sapo_loss",
+    "scale_rewards",
     "seq_mean",
     "seq_sum",
     "sequence_mask",
@@ -144,12 +188,17 @@ __all__ = [
     "sequence_truncate",
     "sft_loss",
     "simpo_loss",
+    "stop_properly",
     "times",
     "token_mean",
     "token_ratio",
+    "token_rewards",
+    "top_entropy",
     "truncate",
     "vespo",
     "vespo_loss",
+    "weighted_sum",
     "whiten",
+    "whitened",
     "with_tail",
 ]

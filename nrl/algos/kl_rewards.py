@@ -1,0 +1,124 @@
+"""The penalty for leaving the reference, taken from the rewards instead of added to the loss: ``batch -> batch``.
+
+A reward is held fixed and reaches the gradient through log π alone. With `k1` the expected policy gradient is that of
+the reward less coef times the true reverse KL(π_θ ‖ π_ref). Not so with the others: `k3`, although its value is
+unbiased, gives the gradient of the reverse less that of the forward KL, and `k2` that of no divergence. This is the
+other way round than in a loss, where `k1` is the one to avoid. Source: https://arxiv.org/abs/2506.09477.
+"""
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from nrl.algos.divergences import Penalty
+from nrl.algos.masking import masked
+from nrl.algos.rows import check_finite, episodes, row_rewards, trained_tokens
+from nrl.batch import Batch, assign, require
+
+__all__ = ["penalized_rewards", "sampled_logprobs", "token_rewards"]
+
+
+def sampled_logprobs(batch: TensorDict, reader: str) -> Tensor:
+    """The log-probabilities of the policy that sampled, as constants: ``old_logprobs``, else ``rollout_logprobs``.
+
+    Args:
+        batch: has one of them.
+        reader: who reads it, as a user would name it; for the error.
+
+    Returns:
+        ``[*B, T]``, nats; outside ``loss_mask`` it may hold anything.
+
+    Raises:
+        MissingColumn: the batch lacks both.
+        NotFinite: one of a trained token is NaN or infinite.
+
+    >>> import torch
+    >>> mask = torch.tensor([[True]])
+    >>> columns = {"rollout_logprobs": torch.tensor([[-1.0]]), "loss_mask": mask}
+    >>> sampled_logprobs(Batch(columns, batch_size=[1]), reader="my_estimator").tolist()
+    [[-1.0]]
+    """
+    column = "old_logprobs" if "old_logprobs" in batch.keys() or "rollout_logprobs" not in batch.keys() else None
+    column = column or "rollout_logprobs"
+    require(batch, column, reader=reader)
+    check_finite(batch, column, reader=reader)
+    found: Tensor = batch[column].detach()
+    return found
+
+
+def _penalties(batch: TensorDict, penalty: Penalty, reader: str) -> Tensor:
+    mask = trained_tokens(batch)
+    return masked(penalty(masked(sampled_logprobs(batch, reader), mask), batch).detach(), mask)
+
+
+def token_rewards(batch: Batch, penalty: Penalty | None = None) -> Batch:
+    """Add the column ``token_rewards``: the row's reward at its last trained token, less a penalty at each.
+
+        r_t = [t is the row's last token] r - penalty_t
+
+    The penalty is of the policy that sampled: ``old_logprobs``, else ``rollout_logprobs``. All rows of an episode end
+    in its reward. A row without a trained token has none, whatever its reward was; invalid rows have 0.
+
+    Args:
+        batch: has ``rewards``, ``loss_mask``, and what the penalty reads.
+        penalty: ``(logprobs, batch) -> [B, T]``, such as ``kl(k1, 0.01)``; None: no penalty.
+
+    Raises:
+        MissingColumn: the batch lacks one of them.
+        BatchError: there are several rewards a row.
+        NotFinite: a reward or log-probability of a valid row is NaN or infinite.
+
+    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, eq. 2; REINFORCE++, https://arxiv.org/abs/2501.03262,
+    eq. 4.
+
+    >>> import torch
+    >>> from nrl.algos import k1, kl
+    >>> mask = torch.tensor([[False, True, True]])
+    >>> columns = {"old_logprobs": torch.tensor([[0.0, -1.0, -2.0]]), "ref_logprobs": torch.tensor([[0.0, -3.0, -2.0]])}
+    >>> batch = Batch({**columns, "rewards": torch.tensor([1.0]), "loss_mask": mask}, batch_size=[1])
+    >>> token_rewards(batch, kl(k1, 0.5))["token_rewards"].tolist()
+    [[0.0, -1.0, 1.0]]
+    """
+    require(batch, "rewards", "loss_mask", reader="token_rewards")
+    rewards = row_rewards(batch, reader="token_rewards")
+    check_finite(batch, "rewards", reader="token_rewards")
+    mask = trained_tokens(batch)
+    last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+    earned = masked(rewards.unsqueeze(-1).expand(mask.shape), last)
+    if penalty is not None:
+        earned = earned - _penalties(batch, penalty, "token_rewards")
+    return assign(batch, token_rewards=earned)
+
+
+def penalized_rewards(batch: Batch, penalty: Penalty) -> Batch:
+    """Take the penalties of all of an episode's tokens from its reward, for estimators of one reward a row.
+
+        r - Σ_t penalty_t
+
+    The sum runs over the trained tokens of all valid rows of the episode, so that these keep one reward. The penalty is
+    of the policy that sampled: ``old_logprobs``, else ``rollout_logprobs``. Invalid rows keep their reward.
+
+    Args:
+        batch: has ``rewards``, ``loss_mask``, and what the penalty reads.
+        penalty: ``(logprobs, batch) -> [B, T]``, such as ``kl(k1, 0.05)``.
+
+    Raises:
+        MissingColumn: the batch lacks one of them.
+        BatchError: there are several rewards a row.
+        NotFinite: a reward or log-probability of a valid row is NaN or infinite.
+
+    Source: Ahmadian et al., Back to Basics, https://arxiv.org/abs/2402.14740, section 2.
+
+    >>> import torch
+    >>> from nrl.algos import k1, kl
+    >>> mask = torch.tensor([[False, True, True]])
+    >>> columns = {"old_logprobs": torch.tensor([[0.0, -1.0, -2.0]]), "ref_logprobs": torch.tensor([[0.0, -3.0, -2.0]])}
+    >>> batch = Batch({**columns, "rewards": torch.tensor([1.0]), "loss_mask": mask}, batch_size=[1])
+    >>> penalized_rewards(batch, kl(k1, 0.25))["rewards"].tolist()
+    [0.5]
+    """
+    require(batch, "rewards", "loss_mask", reader="penalized_rewards")
+    rewards = row_rewards(batch, reader="penalized_rewards")
+    check_finite(batch, "rewards", reader="penalized_rewards")
+    each = episodes(batch, "rewards", reader="penalized_rewards")
+    cost = each.rows(each.sums(_penalties(batch, penalty, "penalized_rewards").sum(-1)))
+    return assign(batch, rewards=rewards - cost)

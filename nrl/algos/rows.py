@@ -1,0 +1,159 @@
+"""The valid episodes of a batch: what estimators and shaping count once, however many rows it takes.
+
+A row that ``valid`` marks false is seen by no statistic. Rows with one number in ``episode_ids`` are one episode, which
+has one reward, and one place in its group.
+"""
+
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nrl.algos.masking import masked
+from nrl.batch import require
+from nrl.columns import COLUMNS
+from nrl.errors import BatchError, NotFinite
+
+__all__ = ["Episodes", "check_finite", "episodes", "row_rewards", "trained_tokens", "valid_rows"]
+
+
+def valid_rows(batch: TensorDict) -> Tensor:
+    """Which rows are valid: the column, or all of them where it is absent. ``[*B]`` bool.
+
+    >>> valid_rows(TensorDict({"rewards": torch.zeros(2)}, batch_size=[2])).tolist()
+    [True, True]
+    """
+    found: Tensor = batch.get("valid", torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device))
+    return found
+
+
+def trained_tokens(batch: TensorDict) -> Tensor:
+    """``loss_mask`` in valid rows: ``[*B, T]`` bool.
+
+    `assign` keeps the mask of invalid rows empty, so this differs only in batches that were put together by hand.
+
+    >>> batch = TensorDict({"loss_mask": torch.tensor([[True], [True]]), "valid": torch.tensor([True, False])}, [2])
+    >>> trained_tokens(batch).tolist()
+    [[True], [False]]
+    """
+    require(batch, "loss_mask", reader="trained_tokens")
+    found: Tensor = batch["loss_mask"] & valid_rows(batch).unsqueeze(-1)
+    return found
+
+
+def row_rewards(batch: TensorDict, reader: str) -> Tensor:
+    """The column ``rewards``, which must hold one number a row.
+
+    Args:
+        batch: has ``rewards``.
+        reader: who reads it, as a user would name it; for the error.
+
+    Raises:
+        MissingColumn: the batch lacks it.
+        BatchError: there are several rewards a row.
+
+    >>> row_rewards(TensorDict({"rewards": torch.ones(2)}, batch_size=[2]), reader="my_estimator").tolist()
+    [1.0, 1.0]
+    """
+    require(batch, "rewards", reader=reader)
+    rewards: Tensor = batch["rewards"]
+    if rewards.ndim > len(batch.batch_size):
+        raise BatchError(
+            f"{reader}: rewards has shape {list(rewards.shape)}; combine a row's rewards into one first: "
+            "assign(batch, rewards=batch['rewards'].sum(-1))"
+        )
+    return rewards
+
+
+def check_finite(batch: TensorDict, column: str, reader: str) -> None:
+    """Refuse a column that is NaN or infinite where it counts: in a valid row, and there, if per token, in the mask.
+
+    Args:
+        batch: ``[B]``, has ``column``, and ``loss_mask`` if that is per token.
+        column: the name of the column.
+        reader: who reads it, as a user would name it; for the error.
+
+    Raises:
+        NotFinite: naming the rows.
+
+    >>> rewards = torch.tensor([1.0, float("nan")])
+    >>> check_finite(
+    ...     TensorDict({"rewards": rewards, "valid": rewards.isfinite()}, [2]), "rewards", reader="my_estimator"
+    ... )
+    """
+    values: Tensor = batch[column]
+    per_token = column in COLUMNS and COLUMNS[column].per == "token"
+    counts = trained_tokens(batch) if per_token else valid_rows(batch)
+    wrong = ~values.isfinite() & (counts if counts.ndim == values.ndim else counts.unsqueeze(-1))
+    bad = (wrong.any(-1) if wrong.ndim > 1 else wrong).nonzero().squeeze(-1).tolist()
+    if bad:
+        rows = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
+        finite = f"batch['{column}'].isfinite()" + (".all(-1)" if values.ndim > 1 else "")
+        raise NotFinite(
+            f"{reader}: {column} is NaN or infinite in {len(bad)} valid rows ({rows}). "
+            + ("A reward that could not be computed is no reward: m" if column == "rewards" else "M")
+            + f"ark these rows invalid with assign(batch, valid={finite})"
+        )
+
+
+class Episodes(NamedTuple):
+    """The m valid episodes of a batch of B rows.
+
+    Args:
+        firsts: ``[m]`` int64; the first valid row of each.
+        numbers: ``[B]`` int64; which of the m episodes each row belongs to, -1 for invalid rows.
+
+    >>> each = Episodes(torch.tensor([0, 2]), torch.tensor([0, 0, 1, -1]))
+    >>> each.rows(torch.tensor([5.0, 7.0])).tolist(), each.sums(torch.tensor([1.0, 2.0, 4.0, 8.0])).tolist()
+    ([5.0, 5.0, 7.0, 0.0], [3.0, 4.0])
+    """
+
+    firsts: Tensor
+    numbers: Tensor
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Give each row the number of its episode, and invalid rows 0: ``[m] -> [B]``."""
+        return torch.cat([values, values.new_zeros(1)])[self.numbers]
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Add up over the valid rows of each episode: ``[B] -> [m]``."""
+        valid = self.numbers >= 0
+        return values.new_zeros(len(self.firsts)).index_add(0, self.numbers[valid], values[valid])
+
+    def tokens(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Give each token of the mask the number of its episode: ``[m], [B, T] -> [B, T]``, 0 elsewhere."""
+        return masked(self.rows(values).unsqueeze(-1).expand(mask.shape), mask)
+
+
+def episodes(batch: TensorDict, *same: str, reader: str = "episodes") -> Episodes:
+    """Find the valid episodes; absent ``episode_ids``, every valid row is one.
+
+    Args:
+        batch: ``[B]``.
+        *same: columns in which the rows of an episode must agree.
+        reader: who asks, as a user would name it; for the error.
+
+    Raises:
+        BatchError: two valid rows of an episode differ in one of ``same``.
+
+    >>> batch = TensorDict({"rewards": torch.tensor([1.0, 1.0, 0.0]), "episode_ids": torch.tensor([7, 7, 3])}, [3])
+    >>> episodes(batch, "rewards").firsts.tolist()
+    [2, 0]
+    """
+    rows = valid_rows(batch).nonzero().squeeze(-1)
+    none = torch.full(batch.batch_size, -1, device=rows.device)
+    if "episode_ids" not in batch.keys():
+        return Episodes(rows, none.index_copy(0, rows, torch.arange(len(rows), device=rows.device)))
+    ids, episode = batch["episode_ids"][rows].unique(return_inverse=True)
+    firsts = rows.new_zeros(len(ids)).scatter_reduce(0, episode, rows, "amin", include_self=False)
+    for column in same:
+        differs = batch[column][rows] != batch[column][firsts][episode]
+        differs = differs.any(-1) if differs.ndim > 1 else differs
+        if bool(differs.any()):
+            row = int(rows[differs][0])
+            raise BatchError(
+                f"{reader}: row {row} has another value of {column} than the first row of its episode "
+                f"{int(batch['episode_ids'][row])}; the rows of an episode must agree in it"
+            )
+    return Episodes(firsts, none.index_copy(0, rows, episode))
