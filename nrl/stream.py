@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
+from nrl.algos._rows import check_finite
 from nrl.algos.protocol import name_of
-from nrl.algos.rows import check_finite
 from nrl.batch import Batch, assign, concatenate, require
 from nrl.errors import DataError
 from nrl.runtime.futures import Future, done

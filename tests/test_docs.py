@@ -4,6 +4,7 @@ The blocks of a page run from top to bottom in one namespace. A block that is no
 ` ```python notest`.
 """
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -56,3 +57,32 @@ def test_a_dead_link_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("[a](page.md#top) [b](gone.md) [c](https://example.org/x)\n```md\n[d](also-gone.md)\n```\n")
     assert dead_links(page) == ["gone.md"]
+
+
+def test_the_table_of_methods_is_what_the_docstrings_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    make = importlib.import_module("make_losses")
+    assert make.main(check=True) == 0
+    (tmp_path / "losses.md").write_text("another")
+    monkeypatch.setattr(make, "PAGE", tmp_path / "losses.md")
+    assert make.main(check=True) == 1
+    assert make.main(check=False) == 0
+    assert make.main(check=True) == 0
+
+
+APPLIES = {"advantages", "from_rewards", "kl", "per_group", "sampled_logprobs", "times"}  # another function
+NO_SOURCE = {"bounded", "policy_loss", "preference_loss", "scale_rewards", "weighted_sum"}
+
+
+def test_every_method_has_its_equation_and_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    make = importlib.import_module("make_losses")
+    rows = [line.strip("| ").split(" | ") for line in make.written() if line.startswith("| `")]
+    names = {cells[0].strip("`").partition("(")[0]: cells for cells in rows}
+    assert len(names) > 60
+    for name, cells in names.items():
+        if name not in APPLIES | NO_SOURCE:
+            assert len(cells) == 4, name
+            assert cells[3].strip(), name
+        loss_of_a_policy = name.endswith("_loss")
+        assert not loss_of_a_policy or cells[2].startswith("`"), name

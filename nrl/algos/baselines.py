@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nrl.algos._rows import check_finite, episodes, row_rewards
 from nrl.algos.estimators import Estimator
 from nrl.algos.groups import group_center, group_normalize
-from nrl.algos.rows import check_finite, episodes, row_rewards
 from nrl.batch import Batch, require
 from nrl.errors import BatchError
 

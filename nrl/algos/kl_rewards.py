@@ -9,9 +9,9 @@ other way round than in a loss, where `k1` is the one to avoid. Source: https://
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.algos._rows import check_finite, episodes, row_rewards, trained_tokens
 from nrl.algos.divergences import Penalty
 from nrl.algos.masking import masked
-from nrl.algos.rows import check_finite, episodes, row_rewards, trained_tokens
 from nrl.batch import Batch, assign, require
 
 __all__ = ["penalized_rewards", "sampled_logprobs", "token_rewards"]

@@ -134,6 +134,8 @@ grpo_loss = named(
     "grpo_loss",
     """GRPO without a penalty: ``policy_loss(clip(0.2), aggregate=seq_mean)``.
 
+        -1/B Σ_i 1/|y_i| Σ_t min(r_{i,t} A_{i,t}, clamp(r_{i,t}, 0.8, 1.2) A_{i,t}),   r_{i,t} = π_θ/π_old
+
     Reads ``advantages``, ``old_logprobs`` and ``loss_mask``. The paper adds ``penalty=kl(k3, 0.04)``.
 
     Source: https://arxiv.org/abs/2402.03300, eq. 3.
@@ -152,6 +154,8 @@ dapo_loss = named(
     "dapo_loss",
     """DAPO's loss, clip-higher and a mean over tokens: ``policy_loss(clip(0.2, 0.28))``.
 
+        -1/Σ_i|y_i| Σ_i Σ_t min(r_{i,t} A_{i,t}, clamp(r_{i,t}, 0.8, 1.28) A_{i,t}),   r_{i,t} = π_θ/π_old
+
     Reads ``advantages``, ``old_logprobs`` and ``loss_mask``. The method's dynamic sampling is `nrl.drop_uniform`.
 
     Source: https://arxiv.org/abs/2503.14476, eq. 8.
@@ -169,6 +173,8 @@ dapo_loss = named(
 
 def dr_grpo_loss(norm: float) -> MeanLoss:
     """Dr. GRPO's loss, without a mean's length bias: ``policy_loss(clip(0.2), aggregate=seq_sum(norm))``.
+
+        -1/B Σ_i 1/norm Σ_t min(r_{i,t} A_{i,t}, clamp(r_{i,t}, 0.8, 1.2) A_{i,t}),   r_{i,t} = π_θ/π_old
 
     Reads ``advantages``, ``old_logprobs`` and ``loss_mask``. The method's advantages are not divided by a deviation:
     ``advantages(batch, from_rewards(group_center))``.
@@ -197,6 +203,8 @@ gspo_loss = named(
     "gspo_loss",
     """GSPO's loss: ``policy_loss(clip(3e-4, 4e-4), ratio=sequence_ratio, aggregate=seq_mean)``.
 
+        -1/B Σ_i min(s_i A_i, clamp(s_i, 1 - 3e-4, 1 + 4e-4) A_i),   s_i = (Π_t π_θ/π_old)^(1/|y_i|)
+
     Reads ``advantages``, ``old_logprobs`` and ``loss_mask``. The bounds are for a ratio that is a mean over a row, and
     so far closer to 1 than a token's. Where rows have a token each it is GRPO's loss with these bounds.
 
@@ -215,6 +223,8 @@ gspo_loss = named(
 cispo_loss = named(
     "cispo_loss",
     """CISPO's loss: ``policy_loss(cispo(high=4.0))``, so ratios of at most 5.
+
+        -1/Σ_i|y_i| Σ_i Σ_t stop_gradient(min(r_{i,t}, 5)) A_{i,t} log π_θ,   r_{i,t} = π_θ/π_old
 
     Reads ``advantages``, ``old_logprobs`` and ``loss_mask``. The paper has no lower bound in its experiments and does
     not say what its upper one is; 5 is that of ScaleRL, https://arxiv.org/abs/2510.13786.
@@ -235,9 +245,11 @@ reinforce_loss = named(
     "reinforce_loss",
     """REINFORCE on whole rows: ``policy_loss(reinforce, aggregate=seq_sum(1))``, the loss of RLOO, ReMax and OPO.
 
-    Reads ``advantages``, ``old_logprobs`` for metrics where it is there, and ``loss_mask``. The gradient is that of the
-    log-probability of a row, a sum over its tokens: a mean over tokens would be another method. The methods differ in
-    their advantages: `leave_one_out`, `greedy_baseline` and `optimal_baseline`.
+        -1/B Σ_i Σ_t A_{i,t} log π_θ(y_{i,t} | y_{i,<t})
+
+    Reads ``advantages``, ``loss_mask``, and for a metric ``old_logprobs`` where it is there. The gradient is that of
+    the log-probability of a row, a sum over its tokens: a mean over tokens would be another method. The methods differ
+    in their advantages: `leave_one_out`, `greedy_baseline` and `optimal_baseline`.
 
     Source: RLOO, https://arxiv.org/abs/2402.14740, section 3.3; ReMax, https://arxiv.org/abs/2310.10505; OPO,
     https://arxiv.org/abs/2505.23585.
@@ -255,6 +267,8 @@ reinforce_loss = named(
 gmpo_loss = named(
     "gmpo_loss",
     """GMPO's loss: ``policy_loss(clip(math.inf), ratio=geometric_ratio(0.4), aggregate=seq_mean)``.
+
+        -1/B Σ_i (Π_t min(r_{i,t} A_i, clamp(r_{i,t}, e^-0.4, e^0.4) A_i) / A_i)^(1/|y_i|) A_i,   r_{i,t} = π_θ/π_old
 
     Reads ``advantages``, ``old_logprobs`` and ``loss_mask``. Tokens are clipped in the ratio, 0.4 nats to either side.
 
@@ -274,6 +288,8 @@ sapo_loss = named(
     "sapo_loss",
     """SAPO's loss, a soft gate in place of the clip: ``policy_loss(sapo(), aggregate=seq_mean)``.
 
+        -1/B Σ_i 1/|y_i| Σ_t 4/τ σ(τ (r_{i,t} - 1)) A_{i,t},   τ = 1 where A > 0, else 1.05,   r_{i,t} = π_θ/π_old
+
     Reads ``advantages``, ``old_logprobs`` and ``loss_mask``.
 
     Source: SAPO, https://arxiv.org/abs/2511.20347, eq. 5 and 6.
@@ -291,6 +307,9 @@ sapo_loss = named(
 dppo_loss = named(
     "dppo_loss",
     """DPPO's loss, with a trust region in total variation: ``policy_loss(dppo(0.2), ratio=rollout_ratio)``.
+
+        -1/Σ_i|y_i| Σ_i Σ_t stop_gradient(M_{i,t} r_{i,t}) A_{i,t} log π_θ,   r_{i,t} = π_θ/π_rollout
+        M = 0 where |π_θ - π_rollout| > 0.2 and the step would make it more, 1 elsewhere
 
     Reads ``advantages``, ``rollout_logprobs`` and ``loss_mask``. It is anchored to the sampler, so it takes no
     correction for the mismatch with it.
@@ -310,6 +329,9 @@ dppo_loss = named(
 vespo_loss = named(
     "vespo_loss",
     """VESPO's loss, with smooth weights of whole rows: ``policy_loss(vespo(), ratio=product_ratio(rollout_ratio))``.
+
+        -1/Σ_i|y_i| Σ_i Σ_t stop_gradient(φ(W_i)) A_{i,t} log π_θ,   W_i = Π_t π_θ/π_rollout
+        φ(W) = W² e^(3 (1 - W)) where A >= 0, W³ e^(2 (1 - W)) where A < 0
 
     Reads ``advantages``, ``rollout_logprobs`` and ``loss_mask``. The method's advantages are those of `group_center`.
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nrl.algos._rows import check_finite, episodes, row_rewards, trained_tokens, valid_rows
 from nrl.algos.masking import masked
-from nrl.algos.rows import check_finite, episodes, row_rewards, trained_tokens, valid_rows
 from nrl.batch import Batch, assign, require
 
 __all__ = [
