@@ -16,12 +16,34 @@ from nrl.algos.estimators import (
     per_group,
     whiten,
 )
+from nrl.algos.links import Link, hinge, log_sigmoid, robust_log_sigmoid, squared
 from nrl.algos.losses import dapo_loss, grpo_loss, policy_loss
 from nrl.algos.masking import masked, masked_column
 from nrl.algos.mismatch import check_mismatch, mismatch_metrics
-from nrl.algos.preferences import Link, Score, dpo_loss, preference_loss, simpo_loss
+from nrl.algos.pairs import chosen_nll, preference_loss
+from nrl.algos.preferences import (
+    cdpo_loss,
+    cpo_loss,
+    dpo_loss,
+    hinge_loss,
+    ipo_loss,
+    length_normalized_dpo_loss,
+    length_normalized_ipo_loss,
+    orpo_loss,
+    robust_dpo_loss,
+    rpo_loss,
+    simpo_loss,
+)
 from nrl.algos.protocol import Loss, MeanLoss, add, name_of, named, needed, needs
 from nrl.algos.ratios import Ratio, bounded, on_policy_ratio, sequence_ratio, token_ratio
+from nrl.algos.scores import (
+    Score,
+    implicit_reward,
+    log_likelihood,
+    log_odds,
+    mean_implicit_reward,
+    mean_log_likelihood,
+)
 from nrl.algos.supervised import sft_loss
 from nrl.algos.surrogates import Surrogate, cispo, clip, reinforce
 
@@ -41,9 +63,12 @@ __all__ = [
     "add",
     "advantages",
     "bounded",
+    "cdpo_loss",
     "check_mismatch",
+    "chosen_nll",
     "cispo",
     "clip",
+    "cpo_loss",
     "dapo_loss",
     "discounted_returns",
     "dpo_loss",
@@ -52,29 +77,45 @@ __all__ = [
     "group_center",
     "group_normalize",
     "grpo_loss",
+    "hinge",
+    "hinge_loss",
     "icepop",
+    "implicit_reward",
+    "ipo_loss",
     "k1",
     "k2",
     "k3",
     "kl",
     "leave_one_out",
+    "length_normalized_dpo_loss",
+    "length_normalized_ipo_loss",
+    "log_likelihood",
+    "log_odds",
+    "log_sigmoid",
     "masked",
     "masked_column",
+    "mean_implicit_reward",
+    "mean_log_likelihood",
     "mismatch_metrics",
     "name_of",
     "named",
     "needed",
     "needs",
     "on_policy_ratio",
+    "orpo_loss",
     "per_group",
     "policy_loss",
     "preference_loss",
     "reinforce",
+    "robust_dpo_loss",
+    "robust_log_sigmoid",
+    "rpo_loss",
     "seq_mean",
     "seq_sum",
     "sequence_ratio",
     "sft_loss",
     "simpo_loss",
+    "squared",
     "token_mean",
     "token_ratio",
     "truncate",

@@ -23,6 +23,7 @@ def sft_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
 
     Source: maximum likelihood.
 
+    >>> import torch
     >>> batch = Batch({"loss_mask": torch.tensor([[False, True, True]])}, batch_size=[1])
     >>> loss, _ = sft_loss(TensorDict({"logprobs": torch.tensor([[0.0, -1.0, -2.0]])}, batch_size=[1]), batch)
     >>> loss.total.item(), loss.weight.item()

@@ -53,15 +53,6 @@ def entropy_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
     return mean, {"entropy": algos.token_mean(out["entropy"].detach(), batch["loss_mask"])}
 
 
-def _length_normalised(logprobs: Tensor, batch: TensorDict) -> Tensor:
-    means: Tensor = logprobs.sum(-1) / batch["loss_mask"].sum(-1).clamp(min=1)
-    return means
-
-
-def _hinge(margin: Tensor) -> Tensor:
-    return (1 - margin).relu()
-
-
 AGGREGATES = {"token_mean": algos.token_mean, "seq_mean": algos.seq_mean, "seq_sum": algos.seq_sum(16)}
 SURROGATES = (
     algos.clip(0.2),
@@ -107,7 +98,16 @@ LOSSES: dict[str, Loss] = {
 PAIR_LOSSES: dict[str, Loss] = {
     "dpo": algos.dpo_loss(0.3),
     "simpo": algos.simpo_loss(2.0, 0.5),
-    "hinge": preference_loss(_length_normalised, _hinge),
+    "length-normalized dpo": algos.length_normalized_dpo_loss(2.0),
+    "cdpo": algos.cdpo_loss(0.3, 0.1),
+    "robust dpo": algos.robust_dpo_loss(0.3, 0.1),
+    "ipo": algos.ipo_loss(0.3),
+    "length-normalized ipo": algos.length_normalized_ipo_loss(0.3),
+    "hinge": algos.hinge_loss(0.3),
+    "hinge without a reference": preference_loss(algos.mean_log_likelihood(1.0), algos.hinge(0.5)),
+    "cpo": algos.cpo_loss(0.3, 0.5),
+    "orpo": algos.orpo_loss(0.5),
+    "rpo": algos.rpo_loss(0.3, 0.5),
     "dpo with sft": algos.add((1.0, algos.dpo_loss(0.3)), (0.2, algos.sft_loss)),
 }
 """Losses over pairs."""
