@@ -34,8 +34,9 @@ from nrl.algos.preferences import (
     rpo_loss,
     simpo_loss,
 )
-from nrl.algos.protocol import Loss, MeanLoss, add, name_of, named, needed, needs
+from nrl.algos.protocol import ROW_OUTPUTS, Loss, MeanLoss, add, name_of, named, needed, needs
 from nrl.algos.ratios import Ratio, bounded, on_policy_ratio, sequence_ratio, token_ratio
+from nrl.algos.reward_models import bradley_terry_loss, reward_model_loss
 from nrl.algos.scores import (
     Score,
     implicit_reward,
@@ -44,10 +45,12 @@ from nrl.algos.scores import (
     mean_implicit_reward,
     mean_log_likelihood,
 )
-from nrl.algos.supervised import sft_loss
+from nrl.algos.supervised import sft_loss, weighted_sft_loss
 from nrl.algos.surrogates import Surrogate, cispo, clip, reinforce
+from nrl.algos.unpaired import kto_loss, mismatched, reference_point
 
 __all__ = [
+    "ROW_OUTPUTS",
     "Aggregate",
     "Correction",
     "Divergence",
@@ -63,6 +66,7 @@ __all__ = [
     "add",
     "advantages",
     "bounded",
+    "bradley_terry_loss",
     "cdpo_loss",
     "check_mismatch",
     "chosen_nll",
@@ -86,6 +90,7 @@ __all__ = [
     "k2",
     "k3",
     "kl",
+    "kto_loss",
     "leave_one_out",
     "length_normalized_dpo_loss",
     "length_normalized_ipo_loss",
@@ -97,6 +102,7 @@ __all__ = [
     "mean_implicit_reward",
     "mean_log_likelihood",
     "mismatch_metrics",
+    "mismatched",
     "name_of",
     "named",
     "needed",
@@ -106,7 +112,9 @@ __all__ = [
     "per_group",
     "policy_loss",
     "preference_loss",
+    "reference_point",
     "reinforce",
+    "reward_model_loss",
     "robust_dpo_loss",
     "robust_log_sigmoid",
     "rpo_loss",
@@ -119,5 +127,6 @@ __all__ = [
     "token_mean",
     "token_ratio",
     "truncate",
+    "weighted_sft_loss",
     "whiten",
 ]

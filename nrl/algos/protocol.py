@@ -16,7 +16,10 @@ from tensordict import TensorDict
 from nrl.batch import Batch
 from nrl.reduce import Mean, Metrics
 
-__all__ = ["Loss", "MeanLoss", "add", "name_of", "named", "needed", "needs"]
+__all__ = ["ROW_OUTPUTS", "Loss", "MeanLoss", "add", "name_of", "named", "needed", "needs"]
+
+ROW_OUTPUTS = frozenset({"rewards"})
+"""The outputs that are a number a row, ``[*B]``; others are one a token, ``[*B, T]``."""
 
 
 class Loss(Protocol):
@@ -32,7 +35,7 @@ class Loss(Protocol):
     """
 
     def __call__(self, out: TensorDict, batch: Batch, /) -> tuple[Mean | dict[str, Mean], Metrics]:
-        """Evaluate the loss on outputs ``[*B, T]`` and the rows that they belong to."""
+        """Evaluate the loss on outputs, ``[*B, T]`` or a number a row, and the rows that they belong to."""
         ...
 
 
@@ -44,7 +47,8 @@ def needs[F: Callable[..., Any]](*outputs: str) -> Callable[[F], F]:
     """Say which outputs a loss reads besides ``logprobs``, so that a backend computes them, or says that it cannot.
 
     Args:
-        outputs: names, such as ``"entropy"`` or ``"values"``. They add to what the function needs already.
+        outputs: names, such as ``"entropy"`` or ``"values"``. They add to what the function needs already. Those of
+            `ROW_OUTPUTS` are a number a row, ``[*B]``, all others one a token, ``[*B, T]``.
 
     Raises:
         TypeError: used without its brackets, as ``@needs``.
@@ -55,6 +59,8 @@ def needs[F: Callable[..., Any]](*outputs: str) -> Callable[[F], F]:
     ...     return token_mean(out["entropy"], batch["loss_mask"]), {}
     >>> sorted(entropy_loss.needs)
     ['entropy']
+    >>> sorted(entropy_loss.needs & ROW_OUTPUTS)
+    []
     """
     if any(callable(output) for output in outputs):
         raise TypeError("needs: give the names of outputs and then decorate: @needs('entropy')")
