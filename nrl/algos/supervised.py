@@ -40,8 +40,8 @@ def weighted_sft_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
         -Σ_i w_i Σ_t log π_θ(y_{i,t}) / Σ_i w_i |y_i|
 
     Weights are relative: twice as much for all rows changes nothing, 1 for all is `sft_loss`, 0 leaves a row out. Where
-    all that have a token are 0, nothing is learned. To weight without the normalization, divide by a constant instead:
-    `policy_loss` with ``reinforce``, on ``advantages`` that are the weights.
+    all that have a token are 0, nothing is learned. Over Σ_i |y_i| instead, so that small weights make small steps:
+    ``policy_loss(reinforce, ratio=on_policy_ratio)`` on ``advantages`` that are the weights.
 
     Args:
         out: has ``logprobs`` ``[*B, T]``.

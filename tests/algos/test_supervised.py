@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos import MeanLoss, sft_loss, weighted_sft_loss
+from nrl.algos import MeanLoss, on_policy_ratio, policy_loss, reinforce, sft_loss, weighted_sft_loss
 from nrl.batch import Batch, assign
 from nrl.errors import BatchError, MissingColumn
 from nrl.reduce import Mean
@@ -111,3 +111,12 @@ def test_a_missing_column_is_named(column: str) -> None:
 def test_outputs_of_another_width() -> None:
     with pytest.raises(BatchError, match=r"masked: x has shape \[3, 2\]"):
         call(weighted_sft_loss, LOGPROBS[:, :2], rows(1.0, 1.0, 1.0))
+
+
+def test_over_plain_tokens_it_is_reinforce() -> None:
+    batch = rows(2.0, 0.5, 1.0)
+    batch["advantages"] = batch["weights"][:, None].expand(3, 3)
+    out = TensorDict({"logprobs": LOGPROBS}, batch_size=[3])
+    mean, _ = policy_loss(reinforce, ratio=on_policy_ratio)(out, batch)
+    assert mean.total == call(weighted_sft_loss, LOGPROBS, batch).total
+    assert mean.weight.item() == 3
