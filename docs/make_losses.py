@@ -18,11 +18,11 @@ SECTIONS = {
     "Their parts: how tokens are added up": ("aggregate",),
     "Advantages, on the driver": ("groups", "baselines", "estimators", "returns", "kl_rewards"),
     "Rewards reshaped, rows and tokens left out, on the driver": ("shaping",),
-    "Preferences": ("preferences",),
+    "Preferences": ("preferences", "pairs", "scores", "links", "unpaired", "reward_models"),
     "Distillation": ("distillation",),
     "Supervised": ("supervised",),
 }
-OTHERS = ("masking", "protocol", "_rows")
+OTHERS = ("masking", "protocol", "_rows", "_arguments")
 """Modules that hold no method."""
 
 HEAD = """# Methods

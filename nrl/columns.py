@@ -82,6 +82,13 @@ COLUMNS: dict[str, Column] = {
     "dropped_invalid": Column("row", torch.int64, "drop_uniform and fresh write it.", 0),
     "dropped_rewards": Column("row", torch.float32, "drop_uniform and fresh write it.", 0.0),
     "desirable": Column("row", torch.bool, "Unpaired preference data writes it."),
+    "reference_point": Column(
+        "row",
+        torch.float32,
+        "Add it with assign(batch, reference_point=nrl.algos.reference_point(...).expand(len(batch))).",
+    ),
+    "margin": Column("row", torch.float32, "Preference data writes it; that of a pair is its chosen row's.", 0.0),
+    "weights": Column("row", torch.float32, "Add it with assign(batch, weights=...); how much a row counts."),
 }
 """The vocabulary of columns. ``float32`` columns may be ``float64``, which is what the laws are tested in.
 

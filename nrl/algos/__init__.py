@@ -42,6 +42,7 @@ from nrl.algos.groups import (
     per_group,
 )
 from nrl.algos.kl_rewards import penalized_rewards, sampled_logprobs, token_rewards
+from nrl.algos.links import Link, hinge, log_sigmoid, robust_log_sigmoid, squared
 from nrl.algos.losses import (
     cispo_loss,
     dapo_loss,
@@ -58,8 +59,21 @@ from nrl.algos.losses import (
 )
 from nrl.algos.masking import masked, masked_column
 from nrl.algos.mismatch import check_mismatch, mismatch_metrics
-from nrl.algos.preferences import Link, Score, dpo_loss, preference_loss, simpo_loss
-from nrl.algos.protocol import Loss, MeanLoss, add, logprobs_at, name_of, named, needed, needs
+from nrl.algos.pairs import chosen_nll, preference_loss
+from nrl.algos.preferences import (
+    cdpo_loss,
+    cpo_loss,
+    dpo_loss,
+    hinge_loss,
+    ipo_loss,
+    length_normalized_dpo_loss,
+    length_normalized_ipo_loss,
+    orpo_loss,
+    robust_dpo_loss,
+    rpo_loss,
+    simpo_loss,
+)
+from nrl.algos.protocol import Loss, MeanLoss, add, logprobs_at, name_of, named, needed, needs, output_shape
 from nrl.algos.ratios import (
     Ratio,
     bounded,
@@ -71,6 +85,8 @@ from nrl.algos.ratios import (
     token_ratio,
 )
 from nrl.algos.returns import discounted_returns, gae, whiten
+from nrl.algos.reward_models import bradley_terry_loss, reward_model_loss
+from nrl.algos.scores import Score, implicit_reward, log_likelihood, log_odds, mean_implicit_reward, mean_log_likelihood
 from nrl.algos.selections import Selection, opsm
 from nrl.algos.shaping import (
     Shaping,
@@ -85,8 +101,9 @@ from nrl.algos.shaping import (
     stop_properly,
     top_entropy,
 )
-from nrl.algos.supervised import sft_loss
+from nrl.algos.supervised import sft_loss, weighted_sft_loss
 from nrl.algos.surrogates import Surrogate, cispo, clip, dppo, reinforce, sapo, vespo
+from nrl.algos.unpaired import kto_loss, mismatched, reference_point
 
 __all__ = [
     "Aggregate",
@@ -111,11 +128,15 @@ __all__ = [
     "binary_kl",
     "binary_tv",
     "bounded",
+    "bradley_terry_loss",
+    "cdpo_loss",
     "check_mismatch",
+    "chosen_nll",
     "cispo",
     "cispo_loss",
     "clip",
     "clip_rewards",
+    "cpo_loss",
     "dapo_loss",
     "decoupled_ppo_loss",
     "discounted_returns",
@@ -138,9 +159,13 @@ __all__ = [
     "group_normalize",
     "grpo_loss",
     "gspo_loss",
+    "hinge",
+    "hinge_loss",
     "icepop",
+    "implicit_reward",
     "importance_mask",
     "importance_weighted",
+    "ipo_loss",
     "jsd",
     "k1",
     "k2",
@@ -148,16 +173,25 @@ __all__ = [
     "keep_at_least",
     "keep_best",
     "kl",
+    "kto_loss",
     "leave_one_out",
+    "length_normalized_dpo_loss",
+    "length_normalized_ipo_loss",
     "length_penalty",
     "log1mexp",
+    "log_likelihood",
+    "log_odds",
+    "log_sigmoid",
     "logprobs_at",
     "mask_greedy",
     "mask_truncated",
     "masked",
     "masked_column",
     "max_rl",
+    "mean_implicit_reward",
+    "mean_log_likelihood",
     "mismatch_metrics",
+    "mismatched",
     "name_of",
     "named",
     "needed",
@@ -166,17 +200,24 @@ __all__ = [
     "on_policy_ratio",
     "opsm",
     "optimal_baseline",
+    "orpo_loss",
+    "output_shape",
     "overlong_penalty",
     "penalized_rewards",
     "per_group",
     "policy_loss",
     "preference_loss",
     "product_ratio",
+    "reference_point",
     "reinforce",
     "reinforce_loss",
     "reinforce_plus_plus",
     "reverse_kl",
+    "reward_model_loss",
+    "robust_dpo_loss",
+    "robust_log_sigmoid",
     "rollout_ratio",
+    "rpo_loss",
     "sampled_logprobs",
     "sapo",
     "sapo_loss",
@@ -188,6 +229,7 @@ __all__ = [
     "sequence_truncate",
     "sft_loss",
     "simpo_loss",
+    "squared",
     "stop_properly",
     "times",
     "token_mean",
@@ -197,6 +239,7 @@ __all__ = [
     "truncate",
     "vespo",
     "vespo_loss",
+    "weighted_sft_loss",
     "weighted_sum",
     "whiten",
     "whitened",

@@ -1,95 +1,43 @@
-"""Losses on answers that somebody has compared: a score of each answer, and a link from their difference to a loss."""
+"""Ready-made losses on answers that somebody has compared: a score of each answer, and a link from their difference.
 
-import math
-from collections.abc import Callable
+Each is a `preference_loss`, or the sum of one and of supervised fine-tuning on the chosen answers.
+"""
 
-from tensordict import TensorDict
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from nrl.algos._arguments import not_negative, positive, smoothing_below_half
+from nrl.algos.aggregate import Aggregate, seq_mean, token_mean
+from nrl.algos.links import Link, hinge, log_sigmoid, robust_log_sigmoid, squared
+from nrl.algos.pairs import chosen_nll, preference_loss
+from nrl.algos.protocol import Loss, MeanLoss, add, named
+from nrl.algos.scores import (
+    Score,
+    implicit_reward,
+    log_likelihood,
+    log_odds,
+    mean_implicit_reward,
+    mean_log_likelihood,
+)
 
-from nrl.algos.aggregate import token_mean
-from nrl.algos.masking import masked, masked_column
-from nrl.algos.protocol import MeanLoss, name_of, named, needed, needs
-from nrl.batch import Batch, require
-from nrl.errors import BatchError
-from nrl.reduce import Mean, Metrics
-
-__all__ = ["Link", "Score", "dpo_loss", "preference_loss", "simpo_loss"]
-
-type Score = Callable[[Tensor, TensorDict], Tensor]
-"""``(logprobs [P, 2, T], batch) -> [P, 2]``: how good an answer is, as the model sees it."""
-
-type Link = Callable[[Tensor], Tensor]
-"""``margin [P] -> loss [P]``, element by element."""
-
-
-def preference_loss(score: Score, link: Link) -> MeanLoss:
-    """A loss on the difference between the scores of two answers, the chosen and the rejected one.
-
-        mean over pairs of link(score_chosen - score_rejected)
-
-    Args:
-        score: ``(logprobs [P, 2, T], batch) -> [P, 2]``; the log-probabilities are 0 outside ``loss_mask``.
-        link: ``margin [P] -> loss [P]``, element by element.
-
-    Returns:
-        A loss on batches of size ``[P, 2]``, chosen first. Weight: the pairs of which both rows have a token; others
-        are not seen. Metrics, over pairs: ``accuracy`` (how often the chosen one scores higher), ``margin``,
-        ``chosen_score``, ``rejected_score``.
-
-    Raises:
-        MissingColumn: (when called) the batch lacks a column.
-        BatchError: (when called) the batch is not one of pairs, or a part returned the wrong shape.
-
-    >>> batch = Batch({"loss_mask": torch.ones(1, 2, 1, dtype=torch.bool)}, batch_size=[1, 2])
-    >>> out = TensorDict({"logprobs": torch.tensor([[[-1.0], [-3.0]]])}, batch_size=[1, 2])
-    >>> hinge = preference_loss(lambda logprobs, batch: logprobs.sum(-1), lambda margin: (3 - margin).relu())
-    >>> loss, metrics = hinge(out, batch)
-    >>> loss.total.item(), loss.weight.item(), metrics["margin"].total.item()
-    (1.0, 1.0, 2.0)
-    """
-
-    @needs(*needed(score, link))
-    def preference_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
-        name = name_of(preference_loss)
-        require(batch, "loss_mask", reader=name)
-        mask = batch["loss_mask"]
-        if mask.ndim != 3 or mask.shape[1] != 2:
-            raise BatchError(
-                f"{name}: loss_mask has shape {list(mask.shape)}; preferences are pairs, [P, 2, T] with the chosen row "
-                "first (batch size [P, 2])"
-            )
-        scores = score(masked(out["logprobs"], mask), batch)
-        if scores.shape != mask.shape[:-1]:
-            raise BatchError(
-                f"{name}: the score has shape {list(scores.shape)}; it must be one number a row, "
-                f"{list(mask.shape[:-1])}"
-            )
-        counted = mask.any(-1).all(-1)
-        chosen, rejected = (masked(x, counted) for x in scores.unbind(-1))
-        margin = chosen - rejected
-        seen = {
-            "accuracy": (margin > 0).to(margin.dtype),
-            "margin": margin,
-            "chosen_score": chosen,
-            "rejected_score": rejected,
-        }
-        return token_mean(link(margin), counted), {key: token_mean(x.detach(), counted) for key, x in seen.items()}
-
-    return preference_loss
+__all__ = [
+    "cdpo_loss",
+    "cpo_loss",
+    "dpo_loss",
+    "hinge_loss",
+    "ipo_loss",
+    "length_normalized_dpo_loss",
+    "length_normalized_ipo_loss",
+    "orpo_loss",
+    "robust_dpo_loss",
+    "rpo_loss",
+    "simpo_loss",
+]
 
 
-def _log_sigmoid_link(gamma: float) -> Link:
-    return lambda margin: -logsigmoid(margin - gamma)
-
-
-def _check_positive(reader: str, name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{reader}: {name} is {value}; it must be positive and finite")
+def _preference(name: str, what: str, score: Score, link: Link) -> MeanLoss:
+    return named(name, f"{what}; see `nrl.algos.{name}`.", preference_loss(score, link))
 
 
 def dpo_loss(beta: float) -> MeanLoss:
-    """Direct preference optimization.
+    """Direct preference optimization: ``preference_loss(implicit_reward(beta), log_sigmoid())``.
 
         -log σ(β Σ_t [log π_θ/π_ref](chosen) - β Σ_t [log π_θ/π_ref](rejected))
 
@@ -106,22 +54,212 @@ def dpo_loss(beta: float) -> MeanLoss:
 
     Source: https://arxiv.org/abs/2305.18290, eq. 7.
 
+    >>> import torch
+    >>> from nrl.batch import Batch
     >>> mask = torch.ones(1, 2, 1, dtype=torch.bool)
     >>> batch = Batch({"loss_mask": mask, "ref_logprobs": -1.0 * mask}, batch_size=[1, 2])
-    >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[1, 2])
+    >>> out = Batch({"logprobs": -1.0 * mask}, batch_size=[1, 2])
     >>> round(dpo_loss(0.1)(out, batch)[0].total.item(), 4)
     0.6931
     """
-    _check_positive("dpo_loss", "beta", beta)
+    positive("dpo_loss", "beta", beta)
+    return _preference("dpo_loss", "DPO", implicit_reward(beta), log_sigmoid())
 
-    def score(logprobs: Tensor, batch: Batch) -> Tensor:
-        return beta * (logprobs - masked_column(batch, "ref_logprobs", reader="dpo_loss")).sum(-1)
 
-    return named("dpo_loss", "DPO; see `nrl.algos.dpo_loss`.", preference_loss(score, _log_sigmoid_link(0.0)))
+def length_normalized_dpo_loss(beta: float) -> MeanLoss:
+    """DPO on log-ratios a token: ``preference_loss(mean_implicit_reward(beta), log_sigmoid())``.
+
+        -log σ(β/|y_w| Σ_t [log π_θ/π_ref](chosen) - β/|y_l| Σ_t [log π_θ/π_ref](rejected))
+
+    TRL's ``sigmoid_norm``.
+
+    Args:
+        beta: β > 0; larger than that of DPO by about the length of an answer, 5 in Tülu 3.
+
+    Returns:
+        A `preference_loss`, which reads ``ref_logprobs`` and ``loss_mask``.
+
+    Raises:
+        ValueError: ``beta`` is not positive and finite.
+
+    Source: Tülu 3, https://arxiv.org/abs/2411.15124, its length-normalized DPO.
+
+    >>> import torch
+    >>> from nrl.batch import Batch
+    >>> mask = torch.tensor([[[True, True], [True, False]]])
+    >>> batch = Batch({"loss_mask": mask, "ref_logprobs": -1.0 * mask}, batch_size=[1, 2])
+    >>> out = Batch({"logprobs": torch.tensor([[[-2.0, -2.0], [-2.0, 0.0]]])}, batch_size=[1, 2])
+    >>> round(length_normalized_dpo_loss(5.0)(out, batch)[0].total.item(), 4)  # a nat a token less on both sides
+    0.6931
+    """
+    positive("length_normalized_dpo_loss", "beta", beta)
+    return _preference("length_normalized_dpo_loss", "Length-normalized DPO", mean_implicit_reward(beta), log_sigmoid())
+
+
+def cdpo_loss(beta: float, smoothing: float) -> MeanLoss:
+    """Conservative DPO, which expects labels to be wrong now and then: DPO with smoothed labels.
+
+        -(1 - ε) log σ(m) - ε log σ(-m),   m the difference of the implicit rewards, as in `dpo_loss`
+
+    TRL had this as ``loss_type="sigmoid"`` with ``label_smoothing``, which TRL 1.16 does not read there.
+
+    Args:
+        beta: β > 0; often 0.1.
+        smoothing: ε in [0, 0.5), how probable it is that a label is wrong; often 0.1. 0 is DPO.
+
+    Returns:
+        A `preference_loss`, which reads ``ref_logprobs`` and ``loss_mask``.
+
+    Raises:
+        ValueError: ``beta`` is not positive and finite, or ``smoothing`` is not in [0, 0.5).
+
+    Source: E. Mitchell, A note on DPO with noisy preferences and relationship to IPO (2023),
+    https://ericmitchell.ai/cdpo.pdf, eq. 3.
+
+    >>> import torch
+    >>> from nrl.batch import Batch
+    >>> mask = torch.ones(1, 2, 1, dtype=torch.bool)
+    >>> batch = Batch({"loss_mask": mask, "ref_logprobs": -1.0 * mask}, batch_size=[1, 2])
+    >>> out = Batch({"logprobs": torch.tensor([[[-1.0], [-21.0]]])}, batch_size=[1, 2])
+    >>> round(cdpo_loss(0.1, smoothing=0.1)(out, batch)[0].total.item(), 4)  # the margin is 2
+    0.3269
+    """
+    positive("cdpo_loss", "beta", beta)
+    smoothing_below_half("cdpo_loss", smoothing)
+    return _preference("cdpo_loss", "cDPO", implicit_reward(beta), log_sigmoid(smoothing=smoothing))
+
+
+def robust_dpo_loss(beta: float, smoothing: float) -> MeanLoss:
+    """Robust DPO (rDPO): on labels of which some are flipped, its expectation is DPO's on the right ones.
+
+        [-(1 - ε) log σ(m) + ε log σ(-m)] / (1 - 2 ε),   m the difference of the implicit rewards, as in `dpo_loss`
+
+    It is not bounded below: ε / (1 - 2 ε) is gained with each unit of a large margin.
+
+    Args:
+        beta: β > 0; often 0.1.
+        smoothing: ε in [0, 0.5), how probable it is that a label is wrong; often 0.1. 0 is DPO.
+
+    Returns:
+        A `preference_loss`, which reads ``ref_logprobs`` and ``loss_mask``.
+
+    Raises:
+        ValueError: ``beta`` is not positive and finite, or ``smoothing`` is not in [0, 0.5).
+
+    Source: https://arxiv.org/abs/2403.00409, section 3.1.
+
+    >>> import torch
+    >>> from nrl.batch import Batch
+    >>> mask = torch.ones(1, 2, 1, dtype=torch.bool)
+    >>> batch = Batch({"loss_mask": mask, "ref_logprobs": -1.0 * mask}, batch_size=[1, 2])
+    >>> out = Batch({"logprobs": torch.tensor([[[-1.0], [-21.0]]])}, batch_size=[1, 2])
+    >>> round(robust_dpo_loss(0.1, smoothing=0.1)(out, batch)[0].total.item(), 4)  # the margin is 2
+    -0.1231
+    """
+    positive("robust_dpo_loss", "beta", beta)
+    smoothing_below_half("robust_dpo_loss", smoothing)
+    return _preference("robust_dpo_loss", "Robust DPO", implicit_reward(beta), robust_log_sigmoid(smoothing))
+
+
+def ipo_loss(beta: float) -> MeanLoss:
+    """Identity preference optimization: a difference of log-ratios to arrive at, rather than to exceed.
+
+        (Σ_t [log π_θ/π_ref](chosen) - Σ_t [log π_θ/π_ref](rejected) - 1/(2β))²
+
+    1/(4β²) where theta is the reference. The log-probabilities are those of whole answers, sums, as in the paper and in
+    the code of DPO's authors. TRL divides each by its length: `length_normalized_ipo_loss`. Scores are log-ratios, in
+    nats, not times β.
+
+    Args:
+        beta: β > 0, the paper's τ; often 0.1.
+
+    Returns:
+        A `preference_loss`, which reads ``ref_logprobs`` and ``loss_mask``.
+
+    Raises:
+        ValueError: ``beta`` is not positive and finite.
+
+    Source: https://arxiv.org/abs/2310.12036, eq. 17.
+
+    >>> import torch
+    >>> from nrl.batch import Batch
+    >>> mask = torch.ones(1, 2, 2, dtype=torch.bool)
+    >>> batch = Batch({"loss_mask": mask, "ref_logprobs": -1.0 * mask}, batch_size=[1, 2])
+    >>> out = Batch({"logprobs": torch.tensor([[[-1.0, -1.0], [-2.0, -2.0]]])}, batch_size=[1, 2])
+    >>> ipo_loss(0.1)(out, batch)[0].total.item()  # 2 of 5 nats
+    9.0
+    """
+    positive("ipo_loss", "beta", beta)
+    return _preference("ipo_loss", "IPO", implicit_reward(1.0), squared(1 / (2 * beta)))
+
+
+def length_normalized_ipo_loss(beta: float) -> MeanLoss:
+    """IPO on log-ratios a token, so that the target does not depend on the length of the answers.
+
+        (1/|y_w| Σ_t [log π_θ/π_ref](chosen) - 1/|y_l| Σ_t [log π_θ/π_ref](rejected) - 1/(2β))²
+
+    TRL's ``loss_type="ipo"``; its authors asked those of the paper, where this is not said.
+
+    Args:
+        beta: β > 0, the paper's τ; often 0.1.
+
+    Returns:
+        A `preference_loss`, which reads ``ref_logprobs`` and ``loss_mask``.
+
+    Raises:
+        ValueError: ``beta`` is not positive and finite.
+
+    Source: https://github.com/huggingface/trl/pull/1265, of https://arxiv.org/abs/2310.12036, eq. 17.
+
+    >>> import torch
+    >>> from nrl.batch import Batch
+    >>> mask = torch.ones(1, 2, 2, dtype=torch.bool)
+    >>> batch = Batch({"loss_mask": mask, "ref_logprobs": -1.0 * mask}, batch_size=[1, 2])
+    >>> out = Batch({"logprobs": torch.tensor([[[-1.0, -1.0], [-2.0, -2.0]]])}, batch_size=[1, 2])
+    >>> length_normalized_ipo_loss(0.1)(out, batch)[0].total.item()  # 1 of 5 nats a token
+    16.0
+    """
+    positive("length_normalized_ipo_loss", "beta", beta)
+    return _preference(
+        "length_normalized_ipo_loss", "Length-normalized IPO", mean_implicit_reward(1.0), squared(1 / (2 * beta))
+    )
+
+
+def hinge_loss(beta: float) -> MeanLoss:
+    """DPO with the hinge of a support vector machine: ``preference_loss(implicit_reward(beta), hinge())``.
+
+        max(0, 1 - m),   m the difference of the implicit rewards, as in `dpo_loss`
+
+    1 where theta is the reference; no gradient from pairs of which the margin is reached. TRL's ``loss_type="hinge"``.
+    SLiC-HF has no reference, a margin δ and supervised fine-tuning beside it, which is
+    ``add((1.0, preference_loss(log_likelihood(1.0), hinge(delta))), (coef, chosen_nll()))``.
+
+    Args:
+        beta: β > 0, the reciprocal of the margin in nats; often 0.1.
+
+    Returns:
+        A `preference_loss`, which reads ``ref_logprobs`` and ``loss_mask``.
+
+    Raises:
+        ValueError: ``beta`` is not positive and finite.
+
+    Source: RSO's hinge-norm, https://arxiv.org/abs/2309.06657, section 3, after SLiC-HF,
+    https://arxiv.org/abs/2305.10425.
+
+    >>> import torch
+    >>> from nrl.batch import Batch
+    >>> mask = torch.ones(1, 2, 1, dtype=torch.bool)
+    >>> batch = Batch({"loss_mask": mask, "ref_logprobs": -1.0 * mask}, batch_size=[1, 2])
+    >>> out = Batch({"logprobs": torch.tensor([[[-1.0], [-3.0]]])}, batch_size=[1, 2])
+    >>> hinge_loss(0.25)(out, batch)[0].total.item()
+    0.5
+    """
+    positive("hinge_loss", "beta", beta)
+    return _preference("hinge_loss", "The hinge loss", implicit_reward(beta), hinge())
 
 
 def simpo_loss(beta: float, gamma: float) -> MeanLoss:
-    """Simple preference optimization: length-normalised, with a margin and without a reference.
+    """Simple preference optimization: length-normalized, with a margin and without a reference.
 
         -log σ(β/|y_w| Σ_t log π_θ(chosen) - β/|y_l| Σ_t log π_θ(rejected) - γ)
 
@@ -139,17 +277,124 @@ def simpo_loss(beta: float, gamma: float) -> MeanLoss:
 
     Source: https://arxiv.org/abs/2405.14734, eq. 6.
 
+    >>> import torch
+    >>> from nrl.batch import Batch
     >>> batch = Batch({"loss_mask": torch.tensor([[[True, True], [True, False]]])}, batch_size=[1, 2])
-    >>> out = TensorDict({"logprobs": torch.tensor([[[-1.0, -3.0], [-2.5, 0.0]]])}, batch_size=[1, 2])
+    >>> out = Batch({"logprobs": torch.tensor([[[-1.0, -3.0], [-2.5, 0.0]]])}, batch_size=[1, 2])
     >>> round(simpo_loss(beta=2.0, gamma=1.0)(out, batch)[0].total.item(), 4)  # the margin reaches gamma
     0.6931
     """
-    _check_positive("simpo_loss", "beta", beta)
-    if not 0 <= gamma < math.inf:
-        raise ValueError(f"simpo_loss: gamma is {gamma}; it must be finite and at least 0")
+    positive("simpo_loss", "beta", beta)
+    not_negative("simpo_loss", "gamma", gamma)
+    return _preference("simpo_loss", "SimPO", mean_log_likelihood(beta), log_sigmoid(gamma))
 
-    def score(logprobs: Tensor, batch: Batch) -> Tensor:
-        lengths: Tensor = batch["loss_mask"].sum(-1)
-        return beta * logprobs.sum(-1) / lengths.clamp(min=1)
 
-    return named("simpo_loss", "SimPO; see `nrl.algos.simpo_loss`.", preference_loss(score, _log_sigmoid_link(gamma)))
+def cpo_loss(beta: float, alpha: float = 1.0, aggregate: Aggregate = token_mean) -> Loss:
+    """Contrastive preference optimization: DPO without a reference, and supervised fine-tuning on the chosen answers.
+
+        -log σ(β Σ_t log π_θ(chosen) - β Σ_t log π_θ(rejected)) - α aggregate( log π_θ(chosen) )
+
+    The paper's second term is the log-likelihood of whole answers, ``seq_sum(1)``; its code and TRL divide by the
+    tokens, as this does.
+
+    Args:
+        beta: β > 0; often 0.1.
+        alpha: α >= 0; often 1.
+        aggregate: of the second term; see `chosen_nll`.
+
+    Returns:
+        A sum of the terms ``preference_loss``, over pairs and with its metrics, and ``chosen_nll``. It
+        reads ``loss_mask``.
+
+    Raises:
+        ValueError: ``beta`` is not positive and finite, or ``alpha`` is negative or not finite.
+
+    Source: https://arxiv.org/abs/2401.08417, section 3.
+
+    >>> import torch
+    >>> from nrl.batch import Batch
+    >>> batch = Batch({"loss_mask": torch.tensor([[[True, True], [True, False]]])}, batch_size=[1, 2])
+    >>> out = Batch({"logprobs": torch.tensor([[[-1.0, -3.0], [-4.0, 0.0]]])}, batch_size=[1, 2])
+    >>> terms, _ = cpo_loss(beta=0.1, alpha=1.0)(out, batch)
+    >>> {key: [round(part.item(), 4) for part in term] for key, term in terms.items()}
+    {'preference_loss': [0.6931, 1.0], 'chosen_nll': [4.0, 2.0]}
+    """
+    positive("cpo_loss", "beta", beta)
+    not_negative("cpo_loss", "alpha", alpha)
+    preference = preference_loss(log_likelihood(beta), log_sigmoid())
+    return _with_nll("cpo_loss", "CPO", (1.0, preference), (alpha, chosen_nll(aggregate)))
+
+
+def orpo_loss(coef: float, aggregate: Aggregate = seq_mean) -> Loss:
+    """Odds ratio preference optimization: supervised fine-tuning that also prefers, without a reference.
+
+        -aggregate( log π_θ(chosen) ) - λ log σ(log odds(chosen) - log odds(rejected))
+
+    with `log_odds` of the mean log-likelihood. The paper's first term is a mean over pairs of means over tokens, as
+    here; its code and TRL divide by the tokens (`token_mean`), and count those of the prompt.
+
+    Args:
+        coef: λ >= 0; often 0.1.
+        aggregate: of the first term; see `chosen_nll`.
+
+    Returns:
+        A sum of the terms ``preference_loss``, over pairs and with its metrics, and ``chosen_nll``. It
+        reads ``loss_mask``.
+
+    Raises:
+        ValueError: ``coef`` is negative or not finite.
+
+    Source: https://arxiv.org/abs/2403.07691, eq. 4, 6, 7.
+
+    >>> import torch
+    >>> from nrl.batch import Batch
+    >>> batch = Batch({"loss_mask": torch.tensor([[[True, True], [True, False]]])}, batch_size=[1, 2])
+    >>> out = Batch({"logprobs": torch.tensor([[[0.5, 0.5], [0.2, 1.0]]]).log()}, batch_size=[1, 2])
+    >>> terms, _ = orpo_loss(0.1)(out, batch)
+    >>> {key: [round(part.item(), 4) for part in term] for key, term in terms.items()}  # the odds are 1 and 1/4
+    {'preference_loss': [0.0223, 1.0], 'chosen_nll': [0.6931, 1.0]}
+    """
+    not_negative("orpo_loss", "coef", coef)
+    preference = preference_loss(log_odds, log_sigmoid())
+    return _with_nll("orpo_loss", "ORPO", (coef, preference), (1.0, chosen_nll(aggregate)))
+
+
+def rpo_loss(beta: float, alpha: float = 1.0, aggregate: Aggregate = seq_mean) -> Loss:
+    """DPO and supervised fine-tuning on the chosen answers, of iterative reasoning preference optimization.
+
+        DPO - α aggregate( log π_θ(chosen) )
+
+    The paper divides the second term by the length of each answer, its reasoning included, as here; TRL, as a sum of
+    the losses ``sigmoid`` and ``sft``, by the tokens of the batch (`token_mean`). NVIDIA's reward-aware RPO is another.
+
+    Args:
+        beta: β > 0; often 0.1.
+        alpha: α >= 0; often 1.
+        aggregate: of the second term; see `chosen_nll`.
+
+    Returns:
+        A sum of the terms ``preference_loss``, over pairs and with its metrics, and ``chosen_nll``. It
+        reads ``ref_logprobs`` and ``loss_mask``.
+
+    Raises:
+        ValueError: ``beta`` is not positive and finite, or ``alpha`` is negative or not finite.
+
+    Source: https://arxiv.org/abs/2404.19733, eq. 1.
+
+    >>> import torch
+    >>> from nrl.batch import Batch
+    >>> mask = torch.tensor([[[True, True], [True, False]]])
+    >>> batch = Batch({"loss_mask": mask, "ref_logprobs": -2.0 * mask}, batch_size=[1, 2])
+    >>> out = Batch({"logprobs": -2.0 * mask}, batch_size=[1, 2])
+    >>> terms, _ = rpo_loss(beta=0.1, alpha=0.5)(out, batch)
+    >>> {key: [round(part.item(), 4) for part in term] for key, term in terms.items()}
+    {'preference_loss': [0.6931, 1.0], 'chosen_nll': [1.0, 1.0]}
+    """
+    positive("rpo_loss", "beta", beta)
+    not_negative("rpo_loss", "alpha", alpha)
+    preference = preference_loss(implicit_reward(beta), log_sigmoid())
+    return _with_nll("rpo_loss", "RPO", (1.0, preference), (alpha, chosen_nll(aggregate)))
+
+
+def _with_nll(name: str, what: str, preference: tuple[float, MeanLoss], nll: tuple[float, MeanLoss]) -> Loss:
+    return named(name, f"{what}; see `nrl.algos.{name}`.", add(preference, nll))

@@ -11,12 +11,15 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from tensordict import TensorDict
 
-from nrl.batch import Batch
+from nrl.batch import Batch, require
 from nrl.reduce import Mean, Metrics
 
-__all__ = ["Loss", "MeanLoss", "add", "logprobs_at", "name_of", "named", "needed", "needs"]
+__all__ = ["Loss", "MeanLoss", "add", "logprobs_at", "name_of", "named", "needed", "needs", "output_shape"]
+
+_AT = "logprobs_at("
 
 
 class Loss(Protocol):
@@ -32,7 +35,7 @@ class Loss(Protocol):
     """
 
     def __call__(self, out: TensorDict, batch: Batch, /) -> tuple[Mean | dict[str, Mean], Metrics]:
-        """Evaluate the loss on outputs ``[*B, T]`` and the rows that they belong to."""
+        """Evaluate the loss on outputs, ``[*B, T]`` or a number a row, and the rows that they belong to."""
         ...
 
 
@@ -44,7 +47,8 @@ def needs[F: Callable[..., Any]](*outputs: str) -> Callable[[F], F]:
     """Say which outputs a loss reads besides ``logprobs``, so that a backend computes them, or says that it cannot.
 
     Args:
-        outputs: names, such as ``"entropy"`` or ``"values"``. They add to what the function needs already.
+        outputs: names, such as ``"entropy"`` or ``"values"``; `output_shape` says their shapes. They add to what the
+            function needs already.
 
     Raises:
         TypeError: used without its brackets, as ``@needs``.
@@ -75,7 +79,35 @@ def logprobs_at(column: str) -> str:
     >>> logprobs_at("teacher_ids")
     'logprobs_at(teacher_ids)'
     """
-    return f"logprobs_at({column})"
+    return f"{_AT}{column})"
+
+
+def output_shape(output: str, batch: Batch) -> torch.Size:
+    """The shape that an output has for a batch.
+
+        logprobs, entropy, values    [*B, T]
+        rewards                      [*B]
+        logprobs_at(column)          [*B, T, k], that of the column
+
+    Args:
+        output: its name.
+        batch: has ``input_ids``, and the column.
+
+    Raises:
+        MissingColumn: the batch lacks the column.
+
+    >>> batch = Batch({"input_ids": torch.ones(2, 5, dtype=torch.int64)}, batch_size=[2])
+    >>> output_shape("entropy", batch), output_shape("rewards", batch)
+    (torch.Size([2, 5]), torch.Size([2]))
+    """
+    if output == "rewards":
+        return batch.batch_size
+    column = "input_ids"
+    if output.startswith(_AT):
+        column = output.removeprefix(_AT).removesuffix(")")
+        require(batch, column, reader=output)
+    shape: torch.Size = batch[column].shape
+    return shape
 
 
 def needed(*fns: Callable[..., Any] | None) -> frozenset[str]:

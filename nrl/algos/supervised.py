@@ -3,10 +3,11 @@
 from tensordict import TensorDict
 
 from nrl.algos.aggregate import token_mean
+from nrl.algos.masking import masked
 from nrl.batch import Batch, require
 from nrl.reduce import Mean, Metrics
 
-__all__ = ["sft_loss"]
+__all__ = ["sft_loss", "weighted_sft_loss"]
 
 
 def sft_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
@@ -23,6 +24,7 @@ def sft_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
 
     Source: maximum likelihood.
 
+    >>> import torch
     >>> batch = Batch({"loss_mask": torch.tensor([[False, True, True]])}, batch_size=[1])
     >>> loss, _ = sft_loss(TensorDict({"logprobs": torch.tensor([[0.0, -1.0, -2.0]])}, batch_size=[1]), batch)
     >>> loss.total.item(), loss.weight.item()
@@ -30,3 +32,40 @@ def sft_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
     """
     require(batch, "loss_mask", reader="sft_loss")
     return token_mean(-out["logprobs"], batch["loss_mask"]), {}
+
+
+def weighted_sft_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    """Supervised fine-tuning on rows that count more or less: the weighted mean over tokens.
+
+        -Σ_i w_i Σ_t log π_θ(y_{i,t}) / Σ_i w_i |y_i|
+
+    Weights are relative: twice as much for all rows changes nothing, 1 for all is `sft_loss`, 0 leaves a row out. Where
+    all that have a token are 0, nothing is learned. Over Σ_i |y_i| instead, so that small weights make small steps:
+    ``policy_loss(reinforce, ratio=on_policy_ratio)`` on ``advantages`` that are the weights.
+
+    Args:
+        out: has ``logprobs`` ``[*B, T]``.
+        batch: has ``loss_mask`` ``[*B, T]`` and ``weights`` ``[*B]``, none of them negative: a denominator that
+            cancels would let the loss grow without bound.
+
+    Returns:
+        Total: the weighted sum over tokens, in nats; weight: the tokens, each times the weight of its row.
+
+    Raises:
+        MissingColumn: the batch lacks one of them.
+
+    Source: weighted maximum likelihood.
+
+    >>> import torch
+    >>> columns = {"loss_mask": torch.tensor([[True, True], [True, False]]), "weights": torch.tensor([1.0, 0.5])}
+    >>> out = TensorDict({"logprobs": torch.tensor([[-1.0, -2.0], [-4.0, 0.0]])}, batch_size=[2])
+    >>> loss, _ = weighted_sft_loss(out, Batch(columns, batch_size=[2]))
+    >>> loss.total.item(), loss.weight.item()
+    (5.0, 2.5)
+    """
+    require(batch, "loss_mask", "weights", reader="weighted_sft_loss")
+    mask = batch["loss_mask"]
+    weights = masked(batch["weights"].detach().unsqueeze(-1).expand_as(mask), mask).to(out["logprobs"].dtype)
+    # Masked before the product: what is not trained on may be infinite, and times 0 it would be NaN
+    total, _ = token_mean(-weights * masked(out["logprobs"], mask), mask)
+    return Mean(total, weights.sum(dtype=total.dtype)), {}

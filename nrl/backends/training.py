@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos import Loss, name_of, needed
+from nrl.algos import Loss, name_of, needed, output_shape
 from nrl.backends import processing
 from nrl.backends.base import Bucket, Engine, Params, Trainer, TrainState
 from nrl.batch import Batch, deal, microbatches, pad, restore, shard, unchanged
@@ -102,8 +102,9 @@ def global_weights(loss: Loss, batch: Batch, fill: float = 0.0) -> dict[str, flo
 def _probe(loss: Loss, batch: Batch, fill: float) -> dict[str, Mean]:
     """The terms of a loss on outputs that are all ``fill``."""
     name = name_of(loss)
-    zeros = torch.full(batch["input_ids"].shape, fill, device=batch["input_ids"].device)
-    out = TensorDict(dict.fromkeys({"logprobs", *needed(loss)}, zeros), batch_size=batch.batch_size)
+    device = batch["input_ids"].device
+    outputs = {key: torch.full(output_shape(key, batch), fill, device=device) for key in {"logprobs", *needed(loss)}}
+    out = TensorDict(outputs, batch_size=batch.batch_size)
     try:
         with torch.no_grad(), unchanged(batch, name):
             terms, _ = terms_of(name, loss(out, batch))

@@ -13,7 +13,6 @@ from nrl.algos import (
     cispo,
     clip,
     dapo_loss,
-    dpo_loss,
     grpo_loss,
     icepop,
     k1,
@@ -22,18 +21,16 @@ from nrl.algos import (
     kl,
     on_policy_ratio,
     policy_loss,
-    preference_loss,
     reinforce,
     seq_mean,
     seq_sum,
     sequence_ratio,
     sft_loss,
-    simpo_loss,
     token_mean,
     truncate,
 )
 from nrl.batch import Batch
-from nrl.errors import BatchError, MissingColumn
+from nrl.errors import MissingColumn
 from nrl.reduce import Max, Mean, finalize
 
 COLUMNS = ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs")
@@ -48,8 +45,6 @@ POLICY = {
     "unclipped": policy_loss(clip(math.inf), correction=truncate(math.inf)),
     "sft": sft_loss,
 }
-PREFERENCE = {"dpo": dpo_loss(0.1), "simpo": simpo_loss(2.0, 1.0)}
-LOSSES = POLICY | PREFERENCE
 
 
 def random_batch(rows: int = 6, width: int = 5, dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
@@ -59,11 +54,6 @@ def random_batch(rows: int = 6, width: int = 5, dtype: torch.dtype = torch.float
     mask[:, 1] = True
     columns = {name: torch.randn(rows, width, generator=generator).to(dtype) for name in COLUMNS}
     return Batch({"loss_mask": mask, **columns}, batch_size=[rows])
-
-
-def for_loss(name: str, batch: Batch) -> Batch:
-    """Rows as they are, or as pairs where the loss is one on preferences."""
-    return batch.reshape(-1, 2) if name in PREFERENCE else batch
 
 
 def outputs(batch: Batch, scale: float = 1.0, seed: int = 1) -> Tensor:
@@ -226,148 +216,51 @@ def test_gspo_by_a_slow_loop() -> None:
     assert mean.total.item() == pytest.approx(expected)
 
 
-# -- preferences ------------------------------------------------------------------------------------------------------
-
-PAIRS = Batch(
-    {
-        "loss_mask": torch.tensor([[[0, 1, 1], [0, 1, 0]], [[0, 1, 0], [0, 1, 1]], [[0, 1, 1], [0, 0, 0]]]).bool(),
-        "ref_logprobs": torch.tensor(
-            [[[0.0, -1, -1], [0, -2, 0]], [[0, -1, 0], [0, -2, -2]], [[0, -1, -1], [0, 0, 0]]]
-        ),
-    },
-    batch_size=[3, 2],
-)  # the third pair has a row without a token: it does not count
-PAIR_LOGPROBS = torch.tensor([[[0.0, -0.5, -0.5], [0, -4, 0]], [[0, -3, 0], [0, -1, -2]], [[0, -9, -9], [0, 0, 0]]])
-
-
-def softplus(x: float) -> float:
-    return math.log1p(math.exp(x))
-
-
-def test_dpo_by_hand() -> None:
-    mean, metrics = call(dpo_loss(0.5), PAIR_LOGPROBS, PAIRS)
-    chosen, rejected = [0.5 * 1.0, 0.5 * -2.0], [0.5 * -2.0, 0.5 * 1.0]
-    margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
-    assert mean.total.item() == pytest.approx(sum(softplus(-m) for m in margins))
-    assert mean.weight.item() == 2
-    assert metrics == pytest.approx(
-        {"accuracy": 0.5, "margin": sum(margins) / 2, "chosen_score": -0.25, "rejected_score": -0.25}
-    )
-
-
-def test_simpo_by_hand() -> None:
-    mean, metrics = call(simpo_loss(beta=2.0, gamma=0.7), PAIR_LOGPROBS, PAIRS)
-    margins = [2 * (-0.5 + 4), 2 * (-3 + 1.5)]
-    assert mean.total.item() == pytest.approx(sum(softplus(-(m - 0.7)) for m in margins))
-    assert mean.weight.item() == 2
-    assert metrics["margin"] == pytest.approx(sum(margins) / 2)
-
-
-def test_dpo_by_a_slow_loop() -> None:
-    batch = random_batch(8).reshape(4, 2)
-    logprobs = outputs(batch)
-    expected = torch.zeros((), dtype=torch.float64)
-    for p in range(4):
-        scores = [
-            sum(logprobs[p, i, t] - batch["ref_logprobs"][p, i, t] for t in range(5) if batch["loss_mask"][p, i, t])
-            for i in range(2)
-        ]
-        expected = expected - torch.sigmoid(0.3 * (scores[0] - scores[1])).log()
-    mean, _ = call(dpo_loss(0.3), logprobs, batch)
-    torch.testing.assert_close(mean.total, expected)
-    torch.testing.assert_close(torch.autograd.grad(mean.total, logprobs)[0], torch.autograd.grad(expected, logprobs)[0])
-
-
-def test_dpo_at_equal_policies_is_exactly_log_two() -> None:
-    mean, metrics = call(dpo_loss(0.7), PAIRS["ref_logprobs"], PAIRS)
-    assert mean.total.item() / 2 == torch.tensor(2.0).log().item()
-    assert metrics["accuracy"] == metrics["margin"] == 0
-
-
-def test_preference_options_change_the_loss() -> None:
-    losses = [dpo_loss(0.1), dpo_loss(0.2), simpo_loss(1.0, 0.5), simpo_loss(2.0, 0.5), simpo_loss(1.0, 0.6)]
-    found = {call(loss, PAIR_LOGPROBS, PAIRS)[0].total.item() for loss in losses}
-    assert len(found) == len(losses)
-
-
-def test_preference_loss_takes_any_score_and_link() -> None:
-    loss = preference_loss(lambda logprobs, batch: logprobs.sum(-1), lambda margin: (1 - margin).relu())
-    mean, _ = call(loss, PAIR_LOGPROBS, PAIRS)
-    assert (mean.total.item(), mean.weight.item()) == (1.0, 2.0)  # margins 3 and 0
-
-
-def test_preferences_are_pairs() -> None:
-    with pytest.raises(BatchError, match=r"dpo_loss: loss_mask has shape \[6, 3\]; preferences are pairs"):
-        call(dpo_loss(0.1), PAIR_LOGPROBS.view(6, 3), PAIRS.reshape(6))
-    with pytest.raises(BatchError, match=r"simpo_loss: loss_mask has shape \[2, 3, 3\]"):
-        call(simpo_loss(1.0, 0.0), PAIR_LOGPROBS.view(2, 3, 3), PAIRS.reshape(2, 3))
-
-
-def test_a_score_is_a_number_a_row() -> None:
-    loss = preference_loss(lambda logprobs, batch: logprobs, lambda margin: margin)
-    with pytest.raises(BatchError, match=r"preference_loss: the score has shape \[3, 2, 3\]; .* \[3, 2\]"):
-        call(loss, PAIR_LOGPROBS, PAIRS)
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
-def test_beta_is_positive(value: float) -> None:
-    with pytest.raises(ValueError, match="dpo_loss: beta is"):
-        dpo_loss(value)
-    with pytest.raises(ValueError, match="simpo_loss: beta is"):
-        simpo_loss(value, 1.0)
-
-
-@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
-def test_gamma_is_not_negative(value: float) -> None:
-    with pytest.raises(ValueError, match="simpo_loss: gamma is"):
-        simpo_loss(1.0, value)
-
-
 # -- what holds for every loss ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY)
 def test_weights_do_not_depend_on_outputs(name: str) -> None:
-    batch = for_loss(name, random_batch())
-    weights = {call(LOSSES[name], outputs(batch, scale), batch)[0].weight.item() for scale in (0.0, 1.0, 1e4)}
+    batch = random_batch()
+    weights = {call(POLICY[name], outputs(batch, scale), batch)[0].weight.item() for scale in (0.0, 1.0, 1e4)}
     assert len(weights) == 1
     assert weights.pop() > 0
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY)
 def test_rows_add_up(name: str) -> None:
-    batch = for_loss(name, random_batch())
+    batch = random_batch()
     logprobs = outputs(batch)
-    whole, _ = call(LOSSES[name], logprobs, batch)
-    parts = [call(LOSSES[name], logprobs[i : i + 1], batch[i : i + 1])[0] for i in range(len(batch))]
+    whole, _ = call(POLICY[name], logprobs, batch)
+    parts = [call(POLICY[name], logprobs[i : i + 1], batch[i : i + 1])[0] for i in range(len(batch))]
     torch.testing.assert_close(torch.stack([part.total for part in parts]).sum(), whole.total)
     torch.testing.assert_close(torch.stack([part.weight for part in parts]).sum(), whole.weight)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 def test_what_is_masked_is_not_seen(name: str, garbage: float) -> None:
-    batch = for_loss(name, random_batch())
+    batch = random_batch()
     logprobs = outputs(batch)
     mask = batch["loss_mask"]
     dirty = batch.copy()
     for column in COLUMNS:
         dirty[column] = torch.where(mask, batch[column], garbage)
     dirty_logprobs = torch.where(mask, logprobs.detach(), garbage).requires_grad_()
-    expected, metrics = call(LOSSES[name], logprobs, batch)
-    found, dirty_metrics = call(LOSSES[name], dirty_logprobs, dirty)
+    expected, metrics = call(POLICY[name], logprobs, batch)
+    found, dirty_metrics = call(POLICY[name], dirty_logprobs, dirty)
     assert found.total.item() == expected.total.item()
     assert dirty_metrics == metrics
-    grad = gradient(LOSSES[name], dirty_logprobs, dirty)
-    torch.testing.assert_close(grad, gradient(LOSSES[name], logprobs, batch))
+    grad = gradient(POLICY[name], dirty_logprobs, dirty)
+    torch.testing.assert_close(grad, gradient(POLICY[name], logprobs, batch))
     assert not grad[~mask].any()
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY)
 @pytest.mark.parametrize("size", [1e4, -1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_outputs_and_columns_are_finite(name: str, size: float, dtype: torch.dtype) -> None:
-    plain = for_loss(name, random_batch(dtype=dtype))
+    plain = random_batch(dtype=dtype)
     for column in ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs"):
         batch = plain.copy()
         logprobs = outputs(plain)
@@ -375,39 +268,38 @@ def test_extreme_outputs_and_columns_are_finite(name: str, size: float, dtype: t
             logprobs = torch.full_like(logprobs, size).requires_grad_()
         else:
             batch[column] = torch.full_like(logprobs, size)
-        mean, metrics = call(LOSSES[name], logprobs, batch)
+        mean, metrics = call(POLICY[name], logprobs, batch)
         assert bool(mean.total.isfinite()), column
         assert all(math.isfinite(value) for value in metrics.values()), column
-        assert bool(gradient(LOSSES[name], logprobs, batch).isfinite().all()), column
+        assert bool(gradient(POLICY[name], logprobs, batch).isfinite().all()), column
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY)
 def test_rows_without_tokens_add_nothing(name: str) -> None:
     rows = random_batch(4)
     empty = rows.copy()
     empty["loss_mask"] = torch.zeros_like(rows["loss_mask"])
-    both = for_loss(name, torch.cat([rows, empty]))  # type: ignore[arg-type]
-    rows, empty = for_loss(name, rows), for_loss(name, empty)
+    both: Batch = torch.cat([rows, empty])  # type: ignore[assignment]
     logprobs = outputs(both)
-    found, expected = call(LOSSES[name], logprobs, both)[0], call(LOSSES[name], logprobs[: len(rows)], rows)[0]
+    found, expected = call(POLICY[name], logprobs, both)[0], call(POLICY[name], logprobs[: len(rows)], rows)[0]
     torch.testing.assert_close(found, expected)
-    none = call(LOSSES[name], logprobs[len(rows) :], empty)[0]
+    none = call(POLICY[name], logprobs[len(rows) :], empty)[0]
     assert (none.total.item(), none.weight.item()) == (0, 0)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY)
 def test_a_batch_without_rows(name: str) -> None:
-    batch = for_loss(name, random_batch(2))[:0]
-    mean, metrics = call(LOSSES[name], outputs(batch), batch)
+    batch = random_batch(2)[:0]
+    mean, metrics = call(POLICY[name], outputs(batch), batch)
     assert (mean.total.item(), mean.weight.item()) == (0, 0)
     assert not any(math.isfinite(value) for value in metrics.values())
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_dtypes(name: str, dtype: torch.dtype) -> None:
-    batch = for_loss(name, random_batch(dtype=dtype))
-    mean, _ = call(LOSSES[name], outputs(batch), batch)
+    batch = random_batch(dtype=dtype)
+    mean, _ = call(POLICY[name], outputs(batch), batch)
     assert mean.total.dtype == mean.weight.dtype == dtype
 
 
@@ -416,18 +308,18 @@ def test_leading_dimensions(name: str) -> None:
     batch = random_batch(6)
     logprobs = outputs(batch)
     flat, folded = (
-        call(LOSSES[name], logprobs, batch)[0],
-        call(LOSSES[name], logprobs.view(3, 2, -1), batch.reshape(3, 2))[0],
+        call(POLICY[name], logprobs, batch)[0],
+        call(POLICY[name], logprobs.view(3, 2, -1), batch.reshape(3, 2))[0],
     )
     torch.testing.assert_close(folded, flat)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY)
 def test_gradients_flow_through_the_outputs_alone(name: str) -> None:
-    batch = for_loss(name, random_batch())
+    batch = random_batch()
     leaves = {column: batch[column].clone().requires_grad_() for column in COLUMNS}
     batch = batch.copy().update(leaves)
-    mean, _ = call(LOSSES[name], outputs(batch), batch)
+    mean, _ = call(POLICY[name], outputs(batch), batch)
     grads = torch.autograd.grad(mean.total, list(leaves.values()), allow_unused=True)
     assert all(grad is None for grad in grads)
 
@@ -440,16 +332,12 @@ READS: list[tuple[MeanLoss, str, str]] = [
     (policy_loss(reinforce, correction=truncate(2.0)), "policy_loss", "rollout_logprobs"),
     (policy_loss(reinforce, penalty=kl(k3, 0.1)), "kl", "ref_logprobs"),
     (sft_loss, "sft_loss", "loss_mask"),
-    (dpo_loss(0.1), "dpo_loss", "ref_logprobs"),
-    (dpo_loss(0.1), "dpo_loss", "loss_mask"),
-    (simpo_loss(1.0, 0.0), "simpo_loss", "loss_mask"),
 ]
 
 
 @pytest.mark.parametrize(("loss", "reader", "column"), READS)
 def test_a_missing_column_is_named(loss: MeanLoss, reader: str, column: str) -> None:
     batch = random_batch()
-    batch = for_loss({"dpo_loss": "dpo", "simpo_loss": "simpo"}.get(reader, ""), batch)
     with pytest.raises(MissingColumn, match=f"{reader} reads the column '{column}'"):
         call(loss, outputs(batch), batch.exclude(column))
 
@@ -468,8 +356,6 @@ def test_names_and_documentation_of_ready_made_losses() -> None:
     names: list[tuple[Callable[..., object], str]] = [
         (grpo_loss, "grpo_loss"),
         (dapo_loss, "dapo_loss"),
-        (dpo_loss(0.1), "dpo_loss"),
-        (simpo_loss(1.0, 1.0), "simpo_loss"),
     ]
     for loss, name in names:
         assert loss.__name__ == name

@@ -124,6 +124,19 @@ def test_global_weights_gives_the_loss_all_outputs_that_it_needs() -> None:
     assert global_weights(loss, batch_of()) == {"loss": 5.0}
 
 
+def test_global_weights_gives_a_loss_numbers_of_rows() -> None:
+    pairs = batch_of(4).reshape(2, 2)
+    for batch in (batch_of(), pairs):
+
+        @needs("rewards")
+        def loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+            assert out["rewards"].shape == batch.batch_size
+            return token_mean(out["rewards"], batch["loss_mask"].any(-1)), {}
+
+        assert global_weights(loss, batch) == {"loss": float(batch["loss_mask"].any(-1).sum())}
+    assert global_weights(nrl.algos.reward_model_loss, pairs) == {"loss": 2.0}
+
+
 def test_a_missing_column_of_a_custom_loss_is_named() -> None:
     def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
         return token_mean(out["logprobs"] * batch["advantages"], batch["loss_mask"]), {}

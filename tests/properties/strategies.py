@@ -18,6 +18,8 @@ __all__ = [
     "AGGREGATES",
     "LOSSES",
     "PAIR_LOSSES",
+    "REWARD_LOSSES",
+    "ROW_COLUMNS",
     "TINY",
     "Layout",
     "batches",
@@ -53,14 +55,8 @@ def entropy_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
     return mean, {"entropy": algos.token_mean(out["entropy"].detach(), batch["loss_mask"])}
 
 
-def _length_normalised(logprobs: Tensor, batch: TensorDict) -> Tensor:
-    means: Tensor = logprobs.sum(-1) / batch["loss_mask"].sum(-1).clamp(min=1)
-    return means
-
-
-def _hinge(margin: Tensor) -> Tensor:
-    return (1 - margin).relu()
-
+ROW_COLUMNS = ("reference_point", "margin", "weights")
+"""Numbers of rows that losses read, which in a row without a trained token may be anything."""
 
 AGGREGATES = {"token_mean": algos.token_mean, "seq_mean": algos.seq_mean, "seq_sum": algos.seq_sum(16)}
 SURROGATES = (
@@ -100,6 +96,8 @@ LOSSES: dict[str, Loss] = {
     "k1": policy_loss(algos.clip(0.2), penalty=algos.kl(algos.k1, 0.1), aggregate=algos.seq_mean),
     "entropy": entropy_loss,
     "sum": algos.add((1.0, algos.grpo_loss), (-0.01, entropy_loss), (0.5, algos.sft_loss)),
+    "weighted sft": algos.weighted_sft_loss,
+    "kto": algos.kto_loss(0.3, 1.5, 0.5),
     "nested sum": algos.add((2.0, algos.add((1.0, algos.sft_loss), (1.0, algos.dapo_loss))), (1.0, algos.sft_loss)),
 }
 """Losses over rows."""
@@ -107,10 +105,25 @@ LOSSES: dict[str, Loss] = {
 PAIR_LOSSES: dict[str, Loss] = {
     "dpo": algos.dpo_loss(0.3),
     "simpo": algos.simpo_loss(2.0, 0.5),
-    "hinge": preference_loss(_length_normalised, _hinge),
+    "length-normalized dpo": algos.length_normalized_dpo_loss(2.0),
+    "cdpo": algos.cdpo_loss(0.3, 0.1),
+    "robust dpo": algos.robust_dpo_loss(0.3, 0.1),
+    "ipo": algos.ipo_loss(0.3),
+    "length-normalized ipo": algos.length_normalized_ipo_loss(0.3),
+    "hinge": algos.hinge_loss(0.3),
+    "hinge without a reference": preference_loss(algos.mean_log_likelihood(1.0), algos.hinge(0.5)),
+    "cpo": algos.cpo_loss(0.3, 0.5),
+    "orpo": algos.orpo_loss(0.5),
+    "rpo": algos.rpo_loss(0.3, 0.5),
     "dpo with sft": algos.add((1.0, algos.dpo_loss(0.3)), (0.2, algos.sft_loss)),
 }
 """Losses over pairs."""
+
+REWARD_LOSSES: dict[str, Loss] = {
+    "reward model": algos.reward_model_loss,
+    "centered reward model": algos.bradley_terry_loss(0.1),
+}
+"""Losses over pairs that read an output with a number a row."""
 
 
 def make_batch(
@@ -148,6 +161,10 @@ def make_batch(
         "temperature": torch.tensor([0.0, 0.5, 1.0, 1.3], dtype=torch.float64)[torch.randint(0, 4, (n,), generator=g)],
         "version": torch.randint(0, 3, (n,), generator=g),
         "valid": ~torch.tensor(invalid, dtype=torch.bool),
+        "desirable": torch.rand(n, generator=g) < 0.5,
+        "reference_point": torch.rand(n, generator=g, dtype=torch.float64) * 2,
+        "margin": torch.rand(n, generator=g, dtype=torch.float64),
+        "weights": torch.randint(0, 9, (n,), generator=g).double() / 4,  # whose sums are exact in any order
     }
     if pairs:
         columns = {name: column.unflatten(0, (n // 2, 2)) for name, column in columns.items()}
@@ -167,12 +184,13 @@ def batches(draw: st.DrawFn, *, pairs: bool = False, rows: int | None = None, wi
 
 
 def outputs(batch: Batch, seed: int = 0) -> dict[str, Tensor]:
-    """What a model might have put out: log-probabilities near the old ones, and entropies."""
+    """What a model might have put out: log-probabilities near the old ones, entropies, and rewards of rows."""
     g = torch.Generator().manual_seed(seed)
     noise = torch.randn(batch["old_logprobs"].shape, generator=g, dtype=torch.float64)
     return {
         "logprobs": (batch["old_logprobs"] + 0.3 * noise).clamp(max=0.0),
         "entropy": torch.rand(noise.shape, generator=g, dtype=torch.float64),
+        "rewards": torch.randn(noise.shape[:-1], generator=g, dtype=torch.float64),
     }
 
 
@@ -207,5 +225,5 @@ def hidden_rows(batch: Batch, n: int) -> Batch:
         loss_mask=torch.zeros_like(part["loss_mask"]),
         advantages=torch.full_like(part["advantages"], 1e6),
         old_logprobs=torch.full_like(part["old_logprobs"], 3e4),
-        ref_logprobs=torch.full_like(part["ref_logprobs"], float("nan")),
+        **{name: torch.full_like(part[name], float("nan")) for name in ("ref_logprobs", *ROW_COLUMNS)},
     )

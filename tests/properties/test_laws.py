@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import nrl
-from nrl.algos import Loss, token_mean
+from nrl.algos import Loss, output_shape, token_mean
 from nrl.backends.training import global_weights, terms_of
 from nrl.batch import Batch, Parts
 from nrl.reduce import Mean, Metrics, finalize, merge
@@ -20,6 +20,8 @@ from tests.properties.strategies import (
     AGGREGATES,
     LOSSES,
     PAIR_LOSSES,
+    REWARD_LOSSES,
+    ROW_COLUMNS,
     Layout,
     batches,
     hidden_rows,
@@ -32,7 +34,7 @@ from tests.properties.strategies import (
 
 ALL = [
     pytest.param(loss, pairs, id=name)
-    for pairs, group in ((False, LOSSES), (True, PAIR_LOSSES))
+    for pairs, group in ((False, LOSSES), (True, PAIR_LOSSES | REWARD_LOSSES))
     for name, loss in group.items()
 ]
 RELATIVE, ABSOLUTE = 1e-9, 1e-12
@@ -56,7 +58,8 @@ def evaluate(loss: Loss, batch: Batch, out: dict[str, Tensor], layout: Layout) -
     metrics: Metrics = {}
     for rows in layout.parts:
         part = nrl.pad(taken(batch, rows), batch["input_ids"].shape[-1] + layout.padding)
-        shown = {name: pad(x[rows], (0, layout.padding)) for name, x in leaves.items()}
+        wider = {name: layout.padding * (output_shape(name, batch) != batch.batch_size) for name in leaves}
+        shown = {name: pad(x[rows], (0, wider[name])) for name, x in leaves.items()}
         if layout.masked:
             extra = nrl.pad(hidden_rows(batch, layout.masked), part["input_ids"].shape[-1])
             part = nrl.concatenate([part, extra])
@@ -157,9 +160,9 @@ def test_no_loss_sees_what_is_masked(loss: Loss, pairs: bool, data: st.DataObjec
     rubbish = data.draw(st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e30]))
 
     def spoil(x: Tensor) -> Tensor:
-        return torch.where(mask, x, rubbish)
+        return torch.where(mask if x.shape == mask.shape else mask.any(-1), x, rubbish)
 
-    columns = ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs")
+    columns = ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs", *ROW_COLUMNS)
     spoiled = nrl.assign(batch, **{name: spoil(batch[name]) for name in columns})
     found = evaluate(loss, spoiled, {name: spoil(x) for name, x in out.items()}, whole(batch))
     assert_equal(found, expected)
@@ -216,7 +219,7 @@ def test_no_loss_or_gradient_is_infinite_on_finite_inputs(loss: Loss, pairs: boo
         for new in (-1e4, -1e-30, -88.0, 0.0):
             columns = {name: torch.full(shape, old) for name in ("old_logprobs", "rollout_logprobs", "ref_logprobs")}
             far = nrl.assign(batch, advantages=batch["advantages"].float(), **columns)
-            out = {name: torch.full(shape, new) for name in ("logprobs", "entropy")}
+            out = {name: torch.full(x.shape, new) for name, x in outputs(far).items()}
             result = evaluate(loss, far, out, whole(far))
             assert torch.isfinite(result.value)
             assert all(torch.isfinite(gradient).all() for gradient in result.gradient.values())

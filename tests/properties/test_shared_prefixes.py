@@ -82,6 +82,9 @@ def batch_of(rows: list[list[int]], prompts: list[int], seed: int = 0) -> Batch:
         ref_logprobs=old + numbers(0.5),
         advantages=numbers(1.0),
         temperature=torch.tensor([0.0, 0.7, 1.0], dtype=torch.float64)[torch.randint(0, 3, (n,), generator=g)],
+        desirable=torch.rand(n, generator=g) < 0.5,
+        reference_point=torch.rand(n, generator=g, dtype=torch.float64),
+        weights=torch.rand(n, generator=g, dtype=torch.float64),
     )
 
 
