@@ -22,7 +22,7 @@ SECTIONS = {
     "Distillation": ("distillation",),
     "Supervised": ("supervised",),
 }
-OTHERS = ("masking", "protocol", "_rows", "_arguments")
+OTHERS = ("masking", "protocol")
 """Modules that hold no method."""
 
 HEAD = """# Methods
@@ -58,7 +58,7 @@ def main(check: bool) -> int:
 def written() -> Iterator[str]:
     """The lines of all sections."""
     folder = Path(__file__).parents[1] / "nrl" / "algos"
-    there = {path.stem for path in folder.glob("*.py")} - {"__init__", *OTHERS}
+    there = {path.stem for path in folder.glob("[!_]*.py")} - {*OTHERS}
     listed = [module for modules in SECTIONS.values() for module in modules]
     if missing := there ^ set(listed):
         raise SystemExit(f"docs/make_losses.py: SECTIONS and nrl/algos/ differ in {', '.join(sorted(missing))}")

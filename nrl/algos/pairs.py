@@ -4,75 +4,18 @@ A pair of which a row has no token, because it is invalid or empty, compares not
 """
 
 from tensordict import TensorDict
-from torch import Tensor
 
+from nrl.algos._compared import compared, counted_pairs
 from nrl.algos.aggregate import Aggregate, token_mean
 from nrl.algos.links import Link
 from nrl.algos.masking import masked
 from nrl.algos.protocol import MeanLoss, name_of, needed, needs
 from nrl.algos.scores import Score
-from nrl.batch import Batch, require
+from nrl.batch import Batch
 from nrl.errors import BatchError
 from nrl.reduce import Mean, Metrics
 
-__all__ = ["chosen_nll", "compared", "counted_pairs", "preference_loss"]
-
-
-def counted_pairs(batch: Batch, reader: str) -> Tensor:
-    """The pairs of which both rows have a token: a pair with an answer missing compares nothing.
-
-    Args:
-        batch: has ``loss_mask`` ``[P, 2, T]``.
-        reader: who asks, as a user would name it; for the error.
-
-    Returns:
-        ``[P]`` bool.
-
-    Raises:
-        MissingColumn: the batch lacks it.
-        BatchError: the batch is not one of pairs.
-
-    >>> import torch
-    >>> mask = torch.tensor([[[True, True], [True, False]], [[True, True], [False, False]]])
-    >>> counted_pairs(Batch({"loss_mask": mask}, batch_size=[2, 2]), "my_loss").tolist()
-    [True, False]
-    """
-    require(batch, "loss_mask", reader=reader)
-    mask: Tensor = batch["loss_mask"]
-    if mask.ndim != 3 or mask.shape[1] != 2:
-        raise BatchError(
-            f"{reader}: loss_mask has shape {list(mask.shape)}; preferences are pairs, [P, 2, T] with the chosen row "
-            "first (batch size [P, 2])"
-        )
-    return mask.any(-1).all(-1)
-
-
-def compared(scores: Tensor, counted: Tensor, link: Link) -> tuple[Mean, Metrics]:
-    """What the differences of scores cost, and what there is to say about them, over the pairs that count.
-
-    Args:
-        scores: ``[P, 2]``, chosen first.
-        counted: ``[P]`` bool, such as `counted_pairs`.
-        link: ``margin [P] -> loss [P]``.
-
-    Returns:
-        The sum of the costs over the number of pairs; the metrics of `preference_loss`.
-
-    >>> import torch
-    >>> scores = torch.tensor([[3.0, 1.0], [0.0, 2.0], [float("nan"), 0.0]])
-    >>> mean, metrics = compared(scores, torch.tensor([True, True, False]), lambda margin: (3 - margin).relu())
-    >>> mean.total.item(), mean.weight.item(), metrics["accuracy"].total.item()
-    (6.0, 2.0, 1.0)
-    """
-    chosen, rejected = (masked(x, counted) for x in scores.unbind(-1))
-    margin = chosen - rejected
-    seen = {
-        "accuracy": (margin > 0).to(margin.dtype),
-        "margin": margin,
-        "chosen_score": chosen,
-        "rejected_score": rejected,
-    }
-    return token_mean(link(margin), counted), {key: token_mean(x.detach(), counted) for key, x in seen.items()}
+__all__ = ["chosen_nll", "preference_loss"]
 
 
 def preference_loss(score: Score, link: Link) -> MeanLoss:

@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nrl.algos._arguments import not_negative
+from nrl.algos._compared import compared, counted_pairs
 from nrl.algos.masking import masked
-from nrl.algos.pairs import compared, counted_pairs
 from nrl.algos.protocol import MeanLoss, name_of, named, needs
 from nrl.batch import Batch
 from nrl.errors import BatchError
@@ -71,6 +71,8 @@ def bradley_terry_loss(centering: float = 0.0) -> MeanLoss:
 reward_model_loss = named(
     "reward_model_loss",
     """Rewards from pairs, which may be anywhere: ``bradley_terry_loss()``.
+
+        -log σ(r_w - r_l - m),   mean over pairs
 
     Needs the output ``rewards``; reads ``loss_mask`` and, where the batch has it, ``margin``.
 

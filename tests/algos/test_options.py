@@ -19,12 +19,22 @@ from nrl.algos import logprobs_at, policy_loss, preference_loss
 from nrl.batch import Batch
 
 DATA = {
-    "advantages", "batch", "group_ids", "log_ratio", "logprobs", "margin", "mask", "other_logprobs", "out",
+    "advantages", "batch", "group_ids", "log_ratio", "logprobs", "mask", "other_logprobs", "out",
     "policy_logprobs", "ref_logprobs", "rewards", "student", "teacher", "values", "x",
 }  # fmt: skip
 """Arguments that are no options."""
 
-ELSEWHERE = {"masked", "masked_column", "name_of", "named", "needed", "needs", "logprobs_at", "sampled_logprobs"}
+ELSEWHERE = {
+    "masked",
+    "masked_column",
+    "name_of",
+    "named",
+    "needed",
+    "needs",
+    "logprobs_at",
+    "output_shape",
+    "sampled_logprobs",
+}
 """What has no numbers: how losses are described, and how a batch is read."""
 
 WORDS, K = 9, 3
@@ -232,6 +242,26 @@ CASES: dict[str, Case] = {
     ),
     "dpo_loss": Case(of_pairs, {"beta": 0.1}, {"beta": 0.2}),
     "simpo_loss": Case(of_pairs, {"beta": 2.0, "gamma": 0.5}, {"beta": 2.1, "gamma": 0.6}),
+    "length_normalized_dpo_loss": Case(of_pairs, {"beta": 2.0}, {"beta": 2.1}),
+    "cdpo_loss": Case(of_pairs, {"beta": 0.1, "smoothing": 0.1}, {"beta": 0.2, "smoothing": 0.2}),
+    "robust_dpo_loss": Case(of_pairs, {"beta": 0.1, "smoothing": 0.1}, {"beta": 0.2, "smoothing": 0.2}),
+    "ipo_loss": Case(of_pairs, {"beta": 0.1}, {"beta": 0.2}),
+    "length_normalized_ipo_loss": Case(of_pairs, {"beta": 0.1}, {"beta": 0.2}),
+    "hinge_loss": Case(of_pairs, {"beta": 0.1}, {"beta": 0.2}),
+    "cpo_loss": Case(of_pairs, {"beta": 0.1}, {"beta": 0.2, "alpha": 0.5, "aggregate": algos.seq_mean}),
+    "orpo_loss": Case(of_pairs, {"coef": 0.1}, {"coef": 0.2, "aggregate": algos.token_mean}),
+    "rpo_loss": Case(of_pairs, {"beta": 0.1}, {"beta": 0.2, "alpha": 0.5, "aggregate": algos.token_mean}),
+    "chosen_nll": Case(of_pairs, {}, {"aggregate": algos.seq_mean}),
+    "implicit_reward": Case(of_score, {"beta": 0.1}, {"beta": 0.2}),
+    "mean_implicit_reward": Case(of_score, {"beta": 0.1}, {"beta": 0.2}),
+    "log_likelihood": Case(of_score, {"beta": 0.1}, {"beta": 0.2}),
+    "mean_log_likelihood": Case(of_score, {"beta": 0.1}, {"beta": 0.2}),
+    "log_sigmoid": Case(of_link, {}, {"margin": 1.0, "smoothing": 0.1}),
+    "robust_log_sigmoid": Case(of_link, {"smoothing": 0.1}, {"smoothing": 0.2}),
+    "squared": Case(of_link, {"target": 1.0}, {"target": 2.0}),
+    "hinge": Case(of_link, {}, {"margin": 2.0}),
+    "bradley_terry_loss": Case(of_pairs, {"centering": 0.1}, {"centering": 0.2}),
+    "kto_loss": Case(of_loss, {"beta": 0.1}, {"beta": 0.2, "desirable": 2.0, "undesirable": 2.0}),
     # advantages
     "advantages": Case(of_batch, {}, {"estimator": CENTER}, (ROWS,)),
     "from_rewards": Case(of_estimator, {"fn": algos.group_center}, {"fn": algos.group_normalize}),

@@ -6,8 +6,22 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from nrl.algos import Loss, add, named, needed, needs, policy_loss, preference_loss, reinforce, sft_loss, token_mean
+from nrl.algos import (
+    Loss,
+    add,
+    logprobs_at,
+    named,
+    needed,
+    needs,
+    output_shape,
+    policy_loss,
+    preference_loss,
+    reinforce,
+    sft_loss,
+    token_mean,
+)
 from nrl.batch import Batch
+from nrl.errors import MissingColumn
 from nrl.reduce import Mean, Metrics, Sum, finalize
 
 MASK = torch.tensor([[False, True, True], [False, True, False]])
@@ -96,3 +110,13 @@ def test_compositions_need_what_their_parts_need() -> None:
     assert needed(policy_loss(reinforce)) == frozenset()
     assert needed(preference_loss(part("a"), part("b"))) == {"a", "b"}
     assert needed(add((1.0, loss), (1.0, add((1.0, entropy_loss))))) == {"a", "b", "c", "d", "e", "entropy"}
+
+
+def test_outputs_have_the_shapes_that_they_say() -> None:
+    ids = torch.ones(2, 2, 5, dtype=torch.int64)
+    batch = Batch({"input_ids": ids, "teacher_ids": torch.ones(2, 2, 5, 3, dtype=torch.int64)}, batch_size=[2, 2])
+    assert output_shape("entropy", batch) == (2, 2, 5)
+    assert output_shape("rewards", batch) == (2, 2)
+    assert output_shape(logprobs_at("teacher_ids"), batch) == (2, 2, 5, 3)
+    with pytest.raises(MissingColumn, match=r"logprobs_at\(others\) reads the column 'others'"):
+        output_shape(logprobs_at("others"), batch)

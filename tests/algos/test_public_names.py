@@ -6,7 +6,8 @@ import pytest
 
 import nrl.algos
 
-MODULES = [importlib.import_module(f"nrl.algos.{info.name}") for info in pkgutil.iter_modules(nrl.algos.__path__)]
+NAMES = [info.name for info in pkgutil.iter_modules(nrl.algos.__path__) if not info.name.startswith("_")]
+MODULES = [importlib.import_module(f"nrl.algos.{name}") for name in NAMES]
 
 
 def test_all_is_sorted_and_what_the_modules_publish() -> None:
