@@ -26,7 +26,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 GSM8K = ROOT / "tests" / "data" / "gsm8k_sample.jsonl"
 KEYS = {
     "step", "loss", "grad_norm", "reward", "tokens_per_second", "time/rollout", "time/train", "time/total", "lag",
-    "mismatch/kl", "mismatch/ess", "mismatch/max_abs",
+    "mismatch/kl", "mismatch/ess", "mismatch/max_abs", "mismatch/chi2", "mismatch/max_ratio",
 }  # fmt: skip
 
 

@@ -7,27 +7,38 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import (
+    Correction,
     MeanLoss,
     add,
     bounded,
     cispo,
     clip,
     dapo_loss,
+    decoupled_ppo_loss,
+    dppo_loss,
+    gmpo_loss,
     grpo_loss,
+    gspo_loss,
     icepop,
+    importance_mask,
     k1,
     k2,
     k3,
     kl,
     on_policy_ratio,
+    opsm,
     policy_loss,
     reinforce,
+    sapo_loss,
     seq_mean,
     seq_sum,
+    sequence_mask,
     sequence_ratio,
+    sequence_truncate,
     sft_loss,
     token_mean,
     truncate,
+    vespo_loss,
 )
 from nrl.batch import Batch
 from nrl.errors import MissingColumn
@@ -43,6 +54,12 @@ POLICY = {
     "reinforce": policy_loss(reinforce, ratio=on_policy_ratio, penalty=kl(k2, 0.1), correction=icepop(0.5, 5.0)),
     "dr_grpo": policy_loss(clip(0.2), penalty=kl(k1, 0.1), aggregate=seq_sum(4)),
     "unclipped": policy_loss(clip(math.inf), correction=truncate(math.inf)),
+    "gmpo": gmpo_loss,
+    "sapo": sapo_loss,
+    "dppo": dppo_loss,
+    "vespo": vespo_loss,
+    "decoupled": decoupled_ppo_loss,
+    "kept": policy_loss(clip(0.2), keep=opsm(0.1), correction=sequence_truncate(2.0)),
     "sft": sft_loss,
 }
 
@@ -200,6 +217,33 @@ def test_clip_at_infinity_is_importance_sampling() -> None:
     mean, _ = call(policy_loss(clip(math.inf)), logprobs, batch)
     torch.testing.assert_close(mean.total, expected)
     torch.testing.assert_close(torch.autograd.grad(mean.total, logprobs)[0], torch.autograd.grad(expected, logprobs)[0])
+
+
+def test_gspo_is_grpo_where_rows_have_one_token() -> None:
+    """With the same bounds."""
+    batch = random_batch()
+    batch = Batch({**batch, "loss_mask": torch.arange(5).expand(6, 5) == 2}, batch_size=[6])
+    logprobs = outputs(batch, scale=0.1)
+    grpo = policy_loss(clip(3e-4, 4e-4), aggregate=seq_mean)
+    found, expected = (call(loss, logprobs, batch)[0] for loss in (gspo_loss, grpo))
+    assert found == expected
+    assert torch.equal(gradient(gspo_loss, logprobs, batch), gradient(grpo, logprobs, batch))
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [truncate(2.0), icepop(0.5, 2.0), importance_mask(2.0), sequence_truncate(2.0), sequence_mask(0.9, 1.1)],
+)
+def test_at_a_lag_of_zero_a_correction_changes_nothing(correction: Correction) -> None:
+    """The sampler's log-probabilities are the trainer's own."""
+    batch = random_batch()
+    batch = Batch({**batch, "rollout_logprobs": batch["old_logprobs"]}, batch_size=[6])
+    logprobs = outputs(batch)
+    loss, plain = policy_loss(clip(0.2), correction=correction), policy_loss(clip(0.2))
+    mean, metrics = call(loss, logprobs, batch)
+    assert metrics["correction"] == 1
+    assert mean == call(plain, logprobs, batch)[0]
+    assert torch.equal(gradient(loss, logprobs, batch), gradient(plain, logprobs, batch))
 
 
 def test_gspo_by_a_slow_loop() -> None:

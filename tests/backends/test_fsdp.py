@@ -784,6 +784,8 @@ def test_the_mismatch_is_that_of_the_weights_that_the_step_starts_from(slots: Sl
         "mismatch/kl": float((ratio - 1 - x).mean()),
         "mismatch/ess": float(ratio.sum() ** 2 / (len(x) * ratio.square().sum())),
         "mismatch/max_abs": float(x.abs().max()),
+        "mismatch/chi2": float(ratio.square().mean() - 1),
+        "mismatch/max_ratio": float(ratio.max()),
     }
     for loss in (sft_loss, algos.add((1.0, algos.grpo_loss), (0.1, entropy_loss))):
         metrics = trainer.train_step(loss)(trainer.init(state.params), batch)[1].result()

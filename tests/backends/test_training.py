@@ -279,6 +279,8 @@ def test_the_mismatch_by_hand(trainer: Trainer) -> None:
     assert numbers["mismatch/kl"] == pytest.approx(2 * (2 - math.log(3)) / 5)
     assert numbers["mismatch/ess"] == pytest.approx((3 + 2 * 3) ** 2 / (5 * (3 + 2 * 9)))
     assert numbers["mismatch/max_abs"] == pytest.approx(math.log(3))
+    assert numbers["mismatch/chi2"] == pytest.approx((3 + 2 * 9) / 5 - 1)
+    assert numbers["mismatch/max_ratio"] == pytest.approx(3)
 
 
 def test_no_mismatch_without_what_the_sampler_said(trainer: Trainer) -> None:
@@ -286,7 +288,7 @@ def test_no_mismatch_without_what_the_sampler_said(trainer: Trainer) -> None:
     assert not [key for key in metrics.result() if key.startswith("mismatch/")]
 
 
-@pytest.mark.parametrize("name", ["mismatch/kl", "mismatch/ess", "mismatch/max_abs"])
+@pytest.mark.parametrize("name", ["mismatch/kl", "mismatch/max_abs", "mismatch/chi2", "mismatch/max_ratio"])
 def test_a_loss_has_no_mismatch_of_its_own(trainer: Trainer, name: str) -> None:
     def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
         return sft_loss(out, batch)[0], {name: Sum(torch.tensor(1.0))}

@@ -5,25 +5,24 @@ from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
-from tensordict import TensorDict
 from torch import Tensor
 
 import nrl
 from nrl import algos
-from nrl.algos import Loss, needs, policy_loss, preference_loss
+from nrl.algos import Loss, policy_loss, preference_loss
 from nrl.batch import Batch
-from nrl.reduce import Mean, Metrics
 
 __all__ = [
     "AGGREGATES",
     "LOSSES",
+    "METHODS",
     "PAIR_LOSSES",
+    "PAIR_METHODS",
     "REWARD_LOSSES",
     "ROW_COLUMNS",
     "TINY",
     "Layout",
     "batches",
-    "entropy_loss",
     "hidden_rows",
     "layouts",
     "make_batch",
@@ -48,13 +47,6 @@ TINY: dict[str, Any] = {
 """A model small enough to run hundreds of times, with weights large enough that its outputs are not all alike."""
 
 
-@needs("entropy")
-def entropy_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
-    """The mean entropy: a term that reads an output of its own."""
-    mean = algos.token_mean(out["entropy"], batch["loss_mask"])
-    return mean, {"entropy": algos.token_mean(out["entropy"].detach(), batch["loss_mask"])}
-
-
 ROW_COLUMNS = ("reference_point", "margin", "weights")
 """Numbers of rows that losses read, which in a row without a trained token may be anything."""
 
@@ -67,10 +59,34 @@ SURROGATES = (
     algos.cispo(0.5),
     algos.cispo(0.3, low=0.3),
     algos.reinforce,
+    algos.sapo(),
+    algos.dppo(0.1),
+    algos.dppo(0.05, 0.1, divergence=algos.binary_kl, cap=1.5),
+    algos.vespo(),
 )
-RATIOS = (algos.token_ratio, algos.on_policy_ratio, algos.sequence_ratio)
-PENALTIES = (None, algos.kl(algos.k1, 0.3), algos.kl(algos.k2, 0.3), algos.kl(algos.k3, 0.3))
-CORRECTIONS = (None, algos.truncate(1.2), algos.icepop(0.6, 1.5))
+RATIOS = (
+    algos.token_ratio,
+    algos.on_policy_ratio,
+    algos.sequence_ratio,
+    algos.rollout_ratio,
+    algos.product_ratio(algos.token_ratio),
+    algos.geometric_ratio(0.3),
+)
+PENALTIES = (
+    None,
+    algos.kl(algos.k1, 0.3),
+    algos.kl(algos.k2, 0.3),
+    algos.kl(algos.k3, 0.3),
+    algos.importance_weighted(algos.kl(algos.k3, 0.3)),
+)
+CORRECTIONS = (
+    None,
+    algos.truncate(1.2),
+    algos.icepop(0.6, 1.5),
+    algos.importance_mask(1.2),
+    algos.sequence_truncate(1.2),
+    algos.times(algos.sequence_mask(0.8, 1.2), algos.truncate(1.2)),
+)
 
 policy_losses: st.SearchStrategy[Loss] = st.builds(
     policy_loss,
@@ -78,6 +94,7 @@ policy_losses: st.SearchStrategy[Loss] = st.builds(
     ratio=st.sampled_from(RATIOS),
     penalty=st.sampled_from(PENALTIES),
     correction=st.sampled_from(CORRECTIONS),
+    keep=st.sampled_from((None, algos.opsm(0.1))),
     aggregate=st.sampled_from(list(AGGREGATES.values())),
 )
 """Every composition of the parts."""
@@ -94,17 +111,36 @@ LOSSES: dict[str, Loss] = {
     "reinforce": policy_loss(algos.reinforce, ratio=algos.on_policy_ratio, correction=algos.icepop(0.6, 1.5)),
     "on policy": policy_loss(algos.clip(0.2), ratio=algos.on_policy_ratio, penalty=algos.kl(algos.k2, 0.1)),
     "k1": policy_loss(algos.clip(0.2), penalty=algos.kl(algos.k1, 0.1), aggregate=algos.seq_mean),
-    "entropy": entropy_loss,
-    "sum": algos.add((1.0, algos.grpo_loss), (-0.01, entropy_loss), (0.5, algos.sft_loss)),
+    "entropy": algos.entropy_loss,
+    "sum": algos.add((1.0, algos.grpo_loss), (-0.01, algos.entropy_loss), (0.5, algos.sft_loss)),
     "weighted sft": algos.weighted_sft_loss,
-    "kto": algos.kto_loss(0.3, 1.5, 0.5),
     "nested sum": algos.add((2.0, algos.add((1.0, algos.sft_loss), (1.0, algos.dapo_loss))), (1.0, algos.sft_loss)),
 }
 """Losses over rows."""
 
+METHODS: dict[str, Loss] = {
+    "kto": algos.kto_loss(0.3, 1.5, 0.5),
+    "dr grpo, ready": algos.dr_grpo_loss(16),
+    "gspo, ready": algos.gspo_loss,
+    "cispo, ready": algos.cispo_loss,
+    "reinforce, ready": algos.reinforce_loss,
+    "gmpo": algos.gmpo_loss,
+    "sapo": algos.sapo_loss,
+    "dppo": algos.dppo_loss,
+    "vespo": algos.vespo_loss,
+    "decoupled ppo": algos.decoupled_ppo_loss,
+}
+"""More of them, which are not trained with: a trainer takes its time."""
+
 PAIR_LOSSES: dict[str, Loss] = {
     "dpo": algos.dpo_loss(0.3),
     "simpo": algos.simpo_loss(2.0, 0.5),
+    "cpo": algos.cpo_loss(0.3, 0.5),
+    "dpo with sft": algos.add((1.0, algos.dpo_loss(0.3)), (0.2, algos.sft_loss)),
+}
+"""Losses over pairs."""
+
+PAIR_METHODS: dict[str, Loss] = {
     "length-normalized dpo": algos.length_normalized_dpo_loss(2.0),
     "cdpo": algos.cdpo_loss(0.3, 0.1),
     "robust dpo": algos.robust_dpo_loss(0.3, 0.1),
@@ -112,12 +148,10 @@ PAIR_LOSSES: dict[str, Loss] = {
     "length-normalized ipo": algos.length_normalized_ipo_loss(0.3),
     "hinge": algos.hinge_loss(0.3),
     "hinge without a reference": preference_loss(algos.mean_log_likelihood(1.0), algos.hinge(0.5)),
-    "cpo": algos.cpo_loss(0.3, 0.5),
     "orpo": algos.orpo_loss(0.5),
     "rpo": algos.rpo_loss(0.3, 0.5),
-    "dpo with sft": algos.add((1.0, algos.dpo_loss(0.3)), (0.2, algos.sft_loss)),
 }
-"""Losses over pairs."""
+"""More of them."""
 
 REWARD_LOSSES: dict[str, Loss] = {
     "reward model": algos.reward_model_loss,

@@ -19,7 +19,9 @@ from nrl.reduce import Mean, Metrics, finalize, merge
 from tests.properties.strategies import (
     AGGREGATES,
     LOSSES,
+    METHODS,
     PAIR_LOSSES,
+    PAIR_METHODS,
     REWARD_LOSSES,
     ROW_COLUMNS,
     Layout,
@@ -34,7 +36,7 @@ from tests.properties.strategies import (
 
 ALL = [
     pytest.param(loss, pairs, id=name)
-    for pairs, group in ((False, LOSSES), (True, PAIR_LOSSES | REWARD_LOSSES))
+    for pairs, group in ((False, LOSSES | METHODS), (True, PAIR_LOSSES | PAIR_METHODS | REWARD_LOSSES))
     for name, loss in group.items()
 ]
 RELATIVE, ABSOLUTE = 1e-9, 1e-12

@@ -266,7 +266,7 @@ def test_a_loss_that_reads_other_outputs_gets_them(loss: Loss, slots: Slots, mon
     assert counts == [every]
     counts.clear()
     made = trainer(slots)
-    of_the_mask = frozenset({"mismatch/kl", "mismatch/ess", "mismatch/max_abs"})
+    of_the_mask = frozenset(f"mismatch/{name}" for name in ("kl", "ess", "max_abs", "chi2", "max_ratio"))
     assert_equal(run(made, loss, batch), expected, of_the_mask)
     assert counts == [int(batch["loss_mask"].sum()), every]
     run(made, loss, batch)  # it is known by now
