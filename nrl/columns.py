@@ -63,7 +63,7 @@ COLUMNS: dict[str, Column] = {
         "Add it with assign(batch, values=...); V before each token.",
     ),
     "rewards": Column("row", torch.float32, "The environment writes it, in rollout."),
-    "token_rewards": Column("token", torch.float32, _from_trainer("...", "token_rewards")),
+    "token_rewards": Column("token", torch.float32, "Add it with nrl.algos.token_rewards(batch, penalty)."),
     "advantages": Column("token", torch.float32, "Add it with nrl.algos.advantages(batch)."),
     "returns": Column("token", torch.float32, "Add it with nrl.algos.gae."),
     "group_ids": Column(
