@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nrl.algos
+
 PAGE = Path(__file__).parent / "losses.md"
 
 SECTIONS = {
@@ -30,22 +32,85 @@ HEAD = """# Methods
 Every loss, estimator and shaping of `nrl.algos`, with its equation and where it is from. Made from the docstrings by
 `python docs/make_losses.py`; `help(nrl.algos.<name>)` has arguments, shapes, an example, what libraries do otherwise.
 
-A method of the field is a composition of these:
+A method of the field is a composition of these, on the driver and in the step:
 
-```python
-from nrl import algos
-from nrl.algos import clip, icepop, k3, kl, policy_loss, seq_mean
-
-grpo = policy_loss(clip(0.2), penalty=kl(k3, 0.04), aggregate=seq_mean)
-grpo_for_a_fast_sampler = policy_loss(clip(0.2), correction=icepop(0.5, 5.0), aggregate=seq_mean)
-with_a_bonus = algos.add((1.0, algos.dapo_loss), (-0.01, algos.entropy_loss))
+```python notest
+batch = shaping(batch)                                # rewards reshaped
+batch = nrl.algos.advantages(batch, estimator)
+batch = narrowing(batch)                              # rows and tokens left out of the loss
+state, metrics = trainer.train_step(loss)(state, batch)
 ```
 """
+
+RECIPES = {
+    "GRPO": ("from_rewards(group_normalize)", "policy_loss(clip(0.2), penalty=kl(k3, 0.04), aggregate=seq_mean)", ""),
+    "Dr. GRPO": ("from_rewards(group_center)", "dr_grpo_loss(norm=4096)", ""),
+    "DAPO": (
+        "from_rewards(group_normalize)",
+        "dapo_loss",
+        "nrl.drop_uniform around the stream; overlong_penalty(20480, 4096) before, mask_truncated after",
+    ),
+    "GSPO": ("from_rewards(group_normalize)", "gspo_loss", ""),
+    "CISPO": ("from_rewards(group_normalize)", "cispo_loss", ""),
+    "RLOO": ("from_rewards(leave_one_out)", "reinforce_loss", "penalized_rewards(batch, kl(k1, 0.03)) before"),
+    "REINFORCE++": ("reinforce_plus_plus", "policy_loss(clip(0.2))", "token_rewards(batch, kl(k1, 0.01)) before"),
+    "REINFORCE++, with a baseline": (
+        "whitened(from_rewards(group_center))",
+        "policy_loss(clip(0.2), penalty=kl(k2, 0.001))",
+        "",
+    ),
+    "ReMax": ("greedy_baseline", "reinforce_loss", "a greedy row in each group; mask_greedy after"),
+    "GMPO": ("from_rewards(group_normalize)", "gmpo_loss", ""),
+    "SAPO": ("from_rewards(group_normalize)", "sapo_loss", ""),
+    "GDPO": ("gdpo(weights=(1.0, 0.5))", "policy_loss(clip(0.2), aggregate=seq_mean)", "several rewards a row"),
+    "MaxRL": ("from_rewards(max_rl)", "reinforce_loss", "rewards of 0 and 1"),
+    "OPO": ("optimal_baseline", "reinforce_loss", "one update a batch"),
+    "Lite PPO": ("from_rewards(group_center_batch_std)", "policy_loss(clip(0.2))", ""),
+    "PPO, dual clip": ("from_rewards(group_normalize)", "policy_loss(clip(0.2, dual=3.0))", "or gae, with a critic"),
+    "DPPO": ("from_rewards(group_center)", "dppo_loss", ""),
+    "VESPO": ("from_rewards(group_center)", "vespo_loss", ""),
+    "decoupled PPO": ("from_rewards(group_normalize)", "decoupled_ppo_loss", "old_logprobs from trainer.logprobs"),
+    "TIS": ("from_rewards(group_normalize)", "policy_loss(clip(0.2), correction=truncate(2.0))", "likewise"),
+    "sequence TIS": (
+        "from_rewards(group_normalize)",
+        "policy_loss(clip(0.2), correction=sequence_truncate(2.0))",
+        "likewise",
+    ),
+    "IcePop": ("from_rewards(group_normalize)", "policy_loss(clip(0.2), correction=icepop(0.5, 5.0))", "likewise"),
+    "geometric rejection": (
+        "from_rewards(group_normalize)",
+        "policy_loss(clip(0.2), correction=times(truncate(2.0), sequence_mask(0.999, 1.002)))",
+        "likewise",
+    ),
+    "OPSM": ("from_rewards(group_normalize)", "policy_loss(clip(0.2), keep=opsm(0.5))", ""),
+    "unbiased KL": (
+        "from_rewards(group_normalize)",
+        "policy_loss(clip(0.2), penalty=importance_weighted(kl(k3, 0.001)))",
+        "",
+    ),
+    "entropy bonus": ("from_rewards(group_normalize)", "add((1.0, grpo_loss), (-0.01, entropy_loss))", ""),
+    "the 80/20 rule": ("from_rewards(group_normalize)", "dapo_loss", "top_entropy(0.2) after"),
+    "on-policy distillation": ("on_policy_distillation", "policy_loss(reinforce)", "teacher_logprobs"),
+    "GKD": ("", "distillation_loss(jsd(0.5))", "teacher_ids, teacher_topk_logprobs"),
+    "rejection-sampling fine-tuning": ("", "sft_loss", "keep_at_least(1.0) or keep_best before"),
+}
+"""Of a method: what its advantages are, its loss, and what is around them."""
+
+
+def recipes() -> Iterator[str]:
+    """A table of them; each expression is evaluated, so that none names what is not there."""
+    yield "| method | advantages | loss | around them |\n|---|---|---|---|"
+    for method, (estimator, loss, around) in RECIPES.items():
+        for expression in filter(None, (estimator, loss)):
+            assert callable(eval(expression, {"nrl": nrl} | vars(nrl.algos))), expression
+        shown = (f"`{text}`" if text else "" for text in (estimator, loss))
+        yield f"| {method} | {' | '.join(shown)} | {around} |"
+    yield ""
 
 
 def main(check: bool) -> int:
     """Write the page, or say whether it is as it would be written."""
-    page = "\n".join([HEAD, *written()]) + "\n"
+    page = "\n".join([HEAD, *recipes(), *written()]) + "\n"
     if not check:
         PAGE.write_text(page)
         return 0
