@@ -24,9 +24,13 @@ from nrl.envs import exact, single_turn
 from nrl.errors import ClusterError, DeadlineExceeded, GenerationError, ModelError
 from tests.backends import test_samplers as contract
 from tests.backends.test_samplers import PROMPTS, Made, ids, model
+from tests.processes import settled
 
 type Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]]  # status, JSON or text, headers
 type Responder = Callable[[str, Mapping[str, Any] | None, Mapping[str, str]], Answer]
+
+# The sampler behind the server warns once, when it is first asked so, whichever test that is
+pytestmark = pytest.mark.filterwarnings("ignore:.*truncated distribution")
 
 LAWS = [
     contract.test_a_row_is_a_function_of_its_seed,
@@ -171,7 +175,6 @@ def it(local: Any) -> Iterator[Made]:
         yield Made(sampler, None, None, True)  # type: ignore[arg-type]  # what is asked of a server needs no mesh
 
 
-@pytest.mark.filterwarnings("ignore:.*truncated distribution")
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 def test_the_contract(law: Callable[[Made], None], it: Made) -> None:
     law(it)
@@ -248,6 +251,27 @@ def test_many_requests_are_under_way_at_once_and_a_future_comes_first(local: Any
         future = sampler.generate([[5, token] for token in range(4, 20)])
         assert time.perf_counter() - began < 1
         assert len(future.result(60)) == 16
+
+
+def test_a_call_that_is_cancelled_leaves_the_server_alone(local: Any) -> None:
+    """What has not been asked is not asked, and nothing is said."""
+    served, slow = Served(local[0]), threading.Event()
+
+    def respond(path: str, body: Any, headers: Mapping[str, str]) -> Answer:
+        answer = served(path, body, headers)
+        if body is not None and body["max_tokens"] == 9:
+            slow.wait(20)
+        return answer
+
+    with sampling_from(respond, in_flight=2) as sampler:
+        before = len(served.asked)
+        future: Any = sampler.generate([[5, 6]] * 8, sampling=Sampling(max_new_tokens=9))
+        settled(lambda: len(served.asked) < before + 2, 20)
+        assert future.cancel()
+        slow.set()
+        time.sleep(0.3)
+        assert len(served.asked) <= before + 2
+        assert sampler.generate([[5, 6]], sampling=Sampling(max_new_tokens=2)).result()
 
 
 def test_the_model_that_is_served(local: Any) -> None:

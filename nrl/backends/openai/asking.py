@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import attrs
@@ -129,6 +129,8 @@ class Server:
 def beside[T](work: Callable[[], Coroutine[Any, Any, T]]) -> futures.Future[T]:
     """Run a coroutine in a thread of its own, which does not keep the program from ending.
 
+    To cancel the future is to cancel the coroutine.
+
     >>> async def answer() -> int:
     ...     return 42
     >>> beside(answer).result()
@@ -136,11 +138,23 @@ def beside[T](work: Callable[[], Coroutine[Any, Any, T]]) -> futures.Future[T]:
     """
     future: futures.Future[T] = futures.Future()
 
+    async def cancellable() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop(_: Any) -> None:
+            if future.cancelled():
+                loop.call_soon_threadsafe(task.cancel)
+
+        future.add_done_callback(stop)
+        return await work()
+
     def run() -> None:
-        try:
-            future.set_result(asyncio.run(work()))
-        except BaseException as error:
-            future.set_exception(error)
+        with suppress(futures.InvalidStateError):  # it has been cancelled
+            try:
+                future.set_result(asyncio.run(cancellable()))
+            except BaseException as error:
+                future.set_exception(error)
 
     threading.Thread(target=run, name="asking", daemon=True).start()
     return future
