@@ -418,6 +418,6 @@ def test_a_rank_that_raises_while_others_decode(on_ray: Cluster) -> None:
     slots = on_ray.reserve(2)
     mesh = slots.mesh(executable="system", name="faults: two engines")
     sampler = hf.sampler(mesh, tiny.model(), SHORT)
-    mesh.processes.end(DeadlineExceeded("a call took too long"))  # type: ignore[attr-defined]
+    mesh.processes.end(DeadlineExceeded("a call took too long"))
     assert len(sampler.generate([[5], [6]]).result(120)) == 2
     assert sampler._seats[0].mesh is not mesh

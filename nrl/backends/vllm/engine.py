@@ -159,9 +159,11 @@ class Engine:
         assert self._waiting is not None
         check_arrived(self._waiting, "receive")
         self._engine.collective_rpc("finish_weight_update")
-        transfer.forget(self._engine)
-        self._engine.set_weight_version(str(version))
         self._waiting = None
+        self._engine.apply_model(transfer.check_head)
+        transfer.forget(self._engine)
+        transfer.check_forgotten(self._engine)
+        self._engine.set_weight_version(str(version))
 
 
 def _shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
