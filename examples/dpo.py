@@ -32,7 +32,7 @@ class Config:
     beta: float = 0.1
     max_length: int = 1024  # of a row, in tokens; longer ones are left out and counted
     max_tokens: int = 16_384  # of a micro-batch
-    evaluate_every: int = 10  # steps
+    evaluate_every: int = attrs.field(default=10, validator=attrs.validators.ge(1))  # steps
     evaluate_pairs: int = 256
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=5e-7 if cfg.model else 1e-3))
 

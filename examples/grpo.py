@@ -25,7 +25,7 @@ class Config:
     adapter: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/reward is over
-    evaluate_every: int = 50  # steps
+    evaluate_every: int = attrs.field(default=50, validator=attrs.validators.ge(1))  # steps; never: held_out=null
     evaluate_prompts: int = 256
     steps: int = 300
     seed: int = 0
@@ -35,6 +35,8 @@ class Config:
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
     sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
+    engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
+    inflight: Literal["wait", "keep", "abort"] = "wait"  # what becomes of rows under way, when weights are published
     dp: int = 1  # shards that the trainer splits a batch into
     samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainer's
     prompts: int = 32  # a step
@@ -79,7 +81,7 @@ def main(cfg: Config) -> None:
         mesh = slots[: cfg.dp].mesh(name="trainer")
         model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
-        sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling)
+        sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(grpo_loss)
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
@@ -87,11 +89,11 @@ def main(cfg: Config) -> None:
         warm = fsdp.trainer(mesh, model, cfg.warmup_optimizer, max_tokens=cfg.max_tokens)
         policy = trainer.init(warm_up(cfg, run, warm, sampler.tokenizer).params) if cfg.warmup else trainer
         state, stream = run.restore(policy=policy, stream=stream)
-        nrl.publish(state.params, sampler)
+        nrl.publish(state.params, sampler, cfg.inflight)
         for i, batch in run.steps(stream):
             batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
             state, metrics = step(state, batch)
-            nrl.publish(state.params, sampler)
+            nrl.publish(state.params, sampler, cfg.inflight)
             evaluated = evaluate(cfg, sampler, i)
             numbers = run.log(i, metrics, nrl.summary(batch), evaluated, samples=nrl.samples(batch, sampler.tokenizer))
             check_mismatch(numbers, cfg.max_mismatch)

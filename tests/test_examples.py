@@ -121,6 +121,15 @@ def test_defaults_depend_on_whether_the_model_is_real() -> None:
     assert (real.warmup, real.optimizer.lr, real.optimizer.clip) == (0, 1e-6, 0.5)
     assert (config.load(grpo.Config, []).max_mismatch, real.max_mismatch) == (2.0, 0.1)
     assert config.load(grpo.Config, ["max_mismatch=.inf"]).max_mismatch == math.inf
+    assert config.load(grpo.Config, ["engine.max_model_len=2048"]).engine == {"max_model_len": 2048}
+
+
+@pytest.mark.parametrize("name", ["grpo", "sft", "dpo"])
+def test_an_evaluation_every_0_steps_is_refused(name: str) -> None:
+    from nrl import config
+
+    with pytest.raises(ConfigError, match="'evaluate_every' must be >= 1: 0; from the command line"):
+        config.load(load(name).Config, ["evaluate_every=0"])
 
 
 def test_custom_loss_checks_itself_and_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,12 +17,13 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 def test_grpo_learns_with_vllm(on_ray: Cluster, tmp_path: Path) -> None:
-    cfg = attrs.evolve(grpo.Config(), out=str(tmp_path), cluster="ray", sampler="vllm-cpu", steps=50, held_out=None)
+    cfg = attrs.evolve(grpo.Config(), out=str(tmp_path), cluster="ray", sampler="vllm-cpu", steps=24, held_out=None)
+    cfg = attrs.evolve(cfg, engine={"max_num_seqs": 256, "kv_cache_memory_bytes": 2**27})
     grpo.main(cfg)
     found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     rewards = [each["reward"] for each in found]
-    assert [each["lag"] for each in found] == [0] * 50
-    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.15
+    assert [each["lag"] for each in found] == [0] * 24
+    assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.08
     assert max(each["ratio_max"] for each in found) < 1.001  # the sampler's log-probabilities are the trainer's
 
 

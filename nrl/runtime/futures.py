@@ -48,6 +48,10 @@ class Coming(Protocol):
         """Wait for the value."""
         ...
 
+    def failure(self) -> BaseException | None:
+        """What `result` would raise, as far as that is known by now."""
+        ...
+
 
 def on_its_way(value: Any) -> Any:
     """The value of a future that need not be waited for elsewhere, or what was given.

@@ -81,6 +81,9 @@ class _ThisProcess:
     def ended(self) -> bool:
         return False
 
+    def end(self, why: BaseException) -> None:
+        """It is the program itself."""
+
     def call(
         self,
         who: str,

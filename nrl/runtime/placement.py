@@ -97,6 +97,10 @@ class Processes(Protocol):
         """Whether they are gone: one died, or a call took longer than it may."""
         ...
 
+    def end(self, why: BaseException) -> None:
+        """Kill them, where they are others than this one; from now on calls raise ``why``."""
+        ...
+
     def call(
         self,
         who: str,

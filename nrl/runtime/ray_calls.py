@@ -377,6 +377,10 @@ class Pending:
             self._value.append(self.combine(parts))
         return self._value[0]
 
+    def failure(self) -> BaseException | None:
+        """What the call that makes it has raised by now."""
+        return self.call.failure()
+
     def part(self, index: Tensor) -> "Part":
         """Some rows of the value, as an argument of a call."""
         return Part(self, index)

@@ -342,6 +342,10 @@ def test_no_prompts_give_no_rows(fast: Any) -> None:
         ([[1], [2, VOCABULARY]], [0, 1], {}, r"row 1 has the token id 19, outside .* vocabulary of 19; encode it"),
         ([[-1]], [0], {}, r"row 0 has the token id -1"),
         ([[1]], [0, 1], {}, r"2 seeds for 1 prompts; give one for each"),
+        (["hello"], [0], {}, r"row 0 of the prompts is 'hello'; prompts are lists of token ids, such as \[\[5"),
+        ("hello", range(5), {}, r"row 0 of the prompts is 'hello'; prompts are lists of token ids"),
+        ([5, 6, 7], range(3), {}, r"row 0 of the prompts is 5; prompts are lists of token ids"),
+        ([[1], ["a", "b"]], [0, 1], {}, r"row 1 of the prompts is \['a', 'b'\]; .*; encode texts with the sampler's"),
         ([[1]], [0], {"stop_token_ids": [99]}, r"stop token 99 is outside .* vocabulary of 19"),
     ],
 )

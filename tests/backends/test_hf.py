@@ -167,6 +167,14 @@ def test_a_cluster_that_was_left_is_an_error() -> None:
         sampler.generate([[3]])
 
 
+def test_one_stop_is_one_stop() -> None:
+    for one, several in (({"stop": "abc"}, {"stop": ["abc"]}), ({"stop_token_ids": 7}, {"stop_token_ids": [7]})):
+        assert Sampling(**one) == Sampling(**several)
+        assert hash(Sampling(**one)) == hash(Sampling(**several))
+    assert Sampling(stop="abc", stop_token_ids=[7, 8]).stop == ("abc",)
+    assert Sampling(stop=["a", "b"], stop_token_ids=[7, 8]).stop_token_ids == (7, 8)
+
+
 def test_truncated_sampling_warns_once(slots: Any) -> None:
     sampler = hf.sampler(slots, model(), Sampling(max_new_tokens=2, top_p=0.9))
     with pytest.warns(UserWarning, match=r"top_k=0, top_p=0.9 .* E\[p/q\] is the kept mass and not 1.*top_p=1"):

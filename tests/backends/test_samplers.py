@@ -5,6 +5,7 @@ Another engine is another line in `made` and `kinds`.
 
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -13,9 +14,10 @@ import torch
 
 import nrl
 from nrl import tiny
+from nrl.algos import sft_loss
 from nrl.backends import Model, Params, Sampler, Sampling, adamw, fsdp, hf, vllm
 from nrl.batch import Batch
-from nrl.errors import ClosedCluster, GenerationError, ModelError, WeightMismatch
+from nrl.errors import ClosedCluster, GenerationError, ModelError, PlacementError, WeightMismatch
 from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
 
 pytestmark = pytest.mark.timeout(600)  # an environment may have to be built
@@ -222,31 +224,53 @@ def test_other_families_are_published_to(it: Made, family: str, tied: bool) -> N
             torch.testing.assert_close(found.logprobs, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("it", kinds("vllm"), indirect=True)
-@pytest.mark.parametrize("left_out", ["tied: transfer.repack", "transfer.forget"])
-def test_what_vllm_would_pass_over_in_silence_is_found(it: Made, left_out: str) -> None:
-    """Without either step vLLM goes on with old weights, or old keys and values, and raises nothing."""
-    name, attribute = left_out.removeprefix("tied: ").split(".")
+@contextmanager
+def without(it: Made, name: str) -> Iterator[None]:
+    """Leave out a step of a transfer, in the processes of the sampler."""
 
     def leave_out() -> None:
-        module = importlib.import_module(f"nrl.backends.vllm.{name}")
-        vars(module)["kept"] = getattr(module, attribute)
-        setattr(module, attribute, lambda _: None)
+        module = importlib.import_module("nrl.backends.vllm.transfer")
+        vars(module)[f"kept {name}"] = getattr(module, name)
+        setattr(module, name, lambda _: None)
 
     def put_back() -> None:
-        module = importlib.import_module(f"nrl.backends.vllm.{name}")
-        setattr(module, attribute, vars(module)["kept"])
+        module = importlib.import_module("nrl.backends.vllm.transfer")
+        setattr(module, name, vars(module)[f"kept {name}"])
 
-    nrl.publish(it.params(6), it.sampler)
     it.inside(leave_out)
     try:
-        if left_out.startswith("tied: ") and not it.tied:  # nothing is packed again
-            nrl.publish(it.params(7), it.sampler)
-        else:
-            with pytest.raises(WeightMismatch, match=r"nats apart, and 0\.001 may be rounding"):
-                nrl.publish(it.params(7), it.sampler)
+        yield
     finally:
         it.inside(put_back)
+
+
+@pytest.mark.parametrize("it", kinds("vllm"), indirect=True)
+@pytest.mark.parametrize(
+    ("left_out", "check", "stale"),
+    [
+        ("repack", "check_head", "vLLM computes it from older ones: the layout of its weights is stale"),
+        ("forget", "check_forgotten", r"\d+ blocks of keys and values that were computed with older weights are stale"),
+    ],
+)
+def test_what_vllm_would_pass_over_in_silence_is_found(it: Made, left_out: str, check: str, stale: str) -> None:
+    """Without either step vLLM goes on with old weights, or old keys and values, and raises nothing.
+
+    However small a step of the optimizer is; and where nobody looks at the engine, by what it computes.
+    """
+    trainer = fsdp.trainer(it.trainers, model(tied=it.tied, seed=6), adamw(lr=1e-6))
+    state = trainer.init()
+    nrl.publish(state.params, it.sampler)
+    ids = torch.arange(64).view(4, 16) + 5
+    columns = {"input_ids": ids, "attention_mask": ids > 0, "loss_mask": ids > 0}
+    state, _ = trainer.train_step(sft_loss)(state, Batch(columns, batch_size=[4]).lock_())
+    with without(it, left_out):
+        if left_out == "repack" and not it.tied:  # nothing is packed again
+            nrl.publish(state.params, it.sampler)
+        else:
+            with pytest.raises(WeightMismatch, match=stale):
+                nrl.publish(state.params, it.sampler)
+            with without(it, check), pytest.raises(WeightMismatch, match=r"nats apart, and 0\.001 may be rounding"):
+                nrl.publish(it.params(7), it.sampler)
     nrl.publish(it.params(7), it.sampler)
 
 
@@ -261,8 +285,28 @@ def test_arguments_of_vllm_are_passed_on_or_refused(it: Made) -> None:
     mesh = attrs.evolve(it.mesh, name="arguments")
     with pytest.raises(TypeError, match="vllm.sampler: .*max_seqs"):
         vllm.sampler(mesh, model(), max_seqs=3)
-    with pytest.raises(TypeError, match="vllm.sampler: logprobs_mode are set by nrl"):
-        vllm.sampler(mesh, model(), logprobs_mode="raw_logits")
+    with pytest.raises(TypeError, match="vllm.sampler: .*it was given max_num_seqs='many' of vLLM's EngineArgs"):
+        vllm.sampler(mesh, model(), max_num_seqs="many")
+    with pytest.raises(ModelError, match="give a smaller max_model_len, or more memory with kv_cache_memory_bytes or"):
+        vllm.sampler(mesh, model(), kv_cache_memory_bytes=2**12)
+
+
+@pytest.mark.parametrize("it", kinds("vllm")[:1], indirect=True)
+def test_a_vllm_for_gpus_where_there_are_none(it: Made) -> None:
+    """As one that finds no platform."""
+
+    def prepare() -> None:
+        platforms = importlib.import_module("vllm.platforms")
+        settings = importlib.import_module("nrl.backends.vllm.settings")
+        there = platforms.current_platform
+        vars(platforms)["current_platform"] = importlib.import_module("vllm.platforms.interface").UnspecifiedPlatform()
+        try:
+            settings.prepare()
+        finally:
+            vars(platforms)["current_platform"] = there
+
+    with pytest.raises(PlacementError, match="there is no GPU on this node; give executable='vllm-cpu'"):
+        it.inside(prepare)
 
 
 def test_a_cluster_that_has_been_left() -> None:

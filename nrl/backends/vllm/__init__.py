@@ -6,6 +6,7 @@ from typing import Any
 from nrl.backends.base import Model, Sampling
 from nrl.backends.replicated import StreamingSampler
 from nrl.backends.seats import meshes
+from nrl.backends.vllm import settings
 from nrl.backends.vllm.engine import Engine
 from nrl.runtime.executables import Executable
 from nrl.runtime.placement import Mesh, Slots
@@ -35,8 +36,8 @@ def sampler(
     Args:
         place: slots, with an engine for each ``tp`` of them; or a mesh in an environment with vLLM, with an engine for
             each of its dp, over its tp, where they live and die together.
-        model: what to sample from. A folder is read by vLLM itself; a config and a hub name are built once and written
-            into a temporary folder.
+        model: what to sample from. A folder is read by vLLM itself, and so is what the hub has under a name; a config
+            is built and written into a temporary folder.
         sampling: for calls that do not say; None: ``Sampling()``.
         tp: over how many slots an engine's layers are spread (tensor parallelism), where slots are given.
         executable: of the meshes that are made of slots; ``"vllm-cpu"`` where there are no GPUs.
@@ -47,8 +48,8 @@ def sampler(
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded, or vLLM refuses it.
-        TypeError: vLLM has no such engine argument, or it is one that nrl sets itself.
-        PlacementError: slots that no mesh can be made of; on the local cluster, this process has no vLLM.
+        TypeError: vLLM has no such engine argument or cannot work with its value, or it is one that nrl sets itself.
+        PlacementError: slots that no mesh can be made of, a mesh without vLLM, or no GPU for a vLLM that needs one.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -57,6 +58,7 @@ def sampler(
     ...     sampler = vllm.sampler(here.reserve(1), tiny.model(), executable="vllm-cpu")
     ...     sampler.generate([[5, 6]]).result()
     """
+    settings.check(place, executable, engine)
     make, tolerance = partial(Engine, model, engine), _TOLERANCE.get(str(engine.get("dtype", model.dtype)), 0.5)
     places = meshes(place, executable, tp)
     return StreamingSampler("vllm.sampler", places, make, model, sampling or Sampling(), tolerance)

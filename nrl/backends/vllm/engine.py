@@ -5,7 +5,7 @@ a socket, and could be handed weights only through a copy. Here a process of a m
 are read where the object store maps them, and whoever kills the process kills the engine (docs/decisions/0017).
 """
 
-import os
+import gc
 import shutil
 import tempfile
 import time
@@ -20,35 +20,16 @@ from nrl.backends.base import Bucket, Model
 from nrl.backends.decoding import Decoded
 from nrl.backends.models import build, check_arrived, check_weight, end_tokens, load_tokenizer, save_model
 from nrl.backends.replica import Request
-from nrl.backends.vllm import ranks, transfer
+from nrl.backends.vllm import ranks, settings, transfer
 from nrl.errors import GenerationError, ModelError
 
 __all__ = ["Engine"]
 
-_SETTINGS = {  # before vLLM is imported
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are set by the mesh
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-_SOON, _LATEST = 0.02, 0.1  # seconds of decoding, after which what is finished, or whether anything is, is told
+_SOON, _LATEST = 0.02, 0.03  # seconds of decoding, after which what is finished, or whether anything is, is told
+_WANTED, _UNWANTED = ["*.json", "*.safetensors"], ["original/*", "consolidated*"]  # files on the hub
 _COLDEST = 0.01  # vLLM's own bound
-_ON_CPU = {
-    "enforce_eager": True,
-    "enable_chunked_prefill": False,  # which would rewind a row's random numbers, and no CPU's generator can
-}
-_ON_GPU = {"enable_sleep_mode": True}  # so that it can rest
-_OURS = {
-    "distributed_executor_backend",
-    "logprobs_mode",
-    "model",
-    "pipeline_parallel_size",
-    "skip_tokenizer_init",
-    "tensor_parallel_size",
-    "tokenizer",
-    "weight_transfer_config",
-}
+_MORE = "; give a smaller max_model_len, or more memory with kv_cache_memory_bytes or gpu_memory_utilization"
+_NO_ROOM = "KV cache is needed", "No available memory for the cache"  # how vLLM says so
 
 
 _ALIVE: "weakref.WeakSet[Engine]" = weakref.WeakSet()
@@ -63,8 +44,7 @@ class Engine:
                 "vllm.sampler: this process has a vLLM engine already, and vLLM keeps what belongs to one in the whole "
                 "process; make the second sampler on slots of its own, or of the same slots, which gives it processes"
             )
-        for name, value in _SETTINGS.items():
-            os.environ.setdefault(name, value)
+        settings.prepare()
         self._model, self._options = model, options
         self._waiting: dict[str, tuple[int, ...]] | None = None  # weights that are to come, while they are received
         self._start()
@@ -140,6 +120,9 @@ class Engine:
         """New weights will come: what was computed with the old ones is forgotten."""
         if self._waiting is not None:  # what broke off has left layers without weights, and vLLM no way to begin anew
             ranks.end(self._engine)
+            self._engine = None  # a device may not have room for two
+            gc.collect()
+            torch.cuda.empty_cache()
             self._start()
         self._waiting = dict(self._shapes)
         if self._engine.is_sleeping():
@@ -159,9 +142,11 @@ class Engine:
         assert self._waiting is not None
         check_arrived(self._waiting, "receive")
         self._engine.collective_rpc("finish_weight_update")
-        transfer.forget(self._engine)
-        self._engine.set_weight_version(str(version))
         self._waiting = None
+        self._engine.apply_model(transfer.check_head)
+        transfer.forget(self._engine)
+        transfer.check_forgotten(self._engine)
+        self._engine.set_weight_version(str(version))
 
 
 def _shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
@@ -179,13 +164,26 @@ def _written(model: Model, tokenizer: Any, scratch: Path) -> tuple[Path, tuple[i
     """A folder that vLLM can read, and the tokens that end a completion."""
     from transformers import GenerationConfig
 
-    if isinstance(model.source, str) and Path(model.source).is_dir():
-        has = (Path(model.source) / "generation_config.json").exists()
-        generation = GenerationConfig.from_pretrained(model.source) if has else None
-        return Path(model.source), end_tokens(generation, tokenizer)
+    folder = _files(model.source) if isinstance(model.source, str) else scratch
+    if any(folder.glob("*.safetensors")):
+        has = (folder / "generation_config.json").exists()
+        generation = GenerationConfig.from_pretrained(folder) if has else None
+        return folder, end_tokens(generation, tokenizer)
     module = build(model)
     save_model(module, scratch)
     return scratch, end_tokens(getattr(module, "generation_config", None), tokenizer)
+
+
+def _files(source: str) -> Path:
+    """The folder of a model; one on the hub is fetched once for all that read it on this node."""
+    import huggingface_hub
+
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+    except Exception as error:  # what it reads files with raises all kinds
+        raise ModelError(f"vllm.sampler: the files of '{source}' cannot be had from the hub: {error}") from error
 
 
 def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, Any]) -> Any:
@@ -193,15 +191,6 @@ def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, 
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    if taken := _OURS & options.keys():
-        raise TypeError(f"vllm.sampler: {', '.join(sorted(taken))} are set by nrl; leave them out")
-    given: dict[str, Any] = {
-        "dtype": model.dtype,
-        "disable_log_stats": True,
-        "seed": model.seed,
-        **(_ON_GPU if torch.cuda.is_available() else _ON_CPU),
-        **options,
-    }
     try:
         args = EngineArgs(
             model=str(folder),
@@ -209,14 +198,15 @@ def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, 
             logprobs_mode="processed_logprobs",
             **ranks.arguments(),
             weight_transfer_config=WeightTransferConfig(backend=transfer.register()),
-            **given,
+            **settings.given(model, options),
         )
-    except TypeError as error:
-        raise TypeError(f"vllm.sampler: {error}; see vLLM's EngineArgs") from None
-    try:
         return LLMEngine.from_engine_args(args)
+    except TypeError as error:
+        values = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise TypeError(f"vllm.sampler: {error}; it was given {values or 'none'} of vLLM's EngineArgs") from error
     except (ValueError, RuntimeError) as error:
-        raise ModelError(f"vllm.sampler: vLLM refuses the model: {error}") from error
+        room = _MORE if any(said in str(error) for said in _NO_ROOM) else ""
+        raise ModelError(f"vllm.sampler: vLLM refuses the model: {error}{room}") from error
 
 
 def _decoded(output: Any) -> Decoded:

@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from nrl.errors import GenerationError
+from nrl.errors import GenerationError, WeightMismatch
 
-__all__ = ["forget", "register", "repack"]
+__all__ = ["check_forgotten", "check_head", "forget", "register", "repack"]
 
 _NAME = "nrl"
+_COLUMNS = 8  # of a head that are looked at
 
 
 def register() -> str:
@@ -38,9 +40,49 @@ def repack(model: Any) -> None:
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    head: Any = getattr(model, "lm_head", None)
-    if head is not None and model.config.tie_word_embeddings and head.weight.device.type == "cpu":
+    if (head := _tied_head(model)) is not None:
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def _tied_head(model: Any) -> Any:
+    head: Any = getattr(model, "lm_head", None)
+    tied = head is not None and model.config.tie_word_embeddings and head.weight.device.type == "cpu"
+    return head if tied else None
+
+
+def check_head(model: Any) -> None:
+    """See that a head which is tied to the embeddings computes with those that are there, on a CPU; see `repack`.
+
+    A step changes so little that log-probabilities would not tell. What the head makes of a vector with a single 1 is a
+    column of its weights, exactly, in any dtype.
+
+    Raises:
+        WeightMismatch: it does not.
+    """
+    if (head := _tied_head(model)) is None:
+        return
+    wide = head.weight.shape[1]
+    columns = torch.linspace(0, wide - 1, min(_COLUMNS, wide)).long()
+    found = head.quant_method.apply(head, torch.nn.functional.one_hot(columns, wide).to(head.weight.dtype))
+    if not torch.equal(found, head.weight[:, columns].T):
+        raise WeightMismatch(
+            "receive: the head is tied to the embeddings, and vLLM computes it from older ones: the layout of its "
+            "weights is stale. Where nrl does not know this version of vLLM, give executable= one that it does"
+        )
+
+
+def check_forgotten(engine: Any) -> None:
+    """See that no keys and values are left which a prompt could go on from; see `forget`.
+
+    Raises:
+        WeightMismatch: some are.
+    """
+    blocks = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.blocks
+    if kept := sum(block.block_hash is not None for block in blocks):
+        raise WeightMismatch(
+            f"receive: {kept} blocks of keys and values that were computed with older weights are stale, and vLLM "
+            "would go on from them. Where nrl does not know this version of vLLM, give executable= one that it does"
+        )
 
 
 def _made() -> type[Any]:

