@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import nrl
-from nrl import tiny
+from nrl import data, tiny
+from nrl.algos import advantages, grpo_loss
 from nrl.backends import Params, Sampling, adamw, fsdp, vllm
 from nrl.backends.base import Completion
 from nrl.backends.replicated import StreamingSampler
@@ -169,6 +170,31 @@ def test_abort_begins_anew(pair: Pair, long: Any) -> None:
     for row in published(pair, long, "abort"):
         assert (row.version, row.times) == (pair.sampler.version, 2)
         exactly(pair.params[1], row)
+
+
+def test_a_loop_whose_rows_go_on_while_it_trains(pair: Pair) -> None:
+    """At a lag of 1: no row is older than that, and some have tokens of two sets of weights, each with its own."""
+    trainer, sampler = pair.params[0].trainer, pair.sampler
+    env = Environment(
+        lambda task: (0, task["prompt"]), lambda state, text: Step(state, float(len(text) % 2), done=True)
+    )
+    tasks = data.tasks("arithmetic", seed=0)
+    groups = nrl.rollouts(sampler, env, tasks, n=4, sampling=Sampling(max_new_tokens=300))
+    stream, step = nrl.ahead(nrl.batched(groups, 4), 1), trainer.train_step(grpo_loss)
+    state, lags, mixed = trainer.init(pair.params[0]), list[int](), 0
+    nrl.publish(state.params, sampler)
+    for _ in range(4):
+        (batch,) = stream.take(1)
+        trained = batch["loss_mask"]
+        lags.append(state.version - int(batch["version"].min()))
+        newest = torch.where(trained, batch["versions"], -1).amax(-1)
+        mixed += int((newest > batch["version"]).sum())
+        assert int(newest.max()) <= state.version
+        batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
+        state, _ = step(state, batch)
+        nrl.publish(state.params, sampler, "keep")
+    assert lags == [0, 1, 1, 1]
+    assert mixed > 0
 
 
 def test_there_is_no_other_way(pair: Pair) -> None:
