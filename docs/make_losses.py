@@ -40,6 +40,10 @@ batch = nrl.algos.advantages(batch, estimator)
 batch = narrowing(batch)                              # rows and tokens left out of the loss
 state, metrics = trainer.train_step(loss)(state, batch)
 ```
+
+Rows are what losses count: an episode of several turns that had to be cut into several rows is several, in 1/B and in
+the ratio of a row, while advantages and shaping count it once. What no trainer computes yet: the outputs `rewards`
+(reward models) and `logprobs_at` (`distillation_loss`), and the columns `values` (`gae`) and `entropy` (`top_entropy`).
 """
 
 RECIPES = {
@@ -48,7 +52,7 @@ RECIPES = {
     "DAPO": (
         "from_rewards(group_normalize)",
         "dapo_loss",
-        "nrl.drop_uniform around the stream; overlong_penalty(20480, 4096) before, mask_truncated after",
+        "nrl.drop_uniform around the stream; overlong_penalty(20480, 4096) before",
     ),
     "GSPO": ("from_rewards(group_normalize)", "gspo_loss", ""),
     "CISPO": ("from_rewards(group_normalize)", "cispo_loss", ""),
@@ -66,7 +70,7 @@ RECIPES = {
     "MaxRL": ("from_rewards(max_rl)", "reinforce_loss", "rewards of 0 and 1"),
     "OPO": ("optimal_baseline", "reinforce_loss", "one update a batch"),
     "Lite PPO": ("from_rewards(group_center_batch_std)", "policy_loss(clip(0.2))", ""),
-    "PPO, dual clip": ("from_rewards(group_normalize)", "policy_loss(clip(0.2, dual=3.0))", "or gae, with a critic"),
+    "PPO, dual clip": ("from_rewards(group_normalize)", "policy_loss(clip(0.2, dual=3.0))", ""),
     "DPPO": ("from_rewards(group_center)", "dppo_loss", ""),
     "VESPO": ("from_rewards(group_center)", "vespo_loss", ""),
     "decoupled PPO": ("from_rewards(group_normalize)", "decoupled_ppo_loss", "old_logprobs from trainer.logprobs"),
@@ -90,8 +94,13 @@ RECIPES = {
     ),
     "entropy bonus": ("from_rewards(group_normalize)", "add((1.0, grpo_loss), (-0.01, entropy_loss))", ""),
     "the 80/20 rule": ("from_rewards(group_normalize)", "dapo_loss", "top_entropy(0.2) after"),
-    "on-policy distillation": ("on_policy_distillation", "policy_loss(reinforce)", "teacher_logprobs"),
+    "on-policy distillation": (
+        "on_policy_distillation",
+        "policy_loss(reinforce, ratio=on_policy_ratio)",
+        "teacher_logprobs; one update a batch",
+    ),
     "GKD": ("", "distillation_loss(jsd(0.5))", "teacher_ids, teacher_topk_logprobs"),
+    "KTO": ("", "kto_loss(0.1)", "ref_logprobs; reference_point, of mismatched answers"),
     "rejection-sampling fine-tuning": ("", "sft_loss", "keep_at_least(1.0) or keep_best before"),
 }
 """Of a method: what its advantages are, its loss, and what is around them."""

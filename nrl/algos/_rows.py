@@ -89,7 +89,11 @@ def check_finite(batch: TensorDict, column: str, reader: str) -> None:
     bad = (wrong.any(-1) if wrong.ndim > 1 else wrong).nonzero().squeeze(-1).tolist()
     if bad:
         rows = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
-        finite = f"batch['{column}'].isfinite()" + (".all(-1)" if values.ndim > 1 else "")
+        finite = f"batch['{column}'].isfinite()"
+        if per_token:
+            finite = f"({finite} | ~batch['loss_mask'])"
+        finite += ".all(-1)" if values.ndim > 1 else ""
+        finite = f"batch['valid'] & {finite}" if "valid" in batch.keys() else finite
         raise NotFinite(
             f"{reader}: {column} is NaN or infinite in {len(bad)} valid rows ({rows}). "
             + ("A reward that could not be computed is no reward: m" if column == "rewards" else "M")

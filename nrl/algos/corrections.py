@@ -117,7 +117,12 @@ def importance_mask(c: float) -> Correction:
     """
     if not c > 0:
         raise ValueError(f"importance_mask: c is {c}; it is the largest ratio that counts, so it must be positive")
-    return icepop(0.0, c)
+
+    def importance_mask(log_ratio: Tensor, mask: Tensor) -> Tensor:
+        return inner(log_ratio, mask)
+
+    inner = icepop(0.0, c)
+    return importance_mask
 
 
 def sequence_truncate(c: float) -> Correction:

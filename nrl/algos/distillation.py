@@ -21,6 +21,9 @@ from nrl.reduce import Mean, Metrics
 
 __all__ = ["Distance", "distillation_loss", "forward_kl", "jsd", "reverse_kl", "with_tail"]
 
+_LEAST = -1e4
+"""Nats of a token that a teacher rules out, as top-p does: no probability, and a distance that is finite."""
+
 type Distance = Callable[[Tensor, Tensor], Tensor]
 """``(student [*, n], teacher [*, n]) -> [*]``: between two distributions, given by their log-probabilities in nats."""
 
@@ -122,7 +125,8 @@ def distillation_loss(distance: Distance = forward_kl, *, aggregate: Aggregate =
 
         aggregate_t( distance(q(· | y_<t), p(· | y_<t)) ),   over the teacher's k tokens and the tail
 
-    The text may be the teacher's, a data set's, or the student's own (on-policy distillation, as in GKD).
+    The text may be the teacher's, a data set's, or the student's own (on-policy distillation, as in GKD). Tokens that
+    the teacher rules out (-inf) count as -1e4 nats.
 
     Args:
         distance: `forward_kl`, `reverse_kl`, ``jsd(beta)``, or any ``(student, teacher) -> number``.
@@ -161,7 +165,8 @@ def distillation_loss(distance: Distance = forward_kl, *, aggregate: Aggregate =
         every = mask.unsqueeze(-1).expand(student.shape)
         # Outside the mask anything may stand, so any distribution will do there
         some = -math.log(2 * student.shape[-1])
-        student, teacher = (torch.where(every, x, some) for x in (student, known.detach().to(student.dtype)))
+        known = known.detach().to(student.dtype).clamp(min=_LEAST)
+        student, teacher = (torch.where(every, x, some) for x in (student, known))
         apart = distance(with_tail(student), with_tail(teacher))
         return aggregate(apart, mask), {"teacher_mass": token_mean(masked(teacher.exp().sum(-1), mask), mask)}
 

@@ -239,10 +239,10 @@ class Controller(NamedTuple):
 def adaptive_kl(init: float, target: float, horizon: float) -> Controller:
     """A coefficient of a KL penalty that grows while the KL is above its target, and shrinks while it is below.
 
-        coef' = coef (1 + clamp(kl/target - 1, -0.2, 0.2) samples/horizon)
+        coef' = coef (1 + clamp(kl/target - 1, -0.2, 0.2) min(samples/horizon, 1))
 
     A whole-batch number, so it is for a penalty in the rewards, on the driver. A KL that is NaN or infinite, as that of
-    a batch without a token, leaves it as it is.
+    a batch without a token, leaves it as it is. The paper writes a constant for samples/horizon, which is its code's.
 
     Args:
         init: the first coefficient, greater than 0; often 0.2.
@@ -268,6 +268,6 @@ def adaptive_kl(init: float, target: float, horizon: float) -> Controller:
     def update(coef: float, kl: float, samples: int) -> float:
         if not math.isfinite(kl):
             return coef
-        return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)
+        return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * min(samples / horizon, 1))
 
     return Controller(lambda: init, update)

@@ -73,6 +73,7 @@ def policy_loss(
         ``correction`` and ``kept``, the weights.
 
     Raises:
+        TypeError: a part is no function.
         MissingColumn: (when called) the batch lacks a column.
 
     >>> mask = torch.tensor([[False, True, True]])
@@ -83,6 +84,10 @@ def policy_loss(
     >>> loss.total.item(), loss.weight.item(), metrics["ratio"].total.item()
     (-4.0, 2.0, 2.0)
     """
+    parts = {"surrogate": surrogate, "ratio": ratio, "penalty": penalty, "correction": correction, "keep": keep}
+    for part, value in (parts | {"aggregate": aggregate}).items():
+        if value is not None and not callable(value):
+            raise TypeError(f"policy_loss: {part} is {value!r}; it is a function, such as clip(0.2) as the surrogate")
 
     @needs(*needed(surrogate, ratio, penalty, correction, keep, aggregate))
     def policy_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
@@ -312,7 +317,8 @@ dppo_loss = named(
         M = 0 where |π_θ - π_rollout| > 0.2 and the step would make it more, 1 elsewhere
 
     Reads ``advantages``, ``rollout_logprobs`` and ``loss_mask``. It is anchored to the sampler, so it takes no
-    correction for the mismatch with it.
+    correction for the mismatch with it. The paper's objective is a sum over the tokens of a row, which the mean over
+    all tokens of a batch is up to the size of the step.
 
     Source: DPPO, https://arxiv.org/abs/2602.04879, eq. 12 and 13.
 
@@ -334,6 +340,7 @@ vespo_loss = named(
         φ(W) = W² e^(3 (1 - W)) where A >= 0, W³ e^(2 (1 - W)) where A < 0
 
     Reads ``advantages``, ``rollout_logprobs`` and ``loss_mask``. The method's advantages are those of `group_center`.
+    The mean over all tokens of a batch is a choice of its implementations; the paper's gradient is of whole rows.
 
     Source: VESPO, https://arxiv.org/abs/2602.10693, eq. 17 and 20.
 

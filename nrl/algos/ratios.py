@@ -153,7 +153,8 @@ def product_ratio(ratio: Ratio) -> Ratio:
 
         log W_i = Σ_t log r_{i,t}
 
-    Without the length normalisation of `sequence_ratio`, so its spread grows with the length of a row.
+    Without the length normalisation of `sequence_ratio`, so its spread grows with the length of a row. The tokens' own
+    ratios are `bounded`, and so is their product.
 
     Args:
         ratio: of the tokens: `token_ratio`, `rollout_ratio`, or another.

@@ -290,9 +290,10 @@ def top_entropy(fraction: float) -> Shaping:
         loss_mask_t and H_t >= τ,   τ the n-th largest H of the batch, n = fraction of its trained tokens
 
     n is rounded, and at least 1; ties at τ are all kept. τ is that of the whole batch, where TRL takes a quantile
-    within each micro-batch. H is that of the policy that sampled; TRL's is that of the policy in training. The other
-    tokens leave the whole loss, denominator and penalty included. In TRL they stay in both, which makes the step about
-    ``fraction`` as large; for that, clear their advantages instead.
+    within each micro-batch. H is a column, and so that of the policy that the step starts from, where the paper's and
+    TRL's is that of the policy in training; in the first update of a batch they are one. The other tokens leave the
+    whole loss, denominator and penalty included. In TRL they stay in both, which makes the step about ``fraction`` as
+    large; for that, clear their advantages instead.
 
     Args:
         fraction: in (0, 1]; 0.2 in the paper.

@@ -161,6 +161,38 @@ def test_extreme_outputs_are_finite(name: str, dtype: torch.dtype, size: float) 
         assert bool(torch.autograd.grad(mean.total, leaf)[0].isfinite().all())
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_tokens_that_the_teacher_rules_out(name: str) -> None:
+    """As a teacher under top-p does, whose table of k tokens has places to fill."""
+    batch, student = batch_of()
+    known = batch["teacher_topk_logprobs"].clone()
+    known[..., -1] = -math.inf
+    leaf = student.clone().requires_grad_()
+    mean, metrics = call(distillation_loss(ALL[name]), leaf, nrl.assign(batch, teacher_topk_logprobs=known))
+    assert bool(mean.total.isfinite())
+    assert bool(torch.autograd.grad(mean.total, leaf)[0].isfinite().all())
+    assert 0 < metrics["teacher_mass"] < 1
+    fewer = {"teacher_ids": batch["teacher_ids"][..., :-1], "teacher_topk_logprobs": known[..., :-1]}
+    if name == "forward":  # what the teacher rules out does not count
+        merged = torch.cat([student[..., :-1]], -1)
+        other, _ = call(distillation_loss(), merged, Batch({**batch, **fewer}, batch_size=[3]))
+        assert mean.total > other.total  # but the student's mass on it is no longer the tail's
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_gradients_away_from_the_teacher(name: str) -> None:
+    """By differences: the mixture of the two has a gradient, too."""
+    batch, student = batch_of()
+    loss, leaf = distillation_loss(ALL[name]), student.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(call(loss, leaf, batch)[0].total, leaf)
+    for i, t in MASK.nonzero().tolist():
+        for j in range(K):
+            moved = torch.zeros_like(student)
+            moved[i, t, j] = 1e-6
+            high, low = (call(loss, student + sign * moved, batch)[0].total.item() for sign in (1, -1))
+            assert gradient[i, t, j].item() == pytest.approx((high - low) / 2e-6, rel=1e-5, abs=1e-8)
+
+
 def test_parts_add_up() -> None:
     """Columns of several numbers a token are cut and padded with the tokens."""
     batch, student = batch_of()

@@ -209,6 +209,7 @@ def test_log1mexp_is_exact_at_both_ends() -> None:
         (60.0, 100, 0.2 * (1 + 0.2 * 0.01)),  # a fifth is the most
         (0.0, 5000, 0.2 * (1 - 0.2 * 0.5)),
         (-3.0, 100, 0.2 * (1 - 0.2 * 0.01)),  # an estimate may be negative
+        (0.0, 10**6, 0.2 * 0.8),  # more samples than the horizon has
         (math.nan, 100, 0.2),
         (math.inf, 100, 0.2),
     ],

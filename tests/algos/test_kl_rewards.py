@@ -48,6 +48,14 @@ def test_penalized_rewards_by_hand() -> None:
     assert penalized_rewards(make_batch(), kl(k1, 0.0))["rewards"].tolist() == REWARDS.tolist()
 
 
+def test_rows_of_an_episode_that_disagree_are_refused() -> None:
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    columns = {"loss_mask": mask, "old_logprobs": -1.0 * mask, "ref_logprobs": -1.0 * mask}
+    columns |= {"rewards": torch.tensor([1.0, 2.0]), "episode_ids": torch.tensor([7, 7])}
+    with pytest.raises(BatchError, match="penalized_rewards: row 1 has another value of rewards"):
+        penalized_rewards(Batch(columns, batch_size=[2]), kl(k1, 0.1))
+
+
 def test_token_rewards_add_up_to_penalized_rewards() -> None:
     batch, penalty = make_batch(), kl(k3, 0.3)
     totals = token_rewards(batch, penalty)["token_rewards"].sum(-1)

@@ -12,6 +12,7 @@ from nrl.algos import (
     add,
     bounded,
     cispo,
+    cispo_loss,
     clip,
     dapo_loss,
     decoupled_ppo_loss,
@@ -217,6 +218,22 @@ def test_clip_at_infinity_is_importance_sampling() -> None:
     mean, _ = call(policy_loss(clip(math.inf)), logprobs, batch)
     torch.testing.assert_close(mean.total, expected)
     torch.testing.assert_close(torch.autograd.grad(mean.total, logprobs)[0], torch.autograd.grad(expected, logprobs)[0])
+
+
+def test_the_ready_made_cispo_loss_has_an_upper_bound_alone() -> None:
+    """Ratios of 8 and of 0.05, whose weights are 5 and 0.05."""
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    columns = {"loss_mask": mask, "advantages": torch.ones(1, 2), "old_logprobs": -torch.tensor([[8.0, 0.05]]).log()}
+    logprobs = torch.zeros(1, 2, requires_grad=True)
+    found = gradient(cispo_loss, logprobs, Batch(columns, batch_size=[1]))
+    assert found.tolist() == [[pytest.approx(-5.0), pytest.approx(-0.05)]]
+
+
+def test_a_part_that_is_no_function() -> None:
+    for name, part in (("surrogate", 0.2), ("ratio", "token"), ("correction", 2.0), ("keep", 1), ("aggregate", 5)):
+        parts: dict[str, object] = {"surrogate": clip(0.2), name: part}
+        with pytest.raises(TypeError, match=f"policy_loss: {name} is {part!r}; it is a function, such as clip"):
+            policy_loss(**parts)  # type: ignore[arg-type]
 
 
 def test_gspo_is_grpo_where_rows_have_one_token() -> None:

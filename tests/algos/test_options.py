@@ -3,9 +3,11 @@
 The table has to name them all, so that a new one fails here until somebody shows what it does.
 """
 
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -341,3 +343,31 @@ def test_an_inert_option_would_be_found() -> None:
         return CLIP
 
     assert not differs(of_surrogate(inert(1.0)), of_surrogate(inert(2.0)))
+
+
+# -- what the documentation composes ----------------------------------------------------------------------------------
+
+
+def recipes() -> dict[str, tuple[str, str, str]]:
+    path = Path(__file__).parents[2] / "docs" / "make_losses.py"
+    spec = importlib.util.spec_from_file_location("make_losses", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: dict[str, tuple[str, str, str]] = module.RECIPES
+    return found
+
+
+@pytest.mark.parametrize("method", recipes())
+def test_a_recipe_of_the_documentation_has_a_gradient(method: str) -> None:
+    texts = recipes()[method][:2]
+    estimator, loss = (eval(text, vars(algos)) if text else None for text in texts)
+    batch = TWO_REWARDS if method == "GDPO" else ROWS
+    batch = nrl.assign(batch, rollout_logprobs=1.0001 * batch["old_logprobs"])  # a sampler that computes well
+    if estimator:
+        batch = nrl.assign(batch, rewards=(batch["rewards"] > 0.5).double()) if method == "MaxRL" else batch
+        batch = algos.advantages(batch, estimator)
+        assert bool(batch["advantages"].any())
+        assert not bool(batch["advantages"][~batch["loss_mask"]].any())
+    assert all(bool(x.isfinite().all()) for x in of_loss(loss, batch))

@@ -50,6 +50,11 @@ def test_a_selection_leaves_out_the_surrogate_and_not_the_penalty() -> None:
     assert gradient[0, 0].item() == pytest.approx(0.5 * math.e + 1.0)
 
 
+def test_at_a_lag_of_zero_all_rows_are_kept() -> None:
+    found = opsm(0.0)(ROLLOUT, batch(-1.0, -1.0, -1.0))
+    assert found.tolist() == MASK.float().tolist()
+
+
 def test_delta_is_not_negative() -> None:
     for delta in (-0.1, math.nan):
         with pytest.raises(ValueError, match=f"opsm: delta is {delta}; it is a divergence in nats a token"):

@@ -100,6 +100,7 @@ def test_sapo_by_hand(surrogate: Surrogate, ratio: float, advantage: float, loss
         (dppo(0.3, cap=1.5), 2.0, 1.0, 1.5),
         (dppo(0.2, divergence=binary_kl), 2.0, 1.0, 2.0),  # a quarter against a half is 0.131 nats
         (dppo(0.13, divergence=binary_kl), 2.0, 1.0, 0.0),
+        (dppo(0.25), 2.0, 1.0, 2.0),  # at the bound
         (dppo(0.2), 1.0, 0.0, 1.0),
     ],
 )
