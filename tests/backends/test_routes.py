@@ -17,6 +17,7 @@ from nrl.errors import TransferError
 from nrl.runtime import Cluster, Mesh, P, shard_map, transfer
 from nrl.runtime.placement import Out
 from tests.gpus import with_gpus
+from tests.processes import settled
 
 PROMPT = [5, 6, 7]
 
@@ -76,6 +77,7 @@ def casts(cluster: Cluster) -> None:
     weights = params(mesh, 3)
     nrl.publish(weights, sampler)
     check_agreement(sampler, weights)
+    settled(lambda: any(seat.died for seat in sampler._seats), 200)  # until it has been started again
     weights = params(mesh, 4)
     nrl.publish(weights, sampler)
     check_agreement(sampler, weights)
