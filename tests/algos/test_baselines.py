@@ -149,6 +149,18 @@ def test_optimal_baseline_by_hand() -> None:
     assert found.tolist() == [[0, 0.75, 0, 0, 0, 0], [0, -0.25, -0.25, -0.25, 0, 0], [0] * 6]
 
 
+def test_an_episode_without_a_token_has_no_part_in_the_optimal_baseline() -> None:
+    assert firsts(optimal_baseline(make_batch([1.0, 0.0], [0, 0], [1, 0]))) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "estimator", [optimal_baseline, greedy_baseline, gdpo(), from_rewards(lambda rewards, groups: rewards.double())]
+)
+def test_advantages_have_the_dtype_of_the_rewards(estimator: Estimator) -> None:
+    batch = make_batch([1.0, 0.0], [0, 0], [1, 2], temperature=torch.tensor([0.0, 1.0]))
+    assert estimator(assign(batch, rewards=batch["rewards"].float())).dtype == torch.float32
+
+
 def test_optimal_baseline_by_a_slow_loop() -> None:
     torch.manual_seed(2)
     rewards, groups = torch.randn(20).tolist(), torch.randint(0, 4, (20,)).tolist()

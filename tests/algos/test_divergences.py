@@ -170,6 +170,12 @@ def test_a_weighted_penalty_is_finite(size: float) -> None:
     assert bool(found.isfinite().all() & logprobs.grad.isfinite().all())
 
 
+def test_a_weighted_penalty_is_finite_whatever_the_ratio_is() -> None:
+    batch = Batch({"loss_mask": MASK, "ref_logprobs": OLD}, batch_size=[1])
+    found = importance_weighted(kl(k2, 1.0), ratio=lambda logprobs, batch: logprobs + 1e4)(NEW, batch)
+    assert bool(found.isfinite().all())
+
+
 # -- of one token and any other ---------------------------------------------------------------------------------------
 
 

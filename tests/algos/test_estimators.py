@@ -176,6 +176,11 @@ def test_from_rewards_keeps_double_precision() -> None:
     assert from_rewards(group_normalize)(batch).dtype == torch.float64
 
 
+def test_eight_rows_that_are_not_finite_are_all_named() -> None:
+    with pytest.raises(NotFinite, match=r"\(0, 1, 2, 3, 4, 5, 6, 7\).*valid=batch\['rewards'\]\.isfinite\(\)\)$"):
+        from_rewards(group_center)(make_batch([math.nan] * 8, [0] * 8))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_rewards_that_are_not_finite_are_named(bad: float) -> None:
     with pytest.raises(
@@ -275,7 +280,7 @@ def test_gae_does_not_see_what_is_masked(garbage: float) -> None:
         assert a.tolist() == b.tolist()
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 2, 3)])
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (3, 2, 3)])
 def test_gae_shapes(shape: tuple[int, ...]) -> None:
     x = torch.ones(shape)
     for found in gae(x, x, x.bool(), gamma=1.0, lam=1.0):

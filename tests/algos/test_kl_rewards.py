@@ -56,6 +56,25 @@ def test_rows_of_an_episode_that_disagree_are_refused() -> None:
         penalized_rewards(Batch(columns, batch_size=[2]), kl(k1, 0.1))
 
 
+@pytest.mark.parametrize("shape", [token_rewards, penalized_rewards])
+def test_what_is_taken_from_a_reward_is_a_constant(shape: Callable[[Batch, Penalty], Batch]) -> None:
+    batch = make_batch(old_logprobs=OLD.clone().requires_grad_())
+    weight = torch.ones((), requires_grad=True)
+    found = shape(batch, lambda logprobs, batch: weight * logprobs)
+    assert not any(found[name].requires_grad for name in ("rewards", "token_rewards") if name in found.keys())
+
+
+def test_distillation_advantages_are_constants() -> None:
+    batch = make_batch(old_logprobs=OLD.clone().requires_grad_(), teacher_logprobs=REF.clone().requires_grad_())
+    assert not on_policy_distillation(batch).requires_grad
+
+
+def test_a_penalty_does_not_see_what_is_masked() -> None:
+    batch = make_batch(old_logprobs=torch.where(MASK, OLD, math.nan))
+    found = token_rewards(batch, lambda logprobs, batch: logprobs.sum(-1, keepdim=True).expand(3, 5))
+    assert found["token_rewards"][0].tolist() == [0, 3, 0, 4, 0]
+
+
 def test_token_rewards_add_up_to_penalized_rewards() -> None:
     batch, penalty = make_batch(), kl(k3, 0.3)
     totals = token_rewards(batch, penalty)["token_rewards"].sum(-1)

@@ -17,6 +17,7 @@ from nrl.algos import (
     dapo_loss,
     decoupled_ppo_loss,
     dppo_loss,
+    entropy_loss,
     gmpo_loss,
     grpo_loss,
     gspo_loss,
@@ -139,6 +140,15 @@ def test_by_hand(loss: MeanLoss, total: float, weight: float) -> None:
     mean, _ = call(loss, LOGPROBS, HAND)
     assert mean.total.item() == pytest.approx(total, rel=1e-5)
     assert mean.weight.item() == weight
+
+
+def test_entropy_by_hand() -> None:
+    entropy = torch.tensor([[math.nan, 1.0, 2.0], [math.inf, 4.0, 8.0]], requires_grad=True)
+    mean, metrics = entropy_loss(TensorDict({"entropy": entropy}, batch_size=[2]), HAND)
+    assert (mean.total.item(), mean.weight.item()) == (7, 3)
+    assert finalize(metrics) == {"entropy": pytest.approx(7 / 3)}
+    assert not any(value.requires_grad for metric in metrics.values() for value in metric)
+    assert torch.autograd.grad(mean.total, entropy)[0].tolist() == MASK.float().tolist()
 
 
 def test_metrics_by_hand() -> None:
@@ -439,6 +449,12 @@ def test_a_ratio_of_the_users_own_may_be_unbounded() -> None:
     mean, metrics = call(loss, LOGPROBS, HAND)
     assert bool(mean.total.isfinite())
     assert metrics["ratio_max"] == pytest.approx(bounded(torch.tensor(1e4)).exp().item())
+
+
+def test_a_surrogate_of_the_users_own_does_not_see_what_is_masked() -> None:
+    logprobs = torch.where(MASK, LOGPROBS, math.inf).requires_grad_()
+    found = gradient(policy_loss(lambda log_ratio, logprobs, advantages: -advantages * logprobs.exp()), logprobs, HAND)
+    assert bool(found.isfinite().all())
 
 
 def test_ratio_max_is_a_max_and_aggregates_may_be_anything() -> None:

@@ -211,6 +211,20 @@ def numbers(kl: float, largest: float, ess: float = 0.5, **others: float) -> dic
     return {"step": 3.0, "mismatch/kl": kl, "mismatch/ess": ess, "mismatch/max_abs": largest} | others
 
 
+def test_an_invalid_row_of_a_pair_is_not_seen() -> None:
+    rollout = torch.full((2, 2, 1), -3.0)
+    ratio = torch.tensor([[[1.0], [8.0]], [[2.0], [4.0]]])
+    valid = torch.tensor([[True, False], [True, True]])
+    found = measured(rollout + ratio.log(), rollout, torch.ones(2, 2, 1, dtype=torch.bool), valid=valid)
+    assert found["mismatch/max_ratio"] == pytest.approx(4)
+
+
+@pytest.mark.parametrize(("lag", "said"), [({"lag": 1.5}, r"\. Otherwise likely: "), ({}, r"\. Likely: ")])
+def test_newer_weights_are_the_first_explanation(lag: dict[str, float], said: str) -> None:
+    with pytest.raises(RolloutMismatch, match=said):
+        check_mismatch(numbers(0.3, 2.5, **lag), bound=0.1)
+
+
 def test_the_bound_itself_passes() -> None:
     check_mismatch(numbers(0.1, 1.0), bound=0.1)
     check_mismatch(numbers(1e300, 1e3), bound=math.inf)
@@ -253,6 +267,7 @@ def test_the_error_has_the_numbers_and_says_what_to_do() -> None:
             {"lag": 2.0},
             "The weights that are trained are newer than those that sampled, by a lag of 2, ",
         ),
+        ({"lag": 0.5}, "by a lag of 0.5, "),
         ({"lag": 0.0}, "The lag is 0: no publish lies between. Where the batch is trained on in several updates"),
         ({}, "The rows have no 'version'"),
     ],

@@ -178,6 +178,13 @@ def test_metrics_by_hand() -> None:
     assert call(ipo_loss(0.25), LOGPROBS, PAIRS)[1] == pytest.approx(expected)  # in nats, not times beta
 
 
+def test_accuracy_is_how_often_the_chosen_answer_scores_higher() -> None:
+    logprobs = torch.tensor([[[-1.0], [-1.5]], [[-1.0], [-3.0]], [[-2.0], [-1.0]]])
+    batch = Batch({"loss_mask": torch.ones(3, 2, 1, dtype=torch.bool)}, batch_size=[3, 2])
+    _, metrics = call(preference_loss(log_likelihood(1.0), log_sigmoid()), logprobs, batch)
+    assert metrics["accuracy"] == pytest.approx(2 / 3)
+
+
 def test_scores_by_hand() -> None:
     logprobs = torch.where(PAIRS["loss_mask"], LOGPROBS, 0)
     expected: list[tuple[Score, list[list[float]]]] = [
@@ -384,6 +391,13 @@ def test_sums_are_their_parts() -> None:
     torch.testing.assert_close(value(orpo_loss(0.0), logprobs, batch), value(chosen_nll(seq_mean), logprobs, batch))
     both = add((1.0, dpo_loss(0.3)), (0.7, chosen_nll(seq_mean)))
     torch.testing.assert_close(value(both, logprobs, batch), value(rpo_loss(0.3, 0.7), logprobs, batch))
+
+
+def test_the_likelihood_of_the_chosen_answers_counts_once_unless_said() -> None:
+    batch = random_pairs()
+    logprobs = outputs(batch)
+    for loss in (cpo_loss, rpo_loss):
+        assert value(loss(0.3), logprobs, batch) == value(loss(0.3, 1.0), logprobs, batch)
 
 
 def test_supervised_fine_tuning_sees_the_chosen_rows_of_the_pairs_that_count() -> None:

@@ -49,6 +49,14 @@ def test_sequence_ratio_by_hand() -> None:
     assert sequence_ratio(NEW, batch()).tolist() == [[0, third, third, third], [0, 0.5, 0, 0.5], [0, 0, 0, 0]]
 
 
+@pytest.mark.parametrize("ratio", [sequence_ratio, product_ratio(token_ratio), geometric_ratio(9.0)])
+def test_the_ratio_of_a_row_of_one_token_is_that_tokens(ratio: Ratio) -> None:
+    mask = torch.tensor([[False, True, False]])
+    columns = {"loss_mask": mask, "old_logprobs": torch.tensor([[5.0, -1.0, 5.0]]), "advantages": mask.float()}
+    found = ratio(torch.tensor([[0.0, -3.0, 0.0]]), Batch(columns, batch_size=[1]))
+    assert found.tolist() == [[0, -2, 0]]
+
+
 def test_rollout_ratio_by_hand() -> None:
     assert rollout_ratio(NEW, batch()).tolist() == [[0, 0, 1, 1.5], [0, 0.5, 0, 2.5], [0, 0, 0, 0]]
 
@@ -64,6 +72,16 @@ def test_geometric_ratio_by_hand() -> None:
     found = geometric_ratio(0.2, 0.3)(NEW, batch()).tolist()
     assert found == [[0, first, first, first], [0, second, 0, second], [0, 0, 0, 0]]
     assert geometric_ratio(0.4)(NEW, batch()).tolist() == geometric_ratio(0.4, 0.4)(NEW, batch()).tolist()
+
+
+def test_a_product_of_many_tokens_is_bounded() -> None:
+    found = product_ratio(token_ratio)(OLD + 15.0, batch())
+    assert found.tolist() == [[0, 20, 20, 20], [0, 20, 0, 20], [0, 0, 0, 0]]
+
+
+def test_the_geometric_ratio_clips_at_one_where_a_bound_is_zero() -> None:
+    first = pytest.approx(-1 / 3)
+    assert geometric_ratio(0.0)(NEW, batch())[0].tolist() == [0, first, first, first]
 
 
 @pytest.mark.parametrize(("bounds", "said"), [((-0.1,), "low is -0.1"), ((0.1, math.nan), "high is nan")])
@@ -127,7 +145,7 @@ def test_double_precision_and_empty_batches(ratio: Ratio) -> None:
 
 def test_pairs() -> None:
     pairs = batch()[:2].reshape(1, 2)
-    for ratio in (token_ratio, sequence_ratio):
+    for ratio in ALL:
         assert ratio(NEW[:2].view(1, 2, 4), pairs).view(2, 4).tolist() == ratio(NEW, batch())[:2].tolist()
 
 

@@ -37,6 +37,27 @@ def test_opsm_by_hand(delta: float, signs: tuple[float, ...], kept: list[bool]) 
     ]
 
 
+def test_a_row_on_policy_is_kept_at_a_delta_of_zero() -> None:
+    assert opsm(0.0)(ROLLOUT, batch(-1.0, -1.0, -1.0)).tolist() == MASK.float().tolist()
+
+
+def test_a_row_of_one_token_is_as_far_as_that_token() -> None:
+    columns = {
+        "loss_mask": torch.tensor([[False, True]]),
+        "rollout_logprobs": torch.tensor([[0.0, -1.0]]),
+        "advantages": torch.tensor([[-1.0, -1.0]]),
+    }
+    found = opsm(0.7)(torch.tensor([[0.0, -2.0]]), Batch(columns, batch_size=[1]))
+    assert found.tolist() == [[0.0, 0.0]]
+
+
+def test_rows_of_pairs_are_rows() -> None:
+    rows = batch(-1.0, -1.0, 1.0)[:2]
+    for delta in (0.7, 0.8, 1.1):
+        pairs = opsm(delta)(THETA[:2].view(1, 2, 3), rows.reshape(1, 2))
+        assert pairs.view(2, 3).tolist() == opsm(delta)(THETA[:2], rows).tolist()
+
+
 def test_a_selection_leaves_out_the_surrogate_and_not_the_penalty() -> None:
     """Tokens that are left out stay in the denominator, and the weights have no gradient."""
     whole = Batch({**batch(-1.0, 1.0, 1.0), "old_logprobs": ROLLOUT, "ref_logprobs": ROLLOUT}, batch_size=[3])

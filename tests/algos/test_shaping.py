@@ -60,6 +60,16 @@ def test_clipping_by_hand() -> None:
     assert math.isnan(rewards_of(clip_rewards(-1.0, 2.0)(batch))[4])
 
 
+def test_rewards_may_be_bounded_to_one_number() -> None:
+    assert rewards_of(clip_rewards(1.0, 1.0)(make_batch([-9.0, 9.0]))) == [1, 1]
+
+
+@pytest.mark.parametrize("shape", [overlong_penalty(limit=7, buffer=4), length_penalty(1.0)])
+def test_rewards_keep_their_dtype(shape: Shaping) -> None:
+    batch = assign(make_batch([1.0, 0.0], [2, 6]), rewards=torch.tensor([1.0, 0.0]))
+    assert shape(batch)["rewards"].dtype == torch.float32
+
+
 @pytest.mark.parametrize(("length", "expected"), [(0, 0.0), (3, 0.0), (4, -0.25), (5, -0.5), (6, -0.75), (7, -1.0)])
 def test_the_overlong_penalty_by_hand(length: int, expected: float) -> None:
     assert rewards_of(overlong_penalty(limit=7, buffer=4)(make_batch([1.0], [length]))) == [1 + expected]

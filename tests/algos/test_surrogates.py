@@ -14,6 +14,7 @@ ALL = [
     clip(math.inf),
     cispo(4.0),
     cispo(4.0, low=0.5),
+    cispo(math.inf),
     reinforce,
     sapo(),
     dppo(0.2),
@@ -48,6 +49,9 @@ def value_and_gradients(
         (clip(0.2, dual=3.0), 5.0, -2.0, 6.0, 0.0),  # c |A|
         (clip(0.2, dual=3.0), 2.0, -2.0, 4.0, 4.0),  # below c
         (clip(0.2, dual=3.0), 5.0, 2.0, -2.4, 0.0),  # positive advantages are as without it
+        (clip(0.2, dual=3.0), 5.0, 0.5, -0.6, 0.0),  # small ones too
+        (clip(0.2, dual=1.5), 2.0, -2.0, 3.0, 0.0),
+        (clip(0.0), 1.5, 2.0, -2.0, 0.0),
     ],
 )
 def test_clip_by_hand(surrogate: Surrogate, ratio: float, advantage: float, loss: float, gradient: float) -> None:
@@ -98,6 +102,7 @@ def test_sapo_by_hand(surrogate: Surrogate, ratio: float, advantage: float, loss
         (dppo(0.4, 0.1), 2.0, 1.0, 0.0),  # the bound on what is encouraged is its own
         (dppo(0.4, 0.1), 0.625, -1.0, 0.625),
         (dppo(0.3, cap=1.5), 2.0, 1.0, 1.5),
+        (dppo(0.3, cap=0.5), 2.0, 1.0, 0.5),
         (dppo(0.2, divergence=binary_kl), 2.0, 1.0, 2.0),  # a quarter against a half is 0.131 nats
         (dppo(0.13, divergence=binary_kl), 2.0, 1.0, 0.0),
         (dppo(0.25), 2.0, 1.0, 2.0),  # at the bound
@@ -116,6 +121,8 @@ def test_dppo_by_hand(surrogate: Surrogate, ratio: float, advantage: float, weig
         (vespo(), 2.0, 1.0, 4 * math.exp(-3)),
         (vespo(), 2.0, -1.0, 8 * math.exp(-2)),
         (vespo(), 0.5, 1.0, 0.25 * math.exp(1.5)),
+        (vespo(), 2.0, 0.5, 4 * math.exp(-3)),  # a small advantage is a good one
+        (vespo((0.0, 1.0)), 0.0, 1.0, math.e),  # 0 to the power of 0 is 1
         (vespo((1.0, 0.0), (0.0, 0.0)), 3.0, 1.0, 3.0),
         (vespo((1.0, 0.0), (0.0, 0.0)), 3.0, -1.0, 1.0),
     ],
@@ -167,6 +174,19 @@ def test_where_it_clips() -> None:
     assert clipped(cispo(4.0), ratio, advantages) == [False, False, False, False, False, True, False]
     assert clipped(dppo(0.1), [2.0, 0.6, 2.0, 0.6], [1.0, 1.0, -1.0, -1.0]) == [True, False, False, True]
     assert clipped(cispo(4.0, low=0.2), ratio, advantages) == [False, True, False, True, False, True, False]
+
+
+def test_it_clips_above_one_and_high() -> None:
+    assert clipped(cispo(4.0), [4.9, 5.5], [1.0, 1.0]) == [False, True]
+
+
+def test_dppo_clips_by_the_sign_of_the_advantage() -> None:
+    assert clipped(dppo(0.1), [2.0, 0.6, 0.6], [0.0, 0.0, 0.5]) == [False, False, False]
+
+
+def test_a_ratio_on_the_bound_is_not_clipped() -> None:
+    for surrogate in (clip(0.0), cispo(0.0, low=0.0)):
+        assert clipped(surrogate, [1.0, 1.0], [1.0, -1.0]) == [False, False]
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.9, 1.1, 2.5, 7.0])

@@ -265,6 +265,14 @@ def test_mismatched_says_what_it_needs() -> None:
         mismatched(batch.reshape(1, 2))
 
 
+def test_the_reference_point_of_one_row_is_its_log_ratio() -> None:
+    ours = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    theirs = torch.tensor([[-2.0, -3.0]], requires_grad=True)
+    found = reference_point(ours, theirs, torch.tensor([[True, True]]))
+    assert found.item() == 3
+    assert not found.requires_grad
+
+
 def test_reference_point_by_hand() -> None:
     mask = torch.tensor([[0, 1, 1], [0, 1, 0], [0, 0, 0]]).bool()
     ours = torch.tensor([[math.nan, -1.0, -2.0], [0.0, -3.0, math.inf], [5.0, 5.0, 5.0]], requires_grad=True)
