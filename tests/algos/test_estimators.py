@@ -193,6 +193,8 @@ def test_from_rewards_keeps_double_precision() -> None:
 def test_eight_rows_that_are_not_finite_are_all_named() -> None:
     with pytest.raises(NotFinite, match=r"\(0, 1, 2, 3, 4, 5, 6, 7\).*valid=batch\['rewards'\]\.isfinite\(\)\)$"):
         from_rewards(group_center)(make_batch([math.nan] * 8, [0] * 8))
+    with pytest.raises(NotFinite, match=r"\(0, 1, 2, 3, 4, 5, 6, 7, \.\.\.\)"):
+        from_rewards(group_center)(make_batch([math.nan] * 9, [0] * 9))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
