@@ -161,6 +161,12 @@ def test_advantages_have_the_dtype_of_the_rewards(estimator: Estimator) -> None:
     assert estimator(assign(batch, rewards=batch["rewards"].float())).dtype == torch.float32
 
 
+def test_rows_of_an_episode_agree_in_each_of_several_rewards() -> None:
+    batch = make_batch([[1.0, 2.0], [1.0, 3.0]], [0, 0], [1, 1], episode_ids=torch.tensor([5, 5]))
+    with pytest.raises(BatchError, match="gdpo: row 1 has another value of rewards than the first row of its"):
+        gdpo()(batch)
+
+
 def test_optimal_baseline_by_a_slow_loop() -> None:
     torch.manual_seed(2)
     rewards, groups = torch.randn(20).tolist(), torch.randint(0, 4, (20,)).tolist()

@@ -9,6 +9,7 @@ from nrl.algos import (
     advantages,
     discounted_returns,
     from_rewards,
+    from_token_rewards,
     gae,
     group_center,
     group_normalize,
@@ -67,6 +68,19 @@ def test_groups_by_a_slow_loop(fn: GroupFunction, slow: GroupFunction) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 11])
 def test_equal_rewards_are_exactly_zero(fn: GroupFunction, reward: float, size: int) -> None:
     assert not fn(torch.full((size,), reward), torch.zeros(size, dtype=torch.int64)).any()
+
+
+@pytest.mark.parametrize("fn", ALL)
+@pytest.mark.parametrize("reward", [0.1, -0.1])
+def test_equal_rewards_are_exactly_zero_where_their_mean_is_not_the_reward(fn: GroupFunction, reward: float) -> None:
+    rewards = torch.full((3,), reward, dtype=torch.float64)
+    assert rewards.sum() / 3 != reward
+    assert not fn(rewards, torch.zeros(3, dtype=torch.int64)).any()
+
+
+def test_means_of_groups_are_in_float64() -> None:
+    rewards = torch.tensor([1e8, 1e8 + 8, 1e8 + 40])
+    assert group_center(rewards, torch.zeros(3, dtype=torch.int64)).tolist() == [-16, -8, 24]
 
 
 @pytest.mark.parametrize("fn", ALL)
@@ -179,6 +193,8 @@ def test_from_rewards_keeps_double_precision() -> None:
 def test_eight_rows_that_are_not_finite_are_all_named() -> None:
     with pytest.raises(NotFinite, match=r"\(0, 1, 2, 3, 4, 5, 6, 7\).*valid=batch\['rewards'\]\.isfinite\(\)\)$"):
         from_rewards(group_center)(make_batch([math.nan] * 8, [0] * 8))
+    with pytest.raises(NotFinite, match=r"\(0, 1, 2, 3, 4, 5, 6, 7, \.\.\.\)"):
+        from_rewards(group_center)(make_batch([math.nan] * 9, [0] * 9))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -306,6 +322,12 @@ def test_monte_carlo_gae_is_returns_less_values() -> None:
 def test_discounted_returns_by_hand() -> None:
     mask = torch.tensor([[True, False, True, True]])
     assert discounted_returns(torch.tensor([[1.0, 7.0, 2.0, 4.0]]), mask, gamma=0.5).tolist() == [[3, 0, 4, 4]]
+
+
+def test_with_a_discount_of_zero_a_token_has_what_it_earned() -> None:
+    batch = assign(make_batch([1.0], [0]), token_rewards=torch.tensor([[9.0, 1.0, 2.0, 4.0]]))
+    expected = torch.where(batch["loss_mask"], batch["token_rewards"], 0)
+    assert from_token_rewards(0.0)(batch).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan])

@@ -65,7 +65,8 @@ def test_what_is_taken_from_a_reward_is_a_constant(shape: Callable[[Batch, Penal
 
 
 def test_distillation_advantages_are_constants() -> None:
-    batch = make_batch(old_logprobs=OLD.clone().requires_grad_(), teacher_logprobs=REF.clone().requires_grad_())
+    leaves = {"old_logprobs": OLD.clone().requires_grad_(), "teacher_logprobs": REF.clone().requires_grad_()}
+    batch = make_batch().copy().update(leaves)
     assert not on_policy_distillation(batch).requires_grad
 
 

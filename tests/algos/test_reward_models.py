@@ -43,6 +43,12 @@ def test_by_hand() -> None:
     assert metrics == pytest.approx({"accuracy": 0.5, "margin": -1.0, "chosen_score": 0.5, "rejected_score": 1.5})
 
 
+def test_a_margin_is_a_constant() -> None:
+    margin = torch.ones(3, 2, requires_grad=True)
+    mean, _ = call(reward_model_loss, REWARDS, Batch({"loss_mask": MASK, "margin": margin}, batch_size=[3, 2]))
+    assert not mean.total.requires_grad
+
+
 def test_centering_by_hand() -> None:
     mean, metrics = call(bradley_terry_loss(0.1), REWARDS, PAIRS)
     assert mean.total.item() == pytest.approx(softplus(-1) + softplus(3) + 0.1 * (9 + 1), rel=1e-6)

@@ -38,7 +38,9 @@ def test_opsm_by_hand(delta: float, signs: tuple[float, ...], kept: list[bool]) 
 
 
 def test_a_row_on_policy_is_kept_at_a_delta_of_zero() -> None:
-    assert opsm(0.0)(ROLLOUT, batch(-1.0, -1.0, -1.0)).tolist() == MASK.float().tolist()
+    found = opsm(0.0)(ROLLOUT, batch(-1.0, -1.0, -1.0))
+    assert found.tolist() == MASK.float().tolist()
+    assert found.dtype == torch.float32
 
 
 def test_a_row_of_one_token_is_as_far_as_that_token() -> None:

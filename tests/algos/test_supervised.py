@@ -98,8 +98,8 @@ def test_extremes_and_dtypes(dtype: torch.dtype) -> None:
 
 
 def test_rows_of_pairs_have_weights_too() -> None:
-    batch = Batch({"loss_mask": MASK[:2, None], "weights": torch.tensor([[2.0], [1.0]])}, batch_size=[2, 1])
-    assert [part.item() for part in call(weighted_sft_loss, LOGPROBS[:2, None], batch)] == [10.0, 5.0]
+    batch = Batch({"loss_mask": MASK[None, :2], "weights": torch.tensor([[2.0, 1.0]])}, batch_size=[1, 2])
+    assert [part.item() for part in call(weighted_sft_loss, LOGPROBS[None, :2], batch)] == [10.0, 5.0]
 
 
 @pytest.mark.parametrize("column", ["loss_mask", "weights"])
