@@ -31,6 +31,7 @@ from nrl.algos import (
     opsm,
     policy_loss,
     reinforce,
+    reinforce_loss,
     sapo_loss,
     seq_mean,
     seq_sum,
@@ -140,6 +141,12 @@ def test_by_hand(loss: MeanLoss, total: float, weight: float) -> None:
     mean, _ = call(loss, LOGPROBS, HAND)
     assert mean.total.item() == pytest.approx(total, rel=1e-5)
     assert mean.weight.item() == weight
+
+
+def test_cispo_weighs_no_token_by_more_than_five() -> None:
+    batch = HAND.copy().update({"old_logprobs": LOGPROBS - math.log(8)})
+    mean, _ = call(cispo_loss, LOGPROBS, batch)
+    assert mean.total.item() == pytest.approx(5 * (2.0 * 1 + 2.0 * 2 - 1.0 * 3), rel=1e-5)
 
 
 def test_entropy_by_hand() -> None:
@@ -416,6 +423,7 @@ def test_a_missing_column_is_named(loss: MeanLoss, reader: str, column: str) -> 
 def test_no_column_is_read_that_is_not_needed() -> None:
     needs: list[tuple[MeanLoss, tuple[str, ...]]] = [
         (policy_loss(reinforce, ratio=on_policy_ratio), ("loss_mask", "advantages")),
+        (reinforce_loss, ("loss_mask", "advantages")),
         (grpo_loss, ("loss_mask", "advantages", "old_logprobs")),
         (sft_loss, ("loss_mask",)),
     ]

@@ -78,6 +78,15 @@ def test_at_a_lag_of_zero_all_rows_are_kept() -> None:
     assert found.tolist() == MASK.float().tolist()
 
 
+def test_a_selection_is_detached_whatever_it_returns() -> None:
+    whole = Batch({**batch(-1.0, 1.0, 1.0), "old_logprobs": ROLLOUT}, batch_size=[3])
+    own = torch.ones(3, 3, requires_grad=True)
+    loss = policy_loss(clip(0.2), keep=lambda logprobs, batch: own)
+    mean, metrics = loss(TensorDict({"logprobs": ROLLOUT}, batch_size=[3]), whole)
+    assert not mean.total.requires_grad
+    assert not any(value.requires_grad for metric in metrics.values() for value in metric)
+
+
 def test_delta_is_not_negative() -> None:
     for delta in (-0.1, math.nan):
         with pytest.raises(ValueError, match=f"opsm: delta is {delta}; it is a divergence in nats a token"):
