@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from nrl.algos._rows import check_finite
+from nrl.algos._rows import check_finite, valid_rows
 from nrl.algos.protocol import name_of
 from nrl.batch import Batch, assign, concatenate, require
 from nrl.errors import DataError
@@ -156,7 +156,7 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
     def teaches(group: Batch) -> bool:
         require(group, "rewards", reader="drop_uniform")
         check_finite(group, "rewards", reader="drop_uniform")
-        rewards = group["rewards"][_valid(group)]
+        rewards = group["rewards"][valid_rows(group)]
         return len(rewards) > 1 and not bool((rewards == rewards[0]).all())
 
     def complain(draws: int, groups: int) -> str:
@@ -269,14 +269,6 @@ def _remote(stream: Stream[Any]) -> bool:
     return bool(getattr(stream, "remote", False))
 
 
-def _valid(batch: Batch) -> torch.Tensor:
-    return (
-        cast(torch.Tensor, batch["valid"])
-        if "valid" in batch.keys()
-        else torch.ones(batch.batch_size, dtype=torch.bool)
-    )
-
-
 def _carrying(batch: Batch, dropped: Iterable[Batch]) -> Batch:
     """The batch with what was dropped before it added to its first row."""
     carried = {
@@ -285,7 +277,7 @@ def _carrying(batch: Batch, dropped: Iterable[Batch]) -> Batch:
         "dropped_rewards": torch.zeros(batch.batch_size),
     }
     for other in dropped:
-        valid = _valid(other)
+        valid = valid_rows(other)
         carried["dropped"].view(-1)[0] += valid.sum()
         carried["dropped_invalid"].view(-1)[0] += (~valid).sum()
         if "rewards" in other.keys():

@@ -1,8 +1,9 @@
 """What the factories of losses and their parts demand of their numbers, in the same words everywhere."""
 
 import math
+from typing import Any
 
-__all__ = ["not_negative", "positive", "smoothing_below_half"]
+__all__ = ["in_unit_interval", "not_negative", "positive", "smoothing_below_half", "weighted"]
 
 
 def positive(reader: str, name: str, value: float) -> None:
@@ -27,6 +28,36 @@ def not_negative(reader: str, name: str, value: float) -> None:
     """
     if not 0 <= value < math.inf:
         raise ValueError(f"{reader}: {name} is {value}; it must be finite and at least 0")
+
+
+def in_unit_interval(reader: str, name: str, value: float) -> None:
+    """Say who was given which number, unless it is between 0 and 1.
+
+    Raises:
+        ValueError: it is not.
+
+    >>> in_unit_interval("my_estimator", "gamma", 1.0)
+    """
+    if not 0 <= value <= 1:
+        raise ValueError(f"{reader}: {name} is {value}; it must be between 0 and 1")
+
+
+def weighted(reader: str, what: str, terms: tuple[Any, ...]) -> None:
+    """Say who was given which term, unless all are pairs of a finite coefficient and a function.
+
+    Raises:
+        ValueError: there are no terms, or a coefficient is not finite.
+        TypeError: a term is not such a pair.
+
+    >>> weighted("my_sum", "loss", ((0.5, abs),))
+    """
+    if not terms:
+        raise ValueError(f"{reader}: there are no terms; give pairs (coefficient, {what})")
+    for number, term in enumerate(terms, 1):
+        if not isinstance(term, tuple) or len(term) != 2 or not callable(term[1]):
+            raise TypeError(f"{reader}: term {number} is {term!r}; give a pair (coefficient, {what})")
+        if not math.isfinite(term[0]):
+            raise ValueError(f"{reader}: the coefficient of term {number} is {term[0]}; it must be finite")
 
 
 def smoothing_below_half(reader: str, value: float) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from nrl.algos._means import row_means
 from nrl.algos.masking import masked
 from nrl.algos.ratios import bounded
 
@@ -25,6 +26,16 @@ type Correction = Callable[[Tensor, Tensor], Tensor]
 
 def _ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return bounded(masked(log_ratio.detach(), mask)).exp()
+
+
+def _check_largest(reader: str, c: float) -> None:
+    if not c > 0:
+        raise ValueError(f"{reader}: c is {c}; it is the largest weight, so it must be greater than 0")
+
+
+def _check_range(reader: str, low: float, high: float) -> None:
+    if not 0 <= low < high <= math.inf:
+        raise ValueError(f"{reader}: low is {low} and high is {high}; they are ratios, so 0 <= low < high must hold")
 
 
 def truncate(c: float) -> Correction:
@@ -51,8 +62,7 @@ def truncate(c: float) -> Correction:
     >>> truncate(2.0)(ratio.log(), torch.ones(1, 3, dtype=torch.bool)).tolist()
     [[0.5, 1.0, 2.0]]
     """
-    if not c > 0:
-        raise ValueError(f"truncate: c is {c}; it is the largest weight, so it must be greater than 0")
+    _check_largest("truncate", c)
 
     def truncate(log_ratio: Tensor, mask: Tensor) -> Tensor:
         return masked(_ratio(log_ratio, mask).clamp(max=c), mask)
@@ -82,8 +92,7 @@ def icepop(low: float, high: float) -> Correction:
     >>> icepop(0.5, 5.0)(ratio.log(), torch.ones(1, 3, dtype=torch.bool)).tolist()
     [[0.0, 1.0, 0.0]]
     """
-    if not 0 <= low < high <= math.inf:
-        raise ValueError(f"icepop: low is {low} and high is {high}; they are ratios, so 0 <= low < high must hold")
+    _check_range("icepop", low, high)
 
     def icepop(log_ratio: Tensor, mask: Tensor) -> Tensor:
         ratio = _ratio(log_ratio, mask)
@@ -119,9 +128,9 @@ def importance_mask(c: float) -> Correction:
         raise ValueError(f"importance_mask: c is {c}; it is the largest ratio that counts, so it must be positive")
 
     def importance_mask(log_ratio: Tensor, mask: Tensor) -> Tensor:
-        return inner(log_ratio, mask)
+        ratio = _ratio(log_ratio, mask)
+        return masked(ratio, mask & (ratio <= c))
 
-    inner = icepop(0.0, c)
     return importance_mask
 
 
@@ -148,8 +157,7 @@ def sequence_truncate(c: float) -> Correction:
     >>> sequence_truncate(2.0)(ratio.log(), torch.ones(2, 2, dtype=torch.bool)).tolist()
     [[0.25, 0.25], [2.0, 2.0]]
     """
-    if not c > 0:
-        raise ValueError(f"sequence_truncate: c is {c}; it is the largest weight, so it must be greater than 0")
+    _check_largest("sequence_truncate", c)
 
     def sequence_truncate(log_ratio: Tensor, mask: Tensor) -> Tensor:
         sums = masked(log_ratio.detach(), mask).sum(-1, keepdim=True)
@@ -183,14 +191,11 @@ def sequence_mask(low: float, high: float) -> Correction:
     >>> sequence_mask(0.9, 1.1)(ratio.log(), torch.ones(2, 2, dtype=torch.bool)).tolist()
     [[1.0, 1.0], [0.0, 0.0]]
     """
-    if not 0 <= low < high <= math.inf:
-        raise ValueError(
-            f"sequence_mask: low is {low} and high is {high}; they are ratios, so 0 <= low < high must hold"
-        )
+    _check_range("sequence_mask", low, high)
 
     def sequence_mask(log_ratio: Tensor, mask: Tensor) -> Tensor:
         tokens = masked(log_ratio.detach(), mask)
-        means = bounded(tokens.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).exp()
+        means = bounded(row_means(tokens, mask)).exp()
         kept = (low <= means) & (means <= high)
         return (mask & kept).to(tokens.dtype)
 

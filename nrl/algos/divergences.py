@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.algos._arguments import not_negative, positive
 from nrl.algos.masking import masked, masked_column
 from nrl.algos.ratios import Ratio, bounded, token_ratio
 from nrl.batch import Batch
@@ -180,8 +181,7 @@ def kl(estimator: Divergence, coef: float) -> Penalty:
     >>> kl(k2, coef=0.5)(torch.tensor([[0.0, -1.0]]), batch).tolist()
     [[0.0, 1.0]]
     """
-    if not 0 <= coef < math.inf:
-        raise ValueError(f"kl: coef is {coef}; it must be finite and at least 0")
+    not_negative("kl", "coef", coef)
 
     def kl(logprobs: Tensor, batch: Batch) -> Tensor:
         ref = masked_column(batch, "ref_logprobs", reader="kl")
@@ -262,8 +262,7 @@ def adaptive_kl(init: float, target: float, horizon: float) -> Controller:
     0.202048
     """
     for name, value in (("init", init), ("target", target), ("horizon", horizon)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"adaptive_kl: {name} is {value}; it must be positive and finite")
+        positive("adaptive_kl", name, value)
 
     def update(coef: float, kl: float, samples: int) -> float:
         if not math.isfinite(kl):

@@ -4,13 +4,12 @@
 `weighted_sum` compose them, and `advantages` writes the column.
 """
 
-import math
 from collections.abc import Callable
-from typing import Any
 
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.algos._arguments import in_unit_interval, weighted
 from nrl.algos._rows import check_finite, episodes, row_rewards, trained_tokens
 from nrl.algos.groups import GroupFunction, group_normalize
 from nrl.algos.kl_rewards import sampled_logprobs
@@ -147,8 +146,7 @@ def from_token_rewards(gamma: float = 1.0) -> Estimator:
     >>> from_token_rewards()(batch).tolist(), from_token_rewards(gamma=0.5)(batch).tolist()
     ([[0.0, 3.0, 2.0]], [[0.0, 2.0, 2.0]])
     """
-    if not 0 <= gamma <= 1:
-        raise ValueError(f"from_token_rewards: gamma is {gamma}; it must be between 0 and 1")
+    in_unit_interval("from_token_rewards", "gamma", gamma)
 
     def from_token_rewards(batch: Batch) -> Tensor:
         require(batch, "token_rewards", "loss_mask", reader="from_token_rewards")
@@ -283,14 +281,7 @@ def weighted_sum(*terms: tuple[float, Estimator]) -> Estimator:
     >>> weighted_sum((1.0, from_rewards(group_normalize)), (0.5, on_policy_distillation))(batch).tolist()
     [[1.0]]
     """
-    if not terms:
-        raise ValueError("weighted_sum: there are no terms; give pairs (coefficient, estimator)")
-    given: tuple[Any, ...] = terms
-    for number, term in enumerate(given, 1):
-        if not isinstance(term, tuple) or len(term) != 2 or not callable(term[1]):
-            raise TypeError(f"weighted_sum: term {number} is {term!r}; give a pair (coefficient, estimator)")
-        if not math.isfinite(term[0]):
-            raise ValueError(f"weighted_sum: the coefficient of term {number} is {term[0]}; it must be finite")
+    weighted("weighted_sum", "estimator", terms)
 
     def total(batch: Batch) -> Tensor:
         (first, *others) = (coef * estimator(batch) for coef, estimator in terms)

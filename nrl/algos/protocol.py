@@ -7,13 +7,13 @@ batch was split.
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict
 
+from nrl.algos._arguments import weighted
 from nrl.batch import Batch, require
 from nrl.reduce import Mean, Metrics
 
@@ -167,14 +167,7 @@ def add(*terms: tuple[float, Loss]) -> Loss:
     >>> {key: term.total.item() for key, term in loss.items()}
     {'sft_loss': 3.0, 'sft_loss_2': 1.5}
     """
-    if not terms:
-        raise ValueError("add: there are no terms; give pairs (coefficient, loss)")
-    given: tuple[Any, ...] = terms
-    for number, term in enumerate(given, 1):
-        if not isinstance(term, tuple) or len(term) != 2 or not callable(term[1]):
-            raise TypeError(f"add: term {number} is {term!r}; give a pair (coefficient, loss)")
-        if not math.isfinite(term[0]):
-            raise ValueError(f"add: the coefficient of term {number} is {term[0]}; it must be finite")
+    weighted("add", "loss", terms)
 
     @needs(*needed(*(loss for _, loss in terms)))
     def total(out: TensorDict, batch: Batch) -> tuple[dict[str, Mean], Metrics]:

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.algos._means import row_means
 from nrl.algos.masking import masked, masked_column
 from nrl.batch import Batch, require
 
@@ -143,8 +144,7 @@ def sequence_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
     """
     old = masked_column(batch, "old_logprobs", reader="sequence_ratio")
     mask = batch["loss_mask"]
-    sums = (masked(logprobs, mask) - old).sum(-1, keepdim=True)
-    means = bounded(sums / mask.sum(-1, keepdim=True).clamp(min=1))
+    means = bounded(row_means(masked(logprobs, mask) - old, mask))
     return masked(means.expand(mask.shape), mask)
 
 
@@ -213,7 +213,6 @@ def geometric_ratio(low: float, high: float | None = None) -> Ratio:
         sign = masked_column(batch, "advantages", reader="geometric_ratio").sign()
         clipped = tokens.clamp(-low, high)
         worse = torch.where(sign < 0, torch.maximum(tokens, clipped), torch.minimum(tokens, clipped))
-        means = worse.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-        return masked(means.expand(mask.shape), mask)
+        return masked(row_means(worse, mask).expand(mask.shape), mask)
 
     return geometric_ratio

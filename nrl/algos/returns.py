@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from nrl.algos._arguments import in_unit_interval
 from nrl.algos.groups import group_normalize
 from nrl.algos.masking import masked
 
@@ -38,8 +39,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     >>> [x.tolist() for x in gae(rewards, values, mask, gamma=1.0, lam=0.5)]
     [[[0.25, 0.0, 0.5]], [[0.75, 0.0, 1.0]]]
     """
-    _check_fraction("gae", "gamma", gamma)
-    _check_fraction("gae", "lam", lam)
+    in_unit_interval("gae", "gamma", gamma)
+    in_unit_interval("gae", "lam", lam)
     rewards, values = masked(rewards.detach(), mask), masked(values.detach(), mask)
     next_advantage = next_value = rewards.new_zeros(rewards.shape[:-1])
     found = []
@@ -51,11 +52,6 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
         found.append(next_advantage)
     advantages = masked(torch.stack(found[::-1], -1), mask) if found else values
     return advantages, advantages + values
-
-
-def _check_fraction(reader: str, name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{reader}: {name} is {value}; it must be between 0 and 1")
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
@@ -81,7 +77,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor
     >>> discounted_returns(torch.tensor([[1.0, 9.0, 2.0]]), mask, gamma=0.5).tolist()
     [[2.0, 0.0, 2.0]]
     """
-    _check_fraction("discounted_returns", "gamma", gamma)
+    in_unit_interval("discounted_returns", "gamma", gamma)
     if gamma == 1:  # a sum, which needs no loop over long rows
         return masked(masked(rewards.detach(), mask).flip(-1).cumsum(-1).flip(-1), mask)
     return gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)[0]

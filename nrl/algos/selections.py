@@ -9,6 +9,7 @@ from collections.abc import Callable
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.algos._means import row_means
 from nrl.algos.masking import masked, masked_column
 from nrl.batch import Batch
 
@@ -51,8 +52,7 @@ def opsm(delta: float) -> Selection:
         advantages = masked_column(batch, "advantages", reader="opsm")
         mask = batch["loss_mask"]
         apart = sampled - masked(logprobs.detach(), mask)
-        means = apart.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-        left_behind = (advantages < 0) & (means > delta)
+        left_behind = (advantages < 0) & (row_means(apart, mask) > delta)
         kept: Tensor = mask & ~left_behind
         return kept.to(apart.dtype)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nrl.algos._arguments import in_unit_interval, not_negative
 from nrl.algos._rows import check_finite, episodes, row_rewards, trained_tokens, valid_rows
 from nrl.algos.masking import masked
 from nrl.batch import Batch, assign, require
@@ -168,8 +169,7 @@ def stop_properly(coef: float) -> Shaping:
     >>> stop_properly(0.25)(batch)["rewards"].tolist()
     [0.25, 1.0]
     """
-    if not 0 <= coef <= 1:
-        raise ValueError(f"stop_properly: coef is {coef}; it must be between 0 and 1")
+    in_unit_interval("stop_properly", "coef", coef)
 
     def stop_properly(batch: Batch) -> Batch:
         require(batch, "rewards", "truncated", reader="stop_properly")
@@ -216,8 +216,7 @@ def length_penalty(weight: float, threshold: float = 0.0) -> Shaping:
     >>> [round(x, 4) for x in length_penalty(1.0)(Batch({**columns, "loss_mask": mask}, [3]))["rewards"].tolist()]
     [1.5, 0.8333, -0.5]
     """
-    if not 0 <= weight < math.inf:
-        raise ValueError(f"length_penalty: weight is {weight}; it must be finite and at least 0")
+    not_negative("length_penalty", "weight", weight)
     if math.isnan(threshold):
         raise ValueError(f"length_penalty: threshold is {threshold}; it must be a number")
 

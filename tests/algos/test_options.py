@@ -166,8 +166,7 @@ def of_estimator_of_two(part: Any) -> list[Tensor]:
 
 
 def of_shaping(part: Any) -> list[Tensor]:
-    after = part(ROWS)
-    return [after[name].double() for name in sorted(after.keys()) if isinstance(after[name], Tensor)]
+    return of_batch(part(ROWS))
 
 
 def of_controller(part: Any) -> list[Tensor]:
