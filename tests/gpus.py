@@ -19,9 +19,9 @@ def with_gpus(*programs: Callable[[Cluster], None]) -> None:
 
 
 def _main(programs: tuple[Callable[[Cluster], None], ...]) -> None:
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # read when Ray is imported; a cluster before it may have set another
     import ray
 
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init(num_cpus=4, num_gpus=4, include_dashboard=False)
     with nrl.cluster("ray", deadline=300) as cluster:
         for program in programs:
