@@ -93,7 +93,7 @@ def here_too(rollouts: list[Batch]) -> tuple[list[dict[str, float]], torch.Tenso
         return trained(local, rollouts, 1)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_grpo_on_the_same_rollouts(on_ray: Cluster, rollouts: list[Batch], here_too: Any, dp: int) -> None:
     expected, logprobs, weights = here_too
     with nrl.cluster("ray") as cluster:
