@@ -23,6 +23,7 @@ SECTIONS = {
     "Preferences": ("preferences", "pairs", "scores", "links", "unpaired", "reward_models"),
     "Distillation": ("distillation",),
     "Supervised": ("supervised",),
+    "Critics": ("critics",),
 }
 OTHERS = ("masking", "protocol")
 """Modules that hold no method."""
@@ -42,8 +43,11 @@ state, metrics = trainer.train_step(loss)(state, batch)
 ```
 
 Rows are what losses count: an episode of several turns that had to be cut into several rows is several, in 1/B and in
-the ratio of a row, while advantages and shaping count it once. What no trainer computes yet: the outputs `rewards`
-(reward models) and `logprobs_at` (`distillation_loss`), and the columns `values` (`gae`) and `entropy` (`top_entropy`).
+the ratio of a row, while advantages and shaping count it once.
+
+Losses of a language model see `logprobs`, `entropy` and a teacher's tokens; those of a model with `head="value"` or
+`head="reward"` see `values` or `rewards`. Columns come from the same trainers: `critic.values(params, batch)` for
+`gae`, `teacher.top_k(params, batch, k)` for `distillation_loss`.
 """
 
 RECIPES = {
@@ -70,6 +74,11 @@ RECIPES = {
     "MaxRL": ("from_rewards(max_rl)", "reinforce_loss", "rewards of 0 and 1"),
     "OPO": ("optimal_baseline", "reinforce_loss", "one update a batch"),
     "Lite PPO": ("from_rewards(group_center_batch_std)", "policy_loss(clip(0.2))", ""),
+    "PPO, with a critic": (
+        "",
+        "policy_loss(clip(0.2))",
+        "token_rewards(batch, kl(k1, 0.01)) and gae before; value_loss(clip=0.2) for the critic",
+    ),
     "PPO, dual clip": ("from_rewards(group_normalize)", "policy_loss(clip(0.2, dual=3.0))", ""),
     "DPPO": ("from_rewards(group_center)", "dppo_loss", ""),
     "VESPO": ("from_rewards(group_center)", "vespo_loss", ""),

@@ -55,12 +55,13 @@ COLUMNS: dict[str, Column] = {
     "entropy": Column(
         "token",
         torch.float32,
-        "Add it with assign(batch, entropy=...); in nats, of the policy that sampled.",
+        "Add it with assign(batch, entropy=trainer.forward(state.params, batch, {'entropy'}).result()['entropy']); in "
+        "nats, of the policy that sampled.",
     ),
     "values": Column(
         "token",
         torch.float32,
-        "Add it with assign(batch, values=...); V before each token.",
+        _from_trainer("critic.values(state.params, batch)", "values") + " V before each token.",
     ),
     "rewards": Column("row", torch.float32, "The environment writes it, in rollout."),
     "token_rewards": Column("token", torch.float32, "Add it with nrl.algos.token_rewards(batch, penalty)."),

@@ -6,6 +6,7 @@ Shaping, estimators, ratios, surrogates, divergences, corrections, aggregates, l
 from nrl.algos.aggregate import Aggregate, seq_mean, seq_sum, token_mean
 from nrl.algos.baselines import gdpo, greedy_baseline, optimal_baseline
 from nrl.algos.corrections import Correction, icepop, importance_mask, sequence_mask, sequence_truncate, times, truncate
+from nrl.algos.critics import explained_variance, value_loss
 from nrl.algos.distillation import Distance, distillation_loss, forward_kl, jsd, reverse_kl, with_tail
 from nrl.algos.divergences import (
     Controller,
@@ -73,7 +74,19 @@ from nrl.algos.preferences import (
     rpo_loss,
     simpo_loss,
 )
-from nrl.algos.protocol import Loss, MeanLoss, add, logprobs_at, name_of, named, needed, needs, output_shape
+from nrl.algos.protocol import (
+    Loss,
+    MeanLoss,
+    add,
+    ids_column,
+    logprobs_at,
+    name_of,
+    named,
+    needed,
+    needs,
+    output_kind,
+    output_shape,
+)
 from nrl.algos.ratios import (
     Ratio,
     bounded,
@@ -146,6 +159,7 @@ __all__ = [
     "dppo_loss",
     "dr_grpo_loss",
     "entropy_loss",
+    "explained_variance",
     "forward_kl",
     "from_rewards",
     "from_token_rewards",
@@ -162,6 +176,7 @@ __all__ = [
     "hinge",
     "hinge_loss",
     "icepop",
+    "ids_column",
     "implicit_reward",
     "importance_mask",
     "importance_weighted",
@@ -201,6 +216,7 @@ __all__ = [
     "opsm",
     "optimal_baseline",
     "orpo_loss",
+    "output_kind",
     "output_shape",
     "overlong_penalty",
     "penalized_rewards",
@@ -237,6 +253,7 @@ __all__ = [
     "token_rewards",
     "top_entropy",
     "truncate",
+    "value_loss",
     "vespo",
     "vespo_loss",
     "weighted_sft_loss",

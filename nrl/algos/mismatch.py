@@ -42,12 +42,12 @@ def mismatch_metrics(out: TensorDict | Mapping[str, Tensor], batch: Batch) -> Me
     without a gradient, and `train_step` reports them for every batch that has ``rollout_logprobs``.
 
     Args:
-        out: has ``logprobs`` ``[*B, T]``, nats; those that the loss sees.
+        out: has ``logprobs`` ``[*B, T]``, nats; those that the loss sees. A critic's has none.
         batch: has ``rollout_logprobs`` ``[*B, T]``, nats, ``loss_mask`` ``[*B, T]``, and where rows may be invalid
             ``valid`` ``[*B]``.
 
     Returns:
-        All of them, still being added up; none where the batch has no ``rollout_logprobs`` or no ``loss_mask``.
+        All of them, still being added up; none without ``logprobs``, ``rollout_logprobs`` or ``loss_mask``.
 
     Raises:
         BatchError: the shapes differ.
@@ -63,7 +63,7 @@ def mismatch_metrics(out: TensorDict | Mapping[str, Tensor], batch: Batch) -> Me
     >>> [round(x, 4) for x in finalize(mismatch_metrics(out, batch)).values()]  # ratios 1 and 4
     [0.8069, 0.7353, 1.3863, 7.5, 4.0]
     """
-    if "rollout_logprobs" not in batch.keys() or "loss_mask" not in batch.keys():
+    if "logprobs" not in out.keys() or {"rollout_logprobs", "loss_mask"} - set(batch.keys()):
         return {}
     mask = batch["loss_mask"]
     if "valid" in batch.keys():

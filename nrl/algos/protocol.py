@@ -17,7 +17,19 @@ from nrl.algos._arguments import weighted
 from nrl.batch import Batch, require
 from nrl.reduce import Mean, Metrics
 
-__all__ = ["Loss", "MeanLoss", "add", "logprobs_at", "name_of", "named", "needed", "needs", "output_shape"]
+__all__ = [
+    "Loss",
+    "MeanLoss",
+    "add",
+    "ids_column",
+    "logprobs_at",
+    "name_of",
+    "named",
+    "needed",
+    "needs",
+    "output_kind",
+    "output_shape",
+]
 
 _AT = "logprobs_at("
 
@@ -82,6 +94,24 @@ def logprobs_at(column: str) -> str:
     return f"{_AT}{column})"
 
 
+def ids_column(output: str) -> str:
+    """The column that an output `logprobs_at` is for.
+
+    >>> ids_column("logprobs_at(teacher_ids)")
+    'teacher_ids'
+    """
+    return output.removeprefix(_AT).removesuffix(")")
+
+
+def output_kind(output: str) -> str:
+    """What sort of output a name is of; backends say which they provide.
+
+    >>> output_kind("entropy"), output_kind("logprobs_at(teacher_ids)")
+    ('entropy', 'logprobs_at')
+    """
+    return _AT.removesuffix("(") if output.startswith(_AT) else output
+
+
 def output_shape(output: str, batch: Batch) -> torch.Size:
     """The shape that an output has for a batch.
 
@@ -104,7 +134,7 @@ def output_shape(output: str, batch: Batch) -> torch.Size:
         return batch.batch_size
     column = "input_ids"
     if output.startswith(_AT):
-        column = output.removeprefix(_AT).removesuffix(")")
+        column = ids_column(output)
         require(batch, column, reader=output)
     shape: torch.Size = batch[column].shape
     return shape

@@ -5,7 +5,7 @@ and returns the next. A `Sampler` holds weights in a versioned cell that `publis
 in flight must see updates. An `Engine` is what a backend author writes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -38,6 +38,8 @@ __all__ = [
     "TrainState",
     "Trainer",
     "publish",
+    "top_k",
+    "top_k_of",
 ]
 
 
@@ -55,7 +57,9 @@ class Model:
     Args:
         source: a folder, a name on the Hugging Face hub, or a config as a mapping with ``model_type``, from which a
             model with random weights is made.
-        head: what the model computes from its last hidden state; ``"lm"``: a distribution over the next token.
+        head: what the model computes from its last hidden states. ``"lm"``: a distribution over the next token;
+            ``"value"``: a number before each token, what an episode will still earn; ``"reward"``: a number for a row,
+            from its last token. A folder that has no such head yet, as a language model has none, gets one that says 0.
         dtype: what it computes in. Under ``"bfloat16"`` a trainer keeps its weights and moments in float32.
         tokenizer: a folder, a hub name, or a transformers tokenizer; None: the one that lies with ``source``.
         seed: of the random weights, where ``source`` is a config. The same seed gives the same weights everywhere.
@@ -68,7 +72,9 @@ class Model:
     """
 
     source: str | Mapping[str, Any]
-    head: Literal["lm"] = attrs.field(default="lm", validator=attrs.validators.in_(["lm"]))
+    head: Literal["lm", "value", "reward"] = attrs.field(
+        default="lm", validator=attrs.validators.in_(["lm", "value", "reward"])
+    )
     dtype: Literal["float32", "bfloat16", "float64"] = attrs.field(
         default="float32", validator=attrs.validators.in_(["float32", "bfloat16", "float64"])
     )
@@ -234,11 +240,11 @@ class Engine[S, M](Protocol):
 
     @property
     def provides(self) -> frozenset[str]:
-        """The outputs that a loss may ask for with `nrl.algos.needs`, besides ``logprobs``."""
+        """The kinds of outputs (`nrl.algos.output_kind`) that it computes, ``logprobs`` among them if it does."""
         ...
 
     def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> S:
-        """A fresh train state with the model's own weights, or with these."""
+        """A fresh train state with the model's own weights, or with these, which may be of a model of another head."""
         ...
 
     def params(self, state: S) -> M:
@@ -254,7 +260,10 @@ class Engine[S, M](Protocol):
         ...
 
     def forward(self, params: M, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
-        """Outputs for each micro-batch, without gradients: ``logprobs`` and what ``needs`` names."""
+        """What ``needs`` names for each micro-batch, without gradients, in the shapes of `nrl.algos.output_shape`.
+
+        For `top_k` that is ``top_k_ids`` and ``top_k_logprobs``, each ``[*b, T, k]``, zeros where nothing is predicted.
+        """
         ...
 
     def train(
@@ -293,6 +302,27 @@ class Engine[S, M](Protocol):
     def export(self, params: M, folder: Path) -> None:
         """Write params and tokenizer in Hugging Face format."""
         ...
+
+
+_TOP_K = "top_k("
+
+
+def top_k(k: int) -> str:
+    """The name of an output, forward only: the k most probable tokens at each place.
+
+    >>> top_k(8)
+    'top_k(8)'
+    """
+    return f"{_TOP_K}{k})"
+
+
+def top_k_of(needs: Collection[str]) -> int | None:
+    """The k of the `top_k` among the names of outputs, if it is there.
+
+    >>> top_k_of({"logprobs", top_k(8)}), top_k_of({"logprobs"})
+    (8, None)
+    """
+    return next((int(name.removeprefix(_TOP_K).removesuffix(")")) for name in needs if name.startswith(_TOP_K)), None)
 
 
 class Params:
@@ -368,11 +398,20 @@ class Trainer(NamedTuple):
 
     Args:
         init: ``(params=None) -> TrainState``, with a fresh optimizer and the weights that `Model` names, or a copy of
-            ``params``, of this trainer or another one for the same model.
+            ``params``, of this trainer or another one for the same model. Between models of different heads all goes
+            along but the head (value and reward heads share their weight), so that a critic can begin where a policy
+            or a reward model is.
         load: ``(source=None) -> Params``: frozen ones, for a reference or a teacher; None: those of the model itself.
         freeze: ``(params) -> Params``: a copy that training does not change.
+        forward: ``(params, batch, needs) -> Future[TensorDict]``: what a loss with these needs sees, forward only.
         logprobs: ``(params, batch) -> Future``: ``[*B, T]`` float32, nats, of each token under its row's
-            ``temperature``; 0 for the first token and for padding. Forward only.
+            ``temperature``; 0 for the first token and for padding. Forward only, as the next three.
+        values: ``(params, batch) -> Future``: ``[*B, T]`` float32, of a model with ``head="value"``: V before each
+            token; 0 for the first token and for padding.
+        rewards: ``(params, batch) -> Future``: ``[*B]`` float32, of a model with ``head="reward"``.
+        top_k: ``(params, batch, k) -> dict`` of futures: ``teacher_ids`` ``[*B, T, k]`` int64, the most probable
+            tokens at each place, and ``teacher_topk_logprobs``, nats, under the row's ``temperature``; for
+            ``assign(batch, **teacher.top_k(params, batch, k))``.
         train_step: ``(loss) -> step``, and ``step(state, batch) -> (state, Future[Metrics])``, one optimizer step.
         save: ``(state or params, folder) -> None``, to the last bit; `nrl.checkpoint` makes it atomic.
         restore: ``(folder) -> TrainState or Params``: what was saved there.
@@ -382,7 +421,11 @@ class Trainer(NamedTuple):
     init: Callable[..., TrainState]
     load: Callable[..., Params]
     freeze: Callable[[Params], Params]
+    forward: Callable[[Params, Batch, Collection[str]], Future[TensorDict]]
     logprobs: Callable[[Params, Batch], Future[Tensor]]
+    values: Callable[[Params, Batch], Future[Tensor]]
+    rewards: Callable[[Params, Batch], Future[Tensor]]
+    top_k: Callable[[Params, Batch, int], dict[str, Future[Tensor]]]
     train_step: Callable[[Loss], Callable[[TrainState, Batch], tuple[TrainState, Future[Metrics]]]]
     save: Callable[[TrainState | Params, str | Path], None]
     restore: Callable[[str | Path], Any]

@@ -1,7 +1,5 @@
 """A loss as a measurement: forward only, on rows that are not trained on."""
 
-from tensordict import TensorDict
-
 from nrl.algos import Loss, name_of, needed
 from nrl.backends.base import Params, Trainer
 from nrl.backends.training import terms_of
@@ -16,8 +14,8 @@ def evaluate(loss: Loss, trainer: Trainer, params: Params, batch: Batch) -> Metr
     """What a loss and its metrics are on a batch, by the same function that trains.
 
     Args:
-        loss: one that reads ``logprobs`` alone, such as `nrl.algos.sft_loss` or a `preference_loss`.
-        trainer: computes the log-probabilities.
+        loss: any that the trainer can train on.
+        trainer: computes the outputs that the loss reads.
         params: from ``state.params``, or frozen ones.
         batch: with the columns that the loss reads; of any size, since the trainer makes micro-batches of it.
 
@@ -26,7 +24,7 @@ def evaluate(loss: Loss, trainer: Trainer, params: Params, batch: Batch) -> Metr
         to be given to ``run.log``.
 
     Raises:
-        MissingOutput: the loss needs more than log-probabilities.
+        MissingOutput: the loss needs what the trainer does not provide.
 
     >>> import nrl
     >>> from nrl import data, tiny
@@ -40,10 +38,10 @@ def evaluate(loss: Loss, trainer: Trainer, params: Params, batch: Batch) -> Metr
     (['eval/loss'], 2.0)
     """
     name = name_of(loss)
-    more = needed(loss) - {"logprobs"}
-    if more:
-        raise MissingOutput(f"evaluate({name}): the loss needs {', '.join(sorted(more))}; only logprobs are computed")
-    out = TensorDict({"logprobs": trainer.logprobs(params, batch).result()}, batch_size=batch.batch_size)
+    try:
+        out = trainer.forward(params, batch, needed(loss)).result()
+    except MissingOutput as error:
+        raise MissingOutput(f"evaluate({name}): {error}") from None
     terms, metrics = terms_of(name, loss(out, batch))
     single = len(terms) == 1
     losses: Metrics = {"eval/loss" if single else f"eval/loss/{key}": term for key, term in terms.items()}

@@ -3,6 +3,7 @@
 Imports transformers inside its functions, so that importing a backend stays cheap.
 """
 
+import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,13 @@ _TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
 
 
 def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """The transformers causal language model that ``model`` names, in float32 unless ``dtype`` says otherwise.
+    """The transformers model that ``model`` names, in float32 unless ``dtype`` says otherwise.
 
-    Dropout is off, so that a policy has ratio 1 to itself. Random weights depend on ``model.seed`` alone.
+    Dropout is off, so that a policy has ratio 1 to itself. Random weights depend on ``model.seed`` alone. A value head
+    is transformers' token classification of one label, a reward head its sequence classification.
 
     Raises:
-        ModelError: there is no such folder, name or config, or it is no causal language model.
+        ModelError: there is no such folder, name or config, or it is no causal language model, or has no such head.
 
     >>> tiny = {
     ...     "model_type": "qwen3",
@@ -56,26 +58,32 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
     import transformers
 
     dtype = dtype or getattr(torch, model.dtype)
+    kind, wanted = _KINDS[model.head]
+    auto: Any = getattr(transformers, kind)
+    labels = {} if model.head == "lm" else {"num_labels": 1}
     try:
         if isinstance(model.source, Mapping):
-            fields = dict(model.source)
+            fields = dict(model.source) | labels
             config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(model.seed)
-                module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+                module = auto.from_config(config, dtype=torch.float32)
             for parameter in module.parameters():  # not buffers: rotary frequencies stay exact
                 parameter.data = parameter.data.to(dtype)
+            missing = {name for name in module.state_dict() if _is_score(name)}
         else:
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                model.source, dtype=dtype, output_loading_info=True
-            )
-            module, info = loaded
-            if info["missing_keys"]:  # transformers fills them in at random, with no more than a warning
-                raise ValueError(f"its files lack the weights {_some(sorted(info['missing_keys']))}")
+            with _quiet(model.head != "lm"):
+                module, info = auto.from_pretrained(model.source, dtype=dtype, output_loading_info=True, **labels)
+            missing = {name for name in info["missing_keys"] if _is_score(name)}
+            if others := set(info["missing_keys"]) - missing:  # filled in at random, with no more than a warning
+                raise ValueError(f"its files lack the weights {_some(sorted(others))}")
     except Exception as error:  # transformers and what it reads files with raise all kinds
-        raise ModelError(
-            f"Model(source={_name(model)}): {_reason(model.source, error, 'causal language model')}"
-        ) from error
+        raise ModelError(f"Model(source={_name(model)}): {_reason(model.source, error, wanted)}") from error
+    if model.head != "lm":
+        _check_score(module)
+        for name, parameter in module.named_parameters():
+            if name in missing:
+                nn.init.zeros_(parameter)
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -83,6 +91,43 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
             part.attention_dropout = 0.0
     built: nn.Module = module
     return built
+
+
+_KINDS = {
+    "lm": ("AutoModelForCausalLM", "causal language model"),
+    "value": ("AutoModelForTokenClassification", "language model with a value head"),
+    "reward": ("AutoModelForSequenceClassification", "language model with a reward head"),
+}
+_SCORE = "score"
+"""What transformers calls the head of a model that classifies."""
+_HEADS = ("lm_head", _SCORE)
+
+
+def _is_score(name: str) -> bool:
+    return name.split(".")[0] == _SCORE
+
+
+def _check_score(module: nn.Module) -> None:
+    head = getattr(module, _SCORE, None)
+    if not isinstance(head, nn.Linear) or head.out_features != 1:
+        raise ModelError(
+            f"{type(module).__name__}: it has no linear layer '{_SCORE}' of one output, which value and reward heads "
+            "are; take another architecture"
+        )
+
+
+@contextlib.contextmanager
+def _quiet(wanted: bool) -> Iterator[None]:
+    """Without the report that a language model's head was left out, and a new one made, as was asked for."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    if wanted:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _name(model: Model) -> str:
@@ -192,8 +237,8 @@ def end_tokens(generation: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def head_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight ``[V, H]`` and bias ``[V]`` of the language-model head."""
-    head = module.get_output_embeddings()  # type: ignore[operator]
+    """Weight ``[V, H]`` and bias ``[V]`` of a language-model head; ``[1, H]`` and ``[1]`` of another one."""
+    head = getattr(module, _SCORE, None) or module.get_output_embeddings()  # type: ignore[operator]
     return head.weight, getattr(head, "bias", None)
 
 
@@ -209,6 +254,8 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def load_tensors(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, who: str) -> None:
     """Copy weights in by name, in place, one at a time; the inverse of `named_tensors`.
 
+    Of a model of another head all goes along but the head; value and reward heads share their weight.
+
     Args:
         module: its weights are replaced.
         tensors: Hugging Face name and value, of any dtype and device; of tied weights one name is enough.
@@ -219,8 +266,18 @@ def load_tensors(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, wh
             differ. Some weights may have been replaced by then.
     """
     loading = Loading(module, who)
-    loading.add(tensors)
+    loading.add(_for_head(module.state_dict(), tensors))
     loading.end()
+
+
+def _for_head(own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights of a model of maybe another head: without what is not here; what only is here stays as it is."""
+    came = set()
+    for name, tensor in tensors:
+        if name in own or name.split(".")[0] not in _HEADS:
+            came.add(name)
+            yield name, tensor
+    yield from ((name, tensor) for name, tensor in own.items() if _is_score(name) and name not in came)
 
 
 class Loading:

@@ -1,24 +1,26 @@
 """The processes' half of training: what the driver calls in each of them, around an engine."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos import Loss
-from nrl.backends.base import Bucket, Engine
+from nrl.algos import Loss, output_shape
+from nrl.backends.base import Bucket, Engine, top_k_of
 from nrl.batch import Batch
 from nrl.reduce import Metrics
 from nrl.runtime.transfer import Tensors, sent
 
 __all__ = [
     "export",
+    "forward",
     "freeze",
     "init",
     "load",
-    "logprobs",
     "next_bucket",
     "provides",
     "read",
@@ -77,8 +79,10 @@ def next_bucket(send: Callable[[Tensors], Any], reading: Iterator[tuple[str, Ten
     return sent(send, bucket), False
 
 
-def logprobs(split: _Split, engine: _Engine, value: Any, frozen: bool, *shards: Batch) -> list[Tensor]:
-    """For each shard, ``[*B, T]``."""
+def forward(
+    split: _Split, needs: frozenset[str], engine: _Engine, value: Any, frozen: bool, *shards: Batch
+) -> list[TensorDict]:
+    """For each shard, the outputs that are needed."""
     found, parts = [], list[Any]()
 
     def read(shard: Batch) -> Iterator[Batch]:
@@ -86,15 +90,26 @@ def logprobs(split: _Split, engine: _Engine, value: Any, frozen: bool, *shards: 
         yield from parts[-1]
 
     for shard in shards:
-        width = shard["input_ids"].shape[-1]
-        outs = engine.forward(_params(engine, value, frozen), read(shard), frozenset())
-        wide = [_widen(out["logprobs"], width) for out in outs]
-        found.append(parts[-1].restore(wide) if wide else torch.zeros(shard["input_ids"].shape))
+        outs = engine.forward(_params(engine, value, frozen), read(shard), needs)
+        wide = [out.apply(partial(_widen, out.ndim, shard["input_ids"].shape[-1])) for out in outs]
+        found.append(parts[-1].restore(wide) if wide else _nothing(shard, needs))
     return found
 
 
-def _widen(x: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+def _nothing(shard: Batch, needs: frozenset[str]) -> TensorDict:
+    """The outputs for no rows."""
+    k = top_k_of(needs)
+    found = {name: torch.zeros(output_shape(name, shard)) for name in needs if top_k_of([name]) is None}
+    if k is not None:
+        shape = *shard["input_ids"].shape, k
+        found |= {"top_k_ids": torch.zeros(shape, dtype=torch.int64), "top_k_logprobs": torch.zeros(shape)}
+    return TensorDict(found, batch_size=shard.batch_size)
+
+
+def _widen(dim: int, width: int, x: Tensor) -> Tensor:
+    """Per token as wide as the batch; what is per row stays as it is."""
+    missing = 0 if x.ndim == dim else width - x.shape[dim]
+    return torch.nn.functional.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, missing)) if missing else x
 
 
 def train(

@@ -24,7 +24,7 @@ from nrl.backends.replica import Replica, Request
 from nrl.backends.seats import Asked, Order, Seat, gathered
 from nrl.backends.spread import Spread
 from nrl.backends.truncation import warn_of_truncation
-from nrl.errors import ConsumedState, DeadlineExceeded, FailedStart, GenerationError, LostRequest
+from nrl.errors import ConsumedState, DeadlineExceeded, FailedStart, GenerationError, LostRequest, ModelError
 from nrl.runtime.futures import Future
 from nrl.runtime.placement import Mesh
 
@@ -56,6 +56,8 @@ class ReplicatedSampler:
         sampling: Sampling,
         tolerance: float | None = None,
     ) -> None:
+        if model.head != "lm":
+            raise ModelError(f"{name}: the model has head='{model.head}'; only a language model, head='lm', samples")
         self._name, self._sampling, self._version, self._tolerance = name, sampling, 0, tolerance
         self._cluster, self._tokenizer = meshes[0].cluster, load_tokenizer(model)
         self._seats = [Seat(mesh, name, make) for mesh in meshes]

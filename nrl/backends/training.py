@@ -4,11 +4,12 @@ The weight of each term of a loss is a function of the batch alone, so the drive
 outputs of zeros, before the first forward. The engine divides each micro-batch's total by it: sums all the way.
 """
 
+import functools
 import json
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos import Loss, name_of, needed, output_shape
+from nrl.algos import Loss, name_of, needed, output_kind, output_shape
 from nrl.backends import processing
-from nrl.backends.base import Bucket, Engine, Params, Trainer, TrainState
+from nrl.backends.base import Bucket, Engine, Params, Trainer, TrainState, top_k_of
+from nrl.backends.base import top_k as top_k_named
 from nrl.batch import Batch, deal, microbatches, pad, restore, shard, unchanged
 from nrl.columns import COLUMNS
 from nrl.errors import MissingColumn, MissingOutput, NotFinite, WeightError
@@ -83,8 +85,19 @@ def _checked_metrics(name: str, metrics: dict[str, Any]) -> Metrics:
     return metrics
 
 
-def global_weights(loss: Loss, batch: Batch, fill: float = 0.0) -> dict[str, float]:
+_LOGPROBS = frozenset({"logprobs"})
+
+
+def global_weights(
+    loss: Loss, batch: Batch, fill: float = 0.0, *, always: Collection[str] = _LOGPROBS
+) -> dict[str, float]:
     """The weight of each term of ``loss`` over a whole batch, from a call on outputs that are all ``fill``.
+
+    Args:
+        loss: what to call.
+        batch: all of it.
+        fill: what the outputs are.
+        always: the outputs that there are although the loss has not asked for them.
 
     Raises:
         MissingColumn: the loss reads a column that the batch does not have.
@@ -96,14 +109,14 @@ def global_weights(loss: Loss, batch: Batch, fill: float = 0.0) -> dict[str, flo
     >>> global_weights(sft_loss, batch)
     {'loss': 2.0}
     """
-    return {key: float(term.weight) for key, term in _probe(loss, batch, fill).items()}
+    return {key: float(term.weight) for key, term in _probe(loss, batch, fill, always).items()}
 
 
-def _probe(loss: Loss, batch: Batch, fill: float) -> dict[str, Mean]:
+def _probe(loss: Loss, batch: Batch, fill: float, always: Collection[str]) -> dict[str, Mean]:
     """The terms of a loss on outputs that are all ``fill``."""
     name = name_of(loss)
     device = batch["input_ids"].device
-    outputs = {key: torch.full(output_shape(key, batch), fill, device=device) for key in {"logprobs", *needed(loss)}}
+    outputs = {key: torch.full(output_shape(key, batch), fill, device=device) for key in {*always, *needed(loss)}}
     out = TensorDict(outputs, batch_size=batch.batch_size)
     try:
         with torch.no_grad(), unchanged(batch, name):
@@ -118,6 +131,8 @@ def _probe(loss: Loss, batch: Batch, fill: float) -> dict[str, Mean]:
             raise MissingOutput(
                 f"{name} reads the output '{missing[1]}' and did not ask for it; decorate it with "
                 f"@nrl.algos.needs('{missing[1]}')"
+                if missing[1] not in _LOGPROBS
+                else f"{name} reads logprobs, which only a model with head='lm' computes"
             ) from error
         known = COLUMNS.get(missing[1])
         hint = known.hint if known else f"Add it with assign(batch, {missing[1]}=...)."
@@ -158,16 +173,16 @@ def check_weights(name: str, seen: Mapping[str, float], expected: Mapping[str, f
             )
 
 
-def _check_law(loss: Loss, batch: Batch, weights: Mapping[str, float]) -> bool:
+def _check_law(loss: Loss, batch: Batch, weights: Mapping[str, float], always: Collection[str]) -> bool:
     """Weights do not look at outputs or padding, and terms add up over rows; whether this batch could tell."""
     name, width = name_of(loss), batch["input_ids"].shape[-1]
-    whole = _probe(loss, batch, -1.0)
-    for probe in (whole, _probe(loss, pad(batch, width + 1), 0.0)):
+    whole = _probe(loss, batch, -1.0, always)
+    for probe in (whole, _probe(loss, pad(batch, width + 1), 0.0, always)):
         check_terms(name, probe, weights)
         check_weights(name, {key: float(term.weight) for key, term in probe.items()}, weights)
     if len(batch) < 2:
         return False
-    halves = [_probe(loss, half, -1.0) for half in shard(batch, 2)]
+    halves = [_probe(loss, half, -1.0, always) for half in shard(batch, 2)]
     for half in halves:
         check_terms(name, half, weights)
     check_weights(name, {key: sum(float(half[key].weight) for half in halves) for key in whole}, weights)
@@ -269,23 +284,46 @@ def make_trainer(
         shards = [Rows(batch, index) for index in rows]
         return rows, [shards] if n == 1 else [[shards[mesh.shard_of(rank)]] for rank in range(n)]
 
-    def logprobs(params: Params, batch: Batch) -> Future[Tensor]:
-        weights = held(params, "logprobs")
+    def reply(who: str, params: Params, batch: Batch, needs: Collection[str]) -> tuple[list[Tensor], Any]:
+        check_needs(who, needs)
+        weights = held(params, who)
         rows, shards = split(batch)
         columns = [engines, *weights, *zip(*shards, strict=True)]
-        found = call("logprobs", partial(processing.logprobs, split_up), columns, Out.each)
-        future: Future[Tensor] = found.then(partial(_in_order, rows), rows)
+        return rows, call(who, partial(processing.forward, split_up, frozenset(needs)), columns, Out.each)
+
+    def forward(params: Params, batch: Batch, needs: Collection[str]) -> Future[TensorDict]:
+        rows, found = reply("forward", params, batch, {*needs, *(provided() & _LOGPROBS)})
+        future: Future[TensorDict] = found.then(partial(_in_order, "forward", rows))
         return future
 
-    def train_step(loss: Loss) -> Callable[[TrainState, Batch], tuple[TrainState, Future[Metrics]]]:
-        provides = call(name, processing.provides, [engines], Out.first).then(_only).result()
-        missing = needed(loss) - provides
+    def output(need: str, params: Params, batch: Batch) -> Future[Tensor]:
+        rows, found = reply(need, params, batch, [need])
+        future: Future[Tensor] = found.then(partial(_column, need, need, rows), rows)
+        return future
+
+    def top_k(params: Params, batch: Batch, k: int) -> dict[str, Future[Tensor]]:
+        rows, found = reply("top_k", params, batch, [top_k_named(k)])
+        columns = {"teacher_ids": "top_k_ids", "teacher_topk_logprobs": "top_k_logprobs"}
+        return {name: found.then(partial(_column, "top_k", key, rows), rows) for name, key in columns.items()}
+
+    @functools.cache
+    def provided() -> frozenset[str]:
+        found: frozenset[str] = call(name, processing.provides, [engines], Out.first).then(_only).result()
+        return found
+
+    def check_needs(who: str, needs: Collection[str]) -> None:
+        kinds = {output_kind(need) if top_k_of([need]) is None else "top_k": need for need in needs}
+        missing = sorted(need for kind, need in kinds.items() if kind not in provided())
         if missing:
             raise MissingOutput(
-                f"train_step({name_of(loss)}): the loss needs {', '.join(sorted(missing))}, and {name} provides "
-                f"{', '.join(sorted(provides | {'logprobs'}))}"
+                f"{who}: it needs {', '.join(missing)}, and {name} provides {', '.join(sorted(provided()))}; another "
+                "Model(..., head=...) computes other things"
             )
+
+    def train_step(loss: Loss) -> Callable[[TrainState, Batch], tuple[TrainState, Future[Metrics]]]:
         who = f"train_step({name_of(loss)})"
+        check_needs(who, needed(loss))
+        always = provided() & _LOGPROBS
         checked = False
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Future[Metrics]]:
@@ -293,9 +331,9 @@ def make_trainer(
             if not isinstance(state, TrainState):
                 raise TypeError(f"{who}: expected a train state (trainer.init()), found {type(state).__name__}")
             values = state.handle.borrow(owner, who)
-            weights = global_weights(loss, batch)
+            weights = global_weights(loss, batch, always=always)
             if not checked:
-                checked = _check_law(loss, batch, weights)
+                checked = _check_law(loss, batch, weights, always)
             metrics = _lag(state.version, batch)
             if any(weight == 0 for weight in weights.values()):
                 state.handle.donate(owner, who)
@@ -343,7 +381,9 @@ def make_trainer(
         Path(folder).mkdir(parents=True, exist_ok=True)
         call("export", processing.export, columns, Out.each).then(_only).result()
 
-    trainer = Trainer(init, load, freeze, logprobs, train_step, save, restore_state, export)
+    logprobs, values, rewards = (partial(output, need) for need in ("logprobs", "values", "rewards"))
+    scores = forward, logprobs, values, rewards, top_k
+    trainer = Trainer(init, load, freeze, *scores, train_step, save, restore_state, export)
     return trainer
 
 
@@ -351,8 +391,13 @@ def _only(results: list[Any]) -> Any:
     return results[0]
 
 
-def _in_order(rows: list[Tensor], results: list[list[Tensor]]) -> Tensor:
-    whole: Tensor = restore(rows, [shard for result in results for shard in result], who="logprobs")
+def _in_order(who: str, rows: list[Tensor], results: list[list[TensorDict]]) -> TensorDict:
+    whole: TensorDict = restore(rows, [shard for result in results for shard in result], who=who)
+    return whole
+
+
+def _column(who: str, key: str, rows: list[Tensor], results: list[list[TensorDict]]) -> Tensor:
+    whole: Tensor = restore(rows, [shard[key] for result in results for shard in result], who=who)
     return whole
 
 

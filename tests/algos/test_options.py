@@ -33,7 +33,9 @@ ELSEWHERE = {
     "named",
     "needed",
     "needs",
+    "ids_column",
     "logprobs_at",
+    "output_kind",
     "output_shape",
     "sampled_logprobs",
 }
@@ -77,6 +79,7 @@ def columns() -> dict[str, Tensor]:
         "weights": noise(rows).abs(),
         "margin": noise(rows).abs(),
         "values": noise(rows, width),
+        "returns": noise(rows, width),
     }
     return found
 
@@ -101,6 +104,7 @@ def of_loss(loss: Any, batch: Batch = ROWS) -> list[Tensor]:
         "logprobs": (batch["old_logprobs"] + 0.4 * noise).clamp(max=-0.01),
         "entropy": batch["entropy"] + 0.1,
         "rewards": noise[..., 0],
+        "values": noise,
         logprobs_at("teacher_ids"): student.gather(-1, batch["teacher_ids"]),
     }
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
@@ -284,6 +288,7 @@ CASES: dict[str, Case] = {
     "clip_rewards": Case(of_shaping, {"low": 0.2, "high": 0.8}, {"low": 0.5, "high": 0.6}),
     "overlong_penalty": Case(of_shaping, {"limit": 5, "buffer": 3}, {"limit": 6, "buffer": 2}),
     "stop_properly": Case(of_shaping, {"coef": 0.5}, {"coef": 0.4}),
+    "value_loss": Case(of_loss, {}, {"clip": 0.1, "aggregate": algos.seq_mean}),
     "length_penalty": Case(of_shaping, {"weight": 1.0}, {"weight": 0.5, "threshold": 0.5}),
     "top_entropy": Case(of_shaping, {"fraction": 0.2}, {"fraction": 0.5}),
     "keep_at_least": Case(of_shaping, {"threshold": 0.2}, {"threshold": 0.9}),

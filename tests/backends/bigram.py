@@ -36,7 +36,7 @@ class Bigram:
     """Plain gradient descent on a table; satisfies `nrl.backends.Engine`."""
 
     rate: float = 0.5
-    provides: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset({"logprobs"})
 
     def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> BigramState:
         if tensors is not None:

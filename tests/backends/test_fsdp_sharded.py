@@ -35,6 +35,7 @@ from tests.disks import small_disk_at
 pytestmark = pytest.mark.timeout(600)
 
 TINY_PARTS = QWEN3 | {"head_dim": 2, "num_key_value_heads": 1}
+LOGPROBS = frozenset({"logprobs"})
 """With weights of two rows, which three processes cannot share evenly."""
 
 
@@ -322,8 +323,8 @@ def outputs(mesh: DeviceMesh | None, assigned: list[list[list[int]]], packed: bo
     made = engine(mesh, packed=packed)
     batch = batches("grpo", 1)[0]
     params = made.init().module
-    found = made.forward(params, cut(mesh, batch, assigned), frozenset({"entropy"}))
-    again = made.forward(made.load(None), cut(mesh, batch, assigned), frozenset())
+    found = made.forward(params, cut(mesh, batch, assigned), frozenset({"logprobs", "entropy"}))
+    again = made.forward(made.load(None), cut(mesh, batch, assigned), LOGPROBS)
     for a, b in zip(found, again, strict=True):
         assert torch.equal(a["logprobs"], b["logprobs"])
     return list(found)
@@ -427,7 +428,7 @@ def unknown(mesh: DeviceMesh | None) -> list[tuple[type, str, list[str]]]:
     state = made.init()
     parts = cut(mesh, batch, [[[0]], [[1], [2]]])
     for call in (
-        lambda: made.forward(state.module, parts, frozenset()),
+        lambda: made.forward(state.module, parts, LOGPROBS),
         lambda: made.train(state, sft_loss, parts, global_weights(sft_loss, batch)),
     ):
         with pytest.raises(BatchError) as caught:
@@ -452,7 +453,7 @@ def splitting(mesh: DeviceMesh | None) -> list[tuple[str, list[str]]]:
     batch, made, errors = batch_of([5, 9]), engine(mesh), []
     state, shard, split = made.init(), nrl.shard(batch, 2)[rank], partial(nrl.microbatches, max_tokens=8)
     for call in (
-        lambda: processing.logprobs(split, made, state, False, shard),
+        lambda: processing.forward(split, LOGPROBS, made, state, False, shard),
         lambda: processing.train(sft_loss, split, made, state, global_weights(sft_loss, batch), shard),
     ):
         with pytest.raises(BatchError) as caught:
@@ -543,7 +544,7 @@ def held_bytes(mesh: DeviceMesh | None) -> list[int]:
     """Of weights and moments, after a step and a forward; and of a frozen copy."""
     made, batch = engine(mesh), batch_of(MIXED)
     state, _ = made.train(made.init(), sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
-    made.forward(state.module, mine(mesh, batch), frozenset())
+    made.forward(state.module, mine(mesh, batch), LOGPROBS)
     moments = [x for one in state.optimizer.state.values() for x in one.values()]
     groups = [[*state.module.parameters(), *moments], list(made.freeze(state.module).parameters())]
     local = [[x.to_local() if isinstance(x, DTensor) else x for x in group] for group in groups]
@@ -567,12 +568,12 @@ def in_and_out(mesh: DeviceMesh | None) -> dict[str, dict[str, Tensor]]:
     frozen = made.freeze(state.module)
     assert not any(p.requires_grad for p in frozen.parameters())
     trained = {name: x.clone() for name, x in made.tensors(state.module)}
-    before = made.forward(frozen, mine(mesh, batch), frozenset())
+    before = made.forward(frozen, mine(mesh, batch), LOGPROBS)
     copy = made.init(made.tensors(state.module))  # from weights that are read while it is made
     state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
     again = made.freeze(frozen)
     for params in (frozen, again):
-        after = made.forward(params, mine(mesh, batch), frozenset())
+        after = made.forward(params, mine(mesh, batch), LOGPROBS)
         assert all(torch.equal(a["logprobs"], b["logprobs"]) for a, b in zip(before, after, strict=True))
     found = {"frozen": made.tensors(frozen), "again": made.tensors(again), "copy": made.tensors(copy.module)}
     return {"fresh": fresh, "trained": trained} | {name: dict(tensors) for name, tensors in found.items()}

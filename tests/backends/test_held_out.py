@@ -65,5 +65,5 @@ def test_a_loss_that_needs_more(trainer: Trainer) -> None:
     def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, dict[str, Any]]:
         return token_mean(out["entropy"], batch["loss_mask"]), {}
 
-    with pytest.raises(MissingOutput, match=r"evaluate\(my_loss\): the loss needs entropy; only logprobs are computed"):
+    with pytest.raises(MissingOutput, match=r"evaluate\(my_loss\): forward: it needs entropy, and bigram provides"):
         nrl.evaluate(my_loss, trainer, trainer.load(), rows())

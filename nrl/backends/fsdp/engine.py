@@ -24,7 +24,7 @@ from nrl.backends import models
 from nrl.backends.base import Model
 from nrl.backends.fsdp import attention, probe, sharding, storage
 from nrl.backends.fsdp.agreement import Held, Peers
-from nrl.backends.fsdp.outputs import Outputs, Plan, compute, plan, predicted
+from nrl.backends.fsdp.outputs import Outputs, Plan, compute, last, plan, predicted
 from nrl.backends.gradients import ignores, value_and_grad
 from nrl.backends.optimizers import Optimizer, learning_rate
 from nrl.backends.training import check_weights
@@ -41,6 +41,14 @@ _SEEN = "weight of "
 
 _IDLE = Batch({"input_ids": torch.zeros(1, 1, dtype=torch.int64)}, batch_size=[1]).lock_()
 """What a process computes while others have micro-batches left: one token, which predicts nothing."""
+
+
+_PROVIDES = {
+    "lm": frozenset({"logprobs", "entropy", "logprobs_at", "top_k"}),
+    "value": frozenset({"values"}),
+    "reward": frozenset({"rewards"}),
+}
+"""What each head can be asked for."""
 
 
 class State(NamedTuple):
@@ -93,8 +101,8 @@ class TorchEngine:
 
     @property
     def provides(self) -> frozenset[str]:
-        """What a loss may ask for besides ``logprobs``."""
-        return frozenset({"entropy"})
+        """The kinds of outputs that it computes."""
+        return _PROVIDES[self.model.head]
 
     def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> State:
         """A fresh train state."""
@@ -124,14 +132,17 @@ class TorchEngine:
     def forward(self, params: nn.Module, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
         """Outputs without gradients, on the CPU."""
         params.eval()
+        asked = needs | {"top_k_ids", "top_k_logprobs"}
         parts, _ = self._even("forward", microbatches)
         held, found = Held(self._peers), []
         with torch.no_grad(), sharding.settled(params):
             for batch in parts:
-                found.append(self._outputs(params, self._plan(params, batch, predicted, held), needs))  # noqa: PERF401
+                found.append(self._outputs(params, batch, self._all, needs, held))  # noqa: PERF401
             held.meet("forward")
         return [
-            TensorDict({key: out.spread(x) for key, x in out.values.items()}, batch_size=batch.batch_size).cpu()
+            TensorDict(
+                {key: out.spread(x) for key, x in out.values.items() if key in asked}, batch_size=batch.batch_size
+            ).cpu()
             for batch, out in zip(parts, found, strict=True)
             if batch is not _IDLE
         ]
@@ -202,24 +213,25 @@ class TorchEngine:
 
         Nothing in the loop waits for the device, and after it one copy does.
         """
-        needs = needed(loss)
+        needs = needed(loss) | (self.provides & {"logprobs"})
         sums: Metrics = {}
         trusted = torch.ones((), dtype=torch.bool, device=self.device)
         held = Held(self._peers)
 
         def wanted(batch: Batch) -> Tensor:
-            every = predicted(batch)
-            return every & batch["loss_mask"] if not everywhere and "loss_mask" in batch.keys() else every
+            every = self._all(batch)
+            some = self.model.head != "reward" and not everywhere and "loss_mask" in batch.keys()
+            return every & batch["loss_mask"] if some else every
 
         for batch in microbatches:
-            out = self._outputs(module, self._plan(module, batch, wanted, held), needs)
+            out = self._outputs(module, batch, wanted, needs, held)
             gradients = None
             if batch is not _IDLE and held.error is None:
                 with held.back():
                     local = batch.to(self.device)
                     outputs = {key: out.spread(values.detach()) for key, values in out.values.items()}
                     found = value_and_grad(loss, name, outputs, local, weights)
-                    left_out = torch.nonzero((predicted(batch) & ~wanted(batch)).flatten())[:, 0].to(self.device)
+                    left_out = torch.nonzero((self._all(batch) & ~wanted(batch)).flatten())[:, 0].to(self.device)
                     if len(left_out):
                         trusted &= ignores(loss, name, outputs, local, weights, left_out, found)
                     terms = {f"loss/{key}": term for key, term in found.terms.items()} if len(found.terms) > 1 else {}
@@ -236,14 +248,24 @@ class TorchEngine:
         check_weights(name, {key: float(sums.pop(_SEEN + key)[0]) for key in weights}, weights)
         return sums
 
-    def _plan(self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], held: Held) -> Plan:
+    def _all(self, batch: Batch) -> Tensor:
+        """``[*b, T]`` bool: the tokens that there are outputs for."""
+        return last(batch) if self.model.head == "reward" else predicted(batch)
+
+    def _plan(
+        self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], needs: frozenset[str], held: Held
+    ) -> Plan:
         words, always = module.get_input_embeddings().num_embeddings, not self._peers.alone
         with held.back():
-            if held.error is None:
-                return plan(batch, wanted(batch), self.packed, words=words, always=always)
-        return plan(_IDLE, predicted(_IDLE), self.packed, words=words, always=always)  # no more in vain
+            if held.error is None and batch is not _IDLE:
+                return plan(batch, wanted(batch), self.packed, words=words, needs=needs, always=always)
+        nothing = torch.zeros_like(_IDLE["input_ids"], dtype=torch.bool)  # no more in vain
+        return plan(_IDLE, nothing, self.packed, words=words, needs=self.provides & {"rewards"}, always=always)
 
-    def _outputs(self, module: Any, work: Plan, needs: frozenset[str]) -> Outputs:
+    def _outputs(
+        self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], needs: frozenset[str], held: Held
+    ) -> Outputs:
+        work = self._plan(module, batch, wanted, needs, held)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.dtype == "bfloat16"):
             return sharding.run(module, lambda: compute(module, work, needs))
 
@@ -270,7 +292,8 @@ class TorchEngine:
         if self._peers.alone:
             module = module.to(self.device)
         probe.check_positions(module)
-        probe.check_head(module)
+        if model.head == "lm":
+            probe.check_head(module)
         if self.packed:
             probe.check_packing(module, attention.register())
         return module

@@ -3,6 +3,7 @@
 The logits of a large vocabulary are the largest tensor of a training step: 4,096 tokens by 151,936 words are 2.3 GiB in
 float32, and autograd keeps several such. A loss reads two numbers a token, so `linear_logprobs` computes the logits for
 one chunk of tokens at a time, keeps those two numbers, and computes the chunk's logits again in the backward.
+`linear_top_k` finds the most probable words in the same way, for a teacher.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from nrl.errors import BatchError, ConfigError, ModelError
 
-__all__ = ["CHUNK_BYTES", "KEEP_BYTES", "linear_logprobs"]
+__all__ = ["CHUNK_BYTES", "KEEP_BYTES", "linear_logprobs", "linear_top_k"]
 
 CHUNK_BYTES = 256 * 2**20
 """Size of one chunk's logits, in bytes of the accumulating dtype, where `linear_logprobs` chooses the chunk itself.
@@ -46,7 +47,7 @@ def linear_logprobs(
 
     With ``z_n = (W h_n + b) / temperature_n``::
 
-        logprobs_n = z_n[targets_n] - log sum_v exp z_n[v]
+        logprobs_n = z_n[targets_n] - log sum_v exp z_n[v]                      (for each of its targets)
         entropy_n  = - sum_v p_n[v] log p_n[v],    p_n = softmax(z_n)
 
     Equal to ``log_softmax`` and ``gather`` on the whole matrix of logits, in memory that does not grow with tokens
@@ -59,7 +60,8 @@ def linear_logprobs(
     Args:
         hidden: ``[N, H]`` float32, bfloat16 or float64; N may be 0.
         weight: ``[V, H]``, of hidden's dtype.
-        targets: ``[N]`` int64 in ``[0, V)``. Give tokens that a mask leaves out any word of the vocabulary, such as 0.
+        targets: ``[N]`` or ``[N, K]`` int64 in ``[0, V)``: one word a token, or several. Give tokens that a mask leaves
+            out any word of the vocabulary, such as 0.
         temperature: ``[N]`` floating, greater than 0 (not checked: that would wait for the device); no gradient flows
             to it. None: 1.
         bias: ``[V]``, of hidden's dtype. None: 0.
@@ -68,8 +70,8 @@ def linear_logprobs(
             all tokens, and their log-probabilities fit in `KEEP_BYTES`, these are kept for the backward.
 
     Returns:
-        ``(logprobs, entropy)``: ``[N]`` each, nats, float32 (float64 for float64 inputs); the entropy is None unless
-        asked for.
+        ``(logprobs, entropy)``: nats, float32 (float64 for float64 inputs), in the shape of the targets and ``[N]``;
+        the entropy is None unless asked for.
 
     Raises:
         ModelError: hidden, weight and bias do not fit together.
@@ -87,10 +89,59 @@ def linear_logprobs(
     if temperature is not None:
         temperature = temperature.detach().to(_ACCUMULATE[hidden.dtype])[:, None]
     size = _chunk_size(hidden, weight, chunk)
+    words = targets[:, None] if targets.ndim == 1 else targets
     outputs: tuple[Tensor, Tensor | None] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets[:, None], temperature, entropy, size
+        hidden, weight, bias, words, temperature, entropy, size
     )
-    return outputs
+    return outputs[0].view(targets.shape), outputs[1]
+
+
+@torch.no_grad()
+def linear_top_k(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    temperature: Tensor | None = None,
+    bias: Tensor | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The most probable words under the softmax of a linear layer, and their log-probabilities; without gradient.
+
+    Args:
+        hidden: ``[N, H]``; these are as for `linear_logprobs`.
+        weight: ``[V, H]``.
+        k: how many words, from 1 to V.
+        temperature: ``[N]``, or None.
+        bias: ``[V]``, or None.
+        chunk: the most tokens whose logits exist at once; None: as many as fit.
+
+    Returns:
+        ``(words, logprobs)``: ``[N, k]`` each, int64 and nats, the most probable first.
+
+    Raises:
+        ModelError: hidden, weight and bias do not fit together.
+        BatchError: temperature has the wrong shape or dtype.
+        ConfigError: k or chunk is out of range.
+
+    >>> words, logprobs = linear_top_k(torch.tensor([[0.25, 0.5, 0.25]]).log(), torch.eye(3), 1)
+    >>> words.tolist(), logprobs.exp().tolist()
+    ([[1]], [[0.5]])
+    """
+    _check(hidden, weight, None, temperature, bias, chunk)
+    if not 1 <= k <= len(weight):
+        raise ConfigError(f"top_k: k is {k}; it must be at least 1 and at most the {len(weight)} words of the model")
+    if temperature is not None:
+        temperature = temperature.to(_ACCUMULATE[hidden.dtype])[:, None]
+    size = _chunk_size(hidden, weight, chunk)
+    low, logits = _buffers(hidden, weight, size)
+    logp = torch.empty_like(logits)
+    words = torch.empty((len(hidden), k), dtype=torch.int64, device=hidden.device)
+    logprobs = logits.new_empty(words.shape)
+    for rows in _slices(len(hidden), size):
+        found = _log_softmax(hidden, weight, bias, temperature, rows, low, logits, logp).topk(k)
+        words[rows], logprobs[rows] = found.indices, found.values
+    return words, logprobs
 
 
 def _chunk_size(hidden: Tensor, weight: Tensor, chunk: int | None) -> int:
@@ -102,7 +153,10 @@ def _chunk_size(hidden: Tensor, weight: Tensor, chunk: int | None) -> int:
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """The two results, with the logits computed again in the backward; `targets` and `temperature` are ``[N, 1]``."""
+    """The two results, with the logits computed again in the backward.
+
+    `targets` is ``[N, K]``, `temperature` ``[N, 1]``.
+    """
 
     @staticmethod
     def forward(
@@ -117,11 +171,11 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         low, logits = _buffers(hidden, weight, size)
         logp = torch.empty_like(logits)
-        logprobs = logits.new_empty(hidden.shape[0])
-        entropies = torch.empty_like(logprobs) if entropy else None
+        logprobs = logits.new_empty(targets.shape)
+        entropies = logits.new_empty(hidden.shape[0]) if entropy else None
         for rows in _slices(hidden.shape[0], size):
             chunk = _log_softmax(hidden, weight, bias, temperature, rows, low, logits, logp)
-            logprobs[rows] = chunk.gather(1, targets[rows]).squeeze(1)
+            logprobs[rows] = chunk.gather(1, targets[rows])
             if entropies is not None:
                 p = torch.exp(chunk, out=logits[: len(chunk)])
                 entropies[rows] = p.mul_(chunk).sum(1).neg_()
@@ -145,8 +199,8 @@ class _LinearLogprobs(torch.autograd.Function):
             temperature,
             entropies,
             kept,
-            _per_token(grad_logprobs, temperature),
-            _per_token(grad_entropy, temperature),
+            _by_temperature(grad_logprobs, temperature),
+            _by_temperature(None if grad_entropy is None else grad_entropy[:, None], temperature),
             ctx.needs_input_grad[:3],
             ctx.size,
         )
@@ -183,13 +237,14 @@ def _gradients(
             chunk = _log_softmax(hidden, weight, bias, temperature, rows, low, logits, logp)
         # d logprob / d z_v = 1[v = target] - p_v and d entropy / d z_v = -p_v (log p_v + entropy)
         grad = torch.exp(chunk, out=logits[: len(chunk)])
+        summed = None if of_logprobs is None else of_logprobs[rows].sum(1, keepdim=True)  # over a token's targets
         if of_entropy is not None and entropies is not None:
             constant = of_entropy[rows] * entropies[rows, None]
-            constant = constant if of_logprobs is None else constant + of_logprobs[rows]
+            constant = constant if summed is None else constant + summed
             slope = torch.mul(chunk, -of_entropy[rows], out=logp[: len(chunk)])
             grad.mul_(slope.sub_(constant))
-        elif of_logprobs is not None:
-            grad.mul_(-of_logprobs[rows])
+        elif summed is not None:
+            grad.mul_(-summed)
         if of_logprobs is not None:
             grad.scatter_add_(1, targets[rows], of_logprobs[rows])
         if bias_sum is not None:
@@ -252,17 +307,15 @@ def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
         total[words].add_(grad[:, words].t() @ hidden)
 
 
-def _per_token(grad: Tensor | None, temperature: Tensor | None) -> Tensor | None:
-    """The incoming gradient as a column, with the temperature's share of the chain rule."""
-    if grad is None or temperature is None:
-        return None if grad is None else grad[:, None]
-    return grad[:, None] / temperature
+def _by_temperature(grad: Tensor | None, temperature: Tensor | None) -> Tensor | None:
+    """The incoming gradient, with the temperature's share of the chain rule."""
+    return grad if grad is None or temperature is None else grad / temperature
 
 
 def _check(
     hidden: Tensor,
     weight: Tensor,
-    targets: Tensor,
+    targets: Tensor | None,
     temperature: Tensor | None,
     bias: Tensor | None,
     chunk: int | None,
@@ -281,7 +334,8 @@ def _check(
     _fits(ModelError, "weight", weight, tuple(weight.shape), hidden.dtype)
     if bias is not None:
         _fits(ModelError, "bias", bias, (weight.shape[0],), hidden.dtype)
-    _fits(BatchError, "targets", targets, (tokens,), torch.int64)
+    if targets is not None:
+        _fits(BatchError, "targets", targets, (tokens, *targets.shape[1:2]), torch.int64)
     if temperature is not None:
         dtype = temperature.dtype if temperature.is_floating_point() else torch.float32
         _fits(BatchError, "temperature", temperature, (tokens,), dtype)

@@ -20,7 +20,7 @@ from nrl.pack import pack
 __all__ = ["check_head", "check_packing", "check_positions"]
 
 _TOLERANCE = 1e-4
-"""Of the spread of the logits; rounding is a hundredth of it."""
+"""Of the spread of the logits, or of the hidden states; rounding is a hundredth of it."""
 
 
 def check_positions(module: Any) -> None:
@@ -85,7 +85,7 @@ def check_head(module: Any) -> None:
 
 
 def check_packing(module: Any, attention: str) -> None:
-    """Switch to the attention of packed rows, and compare their logits with the model's own, one row at a time.
+    """Switch to the attention of packed rows, and compare last hidden states with the model's own, one row at a time.
 
     With each row laid out whole, and with common first tokens laid out once.
 
@@ -104,7 +104,8 @@ def check_packing(module: Any, attention: str) -> None:
     rows = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 5, 6], [1, 2, 3, 9]]) % module.config.vocab_size
     module.eval()
     with torch.no_grad():
-        own = torch.cat([module(input_ids=row[None].to(module.device), use_cache=False).logits[0] for row in rows])
+        alone = [module.base_model(input_ids=row[None].to(module.device), use_cache=False) for row in rows]
+        own = torch.cat([each.last_hidden_state[0] for each in alone])
         module.set_attn_implementation(attention)
         found = []
         for share in (False, True):
@@ -115,11 +116,11 @@ def check_packing(module: Any, attention: str) -> None:
                 use_cache=False,
                 nrl_blocks=Layout(tokens.blocks, module.device),
             ).last_hidden_state[0]
-            found.append(linear(hidden[tokens.place.to(module.device)], *head_weight(module)))
-    packed = max(found, key=lambda logits: float((own - logits).abs().max()))
-    if not all(_alike(own, logits) for logits in found):
+            found.append(hidden[tokens.place.to(module.device)])
+    packed = max(found, key=lambda hidden: float((own - hidden).abs().max()))
+    if not all(_alike(own, hidden) for hidden in found):
         raise ModelError(
-            f"{type(module).__name__}: packed rows give logits that differ from the model's own by up to "
+            f"{type(module).__name__}: packed rows give hidden states that differ from the model's own by up to "
             f"{float((own - packed).abs().max()):.3g}; it has parts that look across rows. Use "
             "fsdp.trainer(..., packed=False)"
         )

@@ -1,0 +1,344 @@
+"""Value and reward heads, and a teacher's outputs, against transformers' own models and a plain softmax."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import transformers
+from tensordict import TensorDict
+from torch import Tensor
+
+import nrl
+from nrl import tiny
+from nrl.algos import bradley_terry_loss, distillation_loss, logprobs_at, needs, sft_loss, token_mean, value_loss
+from nrl.backends import Model, Params, Trainer, TrainState, adamw, fsdp, hf, models
+from nrl.batch import Batch, lengths
+from nrl.errors import BatchError, ConfigError, MissingOutput, ModelError
+from nrl.reduce import Mean, Metrics, finalize
+from nrl.runtime import Slots
+from tests.backends.test_fsdp import CONFIGS, MIXED, QWEN3, batch_of
+
+WORDS = QWEN3["vocab_size"]
+NAMES = ["qwen3 tied", "qwen2 untied", "llama tied"]
+
+
+@pytest.fixture(scope="module")
+def slots() -> Iterator[Slots]:
+    with nrl.cluster("local") as cluster:
+        yield cluster.reserve(4)
+
+
+def trainer_of(place: Slots, source: Any, head: Any, *, packed: bool = True, max_tokens: int = 64) -> Trainer:
+    return fsdp.trainer(place, Model(source, head=head), adamw(lr=1e-2), packed=packed, max_tokens=max_tokens)
+
+
+def written(config: dict[str, Any], head: str, folder: Path) -> Any:
+    """A model of transformers' own with a random head, in a folder."""
+    kind = {"value": transformers.AutoModelForTokenClassification, "lm": transformers.AutoModelForCausalLM}.get(
+        head, transformers.AutoModelForSequenceClassification
+    )
+    fields = config | ({} if head == "lm" else {"num_labels": 1})
+    torch.manual_seed(3)
+    module: Any = kind.from_config(transformers.AutoConfig.for_model(**fields), dtype=torch.float32)
+    if head != "lm":
+        torch.nn.init.normal_(module.score.weight)
+        if module.score.bias is not None:
+            torch.nn.init.normal_(module.score.bias)
+    module.eval().save_pretrained(folder)
+    return module
+
+
+def hidden(module: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = module.base_model(input_ids=ids[None]).last_hidden_state[0]
+    return found
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_values_are_those_of_transformers_one_token_earlier(
+    slots: Slots, name: str, packed: bool, tmp_path: Path
+) -> None:
+    module = written(CONFIGS[name], "value", tmp_path)
+    batch = batch_of(MIXED)
+    for dp in (1, 3):
+        trainer = trainer_of(slots[:dp], str(tmp_path), "value", packed=packed)
+        found = trainer.values(trainer.load(), batch).result()
+        expected = torch.zeros_like(found)
+        for row, length in enumerate(lengths(batch).tolist()):
+            if length > 1:
+                with torch.no_grad():
+                    own = module(input_ids=batch["input_ids"][row : row + 1, :length]).logits[0, :, 0]
+                expected[row, 1:length] = own[:-1]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        assert bool((found != 0).any())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_rewards_are_those_of_transformers(slots: Slots, name: str, packed: bool, tmp_path: Path) -> None:
+    """Of single rows and of pairs; a row without a token has none."""
+    module = written(CONFIGS[name], "reward", tmp_path)
+    batch = batch_of(MIXED)
+    expected = torch.zeros(len(batch))
+    for row, length in enumerate(lengths(batch).tolist()):
+        if length:
+            with torch.no_grad():
+                expected[row] = module(input_ids=batch["input_ids"][row : row + 1, :length]).logits[0, 0]
+    for dp in (1, 3):
+        trainer = trainer_of(slots[:dp], str(tmp_path), "reward", packed=packed)
+        params = trainer.load()
+        torch.testing.assert_close(trainer.rewards(params, batch).result(), expected, atol=1e-5, rtol=0)
+        pairs = batch[:8].reshape(4, 2).lock_()
+        torch.testing.assert_close(trainer.rewards(params, pairs).result(), expected[:8].view(4, 2), atol=1e-5, rtol=0)
+    assert len(set(expected.tolist())) > 5
+
+
+@pytest.mark.parametrize("head", ["value", "reward"])
+def test_a_head_that_is_not_there_yet_says_0(slots: Slots, head: str, tmp_path: Path, caplog: Any) -> None:
+    written(QWEN3, "lm", tmp_path)
+    for source in (str(tmp_path), QWEN3):
+        trainer = trainer_of(slots[:1], source, head)
+        (name,) = {"value": "values", "reward": "rewards"}[head].split()
+        assert not trainer.forward(trainer.load(), batch_of(MIXED), [name]).result()[name].any()
+    assert "score" not in caplog.text  # nobody is warned of what was asked for
+
+
+def values_of(out: TensorDict) -> Tensor:
+    found: Tensor = out["values"]
+    return found
+
+
+@needs("values")
+def regression(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    return token_mean((out["values"] - batch["returns"]).square(), batch["loss_mask"]), {}
+
+
+@needs("rewards")
+def rewards_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    counted = batch["loss_mask"].any(-1)
+    each = (out["rewards"] - batch["returns"][..., 0]).square()
+    return Mean(torch.where(counted, each, 0).sum(), counted.sum().float()), {}
+
+
+def gradient(state: TrainState) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in state.params.tensors()}
+
+
+@pytest.mark.parametrize(("head", "loss"), [("value", regression), ("reward", rewards_loss)])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_step_is_that_of_plain_torch(slots: Slots, head: str, loss: Any, packed: bool, tmp_path: Path) -> None:
+    """By any number of micro-batches and shards, from transformers' own model and torch's AdamW."""
+    draw = torch.Generator().manual_seed(5)
+    batch = batch_of(MIXED)
+    batch = nrl.assign(batch, returns=torch.randn(batch["input_ids"].shape, generator=draw))
+    module = written(QWEN3, head, tmp_path)
+    matrices = [p for p in module.parameters() if p.ndim > 1]
+    others = [p for p in module.parameters() if p.ndim <= 1]
+    spec = adamw(lr=1e-2, clip=1e9)
+    groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+    total, weight = torch.zeros(()), torch.zeros(())
+    for row, length in enumerate(lengths(batch).tolist()):
+        mask = batch["loss_mask"][row]
+        if head == "value" and length > 1:
+            logits = module(input_ids=batch["input_ids"][row : row + 1, :length]).logits[0, :, 0]
+            values = torch.cat([torch.zeros(1), logits[:-1]])
+            total = total + (values - batch["returns"][row, :length])[mask[:length]].square().sum()
+        elif head == "reward" and mask.any():
+            logits = module(input_ids=batch["input_ids"][row : row + 1, :length]).logits[0, 0]
+            total = total + (logits - batch["returns"][row, 0]).square()
+        weight = weight + (mask.sum() if head == "value" else mask.any())
+    (total / weight).backward()
+    optimizer.step()
+    expected = dict(module.named_parameters())
+    for dp, max_tokens in ((1, 200), (3, 20)):
+        model = Model(str(tmp_path), head=head)  # type: ignore[arg-type]
+        trainer = fsdp.trainer(slots[:dp], model, spec, packed=packed, max_tokens=max_tokens)
+        state, metrics = trainer.train_step(loss)(trainer.init(), batch)
+        assert finalize(metrics.result())["loss"] == pytest.approx(float(total.detach() / weight), rel=1e-5)
+        for name, x in state.params.tensors():
+            torch.testing.assert_close(x, expected[name].detach(), atol=2e-5, rtol=0)
+
+
+def test_a_critic_begins_where_a_policy_is_and_a_policy_where_a_critic_is(slots: Slots) -> None:
+    policy, critic = trainer_of(slots[:1], QWEN3, "lm"), trainer_of(slots[:1], QWEN3, "value")
+    batch = batch_of(MIXED)
+    state, _ = policy.train_step(sft_loss)(policy.init(), batch)
+    begun = critic.init(state.params)
+    body = dict(state.params.tensors())
+    found = dict(begun.params.tensors())
+    assert found.keys() - body.keys() == {"score.weight", "score.bias"}
+    assert not found["score.weight"].any()
+    for name in body:
+        assert torch.equal(body[name], found[name])
+    back = dict(policy.init(begun.params).params.tensors())
+    assert all(torch.equal(back[name], body[name]) for name in body)
+    returns = nrl.assign(batch, returns=torch.ones_like(batch["input_ids"], dtype=torch.float32))
+    trained, _ = critic.train_step(value_loss())(begun, returns)
+    reward = trainer_of(slots[:1], QWEN3, "reward")
+    expected = dict(trained.params.tensors())
+    score = dict(reward.init(trained.params).params.tensors())  # whose head has no bias
+    assert score.keys() == expected.keys() - {"score.bias"}
+    assert torch.equal(score["score.weight"], expected["score.weight"])
+    assert bool(expected["score.weight"].any())
+    again = dict(critic.init(reward.init(trained.params).params).params.tensors())
+    assert torch.equal(again["score.weight"], expected["score.weight"])
+    assert not again["score.bias"].any()
+    untied = trainer_of(slots[:1], CONFIGS["qwen3 untied"], "lm")
+    with pytest.raises(ModelError, match=r"1 weights did not arrive: lm_head\.weight"):
+        untied.init(trainer_of(slots[:1], CONFIGS["qwen3 untied"], "value").init().params)
+    assert all(torch.equal(x, expected[name]) for name, x in critic.init(trained.params).params.tensors())
+
+
+@pytest.mark.parametrize(("head", "output"), [("value", "values"), ("reward", "rewards")])
+def test_it_is_saved_restored_and_exported(slots: Slots, head: str, output: str, tmp_path: Path) -> None:
+    trainer = trainer_of(slots[:1], QWEN3, head)
+    batch = batch_of(MIXED)
+    batch = nrl.assign(batch, returns=torch.ones(batch["input_ids"].shape))
+    state, _ = trainer.train_step(regression if head == "value" else rewards_loss)(trainer.init(), batch)
+    expected = trainer.forward(state.params, batch, [output]).result()[output]
+    assert bool(expected.any())
+    trainer.save(state, tmp_path / "saved")
+    trainer.export(state.params, tmp_path / "exported")
+
+    def outputs(by: Trainer, params: Params) -> Tensor:
+        found: Tensor = by.forward(params, batch, [output]).result()[output]
+        return found
+
+    assert torch.equal(outputs(trainer, trainer.restore(tmp_path / "saved").params), expected)
+    again = trainer_of(slots[:1], str(tmp_path / "exported"), head)
+    assert torch.equal(outputs(again, again.load()), expected)
+    assert torch.equal(outputs(trainer, trainer.load(str(tmp_path / "exported"))), expected)
+
+
+def test_what_a_head_does_not_compute(slots: Slots) -> None:
+    critic, policy = trainer_of(slots[:1], QWEN3, "value"), trainer_of(slots[:1], QWEN3, "lm")
+    batch = batch_of(MIXED)
+    with pytest.raises(MissingOutput, match=r"sft_loss reads logprobs, which only a model with head='lm' computes"):
+        critic.train_step(sft_loss)(critic.init(), batch)
+    with pytest.raises(MissingOutput, match=r"logprobs: it needs logprobs, and fsdp.trainer \d+ provides values; anot"):
+        critic.logprobs(critic.load(), batch)
+    with pytest.raises(MissingOutput, match=r"needs top_k\(2\), and fsdp.trainer \d+ provides values"):
+        critic.top_k(critic.load(), batch, 2)
+    with pytest.raises(MissingOutput, match=r"train_step\(value_loss\): it needs values, and .* provides entropy, log"):
+        policy.train_step(value_loss())
+    with pytest.raises(MissingOutput, match=r"rewards: it needs rewards, and .* provides entropy"):
+        policy.rewards(policy.load(), batch)
+    with pytest.raises(ModelError, match=r"hf.sampler: .* has head='value'; only a language model, head='lm', samples"):
+        hf.sampler(slots[:1], attrs.evolve(tiny.model(), head="value"))
+
+
+def test_a_head_of_another_kind_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    two = transformers.AutoModelForSequenceClassification.from_config(
+        transformers.AutoConfig.for_model(**QWEN3, num_labels=2)
+    )
+    two.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"cannot be loaded as a language model with a reward head"):
+        models.build(Model(str(tmp_path), head="reward"))
+    gpt2 = {"model_type": "gpt2", "vocab_size": 23, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    with pytest.raises(ModelError, match=r"GPT2ForTokenClassification: it has no linear layer 'score' of one output"):
+        models.build(Model(gpt2, head="value"))
+
+
+# -- teachers ---------------------------------------------------------------------------------------------------------
+
+
+def softmax(module: Any, batch: Batch, temperature: Tensor) -> Tensor:
+    """``[B, T, V]``: at t, of the token at t; zeros where nothing is predicted."""
+    found = torch.zeros(*batch["input_ids"].shape, WORDS)
+    for row, length in enumerate(lengths(batch).tolist()):
+        if length > 1:
+            with torch.no_grad():
+                logits = module(input_ids=batch["input_ids"][row : row + 1, :length]).logits[0]
+            found[row, 1:length] = (logits / temperature[row]).log_softmax(-1)[:-1]
+    return found
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_most_probable_tokens(slots: Slots, packed: bool, tmp_path: Path) -> None:
+    module = written(QWEN3, "lm", tmp_path)
+    batch = batch_of(MIXED)
+    heat = torch.linspace(0.5, 2, len(batch))
+    batch = nrl.assign(batch, temperature=heat)
+    expected = softmax(module, batch, heat)
+    for dp in (1, 4):
+        trainer = trainer_of(slots[:dp], str(tmp_path), "lm", packed=packed)
+        columns = trainer.top_k(trainer.load(), batch, 5)
+        found = nrl.assign(batch, **columns)
+        ids, known = found["teacher_ids"], found["teacher_topk_logprobs"]
+        assert ids.shape == known.shape == (*batch["input_ids"].shape, 5)
+        torch.testing.assert_close(known, expected.topk(5).values, atol=1e-5, rtol=0)
+        torch.testing.assert_close(expected.gather(-1, ids), known, atol=1e-5, rtol=0)
+    with pytest.raises(ConfigError, match=r"top_k: k is 24; it must be at least 1 and at most the 23 words"):
+        trainer.top_k(trainer.load(), batch, 24)["teacher_ids"].result()
+    with pytest.raises(ConfigError, match=r"top_k: k is 0"):
+        trainer.top_k(trainer.load(), batch, 0)["teacher_ids"].result()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_distillation_has_the_gradient_of_a_plain_softmax(slots: Slots, packed: bool, tmp_path: Path) -> None:
+    """One step of the student, by any number of micro-batches, is that of the loss over transformers' own logits."""
+    batch = batch_of(MIXED)
+    teacher = trainer_of(slots[:1], QWEN3 | {"num_hidden_layers": 1}, "lm")
+    batch = nrl.assign(batch, **teacher.top_k(teacher.load(), batch, 4))
+    module = written(QWEN3, "lm", tmp_path)
+    spec = adamw(lr=1e-2, clip=1e9)
+    decayed = [p for p in module.parameters() if p.ndim > 1]
+    others = [p for p in module.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+    rows = []
+    for row, length in enumerate(lengths(batch).tolist()):
+        student = torch.zeros(*batch["teacher_ids"].shape[1:])
+        if length > 1:
+            logits = module(input_ids=batch["input_ids"][row : row + 1, :length]).logits[0].log_softmax(-1)[:-1]
+            student = torch.cat([student[:1], logits.gather(-1, batch["teacher_ids"][row, 1:length]), student[length:]])
+        rows.append(student)
+    out = TensorDict({logprobs_at("teacher_ids"): torch.stack(rows)}, batch_size=batch.batch_size)
+    (total, weight), _ = distillation_loss()(out, batch)
+    (total / weight).backward()
+    optimizer.step()
+    expected = dict(module.named_parameters())
+    for dp, max_tokens in ((1, 200), (3, 20)):
+        trainer = fsdp.trainer(slots[:dp], Model(str(tmp_path)), spec, packed=packed, max_tokens=max_tokens)
+        state, _ = trainer.train_step(distillation_loss())(trainer.init(), batch)
+        for name, x in state.params.tensors():
+            torch.testing.assert_close(x, expected[name].detach(), atol=2e-5, rtol=0)
+
+
+def test_ids_that_the_model_does_not_know(slots: Slots) -> None:
+    batch = batch_of([3, 4])
+    ids = torch.full((*batch["input_ids"].shape, 2), WORDS)
+    batch = nrl.assign(batch, teacher_ids=ids, teacher_topk_logprobs=torch.full(ids.shape, -1.0))
+    trainer = trainer_of(slots[:1], QWEN3, "lm")
+    with pytest.raises(BatchError, match=r"teacher_ids has the token 23, and the model knows those from 0 to 22"):
+        trainer.train_step(distillation_loss())(trainer.init(), batch)
+
+
+@pytest.mark.parametrize("head", ["value", "reward", "lm"])
+def test_outputs_of_no_rows(slots: Slots, head: str) -> None:
+    """A shard without any."""
+    trainer = trainer_of(slots, QWEN3, head)
+    batch = batch_of([4, 3])
+    params = trainer.load()
+    if head == "lm":
+        found = trainer.top_k(params, batch, 3)
+        assert found["teacher_ids"].result().shape == (*batch["input_ids"].shape, 3)
+        assert trainer.forward(params, batch, {"entropy"}).result()["entropy"].shape == batch["input_ids"].shape
+    elif head == "value":
+        assert trainer.values(params, batch).result().shape == batch["input_ids"].shape
+    else:
+        assert trainer.rewards(params, batch).result().shape == (2,)
+
+
+def test_a_loss_is_measured_by_any_head(slots: Slots) -> None:
+    pairs = batch_of([5, 4, 3, 6]).reshape(2, 2).lock_()
+    trainer = trainer_of(slots[:1], QWEN3, "reward")
+    found = finalize(nrl.evaluate(bradley_terry_loss(), trainer, trainer.load(), pairs))
+    assert found["eval/loss"] == pytest.approx(0.693147, abs=1e-6)  # rewards that are 0
+    assert "eval/accuracy" in found
