@@ -1,6 +1,7 @@
 import json
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -276,7 +277,8 @@ def test_samples_of_a_rollout() -> None:
         assert all(logprob < 0 for logprob in row["rollout_logprobs"])
 
 
-def test_samples_of_256_rows_of_256_tokens_take_less_than_5_ms() -> None:
+def test_samples_take_a_fraction_of_decoding_the_batch() -> None:
+    """In time of this thread: other processes do not count."""
     size = 256
     generator = torch.Generator().manual_seed(0)
     tokenizer = tiny.bpe(["the cat and the hat"])
@@ -290,12 +292,16 @@ def test_samples_of_256_rows_of_256_tokens_take_less_than_5_ms() -> None:
         rollout_logprobs=-torch.rand(size, size, generator=generator),
     )
 
-    def seconds() -> float:
-        start = time.perf_counter()
-        samples(batch, tokenizer)
-        return time.perf_counter() - start
+    def seconds(work: Callable[[], object]) -> float:
+        def once() -> float:
+            start = time.thread_time()
+            work()
+            return time.thread_time() - start
 
-    assert min(seconds() for _ in range(20)) < 0.005  # the fastest: the others may have waited for another process
+        return min(once() for _ in range(10))
+
+    whole = batch["input_ids"].tolist()
+    assert seconds(lambda: samples(batch, tokenizer)) < seconds(lambda: tokenizer.batch_decode(whole)) / 4
 
 
 def test_a_secret_in_a_rollout_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
