@@ -15,8 +15,9 @@ from nrl.backends import Model, Sampling, adamw, evaluate, publish
 from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibatches, pad, require, shard
 from nrl.columns import COLUMNS
 from nrl.episodes import rollout, rollouts, run_episode
+from nrl.fitting import fit
 from nrl.pack import pack, packed, unpack
-from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge
+from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed
 from nrl.retries import retrying
 from nrl.runs import run
 from nrl.runtime import (
@@ -58,6 +59,7 @@ __all__ = [
     "evaluate",
     "filtered",
     "finalize",
+    "fit",
     "fresh",
     "lengths",
     "merge",
@@ -68,6 +70,7 @@ __all__ = [
     "pack",
     "packed",
     "pad",
+    "prefixed",
     "process",
     "publish",
     "register",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Ess", "Max", "Mean", "Metrics", "Min", "Reduced", "Sum", "finalize", "merge"]
+__all__ = ["Ess", "Max", "Mean", "Metrics", "Min", "Reduced", "Sum", "finalize", "merge", "prefixed"]
 
 
 class Mean(NamedTuple):
@@ -110,6 +110,15 @@ def merge(a: Mapping[str, Reduced], b: Mapping[str, Reduced]) -> Metrics:
     for key, value in b.items():
         merged[key] = _combine(key, merged[key], value) if key in merged else value
     return merged
+
+
+def prefixed(prefix: str, metrics: Mapping[str, Reduced]) -> Metrics:
+    """The same metrics under longer names, to tell those of two models or sources apart.
+
+    >>> finalize(prefixed("critic/", {"loss": Sum(torch.tensor(2.0))}))
+    {'critic/loss': 2.0}
+    """
+    return {f"{prefix}{key}": value for key, value in metrics.items()}
 
 
 def _combine(key: str, a: Reduced, b: Reduced) -> Reduced:

@@ -1,12 +1,13 @@
 """Small tokenizers and models made on the spot, so that the examples run on a laptop with no download.
 
 `tokenizer` and `model` belong together: one token a character, 0.4 million parameters with random weights, enough to
-learn to add. `bpe` makes a tokenizer of the kind that real models have, with a chat template; `save` writes a model
-folder of the kind that the Hugging Face hub gives.
+learn to add, which `sums` begins. `bpe` makes a tokenizer of the kind that real models have, with a chat template;
+`save` writes a model folder of the kind that the Hugging Face hub gives.
 """
 
 import difflib
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from nrl.backends.base import Model
 from nrl.backends.models import build, load_tokenizer, save_model
 from nrl.errors import DataError, ModelError
 
-__all__ = ["ALPHABET", "CHATML", "bpe", "model", "save", "tokenizer"]
+__all__ = ["ALPHABET", "CHATML", "bpe", "model", "save", "sums", "tokenizer"]
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 """The characters that `tokenizer` knows: the newline and printable ASCII.
@@ -147,6 +148,22 @@ def bpe(texts: Iterable[str], vocab_size: int = 2048) -> Any:
         chat_template=CHATML,
         clean_up_tokenization_spaces=False,
     )
+
+
+def sums(n: int, seed: int = 0) -> Any:
+    """A stream of batches of ``n`` sums with their right answers, for supervised steps of `model`.
+
+    So that reinforcement learning has a reward to start from, as that of a real model has been trained to.
+
+    >>> batch = sums(4).take(1)[0]
+    >>> len(batch), bool(batch["loss_mask"].any(-1).all())
+    (4, True)
+    """
+    from nrl import data, stream
+
+    characters = _characters()
+    collate = partial(data.supervised, tokenizer=characters)
+    return stream.batched(data.tasks("arithmetic", seed=seed), n, collate=collate)
 
 
 def save(model: Model, folder: str | Path) -> None:

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "checkpoint",
         "data",
         "episodes",
+        "fitting",
         "folder",
         "plain",
         "report",

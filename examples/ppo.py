@@ -1,0 +1,83 @@
+"""PPO: `python examples/ppo.py` teaches a tiny model to add, with a critic; `model=<folder> data=<file>` a real one."""
+
+from typing import Any, Literal
+
+import attrs
+
+import nrl
+from nrl import config, data, tiny
+from nrl.algos import clip, explained_variance, gae, policy_loss, sft_loss, token_rewards, value_loss, whiten
+from nrl.backends import Model, Optimizer, Sampling, adamw, fsdp, hf
+from nrl.checkpoint import Checkpoints
+from nrl.envs import number, single_turn
+
+
+@attrs.frozen
+class Config:
+    model: str | None = None  # a folder or a hub name; none: the tiny model
+    critic: str | None = None  # a folder or a hub name, such as a reward model's; none: the policy's, with another head
+    data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
+    adapter: str | None = None  # from the rows of a well-known dataset
+    chat: bool = True  # false: prompts that are texts stay texts, as base models need them
+    steps: int = 150
+    seed: int = 0
+    out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
+    checkpoints: Checkpoints = Checkpoints()
+    sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
+    cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    dp: int = 1  # shards that the trainers split a batch into
+    samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainers'
+    prompts: int = 256  # a step, each of which is answered once
+    updates: int = 2  # optimizer steps a batch, each on a part of it
+    clip: float = 0.2
+    value_clip: float = 0.2
+    gamma: float = 1.0
+    lam: float = 0.95
+    max_tokens: int = 16_384  # of a micro-batch
+    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4))
+    critic_optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-5 if cfg.model else 2e-3))
+    sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
+    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40)  # supervised steps of the tiny model
+
+
+def main(cfg: Config) -> None:
+    """The whole of PPO."""
+    with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        slots = cluster.reserve(cfg.dp + cfg.samplers)
+        mesh = slots[: cfg.dp].mesh(name="trainer")
+        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
+        judge = attrs.evolve(model, source=cfg.critic or model.source, head="value")
+        actor = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
+        critic = fsdp.trainer(mesh, judge, cfg.critic_optimizer, max_tokens=cfg.max_tokens)
+        sampler = hf.sampler(slots[cfg.dp :] or slots, model, cfg.sampling)
+        act, value = actor.train_step(policy_loss(clip(cfg.clip))), critic.train_step(value_loss(cfg.value_clip))
+        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
+        stream = nrl.batched(nrl.rollouts(sampler, single_turn(number), tasks, n=1, seed=cfg.seed), cfg.prompts)
+        policy: Any = actor
+        values: Any = critic
+        if cfg.warmup:  # so that there is a reward to start from
+            warm = fsdp.trainer(mesh, model, adamw(lr=1e-3))
+            start = nrl.fit(run, "warmup", warm, sft_loss, tiny.sums(128, seed=cfg.seed + 1), cfg.warmup).params
+            policy, values = actor.init(start), critic.init(start)
+        state, values, stream = run.restore(policy=policy, critic=values, stream=stream)
+        nrl.publish(state.params, sampler)
+        for i, batch in run.steps(stream):
+            batch = nrl.assign(token_rewards(batch), old_logprobs=batch["rollout_logprobs"])
+            batch = nrl.assign(batch, values=critic.values(values.params, batch))
+            mask = batch["loss_mask"]
+            found, returns = gae(batch["token_rewards"], batch["values"], mask, gamma=cfg.gamma, lam=cfg.lam)
+            batch = nrl.assign(batch, advantages=whiten(found, mask), returns=returns)
+            metrics = nrl.summary(batch) | {"explained_variance": explained_variance(batch)}
+            for part in nrl.minibatches(batch, cfg.updates, seed=cfg.seed + i):
+                state, acted = act(state, part)
+                values, valued = value(values, part)
+                metrics = nrl.merge(metrics, acted.result() | nrl.prefixed("critic/", valued.result()))
+            nrl.publish(state.params, sampler)
+            run.log(i, metrics, samples=nrl.samples(batch, sampler.tokenizer))
+            run.save(i, policy=state, critic=values, stream=stream)
+        actor.export(state.params, run.out / "model")
+
+
+if __name__ == "__main__":
+    nrl.retrying(main)(config.load(Config))
