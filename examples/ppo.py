@@ -1,13 +1,13 @@
 """PPO: `python examples/ppo.py` teaches a tiny model to add, with a critic; `model=<folder> data=<file>` a real one."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 
 import nrl
 from nrl import config, data, tiny
 from nrl.algos import clip, explained_variance, gae, policy_loss, sft_loss, token_rewards, value_loss, whiten
-from nrl.backends import Model, Optimizer, Sampling, adamw, fsdp, hf
+from nrl.backends import Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, hf
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
 
@@ -54,13 +54,13 @@ def main(cfg: Config) -> None:
         act, value = actor.train_step(policy_loss(clip(cfg.clip))), critic.train_step(value_loss(cfg.value_clip))
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         stream = nrl.batched(nrl.rollouts(sampler, single_turn(number), tasks, n=1, seed=cfg.seed), cfg.prompts)
-        policy: Any = actor
-        values: Any = critic
+        policy: Trainer | TrainState = actor
+        valuer: Trainer | TrainState = critic
         if cfg.warmup:  # so that there is a reward to start from
             warm = fsdp.trainer(mesh, model, adamw(lr=1e-3))
             start = nrl.fit(run, "warmup", warm, sft_loss, tiny.sums(128, seed=cfg.seed + 1), cfg.warmup).params
-            policy, values = actor.init(start), critic.init(start)
-        state, values, stream = run.restore(policy=policy, critic=values, stream=stream)
+            policy, valuer = actor.init(start), critic.init(start)
+        state, values, stream = run.restore(policy=policy, critic=valuer, stream=stream)
         nrl.publish(state.params, sampler)
         for i, batch in run.steps(stream):
             batch = nrl.assign(token_rewards(batch), old_logprobs=batch["rollout_logprobs"])

@@ -408,3 +408,49 @@ def test_a_pair_that_cannot_be_used(row: Any, match: str) -> None:
 def test_preferences_needs_rows() -> None:
     with pytest.raises(DataError, match="preferences: there are no rows; give at least one"):
         data.preferences([], CHARS)
+
+
+def test_labelled_rows() -> None:
+    rows = [
+        {"prompt": "1+1=", "response": "2", "label": True},
+        {"prompt": "1+1=", "response": "11", "label": False},
+        {"prompt": "2+2=", "response": "22", "label": False},
+    ]
+    batch = data.labelled(rows, CHARS)
+    expected = data.supervised(rows, CHARS)
+    assert batch["desirable"].tolist() == [True, False, False]
+    for name in expected.keys():
+        assert torch.equal(batch[name], expected[name])
+
+
+def test_pairs_as_labelled_rows() -> None:
+    """The chosen ones, and then the rejected ones; texts or conversations."""
+    texts = [{"prompt": "a", "chosen": "b", "rejected": "cc"}, {"prompt": "dd", "chosen": "eee", "rejected": "f"}]
+    batch = data.labelled(texts, CHARS)
+    pairs = data.preferences(texts, CHARS)
+    assert batch.batch_size == torch.Size([4])
+    assert batch["desirable"].tolist() == [True, True, False, False]
+    for name in pairs.keys():
+        assert torch.equal(batch[name], torch.cat([pairs[name][:, 0], pairs[name][:, 1]]))
+    template = tokenizer("chatml")
+    talks = [{"chosen": [HELLO, HI], "rejected": [HELLO, BYE]}]
+    assert torch.equal(data.labelled(talks, template)["input_ids"], data.preferences(talks, template)["input_ids"][0])
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({"prompt": "a", "response": "b"}, "labelled: row 1 has no 'label'; it has prompt, response"),
+        ({"prompt": "a", "response": "b", "label": 1}, "labelled: row 1 has the label 1; it is true of a good"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "labelled: row 1 has no 'label'; it has prompt, chosen"),
+        ({"prompt": "a", "label": True}, "supervised: row 1 has no 'response'"),
+    ],
+)
+def test_a_labelled_row_that_cannot_be_used(row: Any, match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        data.labelled([{"prompt": "a", "response": "b", "label": False}, row], CHARS)
+
+
+def test_labelled_needs_rows() -> None:
+    with pytest.raises(DataError, match="there are no rows; give at least one"):
+        data.labelled([], CHARS)

@@ -1,11 +1,12 @@
 """Data: rows of files as endless streams of tasks, and their rendering into tokens.
 
 A row is a mapping. What its ``"prompt"`` is, is decided here, once: chat messages, plain text or token ids. `render`
-turns any of the three into token ids; `supervised` and `preferences` turn rows that have responses into batches.
+turns any of the three into token ids; `supervised`, `preferences` and `labelled` turn rows that have responses into
+batches.
 """
 
 from nrl.data.adapters import ADAPTERS, Adapter, gsm8k, helpsteer3, openmathinstruct2, squad, turns, ultrafeedback
-from nrl.data.collating import preferences, supervised
+from nrl.data.collating import labelled, preferences, supervised
 from nrl.data.mixtures import mixture
 from nrl.data.prompts import PROMPT_KEYS, rows
 from nrl.data.readers import read_csv, read_jsonl, read_parquet
@@ -19,6 +20,7 @@ __all__ = [
     "Tasks",
     "gsm8k",
     "helpsteer3",
+    "labelled",
     "mixture",
     "openmathinstruct2",
     "preferences",

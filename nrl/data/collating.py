@@ -1,7 +1,7 @@
-"""Rows into batches to train on: `supervised` rows, and `preferences`."""
+"""Rows into batches to train on: `supervised` rows, `preferences`, and `labelled` ones."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from nrl.data.rendering import answered
 from nrl.envs.base import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
 
-__all__ = ["preferences", "shared", "sides", "supervised"]
+__all__ = ["labelled", "preferences", "shared", "sides", "supervised"]
 
 
 def supervised(
@@ -114,6 +114,47 @@ def preferences(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None 
     pairs = len(encoded) // 2
     columns = {name: column.unflatten(0, (pairs, 2)) for name, column in _padded(encoded).items()}
     return assign(Batch({}, batch_size=[pairs, 2]), **columns)
+
+
+def labelled(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None = None) -> Batch:
+    """A batch of answers that are good or bad, each by itself: what `nrl.algos.kto_loss` works on.
+
+    A row has a response and a ``label``, true where that is good; or it is a pair as in `preferences`, whose chosen and
+    rejected responses become two rows. All chosen ones come first, so that neighbours have different prompts, which
+    `nrl.algos.mismatched` wants.
+
+    Args:
+        rows: as `supervised` takes them, with ``label``; or as `preferences` takes them.
+        tokenizer: a transformers tokenizer.
+        max_tokens: the most that a row may have; None: no bound.
+
+    Returns:
+        The columns of `supervised`, and ``desirable`` ``[B]`` bool.
+
+    Raises:
+        DataError: as they do; or some rows are labelled and others are pairs, or a label is neither true nor false.
+        ModelError: as `supervised` does.
+
+    >>> from nrl import tiny
+    >>> batch = labelled([{"prompt": "1+1=", "response": "3", "label": False}], tiny.tokenizer())
+    >>> batch["desirable"].tolist()
+    [False]
+    >>> labelled([{"prompt": "1+1=", "chosen": "2", "rejected": "11"}], tiny.tokenizer())["desirable"].tolist()
+    [True, False]
+    """
+    given = list(rows)
+    if not any("label" in row for row in given):
+        pairs = preferences(given, tokenizer, max_tokens=max_tokens)
+        good = torch.arange(2 * len(pairs)) < len(pairs)
+        return assign(cast(Batch, pairs.transpose(0, 1).reshape(-1)), desirable=good)
+    for number, row in enumerate(given):
+        if not isinstance(row.get("label"), bool):
+            found = f"the label {row['label']!r}" if "label" in row else f"no 'label'; it has {fields(row)}"
+            raise DataError(
+                f"labelled: row {number} has {found}; it is true of a good response, and false of a bad one"
+            )
+    batch = supervised(given, tokenizer, max_tokens=max_tokens)
+    return assign(batch, desirable=torch.tensor([row["label"] for row in given]))
 
 
 def sides(row: Task, place: str) -> tuple[Prompt, str | Sequence[Message], str | Sequence[Message]]:

@@ -1,0 +1,85 @@
+"""On-policy distillation: `python examples/distill.py`, or with real models, `model=<folder> teacher=<folder>`."""
+
+from typing import Literal
+
+import attrs
+
+import nrl
+from nrl import config, data, tiny
+from nrl.algos import (
+    advantages,
+    distillation_loss,
+    on_policy_distillation,
+    on_policy_ratio,
+    policy_loss,
+    reinforce,
+    reverse_kl,
+    sft_loss,
+)
+from nrl.backends import Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, hf
+from nrl.checkpoint import Checkpoints
+from nrl.envs import number, single_turn
+
+
+@attrs.frozen
+class Config:
+    model: str | None = None  # the student, a folder or a hub name; none: the tiny model
+    teacher: str | None = None  # a folder or a hub name, with the student's tokenizer; none: a larger tiny model
+    data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
+    adapter: str | None = None  # from the rows of a well-known dataset
+    chat: bool = True  # false: prompts that are texts stay texts, as base models need them
+    steps: int = 150
+    seed: int = 0
+    out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
+    checkpoints: Checkpoints = Checkpoints()
+    sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
+    cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    dp: int = 1  # shards that the trainer splits a batch into
+    samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainer's
+    prompts: int = 128  # a step, each of which the student answers once
+    top_k: int = 16  # tokens of the teacher's distribution at each place; 0: only of the one that was sampled
+    max_tokens: int = 16_384  # of a micro-batch
+    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 1e-3))
+    sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
+    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40)  # supervised steps of the tiny student
+    teaching: int = config.derived(lambda cfg: 0 if cfg.teacher else 200)  # supervised steps of its teacher
+
+
+def main(cfg: Config) -> None:
+    """The whole of it."""
+    with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        slots = cluster.reserve(cfg.dp + cfg.samplers)
+        mesh = slots[: cfg.dp].mesh(name="trainer")
+        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
+        larger = Model(cfg.teacher, dtype=cfg.dtype) if cfg.teacher else tiny.model(num_hidden_layers=4)
+        trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
+        teacher = fsdp.trainer(mesh, larger, adamw(lr=1e-3), max_tokens=cfg.max_tokens)
+        sampler = hf.sampler(slots[cfg.dp :] or slots, model, cfg.sampling)
+        loss = distillation_loss(reverse_kl) if cfg.top_k else policy_loss(reinforce, ratio=on_policy_ratio)
+        step = trainer.train_step(loss)
+        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
+        stream = nrl.batched(nrl.rollouts(sampler, single_turn(number), tasks, n=1, seed=cfg.seed), cfg.prompts)
+        rows = tiny.sums(128, seed=cfg.seed + 1)
+        policy: Trainer | TrainState = trainer
+        expert = nrl.fit(run, "teaching", teacher, sft_loss, rows, cfg.teaching).params if cfg.teaching else None
+        expert = expert or teacher.load()
+        if cfg.warmup:
+            policy = trainer.init(nrl.fit(run, "warmup", trainer, sft_loss, rows, cfg.warmup).params)
+        state, stream = run.restore(policy=policy, stream=stream)
+        nrl.publish(state.params, sampler)
+        for i, batch in run.steps(stream):
+            if cfg.top_k:
+                batch = nrl.assign(batch, **teacher.top_k(expert, batch, cfg.top_k))
+            else:
+                batch = nrl.assign(batch, teacher_logprobs=teacher.logprobs(expert, batch))
+                batch = advantages(batch, on_policy_distillation)
+            state, metrics = step(state, batch)
+            nrl.publish(state.params, sampler)
+            run.log(i, metrics, nrl.summary(batch), samples=nrl.samples(batch, sampler.tokenizer))
+            run.save(i, policy=state, stream=stream)
+        trainer.export(state.params, run.out / "model")
+
+
+if __name__ == "__main__":
+    nrl.retrying(main)(config.load(Config))

@@ -1,0 +1,76 @@
+"""KTO: `python examples/kto.py` learns from answers that are good or bad; `model=<folder> data=<file>`: real ones."""
+
+from functools import partial
+from typing import Literal
+
+import attrs
+
+import nrl
+from nrl import config, data, tiny
+from nrl.algos import kto_loss, mismatched, reference_point
+from nrl.backends import Model, Optimizer, Params, adamw, fsdp, load_tokenizer
+from nrl.batch import Batch
+from nrl.checkpoint import Checkpoints
+
+
+@attrs.frozen
+class Config:
+    model: str | None = None  # a folder or a hub name; none: the tiny model
+    data: str = "arithmetic"  # rows with "prompt", "response" and "label", or pairs, whose sides become two rows
+    held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/* is over
+    adapter: str | None = None  # from the rows of a well-known dataset
+    chat: bool = True  # false: prompts that are texts stay texts, as base models need them
+    steps: int = 100
+    seed: int = 0
+    out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
+    checkpoints: Checkpoints = Checkpoints()
+    sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
+    cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    dp: int = 1  # shards that the trainer splits a batch into
+    rows: int = 64  # a step, before pairs are taken apart
+    beta: float = 0.1
+    desirable: float = 1.0  # how much a good answer counts
+    undesirable: float = 1.0  # and a bad one
+    max_length: int = 1024  # of a row, in tokens; longer ones are left out and counted
+    max_tokens: int = 16_384  # of a micro-batch
+    evaluate_every: int = attrs.field(default=10, validator=attrs.validators.ge(1))  # steps
+    evaluate_rows: int = 256
+    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=5e-7 if cfg.model else 1e-3))
+
+
+def main(cfg: Config) -> None:
+    """The whole of KTO."""
+    with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
+        tokenizer = load_tokenizer(model)
+        trainer = fsdp.trainer(cluster.reserve(cfg.dp), model, cfg.optimizer, max_tokens=cfg.max_tokens)
+        loss = kto_loss(cfg.beta, cfg.desirable, cfg.undesirable)
+        step, reference = trainer.train_step(loss), trainer.load()
+
+        def referred(params: Params, batch: Batch) -> Batch:
+            """With the reference's opinion, and how far the policy is from it on answers to other prompts."""
+            others = mismatched(batch)
+            policy, ref = (trainer.logprobs(each, others).result() for each in (params, reference))
+            point = reference_point(policy, ref, others["loss_mask"]).expand(len(batch))
+            return nrl.assign(batch, ref_logprobs=trainer.logprobs(reference, batch), reference_point=point)
+
+        collate = partial(data.labelled, tokenizer=tokenizer)
+        tasks = partial(data.tasks, adapter=cfg.adapter, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
+        tasks = partial(tasks, collate=data.labelled)
+        stream = nrl.batched(tasks(cfg.data, seed=cfg.seed), cfg.rows, collate=collate)
+        held_out = tasks(cfg.held_out, seed=cfg.seed + 1).take(cfg.evaluate_rows) if cfg.held_out else None
+        state, stream = run.restore(policy=trainer, stream=stream)
+        for i, batch in run.steps(stream):
+            state, metrics = step(state, referred(state.params, batch))
+            evaluated = {}
+            if held_out is not None and (i % cfg.evaluate_every == 0 or i + 1 == cfg.steps):
+                measured = referred(state.params, collate(held_out))
+                evaluated = nrl.evaluate(loss, trainer, state.params, measured)
+            run.log(i, metrics, evaluated)
+            run.save(i, policy=state, stream=stream)
+        trainer.export(state.params, run.out / "model")
+
+
+if __name__ == "__main__":
+    nrl.retrying(main)(config.load(Config))

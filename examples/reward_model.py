@@ -1,0 +1,64 @@
+"""A reward model: `python examples/reward_model.py` learns which sums are right; `model=<folder> data=<file>`: real."""
+
+from functools import partial
+from typing import Literal
+
+import attrs
+
+import nrl
+from nrl import config, data, tiny
+from nrl.algos import bradley_terry_loss
+from nrl.backends import Model, Optimizer, adamw, fsdp, load_tokenizer
+from nrl.checkpoint import Checkpoints
+
+
+@attrs.frozen
+class Config:
+    model: str | None = None  # a folder or a hub name; none: the tiny model
+    data: str = "arithmetic"  # rows with "prompt", "chosen" and "rejected"
+    held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/* is over
+    adapter: str | None = None  # from the rows of a well-known dataset
+    chat: bool = True  # false: prompts that are texts stay texts, as base models need them
+    steps: int = 150
+    seed: int = 0
+    out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
+    checkpoints: Checkpoints = config.derived(lambda cfg: Checkpoints(best="eval/accuracy" if cfg.held_out else None))
+    sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
+    cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    dp: int = 1  # shards that the trainer splits a batch into
+    pairs: int = 64  # a step
+    centering: float = 0.01  # how strongly rewards are kept near 0
+    max_length: int = 1024  # of a row, in tokens; longer ones are left out and counted
+    max_tokens: int = 16_384  # of a micro-batch
+    evaluate_every: int = attrs.field(default=50, validator=attrs.validators.ge(1))  # steps
+    evaluate_pairs: int = 256
+    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-5 if cfg.model else 2e-3))
+
+
+def main(cfg: Config) -> None:
+    """The whole of it: the loop of any loss on pairs."""
+    with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        model = Model(cfg.model, head="reward", dtype=cfg.dtype) if cfg.model else tiny.model(head="reward")
+        tokenizer = load_tokenizer(model)
+        trainer = fsdp.trainer(cluster.reserve(cfg.dp), model, cfg.optimizer, max_tokens=cfg.max_tokens)
+        loss = bradley_terry_loss(cfg.centering)
+        step = trainer.train_step(loss)
+        collate = partial(data.preferences, tokenizer=tokenizer)
+        tasks = partial(data.tasks, adapter=cfg.adapter, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
+        tasks = partial(tasks, collate=data.preferences)
+        stream = nrl.batched(tasks(cfg.data, seed=cfg.seed), cfg.pairs, collate=collate)
+        held_out = tasks(cfg.held_out, seed=cfg.seed + 1).take(cfg.evaluate_pairs) if cfg.held_out else None
+        state, stream = run.restore(reward=trainer, stream=stream)
+        for i, batch in run.steps(stream):
+            state, metrics = step(state, batch)
+            evaluated = {}
+            if held_out is not None and ((i + 1) % cfg.evaluate_every == 0 or i + 1 == cfg.steps):
+                evaluated = nrl.evaluate(loss, trainer, state.params, collate(held_out))
+            run.log(i, metrics, evaluated)
+            run.save(i, reward=state, stream=stream)
+        trainer.export(state.params, run.out / "model")
+
+
+if __name__ == "__main__":
+    nrl.retrying(main)(config.load(Config))
