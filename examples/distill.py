@@ -79,6 +79,8 @@ def main(cfg: Config) -> None:
             run.log(i, metrics, nrl.summary(batch), samples=nrl.samples(batch, sampler.tokenizer))
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")
+        if cfg.teaching:
+            teacher.export(expert, run.out / "teacher")
 
 
 if __name__ == "__main__":

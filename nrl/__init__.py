@@ -16,6 +16,7 @@ from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibat
 from nrl.columns import COLUMNS
 from nrl.episodes import rollout, rollouts, run_episode
 from nrl.fitting import fit
+from nrl.judges import scored_by
 from nrl.pack import pack, packed, unpack
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed
 from nrl.retries import retrying
@@ -82,6 +83,7 @@ __all__ = [
     "run",
     "run_episode",
     "samples",
+    "scored_by",
     "shard",
     "shard_map",
     "summary",

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "episodes",
         "fitting",
         "folder",
+        "judges",
         "plain",
         "report",
         "retries",

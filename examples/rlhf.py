@@ -1,0 +1,99 @@
+"""RLHF: `python examples/rlhf.py` learns a reward from pairs, and to earn it; `model=<folder> reward=<folder>`: real.
+
+The reward model of a run with a real model is what `examples/reward_model.py` has exported.
+"""
+
+from functools import partial
+from typing import Literal
+
+import attrs
+
+import nrl
+from nrl import config, data, tiny
+from nrl.algos import (
+    advantages,
+    bradley_terry_loss,
+    from_rewards,
+    k1,
+    kl,
+    leave_one_out,
+    penalized_rewards,
+    reinforce_loss,
+    sft_loss,
+)
+from nrl.backends import Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, hf, load_tokenizer
+from nrl.checkpoint import Checkpoints
+from nrl.envs import Environment, Step, Task, number, single_turn
+
+
+@attrs.frozen
+class Config:
+    model: str | None = None  # a folder or a hub name; none: the tiny model
+    reward: str | None = None  # a folder or a hub name of a reward model; none: one that is trained here, on sums
+    data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages")
+    adapter: str | None = None  # from the rows of a well-known dataset
+    chat: bool = True  # false: prompts that are texts stay texts, as base models need them
+    steps: int = 100
+    seed: int = 0
+    out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
+    checkpoints: Checkpoints = Checkpoints()
+    sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
+    cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    dp: int = 1  # shards that the trainers split a batch into
+    samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainers'
+    prompts: int = 64  # a step
+    group_size: int = 4  # samples a prompt
+    kl: float = 0.05  # what a nat away from the reference costs
+    max_tokens: int = 16_384  # of a micro-batch
+    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4))
+    sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
+    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40)  # supervised steps of the tiny policy
+    judging: int = config.derived(lambda cfg: 0 if cfg.reward else 150)  # steps of the tiny reward model
+
+
+def main(cfg: Config) -> None:
+    """The whole of RLHF, by RLOO."""
+    with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        slots = cluster.reserve(cfg.dp + cfg.samplers)
+        mesh = slots[: cfg.dp].mesh(name="trainer")
+        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
+        judge = Model(cfg.reward, head="reward", dtype=cfg.dtype) if cfg.reward else tiny.model(head="reward")
+        trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
+        rewarder = fsdp.trainer(mesh, judge, adamw(lr=2e-3), max_tokens=cfg.max_tokens)
+        sampler = hf.sampler(slots[cfg.dp :] or slots, model, cfg.sampling)
+        step = trainer.train_step(reinforce_loss)
+        if cfg.judging:
+            collate = partial(data.preferences, tokenizer=load_tokenizer(judge))
+            pairs = nrl.batched(data.tasks("arithmetic", seed=cfg.seed + 1), 64, collate=collate)
+            verdicts = nrl.fit(run, "reward", rewarder, bradley_terry_loss(0.01), pairs, cfg.judging).params
+        else:
+            verdicts = rewarder.load()
+        verify = nrl.scored_by(verdicts, load_tokenizer(judge))
+
+        async def answer(task: Task, response: str) -> Step:
+            known = {"right": number(task, response)} if "answer" in task else {}  # which the policy is not told
+            return Step(task, await verify(task, response), info=known)
+
+        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
+        env = Environment(single_turn(verify).reset, answer)
+        stream = nrl.batched(nrl.rollouts(sampler, env, tasks, n=cfg.group_size, seed=cfg.seed), cfg.prompts)
+        policy: Trainer | TrainState = trainer
+        if cfg.warmup:
+            policy = trainer.init(nrl.fit(run, "warmup", trainer, sft_loss, tiny.sums(128), cfg.warmup).params)
+        reference = trainer.freeze(policy.params) if isinstance(policy, TrainState) else trainer.load()
+        state, stream = run.restore(policy=policy, stream=stream)
+        nrl.publish(state.params, sampler)
+        for i, batch in run.steps(stream):
+            measured = nrl.summary(batch)
+            batch = nrl.assign(batch, ref_logprobs=trainer.logprobs(reference, batch))
+            batch = advantages(penalized_rewards(batch, kl(k1, cfg.kl)), from_rewards(leave_one_out))
+            state, metrics = step(state, batch)
+            nrl.publish(state.params, sampler)
+            run.log(i, metrics, measured, samples=nrl.samples(batch, sampler.tokenizer))
+            run.save(i, policy=state, stream=stream)
+        trainer.export(state.params, run.out / "model")
+
+
+if __name__ == "__main__":
+    nrl.retrying(main)(config.load(Config))

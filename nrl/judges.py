@@ -1,0 +1,59 @@
+"""A model as a verifier: what answers are worth to a reward model."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from nrl.backends.base import Params
+from nrl.batch import Batch, concatenate
+from nrl.data import supervised
+from nrl.envs import Task
+
+__all__ = ["scored_by"]
+
+
+def scored_by(params: Params, tokenizer: Any) -> Callable[[Task, str], Awaitable[float]]:
+    """A verifier whose reward is what a reward model gives to the answer.
+
+    Answers that episodes have at the same moment are scored by one forward. The model reads prompt, answer and the
+    token that ends it, as it was trained to by `nrl.data.preferences`.
+
+    Args:
+        params: of a trainer for ``Model(..., head="reward")``, frozen or of a train state.
+        tokenizer: of that model; the policy may have another one.
+
+    Returns:
+        An ``async`` verifier, for `nrl.envs.single_turn`. A row that cannot be encoded, or is too long for the trainer,
+        is a failure of its own episode.
+
+    >>> import nrl
+    >>> from nrl import tiny
+    >>> from nrl.backends import adamw, fsdp
+    >>> with nrl.cluster("local") as cluster:
+    ...     judge = fsdp.trainer(cluster.reserve(1), tiny.model(head="reward"), adamw(lr=1e-3))
+    ...     verify = scored_by(judge.load(), tiny.tokenizer())
+    ...     asyncio.run(verify({"prompt": "1+1="}, "2"))  # a head that has not been trained says 0
+    0.0
+    """
+    waiting: list[tuple[Batch, asyncio.Future[float]]] = []
+
+    def score() -> None:
+        asked, waiting[:] = list(waiting), []
+        try:
+            rewards = params.trainer.rewards(params, concatenate([row for row, _ in asked])).result().tolist()
+        except Exception as error:
+            for _, answer in asked:
+                answer.set_exception(error)
+            return
+        for (_, answer), reward in zip(asked, rewards, strict=True):
+            answer.set_result(reward)
+
+    async def verify(task: Task, response: str) -> float:
+        row = supervised([{"prompt": task["prompt"], "response": response}], tokenizer)
+        loop = asyncio.get_running_loop()
+        if not waiting:
+            loop.call_soon(score)
+        waiting.append((row, loop.create_future()))
+        return await waiting[-1][1]
+
+    return verify

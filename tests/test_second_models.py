@@ -1,0 +1,149 @@
+"""The examples that need a second model: what they learn, what they resume, and what they measure."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import nrl
+from nrl import tiny
+from nrl.algos import (
+    advantages,
+    distillation_loss,
+    on_policy_distillation,
+    on_policy_ratio,
+    policy_loss,
+    reinforce,
+    reverse_kl,
+)
+from nrl.backends import Model, adamw, fsdp, hf
+from nrl.batch import Batch
+from nrl.checkpoint import Checkpoints
+from nrl.envs import number, single_turn
+from nrl.reduce import finalize
+from tests.test_examples import lines, load
+
+
+def mean(rows: list[dict[str, Any]], key: str) -> float:
+    return float(sum(row[key] for row in rows) / len(rows))
+
+
+def test_ppo_learns_and_its_critic_foresees(tmp_path: Path) -> None:
+    ppo = load("ppo")
+    ppo.main(ppo.Config(steps=60, out=str(tmp_path)))
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert mean(rows[:5], "reward") < 0.35
+    assert mean(rows[-5:], "reward") > 0.6
+    assert mean(rows[-10:], "critic/loss") < 0.75 * mean(rows[:10], "critic/loss")
+    assert mean(rows[:3], "explained_variance") < 0.1
+    assert mean(rows[-10:], "explained_variance") > 0.3
+    assert rows[0]["critic/value_clip_fraction"] == 0
+    assert {"critic/grad_norm", "grad_norm", "mismatch/kl"} <= rows[0].keys()
+
+
+def test_ppo_resumes_with_both_states(tmp_path: Path) -> None:
+    """Broken off after three steps, it does the others as if nothing had been."""
+    ppo = load("ppo")
+    small = {"warmup": 2, "prompts": 8, "checkpoints": Checkpoints(every=1)}
+    ppo.main(ppo.Config(steps=6, out=str(tmp_path / "whole"), **small))
+    ppo.main(ppo.Config(steps=3, out=str(tmp_path / "broken"), **small))
+    ppo.main(ppo.Config(steps=6, out=str(tmp_path / "broken"), **small))
+    whole, broken = (lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "broken"))
+    timed = {"tokens_per_second"}
+    for one, other in zip(whole, broken, strict=True):
+        assert one.keys() == other.keys()
+        for key in one.keys() - timed:
+            assert one[key] == other[key] or key.startswith("time/"), key
+    weights, resumed = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "broken"))
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+
+
+def test_a_reward_model_tells_right_from_wrong(tmp_path: Path) -> None:
+    example = load("reward_model")
+    example.main(example.Config(steps=60, evaluate_every=30, out=str(tmp_path)))
+    found = [row["eval/accuracy"] for row in lines(tmp_path / "metrics.jsonl") if "eval/accuracy" in row]
+    assert len(found) == 2
+    assert found[-1] > 0.6
+    model = Model(str(tmp_path / "model"), head="reward")
+    pairs = nrl.data.preferences(nrl.data.tasks("arithmetic", seed=9).take(64), tiny.tokenizer())
+    with nrl.cluster("local") as cluster:
+        trainer = fsdp.trainer(cluster.reserve(1), model, adamw(lr=1e-3))
+        rewards = trainer.rewards(trainer.load(), pairs).result()
+    assert float((rewards[:, 0] > rewards[:, 1]).float().mean()) > 0.6
+
+
+def test_reward_model_on_real_pairs(real_model: Path, tmp_path: Path) -> None:
+    example = load("reward_model")
+    pairs = str(Path(__file__).parent / "data" / "gsm8k_preferences.jsonl")
+    config = example.Config(model=str(real_model), data=pairs, held_out=pairs, steps=2, pairs=4, out=str(tmp_path))
+    example.main(config)
+    assert "eval/accuracy" in lines(tmp_path / "metrics.jsonl")[-1]
+
+
+def test_kto_tells_good_from_bad(tmp_path: Path) -> None:
+    example = load("kto")
+    example.main(example.Config(steps=40, rows=32, evaluate_rows=64, out=str(tmp_path)))
+    rows = [row for row in lines(tmp_path / "metrics.jsonl") if "eval/loss" in row]
+    assert rows[-1]["eval/loss"] < rows[0]["eval/loss"]
+    assert rows[-1]["eval/desirable_score"] > rows[-1]["eval/undesirable_score"] + 0.1
+    assert rows[-1]["reference_point"] > 0
+
+
+@pytest.mark.parametrize("top_k", [16, 0])
+def test_distillation_runs(tmp_path: Path, top_k: int) -> None:
+    example = load("distill")
+    example.main(example.Config(steps=3, teaching=3, warmup=3, prompts=8, top_k=top_k, out=str(tmp_path)))
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert len(rows) == 3
+    assert ("teacher_mass" in rows[0]) == bool(top_k)
+
+
+@pytest.mark.slow
+def test_distillation_brings_a_student_to_its_teacher(tmp_path: Path) -> None:
+    example = load("distill")
+    example.main(example.Config(out=str(tmp_path)))
+
+    def reward(folder: str) -> float:
+        """Of what it samples, on prompts of their own."""
+        with nrl.cluster("local") as cluster:
+            model = Model(str(tmp_path / folder))
+            sampler = hf.sampler(cluster.reserve(1), model, nrl.Sampling(max_new_tokens=4))
+            tasks = nrl.data.tasks("arithmetic", seed=11).take(512)
+            return finalize(nrl.summary(nrl.rollout(sampler, single_turn(number), tasks)))["reward"]
+
+    assert reward("teacher") > 0.6
+    assert reward("model") > reward("teacher") - 0.05
+    assert mean(lines(tmp_path / "metrics.jsonl")[:3], "reward") < reward("teacher") - 0.2
+
+
+@pytest.mark.parametrize("of_top_k", [True, False])
+def test_distillation_of_a_teacher_that_is_the_student_changes_nothing(of_top_k: bool) -> None:
+    """The gradient is 0: to rounding over top-k, exactly of the sampled tokens alone."""
+    with nrl.cluster("local") as cluster:
+        trainer = fsdp.trainer(cluster.reserve(1), tiny.model(), adamw(lr=1e-3))
+        state = trainer.init()
+        ids = torch.randint(4, 90, (6, 9), generator=torch.Generator().manual_seed(0))
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        batch = Batch({"input_ids": ids, "attention_mask": mask, "loss_mask": mask & (torch.arange(9) > 2)}, [6])
+        logprobs = trainer.logprobs(state.params, batch).result()
+        if of_top_k:
+            loss, columns = distillation_loss(reverse_kl), trainer.top_k(state.params, batch, 8)
+            batch = nrl.assign(batch, **columns)
+        else:
+            loss = policy_loss(reinforce, ratio=on_policy_ratio)
+            batch = nrl.assign(batch, teacher_logprobs=logprobs, rollout_logprobs=logprobs)
+            batch = advantages(batch, on_policy_distillation)
+        _, metrics = trainer.train_step(loss)(state, batch)
+        norm = finalize(metrics.result())["grad_norm"]
+    assert norm < 1e-5 if of_top_k else norm == 0
+
+
+def test_rlhf_runs(tmp_path: Path) -> None:
+    example = load("rlhf")
+    example.main(example.Config(steps=2, judging=2, warmup=2, prompts=4, group_size=2, out=str(tmp_path)))
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {"reward", "env/right"} <= row.keys()
+    assert row["invalid"] == 0
