@@ -1,18 +1,19 @@
 """A model as a verifier: what answers are worth to a reward model."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from nrl.backends.base import Params
 from nrl.batch import Batch, concatenate
 from nrl.data import supervised
 from nrl.envs import Task
+from nrl.errors import EnvError
 
 __all__ = ["scored_by"]
 
 
-def scored_by(params: Params, tokenizer: Any) -> Callable[[Task, str], Awaitable[float]]:
+def scored_by(params: Params, tokenizer: Any) -> Callable[[Task, str], Coroutine[Any, Any, float]]:
     """A verifier whose reward is what a reward model gives to the answer.
 
     Answers that episodes have at the same moment are scored by one forward. The model reads prompt, answer and the
@@ -23,8 +24,11 @@ def scored_by(params: Params, tokenizer: Any) -> Callable[[Task, str], Awaitable
         tokenizer: of that model; the policy may have another one.
 
     Returns:
-        An ``async`` verifier, for `nrl.envs.single_turn`. A row that cannot be encoded, or is too long for the trainer,
-        is a failure of its own episode.
+        An ``async`` verifier, for `nrl.envs.single_turn`. It raises what the trainer does, as where a row is longer
+        than its micro-batches, for all answers that were scored together.
+
+    Raises:
+        EnvError: (when called) the task has no ``"prompt"``.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -49,6 +53,8 @@ def scored_by(params: Params, tokenizer: Any) -> Callable[[Task, str], Awaitable
             answer.set_result(reward)
 
     async def verify(task: Task, response: str) -> float:
+        if "prompt" not in task:
+            raise EnvError(f"scored_by: the task has no 'prompt', only {', '.join(map(repr, task)) or 'nothing'}")
         row = supervised([{"prompt": task["prompt"], "response": response}], tokenizer)
         loop = asyncio.get_running_loop()
         if not waiting:
