@@ -245,6 +245,18 @@ def test_dpo_on_64_real_pairs(real_model: Path, tmp_path: Path) -> None:
     assert metrics[-1]["eval/accuracy"] > 0.9
 
 
+@pytest.mark.parametrize(("name", "size"), [("reward_model", "pairs"), ("kto", "rows")])
+def test_on_real_pairs(name: str, size: str, real_model: Path, tmp_path: Path) -> None:
+    """It begins at a guess, since the model knows nothing, and learns these pairs by heart."""
+    example = load(name)
+    pairs = str(ROOT / "tests" / "data" / "gsm8k_preferences.jsonl")
+    config = {"steps": 8, size: 16, f"evaluate_{size}": 16, "evaluate_every": 100, "optimizer": adamw(lr=1e-3)}
+    example.main(example.Config(model=str(real_model), data=pairs, held_out=pairs, out=str(tmp_path), **config))
+    metrics = lines(tmp_path / "metrics.jsonl")
+    assert metrics[0]["loss"] == pytest.approx(math.log(2) if name == "reward_model" else 0.5, abs=1e-5)
+    assert metrics[-1]["eval/loss"] < metrics[0]["loss"] - 0.02
+
+
 @pytest.mark.timeout(600)
 def test_grpo_learns_to_add(tmp_path: Path) -> None:
     done = subprocess.run(

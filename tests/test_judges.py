@@ -63,7 +63,7 @@ def test_a_row_that_cannot_be_scored_fails_alone(judged: tuple[Any, TrainState])
 
     async def both() -> list[Any]:
         asked = [verify({"prompt": "1+1="}, "2"), verify({"question": "1+1="}, "2"), verify({"prompt": "1+2="}, "3")]
-        return await asyncio.gather(*asked, return_exceptions=True)
+        return list(await asyncio.gather(*asked, return_exceptions=True))
 
     first, failed, last = asyncio.run(both())
     assert isinstance(failed, nrl.errors.EnvError)

@@ -75,21 +75,12 @@ def test_a_reward_model_tells_right_from_wrong(tmp_path: Path) -> None:
     assert float((rewards[:, 0] > rewards[:, 1]).float().mean()) > 0.6
 
 
-def test_reward_model_on_real_pairs(real_model: Path, tmp_path: Path) -> None:
-    example = load("reward_model")
-    pairs = str(Path(__file__).parent / "data" / "gsm8k_preferences.jsonl")
-    config = example.Config(model=str(real_model), data=pairs, held_out=pairs, steps=2, pairs=4, out=str(tmp_path))
-    example.main(config)
-    assert "eval/accuracy" in lines(tmp_path / "metrics.jsonl")[-1]
-
-
 def test_kto_tells_good_from_bad(tmp_path: Path) -> None:
     example = load("kto")
     example.main(example.Config(steps=40, rows=32, evaluate_rows=64, out=str(tmp_path)))
     rows = [row for row in lines(tmp_path / "metrics.jsonl") if "eval/loss" in row]
     assert rows[-1]["eval/loss"] < rows[0]["eval/loss"]
     assert rows[-1]["eval/desirable_score"] > rows[-1]["eval/undesirable_score"] + 0.1
-    assert rows[-1]["reference_point"] > 0
 
 
 @pytest.mark.parametrize("top_k", [16, 0])
