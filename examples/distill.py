@@ -16,9 +16,11 @@ from nrl.algos import (
     reverse_kl,
     sft_loss,
 )
-from nrl.backends import Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, hf
+from nrl.backends import Model, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw, fsdp, hf
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
+
+EMBEDDED = adamw(lr=1e-3, schedule=Schedule("linear", steps=150, floor=0.1))
 
 
 @attrs.frozen
@@ -40,7 +42,7 @@ class Config:
     prompts: int = 128  # a step, each of which the student answers once
     top_k: int = 16  # tokens of the teacher's distribution at each place; 0: only of the one that was sampled
     max_tokens: int = 16_384  # of a micro-batch
-    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 1e-3))
+    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6) if cfg.model else EMBEDDED)
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
     warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40)  # supervised steps of the tiny student
     teaching: int = config.derived(lambda cfg: 0 if cfg.teacher else 200)  # supervised steps of its teacher

@@ -34,7 +34,7 @@ from nrl.runtime import (
     shard_map,
 )
 from nrl.stream import ahead, batched, drop_uniform, filtered, fresh
-from nrl.summaries import samples, summary
+from nrl.summaries import per_source, samples, summary
 
 __all__ = [
     "COLUMNS",
@@ -71,6 +71,7 @@ __all__ = [
     "pack",
     "packed",
     "pad",
+    "per_source",
     "prefixed",
     "process",
     "publish",

@@ -2,7 +2,7 @@
 
 import codecs
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from nrl.batch import Batch, require
-from nrl.reduce import Max, Mean, Metrics, Sum
+from nrl.errors import BatchError
+from nrl.reduce import Max, Mean, Metrics, Sum, prefixed
 
-__all__ = ["samples", "summary"]
+__all__ = ["per_source", "samples", "summary"]
 
 _BINS = 20
 # The characters that byte-level tokenizers write bytes as: printable ones as they are, the others from 256 on.
@@ -65,6 +66,39 @@ def summary(batch: Batch) -> Metrics:
             known = torch.isfinite(value) & valid
             metrics[str(key)] = Mean(torch.where(known, value, 0.0).sum(), known.sum().float())
     return metrics
+
+
+def per_source(batch: Batch, names: Sequence[str], measure: Callable[[Batch], Metrics] = summary) -> Metrics:
+    """Metrics of each source's rows by themselves, under ``<name>/``; of a source without rows, none.
+
+    Args:
+        batch: has ``source``, as where tasks come from `nrl.data.mixture`.
+        names: of the sources, by their number.
+        measure: what is measured.
+
+    Raises:
+        MissingColumn: the batch lacks ``source``, or what ``measure`` reads.
+        BatchError: a row is of a source that has no name.
+
+    >>> from nrl.reduce import finalize
+    >>> mask = torch.tensor([[True], [True]])
+    >>> columns = {"rewards": torch.tensor([0.0, 1.0]), "loss_mask": mask, "source": torch.tensor([1, 0])}
+    >>> found = finalize(per_source(Batch(columns, batch_size=[2]), ["sums", "words"]))
+    >>> found["sums/reward"], found["words/reward"]
+    (1.0, 0.0)
+    """
+    require(batch, "source", reader="per_source")
+    source = batch["source"]
+    if len(source) and not 0 <= int(source.min()) <= int(source.max()) < len(names):
+        raise BatchError(
+            f"per_source: there are rows of source {int(source.max())}, and {len(names)} names; give a name for each "
+            "source, as the names of a mixture"
+        )
+    found: Metrics = {}
+    for number, name in enumerate(names):
+        if bool((source == number).any()):
+            found |= prefixed(f"{name}/", measure(batch[source == number]))
+    return found
 
 
 def samples(batch: Batch, tokenizer: Any, n: int = 2) -> dict[str, Any]:

@@ -138,3 +138,28 @@ def test_rlhf_runs(tmp_path: Path) -> None:
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert {"reward", "env/right"} <= row.keys()
     assert row["invalid"] == 0
+
+
+def test_dapo_keeps_only_groups_that_teach(tmp_path: Path) -> None:
+    example = load("dapo")
+    example.main(example.Config(steps=3, warmup=20, prompts=4, out=str(tmp_path)))
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert len(rows) == 3
+    assert sum(row["dropped"] for row in rows) > 0
+    for line in lines(tmp_path / "rollouts.jsonl"):
+        assert len({row["reward"] for row in line["rows"][:2]}) == 2  # of one group
+
+
+def test_async_grpo_is_two_versions_behind_and_corrects_for_it(tmp_path: Path) -> None:
+    example = load("async_grpo")
+    example.main(example.Config(steps=4, warmup=20, prompts=8, group_size=4, out=str(tmp_path)))
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert [row["lag"] for row in rows] == [0, 1, 2, 2]
+    assert rows[0]["mismatch/max_abs"] < 1e-4 < rows[2]["mismatch/max_abs"]
+
+
+def test_multi_task_measures_each_task(tmp_path: Path) -> None:
+    example = load("multi_task")
+    example.main(example.Config(steps=3, warmup=3, prompts=4, group_size=4, share=0.25, out=str(tmp_path)))
+    for row in lines(tmp_path / "metrics.jsonl"):
+        assert row["reward"] == pytest.approx(0.25 * row["numbers/reward"] + 0.75 * row["texts/reward"], abs=1e-6)

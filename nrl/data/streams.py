@@ -15,7 +15,7 @@ from nrl.data.checks import shown
 from nrl.data.prompts import adapted
 from nrl.data.readers import exists, read
 from nrl.data.rendering import render
-from nrl.envs import arithmetic
+from nrl.envs import arithmetic, reversal
 from nrl.envs.base import Task
 from nrl.errors import DataError
 from nrl.stream import counting
@@ -24,7 +24,7 @@ __all__ = ["Tasks", "check_seed", "tasks"]
 
 _QUIET = 5.0  # seconds of reading between two lines about it
 
-_GENERATED: dict[str, Callable[[int, int], Task]] = {"arithmetic": arithmetic.task}
+_GENERATED: dict[str, Callable[[int, int], Task]] = {"arithmetic": arithmetic.task, "reversal": reversal.task}
 
 
 class Tasks(NamedTuple):
@@ -69,8 +69,8 @@ def tasks(
 
     Args:
         source: a file (JSON Lines, Parquet, CSV), a folder, a dataset of the Hugging Face hub such as
-            ``"openai/gsm8k/main:train"``, mappings, or ``"arithmetic"``, the generated sums of
-            `nrl.envs.arithmetic`, whose prompts stay plain text.
+            ``"openai/gsm8k/main:train"``, mappings, or ``"arithmetic"`` or ``"reversal"``, the generated tasks of
+            `nrl.envs.arithmetic` and `nrl.envs.reversal`, whose prompts stay plain text.
         seed: of the order; of the sums themselves, where they are generated.
         adapter: see `rows`.
         template: see `rows`.

@@ -7,7 +7,7 @@
 1.0
 """
 
-from nrl.envs.base import Env, Environment, Message, Prompt, Step, Task, Verifier, single_turn
+from nrl.envs.base import Env, Environment, Message, Prompt, Step, Task, Verifier, by_source, single_turn
 from nrl.envs.verifiers import exact, number
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Step",
     "Task",
     "Verifier",
+    "by_source",
     "exact",
     "number",
     "single_turn",

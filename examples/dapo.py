@@ -1,0 +1,74 @@
+"""DAPO: `python examples/dapo.py` samples until each group can teach something; `model=<folder> data=<file>`: real."""
+
+from typing import Literal
+
+import attrs
+
+import nrl
+from nrl import config, data, tiny
+from nrl.algos import advantages, dapo_loss, overlong_penalty, sft_loss
+from nrl.backends import Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, hf
+from nrl.checkpoint import Checkpoints
+from nrl.envs import number, single_turn
+
+
+@attrs.frozen
+class Config:
+    model: str | None = None  # a folder or a hub name; none: the tiny model
+    data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
+    adapter: str | None = None  # from the rows of a well-known dataset
+    chat: bool = True  # false: prompts that are texts stay texts, as base models need them
+    steps: int = 100
+    seed: int = 0
+    out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
+    checkpoints: Checkpoints = Checkpoints()
+    sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
+    cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    dp: int = 1  # shards that the trainer splits a batch into
+    samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainer's
+    prompts: int = 16  # a step, with differing rewards each
+    group_size: int = 8  # samples a prompt
+    patience: int = 32  # draws in a row that may teach nothing
+    updates: int = 2  # optimizer steps a batch, each on a part of it
+    max_tokens: int = 16_384  # of a micro-batch
+    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4))
+    sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
+    buffer: int = config.derived(lambda cfg: cfg.sampling.max_new_tokens // 4)  # tokens before the limit, penalised
+    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40)  # supervised steps of the tiny model
+
+
+def main(cfg: Config) -> None:
+    """The whole of DAPO."""
+    with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        slots = cluster.reserve(cfg.dp + cfg.samplers)
+        mesh = slots[: cfg.dp].mesh(name="trainer")
+        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
+        trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
+        sampler = hf.sampler(slots[cfg.dp :] or slots, model, cfg.sampling)
+        step = trainer.train_step(dapo_loss)
+        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
+        groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
+        stream = nrl.batched(nrl.drop_uniform(groups, cfg.patience), cfg.prompts)
+        policy: Trainer | TrainState = trainer
+        if cfg.warmup:  # so that there is a reward to start from
+            warm = fsdp.trainer(mesh, model, adamw(lr=1e-3))
+            rows = tiny.sums(128, seed=cfg.seed + 1)
+            policy = trainer.init(nrl.fit(run, "warmup", warm, sft_loss, rows, cfg.warmup).params)
+        state, stream = run.restore(policy=policy, stream=stream)
+        nrl.publish(state.params, sampler)
+        for i, batch in run.steps(stream):
+            metrics = nrl.summary(batch)
+            batch = overlong_penalty(cfg.sampling.max_new_tokens, cfg.buffer)(batch)
+            batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
+            for part in nrl.minibatches(batch, cfg.updates, seed=cfg.seed + i):
+                state, found = step(state, part)
+                metrics = nrl.merge(metrics, found.result())
+            nrl.publish(state.params, sampler)
+            run.log(i, metrics, samples=nrl.samples(batch, sampler.tokenizer))
+            run.save(i, policy=state, stream=stream)
+        trainer.export(state.params, run.out / "model")
+
+
+if __name__ == "__main__":
+    nrl.retrying(main)(config.load(Config))

@@ -1,0 +1,75 @@
+"""Two tasks at once: `python examples/multi_task.py` learns to add and to write backwards, measured each by itself."""
+
+from functools import partial
+from typing import Literal
+
+import attrs
+
+import nrl
+from nrl import config, data, tiny
+from nrl.algos import advantages, grpo_loss, sft_loss
+from nrl.backends import Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, hf
+from nrl.checkpoint import Checkpoints
+from nrl.envs import by_source, exact, number, single_turn
+
+
+@attrs.frozen
+class Config:
+    model: str | None = None  # a folder or a hub name; none: the tiny model
+    numbers: str = "arithmetic"  # a file or a dataset whose answers are numbers
+    texts: str = "reversal"  # a file or a dataset whose answers are compared as texts
+    share: float = 0.5  # of the tasks, that are of the first
+    chat: bool = True  # false: prompts that are texts stay texts, as base models need them
+    steps: int = 200
+    seed: int = 0
+    out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
+    checkpoints: Checkpoints = Checkpoints()
+    sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
+    cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    dp: int = 1  # shards that the trainer splits a batch into
+    samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainer's
+    prompts: int = 32  # a step
+    group_size: int = 8  # samples a prompt
+    max_tokens: int = 16_384  # of a micro-batch
+    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4))
+    sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 5))
+    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 60)  # supervised steps of the tiny model
+
+
+def main(cfg: Config) -> None:
+    """GRPO, over a mixture."""
+    with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        slots = cluster.reserve(cfg.dp + cfg.samplers)
+        mesh = slots[: cfg.dp].mesh(name="trainer")
+        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
+        trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
+        sampler = hf.sampler(slots[cfg.dp :] or slots, model, cfg.sampling)
+        step = trainer.train_step(grpo_loss)
+        read = partial(data.tasks, chat=cfg.chat)
+        parts = {"numbers": (cfg.numbers, cfg.share), "texts": (cfg.texts, 1 - cfg.share)}
+
+        def mixed(seed: int) -> data.Tasks:
+            return data.mixture({name: (read(source, seed=seed), share) for name, (source, share) in parts.items()})
+
+        env = by_source(single_turn(number), single_turn(exact))  # in the order of the mixture
+        stream = nrl.batched(nrl.rollouts(sampler, env, mixed(cfg.seed), n=cfg.group_size, seed=cfg.seed), cfg.prompts)
+        policy: Trainer | TrainState = trainer
+        if cfg.warmup:  # so that there is a reward to start from
+            warm = fsdp.trainer(mesh, model, adamw(lr=1e-3))
+            rows = nrl.batched(mixed(cfg.seed + 1), 128, collate=partial(data.supervised, tokenizer=sampler.tokenizer))
+            policy = trainer.init(nrl.fit(run, "warmup", warm, sft_loss, rows, cfg.warmup).params)
+        state, stream = run.restore(policy=policy, stream=stream)
+        nrl.publish(state.params, sampler)
+        for i, batch in run.steps(stream):
+            batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
+            state, metrics = step(state, batch)
+            nrl.publish(state.params, sampler)
+            each = nrl.per_source(batch, list(parts))
+            run.log(i, metrics, nrl.summary(batch), each, samples=nrl.samples(batch, sampler.tokenizer))
+            run.save(i, policy=state, stream=stream)
+        trainer.export(state.params, run.out / "model")
+
+
+if __name__ == "__main__":
+    nrl.retrying(main)(config.load(Config))
