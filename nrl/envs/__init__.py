@@ -8,17 +8,21 @@
 """
 
 from nrl.envs.base import Env, Environment, Message, Prompt, Step, Task, Verifier, single_turn
-from nrl.envs.verifiers import exact, number
+from nrl.envs.verifiers import Extractor, exact, extractor, extracts, final_number, number
 
 __all__ = [
     "Env",
     "Environment",
+    "Extractor",
     "Message",
     "Prompt",
     "Step",
     "Task",
     "Verifier",
     "exact",
+    "extractor",
+    "extracts",
+    "final_number",
     "number",
     "single_turn",
 ]
