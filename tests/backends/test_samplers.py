@@ -215,6 +215,30 @@ def test_weights_that_are_not_its_own_are_refused(it: Made) -> None:
         torch.testing.assert_close(found.logprobs, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("it", kinds("vllm"), indirect=True)
+def test_samples_of_a_prompt_share_its_prefill(it: Made) -> None:
+    """By vLLM's own counters: all but the first find its full blocks, of 128 tokens, read already."""
+    (seat,) = it.sampler._seats
+
+    def count(held: Any) -> None:
+        stats = importlib.import_module("vllm.v1.metrics.stats")
+        manager = held.replica._engine.engine_core.engine_core.scheduler.kv_cache_manager
+        manager.log_stats, manager.prefix_cache_stats = True, stats.PrefixCacheStats()
+
+    def counted(held: Any) -> tuple[int, int, int]:
+        manager = held.replica._engine.engine_core.engine_core.scheduler.kv_cache_manager
+        manager.log_stats, found = False, manager.prefix_cache_stats
+        return found.requests, found.queries, found.hits
+
+    nrl.publish(it.params(1), it.sampler)  # nothing has been read with these
+    seat._call("count", count, Out.each).then(list).result()
+    prompt = [(11 * place) % 60 + 5 for place in range(3 * 128 + 20)]
+    rows = it.sampler.generate([prompt] * 8, sampling=SHORT).result()
+    found = seat._call("counted", counted, Out.each).then(list).result()
+    assert set(found) == {(8, 8 * len(prompt), 7 * 3 * 128)}
+    assert len({tuple(row.token_ids.tolist()) for row in rows}) > 1
+
+
 # what takes on requests while it decodes others
 
 
