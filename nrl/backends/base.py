@@ -45,7 +45,7 @@ type Bucket = Mapping[str, Tensor]
 """Some weights, by their Hugging Face names."""
 
 type Inflight = Literal["wait", "keep", "abort"]
-"""What becomes of requests that are under way when new weights come; see `publish`."""
+"""What becomes of requests that are under way when new weights come; see `nrl.publish`."""
 
 
 @attrs.frozen(kw_only=False)
@@ -129,7 +129,8 @@ class Completion(NamedTuple):
         truncated: it was stopped by a length limit.
         version: the version of the weights that sampled it; the oldest, where they changed meanwhile.
         versions: ``[L]`` int64, of each token, where the sampler can be given weights while it decodes.
-        times: how often it was asked: more than once, where an engine died with it or its work was thrown away.
+        times: how often it was asked: more than once, where an engine died with it, its work was thrown away, or a
+            server was busy.
 
     >>> import torch
     >>> Completion(torch.tensor([7, 2]), torch.tensor([-0.5, -0.1]), truncated=False, version=1).version
@@ -177,7 +178,7 @@ class Sampler(Protocol):
         """Complete each prompt once; equal prompts share their prefill. A row's noise depends on its seed alone."""
         ...
 
-    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int) -> None:
+    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:
         """Replace the weights in place; `publish` calls it.
 
         Args:
@@ -185,6 +186,7 @@ class Sampler(Protocol):
                 sampler on a mesh passes them on to its processes, without a wait or a copy here. It can be iterated
                 again later, as long as the params are there; then it raises `ConsumedState`.
             version: stamped from now on on what is sampled.
+            inflight: what becomes of requests that are under way; see `nrl.publish`.
         """
         ...
 
@@ -197,10 +199,6 @@ class Streams(Protocol):
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling | None = None
     ) -> "list[futures.Future[Completion]]":
         """As `Sampler.generate`, with a future for each row; to cancel one is to have it forgotten."""
-        ...
-
-    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:
-        """As `Sampler.receive`; `publish` says what becomes of requests that are under way."""
         ...
 
 
@@ -436,10 +434,7 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
         raise ValueError(f"publish: inflight is {inflight!r}; it is 'wait', 'keep' or 'abort'")
     # Weights from elsewhere, such as a reference's, count on from what the sampler has had, or two would share a number
     version = params.version if params.published else max(params.version, sampler.version) + 1
-    if isinstance(sampler, Streams):
-        sampler.receive(_Buckets(params), version, inflight=inflight)
-    else:
-        sampler.receive(_Buckets(params), version)
+    sampler.receive(_Buckets(params), version, inflight=inflight)
     params.version, params.published = version, True
     if isinstance(sampler, Probed) and sampler.tolerance is not None:
         _probe(params, sampler, sampler, sampler.tolerance)

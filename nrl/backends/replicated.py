@@ -21,11 +21,11 @@ from nrl.backends.decoding import check
 from nrl.backends.giving import give
 from nrl.backends.models import load_tokenizer
 from nrl.backends.replica import Replica, Request
-from nrl.backends.seats import Asked, Order, Seat, gathered
+from nrl.backends.seats import Asked, Order, Seat
 from nrl.backends.spread import Spread
 from nrl.backends.truncation import warn_of_truncation
 from nrl.errors import ConsumedState, DeadlineExceeded, FailedStart, GenerationError, LostRequest
-from nrl.runtime.futures import Future
+from nrl.runtime.futures import Future, gathered
 from nrl.runtime.placement import Mesh
 
 __all__ = ["ReplicatedSampler", "StreamingSampler"]

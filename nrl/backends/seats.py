@@ -3,7 +3,6 @@
 Engines that are on one mesh live and die together, and take turns together.
 """
 
-import itertools
 import math
 import threading
 import time
@@ -23,7 +22,7 @@ from nrl.runtime.executables import Executable
 from nrl.runtime.futures import Future, on_its_way
 from nrl.runtime.placement import Mesh, Out, Reply, Slots, as_mesh
 
-__all__ = ["Asked", "Order", "Seat", "gathered", "meshes"]
+__all__ = ["Asked", "Order", "Seat", "meshes"]
 
 _PAUSE, _LONGEST = 0.05, 10.0  # seconds: of a pause that shows in the timeline, and of a bar
 
@@ -59,38 +58,6 @@ class Asked:
         """Say why it is not answered."""
         with suppress(futures.InvalidStateError):
             self.answer.set_exception(error)
-
-
-def gathered[T](answers: Sequence["futures.Future[T]"]) -> "futures.Future[list[T]]":
-    """A future of what all of these say.
-
-    >>> one = futures.Future()
-    >>> one.set_result(1)
-    >>> gathered([one, one]).result()
-    [1, 1]
-    """
-    whole: futures.Future[list[T]] = futures.Future()
-    left = itertools.count(len(answers) - 1, -1)
-
-    def one(_: Any) -> None:
-        if next(left) == 0:
-            with suppress(futures.InvalidStateError):  # it has been cancelled
-                try:
-                    whole.set_result([answer.result() for answer in answers])
-                except BaseException as error:
-                    whole.set_exception(error)
-
-    def cancel(_: Any) -> None:
-        if whole.cancelled():
-            for answer in answers:
-                answer.cancel()
-
-    whole.add_done_callback(cancel)
-    for answer in answers:
-        answer.add_done_callback(one)
-    if not answers:
-        whole.set_result([])
-    return whole
 
 
 def meshes(place: Slots | Mesh, executable: str | Executable, tp: int = 1) -> list[Mesh]:
