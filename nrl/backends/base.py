@@ -23,6 +23,8 @@ from nrl.runtime.placement import Mesh
 
 __all__ = [
     "Bucket",
+    "Checked",
+    "Complete",
     "Completion",
     "Engine",
     "Inflight",
@@ -39,6 +41,9 @@ __all__ = [
 
 type Bucket = Mapping[str, Tensor]
 """Some weights, by their Hugging Face names."""
+
+type Complete = Callable[[Sequence[int], Sampling], Sequence[Completion]]
+"""Lets engines complete a prompt; what each of them says."""
 
 type Inflight = Literal["wait", "keep", "abort"]
 """What becomes of requests that are under way when new weights come; see `nrl.publish`."""
@@ -195,6 +200,25 @@ class Streams(Protocol):
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling | None = None
     ) -> "list[futures.Future[Completion]]":
         """As `Sampler.generate`, with a future for each row; to cancel one is to have it forgotten."""
+        ...
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """Weights of which somebody can say whether an engine computes with them, such as those that `publish` gives."""
+
+    def check(self, sampler: "Probed", version: int, complete: Complete) -> None:
+        """See what engines say that have them.
+
+        Args:
+            sampler: whose engines they are.
+            version: that they have to name.
+            complete: asks them.
+
+        Raises:
+            WeightMismatch: they compute something else than the trainer does.
+            ConsumedState: the weights are not there any more.
+        """
         ...
 
 

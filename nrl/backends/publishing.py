@@ -1,12 +1,13 @@
 """How the weights of a trainer get into a sampler, and how it is seen that they did."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from nrl.backends.base import Bucket, Inflight, Params, Probed, Sampler, Sampling
+from nrl.backends.base import Bucket, Complete, Inflight, Params, Probed, Sampler, Sampling
 from nrl.batch import Batch
 from nrl.errors import ConsumedState, WeightMismatch
 from nrl.runtime import timeline
@@ -65,10 +66,15 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
         raise ValueError(f"publish: inflight is {inflight!r}; it is 'wait', 'keep' or 'abort'")
     # Weights from elsewhere, such as a reference's, count on from what the sampler has had, or two would share a number
     version = params.version if params.published else max(params.version, sampler.version) + 1
-    sampler.receive(_Buckets(params), version, inflight=inflight)
+    weights = _Buckets(params)
+    sampler.receive(weights, version, inflight=inflight)
     params.version, params.published = version, True
-    if isinstance(sampler, Probed) and sampler.tolerance is not None:
-        _probe(params, sampler, sampler, sampler.tolerance)
+    if isinstance(sampler, Probed):
+        try:
+            weights.check(sampler, version, lambda *asked: sampler.everywhere(*asked).result())
+        except WeightMismatch as error:
+            sampler.distrust(str(error))
+            raise
     return version
 
 
@@ -85,30 +91,30 @@ class _Buckets:
         """The same, by the best way to these."""
         return self.params.buckets("publish", meshes)
 
-
-def _probe(params: Params, sampler: Sampler, engines: Probed, tolerance: float) -> None:
-    """Let each engine complete a prompt, always the same one, and the trainer say what it thinks of that."""
-    length = min(_PROBE[0], sampler.context_length - _PROBE[1])
-    prompt = [(31 * place + 7) % len(sampler.tokenizer) for place in range(length)]
-    found = engines.everywhere(prompt, Sampling(temperature=0, max_new_tokens=_PROBE[1])).result()
-    rows = [torch.tensor([*prompt, *each.token_ids.tolist()]) for each in found]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-    batch = Batch({"input_ids": ids, "attention_mask": mask}, batch_size=[len(rows)]).lock_()
-    expected = params.trainer.logprobs(params, batch).result()[:, length:]
-    for place, (each, values) in enumerate(zip(found, expected, strict=True)):
-        trainers = values[: len(each.logprobs)]
-        apart = float((trainers - each.logprobs).abs().max())
-        if not apart <= tolerance or each.version != params.version:
-            error = WeightMismatch(
-                f"publish: with the weights of version {params.version}, engine {place} of the sampler (at version "
-                f"{each.version}) gives the tokens {each.token_ids.tolist()} after a prompt of {length} the "
-                f"log-probabilities {_rounded(each.logprobs)}, and the trainer {_rounded(trainers)}: they are "
-                f"{apart:.2g} nats apart, and {tolerance:g} may be rounding. The engine holds other weights, or keys "
-                "and values that were computed with older ones; what it samples cannot be trained on"
-            )
-            engines.distrust(str(error))
-            raise error
+    def check(self, sampler: Any, version: int, complete: Complete) -> None:
+        """Let engines that have them complete a prompt, always the same one, and the trainer say what it thinks."""
+        if sampler.tolerance is None:
+            return
+        length = min(_PROBE[0], sampler.context_length - _PROBE[1])
+        prompt = [(31 * place + 7) % len(sampler.tokenizer) for place in range(length)]
+        found = complete(prompt, Sampling(temperature=0, max_new_tokens=_PROBE[1]))
+        rows = [torch.tensor([*prompt, *each.token_ids.tolist()]) for each in found]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+        batch = Batch({"input_ids": ids, "attention_mask": mask}, batch_size=[len(rows)]).lock_()
+        expected = self.params.trainer.logprobs(self.params, batch).result()[:, length:]
+        for place, (each, values) in enumerate(zip(found, expected, strict=True)):
+            trainers = values[: len(each.logprobs)]
+            apart = float((trainers - each.logprobs).abs().max())
+            if not apart <= sampler.tolerance or each.version != version:
+                raise WeightMismatch(
+                    f"publish: with the weights of version {version}, engine {place} of {len(found)} that were asked "
+                    f"(at version {each.version}) gives the tokens {each.token_ids.tolist()} after a prompt of "
+                    f"{length} the log-probabilities {_rounded(each.logprobs)}, and the trainer {_rounded(trainers)}: "
+                    f"they are {apart:.2g} nats apart, and {sampler.tolerance:g} may be rounding. The engine holds "
+                    "other weights, or keys and values that were computed with older ones; what it samples cannot be "
+                    "trained on"
+                )
 
 
 def _rounded(x: Tensor) -> list[float]:

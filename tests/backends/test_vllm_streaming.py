@@ -18,6 +18,7 @@ from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Params, Sampling, adamw, fsdp, vllm
 from nrl.backends.base import Completion
+from nrl.backends.replica import Request
 from nrl.backends.replicated import StreamingSampler
 from nrl.backends.seats import Seat
 from nrl.batch import Batch
@@ -135,9 +136,18 @@ def kill(seat: Seat) -> None:
 
 
 @pytest.mark.parametrize("victims", [[0], pytest.param([0, 1], marks=pytest.mark.slow)])
-def test_engines_that_are_killed_are_started_again(pair: Pair, victims: list[int]) -> None:
+def test_engines_that_are_killed_are_started_again(
+    pair: Pair, victims: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step completes, and its metrics say how many rows were asked again; they are as good as the others."""
     sampler, old = pair.sampler, pair.params[0]
+    complete, checked = Seat.complete, set[Seat]()
+
+    def noted(seat: Seat, request: Request) -> list[Completion]:
+        checked.add(seat)
+        return complete(seat, request)
+
+    monkeypatch.setattr(Seat, "complete", noted)
     dead: list[int] = []
     before = [seat.mesh for seat in sampler._seats]
 
@@ -159,6 +169,7 @@ def test_engines_that_are_killed_are_started_again(pair: Pair, victims: list[int
     with pytest.warns(UserWarning, match=r"an engine was lost, and it has been started again; \d+ requests were asked"):
         batch = survived()
     assert dead == victims
+    assert checked == {sampler._seats[place] for place in victims}  # before they served
     assert batch["valid"].all()
     again = int(batch["asked_again"].sum())
     assert 0 < again <= 64
