@@ -131,7 +131,7 @@ class Completion(NamedTuple):
         version: the version of the weights that sampled it; the oldest, where they changed meanwhile.
         versions: ``[L]`` int64, of each token, where the sampler can be given weights while it decodes.
         times: how often it was asked: more than once, where an engine died with it, its work was thrown away, or a
-            server was busy.
+            server failed.
 
     >>> import torch
     >>> Completion(torch.tensor([7, 2]), torch.tensor([-0.5, -0.1]), truncated=False, version=1).version

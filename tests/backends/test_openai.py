@@ -473,7 +473,9 @@ def test_seeds_that_are_not_honoured(local: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("failure", [(503, "loading"), (429, "slow down", {"Retry-After": "0"}), (0, "")])
+@pytest.mark.parametrize(
+    "failure", [(503, "loading"), (429, "slow down", {"Retry-After": "0"}), (500, "CUDA error"), (0, "")]
+)
 def test_a_server_that_fails_twice_is_asked_again(local: Any, monkeypatch: pytest.MonkeyPatch, failure: Answer) -> None:
     monkeypatch.setattr(asking, "_WAIT", 0.01)
     served, failures = Served(local[0]), dict[str, int]()
@@ -495,7 +497,7 @@ def test_a_server_that_always_fails(local: Any, monkeypatch: pytest.MonkeyPatch)
         pytest.raises(ClusterError, match=rf"{url}/v1/models could not be .* 6 times \(status 503: loading\)"),
     ):
         openai.sampler(url, model())
-    with pytest.raises(ClusterError, match=r"could not be reached, or was busy, 6 times \(ConnectError: "):
+    with pytest.raises(ClusterError, match=r"could not be reached, or could not answer, 6 times \(ConnectError: "):
         openai.sampler(url, model())  # it is gone
 
 

@@ -14,7 +14,7 @@ from nrl.errors import ClusterError, DeadlineExceeded, GenerationError
 
 __all__ = ["Answer", "Server", "beside", "excerpt"]
 
-_BUSY = frozenset({429, 502, 503, 504})  # asked again later; other refusals would only be repeated
+_LATER = frozenset({429, 500, 502, 503, 504})  # asked again later; other refusals would only be repeated
 _ATTEMPTS = 6
 _WAIT = 0.5  # seconds before the second attempt; twice as long before each next one
 _CONNECT = 10.0  # seconds
@@ -71,11 +71,11 @@ class Server:
     async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
         """Ask for a path; a body of None is a GET, any other is posted as JSON. To be run by `beside`.
 
-        Connections that fail and servers that are busy are tried again, a few times, ever later.
+        Connections that fail, and servers that are busy or fail, are tried again, a few times, ever later.
 
         Raises:
             GenerationError: the server refuses, or what it says is no JSON.
-            ClusterError: it cannot be reached, or stays busy.
+            ClusterError: it cannot be reached, stays busy, or fails each time.
             DeadlineExceeded: it does not answer in time.
         """
         async with self._room:
@@ -110,7 +110,7 @@ class Server:
                     if response.status_code == 200:
                         return Answer(self._parsed(url, response), attempt + 1)
                     last = f"status {response.status_code}: {excerpt(response.text)}"
-                    if response.status_code not in _BUSY:
+                    if response.status_code not in _LATER:
                         advice = _ADVICE.get(response.status_code, "see the server's own log")
                         raise GenerationError(f"{self.who}: {url} refuses with {last}; {advice}")
                     pause = max(pause, _seconds(response.headers.get("retry-after")))
@@ -120,8 +120,8 @@ class Server:
                 "alive, ask for fewer tokens, or give a longer timeout="
             ) from None
         raise ClusterError(
-            f"{self.who}: {url} could not be reached, or was busy, {_ATTEMPTS} times ({last}); see whether the server "
-            "is alive and the address is right"
+            f"{self.who}: {url} could not be reached, or could not answer, {_ATTEMPTS} times ({last}); see whether the "
+            "server is alive and the address is right"
         )
 
     def _parsed(self, url: str, response: Any) -> Any:
