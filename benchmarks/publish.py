@@ -1,6 +1,6 @@
 """What it costs to give a sampler new weights, against one copy of them in memory.
 
-    python benchmarks/publish.py            # some minutes; 12 GB of memory
+    python benchmarks/publish.py            # a quarter of an hour; 16 GB of memory
     python benchmarks/publish.py --quick    # does it run?
 
 A trainer and a sampler have a process each on a Ray cluster of this machine. `nrl.publish` takes turns with a copy of

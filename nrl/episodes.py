@@ -43,8 +43,8 @@ class Episode:
         reward: the sum over turns; several, where the environment gives several.
         truncated: stopped by a length limit.
         version: of the weights that sampled it; the oldest.
-        versions: of each token that was sampled, where the sampler says so; else -1.
-        again: how often the sampler was asked again, because an engine died.
+        versions: of each token that was sampled; else -1.
+        again: how often the sampler was asked again, as where an engine died.
         failure: why it does not count; None: it does.
         info: numbers that the environment reported in its last step.
 
@@ -67,13 +67,16 @@ class Episode:
         """Append a turn; with ``completion`` one of the policy, without one of the environment."""
         self.token_ids.extend(tokens)
         self.sampled.extend([completion is not None] * len(tokens))
-        self.logprobs.extend([0.0] * len(tokens) if completion is None else completion.logprobs.tolist())
-        said = None if completion is None else completion.versions
-        self.versions.extend([-1] * len(tokens) if said is None else said.tolist())
-        if completion is not None:
-            self.version = completion.version if self.version is None else min(completion.version, self.version)
-            self.truncated = completion.truncated
-            self.again += completion.times - 1
+        if completion is None:
+            self.logprobs.extend([0.0] * len(tokens))
+            self.versions.extend([-1] * len(tokens))
+            return
+        said = completion.versions
+        self.logprobs.extend(completion.logprobs.tolist())
+        self.versions.extend([completion.version] * len(tokens) if said is None else said.tolist())
+        self.version = completion.version if self.version is None else min(completion.version, self.version)
+        self.truncated = completion.truncated
+        self.again += completion.times - 1
 
 
 async def run_episode(generate: _Generate, env: Env, task: Task, *, tokenizer: Any, context_length: int) -> Episode:

@@ -27,7 +27,7 @@
     ├── DataError (ValueError)            a data file or a row of it that cannot be used
     ├── ModelError (ValueError)           a model or tokenizer that cannot be loaded or cannot do what is asked
     ├── GenerationError (ValueError)      a request that a sampler cannot serve
-    │   └── LostRequest                   engines died with it, as often as it may be asked
+    │   └── LostRequest                   engines died with it, or a server failed, as often as it may be asked
     ├── RolloutMismatch                   trainer and sampler disagree about sampled tokens by more than a run allows
     └── EnvError                          an environment or verifier broke its contract
 
@@ -234,7 +234,7 @@ class GenerationError(NrlError, ValueError):
 
 
 class LostRequest(GenerationError):
-    """Engines died while they decoded it, as often as it may be asked. In a rollout its row is not valid."""
+    """Engines died with it, or a server failed, as often as it may be asked. In a rollout its row is not valid."""
 
 
 class RolloutMismatch(NrlError):

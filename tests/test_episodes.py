@@ -312,7 +312,7 @@ class Scripted:
         ids = [torch.tensor([*self.tokenizer.encode(text), self.tokenizer.eos_token_id]) for text in texts]
         return nrl.runtime.done([Completion(x, -torch.ones(len(x)), truncated=False, version=1) for x in ids])
 
-    def receive(self, buckets: Any, version: int) -> None:
+    def receive(self, buckets: Any, version: int, *, inflight: Any = "wait") -> None:
         raise AssertionError("nothing is published")
 
 

@@ -11,21 +11,20 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import attrs
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss
 from nrl.batch import Batch
-from nrl.errors import ConsumedState, WeightMismatch
 from nrl.reduce import Metrics
-from nrl.runtime import timeline
 from nrl.runtime.futures import Future
 from nrl.runtime.handles import Handle
 from nrl.runtime.placement import Mesh
 
 __all__ = [
     "Bucket",
+    "Checked",
+    "Complete",
     "Completion",
     "Engine",
     "Inflight",
@@ -37,7 +36,6 @@ __all__ = [
     "Streams",
     "TrainState",
     "Trainer",
-    "publish",
     "top_k",
     "top_k_of",
 ]
@@ -46,8 +44,11 @@ __all__ = [
 type Bucket = Mapping[str, Tensor]
 """Some weights, by their Hugging Face names."""
 
+type Complete = Callable[[Sequence[int], Sampling], Sequence[Completion]]
+"""Lets engines complete a prompt; what each of them says."""
+
 type Inflight = Literal["wait", "keep", "abort"]
-"""What becomes of requests that are under way when new weights come; see `publish`."""
+"""What becomes of requests that are under way when new weights come; see `nrl.publish`."""
 
 
 @attrs.frozen(kw_only=False)
@@ -135,7 +136,8 @@ class Completion(NamedTuple):
         truncated: it was stopped by a length limit.
         version: the version of the weights that sampled it; the oldest, where they changed meanwhile.
         versions: ``[L]`` int64, of each token, where the sampler can be given weights while it decodes.
-        times: how often it was asked: more than once, where an engine died with it or its work was thrown away.
+        times: how often it was asked: more than once, where an engine died with it, its work was thrown away, or a
+            server failed.
 
     >>> import torch
     >>> Completion(torch.tensor([7, 2]), torch.tensor([-0.5, -0.1]), truncated=False, version=1).version
@@ -183,7 +185,7 @@ class Sampler(Protocol):
         """Complete each prompt once; equal prompts share their prefill. A row's noise depends on its seed alone."""
         ...
 
-    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int) -> None:
+    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:
         """Replace the weights in place; `publish` calls it.
 
         Args:
@@ -191,6 +193,7 @@ class Sampler(Protocol):
                 sampler on a mesh passes them on to its processes, without a wait or a copy here. It can be iterated
                 again later, as long as the params are there; then it raises `ConsumedState`.
             version: stamped from now on on what is sampled.
+            inflight: what becomes of requests that are under way; see `nrl.publish`.
         """
         ...
 
@@ -205,8 +208,23 @@ class Streams(Protocol):
         """As `Sampler.generate`, with a future for each row; to cancel one is to have it forgotten."""
         ...
 
-    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:
-        """As `Sampler.receive`; `publish` says what becomes of requests that are under way."""
+
+@runtime_checkable
+class Checked(Protocol):
+    """Weights of which somebody can say whether an engine computes with them, such as those that `publish` gives."""
+
+    def check(self, sampler: "Probed", version: int, complete: Complete) -> None:
+        """See what engines say that have them.
+
+        Args:
+            sampler: whose engines they are.
+            version: that they have to name.
+            complete: asks them.
+
+        Raises:
+            WeightMismatch: they compute something else than the trainer does.
+            ConsumedState: the weights are not there any more.
+        """
         ...
 
 
@@ -430,106 +448,3 @@ class Trainer(NamedTuple):
     save: Callable[[TrainState | Params, str | Path], None]
     restore: Callable[[str | Path], Any]
     export: Callable[[Params, str | Path], None]
-
-
-@timeline.span("publish")
-def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> int:
-    """Move weights into a sampler, which from then on stamps their version on what it samples.
-
-    The version is the number of publishes, to this sampler and of these params. Params that have been published
-    already, to another sampler or before a restore, keep the number that they have.
-
-    Each engine of a sampler that computes otherwise than a trainer (`Probed`) is then asked for a completion, always of
-    the same prompt, and its log-probabilities are compared with the trainer's.
-
-    Args:
-        params: from ``state.params``, ``trainer.load`` or ``trainer.freeze``.
-        sampler: the sampler whose weights are replaced in place.
-        inflight: what becomes of completions that are under way, as with `nrl.ahead` or from other threads. ``"wait"``:
-            they are finished first, while new ones wait. ``"keep"``: they go on with the new weights, from where they
-            are; their ``version`` is the oldest, and ``versions`` tells which token is whose. ``"abort"``: what they
-            have is thrown away, and they are asked again. A sampler that decodes a batch as a whole always waits.
-
-    Returns:
-        The version.
-
-    Raises:
-        ConsumedState: the params were borrowed from a state that has been consumed.
-        WeightMismatch: the sampler, asked for a completion, does not compute what the trainer does. It does not serve
-            anybody else until it does.
-        ValueError: there is no such ``inflight``.
-
-    >>> import nrl
-    >>> from nrl import tiny
-    >>> from nrl.backends import adamw, fsdp, hf
-    >>> with nrl.cluster("local") as cluster:
-    ...     slots = cluster.reserve(2)
-    ...     trainer = fsdp.trainer(slots[:1], tiny.model(), adamw(lr=1e-3))
-    ...     sampler = hf.sampler(slots[1:], tiny.model())
-    ...     state = trainer.init()
-    ...     publish(state.params, sampler), publish(state.params, sampler), sampler.version, state.version
-    (1, 1, 1, 1)
-    """
-    if params.handle.consumed:
-        raise ConsumedState(
-            "publish: these params were borrowed from a state that a step has consumed; publish(state.params, sampler) "
-            "with the state that the step returned"
-        )
-    if inflight not in ("wait", "keep", "abort"):
-        raise ValueError(f"publish: inflight is {inflight!r}; it is 'wait', 'keep' or 'abort'")
-    # Weights from elsewhere, such as a reference's, count on from what the sampler has had, or two would share a number
-    version = params.version if params.published else max(params.version, sampler.version) + 1
-    if isinstance(sampler, Streams):
-        sampler.receive(_Buckets(params), version, inflight=inflight)
-    else:
-        sampler.receive(_Buckets(params), version)
-    params.version, params.published = version, True
-    if isinstance(sampler, Probed) and sampler.tolerance is not None:
-        _probe(params, sampler, sampler, sampler.tolerance)
-    return version
-
-
-@attrs.frozen
-class _Buckets:
-    """The weights of params, as often as they are iterated."""
-
-    params: Params
-
-    def __iter__(self) -> Iterator[Future[Bucket]]:
-        return self.params.buckets("publish")
-
-    def to(self, meshes: Sequence[Mesh]) -> Iterator[Future[Bucket]]:
-        """The same, by the best way to these."""
-        return self.params.buckets("publish", meshes)
-
-
-_PROBE = 136, 4  # tokens of a prompt that fills a block of cached keys and values, and of its completion
-
-
-def _probe(params: Params, sampler: Sampler, engines: Probed, tolerance: float) -> None:
-    """Let each engine complete a prompt, always the same one, and the trainer say what it thinks of that."""
-    length = min(_PROBE[0], sampler.context_length - _PROBE[1])
-    prompt = [(31 * place + 7) % len(sampler.tokenizer) for place in range(length)]
-    found = engines.everywhere(prompt, Sampling(temperature=0, max_new_tokens=_PROBE[1])).result()
-    rows = [torch.tensor([*prompt, *each.token_ids.tolist()]) for each in found]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-    batch = Batch({"input_ids": ids, "attention_mask": mask}, batch_size=[len(rows)]).lock_()
-    expected = params.trainer.logprobs(params, batch).result()[:, length:]
-    for place, (each, values) in enumerate(zip(found, expected, strict=True)):
-        trainers = values[: len(each.logprobs)]
-        apart = float((trainers - each.logprobs).abs().max())
-        if not apart <= tolerance or each.version != params.version:
-            error = WeightMismatch(
-                f"publish: with the weights of version {params.version}, engine {place} of the sampler (at version "
-                f"{each.version}) gives the tokens {each.token_ids.tolist()} after a prompt of {length} the "
-                f"log-probabilities {_rounded(each.logprobs)}, and the trainer {_rounded(trainers)}: they are "
-                f"{apart:.2g} nats apart, and {tolerance:g} may be rounding. The engine holds other weights, or keys "
-                "and values that were computed with older ones; what it samples cannot be trained on"
-            )
-            engines.distrust(str(error))
-            raise error
-
-
-def _rounded(x: Tensor) -> list[float]:
-    return [round(value, 4) for value in x.tolist()]

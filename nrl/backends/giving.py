@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from nrl.backends.base import Bucket
+from nrl.backends.base import Bucket, Checked, Complete, Probed
 from nrl.backends.seats import Seat
-from nrl.errors import TransferError
+from nrl.errors import ConsumedState, TransferError
 from nrl.runtime.futures import Coming, Future
 from nrl.runtime.placement import Mesh
 
-__all__ = ["give"]
+__all__ = ["give", "give_again"]
 
 type _Buckets = Iterable[Bucket | Future[Bucket]]
 
@@ -38,6 +38,35 @@ def give(seats: Sequence[Seat], buckets: _Buckets, version: int) -> dict[Seat, E
         except TransferError:  # as when one of those that are cast to dies: the others wait for it
             pass
     return _give(seats, buckets, version)
+
+
+def give_again(seat: Seat, buckets: _Buckets | None, version: int, sampler: Probed, complete: Complete) -> bool:
+    """Give an engine that has been started again the weights that the others have, and see that it computes with them.
+
+    Args:
+        seat: where it is.
+        buckets: the weights; None: they cannot be had again.
+        version: their number; 0: there have been none.
+        sampler: whose engine it is.
+        complete: asks it.
+
+    Returns:
+        Whether it has them; not if a step has consumed them.
+
+    Raises:
+        WeightMismatch: it has others, or computes with others.
+        Exception: what it died of.
+    """
+    if buckets is None:
+        return version == 0
+    try:
+        for death in give([seat], buckets, version).values():
+            raise death
+        if isinstance(buckets, Checked):
+            buckets.check(sampler, version, complete)
+    except ConsumedState:
+        return False
+    return True
 
 
 def _give(seats: Sequence[Seat], buckets: _Buckets, version: int) -> dict[Seat, Exception]:

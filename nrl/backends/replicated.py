@@ -14,18 +14,19 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 from nrl.backends.base import Bucket, Completion, Inflight, Model, Sampling
 from nrl.backends.decoding import check
-from nrl.backends.giving import give
+from nrl.backends.giving import give, give_again
 from nrl.backends.models import load_tokenizer
 from nrl.backends.replica import Replica, Request
-from nrl.backends.seats import Asked, Order, Seat, gathered
+from nrl.backends.seats import Asked, Order, Seat
 from nrl.backends.spread import Spread
 from nrl.backends.truncation import warn_of_truncation
-from nrl.errors import ConsumedState, DeadlineExceeded, FailedStart, GenerationError, LostRequest, ModelError
-from nrl.runtime.futures import Future
+from nrl.errors import DeadlineExceeded, GenerationError, LostRequest, ModelError, WeightMismatch
+from nrl.runtime.futures import Future, gathered
 from nrl.runtime.placement import Mesh
 
 __all__ = ["ReplicatedSampler", "StreamingSampler"]
@@ -348,7 +349,7 @@ class ReplicatedSampler:
         self._work_where_wanted()
         outcome = "it has been started again"
         try:
-            self._restart(seat, error)
+            seat.restart(error, _TIMES, partial(self._renew, seat))
         except Exception as final:
             outcome = f"it is not started again: {final}"
             with self._changed:
@@ -358,37 +359,27 @@ class ReplicatedSampler:
                 self._changed.notify_all()
             self._work_where_wanted()
         waits = not seat.lost and all(each.lost or each.empty for each in self._seats)
+        more = f"The sampler's weights {self._broken}. " if self._broken else _WAITS if waits else ""
         _say(
             f"{self._name}: an engine was lost, and {outcome}; {len(again)} requests were asked again, and "
-            f"{len(asked) - len(again)} given up. {_WAITS if waits else ''}{error}"
+            f"{len(asked) - len(again)} given up. {more}{error}"
         )
 
-    def _restart(self, seat: Seat, error: Exception) -> None:
-        """Start an engine again, as often as it may die, and give it the weights, if they are still there."""
-        while True:
-            seat.deaths += 1
-            if isinstance(error, FailedStart) or seat.deaths >= _TIMES:
-                raise error
+    def _renew(self, seat: Seat) -> None:
+        """Give an engine that has been started again the weights, if they are still there; it may serve then."""
+
+        def complete(prompt: Sequence[int], sampling: Sampling) -> list[Completion]:
+            return seat.complete(Request(next(self._numbers), prompt, 0, sampling))
+
+        with self._receives:
             try:
-                seat.restart()
-                seat.about()  # it is there
-                with self._receives:
-                    try:
-                        dead = give([seat], self._weights, self._version) if self._weights is not None else {}
-                        gone = self._weights is None and self._version > 0
-                    except ConsumedState:  # by a step; the next weights come soon
-                        dead, gone = {}, True
-                    if not dead:
-                        with self._changed:
-                            seat.died, seat.empty = None, gone
-                            self._changed.notify_all()
-                        return
-                    error = dead[seat]
-            except Exception as again:
-                if not seat.ended:
-                    raise
-                self._cluster.check_open("generate")
-                error = again
+                empty = not give_again(seat, self._weights, self._version, self, complete)
+            except WeightMismatch as error:
+                empty = False
+                self.distrust(str(error))
+            with self._changed:
+                seat.died, seat.empty = None, empty
+                self._changed.notify_all()
 
     def _unfit(self) -> GenerationError:
         return GenerationError(

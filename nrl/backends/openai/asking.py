@@ -4,22 +4,20 @@ import asyncio
 import functools
 import random
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from concurrent import futures
-from contextlib import AsyncExitStack, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
 from nrl.errors import ClusterError, DeadlineExceeded, GenerationError
 
-__all__ = ["Server", "beside", "excerpt"]
+__all__ = ["Answer", "Server", "beside", "excerpt"]
 
-_BUSY = frozenset({429, 502, 503, 504})  # asked again later; other refusals would only be repeated
+_LATER = frozenset({429, 500, 502, 503, 504})  # asked again later; other refusals would only be repeated
 _ATTEMPTS = 6
 _WAIT = 0.5  # seconds before the second attempt; twice as long before each next one
 _CONNECT = 10.0  # seconds
-_EACH = 64  # connections of one client, whose bookkeeping grows with the square of their number
 _KEY = "give the server's key as key=..., or in OPENAI_API_KEY"
 _ADVICE = {
     401: _KEY,
@@ -28,7 +26,22 @@ _ADVICE = {
 }
 
 
-@attrs.frozen
+class Answer(NamedTuple):
+    """What a server says.
+
+    Args:
+        said: the parsed JSON.
+        times: how often it was asked.
+
+    >>> Answer({"data": []}, 1).times
+    1
+    """
+
+    said: Any
+    times: int
+
+
+@attrs.define(eq=False)
 class Server:
     """Where questions go, and what they may take.
 
@@ -38,9 +51,10 @@ class Server:
         key: sent as the bearer token; None: nothing is.
         timeout: seconds within which each question has to be answered, all attempts together.
         in_flight: how many questions may be under way at once.
+        failed: questions in a row that it was asked in vain, as often as they may be asked.
 
     >>> Server("test", "http://localhost:8000/v1", key="secret", timeout=5.0, in_flight=2)
-    Server(who='test', url='http://localhost:8000/v1', timeout=5.0, in_flight=2)
+    Server(who='test', url='http://localhost:8000/v1', timeout=5.0, in_flight=2, failed=0)
     """
 
     who: str
@@ -48,49 +62,43 @@ class Server:
     key: str | None = attrs.field(repr=False)
     timeout: float
     in_flight: int
+    failed: int = 0
+    _room: asyncio.Semaphore = attrs.field(init=False, repr=False)
 
-    async def ask(self, path: str, bodies: Sequence[Mapping[str, Any] | None]) -> list[Any]:
-        """The parsed JSON of the answers, in order; a body of None is a GET, any other is posted as JSON.
+    def __attrs_post_init__(self) -> None:
+        self._room = asyncio.Semaphore(self.in_flight)
 
-        Connections that fail and servers that are busy are tried again, a few times, ever later.
+    async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+        """Ask for a path; a body of None is a GET, any other is posted as JSON. To be run by `beside`.
+
+        Connections that fail, and servers that are busy or fail, are tried again, a few times, ever later.
 
         Raises:
             GenerationError: the server refuses, or what it says is no JSON.
-            ClusterError: it cannot be reached, or stays busy.
+            ClusterError: it cannot be reached, stays busy, or fails each time.
             DeadlineExceeded: it does not answer in time.
         """
+        async with self._room:
+            try:
+                answer = await self._asked(self.url + path, body)
+            except ClusterError:
+                self.failed += 1
+                raise
+            self.failed = 0
+            return answer
+
+    async def _asked(self, url: str, body: Mapping[str, Any] | None) -> Answer:
         import httpx2
 
-        count = -(-min(self.in_flight, len(bodies)) // _EACH)
         options: dict[str, Any] = {
             "headers": {"Authorization": f"Bearer {self.key}"} if self.key else {},
-            "verify": _trusted() if self.url.startswith("https:") else False,
-            "timeout": httpx2.Timeout(None, connect=_CONNECT),  # all the rest is under the deadline of `_one`
-            "limits": httpx2.Limits(),  # none: `room` bounds them
+            "verify": _trusted() if url.startswith("https:") else False,
+            "timeout": httpx2.Timeout(None, connect=_CONNECT),  # all the rest is under the deadline
         }
-        room = asyncio.Semaphore(self.in_flight)
-        async with AsyncExitStack() as stack:
-            clients = [await stack.enter_async_context(httpx2.AsyncClient(**options)) for _ in range(count)]
-
-            async def one(place: int, body: Mapping[str, Any] | None) -> Any:
-                async with room:
-                    return await self._one(clients[place % count], self.url + path, body)
-
-            try:
-                async with asyncio.TaskGroup() as group:  # the first that fails ends the others
-                    tasks = [group.create_task(one(place, body)) for place, body in enumerate(bodies)]
-            except ExceptionGroup as several:
-                failure = several.exceptions[0]
-            else:
-                return [task.result() for task in tasks]
-        raise failure
-
-    async def _one(self, client: Any, url: str, body: Mapping[str, Any] | None) -> Any:
-        import httpx2
-
         last, pause = "it has said nothing", 0.0
         try:
-            async with asyncio.timeout(self.timeout):
+            # A client for each: one of many connections looks through all of them whenever one is done
+            async with asyncio.timeout(self.timeout), httpx2.AsyncClient(**options) as client:
                 for attempt in range(_ATTEMPTS):
                     await asyncio.sleep(pause)
                     pause = _WAIT * 2**attempt * random.uniform(0.75, 1.25)  # so that not all come back at once
@@ -100,9 +108,9 @@ class Server:
                         last = f"{type(error).__name__}: {error}".rstrip(": ")
                         continue
                     if response.status_code == 200:
-                        return self._parsed(url, response)
+                        return Answer(self._parsed(url, response), attempt + 1)
                     last = f"status {response.status_code}: {excerpt(response.text)}"
-                    if response.status_code not in _BUSY:
+                    if response.status_code not in _LATER:
                         advice = _ADVICE.get(response.status_code, "see the server's own log")
                         raise GenerationError(f"{self.who}: {url} refuses with {last}; {advice}")
                     pause = max(pause, _seconds(response.headers.get("retry-after")))
@@ -112,8 +120,8 @@ class Server:
                 "alive, ask for fewer tokens, or give a longer timeout="
             ) from None
         raise ClusterError(
-            f"{self.who}: {url} could not be reached, or was busy, {_ATTEMPTS} times ({last}); see whether the server "
-            "is alive and the address is right"
+            f"{self.who}: {url} could not be reached, or could not answer, {_ATTEMPTS} times ({last}); see whether the "
+            "server is alive and the address is right"
         )
 
     def _parsed(self, url: str, response: Any) -> Any:
@@ -126,38 +134,23 @@ class Server:
             ) from None
 
 
-def beside[T](work: Callable[[], Coroutine[Any, Any, T]]) -> futures.Future[T]:
-    """Run a coroutine in a thread of its own, which does not keep the program from ending.
-
-    To cancel the future is to cancel the coroutine.
+def beside[T](work: Coroutine[Any, Any, T]) -> futures.Future[T]:
+    """Run a coroutine in a thread beside the program; to cancel the future is to cancel the coroutine.
 
     >>> async def answer() -> int:
     ...     return 42
-    >>> beside(answer).result()
+    >>> beside(answer()).result()
     42
     """
-    future: futures.Future[T] = futures.Future()
+    return asyncio.run_coroutine_threadsafe(work, _loop())
 
-    async def cancellable() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
 
-        def stop(_: Any) -> None:
-            if future.cancelled():
-                loop.call_soon_threadsafe(task.cancel)
-
-        future.add_done_callback(stop)
-        return await work()
-
-    def run() -> None:
-        with suppress(futures.InvalidStateError):  # it has been cancelled
-            try:
-                future.set_result(asyncio.run(cancellable()))
-            except BaseException as error:
-                future.set_exception(error)
-
-    threading.Thread(target=run, name="asking", daemon=True).start()
-    return future
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The loop in which all servers are asked, in a thread that does not keep the program from ending."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="asking", daemon=True).start()
+    return loop
 
 
 def excerpt(text: object, most: int = 300) -> str:

@@ -10,7 +10,8 @@ import torch
 
 from nrl.backends.base import Completion, Sampling
 from nrl.backends.openai.asking import Server, beside, excerpt
-from nrl.errors import GenerationError
+from nrl.errors import ClusterError, GenerationError, LostRequest
+from nrl.runtime.futures import gathered
 
 __all__ = ["Endpoint", "Meaning", "probe", "served"]
 
@@ -58,10 +59,21 @@ class Endpoint:
             "return_tokens_as_token_ids": True,  # all that older releases of vLLM have
         }
 
-    async def complete(self, bodies: Sequence[Mapping[str, Any]]) -> list[Completion]:
-        """The completions that these ask for, in order."""
-        answers = await self.server.ask("/completions", bodies)
-        return [self.completion(*each) for each in zip(bodies, answers, strict=True)]
+    async def complete(self, body: Mapping[str, Any]) -> Completion:
+        """The completion that this asks for.
+
+        Raises:
+            LostRequest: the server failed it, as often as it may be asked.
+            ClusterError: the same, and it has failed as many in a row as may be under way at once: it is gone.
+            GenerationError: the server refuses, or says something else than was asked for.
+        """
+        try:
+            answer = await self.server.ask("/completions", body)
+        except ClusterError as error:
+            if self.server.failed >= self.server.in_flight:
+                raise
+            raise LostRequest(str(error)) from error
+        return self.completion(body, answer.said)._replace(times=answer.times)
 
     def completion(self, body: Mapping[str, Any], answer: Any) -> Completion:
         """What the answer to a request holds.
@@ -125,7 +137,7 @@ def served(server: Server, name: str | None) -> tuple[str, int | None]:
     Raises:
         GenerationError: the server does not list it.
     """
-    (answer,) = beside(lambda: server.ask("/models", [None])).result()
+    answer = beside(server.ask("/models")).result().said
     try:
         listed = {str(each["id"]): each.get("max_model_len") for each in answer["data"]}
     except (TypeError, KeyError, AttributeError):
@@ -153,7 +165,8 @@ def probe(endpoint: Endpoint) -> Meaning:
     sharp, flat = Sampling(temperature=0.25, max_new_tokens=1), Sampling(temperature=2.0, max_new_tokens=16)
     rows = [(0, sharp), (0, flat), (0, flat), (1, flat), (0, attrs.evolve(flat, top_k=1))]
     bodies = [endpoint.request(prompt, *row) | {"logprobs": 1} for row in rows]  # and of the most probable one
-    answers = beside(lambda: endpoint.server.ask("/completions", bodies)).result()
+    asked = gathered([beside(endpoint.server.ask("/completions", body)) for body in bodies]).result()
+    answers = [each.said for each in asked]
     found = [endpoint.completion(*each) for each in zip(bodies, answers, strict=True)]
     first, again, other = (each.token_ids.tolist() for each in found[1:4])
     if first != again:

@@ -1,0 +1,121 @@
+"""How the weights of a trainer get into a sampler, and how it is seen that they did."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from nrl.backends.base import Bucket, Complete, Inflight, Params, Probed, Sampler, Sampling
+from nrl.batch import Batch
+from nrl.errors import ConsumedState, WeightMismatch
+from nrl.runtime import timeline
+from nrl.runtime.futures import Future
+from nrl.runtime.placement import Mesh
+
+__all__ = ["publish"]
+
+_PROBE = 136, 4  # tokens of a prompt that fills a block of cached keys and values, and of its completion
+
+
+@timeline.span("publish")
+def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> int:
+    """Move weights into a sampler, which from then on stamps their version on what it samples.
+
+    The version is the number of publishes, to this sampler and of these params. Params that have been published
+    already, to another sampler or before a restore, keep the number that they have.
+
+    Each engine of a sampler that computes otherwise than a trainer (`Probed`) is then asked for a completion, always of
+    the same prompt, and its log-probabilities are compared with the trainer's.
+
+    Args:
+        params: from ``state.params``, ``trainer.load`` or ``trainer.freeze``.
+        sampler: the sampler whose weights are replaced in place.
+        inflight: what becomes of completions that are under way, as with `nrl.ahead` or from other threads. ``"wait"``:
+            they are finished first, while new ones wait. ``"keep"``: they go on with the new weights, from where they
+            are; their ``version`` is the oldest, and ``versions`` tells which token is whose. ``"abort"``: what they
+            have is thrown away, and they are asked again. A sampler that decodes a batch as a whole always waits.
+
+    Returns:
+        The version.
+
+    Raises:
+        ConsumedState: the params were borrowed from a state that has been consumed.
+        WeightMismatch: the sampler, asked for a completion, does not compute what the trainer does. It does not serve
+            anybody else until it does.
+        ValueError: there is no such ``inflight``.
+
+    >>> import nrl
+    >>> from nrl import tiny
+    >>> from nrl.backends import adamw, fsdp, hf
+    >>> with nrl.cluster("local") as cluster:
+    ...     slots = cluster.reserve(2)
+    ...     trainer = fsdp.trainer(slots[:1], tiny.model(), adamw(lr=1e-3))
+    ...     sampler = hf.sampler(slots[1:], tiny.model())
+    ...     state = trainer.init()
+    ...     publish(state.params, sampler), publish(state.params, sampler), sampler.version, state.version
+    (1, 1, 1, 1)
+    """
+    if params.handle.consumed:
+        raise ConsumedState(
+            "publish: these params were borrowed from a state that a step has consumed; publish(state.params, sampler) "
+            "with the state that the step returned"
+        )
+    if inflight not in ("wait", "keep", "abort"):
+        raise ValueError(f"publish: inflight is {inflight!r}; it is 'wait', 'keep' or 'abort'")
+    # Weights from elsewhere, such as a reference's, count on from what the sampler has had, or two would share a number
+    version = params.version if params.published else max(params.version, sampler.version) + 1
+    weights = _Buckets(params)
+    sampler.receive(weights, version, inflight=inflight)
+    params.version, params.published = version, True
+    if isinstance(sampler, Probed):
+        try:
+            weights.check(sampler, version, lambda *asked: sampler.everywhere(*asked).result())
+        except WeightMismatch as error:
+            sampler.distrust(str(error))
+            raise
+    return version
+
+
+@attrs.frozen
+class _Buckets:
+    """The weights of params, as often as they are iterated."""
+
+    params: Params
+
+    def __iter__(self) -> Iterator[Future[Bucket]]:
+        return self.params.buckets("publish")
+
+    def to(self, meshes: Sequence[Mesh]) -> Iterator[Future[Bucket]]:
+        """The same, by the best way to these."""
+        return self.params.buckets("publish", meshes)
+
+    def check(self, sampler: Any, version: int, complete: Complete) -> None:
+        """Let engines that have them complete a prompt, always the same one, and the trainer say what it thinks."""
+        if sampler.tolerance is None:
+            return
+        length = min(_PROBE[0], sampler.context_length - _PROBE[1])
+        prompt = [(31 * place + 7) % len(sampler.tokenizer) for place in range(length)]
+        found = complete(prompt, Sampling(temperature=0, max_new_tokens=_PROBE[1]))
+        rows = [torch.tensor([*prompt, *each.token_ids.tolist()]) for each in found]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+        batch = Batch({"input_ids": ids, "attention_mask": mask}, batch_size=[len(rows)]).lock_()
+        expected = self.params.trainer.logprobs(self.params, batch).result()[:, length:]
+        for place, (each, values) in enumerate(zip(found, expected, strict=True)):
+            trainers = values[: len(each.logprobs)]
+            apart = float((trainers - each.logprobs).abs().max())
+            if not apart <= sampler.tolerance or each.version != version:
+                raise WeightMismatch(
+                    f"publish: with the weights of version {version}, engine {place} of {len(found)} that were asked "
+                    f"(at version {each.version}) gives the tokens {each.token_ids.tolist()} after a prompt of "
+                    f"{length} the log-probabilities {_rounded(each.logprobs)}, and the trainer {_rounded(trainers)}: "
+                    f"they are {apart:.2g} nats apart, and {sampler.tolerance:g} may be rounding. The engine holds "
+                    "other weights, or keys and values that were computed with older ones; what it samples cannot be "
+                    "trained on"
+                )
+
+
+def _rounded(x: Tensor) -> list[float]:
+    return [round(value, 4) for value in x.tolist()]
