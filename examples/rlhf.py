@@ -44,12 +44,12 @@ class Config:
     samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainers'
     prompts: int = 64  # a step
     group_size: int = 4  # samples a prompt
-    kl: float = 0.05  # what a nat away from the reference costs
+    kl: float = config.derived(lambda cfg: 0.05 if cfg.model else 0.3)  # what a nat away from the reference costs
     max_tokens: int = 16_384  # of a micro-batch
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4))
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
     warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40)  # supervised steps of the tiny policy
-    judging: int = config.derived(lambda cfg: 0 if cfg.reward else 150)  # steps of the tiny reward model
+    judging: int = config.derived(lambda cfg: 0 if cfg.reward else 300)  # steps of the tiny reward model
 
 
 def main(cfg: Config) -> None:

@@ -35,7 +35,7 @@ class Scripted:
         # Log-probabilities of exactly 0: a policy that is certain
         return done([Completion(torch.tensor(each), torch.zeros(len(each)), len(each) > 8, 0) for each in ids])
 
-    def receive(self, buckets: Any, version: int) -> None:
+    def receive(self, buckets: Any, version: int, *, inflight: Any = "wait") -> None:
         raise NotImplementedError
 
 

@@ -140,6 +140,16 @@ def test_rlhf_runs(tmp_path: Path) -> None:
     assert row["invalid"] == 0
 
 
+@pytest.mark.slow
+def test_rlhf_earns_a_reward_that_is_for_right_answers(tmp_path: Path) -> None:
+    """Within what the penalty allows: far from the reference the reward model is wrong, and the policy finds it out."""
+    example = load("rlhf")
+    example.main(example.Config(out=str(tmp_path)))
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert mean(rows[-10:], "reward") > mean(rows[:5], "reward") + 2
+    assert mean(rows[-10:], "env/right") > mean(rows[:5], "env/right") + 0.15
+
+
 def test_dapo_keeps_only_groups_that_teach(tmp_path: Path) -> None:
     example = load("dapo")
     example.main(example.Config(steps=3, warmup=20, prompts=4, out=str(tmp_path)))
