@@ -22,6 +22,7 @@ import nrl
 from nrl import algos, tiny
 from nrl.algos import Loss, needs, sft_loss, token_mean
 from nrl.backends import Model, adamw, models, processing
+from nrl.backends.base import top_k
 from nrl.backends.fsdp.agreement import Held, Mishap, Peers
 from nrl.backends.fsdp.engine import State, TorchEngine
 from nrl.backends.training import global_weights
@@ -35,8 +36,8 @@ from tests.disks import small_disk_at
 pytestmark = pytest.mark.timeout(600)
 
 TINY_PARTS = QWEN3 | {"head_dim": 2, "num_key_value_heads": 1}
-LOGPROBS = frozenset({"logprobs"})
 """With weights of two rows, which three processes cannot share evenly."""
+LOGPROBS = frozenset({"logprobs"})
 
 
 @pytest.fixture(scope="module")
@@ -189,15 +190,65 @@ def everything(made: TorchEngine, state: State) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in found.items()}
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, x in expected.items():
-        torch.testing.assert_close(found[name], x, rtol=relative, atol=relative * (1e-9 + float(x.abs().max())))
+HEADS: dict[str, Loss] = {
+    "value": algos.value_loss(0.2),
+    "reward": algos.bradley_terry_loss(0.01),
+    "lm": algos.distillation_loss(algos.reverse_kl),
+}
+
+
+def rows_of(head: str, sizes: Sequence[int]) -> Batch:
+    """With the columns that the loss of the head reads."""
+    draw, batch = torch.Generator().manual_seed(1), batch_of(list(sizes))
+    noise = torch.randn(*batch["input_ids"].shape, 3, generator=draw)
+    ids = torch.randint(0, 23, noise.shape, generator=draw)
+    batch = nrl.assign(batch, returns=noise[..., 0], values=noise[..., 1])
+    batch = nrl.assign(batch, teacher_ids=ids, teacher_topk_logprobs=noise.log_softmax(-1) - 0.1)
+    return pairs(batch).lock_() if head == "reward" else batch
+
+
+def headed(mesh: DeviceMesh | None, head: Any, sizes: Sequence[int]) -> tuple[list[dict[str, float]], Any, Any]:
+    """Two steps of a loss of another head, or of a teacher's tokens; and what the model says of its rows after them."""
+    made, fn, batch, numbers = engine(mesh, Model(QWEN3, head=head)), HEADS[head], rows_of(head, sizes), []
+    state = made.init()
+    for _ in range(2):
+        state, metrics = made.train(state, fn, mine(mesh, batch), global_weights(fn, batch))
+        numbers.append(finalize(metrics))
+    rank, size = where(mesh)
+    needs = frozenset({{"value": "values", "reward": "rewards", "lm": top_k(4)}[head]})
+    split = partial(nrl.microbatches, max_tokens=40)
+    (out,) = processing.forward(split, needs, made, state, False, nrl.shard(batch, size)[rank])
+    return numbers, everything(made, state), out
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+@both
+@pytest.mark.parametrize("sizes", [(*MIXED, 3), (9, 5)])
+@pytest.mark.parametrize("head", list(HEADS))
+def test_other_heads_and_a_teachers_tokens(pool: Processes, head: str, sizes: tuple[int, ...]) -> None:
+    """As in one process, also where some processes have no rows at all."""
+    numbers, expected, whole = headed(None, head, sizes)
+    found = pool(headed, head, sizes)
+    for rank, (theirs, weights, _) in enumerate(found):
+        assert theirs == found[0][0], rank
+        assert_close(weights, expected, 1e-4)
+    for one, other in zip(found[0][0], numbers, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+    outputs = nrl.shard(rows_of(head, sizes), len(found)).restore([out for _, _, out in found])
+    assert outputs.keys() == whole.keys()
+    for name, x in whole.items():
+        torch.testing.assert_close(outputs[name], x, atol=1e-4, rtol=1e-4)
+        assert bool(x.any())
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=relative, atol=relative * (1e-9 + float(x.abs().max())))
 
 
 # the same numbers
