@@ -24,14 +24,16 @@ SECTIONS = {
     "Distillation": ("distillation",),
     "Supervised": ("supervised",),
     "Critics": ("critics",),
+    "Measures of an evaluation": ("measures",),
 }
 OTHERS = ("masking", "protocol")
 """Modules that hold no method."""
 
 HEAD = """# Methods
 
-Every loss, estimator and shaping of `nrl.algos`, with its equation and where it is from. Made from the docstrings by
-`python docs/make_losses.py`; `help(nrl.algos.<name>)` has arguments, shapes, an example, what libraries do otherwise.
+Every loss, estimator, shaping and measure of `nrl.algos`, with its equation and where it is from. Made from the
+docstrings by `python docs/make_losses.py`; `help(nrl.algos.<name>)` has arguments, shapes, an example, what libraries
+do otherwise.
 
 A method of the field is a composition of these, on the driver and in the step:
 

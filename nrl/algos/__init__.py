@@ -59,6 +59,7 @@ from nrl.algos.losses import (
     vespo_loss,
 )
 from nrl.algos.masking import masked, masked_column
+from nrl.algos.measures import majority, pass_at_k
 from nrl.algos.mismatch import check_mismatch, mismatch_metrics
 from nrl.algos.pairs import chosen_nll, preference_loss
 from nrl.algos.preferences import (
@@ -198,6 +199,7 @@ __all__ = [
     "log_odds",
     "log_sigmoid",
     "logprobs_at",
+    "majority",
     "mask_greedy",
     "mask_truncated",
     "masked",
@@ -219,6 +221,7 @@ __all__ = [
     "output_kind",
     "output_shape",
     "overlong_penalty",
+    "pass_at_k",
     "penalized_rewards",
     "per_group",
     "policy_loss",
