@@ -8,11 +8,12 @@
 """
 
 from nrl.envs.base import Env, Environment, Message, Prompt, Step, Task, Verifier, by_source, single_turn
-from nrl.envs.verifiers import exact, number
+from nrl.envs.verifiers import Extractor, exact, extractor, extracts, final_number, number
 
 __all__ = [
     "Env",
     "Environment",
+    "Extractor",
     "Message",
     "Prompt",
     "Step",
@@ -20,6 +21,9 @@ __all__ = [
     "Verifier",
     "by_source",
     "exact",
+    "extractor",
+    "extracts",
+    "final_number",
     "number",
     "single_turn",
 ]

@@ -1,5 +1,7 @@
 r"""Verifiers of answers that are known: `exact` compares text, `number` compares numbers.
 
+Each says, by `extracts`, how the answer that it compares is taken out of a response: for votes among several samples.
+
 **Where `number` looks.** The first of these that a response has decides, and nothing after it is tried:
 
 1. the last ``####`` that a number follows, as in GSM8K's own solutions: ``#### 42 apples``. Of a line such as
@@ -20,17 +22,53 @@ Numbers are compared as fractions, exactly. No expression is evaluated, and the 
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from nrl.envs.base import Task
+from nrl.envs.base import Task, Verifier
 from nrl.errors import EnvError
 
-__all__ = ["exact", "number"]
+__all__ = ["Extractor", "exact", "extractor", "extracts", "final_number", "number"]
+
+type Extractor = Callable[[str], str | None]
+"""``response -> answer``: equal answers have equal texts; None: the response holds no answer."""
 
 
+def extracts[V: Callable[..., Any]](extract: Extractor) -> Callable[[V], V]:
+    """Say how the answer that a verifier looks at is taken out of a response.
+
+    Args:
+        extract: gives the answer as text, such that the verifier says the same of two responses with equal answers;
+            None where a response has none.
+
+    >>> @extracts(lambda response: response.strip().lower() or None)
+    ... def same_word(task, response):
+    ...     return float(response.strip().lower() == task["answer"])
+    >>> extractor(same_word)(" Paris")
+    'paris'
+    """
+
+    def decorate(verifier: V) -> V:
+        verifier.__dict__["extract"] = extract
+        return verifier
+
+    return decorate
+
+
+def extractor(verifier: Verifier) -> Extractor | None:
+    """What `extracts` said of a verifier; None: nothing.
+
+    >>> extractor(number)("It is 6 * 7 = 42.0."), extractor(exact)(" Paris ")
+    ('42', 'Paris')
+    >>> extractor(lambda task, response: 1.0)
+    """
+    found: Extractor | None = getattr(verifier, "extract", None)
+    return found
+
+
+@extracts(str.strip)
 def exact(task: Task, response: str) -> float:
     """1 where the response is the answer, white space around either left out; otherwise 0.
 
@@ -51,6 +89,23 @@ def exact(task: Task, response: str) -> float:
     return float(response.strip() == str(answer).strip())
 
 
+def final_number(response: str) -> str | None:
+    r"""The final number of a response, as `number` reads it; the module says what is read how.
+
+    Args:
+        response: what the model wrote.
+
+    Returns:
+        An integer, or a fraction in lowest terms; equal numbers give equal texts. None: the response has no number.
+
+    >>> final_number("So 0.50."), final_number("#### 1/2"), final_number(r"\boxed{1{,}234}"), final_number("Nothing.")
+    ('1/2', '1/2', '1234', None)
+    """
+    found = _final(response)
+    return None if found is None else str(found)
+
+
+@extracts(final_number)
 def number(task: Task, response: str) -> float:
     r"""1 where the final number of the response equals the answer's; otherwise 0. The module says what is read how.
 

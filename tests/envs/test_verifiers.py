@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nrl.envs import exact, number
+from nrl.envs import exact, extractor, extracts, final_number, number
 from nrl.errors import EnvError
 
 ROWS = [
@@ -217,6 +217,35 @@ def test_number(response: str, says: str | None) -> None:
         reward = number({"answer": Fraction(candidate)}, response)
         assert type(reward) is float
         assert reward == float(says is not None and Fraction(candidate) == Fraction(says)), candidate
+
+
+@pytest.mark.parametrize(("response", "says"), SAYS)
+def test_the_final_number_is_what_number_compares(response: str, says: str | None) -> None:
+    assert final_number(response) == (None if says is None else str(Fraction(says)))
+
+
+def test_the_longest_numeral_has_a_text() -> None:
+    assert final_number("9" * 995 + "e999") == "9" * 995 + "0" * 999
+
+
+@given(st.fractions(), st.sampled_from(["{}", "so {}", "#### {}", "\\boxed{{{}}}"]))
+def test_equal_numbers_are_equal_answers(value: Fraction, template: str) -> None:
+    assert final_number(template.format(value)) == str(value)
+
+
+def test_a_verifier_says_how_its_answer_is_extracted() -> None:
+    assert extractor(number) is final_number
+    found = extractor(exact)
+    assert found is not None
+    assert (found(" Paris\n"), found(" ")) == ("Paris", "")
+    assert extractor(lambda task, response: 1.0) is None
+
+    @extracts(str.upper)
+    def loud(task: Any, response: str) -> float:
+        return float(response.upper() == task["answer"])
+
+    assert loud({"answer": "A"}, "a") == 1.0  # the verifier is what it was
+    assert extractor(loud) is str.upper
 
 
 @pytest.mark.parametrize(
