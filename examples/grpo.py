@@ -68,9 +68,9 @@ def evaluate(cfg: Config, sampler: Sampler, i: int) -> nrl.reduce.Metrics:
     """The mean reward of the most probable answers to prompts of their own, every so many steps and after the last."""
     if cfg.held_out is None or ((i + 1) % cfg.evaluate_every and i + 1 != cfg.steps):
         return {}
-    tasks = data.tasks(cfg.held_out, seed=cfg.seed + 2, adapter=cfg.adapter, chat=cfg.chat).take(cfg.evaluate_prompts)
+    tasks = data.tasks(cfg.held_out, seed=cfg.seed + 2, adapter=cfg.adapter, chat=cfg.chat)
     greedy = attrs.evolve(cfg.sampling, temperature=0.0)
-    return {"eval/reward": nrl.summary(nrl.rollout(sampler, single_turn(number), tasks, sampling=greedy))["reward"]}
+    return nrl.measure(nrl.grade(sampler, number, data.epoch(tasks, cfg.evaluate_prompts), sampling=greedy))
 
 
 def main(cfg: Config) -> None:

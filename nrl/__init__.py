@@ -16,6 +16,7 @@ from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibat
 from nrl.columns import COLUMNS
 from nrl.episodes import rollout, rollouts, run_episode
 from nrl.fitting import fit
+from nrl.grades import Graded, grade, measure
 from nrl.judges import scored_by
 from nrl.pack import pack, packed, unpack
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed
@@ -41,6 +42,7 @@ __all__ = [
     "Batch",
     "Ess",
     "Executable",
+    "Graded",
     "Max",
     "Mean",
     "Metrics",
@@ -62,7 +64,9 @@ __all__ = [
     "finalize",
     "fit",
     "fresh",
+    "grade",
     "lengths",
+    "measure",
     "merge",
     "merged",
     "microbatched",

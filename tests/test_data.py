@@ -438,3 +438,24 @@ def test_real_rows_become_chats_and_are_trained_on() -> None:
     batch = data.supervised(rows, CHATS, response="answer")
     for row, ids, mask in zip(rows, batch["input_ids"], batch["loss_mask"], strict=True):
         assert CHATS.decode(ids[mask]) == row["answer"] + "<|im_end|>"
+
+
+# --- an epoch, for an evaluation
+
+
+def test_an_epoch_has_every_task_once() -> None:
+    rows = [{"prompt": str(number)} for number in range(5)]
+    in_order = [task["prompt"] for task in data.epoch(data.tasks(rows, shuffle=False, chat=False))]
+    assert in_order == ["0", "1", "2", "3", "4"]
+    assert [task["prompt"] for task in data.epoch(data.tasks(rows, shuffle=False, chat=False), 3)] == in_order[:3]
+    shuffled = [task["prompt"] for task in data.epoch(data.tasks(rows, seed=1, chat=False), 100)]
+    assert shuffled != in_order
+    assert sorted(shuffled) == in_order
+
+
+def test_an_epoch_of_a_source_without_an_end_needs_a_bound() -> None:
+    assert len(data.epoch(data.tasks("arithmetic"), 7)) == 7
+    with pytest.raises(DataError, match="epoch: arithmetic has no end; say how many tasks, as most="):
+        data.epoch(data.tasks("arithmetic"))
+    with pytest.raises(DataError, match="epoch: most is 0; give at least 1"):
+        data.epoch(data.tasks("arithmetic"), 0)

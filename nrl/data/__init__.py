@@ -11,13 +11,14 @@ from nrl.data.mixtures import mixture
 from nrl.data.prompts import PROMPT_KEYS, rows
 from nrl.data.readers import read_csv, read_jsonl, read_parquet
 from nrl.data.rendering import render
-from nrl.data.streams import Tasks, tasks
+from nrl.data.streams import Tasks, epoch, tasks
 
 __all__ = [
     "ADAPTERS",
     "PROMPT_KEYS",
     "Adapter",
     "Tasks",
+    "epoch",
     "gsm8k",
     "helpsteer3",
     "labelled",

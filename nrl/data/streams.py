@@ -20,7 +20,7 @@ from nrl.envs.base import Task
 from nrl.errors import DataError
 from nrl.stream import counting
 
-__all__ = ["Tasks", "check_seed", "tasks"]
+__all__ = ["Tasks", "check_seed", "epoch", "tasks"]
 
 _QUIET = 5.0  # seconds of reading between two lines about it
 
@@ -153,6 +153,29 @@ def tasks(
     dropped = {"adapter": unused} if adapter is not None else {}
     dropped |= {"max_tokens": long} if max_tokens is not None else {}
     return Tasks(*counting(at, name="data.tasks")[:3], (table.name,), len(which), dropped)
+
+
+def epoch(stream: Tasks, most: int | None = None) -> list[Task]:
+    """The next tasks of a stream, none of them twice: what an evaluation goes through.
+
+    Args:
+        stream: from `tasks`.
+        most: no more than so many; None: as many as an epoch has.
+
+    Returns:
+        At most an epoch. (From the middle of one it reaches into the next, which has another order.)
+
+    Raises:
+        DataError: ``most`` is less than 1, or None where the source has no end.
+
+    >>> [task["prompt"] for task in epoch(tasks([{"prompt": "a"}, {"prompt": "b"}], shuffle=False, chat=False), 5)]
+    ['a', 'b']
+    """
+    if most is None and stream.size is None:
+        raise DataError(f"epoch: {', '.join(stream.names)} has no end; say how many tasks, as most=")
+    if most is not None and most < 1:
+        raise DataError(f"epoch: most is {most}; give at least 1")
+    return stream.take(min(each for each in (most, stream.size) if each is not None))
 
 
 def check_seed(seed: Any, what: str) -> None:

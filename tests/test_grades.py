@@ -1,0 +1,185 @@
+"""Samples that are drawn and verified, and the numbers that are made of them."""
+
+import json
+import math
+import warnings
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import nrl
+from nrl import tiny
+from nrl.backends import Completion, Sampling, hf
+from nrl.envs import exact, number, single_turn
+from nrl.errors import DataError, EnvError
+from nrl.grades import Graded, grade, measure
+from nrl.reduce import Mean, finalize, merge
+from nrl.runtime.futures import Future, done
+
+TOKENIZER = tiny.tokenizer()
+
+
+class Scripted:
+    """A sampler that answers what it was told, by prompt and place; the least that `nrl.backends.Sampler` asks for."""
+
+    version, tokenizer, context_length, sampling = 0, TOKENIZER, 64, Sampling(max_new_tokens=8)
+
+    def __init__(self, said: dict[str, list[str]]) -> None:
+        self.left = {prompt: list(texts) for prompt, texts in said.items()}
+
+    def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Future[list[Completion]]:
+        texts = [self.left[TOKENIZER.decode(prompt)].pop(0) for prompt in prompts]
+        ids = [[*TOKENIZER.encode(text), TOKENIZER.eos_token_id] for text in texts]
+        # Log-probabilities of exactly 0: a policy that is certain
+        return done([Completion(torch.tensor(each), torch.zeros(len(each)), len(each) > 8, 0) for each in ids])
+
+    def receive(self, buckets: Any, version: int) -> None:
+        raise NotImplementedError
+
+
+TASKS: list[dict[str, Any]] = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": 4}]
+SAID = {"1+1=": ["2", "it is 2.0", "3", "no idea"], "2+2=": ["4", "5", "5.0", "so 5"]}
+
+
+def test_what_is_graded() -> None:
+    first, second = grade(Scripted(SAID), number, TASKS, n=4)
+    assert first == Graded(
+        "1+1=",
+        "2",
+        ["2", "it is 2.0", "3", "no idea"],
+        [1.0, 1.0, 0.0, 0.0],
+        ["2", "2", "3", None],
+        [2, 10, 2, 8],
+        [False, True, False, False],
+    )
+    assert (second.answer, second.rewards, second.answers) == (4, [1.0, 0.0, 0.0, 0.0], ["4", "5", "5", "5"])
+
+
+def test_a_graded_task_survives_json() -> None:
+    graded = grade(Scripted(SAID), number, TASKS, n=4)
+    assert [Graded(**json.loads(json.dumps(attrs.asdict(each)))) for each in graded] == graded
+
+
+def test_what_is_measured_by_hand() -> None:
+    found = finalize(measure(grade(Scripted(SAID), number, TASKS, n=4), k=(1, 2, 4)))
+    assert found == {
+        "eval/reward": 3 / 8,
+        "eval/pass@1": pytest.approx((2 / 4 + 1 / 4) / 2),
+        "eval/pass@2": pytest.approx((5 / 6 + 1 / 2) / 2),
+        "eval/pass@4": 1.0,
+        "eval/majority": 1 / 2,  # 2 of three votes; 5 of four
+        "eval/unanswered": 1 / 8,
+        "eval/length": pytest.approx((2 + 10 + 2 + 8 + 2 + 2 + 4 + 5) / 8),
+        "eval/truncated": 1 / 8,
+        "eval/invalid": 0.0,
+    }
+
+
+def failing(task: Any, response: str) -> float:
+    if "?" in response:
+        raise EnvError("the judge is away")
+    return float(response == task["answer"])
+
+
+def test_samples_whose_verifier_failed_are_kept_left_out_and_counted() -> None:
+    said = {"1+1=": ["2", "2?", "3", "?"], "2+2=": ["?", "?", "?", "?"]}
+    with pytest.warns(UserWarning, match="6 of 8 episodes failed"):
+        graded = grade(Scripted(said), failing, TASKS, n=4)
+    assert graded[0].samples == ["2", "2?", "3", "?"]  # also what the verifier could not look at
+    assert graded[0].rewards == [1.0, None, 0.0, None]
+    assert graded[0].answers is None
+    metrics = measure(graded, k=(1, 2, 3))
+    assert [float(metrics[f"eval/pass@{k}"].weight) for k in (1, 2, 3)] == [1, 1, 0]  # type: ignore[union-attr]
+    found = finalize(metrics)
+    assert (found["eval/reward"], found["eval/pass@1"], found["eval/pass@2"]) == (0.5, 0.5, 1.0)
+    assert math.isnan(found["eval/pass@3"])
+    assert found["eval/invalid"] == 6
+    assert "eval/majority" not in found  # there is nothing to vote by
+
+
+def test_a_group_with_no_valid_sample_has_no_vote() -> None:
+    graded = [
+        Graded("a", "1", ["1", "1"], [1.0, 1.0], ["1", "1"], [1, 1], [False, False]),
+        Graded("b", "1", ["1", "1"], [None, None], ["1", "1"], [1, 1], [False, False]),
+    ]
+    majority = measure(graded)["eval/majority"]
+    assert isinstance(majority, Mean)
+    assert (float(majority.total), float(majority.weight)) == (1.0, 1.0)
+
+
+def test_a_prompt_that_cannot_be_asked_is_invalid() -> None:
+    tasks = [*TASKS[:1], {"prompt": "1" * 70, "answer": "1"}, {"answer": "1"}]
+    with pytest.warns(UserWarning, match="2 of 3 episodes failed"):
+        graded = grade(Scripted({"1+1=": ["2"]}), number, tasks)
+    assert [each.rewards for each in graded] == [[1.0], [None], [None]]
+    assert [each.samples for each in graded] == [["2"], [""], [""]]
+    assert [each.lengths for each in graded] == [[2], [0], [0]]
+
+
+def test_several_rewards_are_added_up_and_passing_is_a_bound() -> None:
+    graded = grade(Scripted(SAID), lambda task, text: (0.25, 0.5 * exact(task, text)), TASKS, n=4)
+    assert graded[0].rewards == [0.75, 0.25, 0.25, 0.25]
+    assert finalize(measure(graded, k=(1,)))["eval/pass@1"] == 0.0
+    found = finalize(measure(graded, k=(1,), passing=0.75))
+    assert (found["eval/pass@1"], found["eval/reward"]) == (0.25, 0.375)
+
+
+def test_the_measures_of_parts_add_up_to_those_of_the_whole() -> None:
+    graded = grade(Scripted(SAID), number, TASKS, n=4)
+    whole, parts = measure(graded, k=(2,)), merge(measure(graded[:1], k=(2,)), measure(graded[1:], k=(2,)))
+    assert finalize(parts) == pytest.approx(finalize(whole))
+
+
+def test_one_sample_a_task_has_no_majority() -> None:
+    graded = grade(Scripted({"1+1=": ["2"]}), number, TASKS[:1])
+    assert list(measure(graded)) == ["eval/reward", "eval/length", "eval/truncated", "eval/invalid"]
+
+
+@pytest.mark.parametrize("k", [0, -1, 5])
+def test_a_k_that_cannot_be_estimated_is_refused(k: int) -> None:
+    graded = grade(Scripted(SAID), number, TASKS, n=4)
+    with pytest.raises(DataError, match=f"measure: k is {k}, and there are 4 samples a task; give k from 1 to 4"):
+        measure(graded, k=(2, k))
+
+
+@pytest.fixture(scope="module")
+def sampler() -> Any:
+    with nrl.cluster("local") as cluster:
+        yield hf.sampler(cluster.reserve(1), tiny.model(), Sampling(max_new_tokens=4))
+
+
+def digit(task: Any, response: str) -> float:
+    return float(any(map(str.isdigit, response)))
+
+
+def test_its_reward_is_that_of_a_rollout(sampler: Any) -> None:
+    tasks = nrl.data.tasks("arithmetic").take(16)
+    rollout = nrl.rollout(sampler, single_turn(digit), tasks, n=2, seed=3)
+    found = finalize(measure(grade(sampler, digit, tasks, n=2, seed=3)))
+    expected = finalize(nrl.summary(rollout))
+    assert 0 < found["eval/reward"] < 1
+    assert found["eval/reward"] == expected["reward"]
+    assert (found["eval/length"], found["eval/truncated"]) == (expected["length"], expected["truncated"])
+
+
+def test_a_sample_depends_on_its_task_and_place_and_not_on_what_it_is_drawn_with(sampler: Any) -> None:
+    tasks = nrl.data.tasks("arithmetic").take(6)
+    whole = grade(sampler, digit, tasks, n=3, seed=1)
+    parts = grade(sampler, digit, tasks[:4], n=3, seed=1) + grade(sampler, digit, tasks[4:], n=3, seed=1, first_group=4)
+    assert parts == whole
+    assert grade(sampler, digit, tasks, n=3, seed=2) != whole
+
+
+def test_the_texts_are_those_that_the_verifier_saw(sampler: Any) -> None:
+    seen = []
+
+    def seeing(task: Any, response: str) -> float:
+        seen.append(response)
+        return 0.0
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graded = grade(sampler, seeing, nrl.data.tasks("arithmetic").take(4), n=2)
+    assert sorted(seen) == sorted(text for each in graded for text in each.samples)
