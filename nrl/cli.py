@@ -6,7 +6,8 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 
-from nrl.errors import NrlError
+from nrl import config, evaluation
+from nrl.errors import ConfigError, NrlError
 from nrl.report import report
 from nrl.runtime import images
 
@@ -14,7 +15,10 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command: ``nrl report OUT`` writes a run's report, ``nrl venvs`` builds and explains environments.
+    """Run the command.
+
+    ``nrl report OUT`` writes a run's report, ``nrl eval TASKS`` evaluates a model, ``nrl venvs`` builds and explains
+    environments.
 
     Args:
         argv: the arguments; None: the program's own.
@@ -31,13 +35,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("report", help="write OUT/report.html, one page that shows the run")
     command.add_argument("out", metavar="OUT", help="the run's folder")
     command.set_defaults(do=lambda given: print(report(given.out)))
+    command = commands.add_parser("eval", help="sample answers to tasks, and say how many are right", add_help=False)
+    command.add_argument("settings", metavar="TASKS", nargs="*", help="TASKS key=value ...")
+    command.set_defaults(do=_evaluate)
     _add_venvs(commands.add_parser("venvs", help="the virtual environments of executables"))
-    given = parser.parse_args(argv)
+    given, more = parser.parse_known_args(argv)
+    if given.do is _evaluate:
+        given.settings += more  # options are written key=value there, which load says
+    elif more:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
     try:
         return given.do(given) or 0
     except (NrlError, OSError) as error:
         print(f"nrl: {error}", file=sys.stderr)
         return 2
+
+
+def _evaluate(given: argparse.Namespace) -> None:
+    settings = [_setting(argument) for argument in given.settings]
+    tasks = [setting.removeprefix("tasks=") for setting in settings if setting.startswith("tasks=")]
+    if len(tasks) > 1 and not any(setting.startswith("-") for setting in settings):
+        raise ConfigError(f"eval: found {' and '.join(tasks)}; give one file of tasks, and all else as key=value")
+    evaluation.main(config.load(evaluation.Evaluation, settings, program="nrl eval TASKS"))
+
+
+def _setting(argument: str) -> str:
+    """What ``load`` understands: a file that is no configuration is the tasks, and k=1,4 is a list."""
+    key, equals, text = argument.partition("=")
+    if key == "k" and equals:
+        return f"k=[{text.strip('[]')}]"
+    if argument.startswith("-") or (equals and "/" not in key) or argument.endswith((".yaml", ".yml", ".toml")):
+        return argument
+    return f"tasks={argument}"
 
 
 def _add_venvs(parser: argparse.ArgumentParser) -> None:

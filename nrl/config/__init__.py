@@ -80,7 +80,7 @@ def derived(default: Callable[[Any], Any], *, help: str = "") -> Any:
     return attrs.field(default=attrs.Factory(default, takes_self=True), metadata={"help": help} if help else {})
 
 
-def load[T](cls: type[T], args: Sequence[str] | None = None) -> T:
+def load[T](cls: type[T], args: Sequence[str] | None = None, *, program: str | None = None) -> T:
     """Make an instance of ``cls`` from files and ``key=value`` arguments; the module's docstring has the rules.
 
     Args:
@@ -89,6 +89,7 @@ def load[T](cls: type[T], args: Sequence[str] | None = None) -> T:
         args: ``key=value``, ``key.sub=value``, ``FILE.yaml``, ``FILE.toml`` or ``config=FILE`` (unless ``cls`` has a
             field ``config``). Arguments of the form ``key=value`` win over files wherever they stand. With ``-h`` or
             ``--help``, every key is printed and the program exits with 0. Default: the program's own arguments.
+        program: how ``--help`` names the program. Default: by the file that was started.
 
     Returns:
         The instance.
@@ -118,7 +119,7 @@ def load[T](cls: type[T], args: Sequence[str] | None = None) -> T:
         raise ConfigError(f"load: expected an attrs class, got {cls!r}; decorate it with @attrs.frozen")
     args = sys.argv[1:] if args is None else args
     if "-h" in args or "--help" in args:
-        sys.stdout.write(_usage(cls) + "\n")
+        sys.stdout.write(_usage(cls, program or Path(sys.argv[0]).name) + "\n")
         raise SystemExit(0)
     layers, problems = _layers(cls, args)
     if not problems:
@@ -264,8 +265,8 @@ def _keys(cls: type, instance: Any = attrs.NOTHING, above: tuple[type, ...] = ()
                     yield f"{field.alias}.{key}", *rest
 
 
-def _usage(cls: type) -> str:
-    lines = [f"usage: {Path(sys.argv[0]).name} [FILE.yaml | FILE.toml | config=FILE ...] [key=value ...]", ""]
+def _usage(cls: type, program: str) -> str:
+    lines = [f"usage: {program} [FILE.yaml | FILE.toml | config=FILE ...] [key=value ...]", ""]
     lines += [inspect.cleandoc(cls.__doc__).split("\n\n")[0], ""] if cls.__doc__ else []
     try:
         defaults = cls()  # so that defaults which depend on others are shown as they are

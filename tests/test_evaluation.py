@@ -1,0 +1,378 @@
+"""The command `nrl eval`: what it measures, what it leaves behind, how it goes on, and what it refuses."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+import nrl
+from nrl import checkpoint, tiny
+from nrl.backends import Sampling, adamw, fsdp, hf
+from nrl.checkpoint import Checkpoints
+from nrl.cli import main
+from nrl.errors import ModelError
+from nrl.evaluation import exported
+from nrl.folder import claim
+from tests.backends.test_openai import Served, serving
+from tests.backends.test_samplers import model as served_model
+
+ROOT = Path(__file__).parent.parent
+ROWS: list[dict[str, Any]] = [
+    {"question": "1+1=", "answer": "2"},
+    {"question": "2+3=", "answer": 5},
+    {"question": "7+12=", "answer": "7+12=19\n#### 19"},
+]
+DIGITS = "def judge(task, response):\n    return float(any(map(str.isdigit, response)))\n"
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny.save(tiny.model(), folder)
+    return str(folder)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with tasks and a verifier that random weights pass now and then, which programs run in."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "tasks.jsonl", ROWS)
+    (tmp_path / "digits.py").write_text(DIGITS)
+    return tmp_path
+
+
+SMALL = ["chat=false", "max_new_tokens=4", "out=out"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    """What the command says, on one line."""
+    assert main(["eval", *arguments]) == status
+    found = capsys.readouterr()
+    return " ".join((found.err if status else found.out).split())
+
+
+# --- what it measures and leaves behind
+
+
+def test_a_line_a_task_and_the_numbers_of_them(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, "tasks.jsonl", f"model={model}", "n=4", "k=1,2", "verifier=digits.py:judge", *SMALL)
+    found = lines(here / "out" / "results.jsonl")
+    assert [(line["task"], line["prompt"], line["answer"]) for line in found] == [
+        (number, row["question"], row["answer"]) for number, row in enumerate(ROWS)
+    ]
+    rewards = [[float(any(map(str.isdigit, text))) for text in line["samples"]] for line in found]
+    assert [line["rewards"] for line in found] == rewards
+    right = [sum(each) for each in rewards]
+    assert 0 < sum(right) < 12  # or nothing below is a test
+    pairs = [1 - (4 - c) * (3 - c) / 12 for c in right]
+    written = json.loads((here / "out" / "metrics.json").read_text())
+    assert written["tasks"] == 3
+    assert written["metrics"] == {
+        "eval/reward": pytest.approx(sum(right) / 12),
+        "eval/pass@1": pytest.approx(sum(right) / 12),
+        "eval/pass@2": pytest.approx(sum(pairs) / 3),
+        "eval/length": pytest.approx(sum(map(sum, (line["lengths"] for line in found))) / 12),
+        "eval/truncated": pytest.approx(sum(map(sum, (line["truncated"] for line in found))) / 12),
+        "eval/invalid": 0.0,
+    }
+    assert written["over"]["eval/reward"] == 12
+    assert written["over"]["eval/pass@2"] == 3
+    assert f"eval/pass@2 │ {sum(pairs) / 3:.4f} │ 3 tasks" in shown
+    assert f"eval/reward │ {sum(right) / 12:.4f} │ 12 samples" in shown
+    assert "0 of 3 tasks are done in out; the same command with out=out goes on there" in shown
+    assert "eval 1/1 | eval/reward" in shown
+    assert yaml.safe_load((here / "out" / "config.yaml").read_text())["max_new_tokens"] == 4
+
+
+def test_votes_are_of_extracted_answers(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "eval/majority" in said(capsys, "tasks.jsonl", f"model={model}", "n=16", *SMALL)
+    for line in lines(here / "out" / "results.jsonl"):
+        assert line["answers"] == [nrl.envs.final_number(text) for text in line["samples"]]
+    written = json.loads((here / "out" / "metrics.json").read_text())["metrics"]
+    assert 0 < written["eval/unanswered"] < 1
+
+
+def test_one_sample_is_greedy_and_several_are_not(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "tasks.jsonl", f"model={model}", "verifier=exact", *SMALL)
+    assert yaml.safe_load((here / "out" / "config.yaml").read_text())["temperature"] == 0
+    with nrl.cluster("local") as cluster:
+        sampler = hf.sampler(cluster.reserve(1), nrl.Model(model), Sampling(0, max_new_tokens=4))
+        tasks = nrl.data.rows("tasks.jsonl", chat=False)
+        expected = [each.samples for each in nrl.grade(sampler, nrl.envs.exact, tasks)]
+    assert [line["samples"] for line in lines(here / "out" / "results.jsonl")] == expected
+    said(capsys, "tasks.jsonl", f"model={model}", "n=2", *SMALL[:2], "out=two")
+    assert yaml.safe_load((here / "two" / "config.yaml").read_text())["temperature"] == 1
+
+
+def test_some_of_the_tasks_in_another_order(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "tasks.jsonl", f"model={model}", "limit=2", "shuffle=true", "seed=4", *SMALL)
+    found = [line["prompt"] for line in lines(here / "out" / "results.jsonl")]
+    assert found == [task["prompt"] for task in nrl.data.tasks("tasks.jsonl", seed=4, chat=False).take(2)]
+
+
+def test_rows_go_through_an_adapter(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write(here / "gsm8k.jsonl", [{"question": "7+12=", "answer": "7+12=19\n#### 19"}])
+    said(capsys, "gsm8k.jsonl", "adapter=gsm8k", f"model={model}", *SMALL)
+    assert [line["answer"] for line in lines(here / "out" / "results.jsonl")] == ["19"]
+
+
+def test_settings_in_a_file(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "settings.yaml").write_text(f"{{model: {model}, n: 4, k: [1, 4], max_new_tokens: 4, chat: false, out: o}}")
+    assert "eval/pass@4" in said(capsys, "tasks.jsonl", "settings.yaml", "temperature=0.5")
+    assert yaml.safe_load((here / "o" / "config.yaml").read_text())["temperature"] == 0.5
+
+
+def test_without_out_there_is_a_new_folder(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "tasks.jsonl", f"model={model}", *SMALL[:2])
+    (folder,) = (here / "runs").iterdir()
+    assert (folder / "metrics.json").exists()
+
+
+@contextmanager
+def server() -> Iterator[str]:
+    with (
+        nrl.cluster("local") as cluster,
+        serving(Served(hf.sampler(cluster.reserve(1), served_model(), Sampling(max_new_tokens=4)))) as url,
+    ):
+        yield url
+
+
+# The sampler behind the server warns once, when it is probed
+@pytest.mark.filterwarnings("ignore:.*truncated distribution")
+def test_a_server_gives_what_the_same_model_here_gives(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.save(served_model(), here / "model")
+    with server() as url:
+        said(capsys, "tasks.jsonl", "model=model", "n=4", "sampler=openai", f"url={url}", "engine.in_flight=4", *SMALL)
+    said(capsys, "tasks.jsonl", "model=model", "n=4", *SMALL[:2], "out=local")
+    results = [lines(here / name / "results.jsonl") for name in ("out", "local")]
+    assert results[0] == results[1]
+    assert results[0][0]["samples"][0]
+
+
+# --- going on
+
+
+def test_killed_and_started_again_it_ends_with_the_same_results(here: Path, model: str) -> None:
+    write(here / "many.jsonl", [{"question": f"{a}+{b}=", "answer": a + b} for a in range(5) for b in range(4)])
+    (here / "killing.py").write_text(
+        "import os, signal\nfrom pathlib import Path\nasked = 0\n"
+        "def judge(task, response):\n    global asked\n    asked += 1\n"
+        "    if asked == 30 and Path('armed').exists():\n"
+        "        Path('armed').unlink()\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return float(any(map(str.isdigit, response)))\n"
+    )
+
+    def start(out: str) -> int:
+        settings = [f"model={model}", "n=4", "rows=16", "verifier=killing.py:judge", "chat=false", "max_new_tokens=4"]
+        command = [sys.executable, "-m", "nrl", "eval", "many.jsonl", *settings, f"out={out}"]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        return subprocess.run(command, timeout=200, check=False, env=os.environ | {"PYTHONPATH": path}).returncode
+
+    assert start("whole") == 0
+    (here / "armed").touch()
+    assert start("killed") == -signal.SIGKILL
+    results = here / "killed" / "results.jsonl"
+    assert len(lines(results)) == 4  # 16 samples were drawn together
+    with results.open("a") as file:  # as if it had been killed within the next four
+        file.write((here / "whole" / "results.jsonl").read_text().splitlines()[4] + '\n{"task": 5, "prom')
+    assert start("killed") == 0
+    for name in ("results.jsonl", "metrics.json"):
+        assert (here / "killed" / name).read_text() == (here / "whole" / name).read_text()
+    assert len(lines(results)) == 20
+
+
+def test_what_is_done_is_not_sampled_again(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tasks.jsonl", f"model={model}", "n=4", *SMALL]
+    said(capsys, *arguments)
+    before = (here / "out" / "results.jsonl").read_bytes()
+    shown = said(capsys, *arguments, "k=1,2,4")  # other measures of the same samples
+    assert "3 of 3 tasks are done in out" in shown
+    assert "eval 1/1" not in shown
+    assert "eval/pass@4" in shown
+    assert (here / "out" / "results.jsonl").read_bytes() == before
+
+
+def test_what_was_asked_otherwise_is_refused(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tasks.jsonl", f"model={model}", "n=4", *SMALL]
+    said(capsys, *arguments)
+    refused = said(capsys, *arguments, "n=2", status=2)
+    assert refused == (
+        "nrl: eval: out=out holds an evaluation of something else (n: 4 -> 2); give another folder, or remove that one"
+    )
+    write(here / "tasks.jsonl", [*ROWS[:2], {"question": "1+2=", "answer": "3"}])
+    assert "(digest_of_tasks: " in said(capsys, *arguments, status=2)
+    write(here / "tasks.jsonl", ROWS)
+    said(capsys, *arguments)
+    os.utime(Path(model) / "model.safetensors", (1, 1))  # trained on and exported again
+    assert "(digest_of_model: " in said(capsys, *arguments, status=2)
+
+
+def test_two_at_once_are_refused(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with ExitStack() as stack:
+        claim(here / "out", stack)
+        assert "another process is running in out=out" in said(
+            capsys, "tasks.jsonl", f"model={model}", *SMALL, status=2
+        )
+
+
+# --- what it refuses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gone.jsonl"], "nrl: tasks: 'gone.jsonl' is neither a file (looked in "),
+        (
+            ["unanswered.jsonl"],
+            "nrl: tasks: unanswered.jsonl, line 2: number: the task has no 'answer', only 'question'",
+        ),
+        (["wordy.jsonl"], "wordy.jsonl, line 1: number: task['answer'] is 'many', from which no number can be read"),
+        (["unanswered.jsonl", "verifier=exact"], "unanswered.jsonl, line 2: exact: the task has no 'answer'"),
+        (
+            ["unanswered.jsonl", "adapter=gsm8k"],
+            "unanswered.jsonl, line 1: gsm8k: 'answer' has no number",
+        ),
+        (["tasks.jsonl", "adapter=gsm9k"], "nrl: tasks: there is no adapter 'gsm9k'; there are gsm8k, "),
+        (["tasks.jsonl", "n=4", "k=1,8"], "k: 8 of n=4 samples cannot be drawn; give k from 1 to n, or a larger n"),
+        (["tasks.jsonl", "k=0"], "k: 0 of n=1 samples cannot be drawn"),
+        (["tasks.jsonl", "k=2.5"], "k.0: expected int, found 2.5"),
+        (["tasks.jsonl", "n=0"], "n: 'n' must be >= 1: 0"),
+        (["tasks.jsonl", "n=4", "temperature=0"], "temperature: 0 gives the same answer n=4 times; give n=1, or a"),
+        (["tasks.jsonl", "top_p=3"], "'top_p' must be <= 1: 3.0"),
+        (
+            ["tasks.jsonl", "verifier=numbr"],
+            "nrl: eval: there is no verifier 'numbr'; there are exact, number, or give",
+        ),
+        (["tasks.jsonl", "verifier=gone.py:judge"], "eval: verifier=gone.py:judge: gone.py cannot be imported: "),
+        (["tasks.jsonl", "verifier=gone:judge"], "eval: verifier=gone:judge: gone cannot be imported: No module named"),
+        (["tasks.jsonl", "verifier=digits.py:jugde"], "verifier=digits.py:jugde: digits.py has no function 'jugde'"),
+        (["tasks.jsonl", "sampler=openai"], "sampler=openai needs url=, the address of a server, such as http://"),
+        (["tasks.jsonl", "url=http://x/v1"], "url: sampler=hf takes no url; leave it out, or give sampler=openai"),
+        (["tasks.jsonl", "sampler=openai", "url=x:1"], "eval: sampler=openai: openai.sampler: the url is 'x:1'; give"),
+        (["tasks.jsonl", "engine.speed=3"], "eval: sampler=hf: sampler() got an unexpected keyword argument 'speed'"),
+        (["tasks.jsonl", "sampler=vllm"], "nrl: mesh: executable 'vllm' needs the package 'vllm'"),
+        (["tasks.jsonl", "gone.jsonl"], "nrl: eval: found tasks.jsonl and gone.jsonl; give one file of tasks"),
+        (["tasks.jsonl", "--n", "4"], "--n: options are written key=value, without dashes"),
+        (["tasks.jsonl", "kk=4"], "kk: no such key; did you mean 'k'?"),
+        (["arithmetic"], "nrl: eval: arithmetic has no end; say how many tasks, such as limit=256"),
+        (["tasks.jsonl", "limit=0"], "limit: 'limit' must be >= 1: 0"),
+        (["tasks.jsonl", "out=digits.py"], "nrl: eval: out=digits.py is a file; give a folder, or leave it out"),
+        (["tasks.jsonl", "out=."], "nrl: eval: out=. holds something else than an evaluation (digits.py, tasks.jsonl"),
+        (["tasks.jsonl", "model=./gone"], "nrl: Model: the tokenizer of './gone': there is no such folder; give a"),
+        (["tasks.jsonl", "model=gone/gone"], "neither a folder here nor a tokenizer that the Hugging Face hub gives"),
+        ([], "tasks: missing, and it has no default"),
+    ],
+)
+def test_what_cannot_be_done_is_one_message_and_leaves_no_results(
+    arguments: list[str], message: str, here: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(here / "unanswered.jsonl", [ROWS[0], {"question": "1+1=", "solution": "2"}])
+    write(here / "wordy.jsonl", [{"question": "1+1=", "answer": "many"}])
+    found = said(capsys, f"model={model}", *SMALL[:2], *arguments, status=2)
+    assert message in found
+    assert not list(here.glob("**/results.jsonl"))
+
+
+def test_a_model_that_is_not_there_leaves_no_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "tasks.jsonl", "model=./gone", status=2)
+    assert not (here / "runs").exists()
+
+
+def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", "--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: nrl eval TASKS [FILE.yaml | FILE.toml | config=FILE ...] [key=value ...]\n")
+    assert "  k: tuple[int, ...] = [1]\n      pass@k for these, such as k=1,4,8\n" in shown
+    assert "      0, the most probable answer, if n is 1; else 1\n" in shown
+
+
+# --- runs
+
+
+def test_which_export_of_a_run_is_taken(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for name in ("best", "model"):
+        (run / name).mkdir(parents=True)
+        (run / name / "config.json").touch()
+        assert exported(str(run)) == str(run / name)  # the exported one goes before the best
+    assert exported(str(run / "model")) == str(run / "model")
+    assert exported("owner/name") == "owner/name"
+
+
+def test_a_run_that_has_exported_nothing_says_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("checkpoints: {every: 50, keep: 2, best: eval/reward, mode: max}\n")
+    with pytest.raises(ModelError, match=r"has exported no model .*, and has no checkpoints; let it run to its end"):
+        exported(str(tmp_path))
+    for step, reward in enumerate([0.1, 0.7, 0.4]):
+        checkpoint.store(
+            tmp_path / "checkpoints" / "train", step, {}, Checkpoints(best="eval/reward"),
+            {"metrics": {"eval/reward": reward}},
+        )  # fmt: skip
+    with pytest.raises(ModelError, match=r"are 000002, 000003, the best of them 000002\. Let it run .*000002"):
+        exported(str(tmp_path))
+    (tmp_path / "config.yaml").unlink()  # a program of another kind
+    with pytest.raises(ModelError, match=r"checkpoints are 000002, 000003\. Let it run .*000003"):
+        exported(str(tmp_path))
+
+
+def test_a_folder_of_something_else_is_said(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ModelError, match=r"is neither the folder of a model, .*; it holds digits.py, tasks.jsonl"):
+        exported(str(here))
+    said(capsys, "tasks.jsonl", f"model={model}", *SMALL)
+    with pytest.raises(ModelError, match=r"nor of a run; it holds .*metrics.json, results.jsonl"):
+        exported("out")
+
+
+def grpo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("example_grpo_evaluated", ROOT / "examples" / "grpo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_prints_the_number_that_keep_best_uses(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = grpo()
+    cfg = example.Config(steps=2, warmup=60, prompts=4, group_size=4, evaluate_every=1, evaluate_prompts=96, out="run")
+    example.main(cfg)
+    first, last = (line["eval/reward"] for line in lines(here / "run" / "metrics.jsonl"))
+    assert 0 < last < 1
+    capsys.readouterr()
+
+    def reward(model: str, out: str) -> float:
+        said(capsys, "arithmetic", f"model={model}", "seed=2", "limit=96", "max_new_tokens=4", f"out={out}")
+        return float(json.loads((here / out / "metrics.json").read_text())["metrics"]["eval/reward"])
+
+    assert reward("run", "last") == last
+    (here / "run" / "model").rename(here / "elsewhere")
+    with pytest.raises(ModelError) as raised:
+        exported("run")
+    champion = checkpoint.best(checkpoint.checkpoints("run/checkpoints/train"), cfg.checkpoints)
+    assert champion is not None
+    with nrl.cluster("local") as cluster:
+        trainer = fsdp.trainer(cluster.reserve(1), tiny.model(), adamw(lr=1e-3))
+        exec(str(raised.value).rpartition("or export one: ")[2], {"trainer": trainer})
+    assert reward("run", "best") == champion.meta["metrics"]["eval/reward"] == max(first, last)
