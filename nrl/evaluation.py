@@ -365,7 +365,8 @@ def _shown(so_far: Metrics, graded: Sequence[Graded], seconds: float) -> dict[st
 
 
 def _table(metrics: Metrics, cfg: Evaluation) -> Table:
-    table = Table("metric", title=f"{cfg.model} on {cfg.tasks}", title_justify="left", box=ROUNDED)
+    title = f"{cfg.model} on {cfg.tasks}, n={cfg.n}, temperature={cfg.temperature:g}"
+    table = Table("metric", title=title, title_justify="left", box=ROUNDED)
     table.add_column("value", justify="right")
     table.add_column("over", justify="right", style="dim")
     for key, value in metrics.items():

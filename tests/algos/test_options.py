@@ -21,7 +21,7 @@ from nrl.algos import logprobs_at, policy_loss, preference_loss
 from nrl.batch import Batch
 
 DATA = {
-    "advantages", "batch", "group_ids", "log_ratio", "logprobs", "mask", "other_logprobs", "out",
+    "advantages", "answers", "batch", "group_ids", "log_ratio", "logprobs", "mask", "other_logprobs", "out", "passed",
     "policy_logprobs", "ref_logprobs", "rewards", "student", "teacher", "values", "x",
 }  # fmt: skip
 """Arguments that are no options."""
@@ -283,6 +283,8 @@ CASES: dict[str, Case] = {
     "discounted_returns": Case(of_numbers, {"gamma": 1.0}, {"gamma": 0.9}, (ROWS["token_rewards"], ROWS["loss_mask"])),
     "token_rewards": Case(of_batch, {}, {"penalty": KL}, (ROWS,)),
     "penalized_rewards": Case(of_batch, {"penalty": KL}, {"penalty": algos.kl(algos.k1, 0.1)}, (ROWS,)),
+    # measures
+    "pass_at_k": Case(of_numbers, {"k": 1}, {"k": 2}, (ROWS["rewards"] > ROWS["rewards"].median(), ROWS["group_ids"])),
     # shaping
     "scale_rewards": Case(of_shaping, {"factor": 2.0}, {"factor": 3.0, "offset": 1.0}),
     "clip_rewards": Case(of_shaping, {"low": 0.2, "high": 0.8}, {"low": 0.5, "high": 0.6}),
