@@ -121,7 +121,8 @@ def main(cfg: Evaluation) -> Metrics:
     Raises:
         ConfigError: the folder holds something else, another process is in it, or the verifier or an argument of the
             sampler is unknown.
-        DataError: tasks that cannot be read, or whose answer the verifier cannot work with; it names the row.
+        DataError: tasks that cannot be read, or whose answer the verifier cannot work with; it names the row. Results
+            of an earlier attempt that are not what was written.
         ModelError: no such model; a run's folder without an exported one.
 
     >>> import tempfile
@@ -319,18 +320,23 @@ def _digest_of_files(model: str) -> str | None:
 
 
 def _read(path: Path, total: int, together: int) -> list[Graded]:
-    """The tasks that are done. Of those that are sampled together, some alone do not count: they are cut off."""
+    """The tasks that are done. Some alone of those that are sampled together do not count, and are cut off."""
     if not path.exists():
         return []
     graded, ends = list[Graded](), [0]
     for line in path.read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            break  # it was being written
         try:
             record = json.loads(line)
-            if not line.endswith(b"\n") or record.pop("task") != len(graded):
-                break
+            if record.pop("task") != len(graded):
+                raise ValueError
             graded.append(Graded(**record))
-        except (ValueError, TypeError, AttributeError, LookupError):  # half a line
-            break
+        except (ValueError, TypeError, AttributeError, LookupError):
+            raise DataError(
+                f"eval: {path}, line {len(graded) + 1} is not the result of task {len(graded)}; mend it, or remove it "
+                "and all that follows to sample those again"
+            ) from None
         ends.append(ends[-1] + len(line))
     whole = len(graded) if len(graded) == total else len(graded) // together * together
     os.truncate(path, ends[whole])

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +24,7 @@ from nrl.evaluation import exported
 from nrl.folder import claim
 from tests.backends.test_openai import Served, serving
 from tests.backends.test_samplers import model as served_model
+from tests.children import child
 
 ROOT = Path(__file__).parent.parent
 ROWS: list[dict[str, Any]] = [
@@ -171,33 +171,76 @@ def test_a_server_gives_what_the_same_model_here_gives(here: Path, capsys: pytes
 # --- going on
 
 
+def attempt(*arguments: str) -> None:
+    sys.exit(main(["eval", *arguments]))
+
+
 def test_killed_and_started_again_it_ends_with_the_same_results(here: Path, model: str) -> None:
-    write(here / "many.jsonl", [{"question": f"{a}+{b}=", "answer": a + b} for a in range(5) for b in range(4)])
+    tasks = write(here / "many.jsonl", [{"question": f"{a}+{b}=", "answer": a + b} for a in range(5) for b in range(4)])
     (here / "killing.py").write_text(
-        "import os, signal\nfrom pathlib import Path\nasked = 0\n"
+        "import os, signal\nfrom pathlib import Path\n"
+        "asked, armed = 0, Path(__file__).with_name('armed')\n"
         "def judge(task, response):\n    global asked\n    asked += 1\n"
-        "    if asked == 30 and Path('armed').exists():\n"
-        "        Path('armed').unlink()\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if asked == 30 and armed.exists():\n        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return float(any(map(str.isdigit, response)))\n"
     )
 
-    def start(out: str) -> int:
-        settings = [f"model={model}", "n=4", "rows=16", "verifier=killing.py:judge", "chat=false", "max_new_tokens=4"]
-        command = [sys.executable, "-m", "nrl", "eval", "many.jsonl", *settings, f"out={out}"]
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        return subprocess.run(command, timeout=200, check=False, env=os.environ | {"PYTHONPATH": path}).returncode
+    def start(out: str) -> int | None:
+        settings = ["n=4", "rows=16", f"verifier={here}/killing.py:judge", "chat=false", "max_new_tokens=4"]
+        return child(attempt, tasks, f"model={model}", *settings, f"out={here / out}")
 
     assert start("whole") == 0
     (here / "armed").touch()
     assert start("killed") == -signal.SIGKILL
-    results = here / "killed" / "results.jsonl"
-    assert len(lines(results)) == 4  # 16 samples were drawn together
-    with results.open("a") as file:  # as if it had been killed within the next four
-        file.write((here / "whole" / "results.jsonl").read_text().splitlines()[4] + '\n{"task": 5, "prom')
+    (here / "armed").unlink()
+    whole, killed = (here / name / "results.jsonl" for name in ("whole", "killed"))
+    assert killed.read_text() == "".join(whole.read_text().splitlines(keepends=True)[:4])  # 16 samples, drawn together
+    with killed.open("a") as file:  # as if it had been killed while it wrote the next four
+        file.write(json.dumps(lines(whole)[4] | {"samples": ["of another batch"] * 4}) + '\n{"task": 5, "prom')
     assert start("killed") == 0
-    for name in ("results.jsonl", "metrics.json"):
-        assert (here / "killed" / name).read_text() == (here / "whole" / name).read_text()
-    assert len(lines(results)) == 20
+    assert killed.read_text() == whole.read_text()
+    assert len(lines(whole)) == 20
+    assert (here / "killed" / "metrics.json").read_text() == (here / "whole" / "metrics.json").read_text()
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", '{"task": 1}', '{"task": 2, "prompt": 1}', "no JSON"])
+def test_results_that_were_not_written_so_are_not_thrown_away(
+    line: str, here: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said(capsys, "tasks.jsonl", f"model={model}", *SMALL)
+    results = here / "out" / "results.jsonl"
+    changed = results.read_text().splitlines()
+    results.write_text("\n".join([changed[0], line, changed[2], ""]))
+    before = results.read_bytes()
+    assert "eval: out/results.jsonl, line 2 is not the result of task 1; mend it, or" in said(
+        capsys, "tasks.jsonl", f"model={model}", *SMALL, status=2
+    )
+    assert results.read_bytes() == before
+
+
+def test_a_verifier_that_fails_is_counted(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "away.py").write_text(
+        "def judge(task, response):\n    if '2' in task['answer']:\n        raise OSError('away')\n    return 1.0\n"
+    )
+    write(here / "tasks.jsonl", [{"question": "1+1=", "answer": "2"}, {"question": "1+2=", "answer": "3"}])
+    with pytest.warns(UserWarning, match="2 of 4 episodes failed"):
+        said(capsys, "tasks.jsonl", f"model={model}", "n=2", "k=1,2", "verifier=away.py:judge", *SMALL)
+    first, second = lines(here / "out" / "results.jsonl")
+    assert (first["rewards"], second["rewards"]) == ([None, None], [1.0, 1.0])
+    assert first["answers"] is None
+    written = json.loads((here / "out" / "metrics.json").read_text())
+    assert (written["metrics"]["eval/invalid"], written["metrics"]["eval/pass@2"]) == (2, 1)
+    assert (written["over"]["eval/pass@2"], written["over"]["eval/reward"], written["tasks"]) == (1, 2, 2)
+
+
+def test_where_nothing_could_be_measured_a_number_is_null(
+    here: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "away.py").write_text("async def judge(task, response):\n    raise OSError('away')\n")
+    with pytest.warns(UserWarning, match="3 of 3 episodes failed"):
+        shown = said(capsys, "tasks.jsonl", f"model={model}", "verifier=away.py:judge", *SMALL)
+    assert json.loads((here / "out" / "metrics.json").read_text())["metrics"]["eval/reward"] is None
+    assert "eval/reward │ nan │ 0 samples" in shown
 
 
 def test_what_is_done_is_not_sampled_again(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
