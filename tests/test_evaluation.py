@@ -203,6 +203,17 @@ def test_killed_and_started_again_it_ends_with_the_same_results(here: Path, mode
     assert (here / "killed" / "metrics.json").read_text() == (here / "whole" / "metrics.json").read_text()
 
 
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_on_ray_it_gives_what_it_gives_here(here: Path, model: str) -> None:
+    results = []
+    for cluster in ("local", "ray"):
+        settings = [f"model={model}", "n=4", "chat=false", "max_new_tokens=4", f"cluster={cluster}"]
+        assert child(attempt, str(here / "tasks.jsonl"), *settings, f"out={here / cluster}") == 0
+        results.append(lines(here / cluster / "results.jsonl"))
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("line", ["{}", "[]", '{"task": 1}', '{"task": 2, "prompt": 1}', "no JSON"])
 def test_results_that_were_not_written_so_are_not_thrown_away(
     line: str, here: Path, model: str, capsys: pytest.CaptureFixture[str]
