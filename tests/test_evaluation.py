@@ -135,6 +135,17 @@ def test_rows_go_through_an_adapter(here: Path, model: str, capsys: pytest.Captu
     assert [line["answer"] for line in lines(here / "out" / "results.jsonl")] == ["19"]
 
 
+def test_a_sample_does_not_depend_on_what_it_is_drawn_with(
+    here: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rows in (4, 8, 256):
+        said(capsys, "tasks.jsonl", f"model={model}", "n=4", f"rows={rows}", *SMALL[:2], f"out={rows}")
+    found = [lines(here / rows / "results.jsonl") for rows in ("4", "8", "256")]
+    assert found[0] == found[1] == found[2]
+    said(capsys, "tasks.jsonl", f"model={model}", "n=4", "seed=1", *SMALL)
+    assert lines(here / "out" / "results.jsonl") != found[0]
+
+
 def test_settings_in_a_file(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "settings.yaml").write_text(f"{{model: {model}, n: 4, k: [1, 4], max_new_tokens: 4, chat: false, out: o}}")
     assert "eval/pass@4" in said(capsys, "tasks.jsonl", "settings.yaml", "temperature=0.5")
@@ -203,6 +214,19 @@ def test_killed_and_started_again_it_ends_with_the_same_results(here: Path, mode
     assert (here / "killed" / "metrics.json").read_text() == (here / "whole" / "metrics.json").read_text()
 
 
+def test_what_is_sampled_together_counts_together(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tasks.jsonl", f"model={model}", "n=4", "rows=8", *SMALL]  # two tasks together, then one
+    said(capsys, *arguments)
+    results = here / "out" / "results.jsonl"
+    whole = results.read_text()
+    first, second, third = whole.splitlines(keepends=True)
+    altered = json.dumps(json.loads(first) | {"samples": ["of another batch"] * 4}) + "\n"
+    for left, done in ((altered, 0), (first + second + third[:20], 2), (first + second[:-1], 0), (whole, 3)):
+        results.write_text(left)
+        assert f"eval: {done} of 3 tasks are done" in said(capsys, *arguments)
+        assert results.read_text() == whole
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_on_ray_it_gives_what_it_gives_here(here: Path, model: str) -> None:
@@ -258,7 +282,8 @@ def test_what_is_done_is_not_sampled_again(here: Path, model: str, capsys: pytes
     arguments = ["tasks.jsonl", f"model={model}", "n=4", *SMALL]
     said(capsys, *arguments)
     before = (here / "out" / "results.jsonl").read_bytes()
-    shown = said(capsys, *arguments, "k=1,2,4")  # other measures of the same samples
+    # Other measures of the same samples; a sampler that was made would refuse what it is given
+    shown = said(capsys, *arguments, "k=1,2,4", "engine.speed=3")
     assert "3 of 3 tasks are done in out" in shown
     assert "eval 1/1" not in shown
     assert "eval/pass@4" in shown
