@@ -20,7 +20,7 @@ from nrl.backends import Sampling, adamw, fsdp, hf
 from nrl.checkpoint import Checkpoints
 from nrl.cli import main
 from nrl.errors import ModelError
-from nrl.evaluation import exported
+from nrl.evaluation import Evaluation, exported
 from nrl.folder import claim
 from tests.backends.test_openai import Served, serving
 from tests.backends.test_samplers import model as served_model
@@ -127,6 +127,20 @@ def test_some_of_the_tasks_in_another_order(here: Path, model: str, capsys: pyte
     said(capsys, "tasks.jsonl", f"model={model}", "limit=2", "shuffle=true", "seed=4", *SMALL)
     found = [line["prompt"] for line in lines(here / "out" / "results.jsonl")]
     assert found == [task["prompt"] for task in nrl.data.tasks("tasks.jsonl", seed=4, chat=False).take(2)]
+
+
+def test_passing_is_a_bound_on_the_reward(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "half.py").write_text("def judge(task, response):\n    return 0.5\n")
+    arguments = ["tasks.jsonl", f"model={model}", "verifier=half.py:judge", *SMALL]
+    assert "eval/pass@1 │ 0.0000" in said(capsys, *arguments)
+    shown = said(capsys, *arguments, "passing=0.5")
+    assert "eval/reward │ 0.5000" in shown
+    assert "eval/pass@1 │ 1.0000" in shown
+
+
+def test_how_tokens_are_drawn() -> None:
+    asked = Evaluation("t", "m", n=2, temperature=0.7, top_k=3, top_p=0.9, max_new_tokens=7, stop=("END",))
+    assert asked.sampling == Sampling(0.7, top_k=3, top_p=0.9, max_new_tokens=7, stop=("END",))
 
 
 def test_rows_go_through_an_adapter(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
