@@ -55,8 +55,8 @@ COLUMNS: dict[str, Column] = {
     "entropy": Column(
         "token",
         torch.float32,
-        "Add it with assign(batch, entropy=trainer.forward(state.params, batch, {'entropy'}).result()['entropy']); in "
-        "nats, of the policy that sampled.",
+        "Add it with assign(batch, entropy=trainer.forward(state.params, batch, {'entropy'})['entropy']); in nats, "
+        "of the policy that sampled.",
     ),
     "values": Column(
         "token",

@@ -70,7 +70,8 @@ def raising(out: TensorDict, batch: Batch) -> Any:
 
 
 def trained(cluster: Cluster, batches: list[Batch], dp: int) -> tuple[list[dict[str, float]], torch.Tensor, Any]:
-    trainer = fsdp.trainer(cluster.reserve(dp), tiny.model(), QUIET, max_tokens=128)
+    mesh = cluster.reserve(dp).mesh()
+    trainer = fsdp.trainer(mesh, tiny.model(), QUIET, max_tokens=128)
     step, state, found, failed = trainer.train_step(grpo_loss), trainer.init(), [], 0
     for batch in batches:
         try:  # a step that fails costs nothing
@@ -84,6 +85,8 @@ def trained(cluster: Cluster, batches: list[Batch], dp: int) -> tuple[list[dict[
     logprobs = trainer.logprobs(state.params, batches[0]).result()
     one = trainer.logprobs(state.params, batches[0][:1].lock_()).result()  # fewer rows than shards
     torch.testing.assert_close(one, logprobs[:1], rtol=1e-5, atol=1e-6)
+    double = nrl.shard_map(lambda x: 2 * x, mesh, nrl.P("dp"), nrl.P("dp"))  # which goes on without this process
+    assert torch.equal(double(trainer.logprobs(state.params, batches[0])).result(), 2 * logprobs)
     return found, logprobs, dict(state.params.tensors())
 
 

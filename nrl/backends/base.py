@@ -421,7 +421,7 @@ class Trainer(NamedTuple):
             or a reward model is.
         load: ``(source=None) -> Params``: frozen ones, for a reference or a teacher; None: those of the model itself.
         freeze: ``(params) -> Params``: a copy that training does not change.
-        forward: ``(params, batch, needs) -> Future[TensorDict]``: what a loss with these needs sees, forward only.
+        forward: ``(params, batch, needs) -> dict`` of futures: what a loss with these needs sees; forward only.
         logprobs: ``(params, batch) -> Future``: ``[*B, T]`` float32, nats, of each token under its row's
             ``temperature``; 0 for the first token and for padding. Forward only, as the next three.
         values: ``(params, batch) -> Future``: ``[*B, T]`` float32, of a model with ``head="value"``: V before each
@@ -439,7 +439,7 @@ class Trainer(NamedTuple):
     init: Callable[..., TrainState]
     load: Callable[..., Params]
     freeze: Callable[[Params], Params]
-    forward: Callable[[Params, Batch, Collection[str]], Future[TensorDict]]
+    forward: Callable[[Params, Batch, Collection[str]], dict[str, Future[Tensor]]]
     logprobs: Callable[[Params, Batch], Future[Tensor]]
     values: Callable[[Params, Batch], Future[Tensor]]
     rewards: Callable[[Params, Batch], Future[Tensor]]

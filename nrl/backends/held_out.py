@@ -1,5 +1,7 @@
 """A loss as a measurement: forward only, on rows that are not trained on."""
 
+from tensordict import TensorDict
+
 from nrl.algos import Loss, name_of, needed
 from nrl.backends.base import Params, Trainer
 from nrl.backends.training import terms_of
@@ -39,9 +41,10 @@ def evaluate(loss: Loss, trainer: Trainer, params: Params, batch: Batch) -> Metr
     """
     name = name_of(loss)
     try:
-        out = trainer.forward(params, batch, needed(loss)).result()
+        computed = trainer.forward(params, batch, needed(loss))
     except MissingOutput as error:
         raise MissingOutput(f"evaluate({name}): {error}") from None
+    out = TensorDict({key: x.result() for key, x in computed.items()}, batch_size=batch.batch_size)
     terms, metrics = terms_of(name, loss(out, batch))
     single = len(terms) == 1
     losses: Metrics = {"eval/loss" if single else f"eval/loss/{key}": term for key, term in terms.items()}

@@ -80,9 +80,15 @@ def next_bucket(send: Callable[[Tensors], Any], reading: Iterator[tuple[str, Ten
 
 
 def forward(
-    split: _Split, needs: frozenset[str], engine: _Engine, value: Any, frozen: bool, *shards: Batch
-) -> list[TensorDict]:
-    """For each shard, the outputs that are needed."""
+    split: _Split,
+    needs: frozenset[str],
+    keys: Sequence[str],
+    engine: _Engine,
+    value: Any,
+    frozen: bool,
+    *shards: Batch,
+) -> tuple[Tensor | list[Tensor], ...]:
+    """Some outputs of each shard: a list of them, or, as other processes may be given it, the one shard's itself."""
     found, parts = [], list[Any]()
 
     def read(shard: Batch) -> Iterator[Batch]:
@@ -93,7 +99,8 @@ def forward(
         outs = engine.forward(_params(engine, value, frozen), read(shard), needs)
         wide = [out.apply(partial(_widen, out.ndim, shard["input_ids"].shape[-1])) for out in outs]
         found.append(parts[-1].restore(wide) if wide else _nothing(shard, needs))
-    return found
+    each = [[out[key] for out in found] for key in keys]
+    return tuple(some[0] if len(some) == 1 else some for some in each)
 
 
 def _nothing(shard: Batch, needs: frozenset[str]) -> TensorDict:

@@ -284,27 +284,28 @@ def make_trainer(
         shards = [Rows(batch, index) for index in rows]
         return rows, [shards] if n == 1 else [[shards[mesh.shard_of(rank)]] for rank in range(n)]
 
-    def reply(who: str, params: Params, batch: Batch, needs: Collection[str]) -> tuple[list[Tensor], Any]:
+    def computed(
+        who: str, params: Params, batch: Batch, needs: Collection[str], keys: Sequence[str]
+    ) -> list[Future[Tensor]]:
+        """Each of some outputs, forward only."""
         check_needs(who, needs)
         weights = held(params, who)
         rows, shards = split(batch)
-        columns = [engines, *weights, *zip(*shards, strict=True)]
-        return rows, call(who, partial(processing.forward, split_up, frozenset(needs)), columns, Out.each)
+        fn = partial(processing.forward, split_up, frozenset(needs), tuple(keys))
+        replies = call(who, fn, [engines, *weights, *zip(*shards, strict=True)], (Out.each,) * len(keys))
+        return [reply.then(partial(_in_order, who, rows), rows) for reply in replies]
 
-    def forward(params: Params, batch: Batch, needs: Collection[str]) -> Future[TensorDict]:
-        rows, found = reply("forward", params, batch, {*needs, *(provided() & _LOGPROBS)})
-        future: Future[TensorDict] = found.then(partial(_in_order, "forward", rows))
-        return future
+    def forward(params: Params, batch: Batch, needs: Collection[str]) -> dict[str, Future[Tensor]]:
+        names = sorted({*needs, *(provided() & _LOGPROBS)})
+        return dict(zip(names, computed("forward", params, batch, names, names), strict=True))
 
     def output(need: str, params: Params, batch: Batch) -> Future[Tensor]:
-        rows, found = reply(need, params, batch, [need])
-        future: Future[Tensor] = found.then(partial(_column, need, need, rows), rows)
-        return future
+        (found,) = computed(need, params, batch, [need], [need])
+        return found
 
     def top_k(params: Params, batch: Batch, k: int) -> dict[str, Future[Tensor]]:
-        rows, found = reply("top_k", params, batch, [top_k_named(k)])
-        columns = {"teacher_ids": "top_k_ids", "teacher_topk_logprobs": "top_k_logprobs"}
-        return {name: found.then(partial(_column, "top_k", key, rows), rows) for name, key in columns.items()}
+        ids, logprobs = computed("top_k", params, batch, [top_k_named(k)], ["top_k_ids", "top_k_logprobs"])
+        return {"teacher_ids": ids, "teacher_topk_logprobs": logprobs}
 
     @functools.cache
     def provided() -> frozenset[str]:
@@ -391,13 +392,9 @@ def _only(results: list[Any]) -> Any:
     return results[0]
 
 
-def _in_order(who: str, rows: list[Tensor], results: list[list[TensorDict]]) -> TensorDict:
-    whole: TensorDict = restore(rows, [shard for result in results for shard in result], who=who)
-    return whole
-
-
-def _column(who: str, key: str, rows: list[Tensor], results: list[list[TensorDict]]) -> Tensor:
-    whole: Tensor = restore(rows, [shard[key] for result in results for shard in result], who=who)
+def _in_order(who: str, rows: list[Tensor], results: list[Tensor | list[Tensor]]) -> Tensor:
+    shards = [shard for result in results for shard in (result if isinstance(result, list) else [result])]
+    whole: Tensor = restore(rows, shards, who=who)
     return whole
 
 

@@ -215,9 +215,13 @@ def headed(mesh: DeviceMesh | None, head: Any, sizes: Sequence[int]) -> tuple[li
         state, metrics = made.train(state, fn, mine(mesh, batch), global_weights(fn, batch))
         numbers.append(finalize(metrics))
     rank, size = where(mesh)
-    needs = frozenset({{"value": "values", "reward": "rewards", "lm": top_k(4)}[head]})
+    need, keys = {
+        "value": ("values", ["values"]),
+        "reward": ("rewards", ["rewards"]),
+        "lm": (top_k(4), ["top_k_ids", "top_k_logprobs"]),
+    }[head]
     split = partial(nrl.microbatches, max_tokens=40)
-    (out,) = processing.forward(split, needs, made, state, False, nrl.shard(batch, size)[rank])
+    out = processing.forward(split, frozenset({need}), keys, made, state, False, nrl.shard(batch, size)[rank])
     return numbers, everything(made, state), out
 
 
@@ -238,11 +242,10 @@ def test_other_heads_and_a_teachers_tokens(pool: Processes, head: str, sizes: tu
         assert_close(weights, expected, 1e-4)
     for one, other in zip(found[0][0], numbers, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
-    outputs = nrl.shard(rows_of(head, sizes), len(found)).restore([out for _, _, out in found])
-    assert outputs.keys() == whole.keys()
-    for name, x in whole.items():
-        torch.testing.assert_close(outputs[name], x, atol=1e-4, rtol=1e-4)
-        assert bool(x.any())
+    parts = nrl.shard(rows_of(head, sizes), len(found))
+    for expected_output, *outputs in zip(whole, *(out for _, _, out in found), strict=True):
+        torch.testing.assert_close(parts.restore(outputs), expected_output, atol=1e-4, rtol=1e-4)
+        assert bool(expected_output.any())
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
@@ -504,7 +507,7 @@ def splitting(mesh: DeviceMesh | None) -> list[tuple[str, list[str]]]:
     batch, made, errors = batch_of([5, 9]), engine(mesh), []
     state, shard, split = made.init(), nrl.shard(batch, 2)[rank], partial(nrl.microbatches, max_tokens=8)
     for call in (
-        lambda: processing.forward(split, LOGPROBS, made, state, False, shard),
+        lambda: processing.forward(split, LOGPROBS, ["logprobs"], made, state, False, shard),
         lambda: processing.train(sft_loss, split, made, state, global_weights(sft_loss, batch), shard),
     ):
         with pytest.raises(BatchError) as caught:

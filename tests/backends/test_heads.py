@@ -103,7 +103,7 @@ def test_a_head_that_is_not_there_yet_says_0(slots: Slots, head: str, tmp_path: 
     for source in (str(tmp_path), QWEN3):
         trainer = trainer_of(slots[:1], source, head)
         (name,) = {"value": "values", "reward": "rewards"}[head].split()
-        assert not trainer.forward(trainer.load(), batch_of(MIXED), [name]).result()[name].any()
+        assert not trainer.forward(trainer.load(), batch_of(MIXED), [name])[name].result().any()
     assert "score" not in caplog.text  # nobody is warned of what was asked for
 
 
@@ -200,13 +200,13 @@ def test_it_is_saved_restored_and_exported(slots: Slots, head: str, output: str,
     batch = batch_of(MIXED)
     batch = nrl.assign(batch, returns=torch.ones(batch["input_ids"].shape))
     state, _ = trainer.train_step(regression if head == "value" else rewards_loss)(trainer.init(), batch)
-    expected = trainer.forward(state.params, batch, [output]).result()[output]
+    expected = trainer.forward(state.params, batch, [output])[output].result()
     assert bool(expected.any())
     trainer.save(state, tmp_path / "saved")
     trainer.export(state.params, tmp_path / "exported")
 
     def outputs(by: Trainer, params: Params) -> Tensor:
-        found: Tensor = by.forward(params, batch, [output]).result()[output]
+        found: Tensor = by.forward(params, batch, [output])[output].result()
         return found
 
     assert torch.equal(outputs(trainer, trainer.restore(tmp_path / "saved").params), expected)
@@ -329,7 +329,7 @@ def test_outputs_of_no_rows(slots: Slots, head: str) -> None:
     if head == "lm":
         found = trainer.top_k(params, batch, 3)
         assert found["teacher_ids"].result().shape == (*batch["input_ids"].shape, 3)
-        assert trainer.forward(params, batch, {"entropy"}).result()["entropy"].shape == batch["input_ids"].shape
+        assert trainer.forward(params, batch, {"entropy"})["entropy"].result().shape == batch["input_ids"].shape
     elif head == "value":
         assert trainer.values(params, batch).result().shape == batch["input_ids"].shape
     else:
