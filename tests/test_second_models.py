@@ -23,6 +23,7 @@ from nrl.backends import Model, adamw, fsdp, hf
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
+from nrl.errors import ConfigError
 from nrl.reduce import finalize
 from tests.test_examples import lines, load
 
@@ -173,3 +174,36 @@ def test_multi_task_measures_each_task(tmp_path: Path) -> None:
     example.main(example.Config(steps=3, warmup=3, prompts=4, group_size=4, share=0.25, out=str(tmp_path)))
     for row in lines(tmp_path / "metrics.jsonl"):
         assert row["reward"] == pytest.approx(0.25 * row["numbers/reward"] + 0.75 * row["texts/reward"], abs=1e-6)
+
+
+def test_the_zoo_runs_several_methods_from_one_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    zoo = load("zoo")
+    names = "gspo,reinforce++,decoupled_ppo,rejection_sampling"
+    zoo.main(zoo.Config(algo=names, steps=2, warmup=10, prompts=4, out=str(tmp_path)))
+    table = capsys.readouterr().out
+    for name in names.split(","):
+        assert f" {name} " in table
+        assert len(lines(tmp_path / f"{name}.jsonl")) == 2
+    before = {line.split("│")[2] for line in table.splitlines() if line.startswith("│")}
+    assert len(before) == 1
+    with pytest.raises(ConfigError, match=r"zoo: there is no algo 'grpp'; there are grpo, dr_grpo"):
+        zoo.main(zoo.Config(algo="grpo,grpp"))
+
+
+def test_every_method_of_the_zoo_makes_a_step() -> None:
+    """Each makes a step whose loss is finite, on rows of a tiny model."""
+    zoo = load("zoo")
+    assert len(zoo.ZOO) > 20
+    with nrl.cluster("local") as cluster:
+        trainer = fsdp.trainer(cluster.reserve(1), tiny.model(), adamw(lr=1e-3))
+        sampler = hf.sampler(cluster.reserve(1), tiny.model(), nrl.Sampling(max_new_tokens=4))
+        batch = nrl.rollout(sampler, single_turn(number), nrl.data.tasks("arithmetic").take(4), n=4)
+        batch = nrl.assign(batch, rewards=torch.arange(16) % 3 / 2)
+        for name, (loss, estimator, before, after) in zoo.ZOO.items():
+            state = trainer.init()
+            batch = nrl.assign(batch, old_logprobs=trainer.logprobs(state.params, batch))
+            made = after(advantages(before(batch), estimator))
+            _, metrics = trainer.train_step(loss)(state, made)
+            found = finalize(metrics.result())
+            assert found["skipped"] == 0, name
+            assert found["grad_norm"] > 0, name

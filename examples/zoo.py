@@ -1,0 +1,105 @@
+"""The zoo: `python examples/zoo.py algo=all` trains by each method from one start, and compares what they reach."""
+
+from typing import Any, NamedTuple
+
+import attrs
+import rich.table
+
+import nrl
+from nrl import algos, config, data, tiny
+from nrl.algos import clip, from_rewards, group_center, group_normalize, policy_loss
+from nrl.backends import Sampler, adamw, fsdp, hf
+from nrl.envs import number, single_turn
+from nrl.errors import ConfigError
+
+
+class Method(NamedTuple):
+    """A composition: what is done to a batch on the driver, and the loss."""
+
+    loss: algos.Loss
+    estimator: algos.Estimator = from_rewards(group_normalize)
+    before: algos.Shaping = lambda batch: batch  # rewards reshaped
+    after: algos.Shaping = lambda batch: batch  # rows and tokens left out
+
+
+ZOO = {
+    "grpo": Method(algos.grpo_loss),
+    "dr_grpo": Method(algos.dr_grpo_loss(norm=4), from_rewards(group_center)),
+    "dapo": Method(algos.dapo_loss, before=algos.overlong_penalty(4, 1)),
+    "gspo": Method(algos.gspo_loss),
+    "cispo": Method(algos.cispo_loss),
+    "rloo": Method(algos.reinforce_loss, from_rewards(algos.leave_one_out)),
+    "reinforce++": Method(policy_loss(clip(0.2)), algos.reinforce_plus_plus, before=algos.token_rewards),
+    "reinforce++ baseline": Method(policy_loss(clip(0.2)), algos.whitened(from_rewards(group_center))),
+    "gmpo": Method(algos.gmpo_loss),
+    "sapo": Method(algos.sapo_loss),
+    "maxrl": Method(algos.reinforce_loss, from_rewards(algos.max_rl)),
+    "opo": Method(algos.reinforce_loss, algos.optimal_baseline),
+    "lite_ppo": Method(policy_loss(clip(0.2)), from_rewards(algos.group_center_batch_std)),
+    "dual_clip": Method(policy_loss(clip(0.2, dual=3.0))),
+    "dppo": Method(algos.dppo_loss, from_rewards(group_center)),
+    "vespo": Method(algos.vespo_loss, from_rewards(group_center)),
+    "decoupled_ppo": Method(algos.decoupled_ppo_loss),
+    "tis": Method(policy_loss(clip(0.2), correction=algos.truncate(2.0))),
+    "sequence_tis": Method(policy_loss(clip(0.2), correction=algos.sequence_truncate(2.0))),
+    "icepop": Method(policy_loss(clip(0.2), correction=algos.icepop(0.5, 5.0))),
+    "opsm": Method(policy_loss(clip(0.2), keep=algos.opsm(0.5))),
+    "entropy_bonus": Method(algos.add((1.0, algos.grpo_loss), (-0.01, algos.entropy_loss))),
+    "rejection_sampling": Method(algos.sft_loss, after=algos.keep_at_least(1.0)),
+}
+
+
+@attrs.frozen
+class Config:
+    algo: str = "all"  # one of the zoo, or several with commas between; all
+    steps: int = 40
+    seed: int = 0
+    out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
+    cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
+    prompts: int = 32  # a step
+    group_size: int = 8  # samples a prompt
+    lag: int = 1  # publishes that a rollout may be early, so that ratios and corrections have something to do
+    warmup: int = 40  # supervised steps, once for all methods
+
+
+def measured(cfg: Config, sampler: Sampler) -> float:
+    """The mean reward of samples on prompts of their own."""
+    tasks = data.tasks("arithmetic", seed=cfg.seed + 2).take(512)
+    return nrl.finalize(nrl.measure(nrl.grade(sampler, number, tasks)))["eval/reward"]
+
+
+def main(cfg: Config) -> None:
+    """One loop for all of them."""
+    names = list(ZOO) if cfg.algo == "all" else [name.strip() for name in cfg.algo.split(",")]
+    if unknown := [name for name in names if name not in ZOO]:
+        raise ConfigError(f"zoo: there is no algo '{unknown[0]}'; there are {', '.join(ZOO)}")
+    table = rich.table.Table("algo", "reward before", "after", "seconds a step", title=f"{cfg.steps} steps each")
+    with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        slots, model = cluster.reserve(2), tiny.model()
+        warm, trainer = (fsdp.trainer(slots[:1], model, adamw(lr=lr, betas=(0.9, 0.95))) for lr in (1e-3, 5e-4))
+        sampler = hf.sampler(slots[1:], model, nrl.Sampling(max_new_tokens=4))
+        start = warm.freeze(nrl.fit(run, "warmup", warm, algos.sft_loss, tiny.sums(128, cfg.seed), cfg.warmup).params)
+        for name in names:
+            method, seconds = ZOO[name], 0.0
+            groups = nrl.rollouts(
+                sampler, single_turn(number), data.tasks("arithmetic"), n=cfg.group_size, seed=cfg.seed
+            )
+            stream: Any = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
+            step = trainer.train_step(method.loss)
+            nrl.publish(start, sampler)
+            before = measured(cfg, sampler)
+            state, stream = run.restore(name, policy=trainer.init(start), stream=stream)
+            nrl.publish(state.params, sampler)
+            for i, batch in run.steps(stream, cfg.steps, name=name):
+                batch = nrl.assign(batch, old_logprobs=trainer.logprobs(state.params, batch))
+                batch = method.after(algos.advantages(method.before(batch), method.estimator))
+                state, metrics = step(state, batch)
+                nrl.publish(state.params, sampler)
+                seconds += run.log(i, metrics, nrl.summary(batch))["time/total"]
+                run.save(i, policy=state, stream=stream)
+            table.add_row(name, f"{before:.3f}", f"{measured(cfg, sampler):.3f}", f"{seconds / cfg.steps:.2f}")
+    rich.print(table)
+
+
+if __name__ == "__main__":
+    main(config.load(Config))
