@@ -250,7 +250,7 @@ def test_the_project_around_the_current_folder(
 ) -> None:
     root = project_of(tmp_path)
     monkeypatch.setattr(sys, "prefix", "/usr")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", None, raising=False)
     monkeypatch.chdir(root / "app")
     assert project() == Project("project", root)
 
@@ -258,7 +258,7 @@ def test_the_project_around_the_current_folder(
 def test_the_project_of_the_script(tmp_path: Path, index: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     root = project_of(tmp_path)
     monkeypatch.setattr(sys, "prefix", "/usr")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(root / "app" / "main.py"))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(root / "app" / "main.py"), raising=False)
     assert project() == Project("project", root)
 
 
