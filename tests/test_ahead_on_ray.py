@@ -28,7 +28,7 @@ def slow_loss(out: TensorDict, batch: Batch) -> Any:
     return grpo_loss(out, batch)
 
 
-PACE = {"train": 1.0, "rollout": 1.0}  # seconds of sleep: of a step of the trainer, of an episode
+PACE = {"train": 2.0, "rollout": 2.0}  # seconds of sleep, more than of work: of a step of the trainer, of an episode
 
 
 async def slow_step(state: Task, text: str) -> Step:
