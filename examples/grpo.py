@@ -52,16 +52,9 @@ class Config:
 
 def warm_up(cfg: Config, run: Run, trainer: Trainer, tokenizer: Any) -> TrainState:
     """Supervised steps, so that the main loop has a reward to start from."""
-    step = trainer.train_step(sft_loss)
     tasks = data.tasks(cfg.data, seed=cfg.seed + 1, adapter=cfg.adapter, chat=cfg.chat)
     stream = nrl.batched(tasks, cfg.warmup_rows, collate=lambda rows: data.supervised(rows, tokenizer))
-    state: TrainState
-    state, stream = run.restore("warmup", policy=trainer, stream=stream)
-    for i, batch in run.steps(stream, cfg.warmup, name="warmup"):
-        state, metrics = step(state, batch)
-        run.log(i, metrics)
-        run.save(i, policy=state, stream=stream)
-    return state
+    return nrl.fit(run, "warmup", trainer, sft_loss, stream, cfg.warmup)
 
 
 def evaluate(cfg: Config, sampler: Sampler, i: int) -> nrl.reduce.Metrics:

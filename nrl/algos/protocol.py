@@ -109,7 +109,7 @@ def output_kind(output: str) -> str:
     >>> output_kind("entropy"), output_kind("logprobs_at(teacher_ids)")
     ('entropy', 'logprobs_at')
     """
-    return _AT.removesuffix("(") if output.startswith(_AT) else output
+    return output.partition("(")[0]
 
 
 def output_shape(output: str, batch: Batch) -> torch.Size:

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos import Loss, output_shape
+from nrl.algos import Loss, output_kind, output_shape
 from nrl.backends.base import Bucket, Engine, top_k_of
 from nrl.batch import Batch
 from nrl.reduce import Metrics
@@ -106,7 +106,7 @@ def forward(
 def _nothing(shard: Batch, needs: frozenset[str]) -> TensorDict:
     """The outputs for no rows."""
     k = top_k_of(needs)
-    found = {name: torch.zeros(output_shape(name, shard)) for name in needs if top_k_of([name]) is None}
+    found = {name: torch.zeros(output_shape(name, shard)) for name in needs if output_kind(name) != "top_k"}
     if k is not None:
         shape = *shard["input_ids"].shape, k
         found |= {"top_k_ids": torch.zeros(shape, dtype=torch.int64), "top_k_logprobs": torch.zeros(shape)}

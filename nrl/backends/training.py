@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed, output_kind, output_shape
 from nrl.backends import processing
-from nrl.backends.base import Bucket, Engine, Params, Trainer, TrainState, top_k_of
+from nrl.backends.base import Bucket, Engine, Params, Trainer, TrainState
 from nrl.backends.base import top_k as top_k_named
 from nrl.batch import Batch, deal, microbatches, pad, restore, shard, unchanged
 from nrl.columns import COLUMNS
@@ -313,8 +313,7 @@ def make_trainer(
         return found
 
     def check_needs(who: str, needs: Collection[str]) -> None:
-        kinds = {output_kind(need) if top_k_of([need]) is None else "top_k": need for need in needs}
-        missing = sorted(need for kind, need in kinds.items() if kind not in provided())
+        missing = sorted(need for need in needs if output_kind(need) not in provided())
         if missing:
             raise MissingOutput(
                 f"{who}: it needs {', '.join(missing)}, and {name} provides {', '.join(sorted(provided()))}; another "

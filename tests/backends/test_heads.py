@@ -14,7 +14,7 @@ from torch import Tensor
 import nrl
 from nrl import tiny
 from nrl.algos import bradley_terry_loss, distillation_loss, logprobs_at, needs, sft_loss, token_mean, value_loss
-from nrl.backends import Model, Params, Trainer, TrainState, adamw, fsdp, hf, models
+from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf, models
 from nrl.batch import Batch, lengths
 from nrl.errors import BatchError, ConfigError, MissingOutput, ModelError
 from nrl.reduce import Mean, Metrics, finalize
@@ -102,14 +102,9 @@ def test_a_head_that_is_not_there_yet_says_0(slots: Slots, head: str, tmp_path: 
     written(QWEN3, "lm", tmp_path)
     for source in (str(tmp_path), QWEN3):
         trainer = trainer_of(slots[:1], source, head)
-        (name,) = {"value": "values", "reward": "rewards"}[head].split()
+        name = {"value": "values", "reward": "rewards"}[head]
         assert not trainer.forward(trainer.load(), batch_of(MIXED), [name])[name].result().any()
     assert "score" not in caplog.text  # nobody is warned of what was asked for
-
-
-def values_of(out: TensorDict) -> Tensor:
-    found: Tensor = out["values"]
-    return found
 
 
 @needs("values")
@@ -122,10 +117,6 @@ def rewards_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
     counted = batch["loss_mask"].any(-1)
     each = (out["rewards"] - batch["returns"][..., 0]).square()
     return Mean(torch.where(counted, each, 0).sum(), counted.sum().float()), {}
-
-
-def gradient(state: TrainState) -> dict[str, Tensor]:
-    return {name: x.clone() for name, x in state.params.tensors()}
 
 
 @pytest.mark.parametrize(("head", "loss"), [("value", regression), ("reward", rewards_loss)])
