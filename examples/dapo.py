@@ -1,13 +1,13 @@
 """DAPO: `python examples/dapo.py` samples until each group can teach something; `model=<folder> data=<file>`: real."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
 import nrl
 from nrl import config, data, tiny
-from nrl.algos import advantages, dapo_loss, overlong_penalty, sft_loss
-from nrl.backends import Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, hf
+from nrl.algos import advantages, check_mismatch, dapo_loss, overlong_penalty, sft_loss
+from nrl.backends import SAMPLERS, Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
 
@@ -25,12 +25,15 @@ class Config:
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
+    sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
+    engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
     dp: int = 1  # shards that the trainer splits a batch into
     samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainer's
     prompts: int = 16  # a step, with differing rewards each
     group_size: int = 8  # samples a prompt
     patience: int = 32  # draws in a row that may teach nothing
     updates: int = 2  # optimizer steps a batch, each on a part of it
+    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0)  # mismatch/kl, nats; beyond it: stop
     max_tokens: int = 16_384  # of a micro-batch
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4))
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
@@ -45,7 +48,7 @@ def main(cfg: Config) -> None:
         mesh = slots[: cfg.dp].mesh(name="trainer")
         model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
-        sampler = hf.sampler(slots[cfg.dp :] or slots, model, cfg.sampling)
+        sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(dapo_loss)
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
@@ -65,7 +68,8 @@ def main(cfg: Config) -> None:
                 state, found = step(state, part)
                 metrics = nrl.merge(metrics, found.result())
             nrl.publish(state.params, sampler)
-            run.log(i, metrics, samples=nrl.samples(batch, sampler.tokenizer))
+            numbers = run.log(i, metrics, samples=nrl.samples(batch, sampler.tokenizer))
+            check_mismatch(numbers, cfg.max_mismatch)
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")
 

@@ -1,6 +1,6 @@
 """On-policy distillation: `python examples/distill.py`, or with real models, `model=<folder> teacher=<folder>`."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
@@ -8,6 +8,7 @@ import nrl
 from nrl import config, data, tiny
 from nrl.algos import (
     advantages,
+    check_mismatch,
     distillation_loss,
     on_policy_distillation,
     on_policy_ratio,
@@ -16,7 +17,7 @@ from nrl.algos import (
     reverse_kl,
     sft_loss,
 )
-from nrl.backends import Model, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw, fsdp, hf
+from nrl.backends import SAMPLERS, Model, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw, fsdp
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
 
@@ -37,10 +38,13 @@ class Config:
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
+    sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
+    engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
     dp: int = 1  # shards that the trainer splits a batch into
     samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainer's
     prompts: int = 128  # a step, each of which the student answers once
     top_k: int = 16  # tokens of the teacher's distribution at each place; 0: only of the one that was sampled
+    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0)  # mismatch/kl, nats; beyond it: stop
     max_tokens: int = 16_384  # of a micro-batch
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6) if cfg.model else EMBEDDED)
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
@@ -57,7 +61,7 @@ def main(cfg: Config) -> None:
         larger = Model(cfg.teacher, dtype=cfg.dtype) if cfg.teacher else tiny.model(num_hidden_layers=4)
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         teacher = fsdp.trainer(mesh, larger, adamw(lr=1e-3), max_tokens=cfg.max_tokens)
-        sampler = hf.sampler(slots[cfg.dp :] or slots, model, cfg.sampling)
+        sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
         loss = distillation_loss(reverse_kl) if cfg.top_k else policy_loss(reinforce, ratio=on_policy_ratio)
         step = trainer.train_step(loss)
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
@@ -78,7 +82,8 @@ def main(cfg: Config) -> None:
                 batch = advantages(batch, on_policy_distillation)
             state, metrics = step(state, batch)
             nrl.publish(state.params, sampler)
-            run.log(i, metrics, nrl.summary(batch), samples=nrl.samples(batch, sampler.tokenizer))
+            numbers = run.log(i, metrics, nrl.summary(batch), samples=nrl.samples(batch, sampler.tokenizer))
+            check_mismatch(numbers, cfg.max_mismatch)
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")
         if cfg.teaching:

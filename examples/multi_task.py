@@ -1,14 +1,14 @@
 """Two tasks at once: `python examples/multi_task.py` learns to add and to write backwards, measured each by itself."""
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
 import nrl
 from nrl import config, data, tiny
-from nrl.algos import advantages, grpo_loss, sft_loss
-from nrl.backends import Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, hf
+from nrl.algos import advantages, check_mismatch, grpo_loss, sft_loss
+from nrl.backends import SAMPLERS, Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp
 from nrl.checkpoint import Checkpoints
 from nrl.envs import by_source, exact, number, single_turn
 
@@ -27,10 +27,13 @@ class Config:
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
+    sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
+    engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
     dp: int = 1  # shards that the trainer splits a batch into
     samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainer's
     prompts: int = 32  # a step
     group_size: int = 8  # samples a prompt
+    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0)  # mismatch/kl, nats; beyond it: stop
     max_tokens: int = 16_384  # of a micro-batch
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4))
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 5))
@@ -44,7 +47,7 @@ def main(cfg: Config) -> None:
         mesh = slots[: cfg.dp].mesh(name="trainer")
         model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
-        sampler = hf.sampler(slots[cfg.dp :] or slots, model, cfg.sampling)
+        sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(grpo_loss)
         read = partial(data.tasks, chat=cfg.chat)
         parts = {"numbers": (cfg.numbers, cfg.share), "texts": (cfg.texts, 1 - cfg.share)}
@@ -66,7 +69,8 @@ def main(cfg: Config) -> None:
             state, metrics = step(state, batch)
             nrl.publish(state.params, sampler)
             each = nrl.per_source(batch, list(parts))
-            run.log(i, metrics, nrl.summary(batch), each, samples=nrl.samples(batch, sampler.tokenizer))
+            numbers = run.log(i, metrics, nrl.summary(batch), each, samples=nrl.samples(batch, sampler.tokenizer))
+            check_mismatch(numbers, cfg.max_mismatch)
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")
 

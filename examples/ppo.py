@@ -1,13 +1,23 @@
 """PPO: `python examples/ppo.py` teaches a tiny model to add, with a critic; `model=<folder> data=<file>` a real one."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
 import nrl
 from nrl import config, data, tiny
-from nrl.algos import clip, explained_variance, gae, policy_loss, sft_loss, token_rewards, value_loss, whiten
-from nrl.backends import Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, hf
+from nrl.algos import (
+    check_mismatch,
+    clip,
+    explained_variance,
+    gae,
+    policy_loss,
+    sft_loss,
+    token_rewards,
+    value_loss,
+    whiten,
+)
+from nrl.backends import SAMPLERS, Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
 
@@ -26,6 +36,8 @@ class Config:
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
+    sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
+    engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
     dp: int = 1  # shards that the trainers split a batch into
     samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainers'
     prompts: int = 256  # a step, each of which is answered once
@@ -34,6 +46,7 @@ class Config:
     value_clip: float = 0.2
     gamma: float = 1.0
     lam: float = 0.95
+    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0)  # mismatch/kl, nats; beyond it: stop
     max_tokens: int = 16_384  # of a micro-batch
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4))
     critic_optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-5 if cfg.model else 2e-3))
@@ -50,7 +63,7 @@ def main(cfg: Config) -> None:
         judge = attrs.evolve(model, source=cfg.critic or model.source, head="value")
         actor = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         critic = fsdp.trainer(mesh, judge, cfg.critic_optimizer, max_tokens=cfg.max_tokens)
-        sampler = hf.sampler(slots[cfg.dp :] or slots, model, cfg.sampling)
+        sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
         act, value = actor.train_step(policy_loss(clip(cfg.clip))), critic.train_step(value_loss(cfg.value_clip))
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         stream = nrl.batched(nrl.rollouts(sampler, single_turn(number), tasks, n=1, seed=cfg.seed), cfg.prompts)
@@ -74,7 +87,8 @@ def main(cfg: Config) -> None:
                 values, valued = value(values, part)
                 metrics = nrl.merge(metrics, acted.result() | nrl.prefixed("critic/", valued.result()))
             nrl.publish(state.params, sampler)
-            run.log(i, metrics, samples=nrl.samples(batch, sampler.tokenizer))
+            numbers = run.log(i, metrics, samples=nrl.samples(batch, sampler.tokenizer))
+            check_mismatch(numbers, cfg.max_mismatch)
             run.save(i, policy=state, critic=values, stream=stream)
         actor.export(state.params, run.out / "model")
 

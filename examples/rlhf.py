@@ -4,7 +4,7 @@ The reward model of a run with a real model is what `examples/reward_model.py` h
 """
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
@@ -13,6 +13,7 @@ from nrl import config, data, tiny
 from nrl.algos import (
     advantages,
     bradley_terry_loss,
+    check_mismatch,
     from_rewards,
     k1,
     kl,
@@ -21,7 +22,7 @@ from nrl.algos import (
     reinforce_loss,
     sft_loss,
 )
-from nrl.backends import Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, hf, load_tokenizer
+from nrl.backends import SAMPLERS, Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, load_tokenizer
 from nrl.checkpoint import Checkpoints
 from nrl.envs import Environment, Step, Task, number, single_turn
 
@@ -40,11 +41,14 @@ class Config:
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
+    sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
+    engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
     dp: int = 1  # shards that the trainers split a batch into
     samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainers'
     prompts: int = 64  # a step
     group_size: int = 4  # samples a prompt
     kl: float = config.derived(lambda cfg: 0.05 if cfg.model else 0.3)  # what a nat away from the reference costs
+    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0)  # mismatch/kl, nats; beyond it: stop
     max_tokens: int = 16_384  # of a micro-batch
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4))
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
@@ -61,7 +65,7 @@ def main(cfg: Config) -> None:
         judge = Model(cfg.reward, head="reward", dtype=cfg.dtype) if cfg.reward else tiny.model(head="reward")
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         rewarder = fsdp.trainer(mesh, judge, adamw(lr=2e-3), max_tokens=cfg.max_tokens)
-        sampler = hf.sampler(slots[cfg.dp :] or slots, model, cfg.sampling)
+        sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(reinforce_loss)
         if cfg.judging:
             collate = partial(data.preferences, tokenizer=load_tokenizer(judge))
@@ -90,7 +94,8 @@ def main(cfg: Config) -> None:
             batch = advantages(penalized_rewards(batch, kl(k1, cfg.kl)), from_rewards(leave_one_out))
             state, metrics = step(state, batch)
             nrl.publish(state.params, sampler)
-            run.log(i, metrics, measured, samples=nrl.samples(batch, sampler.tokenizer))
+            numbers = run.log(i, metrics, measured, samples=nrl.samples(batch, sampler.tokenizer))
+            check_mismatch(numbers, cfg.max_mismatch)
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")
 

@@ -21,6 +21,7 @@
     │   ├── ExecutableError               the environment of an executable cannot be built or used
     │   ├── ShippingError (TypeError)     an object cannot be sent to another process
     │   ├── TransferError                 tensors did not get from one mesh to others
+    │   │   └── CorruptedTransfer         they are not what was sent
     │   └── WeightMismatch                a sampler does not compute what the trainer does with the weights it was given
     ├── ConfigError (ValueError)          a configuration key or value that cannot be used
     ├── CheckpointError                   a checkpoint that cannot be written, or that is not what was written
@@ -47,6 +48,7 @@ __all__ = [
     "ColumnError",
     "ConfigError",
     "ConsumedState",
+    "CorruptedTransfer",
     "DataError",
     "DeadlineExceeded",
     "EnvError",
@@ -207,6 +209,10 @@ class ShippingError(ClusterError, TypeError):
 
 class TransferError(ClusterError):
     """Tensors did not get from one mesh to others."""
+
+
+class CorruptedTransfer(TransferError):
+    """Tensors that arrived are not those that were sent."""
 
 
 class WeightMismatch(ClusterError):

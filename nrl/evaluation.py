@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nrl import checkpoint, config, data, envs, folder
-from nrl.backends import Model, Sampler, Sampling, hf, load_tokenizer, openai, vllm
+from nrl.backends import SAMPLERS, Model, Sampler, Sampling, load_tokenizer, openai
 from nrl.data import ADAPTERS, Adapter
 from nrl.envs import Task, Verifier
 from nrl.errors import ConfigError, DataError, EnvError, ModelError, NrlError
@@ -261,9 +261,7 @@ def _sampler(cfg: Evaluation, model: Model, stack: ExitStack) -> Sampler:
         make = partial(openai.sampler, cfg.url or "")
     else:
         slots = stack.enter_context(cluster(cfg.cluster)).reserve(cfg.samplers)
-        make = partial(hf.sampler, slots)
-        if cfg.sampler != "hf":
-            make = partial(vllm.sampler, slots, executable=cfg.sampler)
+        make = partial(SAMPLERS[cfg.sampler], slots)
     try:
         return make(model, cfg.sampling, **cfg.engine)
     except (TypeError, ValueError) as error:

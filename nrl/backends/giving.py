@@ -1,16 +1,18 @@
 """How engines are given weights: bucket by bucket, so that nobody holds a second copy of the model."""
 
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from nrl.backends.base import Bucket, Checked, Complete, Probed
 from nrl.backends.seats import Seat
-from nrl.errors import ConsumedState, TransferError
+from nrl.errors import ConsumedState, CorruptedTransfer, TransferError
 from nrl.runtime.futures import Coming, Future
 from nrl.runtime.placement import Mesh
 
-__all__ = ["give", "give_again"]
+__all__ = ["give", "give_again", "say"]
 
 type _Buckets = Iterable[Bucket | Future[Bucket]]
 
@@ -27,6 +29,7 @@ def give(seats: Sequence[Seat], buckets: _Buckets, version: int) -> dict[Seat, E
         The seats that died of it, or meanwhile, and what they said; the others have the weights.
 
     Raises:
+        CorruptedTransfer: they did not arrive as they were sent.
         Exception: what an engine says of the weights.
 
     >>> give([], [], 1)
@@ -35,8 +38,10 @@ def give(seats: Sequence[Seat], buckets: _Buckets, version: int) -> dict[Seat, E
     if isinstance(buckets, _Routed):
         try:
             return _give(seats, buckets.to([seat.mesh for seat in seats]), version)
-        except TransferError:  # as when one of those that are cast to dies: the others wait for it
-            pass
+        except CorruptedTransfer:
+            raise
+        except TransferError as error:  # as when one of those that are cast to dies: the others wait for it
+            say(f"publish: the weights go by value now, which is slower: {error}")
     return _give(seats, buckets, version)
 
 
@@ -102,3 +107,14 @@ def _give(seats: Sequence[Seat], buckets: _Buckets, version: int) -> dict[Seat, 
         each(partial(Seat.add, bucket=bucket), bucket)
     each(partial(Seat.end, version=version))
     return dead
+
+
+def say(text: str) -> None:
+    """Warn, from a thread in which it would help nobody to raise.
+
+    >>> say("")  # doctest: +SKIP
+    """
+    try:
+        warnings.warn(text, stacklevel=2)
+    except Warning:
+        print(text, file=sys.stderr)  # noqa: T201

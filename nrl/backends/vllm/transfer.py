@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from nrl.errors import GenerationError, WeightMismatch
+from nrl.runtime.transfer import checksum
 
-__all__ = ["check_forgotten", "check_head", "forget", "register", "repack"]
+__all__ = ["check_forgotten", "check_head", "check_held", "fingerprint", "forget", "register", "repack"]
 
 _NAME = "nrl"
 _COLUMNS = 8  # of a head that are looked at
@@ -69,6 +70,40 @@ def check_head(model: Any) -> None:
             "receive: the head is tied to the embeddings, and vLLM computes it from older ones: the layout of its "
             "weights is stale. Where nrl does not know this version of vLLM, give executable= one that it does"
         )
+
+
+def fingerprint(tensor: Tensor, dtype: torch.dtype) -> tuple[torch.Size, int]:
+    """What a weight looks like where a model computes in ``dtype``: its shape and the sum of its bits.
+
+    >>> fingerprint(torch.ones(2), torch.bfloat16)
+    (torch.Size([2]), 1065369472)
+    """
+    return tensor.shape, checksum(tensor.to(dtype))
+
+
+def check_held(fingerprints: Mapping[str, tuple[torch.Size, int]], dtype: torch.dtype, model: Any) -> None:
+    """See that a model has the weights that came, bit by bit, where it keeps them as they come.
+
+    These are norms and embeddings everywhere; other layers are merged, divided, or laid out for kernels.
+
+    Args:
+        fingerprints: of weights that came.
+        dtype: in which they are.
+        model: vLLM's.
+
+    Raises:
+        WeightMismatch: it has others.
+    """
+    for name, parameter in model.named_parameters():
+        shape, expected = fingerprints.get(name, (None, 0))
+        if shape is None or parameter.dtype != dtype or parameter.ndim != len(shape) or len(parameter) < shape[0]:
+            continue
+        held = parameter[: shape[0]]  # embeddings may have more rows, which nobody reads
+        if held.shape == shape and (found := checksum(held)) != expected:
+            raise WeightMismatch(
+                f"receive: vLLM holds another '{name}' than the one that came (checksum {found}, and not {expected}). "
+                "Where nrl does not know this version of vLLM, give executable= one that it does"
+            )
 
 
 def check_forgotten(engine: Any) -> None:
