@@ -1,10 +1,11 @@
 """What a lag of 1 saves where rollouts and training are real work, each in a process of its own with one thread.
 
     python benchmarks/overlap.py            # some minutes; two CPU cores that are otherwise idle
+    python benchmarks/overlap.py --sampler vllm-cpu
     python benchmarks/overlap.py --quick    # does it run?
 
-A trainer and an in-process sampler have a process each on a Ray cluster of this machine. The loop is that of GRPO: a
-rollout, a step that is waited for, a publish. First the number of rows is chosen so that rollout and training take
+A trainer and a sampler, plain PyTorch's or vLLM's, have a process each on a Ray cluster of this machine. The loop is
+that of GRPO: a rollout, a step that is waited for, a publish. First the number of rows is chosen so that rollout and training take
 about equally long, from a few steps of each candidate with a lag of 0. Then rounds of some steps with a lag of 0 and
 with a lag of 1 take turns, from the same weights and with the same prompts; the first step of each, in which nothing
 can overlap, does not count. Reported are, over the rounds:
@@ -33,7 +34,7 @@ from benchmarks._machine import Machine, described, watched
 from benchmarks._paired import pair, spread
 from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
-from nrl.backends import Model, Sampling, adamw, fsdp, hf
+from nrl.backends import SAMPLERS, Model, Sampling, adamw, fsdp
 from nrl.envs import Environment, Step
 
 __all__ = ["calibrate", "main", "model", "options", "report", "steps"]
@@ -53,6 +54,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="of a round and a lag, after one that does not count")
     parser.add_argument("--rows", type=int, nargs="*", default=[16, 32, 64, 128, 256], help="candidates")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
+    parser.add_argument("--sampler", default="hf", choices=["hf", "vllm-cpu"])
     parser.add_argument("--hidden", type=int, default=256, help="width of the model")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--out", type=Path, default=None, help="write every step as JSON")
@@ -71,8 +73,8 @@ def main() -> None:
     with nrl.cluster("ray") as cluster:
         slots, shape = cluster.reserve(2), model(args.hidden, args.layers)
         trainer = fsdp.trainer(slots[:1].mesh(executable="system", name="trainer"), shape, adamw(lr=1e-4))
-        on = slots[1:].mesh(executable="system", name="sampler")
-        parts = (trainer, hf.sampler(on, shape, Sampling(max_new_tokens=args.tokens)))
+        on = slots[1:].mesh(executable="system" if args.sampler == "hf" else args.sampler, name="sampler")
+        parts = (trainer, SAMPLERS[args.sampler](on, shape, Sampling(max_new_tokens=args.tokens)))
         tried = calibrate(parts, args.rows)
         rows = min(tried, key=lambda rows: abs(1 - tried[rows]["rollout"] / tried[rows]["train"]))
         with watched() as machine:
@@ -110,6 +112,7 @@ def digits(state: Any, text: str) -> Step:
 def steps(parts: tuple[Any, Any], lag: int, rows: int, count: int) -> list[Times]:
     """Times of so many steps of GRPO, after one that does not count.
 
+    >>> from nrl.backends import hf
     >>> with nrl.cluster("local") as here:
     ...     trainer = fsdp.trainer(here.reserve(1), tiny.model(), adamw(lr=1e-3))
     ...     sampler = hf.sampler(here.reserve(1), tiny.model(), Sampling(max_new_tokens=2))

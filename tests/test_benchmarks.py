@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch
 
-from benchmarks import by_hand, lag, overhead, overlap, ray_calls, ray_runs, vs_trl
+from benchmarks import by_hand, lag, mismatch, overhead, overlap, ray_calls, ray_runs, vs_trl
 from benchmarks._figure import curves
 from benchmarks._machine import resident, shares, watched
 from benchmarks._paired import Clock, Worker, disagreement, lengths_of, pair, percentile, ratios, spread, table
@@ -181,6 +181,16 @@ def test_what_overlaps_is_told_from_the_rounds() -> None:
     told = overlap.report({16: slow, 32: zero}, 32, [([zero] * 2, [one] * 2), ([slow], [three])], {})
     assert "rollout / training by rows: 16: 1.38, 32: 1.38; taken: 32 rows, 2.20 s and 1.60 s." in told
     assert "| 2 | 0.60 (0.60-0.60) | 0.55 (0.55-0.55) | 0.92 (0.92-0.92) | 1.38 (1.38-1.38) | 1.00" in told
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*truncated distribution")
+def test_what_differs_is_seen_in_the_mismatch() -> None:
+    found = {kind: mismatch.measure(8, **differs) for kind, differs in mismatch.KINDS.items()}
+    exact, rounded, cut, hot, stale = (found[kind]["mismatch/kl"] for kind in mismatch.KINDS)
+    assert exact < 1e-9 < rounded < 1e-2 < min(hot, stale)
+    assert cut > 1e-6
+    assert mismatch.table(found | mismatch.lagging(4)).count("\n") == 1 + len(found) + 2
 
 
 @pytest.mark.slow
