@@ -5,10 +5,10 @@
     python benchmarks/overlap.py --quick    # does it run?
 
 A trainer and a sampler, plain PyTorch's or vLLM's, have a process each on a Ray cluster of this machine. The loop is
-that of GRPO: a rollout, a step that is waited for, a publish. First the number of rows is chosen so that rollout and training take
-about equally long, from a few steps of each candidate with a lag of 0. Then rounds of some steps with a lag of 0 and
-with a lag of 1 take turns, from the same weights and with the same prompts; the first step of each, in which nothing
-can overlap, does not count. Reported are, over the rounds:
+that of GRPO: a rollout, a step that is waited for, a publish. First the number of rows is chosen so that rollout and
+training take about equally long, from a few steps of each candidate with a lag of 0. Then rounds of some steps with a
+lag of 0 and with a lag of 1 take turns, from the same weights and with the same prompts; the first step of each, in
+which nothing can overlap, does not count. Reported are, over the rounds:
 
 - lag 1 / lag 0: the ratio of the wall-clock times of a step.
 - longer / step: the longer of rollout and training, as it is with a lag of 0, over a step with a lag of 0, which is

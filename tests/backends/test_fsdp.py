@@ -19,6 +19,7 @@ import nrl
 from nrl import algos, tiny
 from nrl.algos import needs, sft_loss, token_mean
 from nrl.backends import Model, Optimizer, Schedule, Trainer, TrainState, adamw, fsdp, learning_rate, models, publish
+from nrl.backends.fsdp import engine
 from nrl.backends.fsdp.engine import TorchEngine
 from nrl.backends.training import global_weights
 from nrl.batch import Batch, lengths
@@ -700,6 +701,29 @@ def test_a_model_in_bfloat16_is_exported_in_bfloat16_with_its_tokenizer(slots: S
 def test_load_from_a_folder_that_is_not_there(slots: Slots, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no such folder"):
         make(slots).load(str(tmp_path / "missing"))
+
+
+def test_a_reference_leaves_the_device_while_a_model_trains(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And comes back for the next one who asks; here the device is a note in a list."""
+    story: list[tuple[str, Any]] = []
+    before = set(engine._FROZEN)
+    policy, teacher = make(slots), make(slots, Model(QWEN3, seed=1))
+    state = policy.init()
+    frozen = [policy.freeze(state.params), policy.load(), teacher.load()]
+    made = [module for module in engine._FROZEN if module not in before]
+    assert len(made) == 3
+    for name in ("rest", "wake"):
+        monkeypatch.setattr(engine, name, lambda module, name=name: story.append((name, module)))
+    batch = batch_of([5, 6])
+    state, _ = policy.train_step(sft_loss)(state, batch)
+    assert {module for name, module in story if name == "rest"} >= set(made)
+    story.clear()
+    for params in frozen:
+        params.trainer.logprobs(params, batch).result()
+    assert [name for name, _ in story] == ["wake"] * 3
+    assert {module for _, module in story} == set(made)
+    policy.freeze(frozen[1])
+    assert story[-1][0] == "wake"
 
 
 def test_a_step_after_restoring_is_bitwise_the_next_one(slots: Slots, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import attrs
 import torch
@@ -42,6 +42,9 @@ _SEEN = "weight of "
 _IDLE = Batch({"input_ids": torch.zeros(1, 1, dtype=torch.int64)}, batch_size=[1]).lock_()
 """What a process computes while others have micro-batches left: one token, which predicts nothing."""
 
+
+_FROZEN: WeakSet[nn.Module] = WeakSet()
+"""References, teachers, judges of this process: they leave the device when a model trains, and come back when asked."""
 
 _PROVIDES = {
     "lm": frozenset({"logprobs", "entropy", "logprobs_at", "top_k"}),
@@ -116,13 +119,19 @@ class TorchEngine:
     def load(self, source: str | None) -> nn.Module:
         """A frozen module."""
         model = self.model if source is None else attrs.evolve(self.model, source=source)
-        return self._make(model, frozen=True)
+        module = self._make(model, frozen=True)
+        _FROZEN.add(module)
+        return module
 
     def freeze(self, params: nn.Module) -> nn.Module:
         """A frozen copy."""
+        wake(params)
         if self._peers.alone:
-            return copy.deepcopy(params).requires_grad_(False)
-        return self._ready(sharding.copied(params, self._peers, self._layer_dtype))
+            module = copy.deepcopy(params).requires_grad_(False)
+        else:
+            module = self._ready(sharding.copied(params, self._peers, self._layer_dtype))
+        _FROZEN.add(module)
+        return module
 
     def tensors(self, params: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Parameters by name, tied ones once; where they are sharded, all processes go through them together."""
@@ -131,6 +140,7 @@ class TorchEngine:
 
     def forward(self, params: nn.Module, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
         """Outputs without gradients, on the CPU."""
+        wake(params)
         params.eval()
         asked = needs | {"top_k_ids", "top_k_logprobs"}
         parts, _ = self._even("forward", microbatches)
@@ -153,6 +163,8 @@ class TorchEngine:
         """One optimizer step; either steps once or raises and leaves the state as it was."""
         module, optimizer, step = state
         name = name_of(loss)
+        for frozen in _FROZEN:
+            rest(frozen)
         module.train()
         try:
             with sharding.settled(module):
