@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss, mismatch_metrics
-from nrl.backends.training import check_terms, terms_of
+from nrl.backends.terms import check_terms, terms_of
 from nrl.batch import Batch, unchanged
 from nrl.reduce import Mean, Metrics
 

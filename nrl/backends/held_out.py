@@ -4,7 +4,7 @@ from tensordict import TensorDict
 
 from nrl.algos import Loss, name_of, needed
 from nrl.backends.base import Params, Trainer
-from nrl.backends.training import terms_of
+from nrl.backends.terms import terms_of
 from nrl.batch import Batch
 from nrl.errors import MissingOutput
 from nrl.reduce import Metrics

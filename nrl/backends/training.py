@@ -1,202 +1,30 @@
-"""The driver's half of training: what happens to a batch before it is split, and to the sums after.
-
-The weight of each term of a loss is a function of the batch alone, so the driver learns it by calling the loss on
-outputs of zeros, before the first forward. The engine divides each micro-batch's total by it: sums all the way.
-"""
+"""The driver's half of training: what happens to a batch before it is split, and to the sums after."""
 
 import functools
 import json
-import math
-import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos import Loss, name_of, needed, output_kind, output_shape
+from nrl.algos import Loss, name_of, needed, output_kind
 from nrl.backends import processing
 from nrl.backends.base import Bucket, Engine, Params, Trainer, TrainState
 from nrl.backends.base import top_k as top_k_named
-from nrl.batch import Batch, deal, microbatches, pad, restore, shard, unchanged
-from nrl.columns import COLUMNS
-from nrl.errors import MissingColumn, MissingOutput, NotFinite, WeightError
-from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum
+from nrl.backends.terms import LOGPROBS, check_law, global_weights
+from nrl.batch import Batch, deal, microbatches, restore
+from nrl.errors import MissingOutput, NotFinite
+from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Future, Handle, Mesh, done
 from nrl.runtime.futures import on_its_way
 from nrl.runtime.placement import Donated, Out, Rows, Value
 from nrl.runtime.transfer import opened, route
 
-__all__ = ["check_terms", "check_weights", "global_weights", "make_trainer", "terms_of"]
-
-_RELATIVE = 1e-5
-"""How far sums of weights in another order may differ, as a fraction."""
-
-_RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "lag", "skipped"}) | {
-    f"mismatch/{name}" for name in ("kl", "ess", "max_abs", "chi2", "max_ratio")
-}
-
-
-def terms_of(name: str, value: Any) -> tuple[dict[str, Mean], Metrics]:
-    """What a loss returned, as terms by name and metrics.
-
-    Raises:
-        TypeError: it returned something else.
-
-    >>> terms, metrics = terms_of("my_loss", (Mean(torch.tensor(1.0), torch.tensor(2.0)), {}))
-    >>> list(terms)
-    ['loss']
-    """
-    match value:
-        case (Mean() as mean, dict() as metrics):
-            return _checked_terms(name, {"loss": mean}), _checked_metrics(name, metrics)
-        case (dict() as terms, dict() as metrics) if terms and all(isinstance(x, Mean) for x in terms.values()):
-            return _checked_terms(name, terms), _checked_metrics(name, metrics)
-    raise TypeError(
-        f"{name} returned {type(value).__name__}; a loss returns (Mean, metrics) or (dict of Mean, metrics), for "
-        "example (token_mean(loss, batch['loss_mask']), {})"
-    )
-
-
-def _checked_terms(name: str, terms: dict[str, Mean]) -> dict[str, Mean]:
-    for key, term in terms.items():
-        for part, value in zip(term._fields, term, strict=True):
-            if not isinstance(value, Tensor) or value.ndim != 0:
-                found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise TypeError(
-                    f"{name}: the {part} of term '{key}' is {found}; it must be a scalar tensor, a sum over rows"
-                )
-    return terms
-
-
-def _checked_metrics(name: str, metrics: dict[str, Any]) -> Metrics:
-    for key, value in metrics.items():
-        if key in _RESERVED:
-            raise TypeError(f"{name} returned a metric '{key}', a name that the step itself reports; give it another")
-        if not isinstance(value, Mean | Sum | Max | Min | Ess) or not all(isinstance(x, Tensor) for x in value):
-            raise TypeError(
-                f"{name} returned the metric '{key}' as a {type(value).__name__}; return a Mean, Sum, Max, Min or Ess, "
-                f"such as token_mean({key}, batch['loss_mask'])"
-            )
-    return metrics
-
-
-_LOGPROBS = frozenset({"logprobs"})
-
-
-def global_weights(
-    loss: Loss, batch: Batch, fill: float = 0.0, *, always: Collection[str] = _LOGPROBS
-) -> dict[str, float]:
-    """The weight of each term of ``loss`` over a whole batch, from a call on outputs that are all ``fill``.
-
-    Args:
-        loss: what to call.
-        batch: all of it.
-        fill: what the outputs are.
-        always: the outputs that there are although the loss has not asked for them.
-
-    Raises:
-        MissingColumn: the loss reads a column that the batch does not have.
-        MissingOutput: the loss reads an output that it did not ask for.
-
-    >>> from nrl.algos import sft_loss
-    >>> mask = torch.tensor([[False, True, True]])
-    >>> batch = Batch({"input_ids": mask.long(), "loss_mask": mask}, batch_size=[1])
-    >>> global_weights(sft_loss, batch)
-    {'loss': 2.0}
-    """
-    return {key: float(term.weight) for key, term in _probe(loss, batch, fill, always).items()}
-
-
-def _probe(loss: Loss, batch: Batch, fill: float, always: Collection[str]) -> dict[str, Mean]:
-    """The terms of a loss on outputs that are all ``fill``."""
-    name = name_of(loss)
-    device = batch["input_ids"].device
-    outputs = {key: torch.full(output_shape(key, batch), fill, device=device) for key in {*always, *needed(loss)}}
-    out = TensorDict(outputs, batch_size=batch.batch_size)
-    try:
-        with torch.no_grad(), unchanged(batch, name):
-            terms, _ = terms_of(name, loss(out, batch))
-    except MissingColumn:
-        raise
-    except KeyError as error:
-        missing = re.match(r".*key \"(.+)\" not found in TensorDict with keys \[(.*)\]", str(*error.args[:1]))
-        if missing is None:
-            raise
-        if missing[2] == ", ".join(f"'{key}'" for key in sorted(out.keys())):
-            raise MissingOutput(
-                f"{name} reads the output '{missing[1]}' and did not ask for it; decorate it with "
-                f"@nrl.algos.needs('{missing[1]}')"
-                if missing[1] not in _LOGPROBS
-                else f"{name} reads logprobs, which only a model with head='lm' computes"
-            ) from error
-        known = COLUMNS.get(missing[1])
-        hint = known.hint if known else f"Add it with assign(batch, {missing[1]}=...)."
-        raise MissingColumn(name, missing[1], sorted(map(str, batch.keys())), hint) from error
-    return terms
-
-
-def check_terms(name: str, seen: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Compare the terms of a real call with those that the driver knows.
-
-    Raises:
-        WeightError: they differ.
-
-    >>> check_terms("my_loss", {"loss": 6.0}, {"loss": 6.0})
-    """
-    if seen.keys() != expected.keys():
-        raise WeightError(
-            f"{name}: its terms are {', '.join(sorted(seen)) or 'none'} on some outputs and "
-            f"{', '.join(sorted(expected))} on others; a loss returns the same terms for every output and part"
-        )
-
-
-def check_weights(name: str, seen: Mapping[str, float], expected: Mapping[str, float]) -> None:
-    """Compare the weights of the real calls, added up, with those that the driver learned.
-
-    Raises:
-        WeightError: they differ, so the loss's weight depends on more than the rows of the batch.
-
-    >>> check_weights("my_loss", {"loss": 6.0}, {"loss": 6.0})
-    """
-    for key, weight in expected.items():
-        found = seen.get(key, 0.0)
-        if not abs(found - weight) <= _RELATIVE * max(abs(found), abs(weight)):
-            raise WeightError(
-                f"{name}: the weight of term '{key}' is {weight:g} on the whole batch, but {found:g} added up over its "
-                "parts or on other outputs. A weight must be a sum over rows of the batch alone: aggregate with "
-                "token_mean, seq_mean or seq_sum (a mean of means is not, nor a count that the output selects)"
-            )
-
-
-def _check_law(loss: Loss, batch: Batch, weights: Mapping[str, float], always: Collection[str]) -> bool:
-    """Weights do not look at outputs or padding, and terms add up over rows; whether this batch could tell."""
-    name, width = name_of(loss), batch["input_ids"].shape[-1]
-    whole = _probe(loss, batch, -1.0, always)
-    for probe in (whole, _probe(loss, pad(batch, width + 1), 0.0, always)):
-        check_terms(name, probe, weights)
-        check_weights(name, {key: float(term.weight) for key, term in probe.items()}, weights)
-    if len(batch) < 2:
-        return False
-    halves = [_probe(loss, half, -1.0, always) for half in shard(batch, 2)]
-    for half in halves:
-        check_terms(name, half, weights)
-    check_weights(name, {key: sum(float(half[key].weight) for half in halves) for key in whole}, weights)
-    for key, term in whole.items():
-        parts = [float(half[key].total) for half in halves]
-        total = float(term.total)
-        finite = math.isfinite(total) and all(map(math.isfinite, parts))  # otherwise there is a better error to come
-        if finite and abs(sum(parts) - total) > 1e-3 * (sum(map(abs, parts)) + abs(total)):
-            raise WeightError(
-                f"{name}: the total of term '{key}' is {total:g} on the whole batch, but {sum(parts):g} added up over "
-                "its halves. A total must be a sum over rows: compute statistics of the batch, such as a mean to "
-                "subtract, on the driver, and read them from a column"
-            )
-    return all(float(term.weight) != 0 for half in halves for term in half.values())
+__all__ = ["make_trainer"]
 
 
 def make_trainer(
@@ -296,7 +124,7 @@ def make_trainer(
         return [reply.then(partial(_in_order, who, rows), rows) for reply in replies]
 
     def forward(params: Params, batch: Batch, needs: Collection[str]) -> dict[str, Future[Tensor]]:
-        names = sorted({*needs, *(provided() & _LOGPROBS)})
+        names = sorted({*needs, *(provided() & LOGPROBS)})
         return dict(zip(names, computed("forward", params, batch, names, names), strict=True))
 
     def output(need: str, params: Params, batch: Batch) -> Future[Tensor]:
@@ -323,7 +151,7 @@ def make_trainer(
     def train_step(loss: Loss) -> Callable[[TrainState, Batch], tuple[TrainState, Future[Metrics]]]:
         who = f"train_step({name_of(loss)})"
         check_needs(who, needed(loss))
-        always = provided() & _LOGPROBS
+        always = provided() & LOGPROBS
         checked = False
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Future[Metrics]]:
@@ -333,7 +161,7 @@ def make_trainer(
             values = state.handle.borrow(owner, who)
             weights = global_weights(loss, batch, always=always)
             if not checked:
-                checked = _check_law(loss, batch, weights, always)
+                checked = check_law(loss, batch, weights, always)
             metrics = _lag(state.version, batch)
             if any(weight == 0 for weight in weights.values()):
                 state.handle.donate(owner, who)

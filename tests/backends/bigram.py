@@ -15,7 +15,7 @@ from torch import Tensor
 from nrl.algos import Loss, mismatch_metrics
 from nrl.backends import Completion, Sampling
 from nrl.backends.base import Bucket
-from nrl.backends.training import check_weights, terms_of
+from nrl.backends.terms import check_weights, terms_of
 from nrl.batch import Batch, lengths
 from nrl.reduce import Metrics, Sum, merge
 from nrl.runtime.futures import Future, done, on_its_way

@@ -21,7 +21,7 @@ from nrl.algos import needs, sft_loss, token_mean
 from nrl.backends import Model, Optimizer, Schedule, Trainer, TrainState, adamw, fsdp, learning_rate, models, publish
 from nrl.backends.fsdp import engine
 from nrl.backends.fsdp.engine import TorchEngine
-from nrl.backends.training import global_weights
+from nrl.backends.terms import global_weights
 from nrl.batch import Batch, lengths
 from nrl.errors import BatchError, ForeignState, MissingOutput, ModelError, PlacementError
 from nrl.reduce import Mean, Metrics, Sum, finalize

@@ -25,7 +25,7 @@ from nrl.backends import Model, adamw, models, processing
 from nrl.backends.base import top_k
 from nrl.backends.fsdp.agreement import Held, Mishap, Peers
 from nrl.backends.fsdp.engine import State, TorchEngine
-from nrl.backends.training import global_weights
+from nrl.backends.terms import global_weights
 from nrl.batch import Batch
 from nrl.errors import BatchError, ClusterError, MissingColumn, ModelError, NotFinite, PlacementError, WeightError
 from nrl.reduce import Max, Mean, Metrics, Min, Sum, finalize

@@ -14,7 +14,8 @@ from tensordict import TensorDict
 import nrl
 from nrl.algos import Loss, needs, policy_loss, reinforce, sft_loss, token_mean
 from nrl.backends import Engine, Sampler, Trainer, publish
-from nrl.backends.training import check_weights, global_weights, make_trainer, terms_of
+from nrl.backends.terms import check_weights, global_weights, terms_of
+from nrl.backends.training import make_trainer
 from nrl.batch import Batch
 from nrl.errors import (
     BatchError,

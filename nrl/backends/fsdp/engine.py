@@ -27,7 +27,7 @@ from nrl.backends.fsdp.agreement import Held, Peers
 from nrl.backends.fsdp.outputs import Outputs, Plan, compute, last, plan, predicted
 from nrl.backends.gradients import ignores, value_and_grad
 from nrl.backends.optimizers import Optimizer, learning_rate
-from nrl.backends.training import check_weights
+from nrl.backends.terms import check_weights
 from nrl.batch import Batch, lengths
 from nrl.errors import NotFinite
 from nrl.reduce import Mean, Metrics, Sum, merge
