@@ -76,11 +76,10 @@ def main(cfg: Config) -> None:
         nrl.publish(state.params, sampler)
         for i, batch in run.steps(stream):
             if cfg.top_k:
-                batch = nrl.assign(batch, **teacher.top_k(expert, batch, cfg.top_k))
+                state, metrics = step(state, batch, **teacher.top_k(expert, batch, cfg.top_k))
             else:
                 batch = nrl.assign(batch, teacher_logprobs=teacher.logprobs(expert, batch))
-                batch = advantages(batch, on_policy_distillation)
-            state, metrics = step(state, batch)
+                state, metrics = step(state, advantages(batch, on_policy_distillation))
             nrl.publish(state.params, sampler)
             numbers = run.log(i, metrics, nrl.summary(batch), samples=nrl.samples(batch, sampler.tokenizer))
             check_mismatch(numbers, cfg.max_mismatch)

@@ -429,8 +429,10 @@ class Trainer(NamedTuple):
         rewards: ``(params, batch) -> Future``: ``[*B]`` float32, of a model with ``head="reward"``.
         top_k: ``(params, batch, k) -> dict`` of futures: ``teacher_ids`` ``[*B, T, k]`` int64, the most probable
             tokens at each place, and ``teacher_topk_logprobs``, nats, under the row's ``temperature``; for
-            ``assign(batch, **teacher.top_k(params, batch, k))``.
-        train_step: ``(loss) -> step``, and ``step(state, batch) -> (state, Future[Metrics])``, one optimizer step.
+            ``step(state, batch, **teacher.top_k(params, batch, k))``.
+        train_step: ``(loss) -> step``, and ``step(state, batch, **columns) -> (state, Future[Metrics])``, one optimizer
+            step. Columns are added as by `nrl.assign`, but for futures of other meshes: these go from there to the
+            trainer's processes, and not through the program.
         save: ``(state or params, folder) -> None``, to the last bit; `nrl.checkpoint` makes it atomic.
         restore: ``(folder) -> TrainState or Params``: what was saved there.
         export: ``(params, folder) -> None``, in Hugging Face format.
@@ -444,7 +446,7 @@ class Trainer(NamedTuple):
     values: Callable[[Params, Batch], Future[Tensor]]
     rewards: Callable[[Params, Batch], Future[Tensor]]
     top_k: Callable[[Params, Batch, int], dict[str, Future[Tensor]]]
-    train_step: Callable[[Loss], Callable[[TrainState, Batch], tuple[TrainState, Future[Metrics]]]]
+    train_step: Callable[[Loss], Callable[..., tuple[TrainState, Future[Metrics]]]]
     save: Callable[[TrainState | Params, str | Path], None]
     restore: Callable[[str | Path], Any]
     export: Callable[[Params, str | Path], None]

@@ -3,8 +3,9 @@
 import functools
 import json
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from nrl.backends import processing
 from nrl.backends.base import Bucket, Engine, Params, Trainer, TrainState
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.terms import LOGPROBS, check_law, global_weights
-from nrl.batch import Batch, deal, microbatches, restore
-from nrl.errors import MissingOutput, NotFinite
+from nrl.batch import Batch, assign, deal, microbatches, restore
+from nrl.errors import ColumnError, MissingOutput, NotFinite
 from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Future, Handle, Mesh, done
-from nrl.runtime.futures import on_its_way
+from nrl.runtime.futures import Coming, on_its_way
 from nrl.runtime.placement import Donated, Out, Rows, Value
 from nrl.runtime.transfer import opened, route
 
@@ -106,11 +107,11 @@ def make_trainer(
         values = call("freeze", processing.freeze, [engines, *held(params, "freeze")])
         return frozen(values, params.version, params.published)
 
-    def split(batch: Batch) -> tuple[list[Tensor], list[list[Any]]]:
-        """Which rows the shards hold, and which of them each process gets."""
+    def split(batch: Batch, coming: Collection[Coming] = ()) -> tuple[list[Tensor], list[list[Any]]]:
+        """Which rows the shards hold, and which of them each process gets, followed by those of other columns."""
         rows = deal(batch, mesh.dp)
-        shards = [Rows(batch, index) for index in rows]
-        return rows, [shards] if n == 1 else [[shards[mesh.shard_of(rank)]] for rank in range(n)]
+        shards = [[Rows(batch, index), *(column.part(index) for column in coming)] for index in rows]
+        return rows, [list(chain(*shards))] if n == 1 else [shards[mesh.shard_of(rank)] for rank in range(n)]
 
     def computed(
         who: str, params: Params, batch: Batch, needs: Collection[str], keys: Sequence[str]
@@ -121,7 +122,10 @@ def make_trainer(
         rows, shards = split(batch)
         fn = partial(processing.forward, split_up, frozenset(needs), tuple(keys))
         replies = call(who, fn, [engines, *weights, *zip(*shards, strict=True)], (Out.each,) * len(keys))
-        return [reply.then(partial(_in_order, who, rows), rows) for reply in replies]
+        likes = [_like(key, batch) for key in keys]
+        return [
+            reply.then(partial(_in_order, who, rows), rows, like) for reply, like in zip(replies, likes, strict=True)
+        ]
 
     def forward(params: Params, batch: Batch, needs: Collection[str]) -> dict[str, Future[Tensor]]:
         names = sorted({*needs, *(provided() & LOGPROBS)})
@@ -148,32 +152,35 @@ def make_trainer(
                 "Model(..., head=...) computes other things"
             )
 
-    def train_step(loss: Loss) -> Callable[[TrainState, Batch], tuple[TrainState, Future[Metrics]]]:
+    def train_step(loss: Loss) -> Callable[..., tuple[TrainState, Future[Metrics]]]:
         who = f"train_step({name_of(loss)})"
         check_needs(who, needed(loss))
         always = provided() & LOGPROBS
         checked = False
 
-        def step(state: TrainState, batch: Batch) -> tuple[TrainState, Future[Metrics]]:
+        def step(
+            state: TrainState, batch: Batch, **columns: Tensor | Future[Tensor]
+        ) -> tuple[TrainState, Future[Metrics]]:
             nonlocal checked
+            batch, whole, coming = _with(who, batch, columns)
             if not isinstance(state, TrainState):
                 raise TypeError(f"{who}: expected a train state (trainer.init()), found {type(state).__name__}")
             values = state.handle.borrow(owner, who)
-            weights = global_weights(loss, batch, always=always)
+            weights = global_weights(loss, whole, always=always)
             if not checked:
-                checked = check_law(loss, batch, weights, always)
+                checked = check_law(loss, whole, weights, always)
             metrics = _lag(state.version, batch)
             if any(weight == 0 for weight in weights.values()):
                 state.handle.donate(owner, who)
                 metrics |= {"skipped": Sum(torch.tensor(1.0))}
                 return state_of(values, state.step, state.version, state._params.published), done(metrics)
             _check_finite(who, batch)
-            _, shards = split(batch)
+            _, shards = split(batch, coming.values())
             # What stays the same from step to step is part of the function, which a process remembers
-            fn = partial(processing.train, loss, split_up)
-            columns = [engines, [Donated(value) for value in values], every(weights), *zip(*shards, strict=True)]
+            fn = partial(processing.train, loss, split_up, tuple(coming))
+            given = [engines, [Donated(value) for value in values], every(weights), *zip(*shards, strict=True)]
             with stepping:
-                new, found = call(who, fn, columns, (Out.kept, Out.first))
+                new, found = call(who, fn, given, (Out.kept, Out.first))
                 state.handle.donate(owner, who)
             future = found.then(partial(_of_the_step, metrics))
             return state_of(new, state.step + 1, state.version, False), future
@@ -229,6 +236,29 @@ def _of_the_step(metrics: Metrics, results: list[Metrics]) -> Metrics:
     (found,) = results
     whole = Mean(found["loss"][0], torch.ones(()))  # its parts have been added up: over steps it is a mean
     return metrics | found | {"loss": whole, "skipped": Sum(torch.tensor(0.0))}
+
+
+def _like(output: str, batch: Batch) -> Tensor:
+    """Stands for an output of a batch; see `nrl.runtime.futures.Coming`."""
+    shape = batch.batch_size if output == "rewards" else batch["input_ids"].shape
+    deeper = (1,) if output_kind(output) in ("top_k_ids", "top_k_logprobs", "logprobs_at") else ()
+    return torch.zeros((), dtype=torch.int64 if output == "top_k_ids" else torch.float32).expand(*shape, *deeper)
+
+
+def _with(
+    who: str, batch: Batch, columns: Mapping[str, Tensor | Future[Tensor]]
+) -> tuple[Batch, Batch, dict[str, Coming]]:
+    """A batch with the columns that are here, and with what stands for those that are not; and the latter."""
+    if not columns:
+        return batch, batch, {}
+    coming = {name: x for name, x in columns.items() if isinstance(x, Coming) and x.rows and x.like is not None}
+    batch = assign(batch, **{name: x for name, x in columns.items() if name not in coming})
+    for name, column in coming.items():
+        if (rows := sum(map(len, column.rows or ()))) != len(batch):
+            raise ColumnError(
+                f"{who}: the column '{name}' was computed for {rows} rows, and the batch has {len(batch)}"
+            )
+    return batch, assign(batch, **{name: column.like for name, column in coming.items()}), coming
 
 
 class _Owner:

@@ -77,6 +77,9 @@ class Coming(Protocol):
     rows: Sequence[Tensor] | None
     """Which rows of the value each part of it holds, where it is put together from rows."""
 
+    like: Tensor | None
+    """Stands for the value where its numbers do not matter: of its dtype and shape, but for further dimensions of 1."""
+
     def part(self, index: Tensor) -> Any:
         """An argument that stands for these rows of the value."""
         ...

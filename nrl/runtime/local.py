@@ -65,7 +65,9 @@ class _Here:
 class _Reply:
     results: list[Any]
 
-    def then[T](self, combine: Callable[[list[Any]], T], rows: Sequence[Tensor] | None = None) -> Future[T]:
+    def then[T](
+        self, combine: Callable[[list[Any]], T], rows: Sequence[Tensor] | None = None, like: Tensor | None = None
+    ) -> Future[T]:
         return done(combine(self.results))
 
 

@@ -76,10 +76,13 @@ class Rows:
 class Reply(Protocol):
     """Results on their way from processes, for one of the `Out` of a call."""
 
-    def then[T](self, combine: Callable[[list[Any]], T], rows: Sequence[Tensor] | None = None) -> Future[T]:
+    def then[T](
+        self, combine: Callable[[list[Any]], T], rows: Sequence[Tensor] | None = None, like: Tensor | None = None
+    ) -> Future[T]:
         """A future of what ``combine`` makes of the list of results; it may run in this process or in another.
 
         ``rows``: which rows of the value each result holds, where ``combine`` puts rows in order, in new memory.
+        ``like``: stands for the value; see `nrl.runtime.futures.Coming`.
         """
         ...
 

@@ -352,18 +352,25 @@ class Reply:
     def __init__(self, call: Call, refs: Sequence[Ref]) -> None:
         self._call, self._refs = call, list(refs)
 
-    def then(self, combine: Callable[[list[Any]], Any], rows: Sequence[Tensor] | None = None) -> "Pending":
+    def then(
+        self, combine: Callable[[list[Any]], Any], rows: Sequence[Tensor] | None = None, like: Tensor | None = None
+    ) -> "Pending":
         """A future of what ``combine`` makes of the results."""
-        return Pending(self._call, self._refs, combine, rows)
+        return Pending(self._call, self._refs, combine, rows, like)
 
 
 class Pending:
     """A future of a value that is made of what some processes return; satisfies `nrl.runtime.futures.Coming`."""
 
     def __init__(
-        self, call: Call, refs: Sequence[Ref], combine: Callable[[list[Any]], Any], rows: Sequence[Tensor] | None
+        self,
+        call: Call,
+        refs: Sequence[Ref],
+        combine: Callable[[list[Any]], Any],
+        rows: Sequence[Tensor] | None,
+        like: Tensor | None,
     ) -> None:
-        self.call, self.refs, self.combine, self.rows = call, list(refs), combine, rows
+        self.call, self.refs, self.combine, self.rows, self.like = call, list(refs), combine, rows, like
         self._value: list[Any] = []
 
     def result(self, timeout: float | None = None) -> Any:

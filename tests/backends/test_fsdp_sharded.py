@@ -508,7 +508,7 @@ def splitting(mesh: DeviceMesh | None) -> list[tuple[str, list[str]]]:
     state, shard, split = made.init(), nrl.shard(batch, 2)[rank], partial(nrl.microbatches, max_tokens=8)
     for call in (
         lambda: processing.forward(split, LOGPROBS, ["logprobs"], made, state, False, shard),
-        lambda: processing.train(sft_loss, split, made, state, global_weights(sft_loss, batch), shard),
+        lambda: processing.train(sft_loss, split, (), made, state, global_weights(sft_loss, batch), shard),
     ):
         with pytest.raises(BatchError) as caught:
             call()

@@ -16,9 +16,9 @@ from nrl import tiny
 from nrl.algos import bradley_terry_loss, distillation_loss, logprobs_at, needs, sft_loss, token_mean, value_loss
 from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf, models
 from nrl.batch import Batch, lengths
-from nrl.errors import BatchError, ConfigError, MissingOutput, ModelError
+from nrl.errors import BatchError, ColumnError, ConfigError, MissingOutput, ModelError
 from nrl.reduce import Mean, Metrics, finalize
-from nrl.runtime import Slots
+from nrl.runtime import Cluster, Slots
 from tests.backends.test_fsdp import CONFIGS, MIXED, QWEN3, batch_of
 
 WORDS = QWEN3["vocab_size"]
@@ -333,3 +333,52 @@ def test_a_loss_is_measured_by_any_head(slots: Slots) -> None:
     found = finalize(nrl.evaluate(bradley_terry_loss(), trainer, trainer.load(), pairs))
     assert found["eval/loss"] == pytest.approx(0.693147, abs=1e-6)  # rewards that are 0
     assert "eval/accuracy" in found
+
+
+def distilled(trainer: Trainer, teacher: Trainer, *, given: bool) -> tuple[dict[str, float], Any]:
+    """Numbers of two steps of distillation, and the columns of the last one."""
+    state, expert, step = trainer.init(), teacher.load(), trainer.train_step(distillation_loss())
+    batch = batch_of(MIXED)
+    for _ in range(2):
+        columns = teacher.top_k(expert, batch, 4)
+        if given:
+            state, metrics = step(state, batch, **columns)
+        else:
+            state, metrics = step(state, nrl.assign(batch, **columns))
+    return finalize(metrics.result()), columns
+
+
+def test_a_step_is_given_columns(slots: Slots) -> None:
+    """Futures or tensors, as if they had been assigned; and of the wrong rows none."""
+    trainer = trainer_of(slots[:2], QWEN3, "lm")
+    teacher = trainer_of(slots[:1], QWEN3 | {"num_hidden_layers": 1}, "lm")
+    assert distilled(trainer, teacher, given=True)[0] == distilled(trainer, teacher, given=False)[0]
+    other = teacher.top_k(teacher.load(), batch_of([3, 4, 5]), 4)
+    with pytest.raises(ColumnError, match="teacher_ids"):
+        trainer.train_step(distillation_loss())(trainer.init(), batch_of(MIXED), **other)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_columns_go_from_mesh_to_mesh(on_ray: Cluster) -> None:
+    """Without passing through the program, whether the other mesh splits rows alike or not."""
+    slots = on_ray.reserve(2)
+    both = slots.mesh(executable="system", name="students")
+    options: dict[str, Any] = {"max_tokens": 64}
+    trainer = fsdp.trainer(both, Model(QWEN3), adamw(lr=1e-2, eps=1e-3), **options)
+    with nrl.cluster("local") as here:
+        place = here.reserve(1)
+        small = Model(QWEN3 | {"num_hidden_layers": 1})
+        expected, _ = distilled(
+            fsdp.trainer(place, Model(QWEN3), adamw(lr=1e-2, eps=1e-3), **options),
+            fsdp.trainer(place, small, adamw(lr=1e-2), **options),
+            given=False,
+        )
+    for mesh in (both, slots[:1].mesh(executable="system", name="teacher")):
+        found, columns = distilled(trainer, fsdp.trainer(mesh, small, adamw(lr=1e-2), **options), given=True)
+        for key in ("loss", "grad_norm"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-4)
+        assert [column._value for column in columns.values()] == [[], []]  # nobody here has fetched them
+    other = trainer.top_k(trainer.load(), batch_of([3, 4, 5]), 4)
+    with pytest.raises(ColumnError, match=r"'teacher_ids' was computed for 3 rows, and the batch has \d+"):
+        trainer.train_step(distillation_loss())(trainer.init(), batch_of(MIXED), **other)
