@@ -9,19 +9,7 @@ from typing import Any, Literal
 import attrs
 
 import nrl
-from nrl import config, data, tiny
-from nrl.algos import (
-    advantages,
-    bradley_terry_loss,
-    check_mismatch,
-    from_rewards,
-    k1,
-    kl,
-    leave_one_out,
-    penalized_rewards,
-    reinforce_loss,
-    sft_loss,
-)
+from nrl import algos, config, data, tiny
 from nrl.backends import SAMPLERS, Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, load_tokenizer
 from nrl.checkpoint import Checkpoints
 from nrl.envs import Environment, Step, Task, number, single_turn
@@ -66,11 +54,11 @@ def main(cfg: Config) -> None:
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         rewarder = fsdp.trainer(mesh, judge, adamw(lr=2e-3), max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
-        step = trainer.train_step(reinforce_loss)
+        step = trainer.train_step(algos.reinforce_loss)
         if cfg.judging:
             collate = partial(data.preferences, tokenizer=load_tokenizer(judge))
             pairs = nrl.batched(data.tasks("arithmetic", seed=cfg.seed + 1), 64, collate=collate)
-            verdicts = nrl.fit(run, "reward", rewarder, bradley_terry_loss(0.01), pairs, cfg.judging).params
+            verdicts = nrl.fit(run, "reward", rewarder, algos.bradley_terry_loss(0.01), pairs, cfg.judging).params
         else:
             verdicts = rewarder.load()
         verify = nrl.scored_by(verdicts, load_tokenizer(judge))
@@ -84,18 +72,19 @@ def main(cfg: Config) -> None:
         stream = nrl.batched(nrl.rollouts(sampler, env, tasks, n=cfg.group_size, seed=cfg.seed), cfg.prompts)
         policy: Trainer | TrainState = trainer
         if cfg.warmup:
-            policy = trainer.init(nrl.fit(run, "warmup", trainer, sft_loss, tiny.sums(128), cfg.warmup).params)
+            policy = trainer.init(nrl.fit(run, "warmup", trainer, algos.sft_loss, tiny.sums(128), cfg.warmup).params)
         reference = trainer.freeze(policy.params) if isinstance(policy, TrainState) else trainer.load()
         state, stream = run.restore(policy=policy, stream=stream)
         nrl.publish(state.params, sampler)
         for i, batch in run.steps(stream):
             measured = nrl.summary(batch)
             batch = nrl.assign(batch, ref_logprobs=trainer.logprobs(reference, batch))
-            batch = advantages(penalized_rewards(batch, kl(k1, cfg.kl)), from_rewards(leave_one_out))
+            batch = algos.penalized_rewards(batch, algos.kl(algos.k1, cfg.kl))
+            batch = algos.advantages(batch, algos.from_rewards(algos.leave_one_out))
             state, metrics = step(state, batch)
             nrl.publish(state.params, sampler)
             numbers = run.log(i, metrics, measured, samples=nrl.samples(batch, sampler.tokenizer))
-            check_mismatch(numbers, cfg.max_mismatch)
+            algos.check_mismatch(numbers, cfg.max_mismatch)
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")
 
