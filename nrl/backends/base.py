@@ -62,8 +62,12 @@ class Model:
             ``"value"``: a number before each token, what an episode will still earn; ``"reward"``: a number for a row,
             from its last token. A folder that has no such head yet, as a language model has none, gets one that says 0.
         dtype: what it computes in. Under ``"bfloat16"`` a trainer keeps its weights and moments in float32.
+        lora: low-rank adapters on its linear layers, which are trained instead of the weights. Arguments of
+            ``peft.LoraConfig``, such as ``{"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}``, or a folder in
+            peft's format; None: all weights are trained.
         tokenizer: a folder, a hub name, or a transformers tokenizer; None: the one that lies with ``source``.
-        seed: of the random weights, where ``source`` is a config. The same seed gives the same weights everywhere.
+        seed: of the random weights, where ``source`` is a config, and of a new adapter. The same seed gives the same
+            weights everywhere.
 
     Raises:
         ValueError: a field that cannot be used.
@@ -79,10 +83,16 @@ class Model:
     dtype: Literal["float32", "bfloat16", "float64"] = attrs.field(
         default="float32", validator=attrs.validators.in_(["float32", "bfloat16", "float64"])
     )
+    lora: str | Mapping[str, Any] | None = None
     tokenizer: Any = None
     seed: int = 0
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.lora, str | Mapping | None):
+            raise ValueError(
+                f"Model: lora is {self.lora!r}; it is a folder in peft's format, or a mapping with arguments of "
+                'peft.LoraConfig, such as {"r": 8, "target_modules": "all-linear"}'
+            )
         if isinstance(self.source, Mapping) and "model_type" not in self.source:
             raise ValueError(
                 f"Model: a config needs 'model_type' (such as 'qwen3'); found the keys {sorted(self.source)}"

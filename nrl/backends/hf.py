@@ -9,7 +9,7 @@ import torch
 from nrl.backends.base import Bucket, Model, Sampling
 from nrl.backends.cache import prepare
 from nrl.backends.decoding import Decoded, decode
-from nrl.backends.models import Loading, build, context_length, end_tokens, load_tokenizer
+from nrl.backends.models import Loading, build, context_length, end_tokens, load_tokenizer, weights
 from nrl.backends.replica import Request
 from nrl.backends.replicated import ReplicatedSampler
 from nrl.backends.seats import meshes
@@ -95,7 +95,7 @@ class _Decoder:
         return found
 
     def begin(self) -> None:
-        self.loading = Loading(self.module, "receive")
+        self.loading = Loading(weights(self.module), "receive")
 
     def add(self, bucket: Bucket) -> None:
         assert self.loading is not None

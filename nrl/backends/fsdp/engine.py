@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.algos import Loss, name_of, needed
-from nrl.backends import models
+from nrl.backends import lora, models
 from nrl.backends.base import Model
 from nrl.backends.fsdp import attention, probe, sharding, storage
 from nrl.backends.fsdp.agreement import Held, Peers
@@ -115,7 +115,7 @@ class TorchEngine:
 
     def load(self, source: str | None) -> nn.Module:
         """A frozen module."""
-        model = self.model if source is None else attrs.evolve(self.model, source=source)
+        model = self.model if source is None else attrs.evolve(self.model, source=source, lora=None)
         return self._make(model, frozen=True)
 
     def freeze(self, params: nn.Module) -> nn.Module:
@@ -125,9 +125,8 @@ class TorchEngine:
         return self._ready(sharding.copied(params, self._peers, self._layer_dtype))
 
     def tensors(self, params: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Parameters by name, tied ones once; where they are sharded, all processes go through them together."""
-        for name, tensor in models.named_tensors(params):
-            yield name, sharding.whole(tensor)
+        """Parameters by name, tied ones once, with adapters added; sharded, all processes go through them together."""
+        return lora.merged(params, sharding.whole)
 
     def forward(self, params: nn.Module, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
         """Outputs without gradients, on the CPU."""
@@ -276,9 +275,11 @@ class TorchEngine:
         held, module, given = Held(self._peers), None, iter(tensors or ())
         with held.back():
             if self._peers.rank == 0:
-                module = self._build(model).requires_grad_(not frozen)
+                module = self._build(model)
+                if frozen:
+                    module.requires_grad_(False)
                 if tensors is not None:
-                    models.load_tensors(module, given, who="trainer.init")
+                    lora.load(module, given, who="trainer.init")
         for _ in given:  # all processes go through them together
             pass
         held.meet("trainer.load" if frozen else "trainer.init")
@@ -288,7 +289,7 @@ class TorchEngine:
 
     def _build(self, model: Model) -> Any:
         master = torch.float64 if model.dtype == "float64" else torch.float32
-        module: Any = models.build(model, dtype=master)
+        module: Any = lora.build(model, dtype=master)
         if self._peers.alone:
             module = module.to(self.device)
         probe.check_positions(module)
@@ -315,8 +316,9 @@ class TorchEngine:
 
     def _optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         spec = self.optimizer
-        matrices = [p for p in module.parameters() if p.ndim > 1]
-        others = [p for p in module.parameters() if p.ndim <= 1]
+        trained = [p for p in module.parameters() if p.requires_grad]
+        matrices = [p for p in trained if p.ndim > 1]
+        others = [p for p in trained if p.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
         return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
@@ -354,14 +356,14 @@ class TorchEngine:
         """Write a folder that transformers and vLLM load."""
         dtype: Any = getattr(torch, self.model.dtype)
         held = Held(self._peers)
-        if self._peers.alone:
-            module: Any = copy.deepcopy(params).to(dtype)
-        else:
-            module = sharding.plain(params, dtype) if self._peers.rank == 0 else None
-            own = {} if module is None else module.state_dict()
-            for name, tensor in self.tensors(params):
-                if module is not None:
-                    own[name].copy_(tensor)
+        module: Any = None
+        if self._peers.rank == 0:
+            module = copy.deepcopy(params).to(dtype) if self._peers.alone else sharding.plain(params, dtype)
+            lora.unwrap(module)
+        own = {} if module is None else module.state_dict()
+        for name, tensor in self.tensors(params):
+            if module is not None:
+                own[name].copy_(tensor)
         with held.back():
             if self._peers.rank == 0:
                 models.save_model(module, folder)

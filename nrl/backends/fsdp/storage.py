@@ -6,7 +6,7 @@ DCP, which takes five times as long for small models.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from nrl.backends.fsdp.agreement import Held, Peers
-from nrl.backends.models import named_tensors
+from nrl.backends.models import named_tensors, weight_name
 from nrl.errors import ModelError
 
 __all__ = ["read", "write"]
@@ -65,7 +65,7 @@ def read(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | Non
     held.meet("restore")
     tensors = {_MODEL + name: tensor for name, tensor in named_tensors(module)}
     if optimizer is not None:
-        for name, parameter in module.named_parameters():
+        for name, parameter in _parameters(module):
             if f"{_MOMENTS}{name}.step" in there:
                 zeros = {key: torch.zeros_like(parameter) for key in _KEYS[1:]}
                 step = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -82,13 +82,16 @@ def read(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 def _moments(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    parameters = module.named_parameters()
     return {
         f"{_MOMENTS}{name}.{key}": optimizer.state[parameter][key]
-        for name, parameter in parameters
+        for name, parameter in _parameters(module)
         if optimizer.state.get(parameter)
         for key in _KEYS
     }
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((weight_name(name), parameter) for name, parameter in module.named_parameters())
 
 
 def _write_alone(folder: Path, tensors: Mapping[str, Tensor]) -> None:
