@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import difflib
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -22,7 +23,20 @@ from nrl.backends import models
 from nrl.backends.base import Model
 from nrl.errors import ModelError
 
-__all__ = ["adapter", "build", "delta", "export", "layers", "load", "merged", "trained", "unwrap"]
+__all__ = [
+    "adapter",
+    "build",
+    "check_base",
+    "delta",
+    "export",
+    "layers",
+    "load",
+    "merged",
+    "replaced",
+    "signature",
+    "trained",
+    "unwrap",
+]
 
 _CONFIG, _FILE, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 _GIVEN = {
@@ -137,6 +151,15 @@ def _some(module: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Tensor]
     return {name: tensor for name, tensor in models.weights(module).items() if wanted(name)}
 
 
+def replaced(module: nn.Module) -> dict[str, Tensor]:
+    """The weights that a sampler is sent: those of its adapter, if it has one, or all.
+
+    >>> list(replaced(nn.Linear(2, 2)))
+    ['weight', 'bias']
+    """
+    return _some(module, trained) if layers(module) else models.weights(module)
+
+
 def load(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, who: str) -> None:
     """Copy in the adapter of a model on the same base; or whole weights, where an adapter begins that changes nothing.
 
@@ -157,6 +180,33 @@ def load(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, who: str) 
         models.load_tensors(_some(module, lambda name: not _of_adapter(name)), given, who=who)
         for layer in layers(module).values():
             nn.init.zeros_(layer.lora_B["default"].weight)
+
+
+def signature(module: nn.Module, whole: Callable[[Tensor], Tensor] = _same) -> dict[str, float]:
+    """What tells one base from another: the sum of each weight, and how much adapters count.
+
+    >>> signature(nn.Linear(2, 2, bias=False)).keys()
+    dict_keys(['weight'])
+    """
+    base = [(name, tensor) for name, tensor in models.named_tensors(module) if not trained(name)]
+    sums = {name: float(whole(tensor.sum(dtype=torch.float64))) for name, tensor in base}
+    return sums | {f"scaling of {name}": layer.scaling["default"] for name, layer in layers(module).items()}
+
+
+def check_base(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
+    """See that an adapter is on the base that it was saved with.
+
+    Raises:
+        ModelError: it is not; `signature` tells.
+
+    >>> check_base({"norm": 1.0}, {"norm": 1.0})
+    """
+    for name, value in expected.items():
+        if not math.isclose(found.get(name, math.nan), value, rel_tol=1e-6, abs_tol=1e-6):
+            raise ModelError(
+                f"restore: an adapter was saved without its base, and here is another: the sum or scale of '{name}' "
+                f"was {value:g}, and is {found.get(name, math.nan):g}; give the Model that it was saved with"
+            )
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ import attrs
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -272,6 +273,245 @@ def test_a_sampler_without_an_adapter_gets_merged_weights(slots: Slots) -> None:
     found, expected = heard(sampler, trainer, state.params)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert not torch.allclose(*before, atol=1e-2)
+
+
+def test_a_sampler_with_the_adapter_gets_that_alone(slots: Slots, tmp_path: Path) -> None:
+    model = tiny.model(lora=LORA)
+    adapter_in(tmp_path, models.build(model))
+    for each in (model, attrs.evolve(model, lora=str(tmp_path))):
+        trainer, sampler = trainer_of(slots[:2], each), hf.sampler(slots[2:3], each)
+        torch.testing.assert_close(*heard(sampler, trainer, trainer.load()), atol=1e-5, rtol=0)  # as it was made
+        state = trained(trainer)
+        before = heard(sampler, trainer, state.params)
+        sent = [name for bucket in state.params.buckets(adapter=True) for name in bucket.result()]
+        assert len(sent) == 2 * len(LAYERS) * 2
+        assert all(".lora_" in name for name in sent)
+        assert nrl.publish(state.params, sampler) == 1
+        torch.testing.assert_close(*heard(sampler, trainer, state.params), atol=1e-5, rtol=0)
+        assert not torch.allclose(*before, atol=1e-2)
+        frozen = trainer.freeze(state.params)
+        nrl.publish(trainer.load(), sampler)
+        torch.testing.assert_close(*heard(sampler, trainer, trainer.load()), atol=1e-5, rtol=0)
+        assert nrl.publish(frozen, sampler) == 1  # the number that they have
+        torch.testing.assert_close(*heard(sampler, trainer, frozen), atol=1e-5, rtol=0)
+
+
+def test_an_adapter_goes_to_a_sampler_with_the_same_base_and_adapter_only(slots: Slots, tmp_path: Path) -> None:
+    model = tiny.model(lora=LORA)
+    trainer, sampler = trainer_of(slots[:1], model), hf.sampler(slots[2:3], model)
+    others = [tiny.model(), tiny.model(lora=LORA | {"lora_alpha": 9}), tiny.model(seed=1, lora=LORA)]
+    for other in others:
+        with pytest.raises(ModelError, match=r"publish: the sampler has the adapter .*; give both sides the same"):
+            nrl.publish(trainer_of(slots[:1], other).load(), sampler)
+    tiny.save(tiny.model(seed=3), tmp_path)
+    elsewhere = trainer_of(slots[:1], tiny.model(seed=3)).load()
+    for params in (trainer.load(str(tmp_path)), trainer.init(elsewhere).params):
+        with pytest.raises(ModelError, match=r"these params are not an adapter on the weights that their Model names"):
+            nrl.publish(params, sampler)
+        merged = hf.sampler(slots[2:3], tiny.model())
+        nrl.publish(params, merged)
+        torch.testing.assert_close(*heard(merged, trainer, params), atol=1e-5, rtol=0)
+
+
+# -- in and out -------------------------------------------------------------------------------------------------------
+
+
+def test_states_from_the_params_of_others(slots: Slots, tmp_path: Path) -> None:
+    """Of the same adapter: a copy. Of other weights: these, and an adapter that changes nothing, whatever there was."""
+    adapter_in(tmp_path, models.build(MODEL))
+    model = attrs.evolve(MODEL, lora=str(tmp_path))
+    trainer, batch = trainer_of(slots[:2], model), batch_of(MIXED)
+    state, _ = trainer.train_step(sft_loss)(trainer.init(), batch)
+    expected = logprobs(trainer, state.params)
+    for by in (trainer, trainer_of(slots[:1], model)):
+        copied = by.init(state.params)
+        torch.testing.assert_close(logprobs(by, copied.params), expected, atol=1e-6, rtol=0)
+        assert copied.params.adapter == model.adapter
+    full = trainer_of(slots[:1], Model(QWEN3, seed=4))
+    for params in (full.load(), state.params):
+        for by in (full, trainer_of(slots[:1], attrs.evolve(model, seed=4)), trainer_of(slots[:1], MODEL)):
+            found = by.init(params)
+            assert found.params.adapter is None
+            torch.testing.assert_close(logprobs(by, found.params), logprobs(params.trainer, params), atol=1e-5, rtol=0)
+            found, _ = by.train_step(sft_loss)(found, batch)
+            assert not torch.allclose(logprobs(by, found.params), expected, atol=1e-3)
+
+
+def test_a_critic_begins_with_the_adapter_of_the_policy(slots: Slots) -> None:
+    actor, critic = trainer_of(slots[:1]), trainer_of(slots[:1], attrs.evolve(MODEL, head="value"))
+    state, _ = actor.train_step(sft_loss)(actor.init(), batch_of(MIXED))
+    values = critic.init(state.params)
+    expected = tensors(state.params)
+    found = tensors(values.params)
+    assert_equal({name: found[name] for name in expected}, expected)
+    assert not found["score.weight"].any()
+    values, _ = critic.train_step(HEADS["value"])(values, rows_of("value"))
+    again = tensors(critic.init(values.params).params)
+    assert_equal(again, tensors(values.params))
+    assert again["score.weight"].any()
+
+
+def test_references(slots: Slots, tmp_path: Path) -> None:
+    adapter_in(tmp_path / "adapter", models.build(MODEL))
+    models.save_model(models.build(Model(QWEN3, seed=7)), tmp_path / "other")
+    base = trainer_of(slots[:1], Model(QWEN3))
+    fresh, adapted = (trainer_of(slots[:1], Model(QWEN3, lora=x)) for x in (LORA, str(tmp_path / "adapter")))
+    assert torch.equal(logprobs(fresh, fresh.load()), logprobs(base, base.load()))
+    assert torch.equal(logprobs(adapted, adapted.load()), logprobs(adapted, adapted.init().params))
+    assert not torch.allclose(logprobs(adapted, adapted.load()), logprobs(base, base.load()), atol=1e-2)
+    other = base.load(str(tmp_path / "other"))
+    assert torch.equal(logprobs(adapted, adapted.load(str(tmp_path / "other"))), logprobs(base, other))
+    state = fresh.init()
+    frozen, before = fresh.freeze(state.params), logprobs(fresh, state.params)
+    state, _ = fresh.train_step(sft_loss)(state, batch_of(MIXED))
+    assert torch.equal(logprobs(fresh, frozen), before)
+    assert not torch.allclose(logprobs(fresh, state.params), before, atol=1e-3)
+
+
+@pytest.mark.parametrize("head", list(HEADS))
+def test_what_is_saved_goes_on_exactly(slots: Slots, head: Any, tmp_path: Path) -> None:
+    """The adapter, a head and their moments, without the base."""
+    model, batch = attrs.evolve(MODEL, head=head), rows_of(head)
+    trainer = trainer_of(slots[:2], model)
+    step = trainer.train_step(HEADS[head])
+    state, _ = step(trainer.init(), batch)
+    state, _ = step(state, batch)
+    trainer.save(state, tmp_path / "state")
+    trainer.save(trainer.freeze(state.params), tmp_path / "params")
+    expected = tensors(state.params)
+    after, _ = step(state, batch)
+    for again in (trainer, trainer_of(slots[:2], model)):
+        restored, params = again.restore(tmp_path / "state"), again.restore(tmp_path / "params")
+        assert restored.params.adapter == params.adapter == model.adapter
+        assert_equal(tensors(restored.params), expected)
+        assert_equal(tensors(params), expected)
+        gone_on, _ = again.train_step(HEADS[head])(restored, batch)
+        assert gone_on.step == 3
+        assert_equal(tensors(gone_on.params), tensors(after.params))
+    names = {name for file in tmp_path.glob("*/*.safetensors") for name in load_file(file)}
+    assert all(".lora_" in name or ".score." in name for name in names)
+
+
+def test_a_base_that_is_not_the_models_own_is_saved_with_the_adapter(slots: Slots, tmp_path: Path) -> None:
+    models.save_model(models.build(Model(QWEN3, seed=7)), tmp_path / "other")
+    trainer, full = trainer_of(slots[:1]), trainer_of(slots[:1], Model(QWEN3, seed=4))
+    state, _ = trainer.train_step(sft_loss)(trainer.init(full.load()), batch_of(MIXED))
+    teacher = trainer.load(str(tmp_path / "other"))
+    values: list[Any] = [state, trainer.freeze(state.params), teacher]
+    for number, value in enumerate(values):
+        trainer.save(value, tmp_path / str(number))
+        restored = trainer.restore(tmp_path / str(number))
+        a, b = (x if isinstance(x, Params) else x.params for x in (value, restored))
+        assert b.adapter is None
+        assert_equal(tensors(b), tensors(a))
+
+
+def test_an_adapter_is_not_restored_on_another_base(slots: Slots, tmp_path: Path) -> None:
+    trainer = trainer_of(slots[:1])
+    trainer.save(trainer.init(), tmp_path)
+    saved = r"restore: an adapter was saved without its base, and here is another: the sum or scale of "
+    with pytest.raises(ModelError, match=rf"{saved}'model.embed_tokens.weight' was .*, and is .*; give the Model that"):
+        trainer_of(slots[:1], Model(QWEN3, lora=LORA, seed=4)).restore(tmp_path)
+    with pytest.raises(ModelError, match=rf"{saved}'scaling of model.layers.0.self_attn.q_proj' was 2, and is 4"):
+        trainer_of(slots[:1], Model(QWEN3, lora=LORA | {"lora_alpha": 16})).restore(tmp_path)
+    with pytest.raises(ModelError, match=r"restore: the model has no weight 'model.layers.0.\S*lora_\S*weight'"):
+        trainer_of(slots[:1], Model(QWEN3)).restore(tmp_path)
+    plain = trainer_of(slots[:1], Model(QWEN3))
+    plain.save(plain.init(), tmp_path / "plain")
+    with pytest.raises(ModelError, match=r"restore: 28 weights did not arrive: .*lora_A.weight"):
+        trainer.restore(tmp_path / "plain")
+
+
+def saved(mesh: DeviceMesh | None, folder: Path, model: Model) -> dict[str, Tensor]:
+    made = engine(mesh, model)
+    state = made.init()
+    batch = batch_of(MIXED)
+    for _ in range(2):
+        state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
+    for name in ("state", "merged", "adapter"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    made.save(state, folder / "state", adapter=True)
+    made.export(made.freeze(state.module), folder / "merged")
+    made.export(made.freeze(state.module), folder / "adapter", adapter=True)
+    return everything(made, state) | _raw(state)
+
+
+def restored(mesh: DeviceMesh | None, folder: Path, model: Model) -> dict[str, Tensor]:
+    made = engine(mesh, model)
+    state = made.restore(folder)
+    return everything(made, state) | _raw(state)
+
+
+def test_files_of_two_processes_are_those_of_one(two: Processes, tmp_path: Path) -> None:
+    model = attrs.evolve(MODEL, lora=LORA | {"r": 1})
+    expected = saved(None, tmp_path / "one", model)
+    found, _ = two(saved, tmp_path / "two", model)
+    assert_close(found, expected, 1e-5)
+    for reader in (lambda *args: [restored(None, *args)], lambda *args: two(restored, *args)):
+        for each in reader(tmp_path / "one" / "state", model):
+            assert_equal(each, expected)
+        for each in reader(tmp_path / "two" / "state", model):
+            assert_equal(each, found)
+    for kind in ("merged", "adapter"):
+        one, other = (tmp_path / x / kind for x in ("one", "two"))
+        assert {x.name for x in one.iterdir()} == {x.name for x in other.iterdir()}
+        for file in one.glob("*.safetensors"):
+            assert_close(load_file(other / file.name), load_file(file), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_merged_weights_are_exported(slots: Slots, dtype: Any, tmp_path: Path) -> None:
+    trainer = trainer_of(slots[:1], tiny.model(lora=LORA, dtype=dtype))
+    state = trained(trainer)
+    trainer.export(state.params, tmp_path)
+    assert not list(tmp_path.glob("adapter*"))
+    found = dict(models.named_tensors(models.build(Model(str(tmp_path), dtype=dtype))))
+    assert_equal(found, {name: x.to(getattr(torch, dtype)) for name, x in state.params.tensors()})
+    assert all(parameter.requires_grad is not False for parameter in models.build(Model(str(tmp_path))).parameters())
+    if dtype == "float32":
+        plain = trainer_of(slots[:1], Model(str(tmp_path)))
+        batch = tiny.sums(8).take(1)[0]
+        torch.testing.assert_close(
+            logprobs(plain, plain.load(), batch), logprobs(trainer, state.params, batch), atol=1e-5, rtol=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [
+        ("lm", transformers.AutoModelForCausalLM),
+        ("value", transformers.AutoModelForTokenClassification),
+        ("reward", transformers.AutoModelForSequenceClassification),
+    ],
+)
+def test_an_exported_adapter_is_read_by_peft_and_by_nrl(slots: Slots, head: Any, kind: Any, tmp_path: Path) -> None:
+    models.save_model(models.build(Model(QWEN3)), tmp_path / "base")
+    model = Model(str(tmp_path / "base"), head=head, lora=LORA)
+    trainer, batch = trainer_of(slots[:1], model), rows_of(head)
+    state, _ = trainer.train_step(HEADS[head])(trainer.init(), batch)
+    state, _ = trainer.train_step(HEADS[head])(state, batch)
+    trainer.export(state.params, tmp_path / "adapter", adapter=True)
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    again = trainer_of(slots[:1], attrs.evolve(model, lora=str(tmp_path / "adapter")))
+    name = {"lm": "logprobs", "value": "values", "reward": "rewards"}[head]
+    a, b = (by.forward(x, batch, [name])[name].result() for by, x in ((trainer, state.params), (again, again.load())))
+    torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    labels = {} if head == "lm" else {"num_labels": 1}
+    base = kind.from_pretrained(tmp_path / "base", **labels)
+    theirs: Any = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    assert_close(dict(models.named_tensors(theirs.merge_and_unload())), tensors(state.params), 1e-6)
+
+
+def test_what_is_no_adapter_is_not_exported_as_one(slots: Slots, tmp_path: Path) -> None:
+    plain, trainer = trainer_of(slots[:1], Model(QWEN3)), trainer_of(slots[:1])
+    for by, params in ((plain, plain.load()), (trainer, trainer.init(plain.load()).params)):
+        with pytest.raises(
+            ModelError, match=r"export: adapter=True, and these params are not an adapter on the weights"
+        ):
+            by.export(params, tmp_path, adapter=True)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

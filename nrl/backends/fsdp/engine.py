@@ -124,9 +124,9 @@ class TorchEngine:
             return copy.deepcopy(params).requires_grad_(False)
         return self._ready(sharding.copied(params, self._peers, self._layer_dtype))
 
-    def tensors(self, params: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Parameters by name, tied ones once, with adapters added; sharded, all processes go through them together."""
-        return lora.merged(params, sharding.whole)
+    def tensors(self, params: nn.Module, adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Parameters by name, tied ones once; where they are sharded, all processes go through them together."""
+        return (lora.adapter if adapter else lora.merged)(params, sharding.whole)
 
     def forward(self, params: nn.Module, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
         """Outputs without gradients, on the CPU."""
@@ -323,39 +323,62 @@ class TorchEngine:
         groups = [group for group in groups if group["params"]]
         return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
 
-    def save(self, state: State, folder: Path) -> None:
+    def save(self, state: State, folder: Path, adapter: bool = False) -> None:
         """Write module and optimizer."""
-        self._write(folder, state.module, state.optimizer, state.step)
+        self._write(folder, state.module, state.optimizer, state.step, adapter)
 
     def restore(self, folder: Path) -> State:
         """Read what `save` wrote, in whatever number of processes."""
-        step = json.loads((folder / "engine.json").read_text())["step"]
+        record = _record(folder)
         state = self.init()  # betas and the like are those of the configuration
-        storage.read(folder, state.module, state.optimizer, self._peers)
-        return state._replace(step=step)
+        self._read(folder, state.module, state.optimizer, record["base"])
+        return state._replace(step=record["step"])
 
-    def save_params(self, params: nn.Module, folder: Path) -> None:
+    def save_params(self, params: nn.Module, folder: Path, adapter: bool = False) -> None:
         """Write the module."""
-        self._write(folder, params, None, 0)
+        self._write(folder, params, None, 0, adapter)
 
     def restore_params(self, folder: Path) -> nn.Module:
         """Read what `save_params` wrote."""
-        module = self.load(None)
-        storage.read(folder, module, None, self._peers)
+        record = _record(folder)
+        module = self._make(self.model if record["lora"] else attrs.evolve(self.model, lora=None), frozen=True)
+        self._read(folder, module, None, record["base"])
         return module
 
-    def _write(self, folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
-        held = Held(self._peers)
-        storage.write(folder, module, optimizer, self._peers)
+    def _write(
+        self, folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, adapter: bool
+    ) -> None:
+        held, wanted = Held(self._peers), lora.trained if adapter else None
+        storage.write(folder, module, optimizer, self._peers, wanted)
+        base = lora.signature(module, sharding.whole) if adapter else None
         with held.back():
             if self._peers.rank == 0:
-                (folder / "engine.json").write_text(json.dumps({"step": step}))
+                record = {"step": step, "lora": bool(lora.layers(module)), "base": base}
+                (folder / "engine.json").write_text(json.dumps(record))
         held.meet("save")  # when one returns, all has been written
 
-    def export(self, params: nn.Module, folder: Path) -> None:
-        """Write a folder that transformers and vLLM load."""
+    def _read(
+        self,
+        folder: Path,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        base: Mapping[str, float] | None,
+    ) -> None:
+        storage.read(folder, module, optimizer, self._peers, None if base is None else lora.trained)
+        if base is not None:
+            lora.check_base(lora.signature(module, sharding.whole), base)
+
+    def export(self, params: nn.Module, folder: Path, adapter: bool = False) -> None:
+        """Write a folder that transformers and vLLM load, or, of an adapter, that peft does."""
         dtype: Any = getattr(torch, self.model.dtype)
         held = Held(self._peers)
+        if adapter:
+            found = dict(self.tensors(params, adapter))
+            with held.back():
+                if self._peers.rank == 0:
+                    lora.export(params, found, self.model, folder)
+            held.meet("export")
+            return
         module: Any = None
         if self._peers.rank == 0:
             module = copy.deepcopy(params).to(dtype) if self._peers.alone else sharding.plain(params, dtype)
@@ -370,6 +393,11 @@ class TorchEngine:
                 if self.model.tokenizer is not None or isinstance(self.model.source, str):
                     models.load_tokenizer(self.model).save_pretrained(folder)
         held.meet("export")
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "engine.json").read_text())
+    return {"lora": False, "base": None} | found
 
 
 def _fetch(metrics: Metrics, *others: Tensor) -> tuple[Metrics, list[float]]:
