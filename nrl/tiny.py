@@ -66,8 +66,8 @@ def model(*, tokenizer: Any = None, seed: int = 0, **overrides: Any) -> Model:
     Args:
         tokenizer: another transformers tokenizer; the model gets its vocabulary and its special tokens.
         seed: of the random weights.
-        **overrides: fields of the config, such as ``num_hidden_layers=4``; also ``dtype`` and ``head`` of
-            `nrl.backends.Model`.
+        **overrides: fields of the config, such as ``num_hidden_layers=4``; also ``dtype``, ``head`` and ``lora``
+            of `nrl.backends.Model`.
 
     Raises:
         ModelError: the config has no such field.
@@ -78,7 +78,7 @@ def model(*, tokenizer: Any = None, seed: int = 0, **overrides: Any) -> Model:
     from transformers import AutoConfig
 
     made = _characters() if tokenizer is None else tokenizer
-    fields: dict[str, Any] = {name: overrides.pop(name) for name in ("dtype", "head") if name in overrides}
+    fields: dict[str, Any] = {name: overrides.pop(name) for name in ("dtype", "head", "lora") if name in overrides}
     config = {
         "model_type": "qwen3",
         "vocab_size": len(made),

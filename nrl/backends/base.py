@@ -62,8 +62,12 @@ class Model:
             ``"value"``: a number before each token, what an episode will still earn; ``"reward"``: a number for a row,
             from its last token. A folder that has no such head yet, as a language model has none, gets one that says 0.
         dtype: what it computes in. Under ``"bfloat16"`` a trainer keeps its weights and moments in float32.
+        lora: low-rank adapters on its linear layers, which are trained instead of the weights. Arguments of
+            ``peft.LoraConfig``, such as ``{"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}``, or a folder in
+            peft's format; None: all weights are trained.
         tokenizer: a folder, a hub name, or a transformers tokenizer; None: the one that lies with ``source``.
-        seed: of the random weights, where ``source`` is a config. The same seed gives the same weights everywhere.
+        seed: of the random weights, where ``source`` is a config, and of a new adapter. The same seed gives the same
+            weights everywhere.
 
     Raises:
         ValueError: a field that cannot be used.
@@ -79,14 +83,28 @@ class Model:
     dtype: Literal["float32", "bfloat16", "float64"] = attrs.field(
         default="float32", validator=attrs.validators.in_(["float32", "bfloat16", "float64"])
     )
+    lora: str | Mapping[str, Any] | None = None
     tokenizer: Any = None
     seed: int = 0
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.lora, str | Mapping | None):
+            raise ValueError(
+                f"Model: lora is {self.lora!r}; it is a folder in peft's format, or a mapping with arguments of "
+                'peft.LoraConfig, such as {"r": 8, "target_modules": "all-linear"}'
+            )
         if isinstance(self.source, Mapping) and "model_type" not in self.source:
             raise ValueError(
                 f"Model: a config needs 'model_type' (such as 'qwen3'); found the keys {sorted(self.source)}"
             )
+
+    @property
+    def adapter(self) -> tuple[Any, ...] | None:
+        """What two models have in common if the adapter of one fits the other; None: it has none.
+
+        >>> Model({"model_type": "qwen3"}).adapter
+        """
+        return None if self.lora is None else (self.source, self.seed, self.lora)
 
 
 def _ids(value: int | Iterable[int]) -> tuple[int, ...]:
@@ -262,7 +280,10 @@ class Engine[S, M](Protocol):
         ...
 
     def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> S:
-        """A fresh train state with the model's own weights, or with these, which may be of a model of another head."""
+        """A fresh train state with the model's own weights, or with these, which may be of a model of another head.
+
+        They may be those of an adapter alone.
+        """
         ...
 
     def params(self, state: S) -> M:
@@ -297,28 +318,31 @@ class Engine[S, M](Protocol):
         """
         ...
 
-    def tensors(self, params: M) -> Iterator[tuple[str, Tensor]]:
-        """The params by their Hugging Face names, whole, tied ones once, for `publish`; all processes go along."""
+    def tensors(self, params: M, adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """The params by their Hugging Face names, whole, tied ones once, for `publish`; all processes go along.
+
+        With ``adapter`` those of an adapter alone; otherwise it is added to the others.
+        """
         ...
 
-    def save(self, state: S, folder: Path) -> None:
-        """Write all that `restore` needs."""
+    def save(self, state: S, folder: Path, adapter: bool = False) -> None:
+        """Write all that `restore` needs; with ``adapter``, without the base, which is the model's own."""
         ...
 
     def restore(self, folder: Path) -> S:
         """The state that was saved."""
         ...
 
-    def save_params(self, params: M, folder: Path) -> None:
-        """Write all that `restore_params` needs, to the last bit."""
+    def save_params(self, params: M, folder: Path, adapter: bool = False) -> None:
+        """Write all that `restore_params` needs, to the last bit; with ``adapter`` as `save`."""
         ...
 
     def restore_params(self, folder: Path) -> M:
         """The frozen params that were saved."""
         ...
 
-    def export(self, params: M, folder: Path) -> None:
-        """Write params and tokenizer in Hugging Face format."""
+    def export(self, params: M, folder: Path, adapter: bool = False) -> None:
+        """Write params and tokenizer in Hugging Face format; with ``adapter``, that alone in peft's."""
         ...
 
 
@@ -354,19 +378,23 @@ class Params:
         handle: Handle,
         trainer: "Trainer",
         version: int,
-        buckets: Callable[["Params", str, Sequence[Mesh]], Iterator[Future[Bucket]]],
+        buckets: Callable[["Params", str, Sequence[Mesh], bool], Iterator[Future[Bucket]]],
+        adapter: Any = None,
     ) -> None:
         self.handle, self.trainer, self.version, self._buckets = handle, trainer, version, buckets
         self.published = False
+        self.adapter = adapter
+        """`Model.adapter`, if they are an adapter on the very weights that their model names."""
 
-    def buckets(self, who: str = "buckets", to: Sequence[Mesh] = ()) -> Iterator[Future[Bucket]]:
+    def buckets(self, who: str = "buckets", to: Sequence[Mesh] = (), adapter: bool = False) -> Iterator[Future[Bucket]]:
         """The weights, some at a time, as they lie on the mesh.
 
         Args:
             who: how errors name the reader.
             to: meshes all of whose processes will open every bucket, and nobody else; see `nrl.runtime.transfer`.
+            adapter: those of the adapter alone; otherwise all, and adapters are added to them.
         """
-        return self._buckets(self, who, to)
+        return self._buckets(self, who, to, adapter)
 
     def tensors(self, who: str = "tensors") -> Iterator[tuple[str, Tensor]]:
         """The weights by their Hugging Face names, one at a time, brought here."""
@@ -418,7 +446,8 @@ class Trainer(NamedTuple):
         init: ``(params=None) -> TrainState``, with a fresh optimizer and the weights that `Model` names, or a copy of
             ``params``, of this trainer or another one for the same model. Between models of different heads all goes
             along but the head (value and reward heads share their weight), so that a critic can begin where a policy
-            or a reward model is.
+            or a reward model is. With ``Model(lora=)``, an adapter on the same base is copied; other weights become the
+            base, and a new adapter begins that changes nothing.
         load: ``(source=None) -> Params``: frozen ones, for a reference or a teacher; None: those of the model itself.
         freeze: ``(params) -> Params``: a copy that training does not change.
         forward: ``(params, batch, needs) -> dict`` of futures: what a loss with these needs sees; forward only.
@@ -433,9 +462,11 @@ class Trainer(NamedTuple):
         train_step: ``(loss) -> step``, and ``step(state, batch, **columns) -> (state, Future[Metrics])``, one optimizer
             step. Columns are added as by `nrl.assign`, but for futures of other meshes: these go from there to the
             trainer's processes, and not through the program.
-        save: ``(state or params, folder) -> None``, to the last bit; `nrl.checkpoint` makes it atomic.
+        save: ``(state or params, folder) -> None``, to the last bit; `nrl.checkpoint` makes it atomic. Of an adapter on
+            the weights that `Model` names, the adapter alone.
         restore: ``(folder) -> TrainState or Params``: what was saved there.
-        export: ``(params, folder) -> None``, in Hugging Face format.
+        export: ``(params, folder, adapter=False) -> None``, in Hugging Face format, with adapters added to the weights;
+            or the adapter alone, in peft's.
     """
 
     init: Callable[..., TrainState]
@@ -449,4 +480,4 @@ class Trainer(NamedTuple):
     train_step: Callable[[Loss], Callable[..., tuple[TrainState, Future[Metrics]]]]
     save: Callable[[TrainState | Params, str | Path], None]
     restore: Callable[[str | Path], Any]
-    export: Callable[[Params, str | Path], None]
+    export: Callable[..., None]

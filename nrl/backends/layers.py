@@ -73,6 +73,8 @@ def _layer(layer: Any) -> Layer:
 
 
 def _linear(module: Any) -> _Linear:
+    if hasattr(module, "base_layer"):
+        raise AttributeError("the layer has an adapter, so that its weight is not all of it")
     return module.weight, module.bias
 
 

@@ -4,6 +4,7 @@ Imports transformers inside its functions, so that importing a backend stays che
 """
 
 import contextlib
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,17 +28,21 @@ __all__ = [
     "load_tokenizer",
     "named_tensors",
     "save_model",
+    "weight_name",
+    "weights",
 ]
 
 
+_WRAPPED = re.compile(r"(\.)base_layer\.|(\.lora_[AB]\.)default\.")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
 
 
 def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """The transformers model that ``model`` names, in float32 unless ``dtype`` says otherwise.
+    """The transformers model that ``model`` names, in its dtype unless ``dtype`` says otherwise; without its adapter.
 
-    Dropout is off, so that a policy has ratio 1 to itself. Random weights depend on ``model.seed`` alone. A value head
-    is transformers' token classification of one label, a reward head its sequence classification.
+    `nrl.backends.lora.build` makes it with one. Dropout is off, so that a policy has ratio 1 to itself. Random weights
+    depend on ``model.seed`` alone. A value head is transformers' token classification of one label, a reward head its
+    sequence classification.
 
     Raises:
         ModelError: there is no such folder, name or config, or it is no causal language model, or has no such head.
@@ -242,22 +247,36 @@ def head_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     return head.weight, getattr(head, "bias", None)
 
 
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by their Hugging Face names, those of an adapter by the names in its files."""
+    return {weight_name(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
+
+
+def weight_name(name: str) -> str:
+    """The name that a weight has in files, whether peft has wrapped its layer or not.
+
+    >>> weight_name("q_proj.base_layer.weight"), weight_name("q_proj.lora_A.default.weight")
+    ('q_proj.weight', 'q_proj.lora_A.weight')
+    """
+    return _WRAPPED.sub(r"\1\2", name)
+
+
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by their Hugging Face names, tied ones once, detached; persistent buffers too."""
+    """`weights`, detached, tied ones once."""
     seen: set[int] = set()
-    for name, tensor in module.state_dict(keep_vars=True).items():
+    for name, tensor in weights(module).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor.detach()
 
 
-def load_tensors(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, who: str) -> None:
+def load_tensors(own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], *, who: str) -> None:
     """Copy weights in by name, in place, one at a time; the inverse of `named_tensors`.
 
     Of a model of another head all goes along but the head; value and reward heads share their weight.
 
     Args:
-        module: its weights are replaced.
+        own: `weights`, which are replaced.
         tensors: Hugging Face name and value, of any dtype and device; of tied weights one name is enough.
         who: how errors name the caller.
 
@@ -265,8 +284,8 @@ def load_tensors(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, wh
         ModelError: a name that the model does not have, a wrong shape, weights that are missing, or tied ones that
             differ. Some weights may have been replaced by then.
     """
-    loading = Loading(module, who)
-    loading.add(_for_head(module.state_dict(), tensors))
+    loading = Loading(own, who)
+    loading.add(_for_head(own, tensors))
     loading.end()
 
 
@@ -284,12 +303,12 @@ class Loading:
     """`load_tensors` for weights that come a few at a time: any number of `add`, then `end`.
 
     Args:
-        module: its weights are replaced.
+        own: `weights`, which are replaced.
         who: how errors name the caller.
     """
 
-    def __init__(self, module: nn.Module, who: str) -> None:
-        self._own: dict[str, Tensor] = module.state_dict()
+    def __init__(self, own: Mapping[str, Tensor], who: str) -> None:
+        self._own = own
         self._waiting = {tensor.data_ptr(): name for name, tensor in self._own.items()}  # tied ones once
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._own.items()}
         self._who = who

@@ -62,9 +62,9 @@ def freeze(engine: _Engine, value: Any, frozen: bool) -> Any:
     return engine.freeze(_params(engine, value, frozen))
 
 
-def read(engine: _Engine, value: Any, frozen: bool) -> Iterator[tuple[str, Tensor]]:
+def read(engine: _Engine, value: Any, frozen: bool, adapter: bool) -> Iterator[tuple[str, Tensor]]:
     """The weights, one after the other, for `next_bucket`."""
-    return iter(engine.tensors(_params(engine, value, frozen)))
+    return iter(engine.tensors(_params(engine, value, frozen), adapter))
 
 
 def next_bucket(send: Callable[[Tensors], Any], reading: Iterator[tuple[str, Tensor]]) -> tuple[Any, bool]:
@@ -137,14 +137,14 @@ def train(
     return engine.train(state, loss, (part for shard in shards for part in split(shard)), weights)
 
 
-def save(engine: _Engine, state: Any, folder: Path) -> None:
+def save(engine: _Engine, state: Any, folder: Path, adapter: bool) -> None:
     """Write a train state."""
-    engine.save(state, folder)
+    engine.save(state, folder, adapter)
 
 
-def save_params(engine: _Engine, value: Any, frozen: bool, folder: Path) -> None:
+def save_params(engine: _Engine, value: Any, frozen: bool, folder: Path, adapter: bool) -> None:
     """Write params."""
-    engine.save_params(_params(engine, value, frozen), folder)
+    engine.save_params(_params(engine, value, frozen), folder, adapter)
 
 
 def restore(engine: _Engine, folder: Path) -> Any:
@@ -157,6 +157,6 @@ def restore_params(engine: _Engine, folder: Path) -> Any:
     return engine.restore_params(folder)
 
 
-def export(engine: _Engine, value: Any, frozen: bool, folder: Path) -> None:
+def export(engine: _Engine, value: Any, frozen: bool, folder: Path, adapter: bool) -> None:
     """Write params and tokenizer in Hugging Face format."""
-    engine.export(_params(engine, value, frozen), folder)
+    engine.export(_params(engine, value, frozen), folder, adapter)

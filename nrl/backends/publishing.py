@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nrl.backends.base import Bucket, Complete, Inflight, Params, Probed, Sampler, Sampling
 from nrl.batch import Batch
-from nrl.errors import ConsumedState, WeightMismatch
+from nrl.errors import ConsumedState, ModelError, WeightMismatch
 from nrl.runtime import timeline
 from nrl.runtime.futures import Future
 from nrl.runtime.placement import Mesh
@@ -25,6 +25,8 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
 
     The version is the number of publishes, to this sampler and of these params. Params that have been published
     already, to another sampler or before a restore, keep the number that they have.
+
+    A sampler whose `Model` has ``lora`` is sent the adapter alone; any other one, weights that adapters are added to.
 
     Each engine of a sampler that computes otherwise than a trainer (`Probed`) is then asked for a completion, always of
     the same prompt, and its log-probabilities are compared with the trainer's.
@@ -44,6 +46,7 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
         ConsumedState: the params were borrowed from a state that has been consumed.
         WeightMismatch: the sampler, asked for a completion, does not compute what the trainer does. It does not serve
             anybody else until it does.
+        ModelError: the sampler has an adapter, and these params are not the same adapter on the same base.
         ValueError: there is no such ``inflight``.
 
     >>> import nrl
@@ -66,7 +69,7 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
         raise ValueError(f"publish: inflight is {inflight!r}; it is 'wait', 'keep' or 'abort'")
     # Weights from elsewhere, such as a reference's, count on from what the sampler has had, or two would share a number
     version = params.version if params.published else max(params.version, sampler.version) + 1
-    weights = _Buckets(params)
+    weights = _Buckets(params, _alone(params, sampler))
     sampler.receive(weights, version, inflight=inflight)
     params.version, params.published = version, True
     if isinstance(sampler, Probed):
@@ -78,18 +81,33 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
     return version
 
 
+def _alone(params: Params, sampler: Sampler) -> bool:
+    """Whether the adapter alone is sent."""
+    wanted = getattr(sampler, "adapter", None)
+    if wanted is not None and params.adapter != wanted:
+        found = "are not an adapter on the weights that their Model names"
+        if params.adapter is not None:
+            found = f"have (source, seed, lora) {params.adapter}"
+        raise ModelError(
+            f"publish: the sampler has the adapter (source, seed, lora) {wanted}, and these params {found}; give both "
+            "sides the same Model, or leave lora out of the sampler's, and merged weights are published"
+        )
+    return wanted is not None
+
+
 @attrs.frozen
 class _Buckets:
-    """The weights of params, as often as they are iterated."""
+    """The weights of params, or those of their adapter alone, as often as they are iterated."""
 
     params: Params
+    adapter: bool
 
     def __iter__(self) -> Iterator[Future[Bucket]]:
-        return self.params.buckets("publish")
+        return self.params.buckets("publish", adapter=self.adapter)
 
     def to(self, meshes: Sequence[Mesh]) -> Iterator[Future[Bucket]]:
         """The same, by the best way to these."""
-        return self.params.buckets("publish", meshes)
+        return self.params.buckets("publish", meshes, self.adapter)
 
     def check(self, sampler: Any, version: int, complete: Complete) -> None:
         """Let engines that have them complete a prompt, always the same one, and the trainer say what it thinks."""

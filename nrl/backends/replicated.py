@@ -58,7 +58,7 @@ class ReplicatedSampler:
         if model.head != "lm":
             raise ModelError(f"{name}: the model has head='{model.head}'; only a language model, head='lm', samples")
         self._name, self._sampling, self._version, self._tolerance = name, sampling, 0, tolerance
-        self._cluster, self._tokenizer = meshes[0].cluster, load_tokenizer(model)
+        self._cluster, self._tokenizer, self._adapter = meshes[0].cluster, load_tokenizer(model), model.adapter
         self._seats = [Seat(mesh, name, make) for mesh in meshes]
         self._context_length, self._vocabulary = self._seats[0].about()
         self._engines = [(seat, engine) for seat in self._seats for engine in range(seat.engines)]
@@ -89,6 +89,11 @@ class ReplicatedSampler:
     def sampling(self) -> Sampling:
         """What it samples with where a call does not say."""
         return self._sampling
+
+    @property
+    def adapter(self) -> Any:
+        """`nrl.backends.Model.adapter` of its model: where there is one, it is sent that alone."""
+        return self._adapter
 
     @property
     def remote(self) -> bool:

@@ -18,7 +18,7 @@ from nrl.backends.base import Bucket, Engine, Params, Trainer, TrainState
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.terms import LOGPROBS, check_law, global_weights
 from nrl.batch import Batch, assign, deal, microbatches, restore
-from nrl.errors import ColumnError, MissingOutput, NotFinite
+from nrl.errors import ColumnError, MissingOutput, ModelError, NotFinite
 from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Future, Handle, Mesh, done
 from nrl.runtime.futures import Coming, on_its_way
@@ -35,6 +35,7 @@ def make_trainer(
     name: str,
     max_tokens: int,
     parts_of: Callable[..., Sequence[Batch]] = microbatches,
+    adapter: Any = None,
 ) -> Trainer:
     """Map an engine onto a mesh.
 
@@ -48,6 +49,7 @@ def make_trainer(
         name: how errors speak of the trainer.
         max_tokens: bound on the tokens of a micro-batch, padding counted.
         parts_of: how a shard is split; called as ``parts_of(batch, max_tokens=...)``.
+        adapter: `Model.adapter` of what it trains.
     """
     owner, n = _Owner(name), mesh.processes.count
     stepping = threading.Lock()  # a step is asked for and consumes its state in one
@@ -73,10 +75,10 @@ def make_trainer(
             raise TypeError(f"{who}: expected params (state.params or trainer.load()), found {type(params).__name__}")
         return [params.handle.borrow(owner, who), every(isinstance(params, _Frozen))]
 
-    def buckets(params: Params, reader: str, to: Sequence[Mesh]) -> Iterator[Future[Bucket]]:
+    def buckets(params: Params, reader: str, to: Sequence[Mesh], alone: bool) -> Iterator[Future[Bucket]]:
         send, out = route(mesh, to)
         # Those that receive may be on the same devices, and both have to be there
-        reading = call(reader, processing.read, [engines, *held(params, reader)], turn=False)
+        reading = call(reader, processing.read, [engines, *held(params, reader), every(alone)], turn=False)
         more = True
         while more:
             some = partial(processing.next_bucket, send)
@@ -86,26 +88,28 @@ def make_trainer(
             with stepping:
                 held(params, reader)  # in another thread a step may have changed them meanwhile: it raises
 
-    def state_of(values: list[Value], step: int, version: int, published: bool) -> TrainState:
-        params = Params(Handle(mesh, owner, "train state", values), trainer, version, buckets)
+    def state_of(values: list[Value], step: int, version: int, published: bool, has: Any) -> TrainState:
+        params = Params(Handle(mesh, owner, "train state", values), trainer, version, buckets, has)
         params.published = published
         return TrainState(params, step)
 
-    def frozen(values: list[Value], version: int, published: bool) -> Params:
-        params = _Frozen(Handle(mesh, owner, "frozen params", values), trainer, version, buckets)
+    def frozen(values: list[Value], version: int, published: bool, has: Any) -> Params:
+        params = _Frozen(Handle(mesh, owner, "frozen params", values), trainer, version, buckets, has)
         params.published = published
         return params
 
     def init(params: Params | None = None) -> TrainState:
-        given = [] if params is None else [every(on_its_way(bucket)) for bucket in params.buckets("init")]
-        return state_of(call("init", processing.init, [engines, *given]), 0, 0, False)
+        same = adapter is not None and (params is None or params.adapter == adapter)  # the base is the model's own
+        given = [] if params is None else [every(on_its_way(x)) for x in params.buckets("init", adapter=same)]
+        return state_of(call("init", processing.init, [engines, *given]), 0, 0, False, adapter if same else None)
 
     def load(source: str | None = None) -> Params:
-        return frozen(call("load", processing.load, [engines, every(source)]), 0, False)
+        has = adapter if source is None else None
+        return frozen(call("load", processing.load, [engines, every(source)]), 0, False, has)
 
     def freeze(params: Params) -> Params:
         values = call("freeze", processing.freeze, [engines, *held(params, "freeze")])
-        return frozen(values, params.version, params.published)
+        return frozen(values, params.version, params.published, params.adapter)
 
     def split(batch: Batch, coming: Collection[Coming] = ()) -> tuple[list[Tensor], list[list[Any]]]:
         """Which rows the shards hold, and which of them each process gets, followed by those of other columns."""
@@ -173,7 +177,8 @@ def make_trainer(
             if any(weight == 0 for weight in weights.values()):
                 state.handle.donate(owner, who)
                 metrics |= {"skipped": Sum(torch.tensor(1.0))}
-                return state_of(values, state.step, state.version, state._params.published), done(metrics)
+                same = state._params
+                return state_of(values, state.step, state.version, same.published, same.adapter), done(metrics)
             _check_finite(who, batch)
             _, shards = split(batch, coming.values())
             # What stays the same from step to step is part of the function, which a process remembers
@@ -183,13 +188,14 @@ def make_trainer(
                 new, found = call(who, fn, given, (Out.kept, Out.first))
                 state.handle.donate(owner, who)
             future = found.then(partial(_of_the_step, metrics))
-            return state_of(new, state.step + 1, state.version, False), future
+            return state_of(new, state.step + 1, state.version, False, state._params.adapter), future
 
         return step
 
     def save(value: TrainState | Params, folder: str | Path) -> None:
         params = value._params if isinstance(value, TrainState) else value
-        record = {"version": params.version, "published": params.published}
+        alone = params.adapter is not None
+        record = {"version": params.version, "published": params.published, "adapter": alone}
         if isinstance(value, TrainState):
             fn: Callable[..., None] = processing.save
             columns: list[Sequence[Any]] = [params.handle.borrow(owner, "save")]
@@ -197,7 +203,8 @@ def make_trainer(
         else:
             fn, columns = processing.save_params, held(params, "save")
         Path(folder).mkdir(parents=True, exist_ok=True)
-        call("save", fn, [engines, *columns, every(Path(folder).absolute())], Out.each).then(_only).result()
+        columns += [every(Path(folder).absolute()), every(alone)]
+        call("save", fn, [engines, *columns], Out.each).then(_only).result()
         (Path(folder) / "state.json").write_text(json.dumps(record))
 
     def restore_state(folder: str | Path) -> TrainState | Params:
@@ -207,12 +214,18 @@ def make_trainer(
         record = json.loads((Path(folder) / "state.json").read_text())
         fn = processing.restore if "step" in record else processing.restore_params
         values = call("restore", fn, [engines, every(Path(folder).absolute())])
+        has = adapter if record.get("adapter") else None
         if "step" not in record:
-            return frozen(values, record["version"], record["published"])
-        return state_of(values, record["step"], record["version"], record["published"])
+            return frozen(values, record["version"], record["published"], has)
+        return state_of(values, record["step"], record["version"], record["published"], has)
 
-    def export(params: Params, folder: str | Path) -> None:
-        columns = [engines, *held(params, "export"), every(Path(folder).absolute())]
+    def export(params: Params, folder: str | Path, adapter: bool = False) -> None:
+        columns = [engines, *held(params, "export"), every(Path(folder).absolute()), every(adapter)]
+        if adapter and params.adapter is None:
+            raise ModelError(
+                "export: adapter=True, and these params are not an adapter on the weights that Model names: it has no "
+                "lora, or they come from init(params) or load(folder). Leave it out, and all weights are written"
+            )
         Path(folder).mkdir(parents=True, exist_ok=True)
         call("export", processing.export, columns, Out.each).then(_only).result()
 

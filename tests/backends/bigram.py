@@ -82,23 +82,23 @@ class Bigram:
         real = torch.arange(ids.shape[-1]) < lengths(batch).unsqueeze(-1)
         return TensorDict({"logprobs": torch.where(real, logprobs, 0.0)}, batch_size=batch.batch_size)
 
-    def tensors(self, params: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, params: Tensor, adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
         yield "table", params
 
-    def save(self, state: BigramState, folder: Path) -> None:
+    def save(self, state: BigramState, folder: Path, adapter: bool = False) -> None:
         torch.save(state.table, folder / "table.pt")
 
     def restore(self, folder: Path) -> BigramState:
         return BigramState(torch.load(folder / "table.pt", weights_only=True))
 
-    def save_params(self, params: Tensor, folder: Path) -> None:
+    def save_params(self, params: Tensor, folder: Path, adapter: bool = False) -> None:
         torch.save(params, folder / "params.pt")
 
     def restore_params(self, folder: Path) -> Tensor:
         found: Tensor = torch.load(folder / "params.pt", weights_only=True)
         return found
 
-    def export(self, params: Tensor, folder: Path) -> None:
+    def export(self, params: Tensor, folder: Path, adapter: bool = False) -> None:
         torch.save(params, folder / "table.pt")
 
 

@@ -779,7 +779,7 @@ def test_what_is_published_is_what_the_state_holds(slots: Slots) -> None:
     assert publish(state.params, sampler) == 2
     assert_same(sampler.weights, weights(state))
     module: Any = models.build(Model(QWEN3, seed=5))
-    models.load_tensors(module, sampler.weights.items(), who="receive")
+    models.load_tensors(models.weights(module), sampler.weights.items(), who="receive")
     with torch.no_grad():
         close(stock_logprobs(module.eval(), batch_of(MIXED)), trainer.logprobs(state.params, batch_of(MIXED)).result())
 

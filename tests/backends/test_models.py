@@ -250,7 +250,7 @@ def test_named_tensors_are_what_a_folder_holds(tied: bool, tmp_path: Path) -> No
 def test_load_tensors_is_the_inverse(tied: bool) -> None:
     config = TINY | {"tie_word_embeddings": tied}
     a, b = build(config, seed=1), build(config, seed=2)
-    models.load_tensors(b, models.named_tensors(a), who="test")
+    models.load_tensors(models.weights(b), models.named_tensors(a), who="test")
     ids = torch.arange(8)[None]
     assert torch.equal(a(input_ids=ids).logits, b(input_ids=ids).logits)
     with torch.no_grad():
@@ -261,7 +261,7 @@ def test_load_tensors_is_the_inverse(tied: bool) -> None:
 
 def test_load_tensors_from_another_dtype() -> None:
     a, b = models.build(Model(TINY, seed=1, dtype="float64")), models.build(Model(TINY, seed=2))
-    models.load_tensors(b, models.named_tensors(a), who="test")
+    models.load_tensors(models.weights(b), models.named_tensors(a), who="test")
     assert {x.dtype for x in weights(b).values()} == {torch.float32}
     assert torch.equal(weights(b)["model.norm.weight"], weights(a)["model.norm.weight"].float())
 
@@ -270,12 +270,12 @@ def test_load_tensors_says_what_does_not_fit() -> None:
     module = models.build(Model(TINY))
     tensors = weights(module)
     with pytest.raises(ModelError, match="receive: the model has no weight 'extra'"):
-        models.load_tensors(module, [("extra", torch.zeros(1))], who="receive")
+        models.load_tensors(models.weights(module), [("extra", torch.zeros(1))], who="receive")
     with pytest.raises(ModelError, match=r"receive: 'model.norm.weight' has shape \[3\], and here it is \[16\]"):
-        models.load_tensors(module, [("model.norm.weight", torch.zeros(3))], who="receive")
+        models.load_tensors(models.weights(module), [("model.norm.weight", torch.zeros(3))], who="receive")
     some = [(name, x) for name, x in tensors.items() if name != "model.norm.weight"]
     with pytest.raises(ModelError, match="receive: 1 weights did not arrive: model.norm.weight"):
-        models.load_tensors(module, some, who="receive")
+        models.load_tensors(models.weights(module), some, who="receive")
 
 
 def test_a_saved_config_is_plain(tmp_path: Path) -> None:

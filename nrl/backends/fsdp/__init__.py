@@ -30,8 +30,8 @@ def trainer(
 
     Args:
         place: a mesh, or slots, which become a mesh with all of them along dp.
-        model: what to train. Under ``dtype="bfloat16"`` weights and moments stay in float32 and it computes in
-            bfloat16.
+        model: what to train: its weights, or its adapter if it has ``lora``. Under ``dtype="bfloat16"`` weights and
+            moments stay in float32 and it computes in bfloat16.
         optimizer: `adamw` with its schedule and clipping.
         max_tokens: bound on the tokens of a micro-batch, padding counted; a longer row is an error.
         packed: lay rows out flat, without padding between them; False: the model's own padded forward.
@@ -62,7 +62,12 @@ def trainer(
     name, parts_of = f"fsdp.trainer {next(_NUMBERS)}", together if packed else microbatches
     make_engine = partial(_make_engine, model, optimizer, packed, checkpointing, compile, device)
     return make_trainer(
-        as_mesh(place, "base", "trainer"), make_engine, name=name, max_tokens=max_tokens, parts_of=parts_of
+        as_mesh(place, "base", "trainer"),
+        make_engine,
+        name=name,
+        max_tokens=max_tokens,
+        parts_of=parts_of,
+        adapter=model.adapter,
     )
 
 

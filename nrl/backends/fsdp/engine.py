@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.algos import Loss, name_of, needed
-from nrl.backends import models
+from nrl.backends import lora, models
 from nrl.backends.base import Model
 from nrl.backends.fsdp import attention, probe, sharding, storage
 from nrl.backends.fsdp.agreement import Held, Peers
@@ -118,10 +118,8 @@ class TorchEngine:
 
     def load(self, source: str | None) -> nn.Module:
         """A frozen module."""
-        model = self.model if source is None else attrs.evolve(self.model, source=source)
-        module = self._make(model, frozen=True)
-        _FROZEN.add(module)
-        return module
+        model = self.model if source is None else attrs.evolve(self.model, source=source, lora=None)
+        return self._make(model, frozen=True)
 
     def freeze(self, params: nn.Module) -> nn.Module:
         """A frozen copy."""
@@ -133,10 +131,9 @@ class TorchEngine:
         _FROZEN.add(module)
         return module
 
-    def tensors(self, params: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, params: nn.Module, adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Parameters by name, tied ones once; where they are sharded, all processes go through them together."""
-        for name, tensor in models.named_tensors(params):
-            yield name, sharding.whole(tensor)
+        return (lora.adapter if adapter else lora.merged)(params, sharding.whole)
 
     def forward(self, params: nn.Module, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
         """Outputs without gradients, on the CPU."""
@@ -288,19 +285,24 @@ class TorchEngine:
         held, module, given = Held(self._peers), None, iter(tensors or ())
         with held.back():
             if self._peers.rank == 0:
-                module = self._build(model).requires_grad_(not frozen)
+                module = self._build(model)
+                if frozen:
+                    module.requires_grad_(False)
                 if tensors is not None:
-                    models.load_tensors(module, given, who="trainer.init")
+                    lora.load(module, given, who="trainer.init")
         for _ in given:  # all processes go through them together
             pass
         held.meet("trainer.load" if frozen else "trainer.init")
         if not self._peers.alone:
             module = sharding.shard(module, self._peers, self._layer_dtype)
-        return self._ready(module)
+        ready = self._ready(module)
+        if frozen:
+            _FROZEN.add(ready)
+        return ready
 
     def _build(self, model: Model) -> Any:
         master = torch.float64 if model.dtype == "float64" else torch.float32
-        module: Any = models.build(model, dtype=master)
+        module: Any = lora.build(model, dtype=master)
         if self._peers.alone:
             module = module.to(self.device)
         probe.check_positions(module)
@@ -327,59 +329,88 @@ class TorchEngine:
 
     def _optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         spec = self.optimizer
-        matrices = [p for p in module.parameters() if p.ndim > 1]
-        others = [p for p in module.parameters() if p.ndim <= 1]
+        trained = [p for p in module.parameters() if p.requires_grad]
+        matrices = [p for p in trained if p.ndim > 1]
+        others = [p for p in trained if p.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
         return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
 
-    def save(self, state: State, folder: Path) -> None:
+    def save(self, state: State, folder: Path, adapter: bool = False) -> None:
         """Write module and optimizer."""
-        self._write(folder, state.module, state.optimizer, state.step)
+        self._write(folder, state.module, state.optimizer, state.step, adapter)
 
     def restore(self, folder: Path) -> State:
         """Read what `save` wrote, in whatever number of processes."""
-        step = json.loads((folder / "engine.json").read_text())["step"]
+        record = _record(folder)
         state = self.init()  # betas and the like are those of the configuration
-        storage.read(folder, state.module, state.optimizer, self._peers)
-        return state._replace(step=step)
+        self._read(folder, state.module, state.optimizer, record["base"])
+        return state._replace(step=record["step"])
 
-    def save_params(self, params: nn.Module, folder: Path) -> None:
+    def save_params(self, params: nn.Module, folder: Path, adapter: bool = False) -> None:
         """Write the module."""
-        self._write(folder, params, None, 0)
+        self._write(folder, params, None, 0, adapter)
 
     def restore_params(self, folder: Path) -> nn.Module:
         """Read what `save_params` wrote."""
-        module = self.load(None)
-        storage.read(folder, module, None, self._peers)
+        record = _record(folder)
+        module = self._make(self.model if record["lora"] else attrs.evolve(self.model, lora=None), frozen=True)
+        self._read(folder, module, None, record["base"])
         return module
 
-    def _write(self, folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
-        held = Held(self._peers)
-        storage.write(folder, module, optimizer, self._peers)
+    def _write(
+        self, folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, adapter: bool
+    ) -> None:
+        held, wanted = Held(self._peers), lora.trained if adapter else None
+        storage.write(folder, module, optimizer, self._peers, wanted)
+        base = lora.signature(module, sharding.whole) if adapter else None
         with held.back():
             if self._peers.rank == 0:
-                (folder / "engine.json").write_text(json.dumps({"step": step}))
+                record = {"step": step, "lora": bool(lora.layers(module)), "base": base}
+                (folder / "engine.json").write_text(json.dumps(record))
         held.meet("save")  # when one returns, all has been written
 
-    def export(self, params: nn.Module, folder: Path) -> None:
-        """Write a folder that transformers and vLLM load."""
+    def _read(
+        self,
+        folder: Path,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        base: Mapping[str, float] | None,
+    ) -> None:
+        storage.read(folder, module, optimizer, self._peers, None if base is None else lora.trained)
+        if base is not None:
+            lora.check_base(lora.signature(module, sharding.whole), base)
+
+    def export(self, params: nn.Module, folder: Path, adapter: bool = False) -> None:
+        """Write a folder that transformers and vLLM load, or, of an adapter, that peft does."""
         dtype: Any = getattr(torch, self.model.dtype)
         held = Held(self._peers)
-        if self._peers.alone:
-            module: Any = copy.deepcopy(params).to(dtype)
-        else:
-            module = sharding.plain(params, dtype) if self._peers.rank == 0 else None
-            own = {} if module is None else module.state_dict()
-            for name, tensor in self.tensors(params):
-                if module is not None:
-                    own[name].copy_(tensor)
+        if adapter:
+            found = dict(self.tensors(params, adapter))
+            with held.back():
+                if self._peers.rank == 0:
+                    lora.export(params, found, self.model, folder)
+            held.meet("export")
+            return
+        module: Any = None
+        if self._peers.rank == 0:
+            module = copy.deepcopy(params).to(dtype) if self._peers.alone else sharding.plain(params, dtype)
+            lora.unwrap(module)
+        own = {} if module is None else module.state_dict()
+        for name, tensor in self.tensors(params):
+            if module is not None:
+                own[name].copy_(tensor)
         with held.back():
             if self._peers.rank == 0:
                 models.save_model(module, folder)
                 if self.model.tokenizer is not None or isinstance(self.model.source, str):
                     models.load_tokenizer(self.model).save_pretrained(folder)
         held.meet("export")
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "engine.json").read_text())
+    return {"lora": False, "base": None} | found
 
 
 def _fetch(metrics: Metrics, *others: Tensor) -> tuple[Metrics, list[float]]:

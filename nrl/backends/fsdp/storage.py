@@ -6,7 +6,7 @@ DCP, which takes five times as long for small models.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from nrl.backends.fsdp.agreement import Held, Peers
-from nrl.backends.models import named_tensors
+from nrl.backends.models import named_tensors, weight_name
 from nrl.errors import ModelError
 
 __all__ = ["read", "write"]
@@ -27,8 +27,20 @@ _KEYS = ("step", "exp_avg", "exp_avg_sq")
 """What AdamW keeps of a parameter."""
 
 
-def write(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, peers: Peers) -> None:
+type _Wanted = Callable[[str], bool] | None
+
+
+def write(
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, peers: Peers, wanted: _Wanted = None
+) -> None:
     """Write a model, tied weights once, and an optimizer's moments by the names of the parameters; a collective.
+
+    Args:
+        folder: where to.
+        module: the model.
+        optimizer: of its parameters, if that is to be written.
+        peers: the processes that hold it.
+        wanted: which weights, by name; None: all.
 
     Raises:
         OSError: the disk does not take it.
@@ -39,7 +51,7 @@ def write(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | No
             for file in folder.glob("*.safetensors"):  # of another number of processes, maybe
                 file.unlink()
     held.meet("save")
-    tensors = {_MODEL + name: tensor for name, tensor in named_tensors(module)}
+    tensors = {_MODEL + name: tensor for name, tensor in _weights(module, wanted)}
     if optimizer is not None:
         tensors |= _moments(module, optimizer)
     if peers.mesh is None:
@@ -51,8 +63,10 @@ def write(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | No
         raise _first(error) from error
 
 
-def read(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, peers: Peers) -> None:
-    """Read into a model, and into a fresh optimizer for it, what `write` wrote; a collective.
+def read(
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, peers: Peers, wanted: _Wanted = None
+) -> None:
+    """Read into a model, and into a fresh optimizer for it, what `write` wrote with the same arguments; a collective.
 
     Raises:
         ModelError: what is there is of another model. Nothing has been changed then.
@@ -61,11 +75,12 @@ def read(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | Non
     with held.back():
         found: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
         there = {name: tuple(tensor.size) for name, tensor in found.items()}
-        _check({name.removeprefix(_MODEL): x for name, x in there.items() if name.startswith(_MODEL)}, module)
+        own = {name: tuple(tensor.shape) for name, tensor in _weights(module, wanted)}
+        _check({name.removeprefix(_MODEL): x for name, x in there.items() if name.startswith(_MODEL)}, own)
     held.meet("restore")
-    tensors = {_MODEL + name: tensor for name, tensor in named_tensors(module)}
+    tensors = {_MODEL + name: tensor for name, tensor in _weights(module, wanted)}
     if optimizer is not None:
-        for name, parameter in module.named_parameters():
+        for name, parameter in _parameters(module):
             if f"{_MOMENTS}{name}.step" in there:
                 zeros = {key: torch.zeros_like(parameter) for key in _KEYS[1:]}
                 step = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -82,13 +97,16 @@ def read(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 def _moments(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    parameters = module.named_parameters()
     return {
         f"{_MOMENTS}{name}.{key}": optimizer.state[parameter][key]
-        for name, parameter in parameters
+        for name, parameter in _parameters(module)
         if optimizer.state.get(parameter)
         for key in _KEYS
     }
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((weight_name(name), parameter) for name, parameter in module.named_parameters())
 
 
 def _write_alone(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -101,8 +119,11 @@ def _write_alone(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         raise OSError(str(error)) from error
 
 
-def _check(there: Mapping[str, tuple[int, ...]], module: nn.Module) -> None:
-    own = {name: tuple(tensor.shape) for name, tensor in named_tensors(module)}
+def _weights(module: nn.Module, wanted: _Wanted) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor) for name, tensor in named_tensors(module) if wanted is None or wanted(name))
+
+
+def _check(there: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]]) -> None:
     same = "build both sides from the same Model"
     for name, shape in there.items():
         if name not in own:
