@@ -24,8 +24,8 @@ class Method(NamedTuple):
 
 ZOO = {
     "grpo": Method(algos.grpo_loss),
-    "dr_grpo": Method(algos.dr_grpo_loss(norm=4), from_rewards(group_center)),
-    "dapo": Method(algos.dapo_loss, before=algos.overlong_penalty(4, 1)),
+    "dr_grpo": Method(algos.dr_grpo_loss(norm=6), from_rewards(group_center)),
+    "dapo": Method(algos.dapo_loss, before=algos.overlong_penalty(6, 2)),
     "gspo": Method(algos.gspo_loss),
     "cispo": Method(algos.cispo_loss),
     "rloo": Method(algos.reinforce_loss, from_rewards(algos.leave_one_out)),
@@ -77,7 +77,7 @@ def main(cfg: Config) -> None:
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         slots, model = cluster.reserve(2), tiny.model()
         warm, trainer = (fsdp.trainer(slots[:1], model, adamw(lr=lr, betas=(0.9, 0.95))) for lr in (1e-3, 5e-4))
-        sampler = hf.sampler(slots[1:], model, nrl.Sampling(max_new_tokens=4))
+        sampler = hf.sampler(slots[1:], model, nrl.Sampling(max_new_tokens=6))
         start = warm.freeze(nrl.fit(run, "warmup", warm, algos.sft_loss, tiny.sums(128, cfg.seed), cfg.warmup).params)
         for name in names:
             method, seconds = ZOO[name], 0.0
