@@ -20,7 +20,7 @@ from nrl.backends.base import Bucket, Model
 from nrl.backends.decoding import Decoded
 from nrl.backends.models import build, check_arrived, check_weight, end_tokens, load_tokenizer, save_model
 from nrl.backends.replica import Request
-from nrl.backends.vllm import ranks, settings, transfer
+from nrl.backends.vllm import adapters, ranks, settings, transfer
 from nrl.errors import GenerationError, ModelError
 
 __all__ = ["Engine"]
@@ -57,10 +57,15 @@ class Engine:
             texts = Path(scratch) / "tokenizer"
             tokenizer.save_pretrained(texts)
             shutil.copy(folder / "config.json", texts)  # which vLLM looks for there, too
-            self._engine = _started(folder, texts, self._model, self._options)
+            self._adapter = None if self._model.lora is None else adapters.Adapter(self._model)
+            own = {} if self._adapter is None else self._adapter.arguments
+            self._engine = _started(folder, texts, self._model, dict(self._options) | own)
             self._engine.set_weight_version("0")
             config = self._engine.model_config
             self._shapes = _shapes(folder, bool(getattr(config.hf_config, "tie_word_embeddings", False)))
+        if self._adapter is not None:
+            self._shapes = self._adapter.shapes
+            self._adapter.begin(self._engine)
         self.context_length = min(int(config.max_model_len), int(tokenizer.model_max_length))
         self.vocabulary = int(config.get_vocab_size())
 
@@ -74,7 +79,8 @@ class Engine:
         for request in requests:
             prompt = {"prompt_token_ids": list(request.prompt)}
             try:
-                self._engine.add_request(str(request.number), prompt, self._params(request))
+                named = None if self._adapter is None else self._adapter.request
+                self._engine.add_request(str(request.number), prompt, self._params(request), lora_request=named)
             except ValueError as error:
                 found.append((request.number, GenerationError(f"generate: vLLM refuses a request: {error}")))
         began = time.monotonic()
@@ -118,7 +124,8 @@ class Engine:
 
     def begin(self) -> None:
         """New weights will come: what was computed with the old ones is forgotten."""
-        if self._waiting is not None:  # what broke off has left layers without weights, and vLLM no way to begin anew
+        # What broke off has left layers without weights, and vLLM no way to begin anew
+        if self._waiting is not None and self._adapter is None:
             ranks.end(self._engine)
             self._engine = None  # a device may not have room for two
             gc.collect()
@@ -127,7 +134,8 @@ class Engine:
         self._waiting = dict(self._shapes)
         if self._engine.is_sleeping():
             self._engine.wake_up(["weights"])  # not what it needs to decode: a trainer may be on the device, too
-        self._engine.collective_rpc("start_weight_update")
+        if self._adapter is None:
+            self._engine.collective_rpc("start_weight_update")
 
     def add(self, bucket: Bucket) -> None:
         """Some of them."""
@@ -135,15 +143,21 @@ class Engine:
         for name, tensor in bucket.items():
             check_weight(name, tensor, self._shapes, "receive")
             self._waiting.pop(name, None)
-        self._engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": dict(bucket)}})
+        if self._adapter is not None:
+            self._adapter.add(bucket)
+        else:
+            self._engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": dict(bucket)}})
 
     def end(self, version: int) -> None:
         """They have come."""
         assert self._waiting is not None
         check_arrived(self._waiting, "receive")
-        self._engine.collective_rpc("finish_weight_update")
+        if self._adapter is not None:
+            self._adapter.replace(self._engine)
+        else:
+            self._engine.collective_rpc("finish_weight_update")
+            self._engine.apply_model(transfer.check_head)
         self._waiting = None
-        self._engine.apply_model(transfer.check_head)
         transfer.forget(self._engine)
         transfer.check_forgotten(self._engine)
         self._engine.set_weight_version(str(version))
