@@ -1,7 +1,8 @@
 """DPO: `python examples/dpo.py` makes a tiny model prefer right sums; `model=<folder> data=<source>` a real one."""
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
@@ -16,6 +17,7 @@ from nrl.checkpoint import Checkpoints
 @attrs.frozen
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
+    lora: str | Mapping[str, Any] | None = None  # arguments of peft.LoraConfig, or a folder in its format
     data: str = "arithmetic"  # rows with "prompt", "chosen" and "rejected"
     held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/* is over
     adapter: str | None = None  # from the rows of a well-known dataset
@@ -40,7 +42,7 @@ class Config:
 def main(cfg: Config) -> None:
     """The whole of DPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
+        model = Model(cfg.model, dtype=cfg.dtype, lora=cfg.lora) if cfg.model else tiny.model(lora=cfg.lora)
         tokenizer = load_tokenizer(model)
         trainer = fsdp.trainer(cluster.reserve(cfg.dp), model, cfg.optimizer, max_tokens=cfg.max_tokens)
         loss = dpo_loss(cfg.beta)

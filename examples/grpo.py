@@ -1,5 +1,6 @@
 """GRPO: `python examples/grpo.py` teaches a tiny model to add; `model=<folder or name> data=<file>` a real one more."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
@@ -18,6 +19,7 @@ EMBEDDED = adamw(lr=7e-4, betas=(0.9, 0.95), schedule=Schedule("linear", steps=3
 @attrs.frozen
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
+    lora: str | Mapping[str, Any] | None = None  # arguments of peft.LoraConfig, or a folder in its format
     data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
     adapter: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
@@ -69,7 +71,7 @@ def main(cfg: Config) -> None:
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
-        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
+        model = Model(cfg.model, dtype=cfg.dtype, lora=cfg.lora) if cfg.model else tiny.model(lora=cfg.lora)
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(grpo_loss)

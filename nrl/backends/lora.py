@@ -12,7 +12,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,10 @@ __all__ = [
     "layers",
     "load",
     "merged",
+    "read",
     "replaced",
     "signature",
+    "skeleton",
     "trained",
     "unwrap",
 ]
@@ -84,7 +86,24 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
         _wrap(module, model)
         if isinstance(model.lora, str):
             who = f"Model(lora='{model.lora}')"
-            models.load_tensors(_some(module, trained), _read(Path(model.lora)), who=who)
+            models.load_tensors(_some(module, trained), read(model.lora), who=who)
+    return module
+
+
+def skeleton(model: Model) -> nn.Module:
+    """A language model with its adapter as `build` makes it, of which no weight takes memory.
+
+    >>> from nrl import tiny
+    >>> module = skeleton(tiny.model(lora={"r": 2, "target_modules": ["q_proj"]}))
+    >>> next(iter(replaced(module).values())).shape
+    torch.Size([2, 128])
+    """
+    import transformers
+
+    config, _ = models.load_config(model)
+    with torch.device("meta"):
+        module: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    _wrap(module, model)
     return module
 
 
@@ -172,9 +191,9 @@ def load(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, who: str) 
         ModelError: as `nrl.backends.models.load_tensors`.
     """
     several = iter(tensors)
-    first = next(several, ("", torch.empty(0)))
-    given = chain([first], several)
-    if _of_adapter(first[0]):
+    first = list(islice(several, 1))
+    given = chain(first, several)
+    if first and _of_adapter(first[0][0]):
         models.load_tensors(_some(module, trained), given, who=who)
     else:
         models.load_tensors(_some(module, lambda name: not _of_adapter(name)), given, who=who)
@@ -308,10 +327,11 @@ def _described(model: Model) -> dict[str, Any]:
     return found
 
 
-def _read(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def read(folder: str) -> Iterator[tuple[str, Tensor]]:
+    """The weights of an adapter in a folder."""
     from safetensors import safe_open
 
-    with safe_open(folder / _FILE, "pt") as file:
+    with safe_open(Path(folder) / _FILE, "pt") as file:
         yield from ((name.removeprefix(_PREFIX), file.get_tensor(name)) for name in file.keys())
 
 

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import nrl
-from nrl import algos, tiny
+from examples import sft
+from nrl import algos, config, tiny
 from nrl.algos import Loss, sft_loss
 from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf, lora, models
 from nrl.backends.fsdp.engine import State
 from nrl.backends.terms import global_weights
+from nrl.backends.vllm import adapters
 from nrl.batch import Batch
 from nrl.errors import ModelError
 from nrl.reduce import finalize
@@ -514,6 +516,18 @@ def test_what_is_no_adapter_is_not_exported_as_one(slots: Slots, tmp_path: Path)
             by.export(params, tmp_path, adapter=True)
 
 
+def test_an_example_with_an_adapter_goes_on_where_it_was(tmp_path: Path) -> None:
+    common = ["lora.r=4", "lora.target_modules=[q_proj, v_proj]", "held_out=null", "rows=4", "checkpoints.every=1"]
+
+    def run(steps: int, name: str) -> dict[str, Tensor]:
+        sft.main(config.load(sft.Config, [*common, f"steps={steps}", f"out={tmp_path / name}"]))
+        return load_file(tmp_path / name / "model" / "model.safetensors")
+
+    expected = run(3, "whole")
+    run(2, "broken off")
+    assert_equal(run(3, "broken off"), expected)
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -557,6 +571,19 @@ def test_layers_that_cannot_have_an_adapter_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"Model: lora is 8; it is a folder in peft's format, or a mapping with arg"):
         Model(QWEN3, lora=8)  # type: ignore[arg-type]
+
+
+def test_what_vllm_cannot_have() -> None:
+    found = adapters.Adapter(tiny.model(lora=LORA | {"rank_pattern": {"v_proj": 9}}))
+    assert found.arguments == {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16}
+    own = lora.replaced(lora.build(tiny.model(lora=LORA | {"rank_pattern": {"v_proj": 9}})))
+    assert found.shapes == {name: tuple(x.shape) for name, x in own.items()}
+    with pytest.raises(ModelError, match=r"vllm.sampler: an adapter has rank 513, and vLLM has up to 512"):
+        adapters.Adapter(tiny.model(lora=LORA | {"r": 513}))
+    with pytest.raises(
+        ModelError, match=r"vllm.sampler: with init_lora_weights=False B is random, and vLLM is given no"
+    ):
+        adapters.Adapter(tiny.model(lora=LORA | {"init_lora_weights": False}))
 
 
 def test_folders_that_are_no_adapter(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from nrl.backends.base import Bucket, Model
 from nrl.backends.decoding import Decoded
 from nrl.backends.models import build, check_arrived, check_weight, end_tokens, load_tokenizer, save_model
 from nrl.backends.replica import Request
-from nrl.backends.vllm import ranks, settings, transfer
+from nrl.backends.vllm import adapters, ranks, settings, transfer
 from nrl.errors import GenerationError, ModelError
 from nrl.runtime.transfer import sampled
 
@@ -61,10 +61,15 @@ class Engine:
             texts = Path(scratch) / "tokenizer"
             tokenizer.save_pretrained(texts)
             shutil.copy(folder / "config.json", texts)  # which vLLM looks for there, too
-            self._engine = _started(folder, texts, self._model, self._options)
+            self._adapter = None if self._model.lora is None else adapters.Adapter(self._model)
+            own = {} if self._adapter is None else self._adapter.arguments
+            self._engine = _started(folder, texts, self._model, dict(self._options) | own)
             self._engine.set_weight_version("0")
             config = self._engine.model_config
             self._shapes = _shapes(folder, bool(getattr(config.hf_config, "tie_word_embeddings", False)))
+        if self._adapter is not None:
+            self._shapes = self._adapter.shapes
+            self._adapter.begin(self._engine)
         self.context_length = min(int(config.max_model_len), int(tokenizer.model_max_length))
         self.vocabulary = int(config.get_vocab_size())
 
@@ -92,7 +97,8 @@ class Engine:
     def _ask(self, request: Request) -> None:
         self._asked[request.number] = request
         prompt = {"prompt_token_ids": list(request.prompt)}
-        self._engine.add_request(str(request.number), prompt, self._params(request))
+        adapter = None if self._adapter is None else self._adapter.request
+        self._engine.add_request(str(request.number), prompt, self._params(request), lora_request=adapter)
 
     def _params(self, request: Request) -> Any:
         from vllm import SamplingParams
@@ -128,7 +134,8 @@ class Engine:
 
     def begin(self) -> None:
         """New weights will come: what was computed with the old ones is forgotten."""
-        if self._waiting is not None:  # what broke off has left layers without weights, and vLLM no way to begin anew
+        # What broke off has left layers without weights, and vLLM no way to begin anew
+        if self._waiting is not None and self._adapter is None:
             ranks.end(self._engine)
             self._engine = None  # a device may not have room for two
             gc.collect()
@@ -139,7 +146,8 @@ class Engine:
         self._waiting, self._came = dict(self._shapes), {}
         if self._engine.is_sleeping():
             self._engine.wake_up(["weights"])  # not what it needs to decode: a trainer may be on the device, too
-        self._engine.collective_rpc("start_weight_update")
+        if self._adapter is None:
+            self._engine.collective_rpc("start_weight_update")
 
     def add(self, bucket: Bucket) -> None:
         """Some of them."""
@@ -149,16 +157,22 @@ class Engine:
             self._waiting.pop(name, None)
             if tensor.ndim == 1 or sampled(name):
                 self._came[name] = transfer.fingerprint(tensor, self._engine.model_config.dtype)
-        self._engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": dict(bucket)}})
+        if self._adapter is not None:
+            self._adapter.add(bucket)
+        else:
+            self._engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": dict(bucket)}})
 
     def end(self, version: int) -> None:
         """They have come."""
         assert self._waiting is not None
         check_arrived(self._waiting, "receive")
-        self._engine.collective_rpc("finish_weight_update")
+        if self._adapter is not None:
+            self._adapter.replace(self._engine)
+        else:
+            self._engine.collective_rpc("finish_weight_update")
+            self._engine.apply_model(transfer.check_head)
+            self._engine.apply_model(partial(transfer.check_held, self._came, self._engine.model_config.dtype))
         self._waiting = None
-        self._engine.apply_model(transfer.check_head)
-        self._engine.apply_model(partial(transfer.check_held, self._came, self._engine.model_config.dtype))
         transfer.forget(self._engine)
         transfer.check_forgotten(self._engine)
         self._engine.set_weight_version(str(version))

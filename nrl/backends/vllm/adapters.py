@@ -1,0 +1,77 @@
+"""An adapter that vLLM computes with beside the weights, and that is replaced in place."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nrl.backends import lora
+from nrl.backends.base import Bucket, Model
+from nrl.backends.models import check_arrived
+from nrl.errors import ModelError
+
+__all__ = ["Adapter"]
+
+_RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512  # vLLM's
+_NAME, _NUMBER = "nrl", 1  # one name for all versions: requests that are under way go on with the new one
+
+
+class Adapter:
+    """What an engine has to know of the adapter of its model.
+
+    Args:
+        model: it has ``lora``.
+
+    Raises:
+        ModelError: peft or vLLM cannot have such an adapter.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._skeleton = model, lora.skeleton(model)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in lora.replaced(self._skeleton).items()}
+        config: Any = self._skeleton.peft_config["default"]  # type: ignore[index]
+        if config.init_lora_weights is False:
+            raise ModelError(
+                "vllm.sampler: with init_lora_weights=False B is random, and vLLM is given no adapter before the first "
+                "publish; leave it out, so that B is 0"
+            )
+        rank = max(layer.r["default"] for layer in lora.layers(self._skeleton).values())
+        if rank > max(_RANKS):
+            raise ModelError(f"vllm.sampler: an adapter has rank {rank}, and vLLM has up to {max(_RANKS)}")
+        self.arguments = {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": min(each for each in _RANKS if each >= rank),
+        }
+        self.request: Any = None
+        """What requests have to name; None: the base alone."""
+        self._folder: Any = None
+        self._came: dict[str, Tensor] = {}
+
+    def begin(self, engine: Any) -> None:
+        """Let an engine that has just started compute with what the model names."""
+        if isinstance(self._model.lora, str):
+            self.add({name: tensor for name, tensor in lora.read(self._model.lora) if name in self.shapes})
+            check_arrived(self.shapes.keys() - self._came.keys(), f"Model(lora='{self._model.lora}')")
+            self.replace(engine)
+
+    def add(self, bucket: Bucket) -> None:
+        """Some of the weights."""
+        self._came |= {name: tensor.cpu().clone() for name, tensor in bucket.items()}
+
+    def replace(self, engine: Any) -> None:
+        """Compute with those that have come; what was computed with others has to be forgotten besides."""
+        from vllm.lora.request import LoRARequest
+
+        folder = tempfile.TemporaryDirectory(prefix="nrl-adapter-")  # its own: vLLM finds keys and values by it, too
+        lora.export(self._skeleton, self._came, self._model, Path(folder.name))
+        try:
+            engine.add_lora(LoRARequest(_NAME, _NUMBER, folder.name, load_inplace=True))
+        except (ValueError, RuntimeError) as error:
+            raise ModelError(
+                f"vllm.sampler: vLLM refuses the adapter: {error}; leave lora out of the sampler's Model, and merged "
+                "weights are published"
+            ) from error
+        self.request = LoRARequest(_NAME, _NUMBER, folder.name)
+        self._folder, self._came = folder, {}  # the last one is there as long as vLLM may read it again
