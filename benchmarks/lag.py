@@ -16,8 +16,8 @@ weights and see the same prompts; seeds differ in their prompts. A variant is a 
 - uncorrected: the same without the correction. Rollouts are trained on as if they had just been sampled.
 - clip: ``grpo_loss`` with the sampler's log-probabilities as old ones, as in the example.
 
-``reward`` is the mean over the samples of a step, which come from weights as old as the lag; ``held out`` is that of
-the most probable answers of the last weights to prompts that are not trained on. ``mismatch/kl`` is how far the policy
+``reward`` is the mean over the samples of a step, which come from weights as old as the lag; ``greedy`` is that of the
+most probable answers of the last weights, on another draw of the same 400 sums. ``mismatch/kl`` is how far the policy
 of the step is from that of the rollouts.
 """
 
@@ -187,7 +187,7 @@ def report(found: Mapping[str, Sequence[Mapping[str, Sequence[float]]]], machine
     | lag 1 | 1.00 (1.00-1.00) | 0.50 (0.50-0.50) | 20 | 0.200 | 0.300 | - | - |
     """
     lines = [
-        f"| | reward, last {LAST} steps | held out | steps to {REACHED} | mismatch/kl | largest | weight | smallest |",
+        f"| | reward, last {LAST} steps | greedy | steps to {REACHED} | mismatch/kl | largest | weight | smallest |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, seeds in found.items():

@@ -44,13 +44,13 @@ class Config:
 def main(cfg: Config) -> None:
     """The whole of it."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
         model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(policy_loss(clip(0.2, 0.28), correction=truncate(cfg.truncation)))
-        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
         stream = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
         policy: Trainer | TrainState = trainer

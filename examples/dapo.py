@@ -44,13 +44,13 @@ class Config:
 def main(cfg: Config) -> None:
     """The whole of DAPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
         model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(dapo_loss)
-        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
         stream = nrl.batched(nrl.drop_uniform(groups, cfg.patience), cfg.prompts)
         policy: Trainer | TrainState = trainer
@@ -64,9 +64,9 @@ def main(cfg: Config) -> None:
             metrics = nrl.summary(batch)
             batch = overlong_penalty(cfg.sampling.max_new_tokens, cfg.buffer)(batch)
             batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
-            for part in nrl.minibatches(batch, cfg.updates, seed=cfg.seed + i):
+            for n, part in enumerate(nrl.minibatches(batch, cfg.updates, seed=cfg.seed + i)):
                 state, found = step(state, part)
-                metrics = nrl.merge(metrics, found.result())
+                metrics = nrl.merge(metrics, nrl.without("mismatch/", found.result()) if n else found.result())
             nrl.publish(state.params, sampler)
             numbers = run.log(i, metrics, samples=nrl.samples(batch, sampler.tokenizer))
             check_mismatch(numbers, cfg.max_mismatch)

@@ -20,6 +20,7 @@ from nrl.algos import (
 from nrl.backends import SAMPLERS, Model, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw, fsdp
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
+from nrl.errors import ConfigError
 
 EMBEDDED = adamw(lr=1e-3, schedule=Schedule("linear", steps=150, floor=0.1))
 
@@ -54,7 +55,10 @@ class Config:
 
 def main(cfg: Config) -> None:
     """The whole of it."""
+    if cfg.model and not cfg.teacher:
+        raise ConfigError(f"distill: model={cfg.model} needs teacher=, a larger model with its tokenizer")
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
         model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
@@ -64,7 +68,6 @@ def main(cfg: Config) -> None:
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
         loss = distillation_loss(reverse_kl) if cfg.top_k else policy_loss(reinforce, ratio=on_policy_ratio)
         step = trainer.train_step(loss)
-        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         stream = nrl.batched(nrl.rollouts(sampler, single_turn(number), tasks, n=1, seed=cfg.seed), cfg.prompts)
         rows = tiny.sums(128, seed=cfg.seed + 1)
         policy: Trainer | TrainState = trainer

@@ -58,7 +58,7 @@ def warm_up(cfg: Config, run: Run, trainer: Trainer, tokenizer: Any) -> TrainSta
 
 
 def evaluate(cfg: Config, sampler: Sampler, i: int) -> nrl.reduce.Metrics:
-    """The mean reward of the most probable answers to prompts of their own, every so many steps and after the last."""
+    """The mean reward of the most probable answers to another draw of prompts, now and then and after the last step."""
     if cfg.held_out is None or ((i + 1) % cfg.evaluate_every and i + 1 != cfg.steps):
         return {}
     tasks = data.tasks(cfg.held_out, seed=cfg.seed + 2, adapter=cfg.adapter, chat=cfg.chat)
@@ -69,13 +69,13 @@ def evaluate(cfg: Config, sampler: Sampler, i: int) -> nrl.reduce.Metrics:
 def main(cfg: Config) -> None:
     """The whole of GRPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
         model = Model(cfg.model, dtype=cfg.dtype, lora=cfg.lora) if cfg.model else tiny.model(lora=cfg.lora)
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(grpo_loss)
-        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
         stream = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
         warm = fsdp.trainer(mesh, model, cfg.warmup_optimizer, max_tokens=cfg.max_tokens)

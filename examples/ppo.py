@@ -57,6 +57,7 @@ class Config:
 def main(cfg: Config) -> None:
     """The whole of PPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
         model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
@@ -65,7 +66,6 @@ def main(cfg: Config) -> None:
         critic = fsdp.trainer(mesh, judge, cfg.critic_optimizer, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
         act, value = actor.train_step(policy_loss(clip(cfg.clip))), critic.train_step(value_loss(cfg.value_clip))
-        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         stream = nrl.batched(nrl.rollouts(sampler, single_turn(number), tasks, n=1, seed=cfg.seed), cfg.prompts)
         policy: Trainer | TrainState = actor
         valuer: Trainer | TrainState = critic
@@ -82,10 +82,11 @@ def main(cfg: Config) -> None:
             found, returns = gae(batch["token_rewards"], batch["values"], mask, gamma=cfg.gamma, lam=cfg.lam)
             batch = nrl.assign(batch, advantages=whiten(found, mask), returns=returns)
             metrics = nrl.summary(batch) | {"explained_variance": explained_variance(batch)}
-            for part in nrl.minibatches(batch, cfg.updates, seed=cfg.seed + i):
+            for n, part in enumerate(nrl.minibatches(batch, cfg.updates, seed=cfg.seed + i)):
                 state, acted = act(state, part)
                 values, valued = value(values, part)
-                metrics = nrl.merge(metrics, acted.result() | nrl.prefixed("critic/", valued.result()))
+                metrics = nrl.merge(metrics, nrl.without("mismatch/", acted.result()) if n else acted.result())
+                metrics = nrl.merge(metrics, nrl.prefixed("critic/", valued.result()))
             nrl.publish(state.params, sampler)
             numbers = run.log(i, metrics, samples=nrl.samples(batch, sampler.tokenizer))
             check_mismatch(numbers, cfg.max_mismatch)

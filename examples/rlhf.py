@@ -13,6 +13,7 @@ from nrl import algos, config, data, tiny
 from nrl.backends import SAMPLERS, Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, load_tokenizer
 from nrl.checkpoint import Checkpoints
 from nrl.envs import Environment, Step, Task, number, single_turn
+from nrl.errors import ConfigError
 
 
 @attrs.frozen
@@ -46,7 +47,10 @@ class Config:
 
 def main(cfg: Config) -> None:
     """The whole of RLHF, by RLOO."""
+    if cfg.model and not cfg.reward:
+        raise ConfigError(f"rlhf: model={cfg.model} needs reward=, what examples/reward_model.py has exported")
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
         model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
@@ -67,7 +71,6 @@ def main(cfg: Config) -> None:
             known = {"right": number(task, response)} if "answer" in task else {}  # which the policy is not told
             return Step(task, await verify(task, response), info=known)
 
-        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         env = Environment(single_turn(verify).reset, answer)
         stream = nrl.batched(nrl.rollouts(sampler, env, tasks, n=cfg.group_size, seed=cfg.seed), cfg.prompts)
         policy: Trainer | TrainState = trainer

@@ -19,7 +19,7 @@ from nrl.fitting import fit
 from nrl.grades import Graded, grade, measure
 from nrl.judges import scored_by
 from nrl.pack import pack, packed, unpack
-from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed
+from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed, without
 from nrl.retries import retrying
 from nrl.runs import run
 from nrl.runtime import (
@@ -93,4 +93,5 @@ __all__ = [
     "shard_map",
     "summary",
     "unpack",
+    "without",
 ]

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from nrl.backends.base import Params
 from nrl.batch import Batch, concatenate
@@ -16,7 +17,8 @@ __all__ = ["scored_by"]
 def scored_by(params: Params, tokenizer: Any) -> Callable[[Task, str], Coroutine[Any, Any, float]]:
     """A verifier whose reward is what a reward model gives to the answer.
 
-    Answers that episodes have at the same moment are scored by one forward. The model reads prompt, answer and the
+    Answers that episodes have at the same moment are scored by one forward, for which all episodes of the rollout wait.
+    The model reads prompt, answer and the
     token that ends it, as it was trained to by `nrl.data.preferences`.
 
     Args:
@@ -39,10 +41,13 @@ def scored_by(params: Params, tokenizer: Any) -> Callable[[Task, str], Coroutine
     ...     asyncio.run(verify({"prompt": "1+1="}, "2"))  # a head that has not been trained says 0
     0.0
     """
-    waiting: list[tuple[Batch, asyncio.Future[float]]] = []
+    everybody: WeakKeyDictionary[Any, list[tuple[Batch, asyncio.Future[float]]]] = WeakKeyDictionary()  # by their loop
 
-    def score() -> None:
-        asked, waiting[:] = list(waiting), []
+    def score(waiting: list[tuple[Batch, asyncio.Future[float]]]) -> None:
+        asked = [(row, answer) for row, answer in waiting if not answer.done()]  # others have been cancelled
+        waiting.clear()
+        if not asked:
+            return
         try:
             rewards = params.trainer.rewards(params, concatenate([row for row, _ in asked])).result().tolist()
         except Exception as error:
@@ -57,9 +62,11 @@ def scored_by(params: Params, tokenizer: Any) -> Callable[[Task, str], Coroutine
             raise EnvError(f"scored_by: the task has no 'prompt', only {', '.join(map(repr, task)) or 'nothing'}")
         row = supervised([{"prompt": task["prompt"], "response": response}], tokenizer)
         loop = asyncio.get_running_loop()
+        waiting = everybody.setdefault(loop, [])
         if not waiting:
-            loop.call_soon(score)
-        waiting.append((row, loop.create_future()))
-        return await waiting[-1][1]
+            loop.call_soon(score, waiting)
+        answer: asyncio.Future[float] = loop.create_future()
+        waiting.append((row, answer))
+        return await answer
 
     return verify

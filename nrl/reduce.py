@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Ess", "Max", "Mean", "Metrics", "Min", "Reduced", "Sum", "finalize", "merge", "prefixed"]
+__all__ = ["Ess", "Max", "Mean", "Metrics", "Min", "Reduced", "Sum", "finalize", "merge", "prefixed", "without"]
 
 
 class Mean(NamedTuple):
@@ -119,6 +119,15 @@ def prefixed(prefix: str, metrics: Mapping[str, Reduced]) -> Metrics:
     {'critic/loss': 2.0}
     """
     return {f"{prefix}{key}": value for key, value in metrics.items()}
+
+
+def without(prefix: str, metrics: Mapping[str, Reduced]) -> Metrics:
+    """The metrics whose names do not begin so; as ``"mismatch/"``, which only a batch's first update can measure.
+
+    >>> finalize(without("mismatch/", {"loss": Sum(torch.tensor(2.0)), "mismatch/kl": Sum(torch.tensor(1.0))}))
+    {'loss': 2.0}
+    """
+    return {key: value for key, value in metrics.items() if not key.startswith(prefix)}
 
 
 def _combine(key: str, a: Reduced, b: Reduced) -> Reduced:

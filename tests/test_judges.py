@@ -82,3 +82,26 @@ def test_what_the_trainer_raises_is_everybodys(judged: tuple[Any, TrainState]) -
         batch = nrl.rollout(sampler, single_turn(nrl.scored_by(state.params, TOKENIZER)), long, n=2)
     assert not batch["valid"].any()
     assert bool(batch["rewards"].isnan().all())
+
+
+def test_an_answer_that_nobody_waits_for_leaves_the_others_alone(judged: tuple[Any, TrainState]) -> None:
+    _, state = judged
+    params: Any = Counted(state.params)
+    verify = nrl.scored_by(params, TOKENIZER)
+
+    async def ask() -> float:
+        first, second = (asyncio.ensure_future(verify(TASKS[0], answer)) for answer in ("1", "2"))
+        await asyncio.sleep(0)  # both have asked
+        first.cancel()
+        found = await asyncio.wait_for(second, 20)
+        only = asyncio.ensure_future(verify(TASKS[0], "3"))
+        await asyncio.sleep(0)
+        only.cancel()
+        await asyncio.sleep(0.01)
+        return found
+
+    rows = data.supervised([{"prompt": TASKS[0]["prompt"], "response": "2"}], TOKENIZER)
+    (expected,) = state.trainer.rewards(state.params, rows).result().tolist()
+    assert asyncio.run(ask()) == pytest.approx(expected, abs=1e-5)
+    assert asyncio.run(verify(TASKS[0], "2")) == pytest.approx(expected, abs=1e-5)  # another loop
+    assert params.calls == 2

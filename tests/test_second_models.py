@@ -63,12 +63,20 @@ def test_ppo_resumes_with_both_states(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_tells_right_from_wrong(tmp_path: Path) -> None:
+    """Also of sums that it has never seen: one in five of all that there are."""
     example = load("reward_model")
-    example.main(example.Config(steps=60, evaluate_every=30, out=str(tmp_path)))
-    found = [row["eval/accuracy"] for row in lines(tmp_path / "metrics.jsonl") if "eval/accuracy" in row]
+    pairs = nrl.data.tasks("arithmetic", seed=0).take(2000)
+    new = {pair["prompt"] for pair in pairs if (int(pair["answer"]) + len(pair["prompt"])) % 5 == 0}
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("train", "held_out")}
+    for name, path in files.items():
+        chosen = [pair for pair in pairs if (pair["prompt"] in new) is (name == "held_out")]
+        path.write_text("".join(json.dumps(pair) + "\n" for pair in chosen))
+    options = {"data": str(files["train"]), "held_out": str(files["held_out"]), "chat": False}
+    example.main(example.Config(steps=60, evaluate_every=30, out=str(tmp_path / "run"), **options))
+    found = [row["eval/accuracy"] for row in lines(tmp_path / "run" / "metrics.jsonl") if "eval/accuracy" in row]
     assert len(found) == 2
     assert found[-1] > 0.6
-    model = Model(str(tmp_path / "model"), head="reward")
+    model = Model(str(tmp_path / "run" / "model"), head="reward")
     pairs = nrl.data.preferences(nrl.data.tasks("arithmetic", seed=9).take(64), tiny.tokenizer())
     with nrl.cluster("local") as cluster:
         trainer = fsdp.trainer(cluster.reserve(1), model, adamw(lr=1e-3))
@@ -188,6 +196,38 @@ def test_the_zoo_runs_several_methods_from_one_start(tmp_path: Path, capsys: pyt
     assert len(before) == 1
     with pytest.raises(ConfigError, match=r"zoo: there is no algo 'grpp'; there are grpo, dr_grpo"):
         zoo.main(zoo.Config(algo="grpo,grpp"))
+
+
+def test_a_method_of_the_zoo_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what is resumed has the times of all its steps."""
+    zoo = load("zoo")
+    cfg = zoo.Config(algo="rejection_sampling", steps=20, out=str(tmp_path))
+    rows = []
+    for _ in range(2):
+        zoo.main(cfg)
+        (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("│"))
+        rows.append([cell.strip() for cell in row.strip("│").split("│")])
+    assert rows[0] == rows[1]
+    _, before, after, seconds = rows[0]
+    assert float(after) > float(before) + 0.06  # three standard errors
+    assert float(seconds) > 0
+
+
+@pytest.mark.parametrize(("name", "other"), [("rlhf", "reward"), ("distill", "teacher")])
+def test_a_real_model_needs_a_real_second_one(name: str, other: str) -> None:
+    example = load(name)
+    with pytest.raises(ConfigError, match=f"{name}: model=somewhere needs {other}="):
+        example.main(example.Config(model="somewhere"))
+
+
+@pytest.mark.parametrize("name", ["ppo", "dapo"])
+def test_the_mismatch_is_that_of_the_first_update(name: str, tmp_path: Path) -> None:
+    """The next ones have left the policy that sampled; at the first step nothing else has."""
+    example = load(name)
+    example.main(example.Config(steps=1, warmup=40, prompts=64, updates=2, out=str(tmp_path)))
+    (row,) = lines(tmp_path / "metrics.jsonl")
+    assert row["mismatch/kl"] < 1e-6
+    assert row["ratio_max"] > 1.01
 
 
 def test_every_method_of_the_zoo_makes_a_step() -> None:

@@ -20,7 +20,7 @@ from nrl.runtime.process import rest, wake
 __all__ = ["sampler"]
 
 
-def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None) -> ReplicatedSampler:
+def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None, **engine: Any) -> ReplicatedSampler:
     """A sampler that decodes by plain PyTorch, with its own copy of the weights in each process of its mesh.
 
     Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE models without sliding windows decode with preallocated keys and values;
@@ -32,6 +32,7 @@ def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None)
         model: what to sample from. With ``lora`` it holds the adapter beside the base, is sent the adapter alone, and
             decodes through transformers' layers; without, it is sent merged weights, which small models decode faster.
         sampling: for calls that do not say; None: ``Sampling()``.
+        **engine: there is nothing to set; what other samplers take is refused.
 
     Returns:
         The sampler, on a CUDA device if there is one, at version 0.
@@ -39,6 +40,7 @@ def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None)
     Raises:
         ModelError: the model or its tokenizer cannot be loaded.
         PlacementError: slots that no mesh can be made of.
+        TypeError: it was given an argument for an engine.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -49,6 +51,8 @@ def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None)
     >>> a.version, len(a.token_ids) <= 3
     (0, True)
     """
+    if engine:
+        raise TypeError(f"hf.sampler: it has no engine to set {', '.join(engine)} of; that is for vllm.sampler")
     return ReplicatedSampler(
         "hf.sampler", meshes(place, "base"), partial(_Decoder, model), model, sampling or Sampling()
     )

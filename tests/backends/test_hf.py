@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nrl import tiny
 from nrl.backends import hf
 from nrl.backends.base import Completion, Model, Sampling
 from nrl.backends.cache import ATTENTION
@@ -269,3 +270,8 @@ def test_a_sender_that_fails_midway_stops_it(slots: Any) -> None:
         sampler.receive(broken(), 1)
     with pytest.raises(GenerationError, match="the wire broke"):
         sampler.generate([[3]])
+
+
+def test_there_is_no_engine_to_set_up() -> None:
+    with cluster("local") as here, pytest.raises(TypeError, match="no engine to set max_model_len of; that is for"):
+        hf.sampler(here.reserve(1), tiny.model(), max_model_len=100)

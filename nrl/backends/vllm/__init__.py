@@ -15,6 +15,8 @@ __all__ = ["sampler"]
 
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}  # nats; bfloat16 has logits from 16 on 0.125 apart
 
+_ALIASES = {"half": "float16", "float": "float32"}  # of vLLM
+
 
 def sampler(
     place: Slots | Mesh,
@@ -63,6 +65,6 @@ def sampler(
     """
     settings.check(place, executable, engine)
     dtype = str(engine.get("dtype", model.dtype)).removeprefix("torch.")
-    bound = _TOLERANCE.get(dtype, 0.25) if tolerance is None else tolerance
+    bound = _TOLERANCE.get(_ALIASES.get(dtype, dtype), 0.25) if tolerance is None else tolerance
     make, places = partial(Engine, model, engine), meshes(place, executable, tp)
     return StreamingSampler("vllm.sampler", places, make, model, sampling or Sampling(), bound)
