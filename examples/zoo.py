@@ -82,10 +82,8 @@ def main(cfg: Config) -> None:
         sampler = hf.sampler(slots[1:], model, nrl.Sampling(max_new_tokens=6))
         start = warm.freeze(nrl.fit(run, "warmup", warm, algos.sft_loss, tiny.sums(128, cfg.seed), cfg.warmup).params)
         for name in names:
-            method = ZOO[name]
-            groups = nrl.rollouts(
-                sampler, single_turn(number), data.tasks("arithmetic"), n=cfg.group_size, seed=cfg.seed
-            )
+            method, tasks = ZOO[name], data.tasks("arithmetic")
+            groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
             stream: Any = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
             step = trainer.train_step(method.loss)
             nrl.publish(start, sampler)

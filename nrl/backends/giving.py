@@ -112,7 +112,11 @@ def _give(seats: Sequence[Seat], buckets: _Buckets, version: int) -> dict[Seat, 
 def say(text: str) -> None:
     """Warn, from a thread in which it would help nobody to raise.
 
-    >>> say("")  # doctest: +SKIP
+    >>> with warnings.catch_warnings(record=True) as said:
+    ...     warnings.simplefilter("always")
+    ...     say("an engine was lost")
+    >>> str(said[0].message)
+    'an engine was lost'
     """
     try:
         warnings.warn(text, stacklevel=2)
