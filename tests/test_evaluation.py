@@ -364,7 +364,7 @@ def test_two_at_once_are_refused(here: Path, model: str, capsys: pytest.CaptureF
         (["tasks.jsonl", "sampler=openai", "url=x:1"], "eval: sampler=openai: openai.sampler: the url is 'x:1'; give"),
         (
             ["tasks.jsonl", "engine.speed=3"],
-            "eval: sampler=hf: hf.sampler: it has no engine to set speed of; that is for vllm.sampler",
+            "eval: sampler=hf: hf.sampler: it has no engine to set speed of; that",
         ),
         (["tasks.jsonl", "sampler=vllm"], "nrl: mesh: executable 'vllm' needs the package 'vllm'"),
         (["tasks.jsonl", "gone.jsonl"], "nrl: eval: found tasks.jsonl and gone.jsonl; give one file of tasks"),
