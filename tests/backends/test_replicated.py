@@ -324,7 +324,8 @@ def test_an_engine_whose_weights_are_consumed_before_it_is_checked_gets_the_next
 class Failed:
     """A bucket whose trainer has raised while it made it; as a `nrl.runtime.futures.Coming`."""
 
-    rows, error = None, RuntimeError("the trainer is out of memory")
+    rows = like = None
+    error = RuntimeError("the trainer is out of memory")
 
     def part(self, index: Any) -> Any:
         return self
