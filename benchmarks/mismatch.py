@@ -81,13 +81,12 @@ def measure(prompts: int, *, dtype: Any = "float32", sampling: Sampling = PLAIN,
         model = tiny.model(dtype=dtype)
         trainer = fsdp.trainer(cluster.reserve(1), model, adamw(lr=1e-3))
         sampler = hf.sampler(cluster.reserve(1), model, sampling)
-        state, rows = trainer.init(), tiny.sums(128, seed=1)
-        for i in range(40 + updates):
-            if i == 40:
-                nrl.publish(state.params, sampler)
-            state, _ = trainer.train_step(sft_loss)(state, rows.take(1)[0])
-        if not updates:
-            nrl.publish(state.params, sampler)
+        state, rows, step = trainer.init(), tiny.sums(128, seed=1), trainer.train_step(sft_loss)
+        for _ in range(40):
+            state, _ = step(state, rows.take(1)[0])
+        nrl.publish(state.params, sampler)
+        for _ in range(updates):
+            state, _ = step(state, rows.take(1)[0])
         batch = nrl.rollout(sampler, single_turn(number), data.tasks("arithmetic", seed=2).take(prompts), n=8)
         batch = nrl.assign(batch, temperature=batch["rewards"] * 0 + 1)
         batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])

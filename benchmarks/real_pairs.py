@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import attrs
-
 import nrl
 from examples import reward_model
 from nrl import data, tiny
@@ -134,8 +132,9 @@ def ranked(model: Path, pairs: str, folder: Path, steps: int, seed: int) -> Figu
         evaluate_every=steps,
         evaluate_pairs=HELD_OUT,
         optimizer=adamw(lr=3e-4),
+        checkpoints=Checkpoints(),
     )
-    reward_model.main(attrs.evolve(cfg, checkpoints=Checkpoints()))
+    reward_model.main(cfg)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     last = lines[-max(1, len(lines) // 6) :]
     return Figure(lines[-1]["eval/accuracy"], statistics.fmean(line["accuracy"] for line in last))

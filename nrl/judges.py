@@ -18,8 +18,7 @@ def scored_by(params: Params, tokenizer: Any) -> Callable[[Task, str], Coroutine
     """A verifier whose reward is what a reward model gives to the answer.
 
     Answers that episodes have at the same moment are scored by one forward, for which all episodes of the rollout wait.
-    The model reads prompt, answer and the
-    token that ends it, as it was trained to by `nrl.data.preferences`.
+    The model reads prompt, answer and the token that ends it, as it was trained to by `nrl.data.preferences`.
 
     Args:
         params: of a trainer for ``Model(..., head="reward")``, frozen or of a train state.

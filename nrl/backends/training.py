@@ -214,7 +214,7 @@ def make_trainer(
         record = json.loads((Path(folder) / "state.json").read_text())
         fn = processing.restore if "step" in record else processing.restore_params
         values = call("restore", fn, [engines, every(Path(folder).absolute())])
-        has = adapter if record.get("adapter") else None
+        has = adapter if record["adapter"] else None
         if "step" not in record:
             return frozen(values, record["version"], record["published"], has)
         return state_of(values, record["step"], record["version"], record["published"], has)

@@ -342,7 +342,7 @@ class TorchEngine:
 
     def restore(self, folder: Path) -> State:
         """Read what `save` wrote, in whatever number of processes."""
-        record = _record(folder)
+        record = json.loads((folder / "engine.json").read_text())
         state = self.init()  # betas and the like are those of the configuration
         self._read(folder, state.module, state.optimizer, record["base"])
         return state._replace(step=record["step"])
@@ -353,7 +353,7 @@ class TorchEngine:
 
     def restore_params(self, folder: Path) -> nn.Module:
         """Read what `save_params` wrote."""
-        record = _record(folder)
+        record = json.loads((folder / "engine.json").read_text())
         module = self._make(self.model if record["lora"] else attrs.evolve(self.model, lora=None), frozen=True)
         self._read(folder, module, None, record["base"])
         return module
@@ -406,11 +406,6 @@ class TorchEngine:
                 if self.model.tokenizer is not None or isinstance(self.model.source, str):
                     models.load_tokenizer(self.model).save_pretrained(folder)
         held.meet("export")
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "engine.json").read_text())
-    return {"lora": False, "base": None} | found
 
 
 def _fetch(metrics: Metrics, *others: Tensor) -> tuple[Metrics, list[float]]:
