@@ -155,7 +155,7 @@ class Engine:
         for name, tensor in bucket.items():
             check_weight(name, tensor, self._shapes, "receive")
             self._waiting.pop(name, None)
-            if tensor.ndim == 1 or sampled(name):
+            if self._adapter is None and (tensor.ndim == 1 or sampled(name)):
                 self._came[name] = transfer.fingerprint(tensor, self._engine.model_config.dtype)
         if self._adapter is not None:
             self._adapter.add(bucket)
