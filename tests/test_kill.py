@@ -15,7 +15,14 @@ from nrl import config
 from tests.children import server
 
 STEPS, WARMUP = 8, 4
+SUMS = [{"prompt": f"{a}+{b}=", "answer": f"{a + b}", "response": f"{a + b}"} for a in range(5) for b in range(5)]
+"""So easy that after the warm-up some answers are right and others wrong, and every step has a gradient."""
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree"}
+
+
+@pytest.fixture(autouse=True)
+def source(tmp_path: Path) -> None:
+    (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in SUMS))
 
 
 def program(out: str, lag: int, log: str, crash: tuple[str, int]) -> None:
@@ -38,12 +45,15 @@ def program(out: str, lag: int, log: str, crash: tuple[str, int]) -> None:
         sys.addaudithook(count)
     settings = [
         f"out={out}",
+        f"data={Path(out).parent / 'sums.jsonl'}",
+        "chat=false",
         f"lag={lag}",
         f"steps={STEPS}",
         f"warmup={WARMUP}",
-        "warmup_rows=8",
+        "warmup_rows=25",
         "prompts=4",
-        "group_size=4",
+        "group_size=8",
+        "sampling.max_new_tokens=2",
         "checkpoints.every=3",
     ]
     grpo.main(config.load(grpo.Config, settings))
@@ -77,6 +87,16 @@ def numbers(out: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def undisturbed(out: Path, lag: int, log: Path) -> tuple[float, dict[str, list[dict[str, Any]]]]:
+    """What a run that nobody kills took, and its numbers; it learns in every step, so one lost or done twice shows."""
+    took = attempt(out, lag, log)
+    assert took is not None
+    expected = numbers(out)
+    assert [len(expected[name]) for name in ("metrics.jsonl", "warmup.jsonl")] == [STEPS, WARMUP]
+    assert min(line["grad_norm"] for lines in expected.values() for line in lines if "grad_norm" in line) > 0.1
+    return took, expected
+
+
 def phase(out: Path) -> str:
     """How far an attempt had come when it was killed."""
     train = len(list(out.glob("checkpoints/train/[0-9]*")))
@@ -87,10 +107,7 @@ def check(tmp_path: Path, lag: int, kills: int, seed: int) -> set[str]:
     """Returns the phases that kills have hit."""
     draw = random.Random(seed)
     whole, broken, log = tmp_path / "whole", tmp_path / "broken", tmp_path / "log"
-    took = attempt(whole, lag, log)
-    assert took is not None
-    expected = numbers(whole)
-    assert [len(expected[name]) for name in ("metrics.jsonl", "warmup.jsonl")] == [STEPS, WARMUP]
+    took, expected = undisturbed(whole, lag, log)
     phases: list[str] = []
     while len(phases) < kills:
         if attempt(broken, lag, log, seconds=draw.uniform(0, took)) is None:
@@ -134,11 +151,11 @@ WRITTEN = [  # in this order, each found by the one attempt after the other
 @pytest.mark.timeout(900)
 def test_killed_while_files_are_written(tmp_path: Path) -> None:
     whole, broken, log = tmp_path / "whole", tmp_path / "broken", tmp_path / "log"
-    assert attempt(whole, 2, log) is not None
+    _, expected = undisturbed(whole, 2, log)
     for crash in WRITTEN:
         assert attempt(broken, 2, log, crash=crash) is None, crash
     assert attempt(broken, 2, log) is not None
-    assert_same(whole, broken, numbers(whole))
+    assert_same(whole, broken, expected)
     assert not list(broken.glob("checkpoints/*/.*"))
 
 
@@ -155,8 +172,7 @@ def test_killed_at_twenty_random_moments(tmp_path: Path, lag: int) -> None:
 @pytest.mark.timeout(3600)
 def test_killed_at_every_change_of_a_file(tmp_path: Path) -> None:
     whole, log = tmp_path / "whole", tmp_path / "log"
-    assert attempt(whole, 2, log) is not None
-    expected = numbers(whole)
+    _, expected = undisturbed(whole, 2, log)
     for crash_at in range(1, 1000, 7):
         broken = tmp_path / f"broken {crash_at}"
         if attempt(broken, 2, log, crash=("", crash_at)) is not None:

@@ -22,7 +22,7 @@ from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss, sft_loss
 from nrl.backends import Sampling, adamw, fsdp, hf
 from nrl.checkpoint import Checkpoints
-from nrl.envs import number, single_turn
+from nrl.envs import Task, single_turn
 from nrl.errors import LostActor
 from nrl.reduce import Max, Metrics, Min
 from nrl.runtime import Cluster, Future, Mesh, P, shard_map
@@ -62,13 +62,18 @@ def main(cfg: Config) -> None:
         trainer.export(state.params, run.out / "model")
 
 
+def unlike(task: Task, response: str) -> float:
+    """A reward that answers seldom share, so that every step has a gradient."""
+    return float(sum(map(ord, response)) % 97)
+
+
 def ahead(out: str) -> None:
     """Rollouts that go on while it trains, up to two updates ahead."""
     with nrl.run(Config(out)) as run, nrl.cluster("ray", deadline=200) as cluster:
         slots = cluster.reserve(2)
         trainer = fsdp.trainer(slots[:1].mesh(executable="system"), tiny.model(), adamw(lr=1e-3))
         sampler = hf.sampler(slots[1:].mesh(executable="system"), tiny.model(), Sampling(max_new_tokens=4))
-        groups = nrl.rollouts(sampler, single_turn(number), data.tasks("arithmetic"), n=4)
+        groups = nrl.rollouts(sampler, single_turn(unlike), data.tasks("arithmetic"), n=4)
         state, stream = run.restore(policy=trainer, stream=nrl.ahead(nrl.batched(groups, 2), 2))
         nrl.publish(state.params, sampler)
         step = trainer.train_step(grpo_loss)
@@ -96,6 +101,7 @@ def test_a_program_with_rollouts_ahead(tmp_path: Path) -> None:
         child.join()
     found = numbers(tmp_path)["metrics.jsonl"]
     assert [(x["first"], x["last"]) for x in found] == [(2 * i, 2 * i + 1) for i in range(STEPS)]
+    assert min(x["grad_norm"] for x in found) > 0
     assert max(x["lag"] for x in found) <= 2 < sum(x["lag"] for x in found)
 
 

@@ -34,8 +34,9 @@ def value_loss(clip: float | None = None, *, aggregate: Aggregate = token_mean) 
         ValueError: ``clip`` is not positive and finite.
         MissingColumn: (when called) the batch lacks a column.
 
-    Source: PPO, https://arxiv.org/abs/1707.06347, eq. 9, which has no ½; clipped: https://arxiv.org/abs/2005.12729,
-    section 3.
+    Source: PPO, https://arxiv.org/abs/1707.06347, eq. 9, which has no ½; clipped: no equation of that paper, but its
+    code, https://github.com/openai/baselines (``ppo2/model.py``), with the same ½ and max, as in verl and TRL.
+    https://arxiv.org/abs/2005.12729 describes that code and writes min in place of max.
 
     >>> batch = Batch({"loss_mask": torch.tensor([[False, True]]), "returns": torch.tensor([[9.0, 3.0]])}, [1])
     >>> out = TensorDict({"values": torch.tensor([[0.0, 1.0]])}, batch_size=[1])

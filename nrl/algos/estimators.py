@@ -123,8 +123,8 @@ def from_token_rewards(gamma: float = 1.0) -> Estimator:
 
         A_k = Σ_{j≥k} γ^(j-k) r_j,   k and j count the tokens of ``loss_mask``
 
-    The tokens of a tool's answer are stepped over, and what is earned after them counts before them; verl's returns
-    start anew there.
+    The tokens of a tool's answer are stepped over, and what is earned after them counts before them. So do verl's
+    returns since August 2026 (its pull request 7300); until then they started anew there.
 
     Args:
         gamma: discount, in [0, 1].
@@ -172,7 +172,7 @@ def whitened(estimator: Estimator) -> Estimator:
     Raises:
         MissingColumn: (when called) the batch lacks ``loss_mask``.
 
-    Source: REINFORCE++, https://arxiv.org/abs/2501.03262, eq. 5 and 7.
+    Source: REINFORCE++, https://arxiv.org/abs/2501.03262v9, eq. 5 to 8.
 
     >>> import torch
     >>> from nrl.algos import group_center
@@ -197,8 +197,8 @@ def reinforce_plus_plus(batch: Batch) -> Tensor:
         A_t = (R_t - mean R) / (std R + 1e-6),   R_t = r - Σ_{i≥t} penalty_i
 
     ``whitened(from_token_rewards())``, on what `token_rewards` made, with ``kl(k1, coef)`` as the paper's penalty. The
-    libraries differ: verl's returns start anew after tokens that are not trained on; NeMo RL subtracts each token's own
-    penalty and not those after it, and divides by the deviation with n.
+    libraries differ: verl divides by sqrt(var + 1e-8), and discounts by its ``gamma``; NeMo RL subtracts each token's
+    own penalty and not those after it, and divides by the deviation with n.
 
     Args:
         batch: has ``token_rewards`` and ``loss_mask``.
@@ -210,7 +210,7 @@ def reinforce_plus_plus(batch: Batch) -> Tensor:
         MissingColumn: the batch lacks one of them.
         NotFinite: a token reward of a valid row is NaN or infinite.
 
-    Source: https://arxiv.org/abs/2501.03262, eq. 4 and 5.
+    Source: https://arxiv.org/abs/2501.03262v9, eq. 4 and 5.
 
     >>> import torch
     >>> mask = torch.tensor([[True, True], [True, False]])

@@ -67,7 +67,7 @@ def token_rewards(batch: Batch, penalty: Penalty | None = None) -> Batch:
         BatchError: there are several rewards a row.
         NotFinite: a reward or log-probability of a valid row is NaN or infinite.
 
-    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, eq. 2; REINFORCE++, https://arxiv.org/abs/2501.03262,
+    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, eq. 2; REINFORCE++, https://arxiv.org/abs/2501.03262v9,
     eq. 4.
 
     >>> import torch

@@ -88,7 +88,8 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
         (x - mean) / (std + 1e-6),   std with n - 1
 
-    Exactly 0 where they are all equal. A statistic of the whole batch, so for the driver.
+    Exactly 0 where they are all equal. A statistic of the whole batch, so for the driver. In PPO's first code each
+    minibatch was whitened by itself, with n; that for language models has sqrt(var + 1e-8) below, as verl has.
 
     Args:
         x: ``[*B, T]`` float.
@@ -100,7 +101,8 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     Raises:
         BatchError: the shapes differ.
 
-    Source: advantage normalization, as in https://arxiv.org/abs/2005.12729, section 3.
+    Source: no paper's equation; ``whiten`` of https://github.com/openai/lm-human-preferences (``utils/core.py``), and
+    before it ``train`` of https://github.com/openai/baselines (``ppo2/model.py``).
 
     >>> mask = torch.tensor([[True, True, False, True]])
     >>> [round(v, 4) for v in whiten(torch.tensor([[1.0, 2.0, 9.0, 3.0]]), mask)[0].tolist()]

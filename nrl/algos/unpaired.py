@@ -37,7 +37,7 @@ def kto_loss(beta: float, desirable: float = 1.0, undesirable: float = 1.0) -> M
     Args:
         beta: β > 0; often 0.1.
         desirable: λ_D > 0. With n_D desirable and n_U undesirable answers in the data, λ_D n_D / (λ_U n_U) should lie
-            between 1 and 3/2 (4/3 in earlier versions of the paper).
+            between 1 and 3/2 (eq. 9; 4/3 in the first version of the paper).
         undesirable: λ_U > 0.
 
     Returns:
@@ -49,7 +49,7 @@ def kto_loss(beta: float, desirable: float = 1.0, undesirable: float = 1.0) -> M
         ValueError: a number is not positive and finite.
         MissingColumn: (when called) the batch lacks a column.
 
-    Source: https://arxiv.org/abs/2402.01306, eq. 7, 8.
+    Source: https://arxiv.org/abs/2402.01306v4, eq. 8, which is eq. 7 in the first version.
 
     >>> mask = torch.ones(2, 1, dtype=torch.bool)
     >>> columns = {"loss_mask": mask, "ref_logprobs": -1.0 * mask, "desirable": torch.tensor([True, False])}
@@ -100,8 +100,8 @@ def mismatched(batch: Batch) -> Batch:
         MissingColumn: the batch lacks a column.
         BatchError: it is one of pairs.
 
-    Source: KTO, https://arxiv.org/abs/2402.01306, section 4.1, j = (i + 1) mod m. TRL takes the answer to the previous
-    prompt.
+    Source: KTO, https://arxiv.org/abs/2402.01306v4, section 4.1, j = (i + 1) mod m. TRL takes the answer to the
+    previous prompt.
 
     >>> ids = torch.tensor([[1, 2, 30, 0], [1, 40, 41, 42]])
     >>> mask = torch.tensor([[False, False, True, False], [False, True, True, True]])
@@ -153,7 +153,7 @@ def reference_point(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Ten
     Raises:
         BatchError: the shapes differ.
 
-    Source: KTO, https://arxiv.org/abs/2402.01306, section 4.1.
+    Source: KTO, https://arxiv.org/abs/2402.01306v4, section 4.1.
 
     >>> mask = torch.tensor([[False, True, True], [False, True, False]])
     >>> reference_point(-1.0 * mask, -2.0 * mask, mask).item()

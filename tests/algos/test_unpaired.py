@@ -66,7 +66,7 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_by_a_slow_loop(seed: int) -> None:
-    """The value function of the paper's eq. 7, and the loss of its eq. 8."""
+    """The value function of eq. 7 in the paper's fourth version, and the loss of its eq. 8."""
     logprobs, batch = random_rows(seed=seed)
     expected = 0.0
     for i in range(len(batch)):
