@@ -1,16 +1,17 @@
 """GRPO: `python examples/grpo.py` teaches a tiny model to add; `model=<folder or name> data=<file>` a real one more."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import attrs
 
 import nrl
-from nrl import config, data, tiny
-from nrl.algos import advantages, check_mismatch, grpo_loss, sft_loss
+from nrl import algos, config, data, tiny
+from nrl.algos import advantages, check_mismatch, clip, policy_loss, sft_loss
 from nrl.backends import SAMPLERS, Model, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw, fsdp
 from nrl.checkpoint import Checkpoints
-from nrl.envs import number, single_turn
+from nrl.envs import VERIFIERS, single_turn
 from nrl.runs import Run
 
 EMBEDDED = adamw(lr=7e-4, betas=(0.9, 0.95), schedule=Schedule("linear", steps=300, floor=0.1))
@@ -23,6 +24,7 @@ class Config:
     data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
     adapter: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
+    verifier: Literal["number", "number_or_wrong", "exact"] = "number"  # _or_wrong: where the right answer is no number
     held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/reward is over
     evaluate_every: int = attrs.field(default=50, validator=attrs.validators.ge(1))  # steps; never: held_out=null
     evaluate_prompts: int = 256
@@ -41,8 +43,11 @@ class Config:
     prompts: int = 32  # a step
     group_size: int = 8  # samples a prompt
     lag: int = 0  # publishes that a rollout may be early
+    updates: int = 1  # optimizer steps a batch, each on a part of it
+    aggregate: Literal["seq_mean", "token_mean"] = "seq_mean"  # the mean of the loss: over answers, or over tokens
     max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0)  # mismatch/kl, nats; beyond it: stop
     max_tokens: int = 16_384  # of a micro-batch
+    checkpointing: bool = False  # recompute activations, which takes time and saves memory
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6) if cfg.model else EMBEDDED)
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
     warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40)  # supervised steps, on rows with a "response"
@@ -63,7 +68,8 @@ def evaluate(cfg: Config, sampler: Sampler, i: int) -> nrl.reduce.Metrics:
         return {}
     tasks = data.tasks(cfg.held_out, seed=cfg.seed + 2, adapter=cfg.adapter, chat=cfg.chat)
     greedy = attrs.evolve(cfg.sampling, temperature=0.0)
-    return nrl.measure(nrl.grade(sampler, number, data.epoch(tasks, cfg.evaluate_prompts), sampling=greedy))
+    some = data.epoch(tasks, cfg.evaluate_prompts)
+    return nrl.measure(nrl.grade(sampler, VERIFIERS[cfg.verifier], some, sampling=greedy))
 
 
 def main(cfg: Config) -> None:
@@ -73,14 +79,14 @@ def main(cfg: Config) -> None:
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
         model = Model(cfg.model, dtype=cfg.dtype, lora=cfg.lora) if cfg.model else tiny.model(lora=cfg.lora)
-        trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
+        make = partial(fsdp.trainer, mesh, model, max_tokens=cfg.max_tokens, checkpointing=cfg.checkpointing)
+        trainer, warm = make(cfg.optimizer), make(cfg.warmup_optimizer)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
-        step = trainer.train_step(grpo_loss)
-        groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
-        stream = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
-        warm = fsdp.trainer(mesh, model, cfg.warmup_optimizer, max_tokens=cfg.max_tokens)
+        loss = policy_loss(clip(0.2), aggregate=getattr(algos, cfg.aggregate))
+        step = nrl.minibatched(trainer.train_step(loss), cfg.updates, cfg.seed)
+        groups = nrl.rollouts(sampler, single_turn(VERIFIERS[cfg.verifier]), tasks, n=cfg.group_size, seed=cfg.seed)
         policy = trainer.init(warm_up(cfg, run, warm, sampler.tokenizer).params) if cfg.warmup else trainer
-        state, stream = run.restore(policy=policy, stream=stream)
+        state, stream = run.restore(policy=policy, stream=nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag))
         nrl.publish(state.params, sampler, cfg.inflight)
         for i, batch in run.steps(stream):
             batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])

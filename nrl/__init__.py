@@ -15,7 +15,7 @@ from nrl.backends import Model, Sampling, adamw, evaluate, publish
 from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibatches, pad, require, shard
 from nrl.columns import COLUMNS
 from nrl.episodes import rollout, rollouts, run_episode
-from nrl.fitting import fit
+from nrl.fitting import fit, minibatched
 from nrl.grades import Graded, grade, measure
 from nrl.judges import scored_by
 from nrl.pack import pack, packed, unpack
@@ -71,6 +71,7 @@ __all__ = [
     "merged",
     "microbatched",
     "microbatches",
+    "minibatched",
     "minibatches",
     "pack",
     "packed",

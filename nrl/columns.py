@@ -72,7 +72,11 @@ COLUMNS: dict[str, Column] = {
         torch.int64,
         "rollout writes it; rows that answer one prompt share a number.",
     ),
-    "episode_ids": Column("row", torch.int64, "rollout writes it; absent, every row is an episode."),
+    "episode_ids": Column(
+        "row",
+        torch.int64,
+        "Add it with assign(batch, episode_ids=...) where several rows are one episode; absent, every row is one.",
+    ),
     "version": Column("row", torch.int64, "rollout writes it."),
     "versions": Column("token", torch.int64, "rollout writes it, with a sampler that streams; -1 where not sampled."),
     "asked_again": Column("row", torch.int64, "rollout writes it, with a sampler that streams.", 0),

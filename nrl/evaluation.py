@@ -25,24 +25,17 @@ from rich.box import ROUNDED
 from rich.console import Console
 from rich.table import Table
 
-from nrl import checkpoint, config, data, envs, folder
+from nrl import checkpoint, config, data, folder
 from nrl.backends import SAMPLERS, Model, Sampler, Sampling, load_tokenizer, openai
 from nrl.data import ADAPTERS, Adapter
-from nrl.envs import Task, Verifier
+from nrl.envs import VERIFIERS, Task, Verifier
 from nrl.errors import ConfigError, DataError, EnvError, ModelError, NrlError
 from nrl.grades import Graded, grade, measure
 from nrl.log import JsonLines, Progress, redact
 from nrl.reduce import Mean, Metrics, finalize, merge
 from nrl.runtime import cluster
 
-__all__ = ["VERIFIERS", "Evaluation", "exported", "main"]
-
-VERIFIERS: Mapping[str, Verifier] = {"exact": envs.exact, "number": envs.number}
-"""Those that ``verifier=`` knows by name.
-
->>> sorted(VERIFIERS)
-['exact', 'number']
-"""
+__all__ = ["Evaluation", "exported", "main"]
 
 _MAY_CHANGE = frozenset({"out", "k", "passing", "cluster", "samplers", "url", "engine"})
 _MARK = "digest_of_tasks"  # a key of config.yaml that only an evaluation has
@@ -84,7 +77,7 @@ class Evaluation:
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     stop: tuple[str, ...] = ()  # texts that end a sample
-    verifier: str = "number"  # or exact, or a function of your own: FILE.py:NAME or MODULE:NAME
+    verifier: str = "number"  # or number_or_wrong, exact, or a function of your own: FILE.py:NAME or MODULE:NAME
     passing: float = 1.0  # a sample passes where its reward is at least this
     sampler: Literal["hf", "vllm", "vllm-cpu", "openai"] = "hf"  # openai: a server that runs already
     url: str | None = attrs.field(default=None, validator=_addressed)  # of the server, for sampler=openai

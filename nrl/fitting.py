@@ -1,12 +1,19 @@
-"""The plain loop over a loss that many runs begin with, and some are all of."""
+"""The plain loop over a loss that many runs begin with, and some are all of; several steps on one batch."""
+
+from collections.abc import Callable
+from typing import Any
 
 from nrl.algos import Loss
 from nrl.backends.base import Trainer, TrainState
-from nrl.batch import Batch
+from nrl.batch import Batch, assign, minibatches
+from nrl.reduce import Metrics, merge, without
 from nrl.runs import Run
+from nrl.runtime import Future, done
 from nrl.stream import Stream
 
-__all__ = ["fit"]
+__all__ = ["fit", "minibatched"]
+
+type _Step = Callable[..., tuple[TrainState, Future[Metrics]]]
 
 
 def fit(run: Run, name: str, trainer: Trainer, loss: Loss, stream: Stream[Batch], steps: int) -> TrainState:
@@ -46,3 +53,47 @@ def fit(run: Run, name: str, trainer: Trainer, loss: Loss, stream: Stream[Batch]
         run.log(i, metrics)
         run.save(i, policy=state, stream=stream)
     return state
+
+
+def minibatched(step: _Step, n: int, seed: int = 0) -> _Step:
+    """Make of a train step one that takes ``n`` optimizer steps on a batch, each on a part of its rows.
+
+    Statistics of the whole batch, such as advantages, are columns by then. The parts are `nrl.minibatches`, drawn by
+    the seed and the number of optimizer steps before, so a run that is resumed draws the same ones.
+
+    Args:
+        step: from ``trainer.train_step(loss)``.
+        n: at least 1; of 1 it is ``step`` itself.
+        seed: of the parts.
+
+    Returns:
+        ``(state, batch, **columns) -> (state, Future[Metrics])``. The metrics are merged over the parts; those under
+        ``mismatch/`` are the first one's, whose weights are the sampler's own.
+
+    Raises:
+        ValueError: ``n`` is less than 1.
+        BatchError: (when called) the batch has fewer rows than ``n``.
+
+    >>> import nrl
+    >>> from nrl import tiny
+    >>> from nrl.algos import sft_loss
+    >>> from nrl.backends import adamw, fsdp
+    >>> with nrl.cluster("local") as here:
+    ...     trainer = fsdp.trainer(here.reserve(1), tiny.model(), adamw(lr=1e-3))
+    ...     state, metrics = minibatched(trainer.train_step(sft_loss), 4)(trainer.init(), tiny.sums(8).take(1)[0])
+    >>> state.step
+    4
+    """
+    if n < 1:
+        raise ValueError(f"minibatched: n is {n}; a batch is at least one part")
+    if n == 1:
+        return step
+
+    def steps(state: TrainState, batch: Batch, **columns: Any) -> tuple[TrainState, Future[Metrics]]:
+        found: Metrics = {}
+        for number, part in enumerate(minibatches(assign(batch, **columns), n, seed + state.step)):
+            state, metrics = step(state, part)
+            found = merge(found, without("mismatch/", metrics.result()) if number else metrics.result())
+        return state, done(found)
+
+    return steps

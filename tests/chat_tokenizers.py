@@ -51,10 +51,8 @@ def tokenizer(name: str) -> Any:
     if name.startswith("qwen3"):
         made.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
     named = LLAMA if family == "llama3" else QWEN
-    # Llama's templates write today's date where they are given none.
-    text = ("{% set date_string = '26 Jul 2024' %}" if family == "llama3" else "") + template(name)
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, chat_template=text, clean_up_tokenization_spaces=False, **named
+        tokenizer_object=made, chat_template=template(name), clean_up_tokenization_spaces=False, **named
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from nrl import data
 from nrl.envs import number
 from nrl.errors import DataError
-from tests.chat_tokenizers import tokenizer
+from tests.chat_tokenizers import strings, tokenizer
 
 SAMPLES = Path(__file__).parent / "data"
 
@@ -49,7 +49,7 @@ def test_squad() -> None:
     rows = sample("squad")
     assert len(rows) == 2  # the third has no answer
     assert rows[1] == {
-        "prompt": user(f"{passage}\n\nHow tall is it?"),
+        "prompt": user(f"{passage}\n\nHow tall is it?\n\nAnswer:\n"),
         "answer": "31 metres",
         "answers": ["31 metres", "31 metres tall"],
         "response": "31 metres",
@@ -98,6 +98,18 @@ def test_rows_with_responses_are_taught(name: str) -> None:
     batch = data.supervised(rows, of)
     for row, ids, mask in zip(rows, batch["input_ids"], batch["loss_mask"], strict=True):
         assert of.decode(ids[mask]) == row["response"] + "<|im_end|>"
+
+
+@pytest.mark.parametrize("family", ["llama3_2", "qwen3"])
+def test_a_base_model_reads_squad_as_a_text_whose_answer_stands_apart(family: str) -> None:
+    """The tokens are those of the whole text, in which prompt and answer meet at the end of a line."""
+    of = tokenizer(family)
+    rows = data.rows(SAMPLES / "squad_sample.jsonl", adapter="squad", chat=False)
+    batch = data.supervised(rows, of)
+    for row, ids, mask, real in zip(rows, batch["input_ids"], batch["loss_mask"], batch["attention_mask"], strict=True):
+        assert strings(ids[real & ~mask], of)[-2:] == ["Answer", ":\n"]
+        assert of.decode(ids[mask]) == row["response"] + of.eos_token
+        assert ids[real].tolist() == of.encode(row["prompt"] + row["response"] + of.eos_token)
 
 
 def test_an_adapter_may_make_several_rows() -> None:

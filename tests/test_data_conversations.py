@@ -1,10 +1,14 @@
 """Conversations token by token, under the chat templates of real model families."""
 
+import copy
+from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from nrl import data, tiny
 from nrl.errors import DataError, ModelError
@@ -52,6 +56,24 @@ def taught(row: dict[str, Any], of: Any) -> list[str]:
     batch = data.supervised([row], of)
     assert batch["attention_mask"].all()
     return written(batch["input_ids"][0], batch["loss_mask"][0], of)
+
+
+# the date
+
+
+@pytest.mark.parametrize("name", ["llama3_2", "marked"])
+def test_every_day_has_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers gives a template its clock; a template may ask it for today in any format."""
+    of = copy.copy(tokenizer("llama3_2" if name == "llama3_2" else "qwen3_training"))
+    if name == "marked":  # with {% generation %}, another way into transformers
+        of.chat_template = "{{ strftime_now('%A, %Y-%m-%d') }}" + of.chat_template
+    found = []
+    for day in (datetime(2026, 1, 1), datetime(2031, 12, 24)):
+        monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda day=day: day))
+        assert of.apply_chat_template([HELLO], tokenize=False).count(str(day.year)) == 1
+        found.append((data.render([HELLO], of), taught({"messages": CHAT}, of)))
+    assert found[0] == found[1]
+    assert "2024" in of.decode(found[0][0])
 
 
 # several turns
@@ -108,7 +130,8 @@ def test_what_comes_before_an_answer_is_what_the_sampler_meets(name: str, asked:
 @pytest.mark.parametrize("name", ["chatml", "qwen2_5", "qwen3_training", "llama3", "llama3_1", "llama3_2"])
 def test_the_ids_are_those_of_the_template(name: str) -> None:
     of = tokenizer(name)
-    whole = of.apply_chat_template([SYSTEM, *CHAT], tokenize=True, return_dict=False)
+    of_day = {"date_string": "26 Jul 2024"}  # which of these templates only Llama 3.1's and 3.2's look at
+    whole = of.apply_chat_template([SYSTEM, *CHAT], tokenize=True, return_dict=False, **of_day)
     ids = data.supervised([{"messages": [SYSTEM, *CHAT]}], of)["input_ids"][0].tolist()
     assert whole[: len(ids)] == ids
     assert of.decode(whole[len(ids) :]).strip() == ""

@@ -354,7 +354,7 @@ def test_two_at_once_are_refused(here: Path, model: str, capsys: pytest.CaptureF
         (["tasks.jsonl", "top_p=3"], "'top_p' must be <= 1: 3.0"),
         (
             ["tasks.jsonl", "verifier=numbr"],
-            "nrl: eval: there is no verifier 'numbr'; there are exact, number, or give",
+            "nrl: eval: there is no verifier 'numbr'; there are exact, number, number_or_wrong, or give",
         ),
         (["tasks.jsonl", "verifier=gone.py:judge"], "eval: verifier=gone.py:judge: gone.py cannot be imported: "),
         (["tasks.jsonl", "verifier=gone:judge"], "eval: verifier=gone:judge: gone cannot be imported: No module named"),

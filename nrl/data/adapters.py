@@ -71,6 +71,8 @@ def openmathinstruct2(row: Task) -> Task:
 def squad(row: Task) -> Task | None:
     """Of SQuAD: the passage and the question; ``answer`` is the first of ``answers``, all that annotators accept.
 
+    The prompt ends with a line ``Answer:``, so that a base model, whose prompt stays a text, sees where that begins.
+
     Args:
         row: with ``context``, ``question`` and ``answers``, whose ``text`` lists them.
 
@@ -93,7 +95,7 @@ def squad(row: Task) -> Task | None:
         raise DataError(f"squad: 'answers' is {shown(repr(answers))}; give {{'text': ['...'], 'answer_start': [0]}}")
     if not found:
         return None
-    prompt = f"{context.strip()}\n\n{question.strip()}"
+    prompt = f"{context.strip()}\n\n{question.strip()}\n\nAnswer:\n"
     return {"prompt": prompt, "answer": found[0], "answers": list(found), "response": found[0]}
 
 

@@ -2,10 +2,14 @@
 
 All goes through the tokenizer's own chat template, as text. What the assistant writes in a turn is what the template
 puts behind its generation prompt, up to the token that ends the turn.
+
+To templates that write today's date, such as Llama 3.2's, every day is 26 July 2024, the date that Llama 3.1's writes:
+a run that goes on tomorrow has the prompts of today.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from itertools import pairwise
 from typing import Any, cast
 
@@ -14,6 +18,9 @@ from nrl.envs.base import Message, Prompt
 from nrl.errors import DataError, ModelError
 
 __all__ = ["answered", "render"]
+
+_TODAY = {"strftime_now": datetime(2024, 7, 26).strftime}
+"""What every template is rendered with; it goes before the clock that transformers gives them under this name."""
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -167,6 +174,7 @@ def _marked(messages: Sequence[Message], first: int, tokenizer: Any) -> tuple[st
                 chat_template=_template(tokenizer),
                 return_assistant_tokens_mask=True,
                 **tokenizer.special_tokens_map,
+                **_TODAY,
             ),
         )
 
@@ -246,7 +254,7 @@ def _templated(messages: Sequence[Message], tokenizer: Any, *, asking: bool = Fa
         return cast(
             str,
             tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=asking, tokenize=False
+                [dict(message) for message in messages], add_generation_prompt=asking, tokenize=False, **_TODAY
             ),
         )
 

@@ -8,9 +8,19 @@
 """
 
 from nrl.envs.base import Env, Environment, Message, Prompt, Step, Task, Verifier, by_source, single_turn
-from nrl.envs.verifiers import Extractor, exact, extractor, extracts, final_number, number
+from nrl.envs.verifiers import (
+    VERIFIERS,
+    Extractor,
+    exact,
+    extractor,
+    extracts,
+    final_number,
+    number,
+    number_or_wrong,
+)
 
 __all__ = [
+    "VERIFIERS",
     "Env",
     "Environment",
     "Extractor",
@@ -25,5 +35,6 @@ __all__ = [
     "extracts",
     "final_number",
     "number",
+    "number_or_wrong",
     "single_turn",
 ]

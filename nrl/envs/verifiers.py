@@ -1,4 +1,4 @@
-r"""Verifiers of answers that are known: `exact` compares text, `number` compares numbers.
+r"""Verifiers of answers that are known: `exact` compares text, `number` and `number_or_wrong` compare numbers.
 
 Each says, by `extracts`, how the answer that it compares is taken out of a response: for votes among several samples.
 
@@ -22,7 +22,7 @@ Numbers are compared as fractions, exactly. No expression is evaluated, and the 
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 from nrl.envs.base import Task, Verifier
 from nrl.errors import EnvError
 
-__all__ = ["Extractor", "exact", "extractor", "extracts", "final_number", "number"]
+__all__ = ["VERIFIERS", "Extractor", "exact", "extractor", "extracts", "final_number", "number", "number_or_wrong"]
 
 type Extractor = Callable[[str], str | None]
 """``response -> answer``: equal answers have equal texts; None: the response holds no answer."""
@@ -129,7 +129,49 @@ def number(task: Task, response: str) -> float:
 
     Source: the format ``#### 42`` is that of Cobbe et al., 2021, "Training Verifiers to Solve Math Word Problems".
     """
-    return float(_final(response) == _expected(_answer("number", task)))
+    answer = _answer("number", task)
+    expected = _expected(answer)
+    if expected is None:
+        text = str(answer)
+        raise EnvError(
+            f"number: task['answer'] is {text if len(text) < 200 else '...' + text[-200:]!r}, from which no number can "
+            "be read; give a number, or a solution that ends in '#### 42'; or let every response to it count as wrong, "
+            "by number_or_wrong"
+        )
+    return float(_final(response) == expected)
+
+
+@extracts(final_number)
+def number_or_wrong(task: Task, response: str) -> float:
+    r"""`number`; where no number can be read from the right answer, every response is wrong.
+
+    For sources that also hold answers which are no numbers, such as expressions, names or intervals. `number` fails
+    there, and such rows are not valid. Here they are, with a reward of 0, so they lower the mean reward; a group of
+    them teaches nothing.
+
+    Args:
+        task: has an ``"answer"``, a string or a number.
+        response: what the model wrote.
+
+    Returns:
+        1.0 or 0.0.
+
+    Raises:
+        EnvError: the task has no such ``"answer"``.
+
+    >>> number_or_wrong({"answer": "42"}, "It is 42."), number_or_wrong({"answer": r"3\sqrt{2}"}, r"It is 3\sqrt{2}.")
+    (1.0, 0.0)
+    """
+    expected = _expected(_answer("number_or_wrong", task))
+    return float(expected is not None and _final(response) == expected)
+
+
+VERIFIERS: Mapping[str, Verifier] = {"exact": exact, "number": number, "number_or_wrong": number_or_wrong}
+"""The verifiers that a configuration can name.
+
+>>> VERIFIERS["number"] is number
+True
+"""
 
 
 def _answer(verifier: str, task: Task) -> Any:
@@ -144,17 +186,11 @@ def _answer(verifier: str, task: Task) -> Any:
     return answer
 
 
-def _expected(answer: Any) -> Fraction:
+def _expected(answer: Any) -> Fraction | None:
     if isinstance(answer, int | Fraction):
         return Fraction(answer)
     text = str(answer)
-    value = next(itertools.chain(_marked(text), _boxed(text), [_only(_plain(text))]))
-    if value is None:
-        raise EnvError(
-            f"number: task['answer'] is {text if len(text) < 200 else '...' + text[-200:]!r}, from which no number can "
-            "be read; give a number, or a solution that ends in '#### 42'"
-        )
-    return value
+    return next(itertools.chain(_marked(text), _boxed(text), [_only(_plain(text))]))
 
 
 def _final(response: str) -> Fraction | None:

@@ -110,5 +110,5 @@ def test_whatever_has_the_two_functions_is_an_env() -> None:
 
 
 def test_the_package_lists_its_names_in_order() -> None:
-    assert nrl.envs.__all__ == sorted(nrl.envs.__all__)
+    assert nrl.envs.__all__ == sorted(nrl.envs.__all__, key=lambda name: (not name.isupper(), name))
     assert all(hasattr(nrl.envs, name) for name in nrl.envs.__all__)

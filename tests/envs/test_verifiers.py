@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nrl.envs import exact, extractor, extracts, final_number, number
+from nrl.envs import exact, extractor, extracts, final_number, number, number_or_wrong
 from nrl.errors import EnvError
 
 ROWS = [
@@ -290,7 +290,13 @@ def test_an_answer_without_a_number_is_an_error_and_not_a_reward(answer: Any) ->
         number({"answer": answer}, "42")
 
 
-@pytest.mark.parametrize("verifier", [exact, number])
+@pytest.mark.parametrize("answer", NO_NUMBER)
+def test_an_answer_without_a_number_makes_every_response_wrong_where_that_was_asked_for(answer: Any) -> None:
+    for response in ("42", str(answer) if not isinstance(answer, int) else "", "I do not know."):
+        assert number_or_wrong({"answer": answer}, response) == 0.0
+
+
+@pytest.mark.parametrize("verifier", [exact, number, number_or_wrong])
 @pytest.mark.parametrize("answer", [None, True, ["42"], {"a": 1}, b"42"])
 def test_an_answer_of_another_type_is_an_error(verifier: Any, answer: Any) -> None:
     name = verifier.__name__
@@ -298,7 +304,7 @@ def test_an_answer_of_another_type_is_an_error(verifier: Any, answer: Any) -> No
         verifier({"answer": answer}, "42")
 
 
-@pytest.mark.parametrize("verifier", [exact, number])
+@pytest.mark.parametrize("verifier", [exact, number, number_or_wrong])
 @pytest.mark.parametrize(
     ("task", "found"), [({"prompt": "?", "solution": "42"}, "'prompt', 'solution'"), ({}, "nothing")]
 )
@@ -310,6 +316,13 @@ def test_a_missing_answer_is_an_error(verifier: Any, task: dict[str, str], found
 def test_a_long_answer_is_shown_by_its_end() -> None:
     with pytest.raises(EnvError, match=r"is '\.\.\.(a ){90,100}#### end', from which"):
         number({"answer": "a " * 1000 + "#### end"}, "42")
+
+
+def test_the_lenient_verifier_is_number_where_there_is_one() -> None:
+    assert extractor(number_or_wrong) is final_number
+    for row in ROWS:
+        for response in (row["answer"], "72", "1,200", "I do not know."):
+            assert number_or_wrong(row, response) == number(row, response)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=range(len(ROWS)))
