@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -452,6 +453,37 @@ def test_checkpointing_gives_the_same_step(slots: Slots, packed: bool) -> None:
     for name, x in found[0][0].items():
         close(found[1][0][name], x, atol=1e-6)
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors have held at once, of those that are made within it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(found) if isinstance(x, Tensor)):
+            self.held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.held = {key: (ref, size) for key, (ref, size) in self.held.items() if not ref.expired()}
+        self.bytes = max(self.bytes, sum(size for _, size in self.held.values()))
+        return found
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_checkpointing_holds_fewer_bytes(slots: Slots, packed: bool) -> None:
+    """Of eight layers one is held at a time, and what goes into each."""
+    peaks = []
+    for checkpointing in (False, True):
+        trainer = make(slots, Model(QWEN3 | {"num_hidden_layers": 8}), checkpointing=checkpointing, packed=packed)
+        state = trainer.init()
+        with Peak() as peak:
+            state, metrics = trainer.train_step(algos.grpo_loss)(state, batch_of([40] * 8))
+            metrics.result()
+        peaks.append(peak.bytes)
+    assert peaks[1] < peaks[0] / 2
 
 
 @pytest.mark.slow
