@@ -19,7 +19,7 @@ from nrl.errors import DataError, ModelError
 
 __all__ = ["answered", "render"]
 
-_TODAY = {"strftime_now": datetime(2024, 7, 26).strftime}
+_TODAY: Mapping[str, Any] = {"strftime_now": datetime(2024, 7, 26).strftime}
 """What every template is rendered with; it goes before the clock that transformers gives them under this name."""
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
