@@ -31,7 +31,7 @@ from nrl.data import ADAPTERS, Adapter
 from nrl.envs import Task, Verifier
 from nrl.errors import ConfigError, DataError, EnvError, ModelError, NrlError
 from nrl.grades import Graded, grade, measure
-from nrl.log import JsonLines, Progress, redact
+from nrl.log import JsonLines, Progress, redacted
 from nrl.reduce import Mean, Metrics, finalize, merge
 from nrl.runtime import cluster
 
@@ -285,16 +285,12 @@ def _check_folder(out: Path) -> None:
 
 def _asked(out: Path) -> Mapping[str, Any]:
     """The configuration of the evaluation in a folder; empty where there is none."""
-    try:
-        found = yaml.safe_load((out / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, Mapping) else {}
+    return folder.read(out / "config.yaml") or {}
 
 
 def _settle(out: Path, cfg: Evaluation, found: Mapping[str, Any]) -> None:
     """Write what is asked for, unless the folder holds results of something else."""
-    text = redact(config.dump(cfg) + yaml.safe_dump(dict(found)))
+    text = config.dump(cfg, redacted) + yaml.safe_dump(dict(found))
     old, new = _asked(out), yaml.safe_load(text)
     changed = [key for key in old | new if old.get(key) != new.get(key) and key not in _MAY_CHANGE]
     if old and changed:

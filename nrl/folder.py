@@ -116,8 +116,12 @@ def claim(out: Path, stack: ExitStack) -> None:
 def settle(out: Path, text: str) -> None:
     """Write a configuration to ``config.yaml``, whole or not at all; what a resumed run asks for differently is said.
 
+    Args:
+        out: the folder.
+        text: the configuration, in which secrets are masked: another secret is no other configuration.
+
     Raises:
-        ConfigError: the folder holds checkpoints of another configuration.
+        ConfigError: the folder holds checkpoints of another configuration, or of nobody knows which.
 
     >>> import tempfile
     >>> out = Path(tempfile.mkdtemp())
@@ -128,23 +132,45 @@ def settle(out: Path, text: str) -> None:
     ['config.1.yaml', 'config.yaml']
     """
     path = out / "config.yaml"
-    if path.exists() and (before := path.read_text(encoding="utf-8")) != text:
-        old, new = yaml.safe_load(before), yaml.safe_load(text)
-        changed = [key for key in old | new if old.get(key) != new.get(key)]
+    if path.exists() and (before := path.read_bytes()) != text.encode():
+        old, new, there = read(path), yaml.safe_load(text), (out / "checkpoints").exists()
+        if old is None and there:
+            raise ConfigError(
+                f"run: {path} is empty or damaged, so nobody knows which configuration the checkpoints in out={out} "
+                "are of; give another folder. If they are of this one, remove that file"
+            )
+        was = new if old is None else old
+        changed = [key for key in was | new if was.get(key) != new.get(key)]
         refused = [key for key in changed if key not in _MAY_CHANGE]
-        if refused and (out / "checkpoints").exists():
+        if refused and there:
             raise ConfigError(
                 f"run: out={out} holds a run with another {', '.join(refused)} ("
-                + "; ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in refused)
+                + "; ".join(f"{key}: {was.get(key)} -> {new.get(key)}" for key in refused)
                 + f"), so its state and its streams would not fit; give another folder. If you mean it, remove {path}"
             )
         number = next(i for i in range(1, 10**6) if not path.with_suffix(f".{i}.yaml").exists())
-        path.with_suffix(f".{number}.yaml").write_text(before, encoding="utf-8")
-        said = "; ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in changed)
-        print(f"run: going on with another configuration: {said}", flush=True)  # noqa: T201
+        aside = path.with_suffix(f".{number}.yaml")
+        aside.write_bytes(before)
+        if old is None:
+            print(f"run: {path} is empty or damaged; it is {aside.name} now", flush=True)  # noqa: T201
+        else:
+            said = "; ".join(f"{key}: {was.get(key)} -> {new.get(key)}" for key in changed)
+            print(f"run: going on with another configuration: {said}", flush=True)  # noqa: T201
     temporary = path.with_name(".config.yaml")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """What a ``config.yaml`` holds; None: it is empty, damaged, or something else.
+
+    >>> read(Path("there/is/none/config.yaml"))
+    """
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def plant(seed: int) -> None:

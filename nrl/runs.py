@@ -22,7 +22,7 @@ from nrl.backends.base import Trainer
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 from nrl.errors import CheckpointError, ConfigError
-from nrl.log import JsonLines, Progress, Sink, duration, open_sinks, redact
+from nrl.log import JsonLines, Progress, Sink, duration, open_sinks, redacted
 from nrl.reduce import Metrics, finalize, merge
 from nrl.report import report
 from nrl.runtime import profiling, timeline
@@ -338,7 +338,7 @@ def run(cfg: Any) -> Iterator[Run]:
     done in 0:00; metrics are in ...
     """
     out = folder.choose(cfg)
-    text = redact(config.dump(cfg))
+    text = config.dump(cfg, redacted)
     started = time.monotonic()
     with ExitStack() as stack:
         folder.claim(out, stack)

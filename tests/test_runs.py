@@ -22,6 +22,7 @@ from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 from nrl.errors import CheckpointError, ConfigError
 from nrl.reduce import Max, Mean, Metrics, Sum
+from nrl.report import report
 from nrl.runs import Run, run
 from nrl.runtime import done, timeline
 from nrl.stream import Source, ahead, counting
@@ -486,6 +487,30 @@ def test_the_folder_of_another_program(tmp_path: Path) -> None:
     walk(Resumable(tmp_path))
     with pytest.raises(ConfigError, match="holds a run with another .*lr"), run(Config(out=tmp_path)):
         pass
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"- 1\n", b"note: ***\n", b"lr: [0.1", b"\xff\xfe\x00", b"a: b: c"])
+def test_a_configuration_that_cannot_be_read(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody knows what the checkpoints are of; where there are none, nothing is lost but a text."""
+    cfg, damaged = Resumable(tmp_path / "run"), tmp_path / "run" / "config.yaml"
+    walk(cfg)
+    damaged.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"run: {damaged} is empty or damaged, .*another folder.* remove that file"):
+        walk(cfg)
+    assert damaged.read_bytes() == content
+    assert report(tmp_path / "run").stat().st_size > 1000
+    damaged.unlink()
+    walk(cfg)
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / "config.yaml").write_bytes(content)
+    with run(Config(out=new)):
+        pass
+    assert f"run: {new / 'config.yaml'} is empty or damaged; it is config.1.yaml now" in capsys.readouterr().out
+    assert (new / "config.1.yaml").read_bytes() == content
+    assert nrl.config.load(Config, [str(new / "config.yaml")]).steps == 3
 
 
 def test_a_negative_number_of_steps(tmp_path: Path) -> None:
