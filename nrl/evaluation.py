@@ -44,7 +44,7 @@ VERIFIERS: Mapping[str, Verifier] = {"exact": envs.exact, "number": envs.number}
 ['exact', 'number']
 """
 
-_MAY_CHANGE = frozenset({"out", "k", "passing", "cluster", "samplers", "url", "engine"})
+_MAY_CHANGE = frozenset({"out", "k", "passing", "cluster", "samplers", "url", "engine", "trust_remote_code"})
 _MARK = "digest_of_tasks"  # a key of config.yaml that only an evaluation has
 
 
@@ -90,6 +90,7 @@ class Evaluation:
     url: str | None = attrs.field(default=None, validator=_addressed)  # of the server, for sampler=openai
     engine: dict[str, Any] = attrs.field(factory=dict)  # more arguments of the sampler: engine.max_model_len=2048
     dtype: Literal["float32", "bfloat16"] = "float32"
+    trust_remote_code: bool = False  # let Python files that lie with the model run
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     samplers: int = attrs.field(default=1, validator=_positive)  # processes that sample
     adapter: str | None = None  # from the rows of a well-known dataset
@@ -134,7 +135,8 @@ def main(cfg: Evaluation) -> Metrics:
     >>> list(found)[:2], sorted(path.name for path in Path(f"{at}/eval").iterdir())[-3:]
     (['eval/reward', 'eval/pass@1'], ['config.yaml', 'metrics.json', 'results.jsonl'])
     """
-    verifier, model = _verifier(cfg.verifier), Model(exported(cfg.model), dtype=cfg.dtype)
+    verifier = _verifier(cfg.verifier)
+    model = Model(exported(cfg.model), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
     tasks, together = _tasks(cfg, verifier), max(1, cfg.rows // cfg.n)
     if cfg.out is None:
         load_tokenizer(model)  # no folder is made for a model that is not there

@@ -78,7 +78,13 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
             missing = {name for name in module.state_dict() if _is_score(name)}
         else:
             with _quiet(model.head != "lm"):
-                module, info = auto.from_pretrained(model.source, dtype=dtype, output_loading_info=True, **labels)
+                module, info = auto.from_pretrained(
+                    model.source,
+                    dtype=dtype,
+                    output_loading_info=True,
+                    trust_remote_code=model.trust_remote_code,  # None would ask on stdin
+                    **labels,
+                )
             missing = {name for name in info["missing_keys"] if _is_score(name)}
             if others := set(info["missing_keys"]) - missing:  # filled in at random, with no more than a warning
                 raise ValueError(f"its files lack the weights {_some(sorted(others))}")
@@ -141,6 +147,11 @@ def _name(model: Model) -> str:
 
 def _reason(source: Any, error: Exception, wanted: str) -> str:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if "trust_remote_code=True" in str(error):
+        return (
+            "it comes with Python code of its own, which is not run unless you say so; read it, and give "
+            "Model(..., trust_remote_code=True)"
+        )
     if isinstance(source, str) and (source.startswith((".", "/", "~")) or Path(source).exists()):
         if not Path(source).exists():
             return "there is no such folder; give a folder with config.json and weights, a hub name, or a config"
@@ -183,7 +194,7 @@ def load_config(model: Model) -> tuple[Any, Any]:
             fields = dict(model.source)
             config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
             return config.get_text_config(), transformers.GenerationConfig.from_model_config(config)
-        config = transformers.AutoConfig.from_pretrained(model.source)
+        config = transformers.AutoConfig.from_pretrained(model.source, trust_remote_code=model.trust_remote_code)
         try:
             generation = transformers.GenerationConfig.from_pretrained(model.source)
         except OSError:  # many models have none
@@ -214,7 +225,7 @@ def load_tokenizer(model: Model) -> Any:
     try:
         if Path(source).is_dir() and not any(file for kind in _TOKENIZERS for file in Path(source).glob(kind)):
             raise ValueError("it has no tokenizer files; save a tokenizer into it, or give Model(..., tokenizer=...)")
-        return transformers.AutoTokenizer.from_pretrained(source)
+        return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     except Exception as error:
         raise ModelError(f"Model: the tokenizer of '{source}': {_reason(source, error, 'tokenizer')}") from error
 
