@@ -139,12 +139,10 @@ def main(cfg: Evaluation) -> Metrics:
     model = Model(exported(cfg.model), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
     tasks, together = _tasks(cfg, verifier), max(1, cfg.rows // cfg.n)
     if cfg.out is None:
-        load_tokenizer(model)  # no folder is made for a model that is not there
-    out = Path(cfg.out) if cfg.out else folder.choose(cfg)
-    results = out / "results.jsonl"
+        load_tokenizer(model)  # no folder is named for a model that is not there
     with ExitStack() as stack:
-        _check_folder(out)
-        folder.claim(out, stack)
+        out = stack.enter_context(folder.entered(cfg, _folder))
+        results = out / "results.jsonl"
         _settle(out, cfg, {_MARK: _digest(tasks), "digest_of_model": _digest_of_files(str(model.source))})
         done = _read(results, len(tasks), together)
         _say(
@@ -275,7 +273,10 @@ def _sampler(cfg: Evaluation, model: Model, stack: ExitStack) -> Sampler:
 # --- the folder
 
 
-def _check_folder(out: Path) -> None:
+def _folder(cfg: Evaluation) -> Path:
+    if cfg.out is None:
+        return folder.choose(cfg)
+    out = Path(cfg.out)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"eval: out={out} is a file; give a folder, or leave it out to make a new one")
     there = sorted(path.name for path in out.glob("[!.]*")) if out.exists() else []
@@ -283,6 +284,7 @@ def _check_folder(out: Path) -> None:
         raise ConfigError(
             f"eval: out={out} holds something else than an evaluation ({', '.join(there[:8])}); give another folder"
         )
+    return out
 
 
 def _asked(out: Path) -> Mapping[str, Any]:

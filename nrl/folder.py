@@ -1,11 +1,14 @@
 """The folder of a run before its first step: which one, whose it is, and what was asked for.
 
 One process at a time is in a folder. Its ``config.yaml`` is the configuration of the last start; a resumed run may
-change some of it, and the former one is kept.
+change some of it, and the former one is kept. A start that fails before there is anything worth keeping leaves no
+folder, or the one that was there as it was.
 """
 
+import contextlib
 import random
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -20,8 +23,22 @@ import yaml
 
 from nrl.errors import ConfigError
 
-__all__ = ["Folders", "choose", "claim", "dead_end", "plant", "reusing", "settle"]
+__all__ = ["Folders", "choose", "claim", "dead_end", "entered", "plant", "read", "reusing", "settle"]
 
+_KEPT_BY_NRL = frozenset(  # of itself, whatever becomes of the run
+    {
+        ".lock",
+        "config.yaml",
+        "mlflow-run",
+        "mlflow.db",
+        "profile",
+        "report.html",
+        "tensorboard",
+        "timeline.json",
+        "wandb",
+    }
+    | {"wandb-run"}
+)
 _MAY_CHANGE = frozenset({"out", "steps", "checkpoints", "sinks", "cluster", "optimizer"})
 
 
@@ -40,6 +57,8 @@ def choose(cfg: Any) -> Path:
     >>> choose(Config()).name
     'mine'
     """
+    if getattr(cfg, "steps", 0) < 0:
+        raise ConfigError(f"run: steps={cfg.steps}; give 0 or more")
     attempt = _attempt.get() or _Attempt(Folders())
     out = Path(cfg.out) if getattr(cfg, "out", None) else attempt.next_new()
     attempt.folders.used[out] = None
@@ -50,9 +69,77 @@ def choose(cfg: Any) -> Path:
             f"run: out={out} holds a run already, which has no checkpoints to go on from; give another folder, or "
             "remove that one"
         )
-    if getattr(cfg, "steps", 0) < 0:
-        raise ConfigError(f"run: steps={cfg.steps}; give 0 or more")
     return out
+
+
+@contextmanager
+def entered(cfg: Any, choose: Callable[[Any], Path] = choose) -> Iterator[Path]:
+    """Be alone in the folder that a configuration asks for.
+
+    An error that comes before there is anything worth keeping, such as metrics, a checkpoint or a model, leaves no
+    folder where there was none, and else no other ``config.yaml`` than there was.
+
+    Args:
+        cfg: what has an ``out``, or has not.
+        choose: from it to the folder.
+
+    Raises:
+        ConfigError: as ``choose`` does; or another process is in the folder.
+
+    >>> import attrs, tempfile
+    >>> @attrs.frozen
+    ... class Config:
+    ...     out: str = f"{tempfile.mkdtemp()}/new"
+    >>> try:
+    ...     with entered(Config()) as out:
+    ...         settle(out, "model: there-is-none")
+    ...         raise ConfigError("no such model")
+    ... except ConfigError:
+    ...     out.exists()
+    False
+    """
+    named = Path(cfg.out) if getattr(cfg, "out", None) else None
+    above = Path("runs") if named is None else named
+    made = [path for path in (above, *above.parents) if not path.exists()]
+    out = choose(cfg)
+    with ExitStack() as stack:
+        claim(out, stack)
+        stack.enter_context(_undone(out, made if named else [out, *made]))
+        yield out
+
+
+@contextmanager
+def _undone(out: Path, made: Sequence[Path]) -> Iterator[None]:
+    before, configs = _worth_keeping(out), {path: path.read_bytes() for path in _configs(out)}
+    try:
+        yield
+    except BaseException:
+        if made and not _worth_keeping(out):
+            shutil.rmtree(out, ignore_errors=True)
+            with contextlib.suppress(OSError):  # others may have come to be in them
+                for path in made[1:]:
+                    path.rmdir()
+        elif _worth_keeping(out) == before:
+            for path in _configs(out):
+                if path not in configs:
+                    path.unlink()
+                elif path.read_bytes() != configs[path]:
+                    path.write_bytes(configs[path])
+            for folder in sorted(out.glob("checkpoints/**/"), reverse=True):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # if it is empty
+        raise
+
+
+def _configs(out: Path) -> list[Path]:
+    return [*out.glob("config.yaml"), *out.glob("config.*.yaml")]
+
+
+def _worth_keeping(out: Path) -> dict[Path, tuple[int, int]]:
+    """All files but those that nrl writes of itself, and when they were changed."""
+    files = [path for path in out.rglob("*") if path.is_file() and path.relative_to(out).parts[0] not in _KEPT_BY_NRL]
+    found = {path: path.stat() for path in files if path not in _configs(out)}
+    return {path: (each.st_size, each.st_mtime_ns) for path, each in found.items() if each.st_size}
 
 
 def dead_end(out: Path) -> bool:

@@ -337,11 +337,10 @@ def run(cfg: Any) -> Iterator[Run]:
     3
     done in 0:00; metrics are in ...
     """
-    out = folder.choose(cfg)
     text = config.dump(cfg, redacted)
     started = time.monotonic()
     with ExitStack() as stack:
-        folder.claim(out, stack)
+        out = stack.enter_context(folder.entered(cfg))
         folder.settle(out, text)
         folder.plant(getattr(cfg, "seed", 0))
         sink = stack.enter_context(open_sinks(getattr(cfg, "sinks", ()), out, attrs.asdict(cfg), name=out.name))

@@ -29,16 +29,89 @@ _SHAPES = (
 )
 # What a key is called, word by word, if its value is a secret. A token is one of text too: max_tokens, pad_token.
 _SECRETS = frozenset(
-    "password passwords passwd passphrase pwd secret secrets credential credentials apikey apikeys authorization "
-    "cookie cookies".split()
+    [
+        "password",
+        "passwords",
+        "passwd",
+        "passphrase",
+        "pwd",
+        "secret",
+        "secrets",
+        "credential",
+        "credentials",
+        "apikey",
+        "apikeys",
+        "authorization",
+        "cookie",
+        "cookies",
+    ]
 )
 _SECRET_KEYS = frozenset(
-    "api access secret private auth account encryption signing ssh service license".split()  # ... key
+    [
+        "api",
+        "access",
+        "secret",
+        "private",
+        "auth",
+        "account",
+        "encryption",
+        "signing",
+        "ssh",
+        "service",
+        "license",
+    ]  # ... key
 )
 _OF_TEXT = frozenset(  # ... token
-    "answer assistant audio begin blank boa boi bos bov cls delimiter dummy end eoa eoi eom eos eot eov first image "
-    "last mask middle new newline next pad per placeholder prefix reward sep separator sot special start step stop "
-    "suffix system think tool trigger unk user video vision".split()
+    [
+        "answer",
+        "assistant",
+        "audio",
+        "begin",
+        "blank",
+        "boa",
+        "boi",
+        "bos",
+        "bov",
+        "cls",
+        "delimiter",
+        "dummy",
+        "end",
+        "eoa",
+        "eoi",
+        "eom",
+        "eos",
+        "eot",
+        "eov",
+        "first",
+        "image",
+        "last",
+        "mask",
+        "middle",
+        "new",
+        "newline",
+        "next",
+        "pad",
+        "per",
+        "placeholder",
+        "prefix",
+        "reward",
+        "sep",
+        "separator",
+        "sot",
+        "special",
+        "start",
+        "step",
+        "stop",
+        "suffix",
+        "system",
+        "think",
+        "tool",
+        "trigger",
+        "unk",
+        "user",
+        "video",
+        "vision",
+    ]
 )
 
 

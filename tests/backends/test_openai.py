@@ -447,7 +447,11 @@ def test_a_password_in_the_address_is_sent_and_said_nowhere(local: Any) -> None:
         sampler = openai.sampler(url, model())
         said = [repr(sampler)]
         broken.append(400)
-        for call in (lambda: openai.sampler(url, model()), sampler.generate([[5]]).result, lambda: sampler.receive([], 1)):
+        for call in (
+            lambda: openai.sampler(url, model()),
+            sampler.generate([[5]]).result,
+            lambda: sampler.receive([], 1),
+        ):
             with pytest.raises(GenerationError) as it:
                 call()
             said.append(str(it.value))
@@ -494,9 +498,15 @@ def without_its_stop_token(choice: dict[str, Any]) -> None:
         (lambda choice: choice["prompt_token_ids"].insert(0, 1), "completed another prompt than it was sent"),
         (lambda choice: choice.update(token_ids={"0": 5}), "gives no completion"),
         (lambda choice: choice["token_ids"].extend(range(20)), r"gives \d+ token ids, where at most \d+ of 0 to 99"),
-        (lambda choice: choice.update(logprobs={"tokens": ["token_id:" + "9" * 5000]}, token_ids=None), "gives the token id 9999"),
+        (
+            lambda choice: choice.update(logprobs={"tokens": ["token_id:" + "9" * 5000]}, token_ids=None),
+            "gives the token id 9999",
+        ),
         *(
-            (partial(with_token, token), rf"gives the token id {re.escape(str(token)[:20])}.*, where at most \d+ of 0 to 99")
+            (
+                partial(with_token, token),
+                rf"gives the token id {re.escape(str(token)[:20])}.*, where at most \d+ of 0 to 99",
+            )
             for token in (-1, 100, 2**70, 5.0, 5.5, True, None, "5", [5], float("nan"))
         ),
         *(

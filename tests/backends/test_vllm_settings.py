@@ -22,7 +22,13 @@ def here() -> Any:
 
 
 @pytest.mark.parametrize(
-    "options", [{"logprobs_mode": "raw_logits"}, {"data_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"trust_remote_code": True}]
+    "options",
+    [
+        {"logprobs_mode": "raw_logits"},
+        {"data_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"trust_remote_code": True},
+    ],
 )
 def test_arguments_that_are_nrls_are_refused_at_once(here: Cluster, options: dict[str, Any]) -> None:
     (name,) = options

@@ -126,18 +126,89 @@ def test_json_of_what_is_masked_is_json(monkeypatch: pytest.MonkeyPatch) -> None
     assert json.loads(json.dumps(redacted({"x": 'a"b\\c\nd\u00e9efgh'}))) == {"x": "***"}
 
 
-NAMES_OF_SECRETS = """
-api_key apiKey API_KEY apikey x-api-key OPENAI_API_KEY wandb.api_key engine.api_key api_keys ApiKey api_key_2
-token hf_token HF_TOKEN hfToken HFToken access_token auth-token github_token some_service_token token2
-password db_password DB_PASSWORD dbPassword passwords passwd passphrase MYSQL_PWD
-secret client_secret secrets aws_secret_access_key secret_key private_key ssh_key credentials Authorization Cookie
-""".split()
-NAMES_OF_OTHERS = """
-max_tokens min_tokens tokens n_tokens tokens_per_second tokenizer tokenizers token_mean token_ids eos_token_id pad_token
-eos_token bos_token mask_token image_token next_token per_token padToken PAD_TOKEN token_type_ids return_token_ids
-key keys sort_key group_by_key primary_key keyboard monkey hotkey keep key_value_heads secretary secretly passwordless
-password_policy path pwdx seed source out
-""".split()
+NAMES_OF_SECRETS = [
+    "api_key",
+    "apiKey",
+    "API_KEY",
+    "apikey",
+    "x-api-key",
+    "OPENAI_API_KEY",
+    "wandb.api_key",
+    "engine.api_key",
+    "api_keys",
+    "ApiKey",
+    "api_key_2",
+    "token",
+    "hf_token",
+    "HF_TOKEN",
+    "hfToken",
+    "HFToken",
+    "access_token",
+    "auth-token",
+    "github_token",
+    "some_service_token",
+    "token2",
+    "password",
+    "db_password",
+    "DB_PASSWORD",
+    "dbPassword",
+    "passwords",
+    "passwd",
+    "passphrase",
+    "MYSQL_PWD",
+    "secret",
+    "client_secret",
+    "secrets",
+    "aws_secret_access_key",
+    "secret_key",
+    "private_key",
+    "ssh_key",
+    "credentials",
+    "Authorization",
+    "Cookie",
+]
+NAMES_OF_OTHERS = [
+    "max_tokens",
+    "min_tokens",
+    "tokens",
+    "n_tokens",
+    "tokens_per_second",
+    "tokenizer",
+    "tokenizers",
+    "token_mean",
+    "token_ids",
+    "eos_token_id",
+    "pad_token",
+    "eos_token",
+    "bos_token",
+    "mask_token",
+    "image_token",
+    "next_token",
+    "per_token",
+    "padToken",
+    "PAD_TOKEN",
+    "token_type_ids",
+    "return_token_ids",
+    "key",
+    "keys",
+    "sort_key",
+    "group_by_key",
+    "primary_key",
+    "keyboard",
+    "monkey",
+    "hotkey",
+    "keep",
+    "key_value_heads",
+    "secretary",
+    "secretly",
+    "passwordless",
+    "password_policy",
+    "path",
+    "pwdx",
+    "seed",
+    "source",
+    "out",
+]
 
 
 @pytest.mark.parametrize("name", NAMES_OF_SECRETS)
