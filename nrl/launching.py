@@ -22,9 +22,9 @@ def launch[C](program: Callable[[C], object], cls: type[C], args: Sequence[str] 
     """Run a program from the command line: load its configuration, call it, and say in short what could not be done.
 
     It is the last line of a script: ``nrl.launch(nrl.retrying(main), Config)``. An error of nrl's, or of the system's
-    about a file, is told on stderr in a few lines, in colour on a terminal, and the exit status is 2; Ctrl-C is one line
-    and 130. ``NRL_TRACEBACK=1`` shows the traceback as well. Whatever else is raised is a bug, and ends the program as it
-    does without this, with its traceback.
+    about a file, is told on stderr in a few lines, in colour on a terminal, and the exit status is 2; Ctrl-C is one
+    line and 130. ``NRL_TRACEBACK=1`` shows the traceback as well. Whatever else is raised is a bug, and ends the
+    program with its traceback, as it does without this.
 
     Args:
         program: ``(cfg) -> anything``.

@@ -27,91 +27,15 @@ _SHAPES = (
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----"
     r"|(?<=://)[^\s/:@]*:[^\s/?#\"'<>]+(?=@)"  # user:password in an address
 )
-# What a key is called, word by word, if its value is a secret. A token is one of text too: max_tokens, pad_token.
-_SECRETS = frozenset(
-    [
-        "password",
-        "passwords",
-        "passwd",
-        "passphrase",
-        "pwd",
-        "secret",
-        "secrets",
-        "credential",
-        "credentials",
-        "apikey",
-        "apikeys",
-        "authorization",
-        "cookie",
-        "cookies",
-    ]
+# What a key is called, in words with underscores, if its value is a secret; a token may also be one of text
+_SECRET_KEY = re.compile(
+    r"(^|_)(token|passwords?|passwd|passphrase|pwd|secrets?|credentials?|authorization|cookies?|apikeys?"
+    r"|(api|access|secret|private|auth|account|encryption|signing|ssh|service|license)_keys?)$"
 )
-_SECRET_KEYS = frozenset(
-    [
-        "api",
-        "access",
-        "secret",
-        "private",
-        "auth",
-        "account",
-        "encryption",
-        "signing",
-        "ssh",
-        "service",
-        "license",
-    ]  # ... key
-)
-_OF_TEXT = frozenset(  # ... token
-    [
-        "answer",
-        "assistant",
-        "audio",
-        "begin",
-        "blank",
-        "boa",
-        "boi",
-        "bos",
-        "bov",
-        "cls",
-        "delimiter",
-        "dummy",
-        "end",
-        "eoa",
-        "eoi",
-        "eom",
-        "eos",
-        "eot",
-        "eov",
-        "first",
-        "image",
-        "last",
-        "mask",
-        "middle",
-        "new",
-        "newline",
-        "next",
-        "pad",
-        "per",
-        "placeholder",
-        "prefix",
-        "reward",
-        "sep",
-        "separator",
-        "sot",
-        "special",
-        "start",
-        "step",
-        "stop",
-        "suffix",
-        "system",
-        "think",
-        "tool",
-        "trigger",
-        "unk",
-        "user",
-        "video",
-        "vision",
-    ]
+_TOKEN_OF_TEXT = re.compile(
+    r"(^|_)(answer|assistant|audio|begin|blank|boa|boi|bos|bov|cls|delimiter|dummy|end|eoa|eoi|eom|eos|eot|eov|first"
+    r"|image|last|mask|middle|new|newline|next|pad|per|placeholder|prefix|reward|sep|separator|sot|special|start|step"
+    r"|stop|suffix|system|think|tool|trigger|unk|user|video|vision)_token$"
 )
 
 
@@ -186,19 +110,14 @@ def _masked(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _words(name: str) -> list[str]:
-    """``hfToken``, ``HF_TOKEN`` and ``engine.hf-token`` end in the same two words."""
-    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+def _words(name: str) -> str:
+    """``hfToken``, ``HF_TOKEN`` and ``hf-token2`` are all ``hf_token``."""
+    return "_".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)).lower()
 
 
 def _is_secret(key: Any) -> bool:
-    words = _words(key) if isinstance(key, str) else []
-    if not words:
-        return False
-    before, last = words[-2] if words[1:] else "", words[-1]
-    if last == "token":
-        return before not in _OF_TEXT
-    return last in _SECRETS or (last in ("key", "keys") and before in _SECRET_KEYS)
+    name = _words(key) if isinstance(key, str) else ""
+    return bool(_SECRET_KEY.search(name)) and not _TOKEN_OF_TEXT.search(name)
 
 
 def _pieces(pieces: Sequence[str], secret: re.Pattern[str]) -> list[str]:

@@ -105,8 +105,8 @@ def _of_environment(url: str) -> str | None:
     if found is None or is_private(url):
         return found
     warnings.warn(
-        f"{_WHO}: OPENAI_API_KEY is not sent to {urlsplit(url).hostname}, as http carries it in clear; if the server is "
-        "to have it, give an https address, or api_key=...",
+        f"{_WHO}: OPENAI_API_KEY is not sent to {urlsplit(url).hostname}, as http carries it in clear; if the server "
+        "is to have it, give an https address, or api_key=...",
         UserWarning,
         stacklevel=3,
     )

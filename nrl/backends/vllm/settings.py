@@ -85,7 +85,7 @@ def check(place: Slots | Mesh, name: str | Executable, options: Mapping[str, Any
     if taken := _OURS & options.keys():
         raise TypeError(
             f"vllm.sampler: {', '.join(sorted(taken))} are set by nrl; leave them out, and say with slots and tp= how "
-            "many engines there are and over how many processes each of them is spread, and with Model(...) what they run"
+            "many engines there are and over how many processes each of them is spread, with Model(...) what they run"
         )
     wanted = executable(place.executable if isinstance(place, Mesh) else name)
     if place.cluster.remote and not place.cluster.gpus and "vllm" in wanted.extras:
