@@ -87,10 +87,11 @@ def _said(error: BaseException) -> list[str] | None:
         each = [_said(one) for one in error.exceptions]
         lines = [line for some in each for line in some or ()]
         return list(dict.fromkeys(lines)) if all(each) else None
-    of_a_file = isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError)
-    if not isinstance(error, NrlError) and not (of_a_file and error.errno is not None):
+    of_a_file = isinstance(error, OSError) and error.errno is not None
+    if not isinstance(error, NrlError) and (not of_a_file or isinstance(error, ConnectionError | TimeoutError)):
         return None
-    return [*str(error).splitlines(), *getattr(error, "__notes__", ())] or [type(error).__name__]
+    notes = [note.splitlines()[0].rstrip(":") for note in getattr(error, "__notes__", ()) if note]  # then, a traceback
+    return [*(str(error).splitlines() or [type(error).__name__]), *(f"  {note}" for note in notes)]
 
 
 def _place(trace: TracebackType | None) -> str:

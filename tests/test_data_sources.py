@@ -133,6 +133,21 @@ def test_long_reading_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 # files that are not
 
 
+def test_a_source_that_is_long_in_coming_is_said_and_leaves_no_bars(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 3)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.enable_progress_bars()
+    data.tasks(str(tmp_path), chat=False)
+    assert capfd.readouterr() == ("", "")
+    assert not datasets.are_progress_bars_disabled()
+    monkeypatch.setattr("nrl.log.waits._FIRST", 0.01)
+    monkeypatch.setattr("nrl.data.streams.read", lambda source: time.sleep(0.2) or read(source))
+    data.tasks(str(tmp_path), chat=False)
+    assert capfd.readouterr().out == f"data: reading {tmp_path}, 0:00 so far\n"
+
+
 def test_the_ending_says_how_a_file_is_read(tmp_path: Path) -> None:
     write(tmp_path, ".parquet").rename(tmp_path / "a.jsonl")
     assert "line 1: invalid" in fault(tmp_path / "a.jsonl")

@@ -1,6 +1,7 @@
 """Building models and tokenizers, and naming what is wrong where that fails."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,24 @@ def test_a_folder(tmp_path: Path) -> None:
     found = weights(models.build(Model(str(tmp_path))))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_loading_leaves_no_bars_and_says_what_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers.utils import logging
+
+    saved(tmp_path)
+    logging.enable_progress_bar()
+    models.build(Model(str(tmp_path)))
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr("nrl.log.waits._FIRST", 0.0)
+    monkeypatch.setattr("nrl.log.waits._EVERY", 1e-4)
+    models.build(Model(str(tmp_path)))
+    said = capfd.readouterr()
+    assert said.err == ""
+    assert re.search(rf"^loading the weights of {tmp_path}, \d+ of \d+, 0:00 so far$", said.out, re.MULTILINE)
+    assert logging.is_progress_bar_enabled()
 
 
 def test_a_path_object_is_a_folder_too(tmp_path: Path) -> None:
