@@ -111,6 +111,7 @@ def test_loading_leaves_no_bars_and_says_what_takes_long(
 
     saved(tmp_path)
     logging.enable_progress_bar()
+    capfd.readouterr()
     models.build(Model(str(tmp_path)))
     assert capfd.readouterr() == ("", "")
     monkeypatch.setattr("nrl.log.waits._FIRST", 0.0)

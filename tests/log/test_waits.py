@@ -1,5 +1,6 @@
 """What is said of a block that takes long."""
 
+import re
 import threading
 import time
 
@@ -18,13 +19,21 @@ def test_a_short_block_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_long_block_says_what_it_does_and_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("nrl.log.waits._FIRST", 0.2)
-    monkeypatch.setattr("nrl.log.waits._EVERY", 0.3)
+    monkeypatch.setattr("nrl.log.waits._FIRST", 0.01)
+    monkeypatch.setattr("nrl.log.waits._EVERY", 0.01)
+    said = ""
+
+    def until(line: str) -> None:
+        nonlocal said
+        while not re.search(line, said, re.MULTILINE):  # or the time limit of a test
+            said += capsys.readouterr().out
+            time.sleep(0.001)
+
     with pytest.raises(ValueError, match="no"), waiting("reading rows") as far:  # noqa: PT012
-        time.sleep(0.35)
+        until(r"^reading rows, \d+:\d\d so far$")
         far(3, 1000)
-        time.sleep(0.3)
+        until(r"^reading rows, 3 of 1000, \d+:\d\d so far$")
         raise ValueError("no")
-    assert capsys.readouterr().out == "reading rows, 0:00 so far\nreading rows, 3 of 1000, 0:00 so far\n"
-    time.sleep(0.35)
+    capsys.readouterr()
+    time.sleep(0.05)
     assert capsys.readouterr().out == ""
