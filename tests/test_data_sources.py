@@ -143,7 +143,12 @@ def test_a_source_that_is_long_in_coming_is_said_and_leaves_no_bars(
     assert capfd.readouterr() == ("", "")
     assert not datasets.are_progress_bars_disabled()
     monkeypatch.setattr("nrl.log.waits._FIRST", 0.01)
-    monkeypatch.setattr("nrl.data.streams.read", lambda source: time.sleep(0.2) or read(source))
+
+    def slow(source: str) -> Any:
+        time.sleep(0.2)
+        return read(source)
+
+    monkeypatch.setattr("nrl.data.streams.read", slow)
     data.tasks(str(tmp_path), chat=False)
     assert capfd.readouterr().out == f"data: reading {tmp_path}, 0:00 so far\n"
 

@@ -340,7 +340,12 @@ def test_code_that_comes_with_a_model_does_not_run_and_nobody_is_asked(
     with_code: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
+
+    def answer(text: str) -> str:
+        asked.append(text)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
     for load in (models.build, models.load_config, models.load_tokenizer):
         with pytest.raises(ModelError, match=r"Python code of its own.*Model\(..., trust_remote_code=True\)"):
             load(Model(str(with_code)))
