@@ -77,7 +77,7 @@ def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
     """Before there is anything worth keeping, and after."""
     for out, metrics in (("none", 0), ("some", 1)):
         command = [sys.executable, str(ROOT / "examples" / "sft.py"), f"out={out}", "steps=100000"]
-        file = tmp_path / out / ("metrics.jsonl" if metrics else ".lock")
+        file = tmp_path / out / ("metrics.jsonl" if metrics else "config.yaml")
         with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as running:
             until = time.monotonic() + 120
             while not file.exists() and time.monotonic() < until:
