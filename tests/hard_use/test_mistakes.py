@@ -80,7 +80,7 @@ def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
         file = tmp_path / out / ("metrics.jsonl" if metrics else "config.yaml")
         with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as running:
             until = time.monotonic() + 120
-            while not file.exists() and time.monotonic() < until:
+            while not (file.exists() and file.stat().st_size) and time.monotonic() < until:
                 time.sleep(0.002)
             running.send_signal(signal.SIGINT)
             _, said = running.communicate(timeout=120)
