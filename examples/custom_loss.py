@@ -6,7 +6,7 @@ import attrs
 import torch
 
 import nrl
-from nrl import config, data, tiny
+from nrl import data, tiny
 from nrl.algos import advantages, from_rewards, leave_one_out, sft_loss, token_mean, token_ratio
 from nrl.backends import adamw, fsdp, hf
 from nrl.envs import number, single_turn
@@ -83,4 +83,4 @@ def main(cfg: Config) -> None:
 
 if __name__ == "__main__":
     check()
-    nrl.retrying(main)(config.load(Config))
+    nrl.launch(nrl.retrying(main), Config)

@@ -75,4 +75,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    nrl.retrying(main)(config.load(Config))
+    nrl.launch(nrl.retrying(main), Config)

@@ -8,7 +8,7 @@ import attrs
 import rich.table
 
 import nrl
-from nrl import algos, config, data, tiny
+from nrl import algos, data, tiny
 from nrl.algos import clip, from_rewards, group_center, group_normalize, policy_loss
 from nrl.backends import Sampler, adamw, fsdp, hf
 from nrl.envs import number, single_turn
@@ -103,4 +103,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(config.load(Config))
+    nrl.launch(main, Config)

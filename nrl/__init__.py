@@ -18,6 +18,7 @@ from nrl.episodes import rollout, rollouts, run_episode
 from nrl.fitting import fit, minibatched
 from nrl.grades import Graded, grade, measure
 from nrl.judges import scored_by
+from nrl.launching import launch
 from nrl.pack import pack, packed, unpack
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed, without
 from nrl.retries import retrying
@@ -65,6 +66,7 @@ __all__ = [
     "fit",
     "fresh",
     "grade",
+    "launch",
     "lengths",
     "measure",
     "merge",

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from nrl import config, evaluation
-from nrl.errors import ConfigError, NrlError
+from nrl.errors import ConfigError
+from nrl.launching import told
 from nrl.report import report
 from nrl.runtime import images
 
@@ -24,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None: the program's own.
 
     Returns:
-        The exit status: 0; 1 where ``nrl venvs check`` finds something wrong; or 2 where something could not be done,
-        which is told on stderr.
+        The exit status: 0; 1 where ``nrl venvs check`` finds something wrong; 2 where something could not be done,
+        which is told on stderr; 130 after Ctrl-C.
 
     >>> main(["report", "/nowhere"])
     2
@@ -44,11 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given.settings += more  # options are written key=value there, which load says
     elif more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
-    try:
-        return given.do(given) or 0
-    except (NrlError, OSError) as error:
-        print(f"nrl: {error}", file=sys.stderr)
-        return 2
+    return told(lambda: given.do(given), "nrl")
 
 
 def _evaluate(given: argparse.Namespace) -> None:

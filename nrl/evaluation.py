@@ -31,13 +31,13 @@ from nrl.data import ADAPTERS, Adapter
 from nrl.envs import VERIFIERS, Task, Verifier
 from nrl.errors import ConfigError, DataError, EnvError, ModelError, NrlError
 from nrl.grades import Graded, grade, measure
-from nrl.log import JsonLines, Progress, redact
+from nrl.log import JsonLines, Progress, redacted
 from nrl.reduce import Mean, Metrics, finalize, merge
 from nrl.runtime import cluster
 
 __all__ = ["Evaluation", "exported", "main"]
 
-_MAY_CHANGE = frozenset({"out", "k", "passing", "cluster", "samplers", "url", "engine"})
+_MAY_CHANGE = frozenset({"out", "k", "passing", "cluster", "samplers", "url", "engine", "trust_remote_code"})
 _MARK = "digest_of_tasks"  # a key of config.yaml that only an evaluation has
 
 
@@ -83,6 +83,7 @@ class Evaluation:
     url: str | None = attrs.field(default=None, validator=_addressed)  # of the server, for sampler=openai
     engine: dict[str, Any] = attrs.field(factory=dict)  # more arguments of the sampler: engine.max_model_len=2048
     dtype: Literal["float32", "bfloat16"] = "float32"
+    trust_remote_code: bool = False  # let Python files that lie with the model run
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     samplers: int = attrs.field(default=1, validator=_positive)  # processes that sample
     adapter: str | None = None  # from the rows of a well-known dataset
@@ -127,15 +128,14 @@ def main(cfg: Evaluation) -> Metrics:
     >>> list(found)[:2], sorted(path.name for path in Path(f"{at}/eval").iterdir())[-3:]
     (['eval/reward', 'eval/pass@1'], ['config.yaml', 'metrics.json', 'results.jsonl'])
     """
-    verifier, model = _verifier(cfg.verifier), Model(exported(cfg.model), dtype=cfg.dtype)
+    verifier = _verifier(cfg.verifier)
+    model = Model(exported(cfg.model), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
     tasks, together = _tasks(cfg, verifier), max(1, cfg.rows // cfg.n)
     if cfg.out is None:
-        load_tokenizer(model)  # no folder is made for a model that is not there
-    out = Path(cfg.out) if cfg.out else folder.choose(cfg)
-    results = out / "results.jsonl"
+        load_tokenizer(model)  # no folder is named for a model that is not there
     with ExitStack() as stack:
-        _check_folder(out)
-        folder.claim(out, stack)
+        out = stack.enter_context(folder.entered(cfg, _folder))
+        results = out / "results.jsonl"
         _settle(out, cfg, {_MARK: _digest(tasks), "digest_of_model": _digest_of_files(str(model.source))})
         done = _read(results, len(tasks), together)
         _say(
@@ -266,7 +266,10 @@ def _sampler(cfg: Evaluation, model: Model, stack: ExitStack) -> Sampler:
 # --- the folder
 
 
-def _check_folder(out: Path) -> None:
+def _folder(cfg: Evaluation) -> Path:
+    if cfg.out is None:
+        return folder.choose(cfg)
+    out = Path(cfg.out)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"eval: out={out} is a file; give a folder, or leave it out to make a new one")
     there = sorted(path.name for path in out.glob("[!.]*")) if out.exists() else []
@@ -274,20 +277,17 @@ def _check_folder(out: Path) -> None:
         raise ConfigError(
             f"eval: out={out} holds something else than an evaluation ({', '.join(there[:8])}); give another folder"
         )
+    return out
 
 
 def _asked(out: Path) -> Mapping[str, Any]:
     """The configuration of the evaluation in a folder; empty where there is none."""
-    try:
-        found = yaml.safe_load((out / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, Mapping) else {}
+    return folder.read(out / "config.yaml") or {}
 
 
 def _settle(out: Path, cfg: Evaluation, found: Mapping[str, Any]) -> None:
     """Write what is asked for, unless the folder holds results of something else."""
-    text = redact(config.dump(cfg) + yaml.safe_dump(dict(found)))
+    text = config.dump(cfg, redacted) + yaml.safe_dump(dict(found))
     old, new = _asked(out), yaml.safe_load(text)
     changed = [key for key in old | new if old.get(key) != new.get(key) and key not in _MAY_CHANGE]
     if old and changed:

@@ -1,11 +1,14 @@
 """The folder of a run before its first step: which one, whose it is, and what was asked for.
 
 One process at a time is in a folder. Its ``config.yaml`` is the configuration of the last start; a resumed run may
-change some of it, and the former one is kept.
+change some of it, and the former one is kept. A start that fails before there is anything worth keeping leaves no
+folder, or the one that was there as it was.
 """
 
+import contextlib
 import random
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -20,8 +23,22 @@ import yaml
 
 from nrl.errors import ConfigError
 
-__all__ = ["Folders", "choose", "claim", "dead_end", "plant", "reusing", "settle"]
+__all__ = ["Folders", "choose", "claim", "dead_end", "entered", "plant", "read", "reusing", "settle"]
 
+_KEPT_BY_NRL = frozenset(  # of itself, whatever becomes of the run
+    {
+        ".lock",
+        "config.yaml",
+        "mlflow-run",
+        "mlflow.db",
+        "profile",
+        "report.html",
+        "tensorboard",
+        "timeline.json",
+        "wandb",
+    }
+    | {"wandb-run"}
+)
 _MAY_CHANGE = frozenset({"out", "steps", "checkpoints", "sinks", "cluster", "optimizer"})
 
 
@@ -40,6 +57,8 @@ def choose(cfg: Any) -> Path:
     >>> choose(Config()).name
     'mine'
     """
+    if getattr(cfg, "steps", 0) < 0:
+        raise ConfigError(f"run: steps={cfg.steps}; give 0 or more")
     attempt = _attempt.get() or _Attempt(Folders())
     out = Path(cfg.out) if getattr(cfg, "out", None) else attempt.next_new()
     attempt.folders.used[out] = None
@@ -50,9 +69,77 @@ def choose(cfg: Any) -> Path:
             f"run: out={out} holds a run already, which has no checkpoints to go on from; give another folder, or "
             "remove that one"
         )
-    if getattr(cfg, "steps", 0) < 0:
-        raise ConfigError(f"run: steps={cfg.steps}; give 0 or more")
     return out
+
+
+@contextmanager
+def entered(cfg: Any, choose: Callable[[Any], Path] = choose) -> Iterator[Path]:
+    """Be alone in the folder that a configuration asks for.
+
+    An error that comes before there is anything worth keeping, such as metrics, a checkpoint or a model, leaves no
+    folder where there was none, and else no other ``config.yaml`` than there was.
+
+    Args:
+        cfg: what has an ``out``, or has not.
+        choose: from it to the folder.
+
+    Raises:
+        ConfigError: as ``choose`` does; or another process is in the folder.
+
+    >>> import attrs, tempfile
+    >>> @attrs.frozen
+    ... class Config:
+    ...     out: str = f"{tempfile.mkdtemp()}/new"
+    >>> try:
+    ...     with entered(Config()) as out:
+    ...         settle(out, "model: there-is-none")
+    ...         raise ConfigError("no such model")
+    ... except ConfigError:
+    ...     out.exists()
+    False
+    """
+    named = Path(cfg.out) if getattr(cfg, "out", None) else None
+    above = Path("runs") if named is None else named
+    made = [path for path in (above, *above.parents) if not path.exists()]
+    out = choose(cfg)
+    with ExitStack() as stack:
+        claim(out, stack)
+        stack.enter_context(_undone(out, made if named else [out, *made]))
+        yield out
+
+
+@contextmanager
+def _undone(out: Path, made: Sequence[Path]) -> Iterator[None]:
+    before, configs = _worth_keeping(out), {path: path.read_bytes() for path in _configs(out)}
+    try:
+        yield
+    except BaseException:
+        if made and not _worth_keeping(out):
+            shutil.rmtree(out, ignore_errors=True)
+            with contextlib.suppress(OSError):  # others may have come to be in them
+                for path in made[1:]:
+                    path.rmdir()
+        elif _worth_keeping(out) == before:
+            for path in _configs(out):
+                if path not in configs:
+                    path.unlink()
+                elif path.read_bytes() != configs[path]:
+                    path.write_bytes(configs[path])
+            for folder in sorted(out.glob("checkpoints/**/"), reverse=True):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # if it is empty
+        raise
+
+
+def _configs(out: Path) -> list[Path]:
+    return [*out.glob("config.yaml"), *out.glob("config.*.yaml")]
+
+
+def _worth_keeping(out: Path) -> dict[Path, tuple[int, int]]:
+    """All files but those that nrl writes of itself, and when they were changed."""
+    files = [path for path in out.rglob("*") if path.is_file() and path.relative_to(out).parts[0] not in _KEPT_BY_NRL]
+    found = {path: path.stat() for path in files if path not in _configs(out)}
+    return {path: (each.st_size, each.st_mtime_ns) for path, each in found.items() if each.st_size}
 
 
 def dead_end(out: Path) -> bool:
@@ -116,8 +203,12 @@ def claim(out: Path, stack: ExitStack) -> None:
 def settle(out: Path, text: str) -> None:
     """Write a configuration to ``config.yaml``, whole or not at all; what a resumed run asks for differently is said.
 
+    Args:
+        out: the folder.
+        text: the configuration, in which secrets are masked: another secret is no other configuration.
+
     Raises:
-        ConfigError: the folder holds checkpoints of another configuration.
+        ConfigError: the folder holds checkpoints of another configuration, or of nobody knows which.
 
     >>> import tempfile
     >>> out = Path(tempfile.mkdtemp())
@@ -128,23 +219,45 @@ def settle(out: Path, text: str) -> None:
     ['config.1.yaml', 'config.yaml']
     """
     path = out / "config.yaml"
-    if path.exists() and (before := path.read_text(encoding="utf-8")) != text:
-        old, new = yaml.safe_load(before), yaml.safe_load(text)
-        changed = [key for key in old | new if old.get(key) != new.get(key)]
+    if path.exists() and (before := path.read_bytes()) != text.encode():
+        old, new, there = read(path), yaml.safe_load(text), (out / "checkpoints").exists()
+        if old is None and there:
+            raise ConfigError(
+                f"run: {path} is empty or damaged, so nobody knows which configuration the checkpoints in out={out} "
+                "are of; give another folder. If they are of this one, remove that file"
+            )
+        was = new if old is None else old
+        changed = [key for key in was | new if was.get(key) != new.get(key)]
         refused = [key for key in changed if key not in _MAY_CHANGE]
-        if refused and (out / "checkpoints").exists():
+        if refused and there:
             raise ConfigError(
                 f"run: out={out} holds a run with another {', '.join(refused)} ("
-                + "; ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in refused)
+                + "; ".join(f"{key}: {was.get(key)} -> {new.get(key)}" for key in refused)
                 + f"), so its state and its streams would not fit; give another folder. If you mean it, remove {path}"
             )
         number = next(i for i in range(1, 10**6) if not path.with_suffix(f".{i}.yaml").exists())
-        path.with_suffix(f".{number}.yaml").write_text(before, encoding="utf-8")
-        said = "; ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in changed)
-        print(f"run: going on with another configuration: {said}", flush=True)  # noqa: T201
+        aside = path.with_suffix(f".{number}.yaml")
+        aside.write_bytes(before)
+        if old is None:
+            print(f"run: {path} is empty or damaged; it is {aside.name} now", flush=True)  # noqa: T201
+        else:
+            said = "; ".join(f"{key}: {was.get(key)} -> {new.get(key)}" for key in changed)
+            print(f"run: going on with another configuration: {said}", flush=True)  # noqa: T201
     temporary = path.with_name(".config.yaml")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """What a ``config.yaml`` holds; None: it is empty, damaged, or something else.
+
+    >>> read(Path("there/is/none/config.yaml"))
+    """
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def plant(seed: int) -> None:

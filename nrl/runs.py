@@ -22,7 +22,7 @@ from nrl.backends.base import Trainer
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 from nrl.errors import CheckpointError, ConfigError
-from nrl.log import JsonLines, Progress, Sink, duration, open_sinks, redact
+from nrl.log import JsonLines, Progress, Sink, duration, open_sinks, redacted
 from nrl.reduce import Metrics, finalize, merge
 from nrl.report import report
 from nrl.runtime import profiling, timeline
@@ -337,11 +337,10 @@ def run(cfg: Any) -> Iterator[Run]:
     3
     done in 0:00; metrics are in ...
     """
-    out = folder.choose(cfg)
-    text = redact(config.dump(cfg))
+    text = config.dump(cfg, redacted)
     started = time.monotonic()
     with ExitStack() as stack:
-        folder.claim(out, stack)
+        out = stack.enter_context(folder.entered(cfg))
         folder.settle(out, text)
         folder.plant(getattr(cfg, "seed", 0))
         sink = stack.enter_context(open_sinks(getattr(cfg, "sinks", ()), out, attrs.asdict(cfg), name=out.name))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from nrl.config import derived, dump, load, option
 from nrl.errors import ConfigError
+from nrl.log import redacted
 
 
 class Color(enum.Enum):
@@ -752,3 +753,22 @@ def test_a_class_without_source_has_help_all_the_same(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         load(made, ["--help"])
     assert "steps: int = 1" in capsys.readouterr().out
+
+
+def test_a_dump_is_masked_in_its_structure(tmp_path: Path) -> None:
+    """What is masked can be read, and where nothing is, it is the same text."""
+
+    @attrs.frozen
+    class Config:
+        key: str = "x"
+        engine: dict[str, Any] = attrs.field(factory=lambda: {"api_key": "pw", "sizes": [1, 2.5], "on": "on", "of": []})
+        betas: tuple[float, float] = (0.9, 1e-20)
+        path: Path = Path("a")
+        parts: tuple[Any, ...] = ({"a": [{}]}, None, "***", "a: b\nc")
+
+    assert dump(Config(), lambda value: value) == dump(Config())
+    masked = dump(Config(), redacted)
+    assert masked == dump(Config()).replace("pw", "'***'")
+    assert yaml.safe_load(masked)["engine"]["api_key"] == "***"
+    (tmp_path / "masked.yaml").write_text(masked)
+    assert load(Config, [str(tmp_path / "masked.yaml")]).betas == (0.9, 1e-20)

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "folder",
         "grades",
         "judges",
+        "launching",
         "plain",
         "report",
         "retries",

@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 import torch
 
+import nrl
 import nrl.config
 from nrl import checkpoint
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
-from nrl.errors import CheckpointError, ConfigError
+from nrl.errors import CheckpointError, ConfigError, LostActor
 from nrl.reduce import Max, Mean, Metrics, Sum
+from nrl.report import report
 from nrl.runs import Run, run
 from nrl.runtime import done, timeline
 from nrl.stream import Source, ahead, counting
@@ -486,6 +488,101 @@ def test_the_folder_of_another_program(tmp_path: Path) -> None:
     walk(Resumable(tmp_path))
     with pytest.raises(ConfigError, match="holds a run with another .*lr"), run(Config(out=tmp_path)):
         pass
+
+
+def failing(cfg: Any, error: type[BaseException] = ConfigError) -> None:
+    """A program that finds its model wrong, after it has restored."""
+    with pytest.raises(error), run(cfg) as entered:  # noqa: PT012
+        entered.restore(stream=batches())
+        raise error
+
+
+def everything(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else b"" for path in root.rglob("*")}
+
+
+@pytest.mark.parametrize("error", [ConfigError, TypeError, KeyboardInterrupt, SystemExit])
+def test_a_start_that_failed_leaves_no_folder(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    failing(Config(), error)
+    failing(Config(out=Path("a/b/c")), error)
+    assert everything(tmp_path) == {}
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "a").mkdir()
+    failing(Config(), error)
+    failing(Config(out=Path("a/b/c")), error)
+    assert everything(tmp_path) == {"runs": b"", "a": b""}
+    with pytest.raises(ConfigError, match="steps=-1"), run(Config(steps=-1)):
+        pass
+    assert everything(tmp_path) == {"runs": b"", "a": b""}
+
+
+def test_a_start_that_failed_leaves_a_folder_as_it_was(tmp_path: Path) -> None:
+    failing(Config(out=tmp_path))
+    assert set(everything(tmp_path)) <= {".lock", "timeline.json"}
+    cfg = Resumable(tmp_path / "run")
+    walk(cfg)
+    (cfg.out / "timeline.json").unlink()
+    before = everything(cfg.out)
+    with pytest.raises(ConfigError, match="no such model"), run(attrs.evolve(cfg, steps=9)):  # as `steps` may change
+        raise ConfigError("no such model")
+    after = everything(cfg.out)
+    for made_anew in ("timeline.json", "report.html"):
+        after.pop(made_anew, None), before.pop(made_anew, None)
+    assert after == before
+
+
+def test_what_is_worth_keeping_stays(tmp_path: Path) -> None:
+    for name, keep in (("metrics", "metrics.jsonl"), ("model", "model/config.json"), ("notes", "notes.txt")):
+        with pytest.raises(ConfigError), run(Config(out=tmp_path / name)):  # noqa: PT012
+            path = tmp_path / name / keep
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("{}")
+            raise ConfigError
+        assert (tmp_path / name / keep).read_text() == "{}"
+        assert (tmp_path / name / "config.yaml").is_file()
+
+
+def test_a_folder_that_is_gone_is_made_again_by_a_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    outs: list[Path] = []
+
+    def main(cfg: Config) -> None:
+        with run(cfg) as entered:
+            outs.append(entered.out)
+            if len(outs) < 3:
+                raise LostActor("step", "trainer", 0, "here", "killed")
+
+    nrl.retrying(main, pause=0)(Config())
+    assert len(outs) == 3
+    assert len(set(outs)) == 1
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [outs[0].name]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"- 1\n", b"note: ***\n", b"lr: [0.1", b"\xff\xfe\x00", b"a: b: c"])
+def test_a_configuration_that_cannot_be_read(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody knows what the checkpoints are of; where there are none, nothing is lost but a text."""
+    cfg, damaged = Resumable(tmp_path / "run"), tmp_path / "run" / "config.yaml"
+    walk(cfg)
+    damaged.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"run: {damaged} is empty or damaged, .*another folder.* remove that file"):
+        walk(cfg)
+    assert damaged.read_bytes() == content
+    assert report(tmp_path / "run").stat().st_size > 1000
+    damaged.unlink()
+    walk(cfg)
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / "config.yaml").write_bytes(content)
+    with run(Config(out=new)):
+        pass
+    assert f"run: {new / 'config.yaml'} is empty or damaged; it is config.1.yaml now" in capsys.readouterr().out
+    assert (new / "config.1.yaml").read_bytes() == content
+    assert nrl.config.load(Config, [str(new / "config.yaml")]).steps == 3
 
 
 def test_a_negative_number_of_steps(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ class Model:
         tokenizer: a folder, a hub name, or a transformers tokenizer; None: the one that lies with ``source``.
         seed: of the random weights, where ``source`` is a config, and of a new adapter. The same seed gives the same
             weights everywhere.
+        trust_remote_code: let Python files that lie with the model or the tokenizer run, which some architectures need.
+            They can do whatever you can. Nobody is asked: where it is false, such a model is a `ModelError`.
 
     Raises:
         ValueError: a field that cannot be used.
@@ -86,6 +88,7 @@ class Model:
     lora: str | Mapping[str, Any] | None = None
     tokenizer: Any = None
     seed: int = 0
+    trust_remote_code: bool = False
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.lora, str | Mapping | None):

@@ -102,7 +102,9 @@ def skeleton(model: Model) -> nn.Module:
 
     config, _ = models.load_config(model)
     with torch.device("meta"):
-        module: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+        module: nn.Module = transformers.AutoModelForCausalLM.from_config(
+            config, trust_remote_code=model.trust_remote_code
+        )
     _wrap(module, model)
     return module
 

@@ -5,7 +5,7 @@ Imports transformers inside its functions, so that importing a backend stays che
 
 import contextlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nrl.backends.base import Model
 from nrl.errors import ModelError
+from nrl.log import waiting
 
 __all__ = [
     "Loading",
@@ -77,8 +78,14 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
                 parameter.data = parameter.data.to(dtype)
             missing = {name for name in module.state_dict() if _is_score(name)}
         else:
-            with _quiet(model.head != "lm"):
-                module, info = auto.from_pretrained(model.source, dtype=dtype, output_loading_info=True, **labels)
+            with _quiet(model.head != "lm"), _counting(f"loading the weights of {model.source}"):
+                module, info = auto.from_pretrained(
+                    model.source,
+                    dtype=dtype,
+                    output_loading_info=True,
+                    trust_remote_code=model.trust_remote_code,  # None would ask on stdin
+                    **labels,
+                )
             missing = {name for name in info["missing_keys"] if _is_score(name)}
             if others := set(info["missing_keys"]) - missing:  # filled in at random, with no more than a warning
                 raise ValueError(f"its files lack the weights {_some(sorted(others))}")
@@ -141,6 +148,11 @@ def _name(model: Model) -> str:
 
 def _reason(source: Any, error: Exception, wanted: str) -> str:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if "trust_remote_code=True" in str(error):
+        return (
+            "it comes with Python code of its own, which is not run unless you say so; read it, and give "
+            "Model(..., trust_remote_code=True)"
+        )
     if isinstance(source, str) and (source.startswith((".", "/", "~")) or Path(source).exists()):
         if not Path(source).exists():
             return "there is no such folder; give a folder with config.json and weights, a hub name, or a config"
@@ -151,19 +163,42 @@ def _reason(source: Any, error: Exception, wanted: str) -> str:
 
 
 def save_model(module: nn.Module, folder: str | Path) -> None:
-    """Write config and weights in Hugging Face format, without a progress bar across a run's own."""
+    """Write config and weights in Hugging Face format."""
+    # Whoever calls this wants it written; transformers by itself writes nothing in all processes of a group but one
+    module.should_save_on_this_rank = lambda is_main_process: is_main_process  # type: ignore[assignment]
+    try:
+        with _counting(f"writing the model to {folder}"):
+            module.save_pretrained(folder)  # type: ignore[operator]
+    finally:
+        del module.should_save_on_this_rank
+
+
+@contextlib.contextmanager
+def _counting(what: str) -> Iterator[None]:
+    """Without transformers' progress bars, which fill logs and lie across a run's own; a line says what takes long."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    # Whoever calls this wants it written; transformers by itself writes nothing in all processes of a group but one
-    module.should_save_on_this_rank = lambda is_main_process: is_main_process  # type: ignore[assignment]
-    try:
-        module.save_pretrained(folder)  # type: ignore[operator]
-    finally:
-        del module.should_save_on_this_rank
-        if shown:
-            logging.enable_progress_bar()
+    with waiting(what) as far:
+
+        def bar(made: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            counted = options.get("desc") == "Loading weights" and args
+            return _counted(args[0], far) if counted else made(*args, **options)
+
+        before = logging.set_tqdm_hook(bar)
+        try:
+            yield
+        finally:
+            logging.set_tqdm_hook(before)
+            if shown:
+                logging.enable_progress_bar()
+
+
+def _counted(items: Any, far: Callable[[int, int], None]) -> Iterator[Any]:
+    for done, item in enumerate(items):
+        far(done, len(items))
+        yield item
 
 
 def load_config(model: Model) -> tuple[Any, Any]:
@@ -183,7 +218,7 @@ def load_config(model: Model) -> tuple[Any, Any]:
             fields = dict(model.source)
             config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
             return config.get_text_config(), transformers.GenerationConfig.from_model_config(config)
-        config = transformers.AutoConfig.from_pretrained(model.source)
+        config = transformers.AutoConfig.from_pretrained(model.source, trust_remote_code=model.trust_remote_code)
         try:
             generation = transformers.GenerationConfig.from_pretrained(model.source)
         except OSError:  # many models have none
@@ -214,7 +249,7 @@ def load_tokenizer(model: Model) -> Any:
     try:
         if Path(source).is_dir() and not any(file for kind in _TOKENIZERS for file in Path(source).glob(kind)):
             raise ValueError("it has no tokenizer files; save a tokenizer into it, or give Model(..., tokenizer=...)")
-        return transformers.AutoTokenizer.from_pretrained(source)
+        return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     except Exception as error:
         raise ModelError(f"Model: the tokenizer of '{source}': {_reason(source, error, 'tokenizer')}") from error
 

@@ -136,11 +136,13 @@ def load[T](cls: type[T], args: Sequence[str] | None = None, *, program: str | N
     raise ConfigError("\n  ".join([f"load({cls.__name__}): {count}", *problems]))
 
 
-def dump(config: Any) -> str:
+def dump(config: Any, mask: Callable[[Any], Any] | None = None) -> str:
     """Write a configuration as YAML, every key with its value; `load` reads the same configuration from it.
 
     Args:
         config: an instance of an attrs class, as `load` returns it.
+        mask: from mappings, lists and scalars to what is written in their place, such as `nrl.log.redacted`. (A mask
+            in the text of YAML would mean something else: ``***`` is an alias there.)
 
     Returns:
         YAML text that readers of YAML 1.1 and 1.2 agree about.
@@ -161,7 +163,8 @@ def dump(config: Any) -> str:
     if isinstance(config, type) or not attrs.has(type(config)):
         raise ConfigError(f"dump: expected an instance of an attrs class, got {config!r}")
     try:
-        return write(config)
+        text = write(config)
+        return text if mask is None else write(mask(parse(text)))
     except yaml.YAMLError as error:
         reason = " ".join(map(str, error.args))
         raise ConfigError(f"dump({type(config).__name__}): a value has no form in YAML: {reason}") from None

@@ -1,6 +1,9 @@
 """Datasets of the Hugging Face hub, and folders in the form that the `datasets` library reads."""
 
+import contextlib
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +61,8 @@ def _folder(path: Path, split: str) -> tuple[Any, str]:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         tried = f"datasets.load_from_disk({str(path)!r})"
         try:
-            return datasets.load_from_disk(str(path)), split
+            with _quiet():
+                return datasets.load_from_disk(str(path)), split
         except Exception as error:
             raise _fault(tried, error, folder=True) from error
     return _loaded([str(path)], split)
@@ -69,9 +73,25 @@ def _loaded(arguments: list[str], split: str) -> tuple[Any, str]:
 
     tried = f"datasets.load_dataset({', '.join(map(repr, arguments))}{f', split={split!r}' if split else ''})"
     try:
-        return datasets.load_dataset(*arguments, split=split or None), ""
+        with _quiet():
+            return datasets.load_dataset(*arguments, split=split or None), ""
     except Exception as error:  # of the hub, the network, the builder of the dataset, the files
         raise _fault(tried, error, folder=exists(Path(arguments[0]))) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without progress bars, where nobody sees them move: they fill logs."""
+    import datasets
+
+    shown = not datasets.are_progress_bars_disabled()
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def _fault(tried: str, error: Exception, *, folder: bool) -> DataError:

@@ -194,6 +194,7 @@ def _separated(path: str | Path, delimiter: str) -> list[tuple[int, dict[str, st
         raise DataError(f"read_csv: {path}, line {line}: a NUL byte; save the file as text in UTF-8")
     begin, columns, found_rows = 1, list[str](), list[tuple[int, dict[str, str]]]()
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    most = csv.field_size_limit(len(text))  # of Python's, for all of its readers: no value is longer than the file
     try:
         for values in reader:
             place = f"{path}, line {begin}"
@@ -211,6 +212,8 @@ def _separated(path: str | Path, delimiter: str) -> list[tuple[int, dict[str, st
         near = shown(repr(next(islice(io.StringIO(text, newline=""), begin - 1, None), "")[:60]))
         fault = f"{error} (a quote that is not closed, or not doubled inside of quotes, reads so)"
         raise DataError(f"read_csv: {path}, line {begin}: {fault}: {near}") from None
+    finally:
+        csv.field_size_limit(most)
     if not found_rows:
         raise DataError(f"read_csv: {path} has no rows; it must hold a line of column names and one row a line")
     return found_rows

@@ -18,6 +18,7 @@ from nrl.data.rendering import render
 from nrl.envs import arithmetic, reversal
 from nrl.envs.base import Task
 from nrl.errors import DataError
+from nrl.log import waiting
 from nrl.stream import counting
 
 __all__ = ["Tasks", "check_seed", "epoch", "tasks"]
@@ -113,7 +114,8 @@ def tasks(
             f"sources: {', '.join(sorted(_GENERATED))}; a dataset of the Hugging Face hub is named with its split, "
             "'owner/name:train'"
         )
-    table = read(source)
+    with waiting(f"data: reading {shown(str(source), 300)}" if isinstance(source, str | Path) else "data: reading"):
+        table = read(source)
     made = adapted(adapter, template, chat)
     length = _length(tokenizer, collate)
     kept = array("q")  # of each task its row, and its number among those of the row

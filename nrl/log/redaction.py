@@ -25,7 +25,17 @@ _SHAPES = (
     r"|xox[abprs]-[\w-]{10,}"  # Slack
     r")"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----"
-    r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"  # user:password in an address
+    r"|(?<=://)[^\s/:@]*:[^\s/?#\"'<>]+(?=@)"  # user:password in an address
+)
+# What a key is called, in words with underscores, if its value is a secret; a token may also be one of text
+_SECRET_KEY = re.compile(
+    r"(^|_)(token|passwords?|passwd|passphrase|pwd|secrets?|credentials?|authorization|cookies?|apikeys?"
+    r"|(api|access|secret|private|auth|account|encryption|signing|ssh|service|license)_keys?)$"
+)
+_TOKEN_OF_TEXT = re.compile(
+    r"(^|_)(answer|assistant|audio|begin|blank|boa|boi|bos|bov|cls|delimiter|dummy|end|eoa|eoi|eom|eos|eot|eov|first"
+    r"|image|last|mask|middle|new|newline|next|pad|per|placeholder|prefix|reward|sep|separator|sot|special|start|step"
+    r"|stop|suffix|system|think|tool|trigger|unk|user|video|vision)_token$"
 )
 
 
@@ -52,7 +62,11 @@ def redact(text: str) -> str:
 
 
 def redacted(value: Any) -> Any:
-    """Apply `redact` to every text in a JSON-like value, keys too.
+    """Apply `redact` to every text in a JSON-like value, keys too; what a key calls a secret is masked whole.
+
+    Such keys end in ``password``, ``secret``, ``api_key``, ``token``, ``credentials``, ``Authorization`` and the like,
+    at any depth. What is in a mapping or list there is masked, too; None, true, false and fractions, which metrics are,
+    stay. A ``key`` alone is no secret, nor are ``max_tokens``, ``pad_token`` and other tokens of texts.
 
     A list of texts is read as one text: a secret is found also where it is spread over several tokens.
 
@@ -65,6 +79,8 @@ def redacted(value: Any) -> Any:
     >>> key = "AKIA" + "ABCDEFGHIJKLMNOP"
     >>> redacted({"key": key, "tokens": ["it is ", key[:9], key[9:], "!"]})
     {'key': '***', 'tokens': ['it is ', '***', '', '!']}
+    >>> redacted({"engine": {"api_key": "hunter2", "max_tokens": 16}})
+    {'engine': {'api_key': '***', 'max_tokens': 16}}
     """
     return _redacted(value, _pattern())
 
@@ -73,12 +89,35 @@ def _redacted(value: Any, secret: re.Pattern[str]) -> Any:
     if isinstance(value, str):
         return secret.sub(_MASK, value)
     if isinstance(value, Mapping):
-        return {_redacted(key, secret): _redacted(item, secret) for key, item in value.items()}
+        return {
+            _redacted(key, secret): _masked(item) if _is_secret(key) else _redacted(item, secret)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         if value and all(isinstance(item, str) for item in value):
             return _pieces(value, secret)
         return [_redacted(item, secret) for item in value]
     return value
+
+
+def _masked(value: Any) -> Any:
+    """With a mask in place of all that may be a secret, or a part of one."""
+    if isinstance(value, Mapping):
+        return {key: _masked(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(item) for item in value]
+    return value if value is None or value == "" or isinstance(value, bool | float) else _MASK
+
+
+@functools.lru_cache(maxsize=4096)
+def _words(name: str) -> str:
+    """``hfToken``, ``HF_TOKEN`` and ``hf-token2`` are all ``hf_token``."""
+    return "_".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)).lower()
+
+
+def _is_secret(key: Any) -> bool:
+    name = _words(key) if isinstance(key, str) else ""
+    return bool(_SECRET_KEY.search(name)) and not _TOKEN_OF_TEXT.search(name)
 
 
 def _pieces(pieces: Sequence[str], secret: re.Pattern[str]) -> list[str]:

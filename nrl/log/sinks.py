@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nrl.errors import ConfigError
-from nrl.log.redaction import redacted
+from nrl.log.redaction import redact, redacted
 
 __all__ = ["Sink", "open_sinks"]
 
@@ -65,9 +65,8 @@ def open_sinks(names: Sequence[str], out: Path, config: Mapping[str, Any], *, na
                     f"open_sinks: '{each}' needs a package that is not installed ({error}); pip install 'nrl[{each}]'"
                 ) from error
             except Exception as error:
-                raise ConfigError(
-                    f"open_sinks: '{each}' could not start: {type(error).__name__}: {error}{_HINTS.get(each, '')}"
-                ) from error
+                found = redact(f"{type(error).__name__}: {error}")  # an address may have a password
+                raise ConfigError(f"open_sinks: '{each}' could not start: {found}{_HINTS.get(each, '')}") from error
         yield _Sinks(writers)
 
 

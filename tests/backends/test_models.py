@@ -1,10 +1,12 @@
 """Building models and tokenizers, and naming what is wrong where that fails."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor, nn
@@ -100,6 +102,25 @@ def test_a_folder(tmp_path: Path) -> None:
     found = weights(models.build(Model(str(tmp_path))))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_loading_leaves_no_bars_and_says_what_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers.utils import logging
+
+    saved(tmp_path)
+    logging.enable_progress_bar()
+    capfd.readouterr()
+    models.build(Model(str(tmp_path)))
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr("nrl.log.waits._FIRST", 0.0)
+    monkeypatch.setattr("nrl.log.waits._EVERY", 1e-4)
+    models.build(Model(str(tmp_path)))
+    said = capfd.readouterr()
+    assert said.err == ""
+    assert re.search(rf"^loading the weights of {tmp_path}, \d+ of \d+, 0:00 so far$", said.out, re.MULTILINE)
+    assert logging.is_progress_bar_enabled()
 
 
 def test_a_path_object_is_a_folder_too(tmp_path: Path) -> None:
@@ -283,3 +304,62 @@ def test_a_saved_config_is_plain(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == "qwen3"
     assert config["architectures"] == ["Qwen3ForCausalLM"]
+
+
+# code of its own
+
+
+@pytest.fixture
+def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose architecture and tokenizer are Python files that lie in it."""
+    import transformers.dynamic_module_utils as dynamic
+
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    folder = tmp_path / "with_code"
+    tiny.save(Model(TINY, tokenizer=tiny.tokenizer()), folder)
+    config = json.loads((folder / "config.json").read_text())
+    kinds = {"AutoModelForCausalLM": "mine.MineForCausalLM", "AutoConfig": "mine.MineConfig"}
+    config |= {"model_type": "mine", "auto_map": kinds}
+    (folder / "config.json").write_text(json.dumps(config))
+    said = json.loads((folder / "tokenizer_config.json").read_text())
+    said |= {"tokenizer_class": "MineTokenizer", "auto_map": {"AutoTokenizer": [None, "mine.MineTokenizer"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    (folder / "mine.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM\n"
+        f"Path({str(tmp_path / 'ran')!r}).touch()\n"
+        "class MineConfig(Qwen3Config):\n    model_type = 'mine'\n"
+        "class MineForCausalLM(Qwen3ForCausalLM):\n    config_class = MineConfig\n"
+        "class MineTokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    return folder
+
+
+def test_code_that_comes_with_a_model_does_not_run_and_nobody_is_asked(
+    with_code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def answer(text: str) -> str:
+        asked.append(text)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
+    for load in (models.build, models.load_config, models.load_tokenizer):
+        with pytest.raises(ModelError, match=r"Python code of its own.*Model\(..., trust_remote_code=True\)"):
+            load(Model(str(with_code)))
+    assert not asked
+    assert not (with_code.parent / "ran").exists()
+
+
+def test_code_that_comes_with_a_model_runs_where_that_was_asked_for(with_code: Path) -> None:
+    model = Model(str(with_code), trust_remote_code=True)
+    module: Any = models.build(model)
+    assert type(module).__name__ == "MineForCausalLM"
+    assert models.load_config(model)[0].model_type == "mine"
+    assert type(models.load_tokenizer(model)).__name__ == "MineTokenizer"
+    assert (with_code.parent / "ran").exists()
+    models.save_model(module, with_code.parent / "again")
+    again = models.build(attrs.evolve(model, source=str(with_code.parent / "again")))
+    assert all(torch.equal(value, weights(again)[name]) for name, value in weights(module).items())

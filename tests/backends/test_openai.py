@@ -1,16 +1,21 @@
 """Sampling from servers with an OpenAI-compatible endpoint: one made here, in the documented formats."""
 
+import base64
 import json
+import math
 import pickle
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -364,10 +369,99 @@ def test_the_key_is_sent_and_shown_nowhere(local: Any, monkeypatch: pytest.Monke
         with pytest.raises(
             GenerationError, match="refuses with status 401: .*wrong key.*; give the server's key"
         ) as it:
-            openai.sampler(url, model(), key="mine")
+            openai.sampler(url, model(), api_key="mine")
     assert keys == {None, "Bearer theirs", "Bearer mine"}
     assert "mine" not in str(it.value)
     assert str(pickle.loads(pickle.dumps(it.value))) == str(it.value)
+
+
+def test_the_key_of_the_environment_is_for_those_to_whom_nobody_listens(
+    local: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name of this machine that is not loopback: what it is asked, anybody on the way could read."""
+    served, keys = Served(local[0]), list[str | None]()
+
+    def respond(path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]) -> Answer:
+        keys.append(headers.get("Authorization"))
+        return served("/v1/" + path.split("/v1/")[1], body, headers)  # a proxy is given whole addresses
+
+    monkeypatch.setenv("OPENAI_API_KEY", "of the environment")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody is there: this machine is asked without it
+    with serving(respond) as url:
+        openai.sampler(url, model())
+        assert set(keys) == {"Bearer of the environment"}
+        keys.clear()
+        elsewhere = url.replace("127.0.0.1", "gpu7.example")
+        monkeypatch.setenv("HTTP_PROXY", url)  # so that it gets what is for gpu7.example
+        with pytest.warns(UserWarning, match=r"OPENAI_API_KEY is not sent to gpu7.example, .* https .*api_key=\.\.\."):
+            openai.sampler(elsewhere, model())
+        assert set(keys) == {None}
+        keys.clear()
+        openai.sampler(elsewhere, model(), api_key="given")
+        assert set(keys) == {"Bearer given"}
+
+
+@pytest.mark.parametrize(
+    ("url", "private"),
+    [
+        ("https://api.example.org/v1", True),
+        ("http://localhost:8000", True),
+        ("http://me:pw@localhost", True),
+        ("http://127.8.0.1", True),
+        ("http://[::1]:8000/v1", True),
+        ("http://gpu7:8000", False),
+        ("http://10.0.0.1", False),
+        ("http://0.0.0.0:8000", False),
+        ("http://localhost.example.org", False),
+        ("http://localhost@example.org", False),
+        ("http://127.0.0.1.example.org", False),
+    ],
+)
+def test_what_is_private(url: str, private: bool) -> None:
+    assert asking.is_private(url) is private
+
+
+def test_nothing_is_sent_on_to_where_a_server_redirects() -> None:
+    asked = list[str]()
+
+    def elsewhere(path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]) -> Answer:
+        asked.append(path)
+        return 200, {"data": [{"id": "tiny"}]}
+
+    with serving(elsewhere) as other:
+        redirect = serving(lambda path, *_: (307, "", {"Location": other + path}))
+        with redirect as url, pytest.raises(GenerationError, match="refuses with status 307.*; give the address that"):
+            openai.sampler(url, model(), api_key="mine")
+    assert asked == []
+
+
+def test_a_password_in_the_address_is_sent_and_said_nowhere(local: Any) -> None:
+    served, logins, broken = Served(local[0]), set(), list[int]()
+
+    def respond(path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]) -> Answer:
+        logins.add(headers.get("Authorization"))
+        return (broken[0], "no") if broken else served(path, body, headers)
+
+    with serving(respond) as plain:
+        url = plain.replace("://", "://me:hunter%402@")
+        sampler = openai.sampler(url, model())
+        said = [repr(sampler)]
+        broken.append(400)
+        for call in (
+            lambda: openai.sampler(url, model()),
+            sampler.generate([[5]]).result,
+            lambda: sampler.receive([], 1),
+        ):
+            with pytest.raises(GenerationError) as it:
+                call()
+            said.append(str(it.value))
+    with pytest.raises(ClusterError) as gone:
+        asking.beside(attrs.evolve(sampler.endpoint.server, url=url, timeout=60.0).ask("/models")).result()
+    with pytest.raises(ValueError, match="the url is 'localhost'") as wrong:
+        openai.sampler("me:hunter@2@localhost", model())
+    assert logins == {"Basic " + base64.b64encode(b"me:hunter@2").decode()}
+    assert plain in said[0]
+    assert not [text for text in (*said, str(gone.value), str(wrong.value)) if "hunter" in text]
 
 
 def test_older_vllm_names_tokens_by_their_ids(local: Any) -> None:
@@ -379,6 +473,14 @@ def test_older_vllm_names_tokens_by_their_ids(local: Any) -> None:
 def text_alone(choice: dict[str, Any]) -> None:
     del choice["token_ids"]
     choice["logprobs"]["tokens"] = ["a"] * len(choice["logprobs"]["tokens"])
+
+
+def with_token(token: object, choice: dict[str, Any]) -> None:
+    choice["token_ids"] = [token, *choice["token_ids"][1:]]
+
+
+def with_logprob(logprob: object, choice: dict[str, Any]) -> None:
+    choice["logprobs"]["token_logprobs"][0] = logprob
 
 
 def without_its_stop_token(choice: dict[str, Any]) -> None:
@@ -394,7 +496,23 @@ def without_its_stop_token(choice: dict[str, Any]) -> None:
         (lambda choice: choice["logprobs"]["token_logprobs"].pop(), "does not give the log-probability of each token"),
         (lambda choice: choice.update(finish_reason="abort"), "ended a completion with 'abort'; see the server's"),
         (lambda choice: choice["prompt_token_ids"].insert(0, 1), "completed another prompt than it was sent"),
-        (lambda choice: choice["logprobs"]["token_logprobs"].__setitem__(0, float("nan")), "gives something else for"),
+        (lambda choice: choice.update(token_ids={"0": 5}), "gives no completion"),
+        (lambda choice: choice["token_ids"].extend(range(20)), r"gives \d+ token ids, where at most \d+ of 0 to 99"),
+        (
+            lambda choice: choice.update(logprobs={"tokens": ["token_id:" + "9" * 5000]}, token_ids=None),
+            "gives the token id 9999",
+        ),
+        *(
+            (
+                partial(with_token, token),
+                rf"gives the token id {re.escape(str(token)[:20])}.*, where at most \d+ of 0 to 99",
+            )
+            for token in (-1, 100, 2**70, 5.0, 5.5, True, None, "5", [5], float("nan"))
+        ),
+        *(
+            (partial(with_logprob, logprob), "gives something else for log-probabilities")
+            for logprob in (math.nan, math.inf, -math.inf, 0.5, 2**70, -1e300, True, "-1", [-1.0])
+        ),
     ],
 )
 def test_answers_that_cannot_be_used(local: Any, change: Callable[[dict[str, Any]], None], why: str) -> None:

@@ -39,7 +39,7 @@ class Real:
     params: Any
 
     def sampler(self, *sampling: Sampling) -> EndpointSampler:
-        return openai.sampler(self.url, model(), *sampling, key="secret")
+        return openai.sampler(self.url, model(), *sampling, api_key="secret")
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_many_at_once(real: Real) -> None:
 
 def test_what_vllm_refuses(real: Real) -> None:
     with pytest.raises(GenerationError, match="status 401: .*; give the server's key"):
-        openai.sampler(real.url, model(), key="wrong")
+        openai.sampler(real.url, model(), api_key="wrong")
     sampler = real.sampler()
     wrong = attrs.evolve(sampler, endpoint=attrs.evolve(sampler.endpoint, name="huge"))
     with pytest.raises(GenerationError, match=r"status 404: .*`huge` does not exist.*; look whether the address"):

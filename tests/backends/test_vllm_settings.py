@@ -22,7 +22,13 @@ def here() -> Any:
 
 
 @pytest.mark.parametrize(
-    "options", [{"logprobs_mode": "raw_logits"}, {"data_parallel_size": 2}, {"pipeline_parallel_size": 2}]
+    "options",
+    [
+        {"logprobs_mode": "raw_logits"},
+        {"data_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"trust_remote_code": True},
+    ],
 )
 def test_arguments_that_are_nrls_are_refused_at_once(here: Cluster, options: dict[str, Any]) -> None:
     (name,) = options
@@ -55,6 +61,11 @@ def test_memory_is_what_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert "kv_cache_memory_bytes" not in settings.given(model, {})
     assert settings.given(model, {})["enable_sleep_mode"]
+
+
+def test_code_that_comes_with_a_model_runs_where_the_model_says_so() -> None:
+    assert settings.given(tiny.model(), {})["trust_remote_code"] is False
+    assert settings.given(Model("somewhere", trust_remote_code=True), {})["trust_remote_code"] is True
 
 
 def test_what_the_hub_has_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

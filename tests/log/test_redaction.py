@@ -124,3 +124,55 @@ def test_a_secret_that_is_spread_over_tokens(
 def test_json_of_what_is_masked_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", 'a"b\\c\nd\u00e9efgh')
     assert json.loads(json.dumps(redacted({"x": 'a"b\\c\nd\u00e9efgh'}))) == {"x": "***"}
+
+
+NAMES_OF_SECRETS = [
+    "api_key", "apiKey", "API_KEY", "apikey", "x-api-key", "OPENAI_API_KEY", "wandb.api_key",
+    "engine.api_key", "api_keys", "ApiKey", "api_key_2", "token", "hf_token", "HF_TOKEN", "hfToken",
+    "HFToken", "access_token", "auth-token", "github_token", "some_service_token", "token2", "password",
+    "db_password", "DB_PASSWORD", "dbPassword", "passwords", "passwd", "passphrase", "MYSQL_PWD", "secret",
+    "client_secret", "secrets", "aws_secret_access_key", "secret_key", "private_key", "ssh_key",
+    "credentials", "Authorization", "Cookie",
+]  # fmt: skip
+NAMES_OF_OTHERS = [
+    "max_tokens", "min_tokens", "tokens", "n_tokens", "tokens_per_second", "tokenizer", "tokenizers",
+    "token_mean", "token_ids", "eos_token_id", "pad_token", "eos_token", "bos_token", "mask_token",
+    "image_token", "next_token", "per_token", "padToken", "PAD_TOKEN", "token_type_ids", "return_token_ids",
+    "key", "keys", "sort_key", "group_by_key", "primary_key", "keyboard", "monkey", "hotkey", "keep",
+    "key_value_heads", "secretary", "secretly", "passwordless", "password_policy", "path", "pwdx", "seed",
+    "source", "out",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES_OF_SECRETS)
+def test_what_a_key_calls_a_secret_is_masked_however_short(name: str) -> None:
+    assert redacted({name: "x"}) == {name: "***"}
+    assert redacted({"a": [{"b": {name: "x", "c": "x"}}]}) == {"a": [{"b": {name: "***", "c": "x"}}]}
+
+
+@pytest.mark.parametrize("name", NAMES_OF_OTHERS)
+def test_what_only_sounds_a_little_like_a_secret_stays(name: str) -> None:
+    for value in ("x", 5, ["x", 5], {"a": "x"}):
+        assert redacted({name: value}) == {name: value}
+
+
+def test_all_that_is_under_a_secret_key_is_masked() -> None:
+    value = {"credentials": {"user": "me", "keys": ["a", 12345, ("b",)], "none": None, "": True, "share": 0.5, "e": ""}}
+    masked = {"user": "***", "keys": ["***", "***", ["***"]], "none": None, "": True, "share": 0.5, "e": ""}
+    assert redacted(value) == {"credentials": masked}
+    assert redacted({"reward/token": 0.25, "env/secret": 1.0}) == {"reward/token": 0.25, "env/secret": 1.0}
+    assert redacted({3: "y"}) == {3: "y"}
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("https://me:p@ss@example.org/x", "https://***@example.org/x"),
+        ("redis://:secret@localhost:6379", "redis://***@localhost:6379"),
+        ("a http://h:1 and http://me:pw@h:2/a b@c", "a http://h:1 and http://***@h:2/a b@c"),
+        ("http://h:1?x=@y", "http://h:1?x=@y"),
+        ("http://h:8000/v1#@", "http://h:8000/v1#@"),
+    ],
+)
+def test_passwords_in_addresses(text: str, masked: str) -> None:
+    assert redact(text) == masked

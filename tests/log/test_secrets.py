@@ -1,10 +1,12 @@
 """A secret in a prompt, in an answer and in the configuration, and every file that a run leaves behind."""
 
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
 import torch
+import yaml
 
 import nrl
 from nrl import tiny
@@ -20,6 +22,7 @@ class Config:
     steps: int = 2
     note: str = f"it is {SECRET}!"
     sinks: tuple[str, ...] = ("tensorboard",)  # the others are given the same masked configuration
+    engine: dict[str, Any] = attrs.field(factory=dict)
 
 
 def test_no_file_has_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +42,23 @@ def test_no_file_has_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert any(path.name.startswith("events.out.tfevents") for path in files)
     assert "say ***: " in (tmp_path / "rollouts.jsonl").read_text()
     assert not [path.name for path in files if SECRET.encode() in path.read_bytes()]
+
+
+def test_a_secret_by_its_key_is_in_no_file_and_the_run_goes_on_with_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configuration of what is resumed reads as it was written: a bare mask would be an alias of YAML."""
+    for steps, secret in enumerate(("pw1", "pw-2", "pw~3"), 1):
+        monkeypatch.setenv("MY_API_KEY", f"it is {secret}")
+        engine = {"api_key": secret, "servers": [{"url": f"http://me:{secret}@gpu7", "hf_token": secret}], "tp": 2}
+        with nrl.run(Config(tmp_path, steps, note=f"it is {secret}", engine=engine)) as run:
+            (stream,) = (run.restore(stream=counting()),)
+            for i, _ in run.steps(nrl.batched(stream, 1, collate=lambda _: nrl.Batch({}, batch_size=[1]))):
+                run.log(i)
+                run.save(i, stream=stream)
+    asked = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert asked["engine"] == {"api_key": "***", "servers": [{"url": "http://***@gpu7", "hf_token": "***"}], "tp": 2}
+    assert asked["note"] == "***"
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.name.startswith("events.out.tfevents") for path in files)
+    assert not [path for path in files for secret in (b"pw1", b"pw-2", b"pw~3") if secret in path.read_bytes()]

@@ -5,16 +5,18 @@ in and come out; the text that a server sends along is not looked at.
 """
 
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from concurrent import futures
 from typing import Any
+from urllib.parse import urlsplit
 
 import attrs
 
 from nrl.backends.base import Bucket, Completion, Inflight, Model, Sampling
 from nrl.backends.decoding import check
 from nrl.backends.models import end_tokens, load_config, load_tokenizer
-from nrl.backends.openai.asking import Server, beside
+from nrl.backends.openai.asking import Server, beside, is_private
 from nrl.backends.openai.endpoint import Endpoint, Meaning, probe, served
 from nrl.backends.truncation import truncates, warn_of_truncation
 from nrl.errors import GenerationError
@@ -31,7 +33,7 @@ def sampler(
     sampling: Sampling | None = None,
     *,
     name: str | None = None,
-    key: str | None = None,
+    api_key: str | None = None,
     timeout: float = 600.0,
     in_flight: int = 256,
 ) -> "EndpointSampler":
@@ -46,7 +48,8 @@ def sampler(
         model: what it serves: the tokenizer, the vocabulary, the tokens that end a completion. No weights are loaded.
         sampling: for calls that do not say; None: ``Sampling()``.
         name: of the model, as the server lists it; None: the only one that it lists.
-        key: sent as the bearer token; None: the environment variable ``OPENAI_API_KEY``, if it is set.
+        api_key: sent as the bearer token, wherever the server is; None: the environment variable ``OPENAI_API_KEY``, if
+            it is set and ``url`` is https or on this machine. (``http://`` carries it in clear.)
         timeout: seconds within which the server has to answer a request, all attempts together.
         in_flight: how many requests may be under way at once; each is one completion.
 
@@ -69,7 +72,8 @@ def sampler(
     >>> policy = openai.sampler("http://localhost:8000/v1", tiny.model())  # doctest: +SKIP
     """
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{_WHO}: the url is {url!r}; give one such as 'http://localhost:8000/v1'")
+        shown = url.rpartition("@")[2]  # before it a password may stand
+        raise ValueError(f"{_WHO}: the url is {shown!r}; give one such as 'http://localhost:8000/v1'")
     if not timeout > 0 or in_flight < 1:
         raise ValueError(f"{_WHO}: timeout is {timeout} and in_flight {in_flight}; both have to be positive")
     tokenizer = load_tokenizer(model)
@@ -77,7 +81,7 @@ def sampler(
     server = Server(
         _WHO,
         url.rstrip("/").removesuffix("/v1") + "/v1",
-        os.environ.get("OPENAI_API_KEY") if key is None else key,
+        _of_environment(url) if api_key is None else api_key,
         timeout,
         in_flight,
     )
@@ -93,6 +97,20 @@ def sampler(
     made = EndpointSampler(endpoint, probe(endpoint), tokenizer, sampling or Sampling())
     made.check(made.sampling)
     return made
+
+
+def _of_environment(url: str) -> str | None:
+    """The key that was not given, for a server to which nobody can listen on the way."""
+    found = os.environ.get("OPENAI_API_KEY") or None
+    if found is None or is_private(url):
+        return found
+    warnings.warn(
+        f"{_WHO}: OPENAI_API_KEY is not sent to {urlsplit(url).hostname}, as http carries it in clear; if the server "
+        "is to have it, give an https address, or api_key=...",
+        UserWarning,
+        stacklevel=3,
+    )
+    return None
 
 
 @attrs.frozen(eq=False)

@@ -2,24 +2,28 @@
 
 import asyncio
 import functools
+import ipaddress
 import random
 import threading
 from collections.abc import Coroutine, Mapping
 from concurrent import futures
 from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 import attrs
 
 from nrl.errors import ClusterError, DeadlineExceeded, GenerationError
 
-__all__ = ["Answer", "Server", "beside", "excerpt"]
+__all__ = ["Answer", "Server", "beside", "excerpt", "is_private"]
 
 _LATER = frozenset({429, 500, 502, 503, 504})  # asked again later; other refusals would only be repeated
 _ATTEMPTS = 6
 _WAIT = 0.5  # seconds before the second attempt; twice as long before each next one
 _CONNECT = 10.0  # seconds
-_KEY = "give the server's key as key=..., or in OPENAI_API_KEY"
+_KEY = "give the server's key as api_key=..., or, if it is https or on this machine, in OPENAI_API_KEY"
+_MOVED = "give the address that it redirects to; neither prompts nor the key are sent on to where a server says"
 _ADVICE = {
+    **dict.fromkeys((301, 302, 303, 307, 308), _MOVED),
     401: _KEY,
     403: _KEY,
     404: "look whether the address and the name of the model are right",
@@ -47,7 +51,8 @@ class Server:
 
     Args:
         who: how errors name the asker.
-        url: the address that paths are appended to.
+        url: the address that paths are appended to. A user and a password in it are sent, and kept apart, so that no
+            message has them.
         key: sent as the bearer token; None: nothing is.
         timeout: seconds within which each question has to be answered, all attempts together.
         in_flight: how many questions may be under way at once.
@@ -63,9 +68,17 @@ class Server:
     timeout: float
     in_flight: int
     failed: int = 0
+    _login: tuple[str, str] | None = attrs.field(init=False, repr=False, default=None)
     _room: asyncio.Semaphore = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
+        scheme, rest = self.url.split("://", 1)
+        host, slash, path = rest.partition("/")
+        login, at, host = host.rpartition("@")
+        if at:
+            user, _, password = login.partition(":")
+            self._login = unquote(user), unquote(password)
+        self.url = f"{scheme}://{host}{slash}{path}"
         self._room = asyncio.Semaphore(self.in_flight)
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
@@ -92,6 +105,9 @@ class Server:
 
         options: dict[str, Any] = {
             "headers": {"Authorization": f"Bearer {self.key}"} if self.key else {},
+            "auth": self._login,
+            "trust_env": not _is_here(url),  # nothing for this machine goes through a proxy
+            "follow_redirects": False,
             "verify": _trusted() if url.startswith("https:") else False,
             "timeout": httpx2.Timeout(None, connect=_CONNECT),  # all the rest is under the deadline
         }
@@ -127,7 +143,7 @@ class Server:
     def _parsed(self, url: str, response: Any) -> Any:
         try:
             return response.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             raise GenerationError(
                 f"{self.who}: {url} answers with something that is no JSON: {excerpt(response.text)}; look whether "
                 "the address is that of an OpenAI-compatible server"
@@ -151,6 +167,23 @@ def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="asking", daemon=True).start()
     return loop
+
+
+def is_private(url: str) -> bool:
+    """Whether nobody can listen on the way to an address: by TLS, or because it is this machine's own.
+
+    >>> is_private("https://example.org/v1"), is_private("http://127.0.0.1:8000"), is_private("http://gpu7:8000")
+    (True, True, False)
+    """
+    return url.startswith("https://") or _is_here(url)
+
+
+def _is_here(url: str) -> bool:
+    name = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
 
 
 def excerpt(text: object, most: int = 300) -> str:

@@ -16,6 +16,7 @@ from nrl.runtime.futures import gathered
 __all__ = ["Endpoint", "Meaning", "probe", "served"]
 
 _ID = "token_id:"  # how vLLM writes a token that it was asked to name by its id
+_LOWEST = torch.finfo(torch.float32).min  # nats
 
 
 @attrs.frozen
@@ -85,19 +86,29 @@ class Endpoint:
             (choice,) = answer["choices"]
             said = choice.get("logprobs") or {}
             ids, logprobs, tokens = choice.get("token_ids"), said.get("token_logprobs"), said.get("tokens")
+            if not all(isinstance(each, list | None) for each in (ids, logprobs, tokens)):
+                raise TypeError
         except (TypeError, KeyError, ValueError, AttributeError):
             raise self._wrong(answer, "gives no completion; look whether that is an OpenAI-compatible server") from None
         if ids is None and tokens and all(str(token).startswith(_ID) for token in tokens):
-            ids = [int(token.removeprefix(_ID)) for token in tokens]
+            ids = [_number(token.removeprefix(_ID)) for token in tokens]
         if ids is None:
             raise self._wrong(
                 answer,
                 "gives no token ids. Text is never encoded again, since other tokens may come of it than were sampled; "
                 "use vLLM, or an SGLang that knows return_token_ids",
             )
+        unknown = [each for each in ids if type(each) is not int or not 0 <= each < self.vocabulary]
+        if unknown or len(ids) > body["max_tokens"]:
+            found = f"the token id {excerpt(unknown[0], 40)}" if unknown else f"{len(ids)} token ids"
+            raise self._wrong(
+                answer,
+                f"gives {found}, where at most {body['max_tokens']} of 0 to {self.vocabulary - 1} were asked for; look "
+                "whether it serves the model that model= names",
+            )
         if not logprobs or len(logprobs) != len(ids) or None in logprobs:
             raise self._wrong(answer, "does not give the log-probability of each token; let the server give logprobs")
-        if not all(-math.inf < each < 0.01 for each in logprobs):  # rounding aside
+        if not all(type(each) in (int, float) and _LOWEST < each < 0.01 for each in logprobs):  # rounding aside
             raise self._wrong(
                 answer,
                 "gives something else for log-probabilities, such as logits; start vLLM with --logprobs-mode "
@@ -151,7 +162,8 @@ def served(server: Server, name: str | None) -> tuple[str, int | None]:
         raise GenerationError(
             f"{server.who}: {server.url} serves the models {names}, and name is {name!r}; give one of them as name="
         )
-    return chosen, listed[chosen]
+    limit = listed[chosen]
+    return chosen, limit if type(limit) is int and limit > 0 else None
 
 
 def probe(endpoint: Endpoint) -> Meaning:
@@ -190,5 +202,11 @@ def probe(endpoint: Endpoint) -> Meaning:
 
 def _highest(answer: Any) -> float:
     """The log-probability of the most probable first token, in nats; NaN where the server does not say."""
-    top = (answer["choices"][0]["logprobs"].get("top_logprobs") or [None])[0]
-    return float(max(top.values())) if top else math.nan
+    try:
+        return float(max(answer["choices"][0]["logprobs"]["top_logprobs"][0].values()))
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        return math.nan
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdecimal() and len(text) < 20 else text

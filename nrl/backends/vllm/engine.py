@@ -193,7 +193,7 @@ def _written(model: Model, tokenizer: Any, scratch: Path) -> tuple[Path, tuple[i
     """A folder that vLLM can read, and the tokens that end a completion."""
     from transformers import GenerationConfig
 
-    folder = _files(model.source) if isinstance(model.source, str) else scratch
+    folder = _files(model.source, model.trust_remote_code) if isinstance(model.source, str) else scratch
     if any(folder.glob("*.safetensors")):
         has = (folder / "generation_config.json").exists()
         generation = GenerationConfig.from_pretrained(folder) if has else None
@@ -203,14 +203,15 @@ def _written(model: Model, tokenizer: Any, scratch: Path) -> tuple[Path, tuple[i
     return scratch, end_tokens(getattr(module, "generation_config", None), tokenizer)
 
 
-def _files(source: str) -> Path:
+def _files(source: str, code: bool) -> Path:
     """The folder of a model; one on the hub is fetched once for all that read it on this node."""
     import huggingface_hub
 
     if Path(source).is_dir():
         return Path(source)
     try:
-        return Path(huggingface_hub.snapshot_download(source, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        wanted = [*_WANTED, "*.py"] if code else _WANTED
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted, ignore_patterns=_UNWANTED))
     except Exception as error:  # what it reads files with raises all kinds
         raise ModelError(f"vllm.sampler: the files of '{source}' cannot be had from the hub: {error}") from error
 

@@ -54,6 +54,7 @@ _OURS = {
     "skip_tokenizer_init",
     "tensor_parallel_size",
     "tokenizer",
+    "trust_remote_code",
     "weight_transfer_config",
 }
 _ON_CPU = {
@@ -84,7 +85,7 @@ def check(place: Slots | Mesh, name: str | Executable, options: Mapping[str, Any
     if taken := _OURS & options.keys():
         raise TypeError(
             f"vllm.sampler: {', '.join(sorted(taken))} are set by nrl; leave them out, and say with slots and tp= how "
-            "many engines there are and over how many processes each of them is spread"
+            "many engines there are and over how many processes each of them is spread, with Model(...) what they run"
         )
     wanted = executable(place.executable if isinstance(place, Mesh) else name)
     if place.cluster.remote and not place.cluster.gpus and "vllm" in wanted.extras:
@@ -124,6 +125,7 @@ def given(model: Model, options: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": model.dtype,
         "disable_log_stats": True,
         "seed": model.seed,
+        "trust_remote_code": model.trust_remote_code,
         "use_tqdm_on_load": False,
     }
     if torch.cuda.is_available():
