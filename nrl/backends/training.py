@@ -16,7 +16,8 @@ from nrl.algos import Loss, name_of, needed, output_kind
 from nrl.backends import processing
 from nrl.backends.base import Bucket, Engine, Params, Trainer, TrainState
 from nrl.backends.base import top_k as top_k_named
-from nrl.backends.terms import LOGPROBS, check_law, global_weights
+from nrl.backends.law import check_law
+from nrl.backends.terms import LOGPROBS, global_weights
 from nrl.batch import Batch, assign, deal, microbatches, restore
 from nrl.errors import ColumnError, MissingOutput, ModelError, NotFinite
 from nrl.reduce import Mean, Metrics, Sum
