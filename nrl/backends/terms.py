@@ -4,7 +4,6 @@ The weight of each term of a loss is a function of the batch alone, so the drive
 outputs of zeros, before the first forward. The engine divides each micro-batch's total by it: sums all the way.
 """
 
-import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -14,12 +13,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed, output_shape
-from nrl.batch import Batch, pad, shard, unchanged
+from nrl.batch import Batch, unchanged
 from nrl.columns import COLUMNS
 from nrl.errors import MissingColumn, MissingOutput, WeightError
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum
 
-__all__ = ["LOGPROBS", "check_law", "check_terms", "check_weights", "global_weights", "terms_of"]
+__all__ = ["LOGPROBS", "called", "check_terms", "check_weights", "global_weights", "terms_of"]
 
 _RELATIVE = 1e-5
 """How far sums of weights in another order may differ, as a fraction."""
@@ -98,17 +97,32 @@ def global_weights(
     >>> global_weights(sft_loss, batch)
     {'loss': 2.0}
     """
-    return {key: float(term.weight) for key, term in _probe(loss, batch, fill, always).items()}
-
-
-def _probe(loss: Loss, batch: Batch, fill: float, always: Collection[str]) -> dict[str, Mean]:
-    """The terms of a loss on outputs that are all ``fill``."""
-    name = name_of(loss)
     device = batch["input_ids"].device
     outputs = {key: torch.full(output_shape(key, batch), fill, device=device) for key in {*always, *needed(loss)}}
-    out = TensorDict(outputs, batch_size=batch.batch_size)
+    with torch.no_grad():
+        return {key: float(term.weight) for key, term in called(loss, batch, outputs).items()}
+
+
+def called(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, Mean]:
+    """The terms of a loss on outputs that the driver made up.
+
+    Args:
+        loss: what to call.
+        batch: the rows that the outputs are for.
+        outputs: all that there are, in the shapes of `nrl.algos.output_shape`.
+
+    Raises:
+        MissingColumn: the loss reads a column that the batch does not have.
+        MissingOutput: the loss reads an output that it did not ask for.
+
+    >>> from nrl.algos import sft_loss
+    >>> batch = Batch({"loss_mask": torch.tensor([[False, True]])}, batch_size=[1])
+    >>> float(called(sft_loss, batch, {"logprobs": torch.tensor([[0.0, -3.0]])})["loss"].total)
+    3.0
+    """
+    name, out = name_of(loss), TensorDict(dict(outputs), batch_size=batch.batch_size)
     try:
-        with torch.no_grad(), unchanged(batch, name):
+        with unchanged(batch, name):
             terms, _ = terms_of(name, loss(out, batch))
     except MissingColumn:
         raise
@@ -160,49 +174,3 @@ def check_weights(name: str, seen: Mapping[str, float], expected: Mapping[str, f
                 "parts or on other outputs. A weight must be a sum over rows of the batch alone: aggregate with "
                 "token_mean, seq_mean or seq_sum (a mean of means is not, nor a count that the output selects)"
             )
-
-
-def check_law(loss: Loss, batch: Batch, weights: Mapping[str, float], always: Collection[str]) -> bool:
-    """See that weights do not look at outputs or padding, and that terms add up over rows.
-
-    Args:
-        loss: what to call.
-        batch: all of it.
-        weights: from `global_weights`.
-        always: the outputs that there are although the loss has not asked for them.
-
-    Returns:
-        Whether this batch could tell.
-
-    Raises:
-        WeightError: they do, or do not.
-
-    >>> from nrl.algos import sft_loss
-    >>> mask = torch.tensor([[False, True, True]] * 2)
-    >>> check_law(
-    ...     sft_loss, Batch({"input_ids": mask.long(), "loss_mask": mask}, batch_size=[2]), {"loss": 4.0}, LOGPROBS
-    ... )
-    True
-    """
-    name, width = name_of(loss), batch["input_ids"].shape[-1]
-    whole = _probe(loss, batch, -1.0, always)
-    for probe in (whole, _probe(loss, pad(batch, width + 1), 0.0, always)):
-        check_terms(name, probe, weights)
-        check_weights(name, {key: float(term.weight) for key, term in probe.items()}, weights)
-    if len(batch) < 2:
-        return False
-    halves = [_probe(loss, half, -1.0, always) for half in shard(batch, 2)]
-    for half in halves:
-        check_terms(name, half, weights)
-    check_weights(name, {key: sum(float(half[key].weight) for half in halves) for key in whole}, weights)
-    for key, term in whole.items():
-        parts = [float(half[key].total) for half in halves]
-        total = float(term.total)
-        finite = math.isfinite(total) and all(map(math.isfinite, parts))  # otherwise there is a better error to come
-        if finite and abs(sum(parts) - total) > 1e-3 * (sum(map(abs, parts)) + abs(total)):
-            raise WeightError(
-                f"{name}: the total of term '{key}' is {total:g} on the whole batch, but {sum(parts):g} added up over "
-                "its halves. A total must be a sum over rows: compute statistics of the batch, such as a mean to "
-                "subtract, on the driver, and read them from a column"
-            )
-    return all(float(term.weight) != 0 for half in halves for term in half.values())

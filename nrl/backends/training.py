@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,9 +17,10 @@ from nrl.algos import Loss, name_of, needed, output_kind
 from nrl.backends import processing
 from nrl.backends.base import Bucket, Engine, Params, Trainer, TrainState
 from nrl.backends.base import top_k as top_k_named
-from nrl.backends.terms import LOGPROBS, check_law, global_weights
+from nrl.backends.law import check_law
+from nrl.backends.terms import LOGPROBS, global_weights
 from nrl.batch import Batch, assign, deal, microbatches, restore
-from nrl.errors import ColumnError, MissingOutput, ModelError, NotFinite
+from nrl.errors import ColumnError, MissingColumn, MissingOutput, ModelError, NotFinite
 from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Future, Handle, Mesh, done
 from nrl.runtime.futures import Coming, on_its_way
@@ -160,12 +162,12 @@ def make_trainer(
         who = f"train_step({name_of(loss)})"
         check_needs(who, needed(loss))
         always = provided() & LOGPROBS
-        checked = False
+        checked = told = False
 
         def step(
             state: TrainState, batch: Batch, **columns: Tensor | Future[Tensor]
         ) -> tuple[TrainState, Future[Metrics]]:
-            nonlocal checked
+            nonlocal checked, told
             batch, whole, coming = _with(who, batch, columns)
             if not isinstance(state, TrainState):
                 raise TypeError(f"{who}: expected a train state (trainer.init()), found {type(state).__name__}")
@@ -180,6 +182,7 @@ def make_trainer(
                 same = state._params
                 return state_of(values, state.step, state.version, same.published, same.adapter), done(metrics)
             _check_finite(who, batch)
+            told = told or _told(who, loss, batch, always)
             _, shards = split(batch, coming.values())
             # What stays the same from step to step is part of the function, which a process remembers
             fn = partial(processing.train, loss, split_up, tuple(coming))
@@ -292,6 +295,38 @@ def _lag(version: int, batch: Batch) -> Metrics:
         return {}
     rows = batch["loss_mask"].any(-1)
     return {"lag": Mean(((version - batch["version"]) * rows).sum().float(), rows.sum().float())}
+
+
+def _told(who: str, loss: Loss, batch: Batch, always: Collection[str]) -> bool:
+    """Say that all advantages are 0, if the loss reads them; whether there is nothing left to look for.
+
+    On the standard error, and no warning: a run may be well and have such a step.
+    """
+    if not {"advantages", "loss_mask"} <= set(batch.keys()):
+        return False
+    if bool((batch["loss_mask"] & (batch["advantages"] != 0)).any()):
+        return False
+    try:
+        global_weights(loss, batch.exclude("advantages"), always=always)
+        return True  # it does not read them
+    except MissingColumn:
+        pass
+    why = "See what computed the column."
+    if "group_ids" in batch.keys():
+        _, rows = batch["group_ids"][batch["loss_mask"].flatten(1).any(1)].unique(return_counts=True)
+        why = (
+            f"In each of its {len(rows)} groups all rewards are equal. Now and then that is so where a model has "
+            "learned its tasks; where it lasts, they are too hard or too easy, or a verifier says the same of every "
+            "answer: look at some rows, or leave such groups out with nrl.drop_uniform."
+        )
+        if int(rows.max()) == 1:
+            why = (
+                f"Each of its {len(rows)} groups has one row, which has nothing to be compared with: sample several "
+                "answers a prompt (group_size, or n of nrl.rollouts), or use an estimator that needs no group."
+            )
+    text = f"{who}: all advantages are 0 at the tokens that are trained on, so this step learns nothing from them."
+    print(f"{text} {why} (This is said once.)", file=sys.stderr, flush=True)  # noqa: T201
+    return True
 
 
 def _check_finite(who: str, batch: Batch) -> None:

@@ -2,6 +2,7 @@
 
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -59,6 +60,7 @@ class Processes:
 
 def _serve(rank: int, n: int, file: str, end: Connection) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("error")  # as in the process of the tests
     dist.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=n, timeout=timedelta(seconds=20)
     )

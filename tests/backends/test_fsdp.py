@@ -270,15 +270,16 @@ def test_rows_that_predict_nothing(slots: Slots, packed: bool, sizes: list[int])
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_trained_token_that_nothing_predicts_has_no_gradient(slots: Slots, packed: bool) -> None:
-    """The first token of a row: its log-probability is 0, whatever the weights are."""
-    batch = batch_of([1, 1], width=3)
+    """The first token of a row: its log-probability is 0, whatever the weights are. A batch of such is a mistake."""
+    batch, longer = batch_of([1, 1], width=3), batch_of([1, 1, 3], width=3)
     trainer = make(slots, packed=packed)
     state = trainer.init()
-    before = weights(state)
-    state, metrics = trainer.train_step(sft_loss)(state, nrl.assign(batch, loss_mask=batch["attention_mask"]))
-    numbers = finalize(metrics.result())
-    assert (numbers["loss"], numbers["grad_norm"]) == (0, 0)
+    before, step = weights(state), trainer.train_step(sft_loss)
+    with pytest.raises(BatchError, match=r"train_step\(sft_loss\): no output of the model is read"):
+        step(state, nrl.assign(batch, loss_mask=batch["attention_mask"]))
     assert_same(weights(state), before)
+    state, metrics = step(state, nrl.assign(longer, loss_mask=longer["attention_mask"]))
+    assert finalize(metrics.result())["grad_norm"] > 0
 
 
 def test_more_shards_than_rows(slots: Slots) -> None:

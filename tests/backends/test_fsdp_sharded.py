@@ -452,6 +452,58 @@ def test_a_number_that_is_not_finite_in_one_process(two: Processes, rank: int) -
         assert same
 
 
+def discarded(mesh: DeviceMesh | None, rank: int) -> tuple[str, list[str], bool]:
+    """A step whose gradients somebody takes away in one rank, before they are read."""
+    made, batch = engine(mesh), batch_of(MIXED)
+    state = made.init()
+    before = everything(made, state)
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
+        for parameter in state.module.parameters()
+        if where(mesh)[0] == rank
+    ]
+    with pytest.raises(ModelError) as caught:
+        made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
+    after = everything(made, state)
+    for hook in hooks:
+        hook.remove()
+    same = all(torch.equal(after[name], x) for name, x in before.items())
+    same &= all(p.grad is None for p in state.module.parameters())
+    state, metrics = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
+    assert finalize(metrics)["grad_norm"] > 0
+    return str(caught.value), getattr(caught.value, "__notes__", []), same
+
+
+def test_a_step_without_any_gradient(two: Processes) -> None:
+    """As where a version of torch discards them; one that trains nothing must not look like one that does."""
+    said, _, same = discarded(None, 0)
+    assert re.match(
+        r"train_step\(sft_loss\): no trained parameter has a gradient at optimizer step 0; nothing was", said
+    )
+    assert f"found is torch {torch.__version__}" in said
+    assert same
+    first, second = two(discarded, 1)
+    assert first == (said, [f"train_step(sft_loss): rank 1 of dp raised it: ModelError: {said}"], True)
+    assert second == (said, [], True)
+
+
+def unread(mesh: DeviceMesh | None) -> str:
+    batch, made = batch_of([5, 9]), engine(mesh)
+    mask = torch.zeros_like(batch["loss_mask"])
+    mask[:, 0] = True
+    state, batch = made.init(), nrl.assign(batch, loss_mask=mask)
+    with pytest.raises(BatchError) as caught:
+        made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
+    assert not any(state.optimizer.state.values())
+    return str(caught.value)
+
+
+def test_a_batch_none_of_whose_trained_tokens_is_predicted(two: Processes) -> None:
+    said = unread(None)
+    assert re.match(r"train_step\(sft_loss\): no output of the model is read, .* 'loss_mask' is true at no token", said)
+    assert two(unread) == [said] * 2
+
+
 def test_a_weight_that_the_output_decides(two: Processes) -> None:
     for kind, text, _, same, _ in two(attempt, weight_by_output, 0):
         assert kind is WeightError

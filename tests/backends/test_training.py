@@ -298,6 +298,40 @@ def test_a_loss_has_no_mismatch_of_its_own(trainer: Trainer, name: str) -> None:
         trainer.train_step(my_loss)(trainer.init(), batch_of())
 
 
+def of_groups(groups: list[int], rewards: list[float], batch: Batch | None = None) -> Batch:
+    """With what `advantages` makes of rewards."""
+    batch = batch_of(len(groups)) if batch is None else batch
+    ids, found = torch.tensor(groups), torch.tensor(rewards)
+    batch = nrl.assign(batch, group_ids=ids, rewards=found, old_logprobs=by_hand(batch))
+    return nrl.algos.advantages(batch)
+
+
+def test_a_step_that_teaches_nothing_is_said_once(trainer: Trainer, capfd: pytest.CaptureFixture[str]) -> None:
+    groups = of_groups([4, 4, 7, 7], [1.0, 0.0, 0.0, 1.0])
+    for batch, why in (
+        (of_groups([4, 5, 6, 7], [1.0, 0.0, 1.0, 0.0]), "Each of its 4 groups has one row, .*group_size"),
+        (of_groups([4, 4, 7, 7], [1.0, 1.0, 0.0, 0.0]), "In each of its 2 groups all rewards are equal.*drop_uniform"),
+        (nrl.assign(groups, advantages=torch.zeros(4, 4)), "In each of its 2 groups"),
+        (nrl.assign(batch_of(), advantages=torch.zeros(3, 4), old_logprobs=by_hand(batch_of())), "See what computed"),
+    ):
+        step, state = trainer.train_step(nrl.algos.grpo_loss), trainer.init()
+        state, _ = step(state, groups)
+        assert capfd.readouterr().err == ""
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            assert finalize(metrics.result())["skipped"] == 0
+        said = capfd.readouterr().err
+        assert re.match(rf"train_step\(\w+\): all advantages are 0 at the tokens that are trained on, .*{why}", said)
+        assert said.count("(This is said once.)") == 1
+
+
+def test_advantages_that_a_loss_does_not_read_may_be_anything(
+    trainer: Trainer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer.train_step(sft_loss)(trainer.init(), of_groups([4, 5, 6], [1.0, 0.0, 1.0]))
+    assert capfd.readouterr().err == ""
+
+
 def test_a_weight_of_zero_skips_the_step(trainer: Trainer) -> None:
     state = trainer.init()
     publish(state.params, Recorder())

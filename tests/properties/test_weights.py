@@ -4,6 +4,7 @@ Each loss here is refused, and then the same state takes a good step that is bit
 saw the bad one.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,13 +14,23 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import nrl
-from nrl.algos import Loss, sft_loss, token_mean
+from nrl.algos import Loss, needs, sft_loss, token_mean
 from nrl.backends import Model, Trainer, adamw, fsdp
+from nrl.backends.law import check_law
+from nrl.backends.terms import LOGPROBS, global_weights
 from nrl.batch import Batch
 from nrl.errors import LossError, MissingColumn, MutatedBatch, NotFinite, WeightError
 from nrl.reduce import Mean, Metrics, finalize
 from nrl.runtime import Slots
-from tests.properties.strategies import TINY, make_batch
+from tests.properties.strategies import (
+    LOSSES,
+    METHODS,
+    PAIR_LOSSES,
+    PAIR_METHODS,
+    REWARD_LOSSES,
+    TINY,
+    make_batch,
+)
 
 LARGE = 10_000
 
@@ -118,6 +129,109 @@ def test_a_weight_that_counts_padding(slots: Slots, batch: Batch, dp: int, max_t
     )
 
 
+type OfTokens = Callable[[Tensor, Tensor], Tensor]
+
+STATISTICS: dict[str, OfTokens] = {
+    "squares about the mean": lambda x, mask: (x - x.mean()) ** 2,
+    "squares about the trained mean": lambda x, mask: (x - x[mask].mean()) ** 2,
+    "over the deviation": lambda x, mask: x / x[mask].std(),
+    "over a detached deviation": lambda x, mask: x / x[mask].std().detach(),
+    "over the maximum": lambda x, mask: x / x.abs().max(),
+    "over a detached maximum": lambda x, mask: x / x.abs().max().detach(),
+    "below the best": lambda x, mask: (x - x[mask].max()).exp(),
+    "softmax over rows": lambda x, mask: x.softmax(0),
+    "where likelier than the mean": lambda x, mask: torch.where(x > x[mask].mean(), x, 0.0),
+    "in the gradient alone": lambda x, mask: (x - x.detach()) * x[mask].mean().detach(),
+    "a hundredth": lambda x, mask: -x + 0.01 * (x - x[mask].mean()) ** 2,
+}
+"""What is made of tokens, of which each has a share in what is made of the others."""
+
+
+def over_all(of: OfTokens, output: str = "logprobs") -> Loss:
+    @needs(output)
+    def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        mask = batch["loss_mask"] if output != "rewards" else batch["loss_mask"].any(-1)
+        return token_mean(of(out[output], mask), mask), {}
+
+    return my_loss
+
+
+@pytest.mark.parametrize("of", STATISTICS.values(), ids=STATISTICS.keys())
+def test_statistics_of_outputs(trainer: Trainer, batch: Batch, of: OfTokens) -> None:
+    """Their weight is right, and their gradient depended on how many tokens a micro-batch has."""
+    match = r"my_loss: the (total of term 'loss'|gradient for logprobs of a row) is .* read them from a column"
+    refused(trainer, over_all(of), batch, WeightError, match)
+
+
+@pytest.mark.parametrize("of", STATISTICS.values(), ids=STATISTICS.keys())
+@pytest.mark.parametrize(("rows", "tokens"), [(4, 2000), (400, 20)])
+def test_statistics_of_many_outputs(of: OfTokens, rows: int, tokens: int) -> None:
+    """The more numbers, the less one statistic differs from another; still they are seen."""
+    sizes = torch.randint(4, tokens, (rows,), generator=torch.Generator().manual_seed(1)).tolist()
+    batch, loss = make_batch(sizes, [False] * rows, [False] * rows, seed=1, pairs=False), over_all(of)
+    with pytest.raises(WeightError, match="my_loss: the"):
+        check_law(loss, batch, global_weights(loss, batch), LOGPROBS)
+
+
+@pytest.mark.parametrize("output", ["entropy", "values", "rewards", "logprobs_at(teacher_ids)"])
+def test_statistics_of_other_outputs(batch: Batch, output: str) -> None:
+    ids = torch.zeros(*batch["input_ids"].shape, 2, dtype=torch.int64)
+    batch = nrl.assign(batch, teacher_ids=ids)
+
+    def of(x: Tensor, mask: Tensor) -> Tensor:
+        x = x if x.shape == mask.shape else x.sum(-1)
+        return (x - x[mask].mean()) ** 2
+
+    def alone(x: Tensor, mask: Tensor) -> Tensor:
+        return (x if x.shape == mask.shape else x.sum(-1)) ** 2
+
+    for fn, raises in ((of, True), (alone, False)):
+        loss = over_all(fn, output)
+        weights = global_weights(loss, batch, always=())
+        with pytest.raises(WeightError, match="my_loss: the") if raises else contextlib.nullcontext():
+            assert check_law(loss, batch, weights, ())
+
+
+def test_a_mean_over_padding_of_each_row(trainer: Trainer, batch: Batch) -> None:
+    """A sum over rows, with the right weight; but what it makes of a row depends on how wide its batch is."""
+
+    def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        mask = batch["loss_mask"]
+        return Mean((-out["logprobs"] * mask).mean(-1).sum(), mask.any(-1).sum()), {}
+
+    match = r"my_loss: the gradient for logprobs of a row is (\S+) as it is, but (\S+) with more padding. What a loss"
+    refused(trainer, my_loss, batch, WeightError, match)
+
+
+def test_what_stands_at_tokens_that_are_not_trained_is_no_statistic(batch: Batch) -> None:
+    """The law is about rows and padding: a loss may read any token of a row."""
+
+    def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        x, mask = out["logprobs"], batch["attention_mask"]
+        return token_mean((x - (x * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)) ** 2, mask), {}
+
+    assert check_law(my_loss, batch, global_weights(my_loss, batch), LOGPROBS)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(2, 5000), (200, 50)])
+@pytest.mark.parametrize("name", [*LOSSES, *METHODS, *PAIR_LOSSES, *PAIR_METHODS, *REWARD_LOSSES])
+def test_no_method_is_refused_for_rounding(name: str, rows: int, tokens: int) -> None:
+    """In float32, as models compute, where sums over long rows are rounded."""
+    pairs = name in PAIR_LOSSES | PAIR_METHODS | REWARD_LOSSES
+    loss, n = (LOSSES | METHODS | PAIR_LOSSES | PAIR_METHODS | REWARD_LOSSES)[name], rows * (2 if pairs else 1)
+    sizes = torch.randint(4, tokens, (n,), generator=torch.Generator().manual_seed(2)).tolist()
+    batch = make_batch(sizes, [False] * n, [False] * n, seed=2, pairs=pairs)
+    batch = nrl.assign(batch, **{key: x.float() for key, x in batch.items() if x.is_floating_point()})
+    always = frozenset({"rewards"}) if name in REWARD_LOSSES else LOGPROBS
+    assert check_law(loss, batch, global_weights(loss, batch, always=always), always)
+
+
+def test_the_check_leaves_torchs_own_generator_alone(batch: Batch) -> None:
+    before = torch.get_rng_state()
+    check_law(sft_loss, batch, global_weights(sft_loss, batch), LOGPROBS)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_one_bad_term_of_several_is_named(trainer: Trainer, batch: Batch) -> None:
     loss = nrl.algos.add((1.0, sft_loss), (0.1, mean_of_means))
     refused(trainer, loss, batch, WeightError, "the weight of term 'mean_of_means' is 1")
@@ -206,7 +320,7 @@ def test_an_exception_in_the_middle_of_a_step(slots: Slots, batch: Batch, max_to
     sizes = []
 
     def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
-        if out["logprobs"].requires_grad:
+        if out["logprobs"].dtype == torch.float64:  # the model's own: those of the law's check are float32
             sizes.append(len(batch))
             seen.update(tuple(row[row > 0].tolist()) for row in batch["input_ids"])
             if len(seen) == 6:  # the last micro-batch: the others have left their gradients already

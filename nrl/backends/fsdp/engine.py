@@ -29,7 +29,7 @@ from nrl.backends.gradients import ignores, value_and_grad
 from nrl.backends.optimizers import Optimizer, learning_rate
 from nrl.backends.terms import check_weights
 from nrl.batch import Batch, lengths
-from nrl.errors import NotFinite
+from nrl.errors import BatchError, ModelError, NotFinite
 from nrl.reduce import Mean, Metrics, Sum, merge
 from nrl.runtime.process import rest, wake
 
@@ -163,26 +163,36 @@ class TorchEngine:
         for frozen in _FROZEN:
             rest(frozen)
         module.train()
-        try:
-            with sharding.settled(module):
-                metrics = self._accumulate(module, loss, name, microbatches, weights)
-            gradients = [p.grad for p in module.parameters() if p.grad is not None]
-            norm = sharding.whole(torch.nn.utils.get_total_norm(gradients))
-            if not torch.isfinite(norm):
-                raise NotFinite(
-                    f"train_step({name}): the norm of the gradient is {float(norm)} at optimizer step {step}; nothing "
-                    "was changed. Look for NaN or infinite values in the batch's columns, or lower the learning rate"
-                )
-            torch.nn.utils.clip_grads_with_norm_(module.parameters(), self.optimizer.clip, norm)
+        with sharding.settled(module):
+            metrics = self._accumulate(module, loss, name, microbatches, weights)
+            norm = self._clipped(module, f"train_step({name})", step)
             rate = learning_rate(self.optimizer, step)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
-        finally:
-            optimizer.zero_grad(set_to_none=True)
         one = torch.ones(())
         metrics |= {"grad_norm": Mean(norm.cpu(), one), "lr": Mean(torch.tensor(rate), one)}
         return State(module, optimizer, step + 1), metrics
+
+    def _clipped(self, module: nn.Module, who: str, step: int) -> Tensor:
+        """The norm of the gradient, which is no longer than it may be after this."""
+        gradients, held = [p.grad for p in module.parameters() if p.grad is not None], Held(self._peers)
+        with held.back():
+            if not gradients:
+                raise ModelError(
+                    f"{who}: no trained parameter has a gradient at optimizer step {step}; nothing was changed. This "
+                    f"happens where another version of torch discards gradients: found is torch {torch.__version__}; "
+                    "install one that nrl's own dependencies admit"
+                )
+        held.meet(who)
+        norm = sharding.whole(torch.nn.utils.get_total_norm(gradients))
+        if not torch.isfinite(norm):
+            raise NotFinite(
+                f"{who}: the norm of the gradient is {float(norm)} at optimizer step {step}; nothing was changed. Look "
+                "for NaN or infinite values in the batch's columns, or lower the learning rate"
+            )
+        torch.nn.utils.clip_grads_with_norm_(module.parameters(), self.optimizer.clip, norm)
+        return norm
 
     def _accumulate(
         self, module: nn.Module, loss: Loss, name: str, microbatches: Iterable[Batch], weights: Mapping[str, float]
@@ -225,7 +235,7 @@ class TorchEngine:
         needs = needed(loss) | (self.provides & {"logprobs"})
         sums: Metrics = {}
         trusted = torch.ones((), dtype=torch.bool, device=self.device)
-        held = Held(self._peers)
+        held, read = Held(self._peers), 0
 
         def wanted(batch: Batch) -> Tensor:
             every = self._all(batch)
@@ -234,7 +244,7 @@ class TorchEngine:
 
         for batch in microbatches:
             out = self._outputs(module, batch, wanted, needs, held)
-            gradients = None
+            gradients, read = None, read + len(out.source)
             if batch is not _IDLE and held.error is None:
                 with held.back():
                     local = batch.to(self.device)
@@ -250,10 +260,16 @@ class TorchEngine:
             out.backward(gradients)
         tokens = Sum(torch.tensor(sum(int(lengths(batch).sum()) for batch in microbatches if batch is not _IDLE)))
         sums, (certain,) = _fetch(sums, trusted)
-        everybody = held.meet(f"train_step({name})", (sums | {"tokens": tokens}, certain))
-        if not all(certain for _, certain in everybody):
+        everybody = held.meet(f"train_step({name})", (sums | {"tokens": tokens}, certain, read))
+        if not all(certain for _, certain, _ in everybody):
             return None
-        sums = functools.reduce(merge, [sums for sums, _ in everybody])
+        if not any(read for *_, read in everybody):
+            raise BatchError(
+                f"train_step({name}): no output of the model is read, so no parameter has a gradient; nothing was "
+                "changed. 'loss_mask' is true at no token that has one before it in its row, from which a model "
+                "predicts it: see how the column was made"
+            )
+        sums = functools.reduce(merge, [sums for sums, *_ in everybody])
         check_weights(name, {key: float(sums.pop(_SEEN + key)[0]) for key in weights}, weights)
         return sums
 
@@ -316,7 +332,8 @@ class TorchEngine:
         if self.packed:
             attention.register()
         if self.checkpointing:
-            module.gradient_checkpointing_enable({"use_reentrant": False})
+            # The old name warns in the versions of transformers that have the new one
+            getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)()
         if self.compile:
             module.base_model.compile(dynamic=True)
         ready: nn.Module = module

@@ -212,7 +212,8 @@ def _predictions(
         )
         names = ["logprobs", *(logprobs_at(column) for column in targets if column != "input_ids")]
         parts = logprobs.split([x.shape[1] for x in wide], 1)
-        values |= {name: part.view(x.shape) for name, part, x in zip(names, parts, targets.values(), strict=True)}
+        # Copies, because FSDP finds in what comes out where its backward begins, and would not in a view that changed
+        values |= {n: part.view(x.shape).clone() for n, part, x in zip(names, parts, targets.values(), strict=True)}
         if entropy is not None:
             values["entropy"] = entropy
     return values

@@ -115,13 +115,17 @@ def run[T](module: Any, compute: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def settled(module: nn.Module) -> Iterator[None]:
-    """Leave a model sharded, also where it has only been used forward or an error breaks it off."""
+    """Leave a model sharded and without gradients, also where it has only been used forward or an error breaks it off.
+
+    What gradients are for has to be done inside: newer versions of torch discard them where they reset the model.
+    """
     try:
         yield
     finally:
         if isinstance(module, FSDPModule):
             with contextlib.suppress(AttributeError):  # before the first forward there is nothing to reset
                 module.reset_iter_state()
+        module.zero_grad(set_to_none=True)
 
 
 def whole(tensor: Tensor) -> Tensor:
