@@ -476,8 +476,8 @@ class Trainer(NamedTuple):
         restore: ``(folder) -> TrainState or Params``: what was saved there, if all of it is there.
         verify: ``(folder, files) -> None``: whether files that `save` returned are what was written. The processes read
             them, each a share.
-        check_folder: ``(folder) -> None``: whether the program and all processes have this folder in common. `save`
-            looks first thing; a run looks at its first step.
+        check_folder: ``(folder, who="check_folder") -> None``: whether the program and all processes have this folder
+            in common; ``who`` is how the error begins. `save` looks first, and a run at its first step.
         export: ``(params, folder, adapter=False) -> None``, in Hugging Face format, with adapters added to the weights;
             or the adapter alone, in peft's.
     """
@@ -494,5 +494,5 @@ class Trainer(NamedTuple):
     save: Callable[[TrainState | Params, str | Path], dict[str, Written]]
     restore: Callable[[str | Path], Any]
     verify: Callable[[str | Path, Mapping[str, Written]], None]
-    check_folder: Callable[[str | Path], None]
+    check_folder: Callable[..., None]
     export: Callable[..., None]

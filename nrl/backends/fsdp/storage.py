@@ -88,7 +88,8 @@ def write(
         tensors = {_MODEL + name: tensor for name, tensor in _weights(module, wanted)}
         if optimizer is not None:
             tensors |= _moments(module, optimizer)
-        parts = {name: part for name, x in tensors.items() if (part := _local(x, peers)) is not None}
+        own = ((name, _local(x, peers)) for name, x in tensors.items())
+        parts = {name: part for name, part in own if part is not None}
         name = f"{peers.rank + 1:05}-of-{peers.count:05}.safetensors"
         found[name] = write_file(folder / name, _safetensors(parts))
         flush(folder)
@@ -122,6 +123,8 @@ def read(
                     optimizer.state[parameter] = {"step": step, **zeros}
             tensors |= _moments(module, optimizer)
         with held.back():
+            if lost := sorted(tensors.keys() - there.keys()):
+                raise CheckpointError(f"restore: {folder} has nothing of {_some(lost)}; use another checkpoint")
             for name, tensor in tensors.items():
                 _fill(name, tensor, there[name])
         held.meet("restore")
@@ -131,15 +134,17 @@ def _local(tensor: Tensor, peers: Peers) -> _Part | None:
     """What of a tensor this process writes; None: nothing, or others have the same and write it."""
     if not isinstance(tensor, DTensor):
         return _Part([0] * tensor.ndim, tensor.shape, tensor.shape, tensor) if peers.rank == 0 else None
-    mesh, placements = tensor.device_mesh, tensor.placements
+    mesh, placements, local = tensor.device_mesh, tensor.placements, tensor.to_local()
     copies = [place for at, place in zip(placements, mesh.get_coordinate() or (), strict=True) if at.is_replicate()]
+    if any(copies) or not local.numel():
+        return None
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    mine = not any(copies) and math.prod(shape)
-    return _Part(offsets, shape, tensor.shape, tensor.to_local()) if mine else None
+    return _Part(offsets, shape, tensor.shape, local)
 
 
 def _safetensors(parts: Mapping[str, _Part]) -> Iterator[Buffer]:
     """The bytes of a file. One tensor at a time comes from its device."""
+    parts = dict(sorted(parts.items(), key=lambda pair: -pair[1].where.element_size()))  # so that each is aligned
     end, header = 0, dict[str, Any]()
     info = {name: {"saved_offsets": list(x.offsets), "shape": list(x.whole)} for name, x in parts.items()}
     header["__metadata__"] = {"format": "pt", _SHARDS: json.dumps(info)}
@@ -148,7 +153,7 @@ def _safetensors(parts: Mapping[str, _Part]) -> Iterator[Buffer]:
         dtype = _DTYPES[part.where.dtype]
         header[name] = {"dtype": dtype, "shape": list(part.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
     for part in parts.values():
         yield memoryview(part.where.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
