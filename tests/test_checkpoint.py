@@ -34,7 +34,7 @@ from nrl.errors import CheckpointError, ConsumedState, ModelError
 from nrl.runtime import Slots
 from nrl.stream import Source, ahead, counting
 from tests.children import child
-from tests.disks import small_disk_at
+from tests.disks import small_disk_at, transferred
 
 KEEP = Checkpoints(every=1, keep=2)
 
@@ -774,6 +774,18 @@ def test_a_full_disk_under_a_train_state(slots: Slots, small_disk: Path) -> None
     with pytest.raises(CheckpointError, match=r"could not be written after \d\.\d MB .* There is none before it"):
         save(small_disk / "000001", 0, {"a": trainer.init(), "b": trainer.init(), "c": trainer.init()})
     assert list(small_disk.iterdir()) == []
+
+
+def test_nothing_is_read_back_to_be_hashed(slots: Slots, tmp_path: Path) -> None:
+    state = make(slots).init()
+    read, wrote = transferred()
+    made = save(tmp_path / "000001", 0, {"policy": state, "x": torch.zeros(500_000), "text": b"y" * 1_000_000})
+    size = sum(path.stat().st_size for path in made.folder.rglob("*") if path.is_file())
+    read, wrote = (after - before for after, before in zip(transferred(), (read, wrote), strict=True))
+    assert size > 4e6
+    assert wrote >= size
+    assert read < size / 20
+    verify(made.folder)
 
 
 def test_the_manifest_says_what_is_there(tmp_path: Path) -> None:
