@@ -133,7 +133,7 @@ def test_what_would_be_lost_is_said_before_it_is_written(
                 run.restore(policy=value, count=0)
     steps = []
     with nrl.run(Config(here / "saves")) as run:
-        for i, _ in run.steps(counting()):  # type: ignore[arg-type]
+        for i, _ in run.steps(counting()):
             steps.append(i)
             with pytest.raises(CheckpointError, match=r"^run.save: .*/saves/checkpoints/train is not the same"):
                 run.save(i, policy=state)
@@ -157,7 +157,7 @@ def test_a_run_looks_once(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.
     with nrl.run(Config(tmp_path)) as run:
         state, frozen = run.restore(policy=trainer, reference=trainer.load())
         assert asked == [tmp_path / "checkpoints" / "train"]
-        for i, _ in run.steps(counting()):  # type: ignore[arg-type]
+        for i, _ in run.steps(counting()):
             run.save(i, policy=state, reference=frozen)
             assert len(asked) == (1 if i < 2 else 3)  # each value that is written looks for itself
         assert asked[1:] == [tmp_path / f"checkpoints/train/.000003.writing/{x}" for x in ("policy", "reference")]
@@ -262,7 +262,7 @@ def test_a_run_has_them_read_it(trainer: Trainer, tmp_path: Path, monkeypatch: p
     cfg = Config(tmp_path, checkpoints=Checkpoints(every=1))
     with nrl.run(cfg) as run:
         state = run.restore(policy=trainer)
-        for i, _ in run.steps(counting()):  # type: ignore[arg-type]
+        for i, _ in run.steps(counting()):
             run.save(i, policy=state)
     assert read == []
     root = tmp_path / "checkpoints" / "train"
@@ -270,7 +270,7 @@ def test_a_run_has_them_read_it(trainer: Trainer, tmp_path: Path, monkeypatch: p
     table.write_bytes(table.read_bytes()[:-3] + b"???")
     with nrl.run(cfg) as run:
         run.restore(policy=trainer)
-        assert [i for i, _ in run.steps(counting())] == [2]  # type: ignore[arg-type]
+        assert [i for i, _ in run.steps(counting())] == [2]
     assert {path.parent for path in read} == {root / "000003" / "policy", root / "000002" / "policy"}
     assert sorted(path.name for path in root.iterdir()) == ["000002", "000003.damaged"]
 
