@@ -30,7 +30,7 @@ from nrl.backends.optimizers import Optimizer, learning_rate
 from nrl.backends.terms import check_weights
 from nrl.batch import Batch, lengths
 from nrl.errors import NotFinite
-from nrl.files import Written, write
+from nrl.files import Written, flush, write
 from nrl.reduce import Mean, Metrics, Sum, merge
 from nrl.runtime.process import rest, wake
 
@@ -369,6 +369,7 @@ class TorchEngine:
             if self._peers.rank == 0:
                 record = {"step": step, "lora": bool(lora.layers(module)), "base": base}
                 written["engine.json"] = write(folder / "engine.json", [json.dumps(record).encode()])
+            flush(folder)
         held.meet("save")  # when one returns, all has been written
         return written
 
