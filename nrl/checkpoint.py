@@ -1,15 +1,13 @@
 """Checkpoints: named values in a folder that is either whole or not there.
 
 A checkpoint is written under a temporary name, flushed to the disk, and renamed when it is complete, so that a process
-that is killed leaves the ones before as they were. Its ``manifest.json`` has the checksum of every file. Values are
-train states and frozen params (saved by the trainer that made them), streams (their ``state()``), and plain data (see
-`nrl.plain`).
+that is killed leaves the ones before as they were. Its ``manifest.json`` has the size and the checksum of every file,
+as whoever wrote the file knows them: processes of trainers theirs, the program its own. Values are train states and
+frozen params (saved by the trainer that made them), streams (their ``state()``), and plain data (see `nrl.plain`).
 """
 
-import hashlib
-import json
+import io
 import math
-import os
 import pickle
 import random
 import shutil
@@ -21,8 +19,10 @@ import attrs
 import numpy as np
 import torch
 
+from nrl import manifest
 from nrl.backends.base import Params, Trainer, TrainState
 from nrl.errors import CheckpointError
+from nrl.files import Written, check_sizes, check_sums, flush, write
 from nrl.plain import decode, encode
 
 __all__ = [
@@ -36,10 +36,10 @@ __all__ = [
     "save",
     "score",
     "store",
+    "trainers",
     "verify",
 ]
 
-_MANIFEST = "manifest.json"
 _RANDOM = "random generators"  # the entry of the global ones; no value can have this name
 
 
@@ -90,8 +90,8 @@ def checkpoints(root: str | Path) -> list[Checkpoint]:
     found = []
     for folder in sorted(Path(root).glob("[0-9]*"), key=lambda folder: (len(folder.name), folder.name)):
         if folder.name.isdecimal():
-            manifest = _manifest(folder) or {"step": int(folder.name) - 1, "meta": {}}
-            found.append(Checkpoint(folder, manifest["step"], manifest["meta"]))
+            told = manifest.load(folder) or {"step": int(folder.name) - 1, "meta": {}}
+            found.append(Checkpoint(folder, told["step"], told["meta"]))
     return found
 
 
@@ -107,7 +107,8 @@ def save(folder: str | Path, step: int, values: Mapping[str, Any], meta: Mapping
         meta: JSON, for `checkpoints` to find.
 
     Raises:
-        CheckpointError: a value of another kind, or a disk that does not take it; the checkpoints before stand.
+        CheckpointError: a value of another kind, a disk that does not take it, or a process of a trainer that writes
+            where the program does not see it; the checkpoints before stand.
         ConsumedState: a state that a step has consumed.
 
     >>> import tempfile
@@ -122,37 +123,36 @@ def save(folder: str | Path, step: int, values: Mapping[str, Any], meta: Mapping
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
+        files: dict[str, Written] = {}
         for name, value in values.items():
             if name in plain:
-                torch.save(plain[name], temporary / f"{name}.pt")
+                files[f"{name}.pt"] = _write(plain[name], temporary / f"{name}.pt")
             else:
-                value.trainer.save(value, temporary / name)
-        torch.save(encode(_random_state(), _RANDOM), temporary / f"{_RANDOM}.pt")
-        files = {str(path.relative_to(temporary)): _digest(path) for path in _files(temporary)}
+                theirs = value.trainer.save(value, temporary / name)
+                files |= {f"{name}/{file}": told for file, told in theirs.items()}
+        files[f"{_RANDOM}.pt"] = _write(encode(_random_state(), _RANDOM), temporary / f"{_RANDOM}.pt")
         body = {"step": step, "names": sorted(values), "meta": dict(meta or {}), "files": files}
-        manifest = json.loads(json.dumps(body))
-        (temporary / _MANIFEST).write_text(json.dumps(manifest | {"sha256": _seal(manifest)}, indent=1))
-        for path in [*_files(temporary), *(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
-            _flush(path)
+        written = manifest.save(temporary, body)
+        flush(temporary)
         if folder.exists():  # killed between the two renames, the old one is found by `newest`
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         temporary.rename(folder)
-        _flush(folder.parent)
+        flush(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
-        size = sum(path.stat().st_size for path in _files(temporary))
+        size = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
         shutil.rmtree(temporary, ignore_errors=True)
-        if not _is_of_the_disk(error):
+        if not isinstance(error, OSError):
             raise
         before = [x.folder.name for x in checkpoints(folder.parent)]
         raise CheckpointError(
             f"save: the checkpoint {folder} could not be written after {size / 1e6:.1f} MB "
-            f"({getattr(error, 'strerror', None) or 'the disk took no more'}; {_free(folder)}). "
+            f"({error.strerror or 'the disk took no more'}; {_free(folder)}). "
             + (f"The last good one is {before[-1]}. " if before else "There is none before it. ")
             + "Make room, and start the same command again"
         ) from error
-    return Checkpoint(folder, step, manifest["meta"])
+    return Checkpoint(folder, step, written["meta"])
 
 
 def check(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,8 +170,26 @@ def check(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _plain(value, name) for name, value in values.items() if not isinstance(value, TrainState | Params)}
 
 
-def verify(folder: str | Path) -> None:
+def trainers(values: Mapping[str, Any]) -> dict[str, Trainer]:
+    """Of those of ``values`` that live on a mesh, the trainers.
+
+    >>> trainers({"average": 0.5})
+    {}
+    """
+    return {
+        name: value if isinstance(value, Trainer) else value.trainer
+        for name, value in values.items()
+        if isinstance(value, Trainer | TrainState | Params)
+    }
+
+
+def verify(folder: str | Path, readers: Mapping[str, Trainer] = {}) -> None:
     """Compare every file of a checkpoint with the checksum that was written with it.
+
+    Args:
+        folder: of the checkpoint.
+        readers: for train states and params, by name, the trainer whose processes read their files, each a share. All
+            other files are read here. What is missing or too short is found before anything is read.
 
     Raises:
         CheckpointError: a file is missing, truncated or altered.
@@ -181,20 +199,20 @@ def verify(folder: str | Path) -> None:
     >>> verify(made.folder)
     """
     folder = Path(folder)
-    manifest = _manifest(folder)
-    if manifest is None:
-        raise CheckpointError(f"{folder}: its {_MANIFEST} is missing or was altered")
-    for name, (size, digest) in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{folder}: the file {name} is missing")
-        if path.stat().st_size != size:
-            raise CheckpointError(f"{folder}: the file {name} has {path.stat().st_size} bytes, and had {size}")
-        if _digest(path)[1] != digest:
-            raise CheckpointError(f"{folder}: the file {name} was altered; its checksum is not what was written")
+    told = manifest.load(folder)
+    if told is None:
+        raise CheckpointError(f"{folder}: its {manifest.NAME} is missing or was altered")
+    files = {name: Written(*written) for name, written in told["files"].items()}
+    check_sizes(folder, files)
+    check_sums(folder, {name: x for name, x in files.items() if name.partition("/")[0] not in readers})
+    for value, trainer in readers.items():
+        theirs = {name.removeprefix(f"{value}/"): x for name, x in files.items() if name.startswith(f"{value}/")}
+        trainer.verify(folder / value, theirs)
 
 
-def newest(root: str | Path, say: Callable[[str], None] = print) -> Checkpoint | None:
+def newest(
+    root: str | Path, say: Callable[[str], None] = print, readers: Mapping[str, Trainer] = {}
+) -> Checkpoint | None:
     """The newest checkpoint that is what was written. Damaged ones are renamed to ``<name>.damaged`` and passed over.
 
     What a killed process left half done is removed first, so call it only where nobody is writing.
@@ -202,6 +220,7 @@ def newest(root: str | Path, say: Callable[[str], None] = print) -> Checkpoint |
     Args:
         root: the folder that holds the checkpoints.
         say: is told of each one that is damaged.
+        readers: as in `verify`.
 
     Returns:
         None: there is no checkpoint at all.
@@ -215,7 +234,7 @@ def newest(root: str | Path, say: Callable[[str], None] = print) -> Checkpoint |
     damaged: list[tuple[Path, CheckpointError]] = []
     for found in checkpoints(root)[::-1]:
         try:
-            verify(found.folder)
+            verify(found.folder, readers)
         except CheckpointError as error:
             damaged.append((found.folder, error))
             continue
@@ -251,7 +270,7 @@ def load(folder: str | Path, /, **named: Any) -> list[Any]:
     [[1, 2], 0.5]
     """
     folder = Path(folder)
-    held = (_manifest(folder) or {"names": []})["names"]
+    held = (manifest.load(folder) or {"names": []})["names"]
     if sorted(named) != held:
         raise CheckpointError(
             f"load: {folder} holds {', '.join(held) or 'nothing'}, and the program asks for "
@@ -354,6 +373,12 @@ def _read(path: Path, like: Any) -> Any:
     return decode(stored, like, path.name)
 
 
+def _write(value: Any, path: Path) -> Written:
+    file = io.BytesIO()  # into the file itself torch would seek
+    torch.save(value, file)
+    return write(path, [file.getbuffer()])
+
+
 def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -380,28 +405,6 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
 # --- files
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _digest(path: Path) -> tuple[int, str]:
-    with path.open("rb") as file:
-        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _manifest(folder: Path) -> dict[str, Any] | None:
-    """None: it cannot be read, or is not what was written."""
-    try:
-        manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
-        return manifest if manifest.pop("sha256") == _seal(manifest) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _seal(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
 def _tidy(root: Path) -> None:
     """Finish what a killed process began: a replaced checkpoint whose replacement is not there comes back."""
     for path in root.glob(".[0-9]*"):
@@ -410,20 +413,6 @@ def _tidy(root: Path) -> None:
             path.rename(whole)
         elif path.suffix in (".old", ".writing", ".gone"):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_of_the_disk(error: BaseException) -> bool:
-    """Torch's own writer raises RuntimeError, with some text of its innards, when a disk is full."""
-    marks = ("PytorchStreamWriter", "inline_container", "iostream")
-    return isinstance(error, OSError) or (isinstance(error, RuntimeError) and any(x in str(error) for x in marks))
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free(folder: Path) -> str:

@@ -64,6 +64,7 @@ class Run:
         self._next: dict[str, int] = {}  # the step at which a restored loop goes on
         self._names: dict[str, set[str]] = {}  # of what a loop restores and saves
         self._best: dict[str, float] = {}
+        self._sharing: set[Trainer] = set()  # those whose processes have been seen to have this folder
 
     @timeline.span("restore")
     def restore(self, loop: str = "train", /, **named: Any) -> Any:
@@ -82,7 +83,8 @@ class Run:
             The values, in order; one alone not in a tuple.
 
         Raises:
-            CheckpointError: every checkpoint is damaged, or they hold other names.
+            CheckpointError: every checkpoint is damaged, or they hold other names; or a process of a trainer does not
+                have the folder in common with the program.
 
         >>> import attrs, tempfile
         >>> from nrl.stream import counting
@@ -104,8 +106,8 @@ class Run:
         20
         """
         root = self._checkpoints(loop)
-        root.mkdir(parents=True, exist_ok=True)
-        found = checkpoint.newest(root)
+        self._share("run.restore", root, named)
+        found = checkpoint.newest(root, readers=checkpoint.trainers(named))
         self._next[loop] = 0 if found is None else found.step + 1
         self._names[loop] = set(named)
         if found is None:
@@ -133,7 +135,8 @@ class Run:
             The folder of the checkpoint, None where none was due.
 
         Raises:
-            CheckpointError: it could not be written (those before stand), or the names are not those of `restore`.
+            CheckpointError: it could not be written (those before stand), the names are not those of `restore`, or, at
+                the first step, a process of a trainer does not have the folder in common with the program.
             ConfigError: no loop over `steps` is running.
         """
         loop = self._running("save")
@@ -251,7 +254,15 @@ class Run:
             )
         if not loop.checked:
             checkpoint.check(named)
+            self._share("run.save", self._checkpoints(loop.name), named)
         loop.checked = True
+
+    def _share(self, who: str, root: Path, named: Mapping[str, Any]) -> None:
+        """Make a folder, and see that all who will write there have it in common."""
+        root.mkdir(parents=True, exist_ok=True)
+        for trainer in set(checkpoint.trainers(named).values()) - self._sharing:
+            trainer.check_folder(root, who)
+            self._sharing.add(trainer)
 
     def _running(self, who: str) -> _Loop:
         if not self._loops:

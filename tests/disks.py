@@ -1,4 +1,4 @@
-"""Real file systems of a few MB, which tests fill."""
+"""Real file systems of a few MB, which tests fill, and how much goes to files and comes from them."""
 
 import shutil
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["small_disk_at"]
+__all__ = ["small_disk_at", "transferred"]
 
 
 @contextmanager
@@ -20,3 +20,9 @@ def small_disk_at(disk: Path, *, megabytes: int) -> Iterator[Path]:
         pytest.skip("a file system can be mounted only with the rights to")
     yield disk
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def transferred() -> tuple[int, int]:
+    """The bytes that this process has read and written by now, whether they came from a disk or from a cache."""
+    told = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(told["rchar"]), int(told["wchar"])

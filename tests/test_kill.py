@@ -124,7 +124,7 @@ def check(tmp_path: Path, lag: int, kills: int, seed: int) -> set[str]:
 def assert_same(whole: Path, broken: Path, expected: dict[str, list[dict[str, Any]]]) -> None:
     assert numbers(broken) == expected
     assert (broken / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
-    here, there = (out / f"checkpoints/train/{STEPS:06}/policy/tensors.safetensors" for out in (broken, whole))
+    here, there = (out / f"checkpoints/train/{STEPS:06}/policy/00001-of-00001.safetensors" for out in (broken, whole))
     assert here.read_bytes() == there.read_bytes()
 
 

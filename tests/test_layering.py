@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 # A room imports from its own line and from the lines above it. Rooms of one line import each other without a circle.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "imports"),
+    ("errors", "imports", "files"),
     ("reduce", "columns", "batch"),
     ("algos", "prefix", "pack", "config", "log", "envs"),
     ("runtime",),
@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "grades",
         "judges",
         "launching",
+        "manifest",
         "plain",
         "report",
         "retries",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nrl.algos import Loss
 from nrl.batch import Batch
+from nrl.files import Written
 from nrl.reduce import Metrics
 from nrl.runtime.futures import Future
 from nrl.runtime.handles import Handle
@@ -328,16 +329,20 @@ class Engine[S, M](Protocol):
         """
         ...
 
-    def save(self, state: S, folder: Path, adapter: bool = False) -> None:
-        """Write all that `restore` needs; with ``adapter``, without the base, which is the model's own."""
+    def save(self, state: S, folder: Path, adapter: bool = False) -> Mapping[str, Written]:
+        """Write all that `restore` needs; with ``adapter``, without the base, which is the model's own.
+
+        Returns the files that this process wrote, by their names in the folder. They are on the disk by then (see
+        `nrl.files.write`), and when one process returns, all have written theirs.
+        """
         ...
 
     def restore(self, folder: Path) -> S:
-        """The state that was saved."""
+        """The state that was saved, by any number of processes; raises `CheckpointError` where a part is missing."""
         ...
 
-    def save_params(self, params: M, folder: Path, adapter: bool = False) -> None:
-        """Write all that `restore_params` needs, to the last bit; with ``adapter`` as `save`."""
+    def save_params(self, params: M, folder: Path, adapter: bool = False) -> Mapping[str, Written]:
+        """Write all that `restore_params` needs, to the last bit; otherwise as `save`."""
         ...
 
     def restore_params(self, folder: Path) -> M:
@@ -345,7 +350,10 @@ class Engine[S, M](Protocol):
         ...
 
     def export(self, params: M, folder: Path, adapter: bool = False) -> None:
-        """Write params and tokenizer in Hugging Face format; with ``adapter``, that alone in peft's."""
+        """Write params and tokenizer in Hugging Face format; with ``adapter``, that alone in peft's.
+
+        All processes go along, and the first one writes.
+        """
         ...
 
 
@@ -465,9 +473,14 @@ class Trainer(NamedTuple):
         train_step: ``(loss) -> step``, and ``step(state, batch, **columns) -> (state, Future[Metrics])``, one optimizer
             step. Columns are added as by `nrl.assign`, but for futures of other meshes: these go from there to the
             trainer's processes, and not through the program.
-        save: ``(state or params, folder) -> None``, to the last bit; `nrl.checkpoint` makes it atomic. Of an adapter on
-            the weights that `Model` names, the adapter alone.
-        restore: ``(folder) -> TrainState or Params``: what was saved there.
+        save: ``(state or params, folder) -> dict``, to the last bit; `nrl.checkpoint` makes it atomic. Of an adapter on
+            the weights that `Model` names, the adapter alone. Returns every file by its name in the folder, as a
+            `nrl.files.Written`: each process hashes what it writes while it writes.
+        restore: ``(folder) -> TrainState or Params``: what was saved there, if all of it is there.
+        verify: ``(folder, files) -> None``: whether files that `save` returned are what was written. The processes read
+            them, each a share.
+        check_folder: ``(folder, who="check_folder") -> None``: whether the program and all processes have this folder
+            in common; ``who`` is how the error begins. `save` looks first, and a run at its first step.
         export: ``(params, folder, adapter=False) -> None``, in Hugging Face format, with adapters added to the weights;
             or the adapter alone, in peft's.
     """
@@ -481,6 +494,8 @@ class Trainer(NamedTuple):
     rewards: Callable[[Params, Batch], Future[Tensor]]
     top_k: Callable[[Params, Batch, int], dict[str, Future[Tensor]]]
     train_step: Callable[[Loss], Callable[..., tuple[TrainState, Future[Metrics]]]]
-    save: Callable[[TrainState | Params, str | Path], None]
+    save: Callable[[TrainState | Params, str | Path], dict[str, Written]]
     restore: Callable[[str | Path], Any]
+    verify: Callable[[str | Path, Mapping[str, Written]], None]
+    check_folder: Callable[..., None]
     export: Callable[..., None]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,8 @@ _ABOUT = {
 """What a folder says besides."""
 _CHECKED = {"modules_to_save", "peft_type", "task_type"}
 _TASKS = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS", "reward": "SEQ_CLS"}
+_SUMS: WeakKeyDictionary[nn.Module, tuple[dict[str, int], dict[str, float]]] = WeakKeyDictionary()
+"""Of models: how often each weight of the base had been written to, and its sum then."""
 _HEADS = {"score", "classifier"}  # what peft calls the heads that it trains with an adapter
 
 
@@ -206,11 +209,17 @@ def load(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, who: str) 
 def signature(module: nn.Module, whole: Callable[[Tensor], Tensor] = _same) -> dict[str, float]:
     """What tells one base from another: the sum of each weight, and how much adapters count.
 
+    A base is summed up once, as it does not change while an adapter is trained.
+
     >>> signature(nn.Linear(2, 2, bias=False)).keys()
     dict_keys(['weight'])
     """
-    base = [(name, tensor) for name, tensor in models.named_tensors(module) if not trained(name)]
-    sums = {name: float(whole(tensor.sum(dtype=torch.float64))) for name, tensor in base}
+    base = {name: tensor for name, tensor in models.named_tensors(module) if not trained(name)}
+    writes = {name: tensor._version for name, tensor in base.items()}  # torch counts them
+    seen, sums = _SUMS.get(module, ({}, {}))
+    if writes != seen:
+        sums = {name: float(whole(tensor.sum(dtype=torch.float64))) for name, tensor in base.items()}
+        _SUMS[module] = writes, sums
     return sums | {f"scaling of {name}": layer.scaling["default"] for name, layer in layers(module).items()}
 
 

@@ -1,6 +1,6 @@
 """The processes' half of training: what the driver calls in each of them, around an engine."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +12,7 @@ from torch import Tensor
 from nrl.algos import Loss, output_kind, output_shape
 from nrl.backends.base import Bucket, Engine, top_k_of
 from nrl.batch import Batch, assign
+from nrl.files import Written
 from nrl.reduce import Metrics
 from nrl.runtime.transfer import Tensors, sent
 
@@ -137,14 +138,14 @@ def train(
     return engine.train(state, loss, (part for shard in shards for part in split(shard)), weights)
 
 
-def save(engine: _Engine, state: Any, folder: Path, adapter: bool) -> None:
-    """Write a train state."""
-    engine.save(state, folder, adapter)
+def save(engine: _Engine, state: Any, folder: Path, adapter: bool) -> Mapping[str, Written]:
+    """Write a train state; the files of this process."""
+    return engine.save(state, folder, adapter)
 
 
-def save_params(engine: _Engine, value: Any, frozen: bool, folder: Path, adapter: bool) -> None:
-    """Write params."""
-    engine.save_params(_params(engine, value, frozen), folder, adapter)
+def save_params(engine: _Engine, value: Any, frozen: bool, folder: Path, adapter: bool) -> Mapping[str, Written]:
+    """Write params; the files of this process."""
+    return engine.save_params(_params(engine, value, frozen), folder, adapter)
 
 
 def restore(engine: _Engine, folder: Path) -> Any:

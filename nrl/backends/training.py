@@ -2,6 +2,7 @@
 
 import functools
 import json
+import socket
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,13 +15,14 @@ import torch
 from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed, output_kind
-from nrl.backends import processing
+from nrl.backends import folders, processing
 from nrl.backends.base import Bucket, Engine, Params, Trainer, TrainState
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.law import check_law
 from nrl.backends.terms import LOGPROBS, global_weights
 from nrl.batch import Batch, assign, deal, microbatches, restore
-from nrl.errors import ColumnError, MissingColumn, MissingOutput, ModelError, NotFinite
+from nrl.errors import CheckpointError, ColumnError, MissingColumn, MissingOutput, ModelError, NotFinite
+from nrl.files import Written, check_sizes, flush, write
 from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Future, Handle, Mesh, done
 from nrl.runtime.futures import Coming, on_its_way
@@ -195,51 +197,105 @@ def make_trainer(
 
         return step
 
-    def save(value: TrainState | Params, folder: str | Path) -> None:
+    def strangers(who: str, folder: Path) -> folders.Stranger | None:
+        def ask(*given: Any) -> list[tuple[str, str]]:
+            found: list[tuple[str, str]] = (
+                call(who, folders.answer, [every(x) for x in given], Out.all, turn=False).then(_all).result()
+            )
+            return found
+
+        return folders.stranger(folder, ask)
+
+    def check_folder(folder: str | Path, who: str = "check_folder") -> None:
+        found = strangers(who, Path(folder).absolute())
+        if found is not None:
+            raise CheckpointError(
+                f"{who}: {folder} is not the same folder for this program, on host {socket.gethostname()}, and for all "
+                f"of {name}: {found}. A checkpoint would be without what it writes; give a folder (out=) on a disk "
+                "that all nodes share by the same path, or reserve the trainer's slots on the node of this program"
+            )
+
+    def save(value: TrainState | Params, folder: str | Path) -> dict[str, Written]:
+        folder = Path(folder).absolute()
         params = value._params if isinstance(value, TrainState) else value
         alone = params.adapter is not None
         record = {"version": params.version, "published": params.published, "adapter": alone}
         if isinstance(value, TrainState):
-            fn: Callable[..., None] = processing.save
+            fn: Callable[..., Any] = processing.save
             columns: list[Sequence[Any]] = [params.handle.borrow(owner, "save")]
             record |= {"step": value.step}
         else:
             fn, columns = processing.save_params, held(params, "save")
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        columns += [every(Path(folder).absolute()), every(alone)]
-        call("save", fn, [engines, *columns], Out.each).then(_only).result()
-        (Path(folder) / "state.json").write_text(json.dumps(record))
+        mesh.cluster.check_open("save")
+        folder.mkdir(parents=True, exist_ok=True)
+        check_folder(folder, "save")
+        columns += [every(folder), every(alone)]
+        written: dict[str, Written] = {}
+        for rank, files in enumerate(call("save", fn, [engines, *columns], Out.all).then(_all).result()):
+            try:
+                check_sizes(folder, files)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"save: {error}, when rank {rank} of {name} wrote it; this program does not see the same"
+                ) from None
+            written |= files
+        text = json.dumps(record | {"files": written}).encode()
+        written["state.json"] = write(folder / "state.json", [text])
+        flush(folder)
+        return written
 
     def restore_state(folder: str | Path) -> TrainState | Params:
         mesh.cluster.check_open("restore")
-        if not (Path(folder) / "state.json").exists():
+        folder = Path(folder).absolute()
+        if not (folder / "state.json").exists():
             raise FileNotFoundError(f"restore: nothing that a trainer saved is in {folder}")
-        record = json.loads((Path(folder) / "state.json").read_text())
+        record = json.loads((folder / "state.json").read_text())
+        files = {file: Written(*told) for file, told in record["files"].items()}
+        check_sizes(folder, files)
+        call("restore", folders.see, [every(folder), every(files)], Out.first, turn=False).then(_only).result()
         fn = processing.restore if "step" in record else processing.restore_params
-        values = call("restore", fn, [engines, every(Path(folder).absolute())])
+        values = call("restore", fn, [engines, every(folder)])
         has = adapter if record["adapter"] else None
         if "step" not in record:
             return frozen(values, record["version"], record["published"], has)
         return state_of(values, record["step"], record["version"], record["published"], has)
 
+    def verify(folder: str | Path, files: Mapping[str, Written]) -> None:
+        folder = Path(folder).absolute()
+        check_sizes(folder, files)
+        call("verify", folders.check, [every(folder), every(dict(files))], Out.first, turn=False).then(_only).result()
+
     def export(params: Params, folder: str | Path, adapter: bool = False) -> None:
-        columns = [engines, *held(params, "export"), every(Path(folder).absolute()), every(adapter)]
+        folder = Path(folder).absolute()
+        columns = [engines, *held(params, "export"), every(folder), every(adapter)]
         if adapter and params.adapter is None:
             raise ModelError(
                 "export: adapter=True, and these params are not an adapter on the weights that Model names: it has no "
                 "lora, or they come from init(params) or load(folder). Leave it out, and all weights are written"
             )
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        mesh.cluster.check_open("export")
+        folder.mkdir(parents=True, exist_ok=True)
         call("export", processing.export, columns, Out.each).then(_only).result()
+        found = strangers("export", folder)
+        if found is not None and found.rank == 0:  # which has written it
+            raise CheckpointError(
+                f"export: the model lies in {folder} on host {found.host}, and this program, on host "
+                f"{socket.gethostname()}, does not see it: {found}. Copy it from there, or give a folder on a disk "
+                "that both share by the same path"
+            )
 
     logprobs, values, rewards = (partial(output, need) for need in ("logprobs", "values", "rewards"))
     scores = forward, logprobs, values, rewards, top_k
-    trainer = Trainer(init, load, freeze, *scores, train_step, save, restore_state, export)
+    trainer = Trainer(init, load, freeze, *scores, train_step, save, restore_state, verify, check_folder, export)
     return trainer
 
 
 def _only(results: list[Any]) -> Any:
     return results[0]
+
+
+def _all(results: list[Any]) -> list[Any]:
+    return results
 
 
 def _in_order(who: str, rows: list[Tensor], results: list[Tensor | list[Tensor]]) -> Tensor:

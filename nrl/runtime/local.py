@@ -122,7 +122,7 @@ def _given(who: str, results: list[Any], kind: Out) -> list[Value] | _Reply:
     match kind:
         case Out.kept:
             return [_Here(result) for result in results]
-        case Out.each:
+        case Out.each | Out.all:
             return _Reply(results)
         case Out.first:
             return _Reply(results[:1])

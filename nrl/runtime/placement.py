@@ -36,6 +36,7 @@ class Out(Enum):
 
     kept = "kept"  # it stays where it is; the driver holds a `Value` for each process
     each = "each"  # from every dp coordinate, in their order; ranks that differ in other axes hold the same
+    all = "all"  # from every rank, in their order
     same = "same"  # once, and it is checked that all have the same
     first = "first"  # from rank 0
 

@@ -155,7 +155,9 @@ class RayProcesses:
 
     def _sends(self, rank: int, kind: Out) -> bool:
         """Whether a rank sends a result: where several hold the same, one of them does."""
-        return kind is not Out.kept and rank in (self._speakers if kind is Out.each else {0})
+        if kind in (Out.kept, Out.all):
+            return kind is Out.all
+        return rank in (self._speakers if kind is Out.each else {0})
 
     def _remember(self, call: Call) -> None:
         """Calls that nobody waits for go into the timeline, too."""

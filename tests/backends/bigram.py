@@ -3,6 +3,7 @@
 Both satisfy their protocols, so the driver's half of training is tested without transformers.
 """
 
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from nrl.backends import Completion, Sampling
 from nrl.backends.base import Bucket
 from nrl.backends.terms import check_weights, terms_of
 from nrl.batch import Batch, lengths
+from nrl.files import Written, write
 from nrl.reduce import Metrics, Sum, merge
 from nrl.runtime.futures import Future, done, on_its_way
 
@@ -85,14 +87,14 @@ class Bigram:
     def tensors(self, params: Tensor, adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
         yield "table", params
 
-    def save(self, state: BigramState, folder: Path, adapter: bool = False) -> None:
-        torch.save(state.table, folder / "table.pt")
+    def save(self, state: BigramState, folder: Path, adapter: bool = False) -> dict[str, Written]:
+        return _saved(state.table, folder / "table.pt")
 
     def restore(self, folder: Path) -> BigramState:
         return BigramState(torch.load(folder / "table.pt", weights_only=True))
 
-    def save_params(self, params: Tensor, folder: Path, adapter: bool = False) -> None:
-        torch.save(params, folder / "params.pt")
+    def save_params(self, params: Tensor, folder: Path, adapter: bool = False) -> dict[str, Written]:
+        return _saved(params, folder / "params.pt")
 
     def restore_params(self, folder: Path) -> Tensor:
         found: Tensor = torch.load(folder / "params.pt", weights_only=True)
@@ -100,6 +102,12 @@ class Bigram:
 
     def export(self, params: Tensor, folder: Path, adapter: bool = False) -> None:
         torch.save(params, folder / "table.pt")
+
+
+def _saved(table: Tensor, path: Path) -> dict[str, Written]:
+    file = io.BytesIO()
+    torch.save(table, file)
+    return {path.name: write(path, [file.getvalue()])}
 
 
 @attrs.define

@@ -3,8 +3,11 @@
 The functions whose first argument is a mesh run in every process of a pool, and with None in this one.
 """
 
+import hashlib
 import json
 import re
+import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,8 +16,12 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -27,11 +34,21 @@ from nrl.backends.fsdp.agreement import Held, Mishap, Peers
 from nrl.backends.fsdp.engine import State, TorchEngine
 from nrl.backends.terms import global_weights
 from nrl.batch import Batch
-from nrl.errors import BatchError, ClusterError, MissingColumn, ModelError, NotFinite, PlacementError, WeightError
+from nrl.errors import (
+    BatchError,
+    CheckpointError,
+    ClusterError,
+    MissingColumn,
+    ModelError,
+    NotFinite,
+    PlacementError,
+    WeightError,
+)
+from nrl.files import Written
 from nrl.reduce import Max, Mean, Metrics, Min, Sum, finalize
 from tests.backends.processes import Processes
 from tests.backends.test_fsdp import CONFIGS, MIXED, QWEN3, batch_of, entropy_loss
-from tests.disks import small_disk_at
+from tests.disks import small_disk_at, transferred
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -778,6 +795,99 @@ def test_checkpoints_of_any_number_of_processes_in_any_number(two: Processes, th
                 assert_close(after, next_one, 1e-5)
                 if reader is writer:
                     assert_equal(after, next_one)
+
+
+def counted(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Written], int, int]:
+    """What one process says that it wrote, and the bytes that it read and wrote meanwhile, as the kernel counts."""
+    made = engine(mesh, tiny.model())
+    state, batch = made.init(), batch_of(MIXED)
+    state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
+    (read, wrote), files = transferred(), made.save(state, folder)
+    now_read, now_wrote = transferred()
+    return files, now_read - read, now_wrote - wrote
+
+
+def test_files_are_hashed_as_they_are_written_and_not_read_back(two: Processes, tmp_path: Path) -> None:
+    pools: list[Callable[[Path], list[Any]]] = [lambda folder: [counted(None, folder)], partial(two, counted)]
+    for number, pool in enumerate(pools, 1):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        told = dict[str, Written]()
+        for files, read, wrote in pool(folder):
+            size = sum(file.size for file in files.values())
+            assert size > 4e6 / number
+            assert wrote >= size
+            assert read < size / 20
+            told |= files
+        found = {path.name: path.read_bytes() for path in folder.iterdir()}
+        assert told == {name: (len(x), hashlib.sha256(x).hexdigest()) for name, x in found.items()}
+        assert len(told) == number + 1
+
+
+def test_the_files_are_those_of_torchs_own_checkpoints(two: Processes, tmp_path: Path) -> None:
+    saved, _ = two(save, tmp_path)[0]
+    found = {f"model.{name}": torch.zeros_like(x) for name, x in saved.items() if name.endswith(".weight")}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        dcp_load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path / "state")), no_dist=True)
+    assert len(found) > 10
+    assert_equal(found, {name: saved[name.removeprefix("model.")] for name in found})
+
+
+def not_restored(mesh: DeviceMesh | None, folder: Path) -> str:
+    made = engine(mesh, Model(TINY_PARTS, seed=5))
+    with pytest.raises(CheckpointError) as caught:
+        made.restore(folder)
+    return str(caught.value)
+
+
+def without(name: str, *paths: Path) -> None:
+    """Files of tensors as they were, but for one of them."""
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            kept = {key: file.get_tensor(key) for key in file.keys() if key != name}
+            shards = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+        del shards[name]
+        save_file(kept, path, metadata={"DCP_SHARDING_INFO": json.dumps(shards)})
+
+
+def test_half_of_a_checkpoint_is_not_restored(two: Processes, tmp_path: Path) -> None:
+    two(save, tmp_path)
+    whole = tmp_path / "state"
+    one, other = sorted(path.name for path in whole.glob("*.safetensors"))
+    weight = "model.model.layers.0.mlp.up_proj.weight"
+    content = (whole / one).read_bytes()
+    damages: dict[str, tuple[Callable[[Path], object], str]] = {
+        "first gone": (lambda path: (path / one).unlink(), rf"has \d+ of the \d+ numbers of .*: .* is .*{other}"),
+        "last gone": (lambda path: (path / other).unlink(), rf"has \d+ of the \d+ numbers of .*: .* is .*{one}"),
+        "short": (lambda path: (path / one).write_bytes(content[:-1]), f"{one} is not what a trainer saved"),
+        "none": (lambda path: (path / one).write_bytes(b"?" * 100), f"{one} is not what a trainer saved"),
+        "content": (lambda path: without(weight, path / other), rf"has \d+ of the \d+ numbers of '{weight}'"),
+        "moments": (
+            lambda path: without("optimizer.model.norm.weight.exp_avg", path / one, path / other),
+            "has nothing of optimizer.model.norm.weight.exp_avg; use another checkpoint",
+        ),
+    }
+    for kind, (damage, message) in damages.items():
+        folder = tmp_path / kind
+        shutil.copytree(whole, folder)
+        damage(folder)
+        for found in (not_restored(None, folder), *two(not_restored, folder)):
+            assert re.match(f"restore: {folder}.*{message}", found), (kind, found)
+
+
+def doubles(mesh: DeviceMesh | None, folder: Path) -> None:
+    """Numbers of eight bytes and the count of steps, of four, lie in one file."""
+    made = engine(mesh, Model(TINY_PARTS, dtype="float64"))
+    state, batch = made.init(), batch_of(MIXED)
+    state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
+    made.save(state, folder)
+    assert_equal(everything(made, made.restore(folder)), everything(made, state))
+
+
+def test_numbers_of_different_sizes_in_one_file(two: Processes, tmp_path: Path) -> None:
+    doubles(None, tmp_path)
+    two(doubles, tmp_path)
 
 
 def other_model(mesh: DeviceMesh | None, folder: Path) -> list[str]:

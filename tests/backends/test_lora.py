@@ -1,5 +1,6 @@
 """LoRA: against full fine-tuning, against peft, and against itself in other layouts."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -422,6 +423,32 @@ def test_an_adapter_is_not_restored_on_another_base(slots: Slots, tmp_path: Path
     plain.save(plain.init(), tmp_path / "plain")
     with pytest.raises(ModelError, match=r"restore: 28 weights did not arrive: .*lora_A.weight"):
         trainer.restore(tmp_path / "plain")
+
+
+def test_a_base_is_summed_up_once() -> None:
+    module, read = lora.build(tiny.model(lora=LORA)), list[Tensor]()
+
+    def whole(tensor: Tensor) -> Tensor:
+        read.append(tensor)
+        return tensor
+
+    first = lora.signature(module, whole)
+    count = len(read)
+    assert count > 10
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(1.0)
+    with torch.no_grad():
+        next(x for x in module.parameters() if x.requires_grad).add_(1.0)
+    assert lora.signature(module, whole) == first
+    assert len(read) == count
+    with torch.no_grad():
+        module.get_parameter("model.norm.weight").add_(1.0)  # another base
+    assert lora.signature(module, whole) == first | {"model.norm.weight": first["model.norm.weight"] + 128}
+    assert len(read) == 2 * count
+    other = copy.deepcopy(module)
+    assert lora.signature(other, whole)["model.norm.weight"] == first["model.norm.weight"] + 128
+    assert len(read) == 3 * count
 
 
 def saved(mesh: DeviceMesh | None, folder: Path, model: Model) -> dict[str, Tensor]:

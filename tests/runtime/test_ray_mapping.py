@@ -26,6 +26,7 @@ from nrl.errors import (
 )
 from nrl.reduce import Max, Mean, Sum, finalize
 from nrl.runtime import Cluster, Executable, Mesh, P, Slots, donated, merged, process, resident, shard_map
+from nrl.runtime.placement import Out
 from nrl.runtime.shipping import opened
 
 pytestmark = pytest.mark.ray
@@ -105,6 +106,14 @@ def test_it_is_the_same_function_as_on_the_local_cluster(mesh: Mesh) -> None:
     assert found[1].is_locked
     assert finalize(found[2]) == finalize(expected[2])
     assert found[3] == expected[3]
+
+
+def test_what_ranks_return_whose_rows_are_the_same(square: Mesh) -> None:
+    """Of each shard one rank sends, or every rank does: the files that each has written, for instance."""
+    args: list[list[Any]] = [[]] * 4
+    one, every = square.processes.call("ranks", lambda: (process().rank,) * 2, args, (Out.each, Out.all))
+    assert [len(reply.then(list).result()) for reply in (one, every)] == [2, 4]
+    assert every.then(list).result() == [0, 1, 2, 3]
 
 
 def test_metrics_are_merged_by_their_kinds(mesh: Mesh) -> None:

@@ -41,6 +41,11 @@ class Peers:
         """Which of them this one is."""
         return 0 if self.mesh is None else self.mesh.get_local_rank()
 
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return 1 if self.mesh is None else self.mesh.size()
+
     def gather[T](self, value: T) -> list[T]:
         """What every process found, by rank; a collective."""
         if self.mesh is None:

@@ -30,6 +30,7 @@ from nrl.backends.optimizers import Optimizer, learning_rate
 from nrl.backends.terms import check_weights
 from nrl.batch import Batch, lengths
 from nrl.errors import BatchError, ModelError, NotFinite
+from nrl.files import Written, flush, write
 from nrl.reduce import Mean, Metrics, Sum, merge
 from nrl.runtime.process import rest, wake
 
@@ -353,9 +354,9 @@ class TorchEngine:
         groups = [group for group in groups if group["params"]]
         return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
 
-    def save(self, state: State, folder: Path, adapter: bool = False) -> None:
+    def save(self, state: State, folder: Path, adapter: bool = False) -> dict[str, Written]:
         """Write module and optimizer."""
-        self._write(folder, state.module, state.optimizer, state.step, adapter)
+        return self._write(folder, state.module, state.optimizer, state.step, adapter)
 
     def restore(self, folder: Path) -> State:
         """Read what `save` wrote, in whatever number of processes."""
@@ -364,9 +365,9 @@ class TorchEngine:
         self._read(folder, state.module, state.optimizer, record["base"])
         return state._replace(step=record["step"])
 
-    def save_params(self, params: nn.Module, folder: Path, adapter: bool = False) -> None:
+    def save_params(self, params: nn.Module, folder: Path, adapter: bool = False) -> dict[str, Written]:
         """Write the module."""
-        self._write(folder, params, None, 0, adapter)
+        return self._write(folder, params, None, 0, adapter)
 
     def restore_params(self, folder: Path) -> nn.Module:
         """Read what `save_params` wrote."""
@@ -377,15 +378,17 @@ class TorchEngine:
 
     def _write(
         self, folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, adapter: bool
-    ) -> None:
+    ) -> dict[str, Written]:
         held, wanted = Held(self._peers), lora.trained if adapter else None
-        storage.write(folder, module, optimizer, self._peers, wanted)
+        written = storage.write(folder, module, optimizer, self._peers, wanted)
         base = lora.signature(module, sharding.whole) if adapter else None
         with held.back():
             if self._peers.rank == 0:
                 record = {"step": step, "lora": bool(lora.layers(module)), "base": base}
-                (folder / "engine.json").write_text(json.dumps(record))
+                written["engine.json"] = write(folder / "engine.json", [json.dumps(record).encode()])
+            flush(folder)
         held.meet("save")  # when one returns, all has been written
+        return written
 
     def _read(
         self,

@@ -1,24 +1,29 @@
 """Tensors in a folder, from any number of processes to any other: each writes, and reads, the parts that it holds.
 
-The files are safetensors, in the form of torch.distributed.checkpoint (DCP). Its usual form has an index that is
-unpickled, and so can run code; these are data and nothing else. A process that is alone writes the one file without
-DCP, which takes five times as long for small models.
+The files are safetensors, one a process, in the form of torch.distributed.checkpoint (DCP), which says at which offsets
+of its whole tensor each part begins. They are written here and not by DCP: its writer makes a copy of all parts in
+memory, and does not know their checksum. See docs/decisions/0024-checksums-are-computed-by-the-writer.md.
 """
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import json
+import math
+import socket
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nrl.backends.fsdp.agreement import Held, Peers
 from nrl.backends.models import named_tensors, weight_name
-from nrl.errors import ModelError
+from nrl.errors import CheckpointError, ModelError
+from nrl.files import Buffer, Written
+from nrl.files import write as write_file
 
 __all__ = ["read", "write"]
 
@@ -26,13 +31,38 @@ _MODEL, _MOMENTS = "model.", "optimizer."
 _KEYS = ("step", "exp_avg", "exp_avg_sq")
 """What AdamW keeps of a parameter."""
 
+_SHARDS = "DCP_SHARDING_INFO"
+"""Where DCP keeps offsets in the header of a file; the whole shapes beside them are ours."""
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
 
 type _Wanted = Callable[[str], bool] | None
 
 
+class _Part(NamedTuple):
+    """A block of a tensor: in this process, or in a file."""
+
+    offsets: Sequence[int]
+    shape: Sequence[int]
+    whole: Sequence[int]  # the shape of the tensor
+    where: Any  # the block itself, or its file
+
+
 def write(
     folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, peers: Peers, wanted: _Wanted = None
-) -> None:
+) -> dict[str, Written]:
     """Write a model, tied weights once, and an optimizer's moments by the names of the parameters; a collective.
 
     Args:
@@ -42,25 +72,28 @@ def write(
         peers: the processes that hold it.
         wanted: which weights, by name; None: all.
 
+    Returns:
+        The file of this process, by its name.
+
     Raises:
         OSError: the disk does not take it.
     """
-    held = Held(peers)
+    held, found = Held(peers), dict[str, Written]()
     with held.back():
         if peers.rank == 0:
             for file in folder.glob("*.safetensors"):  # of another number of processes, maybe
                 file.unlink()
     held.meet("save")
-    tensors = {_MODEL + name: tensor for name, tensor in _weights(module, wanted)}
-    if optimizer is not None:
-        tensors |= _moments(module, optimizer)
-    if peers.mesh is None:
-        return _write_alone(folder, tensors)
-    try:
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        dcp.save(tensors, storage_writer=writer, process_group=peers.mesh.get_group())  # type: ignore[attr-defined]
-    except CheckpointException as error:
-        raise _first(error) from error
+    with held.back():
+        tensors = {_MODEL + name: tensor for name, tensor in _weights(module, wanted)}
+        if optimizer is not None:
+            tensors |= _moments(module, optimizer)
+        own = ((name, _local(x, peers)) for name, x in tensors.items())
+        parts = {name: part for name, part in own if part is not None}
+        name = f"{peers.rank + 1:05}-of-{peers.count:05}.safetensors"
+        found[name] = write_file(folder / name, _safetensors(parts))
+    held.meet("save")
+    return found
 
 
 def read(
@@ -70,30 +103,106 @@ def read(
 
     Raises:
         ModelError: what is there is of another model. Nothing has been changed then.
+        CheckpointError: a part of it is missing, or a file is none. Nothing has been changed then, either.
     """
-    reader, held, there = HuggingFaceStorageReader(str(folder)), Held(peers), dict[str, tuple[int, ...]]()
-    with held.back():
-        found: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-        there = {name: tuple(tensor.size) for name, tensor in found.items()}
-        own = {name: tuple(tensor.shape) for name, tensor in _weights(module, wanted)}
-        _check({name.removeprefix(_MODEL): x for name, x in there.items() if name.startswith(_MODEL)}, own)
-    held.meet("restore")
-    tensors = {_MODEL + name: tensor for name, tensor in _weights(module, wanted)}
-    if optimizer is not None:
-        for name, parameter in _parameters(module):
-            if f"{_MOMENTS}{name}.step" in there:
-                zeros = {key: torch.zeros_like(parameter) for key in _KEYS[1:]}
-                step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                optimizer.state[parameter] = {"step": step, **zeros}
-        tensors |= _moments(module, optimizer)
-    alone = peers.mesh is None
-    group = None if peers.mesh is None else peers.mesh.get_group()
-    try:
-        with warnings.catch_warnings():  # it says that it is alone
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=alone)  # type: ignore[attr-defined]
-    except CheckpointException as error:
-        raise _first(error) from error
+    with ExitStack() as files:
+        held, there = Held(peers), dict[str, list[_Part]]()
+        with held.back():
+            there = _parts(folder, files)
+            whole = {name: tuple(parts[0].whole) for name, parts in there.items()}
+            own = {name: tuple(tensor.shape) for name, tensor in _weights(module, wanted)}
+            _check({name.removeprefix(_MODEL): x for name, x in whole.items() if name.startswith(_MODEL)}, own)
+        held.meet("restore")
+        tensors = {_MODEL + name: tensor for name, tensor in _weights(module, wanted)}
+        if optimizer is not None:
+            for name, parameter in _parameters(module):
+                if f"{_MOMENTS}{name}.step" in there:
+                    zeros = {key: torch.zeros_like(parameter) for key in _KEYS[1:]}
+                    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    optimizer.state[parameter] = {"step": step, **zeros}
+            tensors |= _moments(module, optimizer)
+        with held.back():
+            if lost := sorted(tensors.keys() - there.keys()):
+                raise CheckpointError(f"restore: {folder} has nothing of {_some(lost)}; use another checkpoint")
+            for name, tensor in tensors.items():
+                _fill(name, tensor, there[name])
+        held.meet("restore")
+
+
+def _local(tensor: Tensor, peers: Peers) -> _Part | None:
+    """What of a tensor this process writes; None: nothing, or others have the same and write it."""
+    if not isinstance(tensor, DTensor):
+        return _Part([0] * tensor.ndim, tensor.shape, tensor.shape, tensor) if peers.rank == 0 else None
+    mesh, placements, local = tensor.device_mesh, tensor.placements, tensor.to_local()
+    copies = [place for at, place in zip(placements, mesh.get_coordinate() or (), strict=True) if at.is_replicate()]
+    if any(copies) or not local.numel():
+        return None
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    return _Part(offsets, shape, tensor.shape, local)
+
+
+def _safetensors(parts: Mapping[str, _Part]) -> Iterator[Buffer]:
+    """The bytes of a file. One tensor at a time comes from its device."""
+    parts = dict(sorted(parts.items(), key=lambda pair: -pair[1].where.element_size()))  # so that each is aligned
+    end, header = 0, dict[str, Any]()
+    info = {name: {"saved_offsets": list(x.offsets), "shape": list(x.whole)} for name, x in parts.items()}
+    header["__metadata__"] = {"format": "pt", _SHARDS: json.dumps(info)}
+    for name, part in parts.items():
+        begin, end = end, end + part.where.numel() * part.where.element_size()
+        dtype = _DTYPES[part.where.dtype]
+        header[name] = {"dtype": dtype, "shape": list(part.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for part in parts.values():
+        yield memoryview(part.where.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
+def _parts(folder: Path, files: ExitStack) -> dict[str, list[_Part]]:
+    """The parts that lie in a folder, whose files are opened, if they make whole tensors."""
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, list[_Part]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            file = files.enter_context(safe_open(path, "pt"))
+            info = json.loads(file.metadata()[_SHARDS])
+        except (SafetensorError, TypeError, KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"restore: {path} is not what a trainer saved ({type(error).__name__}: {error}); use another checkpoint"
+            ) from error
+        for name, about in info.items():
+            shape = file.get_slice(name).get_shape()
+            found.setdefault(name, []).append(_Part(about["saved_offsets"], shape, about["shape"], file))
+    for name, parts in found.items():
+        have, all_of_it = sum(math.prod(part.shape) for part in parts), math.prod(parts[0].whole)
+        if have != all_of_it:
+            raise CheckpointError(
+                f"restore: {folder} on host {socket.gethostname()} has {have} of the {all_of_it} numbers of '{name}': "
+                f"of the files that were written there is {', '.join(sorted(x.name for x in folder.iterdir()))}. Bring "
+                "the others there, or use another checkpoint"
+            )
+    return found
+
+
+def _fill(name: str, tensor: Tensor, parts: Iterable[_Part]) -> None:
+    """Copy in what this process holds of a tensor."""
+    own = tensor.detach()
+    offsets: Sequence[int] = [0] * own.ndim
+    if isinstance(own, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(own.shape, own.device_mesh, own.placements)
+        own = own.to_local()
+    for part in parts:
+        begin = [max(pair) for pair in zip(offsets, part.offsets, strict=True)]
+        ends = (start + size for start, size in zip(offsets, own.shape, strict=True))
+        theirs = (start + size for start, size in zip(part.offsets, part.shape, strict=True))
+        end = [min(pair) for pair in zip(ends, theirs, strict=True)]
+        if all(a < b for a, b in zip(begin, end, strict=True)):
+            here, there = (
+                tuple(slice(a - first, b - first) for a, b, first in zip(begin, end, firsts, strict=True))
+                for firsts in (offsets, part.offsets)
+            )
+            own[here].copy_(part.where.get_slice(name)[there])
 
 
 def _moments(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -107,16 +216,6 @@ def _moments(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((weight_name(name), parameter) for name, parameter in module.named_parameters())
-
-
-def _write_alone(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "tensors.safetensors")
-    except SafetensorError as error:  # what can go wrong is the disk
-        raise OSError(str(error)) from error
 
 
 def _weights(module: nn.Module, wanted: _Wanted) -> Iterator[tuple[str, Tensor]]:
@@ -137,9 +236,3 @@ def _check(there: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ..
 def _some(names: Iterable[str], most: int = 5) -> str:
     found = list(names)
     return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
-
-
-def _first(error: CheckpointException) -> BaseException:
-    """What happened, without DCP's wrapping."""
-    found: Any = next(iter(error.failures.values()))
-    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
