@@ -21,9 +21,9 @@ from nrl.runtime.process import Process, entered, perform, rest, wake
 from nrl.runtime.raising import carried
 from nrl.runtime.shipping import Shared, opened, shipped
 
-__all__ = ["Argument", "NeverMade", "Order", "Receipt", "Worker", "folded", "unfolded"]
+__all__ = ["FUNCTIONS", "Argument", "NeverMade", "Order", "Receipt", "Worker", "folded", "unfolded"]
 
-_FUNCTIONS = 64  # that a process remembers; an older one is opened again
+FUNCTIONS = 64  # that a process remembers; an older one is opened again
 
 
 class NeverMade(Exception):
@@ -233,7 +233,7 @@ class Worker:
     def _function(self, key: bytes, parts: Any) -> Callable[..., Any]:
         if key not in self._functions:
             self._functions[key] = opened(parts, copy=True)[0]
-            if len(self._functions) > _FUNCTIONS:
+            if len(self._functions) > FUNCTIONS:
                 self._functions.popitem(last=False)
         self._functions.move_to_end(key)
         return self._functions[key]
