@@ -169,7 +169,8 @@ class Parts(list[Batch]):
 
     def __init__(self, batch: TensorDict, rows: Sequence[Tensor], *, trim: bool = False) -> None:
         self.rows = list(rows)
-        super().__init__(_take(batch, index, trim) for index in self.rows)
+        each = lengths(batch) if trim else None
+        super().__init__(_take(batch, index, each) for index in self.rows)
 
     def restore(self, outputs: Sequence[Any]) -> Any:
         """Put outputs of the parts back into the order of the batch; see `restore`."""
@@ -234,11 +235,10 @@ def _plain(value: Any) -> bool:
     return type(value) in (Tensor, TensorDict)
 
 
-def _take(batch: TensorDict, rows: Tensor, trim: bool) -> Batch:
-    part = batch[rows]
-    if trim and "input_ids" in part.keys() and len(rows) > 0:
-        part = _resize(part, max(1, int(lengths(part).max())))
-    return cast(Batch, part.lock_())
+def _take(batch: TensorDict, rows: Tensor, each: Tensor | None) -> Batch:
+    if each is not None and len(rows) > 0:  # cut before rows are copied, so that no padding is
+        batch = _resize(batch, max(1, int(each[rows].max())))
+    return cast(Batch, batch[rows].lock_())
 
 
 def shard(batch: TensorDict, n: int) -> Parts:

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed, output_shape
-from nrl.batch import Batch, pad, shard, unchanged
+from nrl.batch import Batch, microbatches, pad, shard, unchanged
 from nrl.columns import COLUMNS
 from nrl.errors import MissingColumn, MissingOutput, WeightError
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum
@@ -23,6 +23,9 @@ __all__ = ["LOGPROBS", "check_law", "check_terms", "check_weights", "global_weig
 
 _RELATIVE = 1e-5
 """How far sums of weights in another order may differ, as a fraction."""
+
+_PLACES = 2**16  # entries of a column that a loss is called on at once: they stay in a processor's cache
+_EXACT = 2**24  # below it float32 has every whole number, so that sums of them are the same in any order
 
 _RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "lag", "skipped"}) | {
     f"mismatch/{name}" for name in ("kl", "ess", "max_abs", "chi2", "max_ratio")
@@ -80,7 +83,10 @@ LOGPROBS = frozenset({"logprobs"})
 def global_weights(
     loss: Loss, batch: Batch, fill: float = 0.0, *, always: Collection[str] = LOGPROBS
 ) -> dict[str, float]:
-    """The weight of each term of ``loss`` over a whole batch, from a call on outputs that are all ``fill``.
+    """The weight of each term of ``loss`` over a whole batch, from calls on outputs that are all ``fill``.
+
+    Weights add up over rows, so the loss is called on rows of like length, without what is padding of all of them. Where
+    the sum could depend on the order, since weights are not whole numbers, it is called once, on the whole batch.
 
     Args:
         loss: what to call.
@@ -98,7 +104,18 @@ def global_weights(
     >>> global_weights(sft_loss, batch)
     {'loss': 2.0}
     """
-    return {key: float(term.weight) for key, term in _probe(loss, batch, fill, always).items()}
+    if batch["input_ids"].numel() > _PLACES:
+        widest = batch["input_ids"][0].numel()
+        parts = microbatches(batch, max_tokens=max(widest, _PLACES))
+        found = [_weights(_probe(loss, part, fill, always)) for part in parts]
+        sums = {key: sum(weights.get(key, math.nan) for weights in found) for key in found[0]}
+        if all(x.is_integer() and abs(x) < _EXACT for weights in (*found, sums) for x in weights.values()):
+            return sums
+    return _weights(_probe(loss, batch, fill, always))
+
+
+def _weights(terms: Mapping[str, Mean]) -> dict[str, float]:
+    return {key: float(term.weight) for key, term in terms.items()}
 
 
 def _probe(loss: Loss, batch: Batch, fill: float, always: Collection[str]) -> dict[str, Mean]:
