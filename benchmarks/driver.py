@@ -4,8 +4,8 @@
     python benchmarks/driver.py --quick     # does it run?
 
 The program is nrl's own: batches, a trainer's half on the driver, calls on a mesh, a sampler that spreads requests.
-Behind it stands nobody. Actors take what they are sent and say what was put into their mouths, so that thousands of them
-fit here; to send and to put something cost what it costs to serialise and copy it. A step is: log-probabilities of a
+Behind it stands nobody: actors take what they are sent and say what was put into their mouths, so that a thousand of
+them fit here. To send and to put something costs what it costs to serialise and to copy it. A step is: log-probabilities of a
 fresh batch and back, a train step with its metrics, a function whose sums come from every process, and requests for
 the next batch that are spread over as many engines. Rows are few and long, and of very different lengths: most of what
 a padded batch holds is padding.
@@ -15,6 +15,7 @@ threads that ask engines, memory that nobody has touched before, and everything 
 """
 
 import argparse
+import gc
 import json
 import pickle
 import statistics
@@ -33,12 +34,11 @@ import torch
 
 import nrl
 from benchmarks._machine import described, watched
-from benchmarks._paired import Clock
 from nrl import tiny
 from nrl.algos import grpo_loss
 from nrl.backends import Sampling, replicated, training
 from nrl.backends.training import make_trainer
-from nrl.batch import Batch, deal, lengths
+from nrl.batch import Batch, deal
 from nrl.reduce import Mean, Sum
 from nrl.runtime import P, cluster, mapping, merged, ray_processes, shard_map
 from nrl.runtime.executables import Executable
@@ -60,6 +60,7 @@ PARTS = {
     "results": "putting rows and sums together",
     "requests": "spreading requests over engines",
     "rest": "what is left",
+    "collector": "Python's, which looks at what the imports left",
 }
 
 
@@ -101,8 +102,8 @@ def main() -> None:
 def skewed(rows: int, tokens: int, width: int, seed: int) -> Batch:
     """A locked batch of rollouts: so many tokens, the longest row ``width``, all else in its columns padding.
 
-    >>> batch = skewed(16, 512, 128, seed=0)
-    >>> int(lengths(batch).sum()), int(lengths(batch).max())
+    >>> lengths = nrl.lengths(skewed(16, 512, 128, seed=0))
+    >>> int(lengths.sum()), int(lengths.max())
     (512, 128)
     """
     random = torch.Generator().manual_seed(seed)
@@ -135,7 +136,7 @@ def skewed(rows: int, tokens: int, width: int, seed: int) -> Batch:
 
 def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps: int) -> list[dict[str, float]]:
     """CPU seconds of each step by part, with ``whole``, on a mesh of ``ranks`` and as many engines."""
-    clock = Clock()
+    clock = _Parts()
     found: list[dict[str, float]] = []
     with _Nowhere("nowhere") as here, cluster("local") as local, _stood_in(clock):
         mesh = here.reserve(ranks).mesh(dp=ranks, executable="system", name="trainer")
@@ -151,8 +152,8 @@ def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps
             shards = [shipped(torch.zeros(len(part), width), "") for part in deal(batch.clone(), ranks)]
             sums = shipped({f"metric {i}": Mean(torch.ones(()), torch.ones(())) for i in range(20)}, "")
             taken = shipped({"loss": Mean(torch.ones(()), torch.ones(())), "tokens": Sum(torch.ones(()))}, "")
-            clock.take()
-            with clock("whole"):
+            clock.seconds.clear()
+            with clock("rest"):
                 here.replies.each = lambda rank, given=shards: [given[rank]]
                 coming = trainer.logprobs(state.params, batch)
                 with clock("results"):
@@ -169,21 +170,54 @@ def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps
                 for seat in sampler._seats:
                     seat.waiting = [[]]
                 sampler.stream(prompts, range(requests))
-            found.append(_apart({key[4:]: x for key, x in clock.take().items() if key.startswith("cpu/")}))
+            found.append(dict(clock.seconds) | {"whole": sum(clock.seconds.values())})
     return found[1:]
 
 
-def _apart(times: dict[str, float]) -> dict[str, float]:
-    """What is within what has been timed is taken out of it."""
-    found = {key: times.get(key, 0.0) for key in ("split", "weights", "checks", "puts", "results", "requests")}
-    found["shards"] = times["luggage"] - times.get("puts", 0.0)
-    found["calls"] = times["sent"] - times["luggage"]
-    found["rest"] = times["whole"] - sum(found.values())
-    return found | {"whole": times["whole"]}
+class _Parts:
+    """CPU seconds by part; what is within another part is not counted there, too."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._open: list[str] = []
+        self._since = 0.0
+
+    def _mark(self) -> None:
+        now = time.process_time()
+        if self._open:
+            self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + now - self._since
+        self._since = now
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        self._mark()
+        self._open.append(part)
+        try:
+            yield
+        finally:
+            self._mark()
+            self._open.pop()
+
+    def wrap[**Q, R](self, part: str, fn: Callable[Q, R]) -> Callable[Q, R]:
+        def timed(*args: Q.args, **kwargs: Q.kwargs) -> R:
+            with self(part):
+                return fn(*args, **kwargs)
+
+        return timed
+
+    def collected(self, phase: str, _: object) -> None:
+        """What Python's collector calls."""
+        self._mark()
+        if not self._open:
+            return
+        if phase == "start":
+            self._open.append("collector")
+        elif self._open[-1] == "collector":
+            self._open.pop()
 
 
 @contextmanager
-def _stood_in(clock: Clock) -> Iterator[None]:
+def _stood_in(clock: _Parts) -> Iterator[None]:
     """What is timed, timed; and in Ray's place what serialises and copies."""
 
     def put(value: Any) -> "_Ref":
@@ -204,13 +238,15 @@ def _stood_in(clock: Clock) -> Iterator[None]:
             (mapping, "deal", "split"),
             (training, "global_weights", "weights"),
             (training, "_check_finite", "checks"),
-            (luggage, "__init__", "luggage"),
-            (luggage, "load", "luggage"),
-            (RayProcesses, "call", "sent"),
+            (luggage, "__init__", "shards"),
+            (luggage, "load", "shards"),
+            (RayProcesses, "call", "calls"),
             (replicated.ReplicatedSampler, "_ask", "requests"),
         ):
             stack.enter_context(mock.patch.object(owner, name, clock.wrap(part, getattr(owner, name))))
-        stack.enter_context(mock.patch.object(replicated.ReplicatedSampler, "_work_where_wanted", lambda self: None))
+        stack.enter_context(mock.patch.object(replicated.ReplicatedSampler, "_work_where_wanted"))
+        gc.callbacks.append(clock.collected)
+        stack.callback(gc.callbacks.remove, clock.collected)
         yield
 
 

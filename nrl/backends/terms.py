@@ -85,8 +85,8 @@ def global_weights(
 ) -> dict[str, float]:
     """The weight of each term of ``loss`` over a whole batch, from calls on outputs that are all ``fill``.
 
-    Weights add up over rows, so the loss is called on rows of like length, without what is padding of all of them. Where
-    the sum could depend on the order, since weights are not whole numbers, it is called once, on the whole batch.
+    Weights add up over rows, so the loss is called on rows of like length, cut to the longest of them. Where the sum
+    could depend on the order, since weights are not whole numbers, it is called once, on the whole batch.
 
     Args:
         loss: what to call.

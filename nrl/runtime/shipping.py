@@ -147,7 +147,9 @@ def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...], parameter: bo
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             tensor = torch.frombuffer(data, dtype=dtype).view(shape)
         _OPENING.now.tensors.append(tensor)
-    return nn.Parameter(tensor, requires_grad=grad) if parameter else tensor.requires_grad_(grad)
+    if parameter:
+        return nn.Parameter(tensor, requires_grad=grad)
+    return tensor.requires_grad_() if grad else tensor
 
 
 def _reduced(tensor: Tensor) -> Any:

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -30,8 +30,7 @@ class NeverMade(Exception):
     """A value is not there, because the call that was to make it has failed."""
 
 
-@attrs.frozen
-class Argument:
+class Argument(NamedTuple):
     """How a process finds an argument of a call.
 
     Args:
@@ -49,8 +48,7 @@ class Argument:
     index: int | None = None
 
 
-@attrs.frozen
-class Order:
+class Order(NamedTuple):
     """What a process is asked to do. What it needs for it comes beside, shipped.
 
     Args:
