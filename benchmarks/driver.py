@@ -5,10 +5,10 @@
 
 The program is nrl's own: batches, a trainer's half on the driver, calls on a mesh, a sampler that spreads requests.
 Behind it stands nobody: actors take what they are sent and say what was put into their mouths, so that a thousand of
-them fit here. To send and to put something costs what it costs to serialise and to copy it. A step is: log-probabilities of a
-fresh batch and back, a train step with its metrics, a function whose sums come from every process, and requests for
-the next batch that are spread over as many engines. Rows are few and long, and of very different lengths: most of what
-a padded batch holds is padding.
+them fit here. To send and to put something costs what it costs to serialise and to copy it. A step is:
+log-probabilities of a fresh batch and back, a train step with its metrics, a function whose sums come from every
+process, and requests for the next batch that are spread over as many engines. Rows are few and long, and of very
+different lengths: most of what a padded batch holds is padding.
 
 **What is left out**: Ray's own work for each call and object (0.1 to 0.2 ms each: `benchmarks/ray_calls.py`), networks,
 threads that ask engines, memory that nobody has touched before, and everything that the processes do.
@@ -48,7 +48,7 @@ from nrl.runtime.ray_processes import RayProcesses
 from nrl.runtime.shipping import shipped
 from nrl.runtime.worker import Receipt
 
-__all__ = ["Replies", "main", "measure", "options", "report", "skewed"]
+__all__ = ["Nowhere", "Parts", "Replies", "main", "measure", "options", "report", "skewed", "stood_in"]
 
 PARTS = {
     "split": "which rows go where",
@@ -136,9 +136,9 @@ def skewed(rows: int, tokens: int, width: int, seed: int) -> Batch:
 
 def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps: int) -> list[dict[str, float]]:
     """CPU seconds of each step by part, with ``whole``, on a mesh of ``ranks`` and as many engines."""
-    clock = _Parts()
+    clock = Parts()
     found: list[dict[str, float]] = []
-    with _Nowhere("nowhere") as here, cluster("local") as local, _stood_in(clock):
+    with Nowhere("nowhere") as here, cluster("local") as local, stood_in(clock):
         mesh = here.reserve(ranks).mesh(dp=ranks, executable="system", name="trainer")
         sampler = _sampler(local, ranks)
         trainer = make_trainer(mesh, _nothing, name="nobody", max_tokens=width)
@@ -174,8 +174,15 @@ def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps
     return found[1:]
 
 
-class _Parts:
-    """CPU seconds by part; what is within another part is not counted there, too."""
+class Parts:
+    """CPU seconds by part; those of a part within another count for the inner one alone.
+
+    >>> parts = Parts()
+    >>> with parts("outer"), parts("inner"):
+    ...     pass
+    >>> sorted(parts.seconds)
+    ['inner', 'outer']
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -190,6 +197,7 @@ class _Parts:
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
+        """Count what happens inside of the block for a part."""
         self._mark()
         self._open.append(part)
         try:
@@ -199,6 +207,8 @@ class _Parts:
             self._open.pop()
 
     def wrap[**Q, R](self, part: str, fn: Callable[Q, R]) -> Callable[Q, R]:
+        """The same function, which counts for a part."""
+
         def timed(*args: Q.args, **kwargs: Q.kwargs) -> R:
             with self(part):
                 return fn(*args, **kwargs)
@@ -217,7 +227,7 @@ class _Parts:
 
 
 @contextmanager
-def _stood_in(clock: _Parts) -> Iterator[None]:
+def stood_in(clock: Parts) -> Iterator[None]:
     """What is timed, timed; and in Ray's place what serialises and copies."""
 
     def put(value: Any) -> "_Ref":
@@ -297,7 +307,7 @@ class _Actor:
         self.call = self.logs = self.listen = self.join = _Method(rank, replies)
 
 
-class _Nowhere(LocalCluster):
+class Nowhere(LocalCluster):
     """A cluster whose actors are nobody."""
 
     remote = True
@@ -307,10 +317,11 @@ class _Nowhere(LocalCluster):
         self.replies = Replies()
 
     def start(self, mesh: Mesh, executable: Executable) -> Processes:
+        """Nobody, once for each slot."""
         actors = [_Actor(rank, self.replies) for rank in range(mesh.size)]
         return RayProcesses(mesh, actors, [("node", "address")] * mesh.size, 60.0)
 
-    def __enter__(self) -> "_Nowhere":
+    def __enter__(self) -> "Nowhere":
         return self
 
     def __exit__(self, *_: object) -> None:
