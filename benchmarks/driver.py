@@ -277,9 +277,10 @@ class _Ref:
 
 @attrs.define
 class Replies:
-    """What actors answer: for each rank, the results that it sends."""
+    """What actors answer: for each rank, the results that it sends. ``sent`` is told what they are sent."""
 
     each: Callable[[int], Sequence[Any]] = lambda rank: []
+    sent: Callable[[tuple[Any, ...]], object] = lambda args: None
 
 
 @attrs.frozen
@@ -293,6 +294,7 @@ class _Method:
 
     def remote(self, *args: Any) -> Any:
         pickle.dumps(args)
+        self.replies.sent(args)
         answers, receipt = self.replies.each, _Ref(None, _RECEIPT)
         places = range(self.results)
         found = [receipt, *(_Ref(lambda place=place: answers(self.rank)[place]) for place in places)]

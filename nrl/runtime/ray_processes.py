@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -70,8 +70,7 @@ class RayProcesses:
         self._open: deque[Call] = deque()
         self._failed: list[Call] = []
         self._put: dict[Any, Any] = {}
-        self._functions: OrderedDict[bytes, Any] = OrderedDict()
-        self._packs = threading.Lock()  # guards them
+        self._functions: dict[bytes, Ref] = {}
         ranks = range(mesh.size)
         self._speakers = {next(rank for rank in ranks if mesh.shard_of(rank) == shard) for shard in range(mesh.dp)}
         self._logs = [actor.logs.remote() for actor in actors]
@@ -192,15 +191,17 @@ class RayProcesses:
             weakref.finalize(whole, self._put.pop, key, None).atexit = False
         return self._put[key]
 
-    def function(self, digest: bytes, pack: Callable[[], Any]) -> Any:
-        """What is packed of the function with this hash: once, as long as a process remembers it, too."""
-        with self._packs:
-            if digest not in self._functions:
-                self._functions[digest] = pack()
-            self._functions.move_to_end(digest)
-            while len(self._functions) > FUNCTIONS:
-                self._functions.popitem(last=False)
-            return self._functions[digest]
+    def function(self, digest: bytes, parts: list[Any]) -> Any:
+        """What to send of a function with this hash: a large one is put once, as long as processes remember it, too."""
+        import ray
+
+        if size(parts) <= _INLINE:
+            return parts
+        found = self._functions.pop(digest, None) or ray.put(parts)
+        self._functions[digest] = found  # as the one that was used last
+        for old in list(self._functions)[:-FUNCTIONS]:
+            self._functions.pop(old, None)
+        return found
 
     def last_lines(self, rank: int, most: int = 20) -> str:
         """What a process wrote last, as far as that can be found out now."""
@@ -261,7 +262,7 @@ class _Luggage:
         for part in function:
             found.update(part)
         self.digest = found.digest()
-        self._function = processes.function(self.digest, lambda: self._light(function))
+        self._function = processes.function(self.digest, function)
 
     def load(self, rank: int, args: Sequence[Any]) -> tuple[tuple[Argument, ...], list[Any]]:
         """What to say of some arguments, and what to send beside."""
