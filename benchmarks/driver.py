@@ -24,6 +24,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -143,7 +144,7 @@ def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps
         sampler = _sampler(local, ranks)
         trainer = make_trainer(mesh, _nothing, name="nobody", max_tokens=width)
         provided = shipped(frozenset({"logprobs"}), "")
-        here.replies.each = lambda rank: [provided]
+        here.replies.each = partial(_all, provided)
         step, state = trainer.train_step(grpo_loss), trainer.init()
         count = shard_map(_nothing, mesh, P("dp"), merged)
         for number in range(steps + 1):
@@ -154,16 +155,16 @@ def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps
             taken = shipped({"loss": Mean(torch.ones(()), torch.ones(())), "tokens": Sum(torch.ones(()))}, "")
             clock.seconds.clear()
             with clock("rest"):
-                here.replies.each = lambda rank, given=shards: [given[rank]]
+                here.replies.each = partial(_each, shards)
                 coming = trainer.logprobs(state.params, batch)
                 with clock("results"):
                     logprobs = coming.result()
                 batch = nrl.assign(batch, ref_logprobs=logprobs)
-                here.replies.each = lambda rank, given=taken: [given]
+                here.replies.each = partial(_all, taken)
                 state, metrics = step(state, batch)
                 with clock("results"):
                     metrics.result()
-                here.replies.each = lambda rank, given=sums: [given]
+                here.replies.each = partial(_all, sums)
                 counted = count(batch)
                 with clock("results"):
                     counted.result()
@@ -296,9 +297,20 @@ class _Method:
         pickle.dumps(args)
         self.replies.sent(args)
         answers, receipt = self.replies.each, _Ref(None, _RECEIPT)
-        places = range(self.results)
-        found = [receipt, *(_Ref(lambda place=place: answers(self.rank)[place]) for place in places)]
+        found = [receipt, *(_Ref(partial(_said, answers, self.rank, place)) for place in range(self.results))]
         return found if self.results else receipt
+
+
+def _said(answers: Callable[[int], Sequence[Any]], rank: int, place: int) -> Any:
+    return answers(rank)[place]
+
+
+def _each(given: Sequence[Any], rank: int) -> list[Any]:
+    return [given[rank]]
+
+
+def _all(given: Any, rank: int) -> list[Any]:
+    return [given]
 
 
 _RECEIPT = pickle.dumps(Receipt(0.0, 0.0, (None, None)))

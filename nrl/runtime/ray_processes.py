@@ -288,7 +288,7 @@ class _Luggage:
                 if alone is not None:
                     return Argument(parts=(add(alone),))
                 parts, combine = tuple(map(add, arg.whole.refs)), add(self._packing(arg.whole.combine))
-                return Argument(parts=parts, combine=combine, index=add(self._packing(arg.index)))
+                return Argument(parts=parts, combine=combine, rows=add(self._packing(arg.index)))
             case _:
                 return Argument(parts=(add(self._packing(arg)),))
 

@@ -136,7 +136,9 @@ def padded(layout: Layout, data: Any) -> TensorDict:
         columns = {name: batch(x) if isinstance(x, Layout) else column(x) for name, x in made.columns.items()}
         return TensorDict(columns, batch_size=[count, *made.tail])
 
-    return batch(layout).lock_()
+    whole = batch(layout)
+    whole.lock_()
+    return whole
 
 
 def _padded(data: Any, lengths: Sequence[int], row: int, size: int, item: int, filler: int) -> Any:
@@ -166,6 +168,7 @@ def _leaves(batch: TensorDict) -> Iterator[Any]:
 def _layout(batch: TensorDict, mask: Tensor, lengths: tuple[int, ...], sources: list[Any]) -> Layout:
     across, width = math.prod(mask.shape[1:-1]), mask.shape[-1]
     columns: dict[str, _Column | Layout] = {}
+    value: Any
     for name, value in batch.items():
         if isinstance(value, TensorDict):
             columns[str(name)] = _layout(value, mask, lengths, sources)

@@ -38,14 +38,14 @@ class Argument(NamedTuple):
         donated: that value is consumed.
         parts: where, in what came with the order, the parts of the argument are.
         combine: where what makes one value of them is; None: there is one part.
-        index: where the rows to take of it are; None: all.
+        rows: where the numbers of the rows to take of it are; None: all.
     """
 
     key: int | None = None
     donated: bool = False
     parts: tuple[int, ...] = ()
     combine: int | None = None
-    index: int | None = None
+    rows: int | None = None
 
 
 class Order(NamedTuple):
@@ -247,7 +247,7 @@ class Worker:
             values.append(value)
             shared.append(held)
         value = values[0] if arg.combine is None else opened(beside[arg.combine], copy=True)[0](values)
-        return value if arg.index is None else value[opened(beside[arg.index])[0]]
+        return value if arg.rows is None else value[opened(beside[arg.rows])[0]]
 
 
 def _digest(value: Any) -> bytes:

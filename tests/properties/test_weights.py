@@ -14,12 +14,13 @@ from torch import Tensor
 
 import nrl
 from nrl.algos import Loss, sft_loss, token_mean
-from nrl.backends import Model, Trainer, adamw, fsdp
+from nrl.backends import Model, Trainer, adamw, fsdp, terms
+from nrl.backends.terms import global_weights
 from nrl.batch import Batch
 from nrl.errors import LossError, MissingColumn, MutatedBatch, NotFinite, WeightError
 from nrl.reduce import Mean, Metrics, finalize
 from nrl.runtime import Slots
-from tests.properties.strategies import TINY, make_batch
+from tests.properties.strategies import LOSSES, PAIR_LOSSES, TINY, make_batch
 
 LARGE = 10_000
 
@@ -240,3 +241,15 @@ def test_a_weight_of_zero_is_no_step(trainer: Trainer, batch: Batch) -> None:
     state, metrics = trainer.train_step(nrl.algos.grpo_loss)(state, batch)
     assert finalize(metrics.result())["skipped"] == 0
     assert state.step == 1
+
+
+@pytest.mark.parametrize("name", [*LOSSES, *PAIR_LOSSES])
+def test_weights_from_blocks_of_rows_are_those_of_the_whole_batch_to_the_bit(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = name in PAIR_LOSSES
+    loss, lengths = (PAIR_LOSSES if pairs else LOSSES)[name], [9, 0, 3, 3, 8, 1, 2, 5]
+    batch = make_batch(lengths, [False, True] * 4, [False] * 7 + [True], seed=0, pairs=pairs)
+    whole = global_weights(loss, batch)
+    monkeypatch.setattr(terms, "_PLACES", 8)
+    assert global_weights(loss, batch) == whole

@@ -39,7 +39,12 @@ def mesh(cluster: Nowhere) -> Mesh:
 def puts(cluster: Nowhere, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     put = sys.modules["ray"].put
-    monkeypatch.setattr(sys.modules["ray"], "put", lambda value: [found.append(value), put(value)][1])
+
+    def noted(value: Any) -> Any:
+        found.append(value)
+        return put(value)
+
+    monkeypatch.setattr(sys.modules["ray"], "put", noted)
     return found
 
 
