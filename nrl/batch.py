@@ -28,7 +28,6 @@ __all__ = [
     "microbatches",
     "minibatches",
     "pad",
-    "plan",
     "require",
     "restore",
     "shard",
