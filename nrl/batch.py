@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nrl.columns import COLUMNS
 from nrl.errors import BatchError, ColumnError, MissingColumn, MutatedBatch
+from nrl.rows import dealt, plan, remembered
 
 __all__ = [
     "Batch",
@@ -27,7 +28,6 @@ __all__ = [
     "microbatches",
     "minibatches",
     "pad",
-    "plan",
     "require",
     "restore",
     "shard",
@@ -168,7 +168,8 @@ class Parts(list[Batch]):
 
     def __init__(self, batch: TensorDict, rows: Sequence[Tensor], *, trim: bool = False) -> None:
         self.rows = list(rows)
-        super().__init__(_take(batch, index, trim) for index in self.rows)
+        each = lengths(batch) if trim else None
+        super().__init__(_take(batch, index, each) for index in self.rows)
 
     def restore(self, outputs: Sequence[Any]) -> Any:
         """Put outputs of the parts back into the order of the batch; see `restore`."""
@@ -233,11 +234,10 @@ def _plain(value: Any) -> bool:
     return type(value) in (Tensor, TensorDict)
 
 
-def _take(batch: TensorDict, rows: Tensor, trim: bool) -> Batch:
-    part = batch[rows]
-    if trim and "input_ids" in part.keys() and len(rows) > 0:
-        part = _resize(part, max(1, int(lengths(part).max())))
-    return cast(Batch, part.lock_())
+def _take(batch: TensorDict, rows: Tensor, each: Tensor | None) -> Batch:
+    if each is not None and len(rows) > 0:  # cut before rows are copied, so that no padding is
+        batch = _resize(batch, max(1, int(each[rows].max())))
+    return cast(Batch, batch[rows].lock_())
 
 
 def shard(batch: TensorDict, n: int) -> Parts:
@@ -258,7 +258,7 @@ def shard(batch: TensorDict, n: int) -> Parts:
 
 
 def deal(batch: TensorDict, n: int) -> list[Tensor]:
-    """Which rows `shard` gives to each of ``n`` parts, without making the parts.
+    """Which rows `shard` gives to each of ``n`` parts, without making the parts; once for all batches of one mask.
 
     Raises:
         BatchError: ``n`` is not positive.
@@ -269,52 +269,20 @@ def deal(batch: TensorDict, n: int) -> list[Tensor]:
     if n < 1:
         raise BatchError(f"shard: n is {n}; it must be at least 1")
     _check_rows("shard", batch)
-    loads, rows = [0] * n, [list[int]() for _ in range(n)]
-    each = lengths(batch)
-    tokens: list[int] = (each.flatten(1).sum(1) if each.ndim > 1 else each).tolist()
-    for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):
-        lightest = min(range(n), key=lambda part: (loads[part], len(rows[part]), part))
-        loads[lightest] += tokens[row]
-        rows[lightest].append(row)
-    return [torch.tensor(sorted(part), dtype=torch.int64) for part in rows]
+
+    def rows() -> list[Tensor]:
+        each = lengths(batch)
+        tokens = each.flatten(1).sum(1) if each.ndim > 1 else each
+        return [torch.tensor(part, dtype=torch.int64) for part in dealt(tokens.tolist(), n)]
+
+    tells = batch["attention_mask" if "attention_mask" in batch.keys() else "input_ids"]  # all that lengths look at
+    return list(remembered(tells, ("deal", n), rows))
 
 
 def _check_rows(who: str, batch: TensorDict) -> None:
     require(batch, "input_ids", reader=who)
     if batch.ndim == 0:
         raise BatchError(f"{who}: splitting takes at least one batch dimension; create the batch with batch_size=[B]")
-
-
-def plan(widths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Choose rows for rectangles of at most ``max_tokens`` tokens, padding included: rows of like width go together.
-
-    Args:
-        widths: what each row takes, in tokens.
-        max_tokens: bound on rows times the widest of them.
-
-    Returns:
-        Row numbers of each rectangle, widest first, so that the one that needs the most memory comes first.
-
-    Raises:
-        BatchError: a row alone is wider than ``max_tokens``.
-
-    >>> plan([3, 1, 2, 1], max_tokens=4)
-    [[0], [2, 1], [3]]
-    """
-    order = sorted(range(len(widths)), key=lambda row: (-widths[row], row))
-    if order and widths[order[0]] > max_tokens:
-        raise BatchError(
-            f"microbatches: row {order[0]} has {widths[order[0]]} tokens, more than max_tokens={max_tokens}; "
-            "raise max_tokens, or leave out rows that long"
-        )
-    groups: list[list[int]] = []
-    widest = 0
-    for row in order:
-        if not groups or (len(groups[-1]) + 1) * widest > max_tokens:
-            groups.append([])
-            widest = max(1, widths[row])
-        groups[-1].append(row)
-    return groups
 
 
 def microbatches(batch: TensorDict, *, max_tokens: int) -> Parts:

@@ -1,6 +1,8 @@
 """Splitting a batch and putting it back: shard, microbatches, plan, minibatches, restore."""
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -8,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nrl.batch import Batch, Parts, deal, lengths, microbatches, minibatches, plan, restore, shard
+from nrl.batch import Batch, Parts, assign, deal, lengths, microbatches, minibatches, restore, shard
 from nrl.errors import BatchError, MissingColumn
+from nrl.rows import plan
 
 quick = settings(max_examples=40)
 row_lengths = st.lists(st.integers(0, 9), min_size=1, max_size=9)
@@ -132,6 +135,43 @@ def test_shards_are_balanced_within_four_thirds_of_the_best(sizes: list[int], n:
 def test_shards_of_pairs_are_balanced_by_the_tokens_of_both(sizes: list[tuple[int, int]]) -> None:
     loads = [int(lengths(part).sum()) for part in shard(of_pairs(sizes), 2)]
     assert max(loads) <= 4 / 3 * best_balance([sum(pair) for pair in sizes], 2) + 1e-9
+
+
+@quick
+@given(st.lists(st.integers(0, 3), max_size=20), st.integers(1, 7))
+def test_rows_are_dealt_to_the_part_with_the_fewest_tokens_then_rows_then_the_first(sizes: list[int], n: int) -> None:
+    loads, rows = [0] * n, [list[int]() for _ in range(n)]
+    for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row], row)):
+        lightest = min(range(n), key=lambda part: (loads[part], len(rows[part]), part))
+        loads[lightest] += sizes[row]
+        rows[lightest].append(row)
+    assert [part.tolist() for part in deal(of_lengths(sizes), n)] == list(map(sorted, rows))
+
+
+def test_rows_are_dealt_once_for_all_batches_with_a_mask() -> None:
+    batch = of_lengths([3, 1, 2])
+    first = deal(batch, 2)
+    for again in (batch, assign(batch, rewards=torch.zeros(3)), batch.select("input_ids", "attention_mask")):
+        assert all(one is other for one, other in zip(deal(again, 2), first, strict=True))
+    assert [part.tolist() for part in deal(batch, 3)] == [[0], [2], [1]]
+    shorter = assign(batch, attention_mask=batch["attention_mask"] & (torch.arange(3) < 1))
+    assert [part.tolist() for part in deal(shorter, 2)] == [[0, 2], [1]]
+
+
+def test_rows_are_dealt_anew_when_somebody_wrote_into_the_mask() -> None:
+    batch = of_lengths([3, 1, 2]).clone()
+    assert [part.tolist() for part in deal(batch, 2)] == [[0], [1, 2]]
+    batch["attention_mask"][0, 1:] = False
+    assert [part.tolist() for part in deal(batch, 2)] == [[2], [0, 1]]
+
+
+def test_what_was_dealt_is_forgotten_with_the_mask() -> None:
+    batch = of_lengths([3, 1, 2])
+    kept = weakref.ref(deal(batch, 2)[0])
+    assert kept() is not None
+    del batch
+    gc.collect()
+    assert kept() is None
 
 
 def test_rows_of_equal_length_are_dealt_evenly() -> None:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch
 
-from benchmarks import by_hand, lag, mismatch, overhead, overlap, ray_calls, ray_runs, vs_trl
+from benchmarks import by_hand, driver, lag, mismatch, overhead, overlap, ray_calls, ray_runs, vs_trl
 from benchmarks._figure import curves
 from benchmarks._machine import resident, shares, watched
 from benchmarks._paired import Clock, Worker, disagreement, lengths_of, pair, percentile, ratios, spread, table
@@ -226,6 +226,22 @@ def test_what_is_outside_of_rollout_and_training_adds_up() -> None:
     assert all(step[f"wall/{part}"] > 0 for part in overhead.PARTS)
 
 
+def test_a_step_of_the_program_is_measured_by_part() -> None:
+    steps = driver.measure(4, 16, 512, 128, 32, 2)
+    assert len(steps) == 2
+    for step in steps:
+        assert step["whole"] == pytest.approx(sum(step[part] for part in driver.PARTS if part in step))
+        assert all(step[part] > 0 for part in driver.PARTS if part not in ("collector", "puts"))
+    assert "| split: which rows go where |" in driver.report({4: steps, 8: steps})
+
+
+def test_parts_within_parts_are_counted_once() -> None:
+    parts = driver.Parts()
+    with parts("outer"):
+        parts.wrap("inner", lambda: sum(range(300_000)))()
+    assert parts.seconds["inner"] > 10 * parts.seconds["outer"]
+
+
 @pytest.mark.parametrize("loss", ["supervised", "GRPO"])
 def test_nrl_and_the_loop_by_hand_take_the_same_steps(loss: str) -> None:
     args = by_hand.options(["--quick", "--steps", "4"])
@@ -318,9 +334,11 @@ def test_the_benchmarks_on_ray_run_as_scripts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_by_hand_and_overhead_run_as_scripts(tmp_path: Path) -> None:
+def test_by_hand_and_overhead_and_driver_run_as_scripts(tmp_path: Path) -> None:
     assert "| tiny | GRPO | 4 |" in run("by_hand", "--quick", "--out", str(tmp_path / "hand.json"))
     assert len(json.loads((tmp_path / "hand.json").read_text())["results"]) == 4
+    assert "| 4 ranks |" in run("driver", "--quick", "--out", str(tmp_path / "driver.json"))
+    assert [len(steps) for steps in json.loads((tmp_path / "driver.json").read_text())["steps"].values()] == [1, 1]
     assert "| together |" in run("overhead", "--quick", "--out", str(tmp_path / "overhead.json"))
     assert len(json.loads((tmp_path / "overhead.json").read_text())["steps"]) == 3
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # A room imports from its own line and from the lines above it. Rooms of one line import each other without a circle.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "imports", "files"),
-    ("reduce", "columns", "batch"),
+    ("reduce", "columns", "rows", "batch"),
     ("algos", "prefix", "pack", "config", "log", "envs"),
     ("runtime",),
     ("backends",),

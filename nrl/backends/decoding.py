@@ -206,7 +206,7 @@ def check(
     if len(seeds) != len(prompts):
         raise GenerationError(f"decode: {len(seeds)} seeds for {len(prompts)} prompts; give one for each")
     for row, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
-        if isinstance(prompt, str) or not hasattr(prompt, "__len__") or any(isinstance(each, str) for each in prompt):
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__") or str in map(type, prompt):
             raise GenerationError(
                 f"generate: row {row} of the prompts is {prompt!r:.80}; prompts are lists of token ids, such as "
                 "[[5, 6, 7]]; encode texts with the sampler's tokenizer first"

@@ -62,6 +62,7 @@ class ReplicatedSampler:
         self._seats = [Seat(mesh, name, make) for mesh in meshes]
         self._context_length, self._vocabulary = self._seats[0].about()
         self._engines = [(seat, engine) for seat in self._seats for engine in range(seat.engines)]
+        self._places = {each: place for place, each in enumerate(self._engines)}
         self._spread, self._numbers = Spread(len(self._engines)), itertools.count()
         self._changed = threading.Condition()  # guards the seats, and is told of whatever somebody may wait for
         self._receives = threading.Lock()  # one at a time
@@ -135,7 +136,8 @@ class ReplicatedSampler:
         Those that are being started again are not waited for, unless no other is left.
         """
         alive = [place for place, (seat, _) in enumerate(self._engines) if seat.lost is None]
-        there = [place for place in alive if math.isfinite(self._load()[place])] or alive
+        load = self._load()
+        there = [place for place in alive if math.isfinite(load[place])] or alive
         return gathered(self._ask([prompt] * len(there), None, sampling, there))
 
     def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:
@@ -240,22 +242,21 @@ class ReplicatedSampler:
     def _place(self, asked: Sequence[Asked], engines: Sequence[int] | None = None) -> None:
         """Let them wait for engines."""
         alive = [place for place, (seat, _) in enumerate(self._engines) if seat.lost is None]
-        for place, each in enumerate(asked):
-            if not alive:
+        if not alive:
+            for each in asked:
                 each.fail(cast(BaseException, self._seats[0].lost))
-                continue
-            load = self._load()
-            if engines is not None:
-                chosen = engines[place]
-            elif min(load) < math.inf:
-                chosen = self._spread.choose(each.request.prompt, load, len(asked) - place)
-            else:  # all that are left are being started again
-                chosen = alive[place % len(alive)]
+            return
+        load = self._load()
+        if engines is None and min(load) < math.inf:
+            engines = self._spread.choose([each.request.prompt for each in asked], load)
+        elif engines is None:  # all that are left are being started again
+            engines = [alive[place % len(alive)] for place in range(len(asked))]
+        for each, chosen in zip(asked, engines, strict=True):
             seat, engine = self._engines[chosen]
             seat.waiting[engine].append(each)
 
     def _load(self) -> list[float]:
-        return [seat.load[engine] for seat, engine in self._engines]
+        return [each for seat in self._seats for each in seat.load]
 
     def _work_where_wanted(self) -> None:
         """Have somebody ask the engines that have something to do: a thread, or where that would not help, this one."""
@@ -324,7 +325,7 @@ class ReplicatedSampler:
                         continue
                     seat.deaths = 0
                     tokens = [*asked.request.prompt, *answer.token_ids.tolist()]
-                    self._spread.has_read(self._engines.index((seat, engine)), tokens)
+                    self._spread.has_read(self._places[seat, engine], tokens)
                     asked.give(answer)
 
     def _fail(self, seat: Seat, error: BaseException, *, waiting: bool = False) -> None:

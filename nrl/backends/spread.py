@@ -1,5 +1,6 @@
 """Which of several engines completes a prompt: one that has read its beginning already, if it is not too busy."""
 
+import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,35 +22,44 @@ class Spread:
         engines: how many there are.
 
     >>> spread = Spread(2)
-    >>> spread.choose([1], [0, 0]), spread.choose([2], [1, 0]), spread.choose([2], [1, 1]), spread.choose([2], [1, 9])
-    (0, 1, 1, 0)
+    >>> spread.choose([[1]], [0, 0]), spread.choose([[2]], [1, 0]), spread.choose([[2], [3]], [1, 1])
+    ([0], [1], [1, 0])
     """
 
     def __init__(self, engines: int) -> None:
         self._engines = engines
         self._readers: OrderedDict[int, int] = OrderedDict()
 
-    def choose(self, prompt: Sequence[int], load: Sequence[float], coming: int = 1) -> int:
-        """The engine for a prompt.
+    def choose(self, prompts: Sequence[Sequence[int]], load: Sequence[float]) -> list[int]:
+        """The engines for some prompts that are to be spread together.
 
         Args:
-            prompt: token ids.
+            prompts: token ids.
             load: for each engine, how many requests it has; infinite, if it takes none.
-            coming: how many are to be spread, this one included.
 
         Returns:
-            The one that was given the longest beginning of the prompt, if that is at least half of it and the engine
-            has at most a quarter more than its share; else the one with the fewest.
+            For each prompt the engine that was given the longest beginning of it, if that is at least half of it and
+            the engine has at most a quarter more than its share, the prompts before it counted; else the one with the
+            fewest, and of these the first.
         """
-        beginnings = _beginnings(prompt)
-        least = min(range(self._engines), key=lambda engine: load[engine])
+        load = list(load)
         taking = [each for each in load if each < math.inf]
-        share = (sum(taking) + coming) / max(1, len(taking))
-        known = (self._readers[key] for length, key in beginnings if key in self._readers and 2 * length >= len(prompt))
-        reader = next(known, least)
-        chosen = reader if load[reader] < share * _SLACK else least
-        self._note(beginnings, chosen)
-        return chosen
+        most = (sum(taking) + len(prompts)) / max(1, len(taking)) * _SLACK
+        fewest = [(each, engine) for engine, each in enumerate(load)]
+        heapq.heapify(fewest)
+        found = []
+        for prompt in prompts:
+            beginnings = _beginnings(prompt)
+            while fewest[0][0] != load[fewest[0][1]]:  # it has been given more since
+                heapq.heapreplace(fewest, (load[fewest[0][1]], fewest[0][1]))
+            least = fewest[0][1]
+            known = (self._readers[key] for n, key in beginnings if 2 * n >= len(prompt) and key in self._readers)
+            reader = next(known, least)
+            chosen = reader if load[reader] < most else least
+            load[chosen] += 1
+            self._note(beginnings, chosen)
+            found.append(chosen)
+        return found
 
     def has_read(self, engine: int, tokens: Sequence[int]) -> None:
         """An engine holds these: a prompt with its completion, which the next turn of an episode begins with."""

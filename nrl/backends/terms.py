@@ -4,6 +4,7 @@ The weight of each term of a loss is a function of the batch alone, so the drive
 outputs of zeros, before the first forward. The engine divides each micro-batch's total by it: sums all the way.
 """
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed, output_shape
-from nrl.batch import Batch, unchanged
+from nrl.batch import Batch, microbatches, unchanged
 from nrl.columns import COLUMNS
 from nrl.errors import MissingColumn, MissingOutput, WeightError
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum
@@ -22,6 +23,9 @@ __all__ = ["LOGPROBS", "called", "check_terms", "check_weights", "global_weights
 
 _RELATIVE = 1e-5
 """How far sums of weights in another order may differ, as a fraction."""
+
+_PLACES = 2**16  # entries of a column that a loss is called on at once: they stay in a processor's cache
+_EXACT = 2**24  # below it float32 has every whole number, so that sums of them are the same in any order
 
 _RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "lag", "skipped"}) | {
     f"mismatch/{name}" for name in ("kl", "ess", "max_abs", "chi2", "max_ratio")
@@ -79,7 +83,10 @@ LOGPROBS = frozenset({"logprobs"})
 def global_weights(
     loss: Loss, batch: Batch, fill: float = 0.0, *, always: Collection[str] = LOGPROBS
 ) -> dict[str, float]:
-    """The weight of each term of ``loss`` over a whole batch, from a call on outputs that are all ``fill``.
+    """The weight of each term of ``loss`` over a whole batch, from calls on outputs that are all ``fill``.
+
+    Weights add up over rows, so the loss is called on rows of like length, cut to the longest of them. Where the sum
+    could depend on the order, since weights are not whole numbers, it is called once, on the whole batch.
 
     Args:
         loss: what to call.
@@ -97,6 +104,17 @@ def global_weights(
     >>> global_weights(sft_loss, batch)
     {'loss': 2.0}
     """
+    if batch["input_ids"].numel() > _PLACES:
+        widest = batch["input_ids"][0].numel()
+        parts = microbatches(batch, max_tokens=max(widest, _PLACES))
+        found = [_weights(loss, part, fill, always) for part in parts]
+        sums = {key: sum(weights.get(key, math.nan) for weights in found) for key in found[0]}
+        if all(x.is_integer() and abs(x) < _EXACT for weights in (*found, sums) for x in weights.values()):
+            return sums
+    return _weights(loss, batch, fill, always)
+
+
+def _weights(loss: Loss, batch: Batch, fill: float, always: Collection[str]) -> dict[str, float]:
     device = batch["input_ids"].device
     outputs = {key: torch.full(output_shape(key, batch), fill, device=device) for key in {*always, *needed(loss)}}
     with torch.no_grad():

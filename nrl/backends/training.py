@@ -24,6 +24,7 @@ from nrl.batch import Batch, assign, deal, microbatches, restore
 from nrl.errors import CheckpointError, ColumnError, MissingColumn, MissingOutput, ModelError, NotFinite
 from nrl.files import Written, check_sizes, flush, write
 from nrl.reduce import Mean, Metrics, Sum
+from nrl.rows import remembered
 from nrl.runtime import Future, Handle, Mesh, done
 from nrl.runtime.futures import Coming, on_its_way
 from nrl.runtime.placement import Donated, Out, Rows, Value
@@ -389,11 +390,13 @@ def _check_finite(who: str, batch: Batch) -> None:
     """Columns that are not finite where a token is trained on would poison the weights."""
     if "loss_mask" not in batch.keys():
         return
+    mask = batch["loss_mask"]
+    trained = remembered(mask, "trained", lambda: mask.flatten().nonzero()[:, 0])
     for column, value in batch.items():
-        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == batch["loss_mask"].shape:
-            bad = ~torch.isfinite(value) & batch["loss_mask"]
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == mask.shape:
+            bad = ~torch.isfinite(value.flatten()[trained])
             if bool(bad.any()):
-                rows = torch.nonzero(bad.flatten(1).any(1))[:, 0].tolist()
+                rows = (trained[bad] // mask[0].numel()).unique().tolist()
                 raise NotFinite(
                     f"{who}: the column '{column}' is NaN or infinite at tokens that are trained on, in rows "
                     f"{rows[:10]}; mark such rows with assign(batch, valid=...), or mend what computed the column"

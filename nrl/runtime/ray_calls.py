@@ -1,5 +1,6 @@
 """Calls on Ray actors that are under way: their futures, and what became of them."""
 
+import functools
 import pickle
 import re
 import threading
@@ -8,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from nrl.errors import DeadlineExceeded, FailedStart, LostActor, MutatedBatch, PlacementError
@@ -388,6 +388,12 @@ class Pending:
         """What the call that makes it has raised by now."""
         return self.call.failure()
 
+    @functools.cached_property
+    def by_rows(self) -> dict[bytes, Ref]:
+        """Which result holds just these rows."""
+        held = list(zip(self.rows or (), self.refs, strict=False))
+        return {rows.numpy().tobytes(): ref for rows, ref in reversed(held)}
+
     def part(self, index: Tensor) -> "Part":
         """Some rows of the value, as an argument of a call."""
         return Part(self, index)
@@ -404,6 +410,4 @@ class Part:
 
     def alone(self) -> Ref | None:
         """The result that holds just these rows, if there is one."""
-        rows = self.whole.rows or ()
-        found = [ref for ref, held in zip(self.whole.refs, rows, strict=False) if torch.equal(held, self.index)]
-        return found[0] if found else None
+        return self.whole.by_rows.get(self.index.numpy().tobytes())

@@ -1,12 +1,13 @@
 """The driver's side of a mesh of Ray actors: how a call and its arguments get there."""
 
+import functools
 import hashlib
 import itertools
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import attrs
 from tensordict import TensorDict
@@ -16,8 +17,8 @@ from nrl.runtime import profiling
 from nrl.runtime.on_node import by_value, tail
 from nrl.runtime.placement import Donated, Mesh, Out, Rows
 from nrl.runtime.ray_calls import Call, Part, Pending, Ref, Reply
-from nrl.runtime.shipping import shipped, size, written
-from nrl.runtime.worker import Argument, Order, folded
+from nrl.runtime.shipping import shipped, shipper, size, written
+from nrl.runtime.worker import FUNCTIONS, Argument, Order, folded
 
 __all__ = ["RayProcesses"]
 
@@ -68,7 +69,8 @@ class RayProcesses:
         self._others, self._awake = others, False
         self._open: deque[Call] = deque()
         self._failed: list[Call] = []
-        self._put: dict[Any, Ref] = {}
+        self._put: dict[Any, Any] = {}
+        self._functions: dict[bytes, Ref] = {}
         ranks = range(mesh.size)
         self._speakers = {next(rank for rank in ranks if mesh.shard_of(rank) == shard) for shard in range(mesh.dp)}
         self._logs = [actor.logs.remote() for actor in actors]
@@ -181,17 +183,27 @@ class RayProcesses:
                 error.add_note(f"No result of {call.who} was read, so this is said when the cluster is left.")
                 raise error
 
-    def stored(self, whole: Any, index: bytes | None, make: Callable[[], Any]) -> Ref:
-        """Put what is made of ``whole`` into the object store: once as long as it lives, if it is a value."""
-        import ray
-
-        if not (isinstance(whole, TensorDict) and whole.is_locked):
-            return ray.put(make())
-        key = (id(whole), index, written(whole))
+    def stored(self, whole: TensorDict, writes: tuple[int, ...], index: bytes | None, pack: Callable[[], Any]) -> Any:
+        """What is packed of ``whole``, or these rows of it: once as long as it lives with so many `written`."""
+        if not whole.is_locked:
+            return pack()
+        key = (id(whole), index, writes)
         if key not in self._put:
-            self._put[key] = ray.put(make())
+            self._put[key] = pack()
             weakref.finalize(whole, self._put.pop, key, None).atexit = False
         return self._put[key]
+
+    def function(self, digest: bytes, parts: list[Any]) -> Any:
+        """What to send of a function with this hash: a large one is put once, as long as processes remember it, too."""
+        import ray
+
+        if size(parts) <= _INLINE:
+            return parts
+        found = self._functions.pop(digest, None) or ray.put(parts)
+        self._functions[digest] = found  # as the one that was used last
+        for old in list(self._functions)[:-FUNCTIONS]:
+            self._functions.pop(old, None)
+        return found
 
     def last_lines(self, rank: int, most: int = 20) -> str:
         """What a process wrote last, as far as that can be found out now."""
@@ -246,12 +258,13 @@ class _Luggage:
         self.before: list[Call] = []  # those whose values stay where they are
         self.read: list[Call] = []  # those whose results are read from the object store
         self._packed: dict[int, tuple[Any, Any]] = {}  # by identity; what was packed is kept, so that it stays unique
+        self._found: dict[tuple[Any, int], Any] = {}  # of batches, by identity, too
         function = shipped(fn, who)
         found = hashlib.blake2b(digest_size=16)
         for part in function:
             found.update(part)
         self.digest = found.digest()
-        self._function = self._light(function)
+        self._function = processes.function(self.digest, function)
 
     def load(self, rank: int, args: Sequence[Any]) -> tuple[tuple[Argument, ...], list[Any]]:
         """What to say of some arguments, and what to send beside."""
@@ -277,7 +290,7 @@ class _Luggage:
                 if alone is not None:
                     return Argument(parts=(add(alone),))
                 parts, combine = tuple(map(add, arg.whole.refs)), add(self._packing(arg.whole.combine))
-                return Argument(parts=parts, combine=combine, index=add(self._packing(arg.index)))
+                return Argument(parts=parts, combine=combine, rows=add(self._packing(arg.index)))
             case _:
                 return Argument(parts=(add(self._packing(arg)),))
 
@@ -302,14 +315,35 @@ class _Luggage:
     def _pack(self, value: Any) -> Any:
         match value:
             case Rows() if value.are_all():
-                return self._pack(value.whole)
-            case Rows():
+                return self._packing(value.whole)
+            case Rows(whole=TensorDict() as whole):
                 index = value.index.numpy().tobytes()
-                return self.processes.stored(value.whole, index, lambda: shipped(value.open(), self.who))
+                pack = functools.partial(self._rows, value)
+                return self.processes.stored(whole, self._of(written, whole), index, pack)
             case TensorDict():
-                return self.processes.stored(value, None, lambda: shipped(value, self.who))
+                put = functools.partial(self._put, value)  # however small it is: it is for all
+                return self.processes.stored(value, self._of(written, value), None, put)
+            case Rows():
+                return self._light(shipped(value.open(), self.who))
             case _:
                 return self._light(shipped(value, self.who))
+
+    def _of[T](self, find: Callable[[TensorDict], T], whole: TensorDict) -> T:
+        """What is the same for all parts of a batch."""
+        key = find, id(whole)
+        if key not in self._found:
+            self._found[key] = find(whole)
+        found: T = self._found[key]
+        return found
+
+    def _rows(self, value: Rows) -> Any:
+        ship = self._of(shipper, cast(TensorDict, value.whole))
+        return self._light(ship(value.index.tolist()) if ship else shipped(value.open(), self.who))
+
+    def _put(self, value: TensorDict) -> Ref:
+        import ray
+
+        return ray.put(shipped(value, self.who))
 
     def _light(self, parts: list[Any]) -> Any:
         import ray

@@ -3,6 +3,7 @@
 What is sent is a list: some bytes, and a buffer for each large tensor, which Ray puts into shared memory and every
 process of a node reads where it lies. Such memory is mapped writable, so a write into it would change what others read
 and raise nothing; `opened` says which tensors lie there, and `Shared.check` finds a write by torch's version counters.
+Of batches the tokens are sent, and not the padding: see `nrl.runtime.unpadded`.
 """
 
 import io
@@ -13,7 +14,7 @@ import sysconfig
 import threading
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from nrl.errors import MutatedBatch, ShippingError
+from nrl.runtime.unpadded import Layout, Unpadded, padded
 
-__all__ = ["Shared", "Shipped", "opened", "shipped", "size", "written"]
+__all__ = ["Shared", "Shipped", "opened", "shipped", "shipper", "size", "written"]
 
 type Shipped = list[Any]
 """A pickle, and the buffers beside it."""
@@ -56,6 +58,21 @@ def shipped(value: Any, who: str) -> Shipped:
         raise ShippingError(f"{who}: {_culprit(value, error)}") from error
     arrays = [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers]
     return [file.getvalue(), *arrays]
+
+
+def shipper(batch: TensorDict) -> Callable[[Sequence[int] | None], Shipped] | None:
+    """A function that ships some rows of a batch, or all, locked and without their padding; None where it has none.
+
+    >>> mask = torch.tensor([[True, True, False], [True, False, False]])
+    >>> ship = shipper(TensorDict({"attention_mask": mask}, batch_size=[2]))
+    >>> opened(ship([1]))[0]["attention_mask"].tolist()
+    [[True, False, False]]
+    """
+    found = Unpadded.of(batch)
+    if found is None:
+        return None
+    head = pickle.dumps(_Rows(found.layout), protocol=5, buffer_callback=lambda _: None)
+    return lambda index: [head, np.frombuffer(found.rows(index), dtype=np.uint8)]
 
 
 def size(parts: Shipped) -> int:
@@ -130,7 +147,9 @@ def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...], parameter: bo
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             tensor = torch.frombuffer(data, dtype=dtype).view(shape)
         _OPENING.now.tensors.append(tensor)
-    return nn.Parameter(tensor, requires_grad=grad) if parameter else tensor.requires_grad_(grad)
+    if parameter:
+        return nn.Parameter(tensor, requires_grad=grad)
+    return tensor.requires_grad_() if grad else tensor
 
 
 def _reduced(tensor: Tensor) -> Any:
@@ -139,6 +158,26 @@ def _reduced(tensor: Tensor) -> Any:
     data = pickle.PickleBuffer(flat) if flat.nbytes >= _BESIDE else flat.tobytes()
     parameter = isinstance(tensor, nn.Parameter)
     return _tensor, (data, tensor.dtype, tuple(tensor.shape), parameter, tensor.requires_grad and tensor.is_leaf)
+
+
+@attrs.frozen
+class _Rows:
+    """What is pickled of any rows; they themselves are the buffer beside it."""
+
+    layout: Layout
+
+    def __reduce__(self) -> Any:
+        return _batch, (self.layout, pickle.PickleBuffer(b""))
+
+
+def _batch(layout: Layout, data: Any) -> TensorDict:
+    now = getattr(_OPENING, "now", None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        made = padded(layout, bytearray(data) if now is None else data)
+    if now is not None:
+        now.tensors.extend(made.values(include_nested=True, leaves_only=True))
+    return made
 
 
 def _tensordict(items: dict[str, Any], batch_size: Sequence[int], locked: bool) -> TensorDict:
@@ -153,6 +192,8 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         if type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided and not obj.is_quantized:
             return _reduced(obj)
         if type(obj) is TensorDict:
+            if obj.is_locked and (found := Unpadded.of(obj)) is not None:
+                return _batch, (found.layout, pickle.PickleBuffer(found.rows()))
             return _tensordict, (dict(obj.items()), tuple(obj.batch_size), obj.is_locked)
         return super().reducer_override(obj)
 

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -21,17 +21,16 @@ from nrl.runtime.process import Process, entered, perform, rest, wake
 from nrl.runtime.raising import carried
 from nrl.runtime.shipping import Shared, opened, shipped
 
-__all__ = ["Argument", "NeverMade", "Order", "Receipt", "Worker", "folded", "unfolded"]
+__all__ = ["FUNCTIONS", "Argument", "NeverMade", "Order", "Receipt", "Worker", "folded", "unfolded"]
 
-_FUNCTIONS = 64  # that a process remembers; an older one is opened again
+FUNCTIONS = 64  # that a process remembers; an older one is opened again
 
 
 class NeverMade(Exception):
     """A value is not there, because the call that was to make it has failed."""
 
 
-@attrs.frozen
-class Argument:
+class Argument(NamedTuple):
     """How a process finds an argument of a call.
 
     Args:
@@ -39,18 +38,17 @@ class Argument:
         donated: that value is consumed.
         parts: where, in what came with the order, the parts of the argument are.
         combine: where what makes one value of them is; None: there is one part.
-        index: where the rows to take of it are; None: all.
+        rows: where the numbers of the rows to take of it are; None: all.
     """
 
     key: int | None = None
     donated: bool = False
     parts: tuple[int, ...] = ()
     combine: int | None = None
-    index: int | None = None
+    rows: int | None = None
 
 
-@attrs.frozen
-class Order:
+class Order(NamedTuple):
     """What a process is asked to do. What it needs for it comes beside, shipped.
 
     Args:
@@ -233,7 +231,7 @@ class Worker:
     def _function(self, key: bytes, parts: Any) -> Callable[..., Any]:
         if key not in self._functions:
             self._functions[key] = opened(parts, copy=True)[0]
-            if len(self._functions) > _FUNCTIONS:
+            if len(self._functions) > FUNCTIONS:
                 self._functions.popitem(last=False)
         self._functions.move_to_end(key)
         return self._functions[key]
@@ -249,7 +247,7 @@ class Worker:
             values.append(value)
             shared.append(held)
         value = values[0] if arg.combine is None else opened(beside[arg.combine], copy=True)[0](values)
-        return value if arg.index is None else value[opened(beside[arg.index])[0]]
+        return value if arg.rows is None else value[opened(beside[arg.rows])[0]]
 
 
 def _digest(value: Any) -> bytes:

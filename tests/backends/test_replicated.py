@@ -1,6 +1,7 @@
 """What a sampler does with its engines, seen with an engine that does nothing but take its time."""
 
 import json
+import math
 import os
 import signal
 import threading
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import nrl
@@ -127,13 +130,64 @@ def test_requests_are_spread_by_load(here: Cluster) -> None:
 def test_requests_go_where_their_beginning_has_been_read() -> None:
     spread = Spread(2)
     first, second = list(range(300)), list(range(500, 800))
-    assert spread.choose(first, [0, 0]) == 0
-    assert spread.choose(second, [1, 0]) == 1
-    assert [spread.choose(first, [5, 5], 8), spread.choose(second, [5, 5], 8)] == [0, 1]
+    assert spread.choose([first], [0, 0]) == [0]
+    assert spread.choose([second], [1, 0]) == [1]
+    assert spread.choose([first, second, *([place] for place in range(6))], [5, 5])[:2] == [0, 1]
     spread.has_read(1, [*first, 7, 8, 9])
-    assert spread.choose([*first, 7, 8, 9, 10], [5, 5]) == 1  # the next turn of an episode
-    assert spread.choose([*first, 7, 8, 9, 10], [0, 50]) == 0  # but not at any price
-    assert spread.choose([*second[:64], *range(900, 1000)], [4, 5]) == 0  # of which it has read less than the half
+    assert spread.choose([[*first, 7, 8, 9, 10]], [5, 5]) == [1]  # the next turn of an episode
+    assert spread.choose([[*first, 7, 8, 9, 10]], [0, 50]) == [0]  # but not at any price
+    assert spread.choose([[*second[:64], *range(900, 1000)]], [4, 5]) == [0]  # of which it has read less than the half
+
+
+class OneByOne:
+    """What `Spread.choose` decides, by looking at every engine for every prompt."""
+
+    def __init__(self, engines: int) -> None:
+        self.engines, self.readers = engines, dict[tuple[int, ...], int]()
+
+    def choose(self, prompts: list[list[int]], load: list[float]) -> list[int]:
+        found, load = [], list(load)
+        for place, prompt in enumerate(prompts):
+            ends = [min(start + 64, len(prompt)) for start in range(0, len(prompt), 64)]
+            beginnings = [tuple(prompt[:end]) for end in reversed(ends)]
+            least = min(range(self.engines), key=lambda engine: load[engine])
+            taking = [each for each in load if each < math.inf]
+            share = (sum(taking) + len(prompts) - place) / max(1, len(taking))
+            known = [key for key in beginnings if key in self.readers and 2 * len(key) >= len(prompt)]
+            reader = self.readers[known[0]] if known else least
+            chosen = reader if load[reader] < share * 1.25 else least
+            self.readers.update(dict.fromkeys(beginnings, chosen))
+            load[chosen] += 1
+            found.append(chosen)
+        return found
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_requests_are_placed_as_if_each_were_placed_alone(data: st.DataObject) -> None:
+    engines = data.draw(st.integers(1, 6))
+    spread, slow = Spread(engines), OneByOne(engines)
+    for _ in range(3):
+        load = data.draw(st.lists(st.sampled_from([0, 1, 2, 5, math.inf]), min_size=engines, max_size=engines))
+        which = data.draw(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 200)), max_size=20))
+        prompts = [[base * 1000 + token for token in range(length)] for base, length in which]
+        assert spread.choose(prompts, load) == slow.choose(prompts, load)
+
+
+def test_the_load_of_an_engine_is_looked_at_once_for_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Seat] = []
+    load = Seat.load
+
+    def counted(seat: Seat) -> list[float]:
+        looks.append(seat)
+        return load.__get__(seat)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Seat, "load", property(counted))
+    monkeypatch.setattr(StreamingSampler, "_work_where_wanted", lambda self: None)
+    with cluster("local") as entered:
+        sampler = sampler_on(entered, 8)
+        sampler.stream([[place] for place in range(64)], range(64), LONG)
+        assert len(looks) == 8
 
 
 def test_one_that_is_refused_leaves_the_others_alone(here: Cluster) -> None:

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 import nrl
-from nrl.algos import Loss, needs, policy_loss, reinforce, sft_loss, token_mean
+from nrl.algos import Loss, needs, policy_loss, reinforce, sft_loss, token_mean, weighted_sft_loss
 from nrl.backends import Engine, Sampler, Trainer, publish
 from nrl.backends.terms import check_weights, global_weights, terms_of
 from nrl.backends.training import make_trainer
@@ -631,3 +631,41 @@ def test_metrics_of_steps_add_up(trainer: Trainer) -> None:
         merged = nrl.merge(merged, metrics.result())
     assert isinstance(merged["skipped"], Sum)
     assert finalize(merged)["skipped"] == 1
+
+
+def skewed(rows: int = 64, width: int = 4096) -> Batch:
+    """Nearly all padding."""
+    mask = torch.arange(width) < torch.tensor([width, *range(2, rows + 1)]).view(-1, 1)
+    columns = {"input_ids": torch.ones_like(mask, dtype=torch.int64) * mask, "attention_mask": mask}
+    weights = torch.rand(rows, generator=torch.Generator().manual_seed(0))
+    return nrl.assign(Batch({}, batch_size=[rows]), **columns, loss_mask=mask, weights=weights)
+
+
+def test_the_weights_of_a_loss_are_learnt_from_its_tokens() -> None:
+    batch, seen = skewed(), list[int]()
+
+    def loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        seen.append(out["logprobs"].numel())
+        return sft_loss(out, batch)
+
+    tokens = int(batch["loss_mask"].sum())
+    assert global_weights(loss, batch) == {"loss": tokens}
+    assert tokens < sum(seen) < 2.1 * 2**16 < batch["loss_mask"].numel()
+
+
+def test_weights_that_are_no_whole_numbers_are_those_of_the_whole_batch_to_the_bit() -> None:
+    batch = skewed()
+    out = TensorDict({"logprobs": torch.zeros(batch["input_ids"].shape)}, batch_size=batch.batch_size)
+    whole, _ = weighted_sft_loss(out, batch)
+    assert isinstance(whole, Mean)
+    assert global_weights(weighted_sft_loss, batch) == {"loss": float(whole.weight)}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_columns_are_looked_at_where_a_token_is_trained_on(trainer: Trainer, bad: float) -> None:
+    batch = nrl.assign(batch_of(), advantages=torch.where(MASK, 1.0, bad), old_logprobs=torch.where(MASK, -1.0, bad))
+    step, state = trainer.train_step(policy_loss(reinforce)), trainer.init()
+    state, _ = step(state, batch)
+    batch = nrl.assign(batch, advantages=torch.tensor([[1.0], [bad], [bad]]).expand(3, 4))
+    with pytest.raises(NotFinite, match=r"column 'advantages' is NaN or infinite .* in rows \[1, 2\]; mark such"):
+        step(state, batch)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import nrl
 from nrl.algos import Loss, needs, sft_loss, token_mean
-from nrl.backends import Model, Trainer, adamw, fsdp
+from nrl.backends import Model, Trainer, adamw, fsdp, terms
 from nrl.backends.law import check_law
 from nrl.backends.terms import LOGPROBS, global_weights
 from nrl.batch import Batch
@@ -354,3 +354,15 @@ def test_a_weight_of_zero_is_no_step(trainer: Trainer, batch: Batch) -> None:
     state, metrics = trainer.train_step(nrl.algos.grpo_loss)(state, batch)
     assert finalize(metrics.result())["skipped"] == 0
     assert state.step == 1
+
+
+@pytest.mark.parametrize("name", [*LOSSES, *PAIR_LOSSES])
+def test_weights_from_blocks_of_rows_are_those_of_the_whole_batch_to_the_bit(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = name in PAIR_LOSSES
+    loss, lengths = (PAIR_LOSSES if pairs else LOSSES)[name], [9, 0, 3, 3, 8, 1, 2, 5]
+    batch = make_batch(lengths, [False, True] * 4, [False] * 7 + [True], seed=0, pairs=pairs)
+    whole = global_weights(loss, batch)
+    monkeypatch.setattr(terms, "_PLACES", 8)
+    assert global_weights(loss, batch) == whole
