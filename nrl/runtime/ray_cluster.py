@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from nrl.errors import ClosedCluster, PlacementError
-from nrl.runtime import profiling
 from nrl.runtime.executables import Executable
+from nrl.runtime.on_node import by_value
 from nrl.runtime.placement import Cluster, Mesh, Processes, Slots, Strategy
+from nrl.runtime.ray_actor import Actor, split
 from nrl.runtime.ray_entry import enter, leave, stock, target
-from nrl.runtime.ray_nodes import address_of, interpreters
+from nrl.runtime.ray_nodes import address_of, command, interpreters
 from nrl.runtime.ray_processes import RayProcesses
-from nrl.runtime.worker import Worker
 
 __all__ = ["RayCluster"]
 
@@ -100,15 +100,15 @@ class RayCluster(Cluster):
         nodes = [where[index] for index in mesh.slots.indices]
         pythons = interpreters(mesh.name, executable, set(nodes), self.deadline, self._sound)
         shares = [sum(other == node for other in where) for node in nodes]
-        environments = {
-            node: {"py_executable": python} | profiling.nsight(mesh.name, python) for node, python in pythons.items()
-        }
+        commands = {node: command(mesh.name, python) for node, python in pythons.items()}
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if "OMP_NUM_THREADS" in os.environ:
             env["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"]
         env |= executable.env
         said = env.get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP allows one number for each level
         threads = int(said) if said.isdecimal() else None
+        early, late = split(env)
+        kind: Any = ray.remote(by_value(Actor))
         actors: list[Any] = []
         for rank, ((group, place), node) in enumerate(zip(bundles, nodes, strict=True)):
             options: dict[str, Any] = {
@@ -117,10 +117,10 @@ class RayCluster(Cluster):
                 "max_restarts": 0,
                 "max_task_retries": 0,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place),
-                "runtime_env": {"env_vars": env} | environments[node],
+                "runtime_env": {"env_vars": early, "py_executable": commands[node]},
             }
-            actor: Any = ray.remote(Worker).options(**options)
-            actors.append(actor.remote(mesh.name, rank, mesh.size, shares[rank], threads, torch.initial_seed()))
+            actor = kind.options(**options)
+            actors.append(actor.remote(late, mesh.name, rank, mesh.size, shares[rank], threads, torch.initial_seed()))
         places = [(node, address_of(node)) for node in nodes]
         processes = RayProcesses(mesh, actors, places, self.deadline, self._meshes if self.gpus else ())
         self._meshes.append(processes)

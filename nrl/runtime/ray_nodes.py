@@ -1,16 +1,17 @@
 """Work on the nodes of a Ray cluster: which Python runs the processes of a mesh there."""
 
 import functools
+import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from nrl.errors import DeadlineExceeded, ExecutableError, LostActor
-from nrl.runtime import on_node, provision, venvs
+from nrl.runtime import on_node, profiling, provision, venvs
 from nrl.runtime.executables import Executable
 
-__all__ = ["address_of", "interpreters"]
+__all__ = ["address_of", "command", "interpreters"]
 
 
 def interpreters(
@@ -64,6 +65,15 @@ def interpreters(
             )
     sound |= new
     return found
+
+
+def command(mesh: str, python: str) -> str:
+    """What starts an interpreter for a mesh: the ``py_executable`` of Ray, which puts it into the text of a shell.
+
+    >>> command("trainer", "/my project/.venv/bin/python")
+    "'/my project/.venv/bin/python'"
+    """
+    return shlex.join([*profiling.nsight(mesh), python])
 
 
 def _on_nodes(

@@ -114,9 +114,9 @@ with nrl.cluster("ray", deadline=200) as cluster:
             assert got == [2.0 * number] * 2, (number, got)
         except KeyboardInterrupt:
             seen += 1
-            print("interrupted", flush=True)
             if seen == 20:
                 break
+            print("interrupted", flush=True)
 """
 
 
@@ -125,14 +125,13 @@ def test_a_program_that_is_interrupted_again_and_again_gets_no_wrong_sum(tmp_pat
     script = tmp_path / "program.py"
     script.write_text(_CALLS)
     variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    program = subprocess.Popen(
-        [sys.executable, str(script)], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert program.stdout is not None
-    assert program.stderr is not None
-    for line in program.stdout:
-        if line.strip() in ("ready", "interrupted"):
-            time.sleep(0.1)
-            program.send_signal(signal.SIGINT)
-    errors = program.stderr.read()
-    assert program.wait(60) == 0, errors
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        for line in program.stdout:
+            if line.strip() in ("ready", "interrupted"):
+                time.sleep(0.1)
+                program.send_signal(signal.SIGINT)
+        errors = program.stderr.read()
+        assert program.wait(60) == 0, errors

@@ -70,27 +70,36 @@ def test_an_interrupt_waits_until_a_call_has_gone_out_whole(mesh: Mesh, handled:
 
 
 def test_each_signal_is_told_once_after_the_block(handled: list[int]) -> None:
-    with pytest.raises(InterruptedError), deferred():
+    def body() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert handled == []
+
+    with pytest.raises(InterruptedError):
+        deferred()(body)()
     assert sorted(handled) == [signal.SIGINT, signal.SIGTERM]
 
 
 def test_a_second_one_goes_through(handled: list[int]) -> None:
-    with pytest.raises(InterruptedError), deferred():
+    def hangs() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         assert handled == []
         os.kill(os.getpid(), signal.SIGINT)
-        pytest.fail("a block that hangs can be left")
+        pytest.fail("nobody could end it")
+
+    with pytest.raises(InterruptedError):
+        deferred()(hangs)()
     assert handled == [signal.SIGINT, signal.SIGINT]
 
 
 def test_blocks_within_blocks_wait_for_the_outermost(handled: list[int]) -> None:
-    with pytest.raises(InterruptedError), deferred():
+    def outer() -> None:
         with deferred():
             os.kill(os.getpid(), signal.SIGINT)
         assert handled == []
+
+    with pytest.raises(InterruptedError):
+        deferred()(outer)()
     assert handled == [signal.SIGINT]
 
 

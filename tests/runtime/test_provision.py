@@ -73,6 +73,14 @@ def test_scripts_and_pyvenv_cfg_are_right_after_the_renaming(tmp_path: Path) -> 
     assert Path(home).is_dir()
 
 
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a $(venv); 'of' \"mine\" & * % #"
+    python = provide(recipe_of(TINY), folder=folder)
+    assert run(python, "-c", "import tiny; print(tiny.x)") == "1"
+    assert run(python.parent / "tiny").startswith(str(folder))
+    assert provide(recipe_of(TINY, OTHER), folder=folder).exists()  # which is made of the first
+
+
 def test_one_that_is_there_is_used_as_it_is(tmp_path: Path) -> None:
     recipe = recipe_of(TINY)
     env = provide(recipe, folder=tmp_path).parents[1]

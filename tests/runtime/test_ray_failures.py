@@ -124,7 +124,9 @@ def test_any_exception_arrives_as_itself(pair: Mesh) -> None:
     with pytest.raises(Odd) as caught:
         on(pair, fails).result()
     assert (str(caught.value), caught.value.args) == ("odd 3", ("odd 3",))
-    (note,) = caught.value.__notes__
+    left, note = caught.value.__notes__
+    assert left == "Left behind in the process that raised this: lock (it cannot be sent)"
+    assert caught.value.number == 3
     assert re.match(
         r"raised in rank [01] of mesh 'pair':\nTraceback \(most recent call last\):\n  File .*, line \d+, in fails\n",
         note,

@@ -63,7 +63,7 @@ class Nodes:
 
 
 def _meshes() -> list[tuple[int, str]]:
-    return [(pid, title) for pid, title in titles(descendants(os.getpid())).items() if title.startswith("ray::Worker")]
+    return [(pid, title) for pid, title in titles(descendants(os.getpid())).items() if title.startswith("ray::Actor")]
 
 
 class Program:
