@@ -1,16 +1,21 @@
 """What Ray starts as a process of a mesh: it sets its environment, and only then imports what works there.
 
 The values get here as an argument of the actor. Ray writes those of a ``runtime_env`` in clear into logs that everybody
-on the node can read. The class travels by value and imports the standard library alone, so that torch, vLLM and nrl
-find the variables when they are imported.
+on the node can read. The class travels by value, with what it uses, and imports the standard library alone, so that
+torch, vLLM and nrl find the variables when they are imported.
 """
 
 import os
 import re
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-__all__ = ["Actor", "split"]
+from nrl.runtime.on_node import by_value
+from nrl.runtime.provision import hold
+
+__all__ = ["Actor", "actor_class", "split"]
 
 # Read by the loader, the interpreter, OpenMP (numpy's, which Ray imports), the shell that starts it or Ray itself.
 _EARLY = re.compile(r"(LD|DYLD|MALLOC|GLIBC|LC|RAY|OMP|GOMP|KMP|MKL|OPENBLAS)_.*|PYTHON.*|LANG|PATH|TZ")
@@ -26,6 +31,14 @@ def split(env: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     return early, {name: value for name, value in env.items() if name not in early}
 
 
+def actor_class() -> Any:
+    """The class of actors, as Ray takes it."""
+    import ray
+
+    by_value(hold)
+    return ray.remote(by_value(Actor))
+
+
 class Actor:
     """A `nrl.runtime.worker.Worker`, in an environment that has these variables.
 
@@ -35,6 +48,7 @@ class Actor:
     """
 
     def __init__(self, env: Mapping[str, str], *given: Any) -> None:
+        hold(Path(sys.prefix))
         os.environ.update(env)
         from nrl.runtime.worker import Worker
 

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from nrl.errors import ClusterError, ForeignState, MutatedBatch, StateError
 from nrl.runtime import profiling
+from nrl.runtime.executables import executable
 from nrl.runtime.interrupts import deferred
 from nrl.runtime.on_node import by_value, tail
 from nrl.runtime.placement import Donated, Mesh, Out, Rows
@@ -63,7 +64,8 @@ class RayProcesses:
         others: Sequence["RayProcesses"] = (),
     ) -> None:
         self.mesh, self.actors, self.nodes, self.deadline = mesh, list(actors), list(nodes), deadline
-        self.name = mesh.name
+        self.name, self.executable = mesh.name, executable(mesh.executable).name
+        self.longest: dict[str, float] = {}
         self.dropped: list[deque[int]] = [deque() for _ in actors]
         self._ended: BaseException | None = None
         self._others, self._awake = others, False

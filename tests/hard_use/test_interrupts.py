@@ -2,11 +2,7 @@
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -95,43 +91,3 @@ def test_a_call_that_went_out_in_part_ends_the_mesh(cluster: Cluster) -> None:
     assert str(ended.value) == text
     again = mesh.slots.mesh(executable="system", name="new")
     assert call(again, 100.0).result().tolist() == [200.0, 200.0]
-
-
-_CALLS = """
-import itertools, sys, torch
-import nrl
-from nrl.runtime import P, shard_map
-from tests.hard_use.test_interrupts import summed
-
-with nrl.cluster("ray", deadline=200) as cluster:
-    run = shard_map(summed, cluster.reserve(2).mesh(executable="system"), P("dp"), P("dp"))
-    seen = 0
-    run(torch.zeros(2)).result()
-    print("ready", flush=True)
-    for number in itertools.count():
-        try:
-            got = run(torch.full((2,), float(number))).result().tolist()
-            assert got == [2.0 * number] * 2, (number, got)
-        except KeyboardInterrupt:
-            seen += 1
-            if seen == 20:
-                break
-            print("interrupted", flush=True)
-"""
-
-
-def test_a_program_that_is_interrupted_again_and_again_gets_no_wrong_sum(tmp_path: Path) -> None:
-    """At moments that nobody chose, and with the handler that Python itself installs."""
-    script = tmp_path / "program.py"
-    script.write_text(_CALLS)
-    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, str(script)]
-    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
-        assert program.stderr is not None
-        for line in program.stdout:
-            if line.strip() in ("ready", "interrupted"):
-                time.sleep(0.1)
-                program.send_signal(signal.SIGINT)
-        errors = program.stderr.read()
-        assert program.wait(60) == 0, errors
