@@ -44,18 +44,21 @@ class Actor:
 
     Args:
         env: environment variables.
-        given: the worker's own arguments.
+        mesh: the name of the mesh.
+        rank: its number there.
+        given: the worker's other arguments.
     """
 
-    def __init__(self, env: Mapping[str, str], *given: Any) -> None:
+    def __init__(self, env: Mapping[str, str], mesh: str, rank: int, *given: Any) -> None:
+        self._name = f"{mesh}[{rank}]"
         hold(Path(sys.prefix))
         os.environ.update(env)
         from nrl.runtime.worker import Worker
 
-        self._worker = Worker(*given)
+        self._worker = Worker(mesh, rank, *given)
 
     def __repr__(self) -> str:
-        return repr(self._worker)
+        return self._name  # Ray writes it before each line of the log, also where it does not start
 
     def logs(self) -> Any:
         """See `Worker.logs`."""

@@ -142,9 +142,6 @@ class Worker:
         np.random.seed(seed)
         torch.manual_seed(seed)
 
-    def __repr__(self) -> str:
-        return f"{self.here.mesh}[{self.here.rank}]"  # Ray writes it before each line of the log
-
     def logs(self) -> tuple[str, ...]:
         """The files that it writes to."""
         return tuple(dict.fromkeys(filter(os.path.isfile, map(_file_of, (1, 2)))))

@@ -180,6 +180,24 @@ def test_an_error_of_one_rank_ends_those_that_wait_for_it(slots: Slots, monkeypa
     assert settled(lambda: any(map(alive, both)), 5) is False
 
 
+def test_long_waits_say_what_they_are_for(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nrl.runtime.ray_calls.SILENCE", 0.3)
+
+    def naps(x: Tensor) -> Tensor:
+        time.sleep(1.5 * process().rank)
+        return x
+
+    mesh = slots.mesh(executable="system", name="late")
+    on(mesh, naps).result()
+    start, *more = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("(")]
+    assert start == "mesh 'late': waiting for 2 of 2 processes to start (system, 0 s)"
+    assert more[-1] == "mesh 'late': waiting for shard_map(naps) in 1 of 2 processes (1 s)"
+    on(mesh, naps).result()  # which takes as long as it always does
+    assert "waiting" not in capsys.readouterr().out
+
+
 def test_a_call_has_a_deadline(slots: Slots) -> None:
     mesh, both = started(slots, "slow")
     mesh.processes.deadline = 2.0  # type: ignore[attr-defined]  # the cluster's is for the start as well
