@@ -134,7 +134,7 @@ def test_where_slots_lie(nodes: Nodes) -> None:
 
 
 def where(x: Tensor) -> Tensor:
-    """Of a process: its node's letter, whether it runs in and holds an environment of it, and a sum over all of them."""
+    """Its node's letter, whether a process runs in an environment of it and holds that, and a sum over all of them."""
     import cowsay  # type: ignore[import-not-found]
 
     folder = os.environ["NRL_VENV_DIR"]
