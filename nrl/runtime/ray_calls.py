@@ -339,6 +339,9 @@ def _original(error: BaseException, where: str) -> BaseException:
 def _raised_at_start(error: BaseException) -> str:
     """The traceback of what a constructor raised, or the import of its class; empty where it was not that."""
     text = _ANSI.sub("", str(error)).partition("\nAn unexpected internal error")[0].rstrip()
+    _, constructor, raised = text.partition("raised in its creation task, ")
+    if constructor:
+        return raised.partition("\n")[2]
     _, found, trace = text.rpartition("Traceback (most recent call last):")
     return f"{found}{trace}" if found else ""
 
