@@ -341,7 +341,7 @@ def _raised_at_start(error: BaseException) -> str:
     text = _ANSI.sub("", str(error)).partition("\nAn unexpected internal error")[0].rstrip()
     _, constructor, raised = text.partition("raised in its creation task, ")
     if constructor:
-        return raised.partition("\n")[2]
+        return raised[max(raised.find("  File "), 0) :]
     _, found, trace = text.rpartition("Traceback (most recent call last):")
     return f"{found}{trace}" if found else ""
 
