@@ -29,6 +29,11 @@ def _text_values(value: Mapping[str, str]) -> dict[str, str]:
     return dict(value)
 
 
+def _names_alone(env: Mapping[str, str]) -> str:
+    """Values may be secrets, and errors and logs show an executable."""
+    return f"{{{', '.join(f'{name!r}: ...' for name in env)}}}"
+
+
 @attrs.frozen
 class Executable:
     """What a virtual environment holds, and what its processes get.
@@ -40,7 +45,8 @@ class Executable:
         requirements: more packages, each as in a requirements file, such as ``"math-verify>=0.9"``. They need not be
             in the lock: they are resolved to what agrees with it.
         python: a version such as ``"3.12"``; None: the driver's own.
-        env: environment variables of its processes.
+        env: environment variables of its processes. Their values get there with the actor itself; those that must be
+            set before it starts (docs/clusters.md) stand in Ray's logs.
         package: what a process must be able to import to stand in for it on the local cluster; None: nothing.
 
     >>> judge = Executable("judge", extras=["vllm"], requirements=["cowsay==6.1"], env={"OMP_NUM_THREADS": "4"})
@@ -53,7 +59,7 @@ class Executable:
     groups: tuple[str, ...] = attrs.field(default=(), converter=_names)
     requirements: tuple[str, ...] = attrs.field(default=(), converter=_names)
     python: str | None = None
-    env: dict[str, str] = attrs.field(factory=dict, converter=_text_values, hash=False)
+    env: dict[str, str] = attrs.field(factory=dict, converter=_text_values, hash=False, repr=_names_alone)
     package: str | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -100,9 +106,10 @@ def register(executable: Executable) -> Executable:
     taken = EXECUTABLES.setdefault(executable.name, executable)
     if taken != executable:
         differing = ", ".join(
-            f"{field.name}={getattr(taken, field.name)!r}, not {getattr(executable, field.name)!r}"
+            f"{field.name}={shown(old)}, not {shown(new)}"
             for field in attrs.fields(Executable)
-            if getattr(taken, field.name) != getattr(executable, field.name)
+            if (old := getattr(taken, field.name)) != (new := getattr(executable, field.name))
+            for shown in [_names_alone if field.name == "env" else repr]
         )
         raise PlacementError(
             f"register: executable '{executable.name}' is taken: there it has {differing}; choose another name"

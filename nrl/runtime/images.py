@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from nrl.errors import ExecutableError, NrlError
 from nrl.runtime.executables import EXECUTABLES
-from nrl.runtime.provision import INVENTORY, default_folder, difference, inventories, provide, usable, uv
+from nrl.runtime.provision import INVENTORY, default_folder, difference, inventories, provide, usable, used, uv
 from nrl.runtime.venvs import recipe
 
 __all__ = ["build", "check", "listing", "path", "prune"]
@@ -128,7 +128,7 @@ def check(names: Iterable[str] = (), *, folder: Path | None = None, say: Callabl
 def prune(
     days: float = 30.0, *, dry: bool = False, folder: Path | None = None, say: Callable[[str], None] = print
 ) -> list[Path]:
-    """Remove environments that nobody has asked for in some days, and what killed builders left.
+    """Remove environments that nobody has asked for in some days and that no process runs in, and what builders left.
 
     Args:
         days: how long an environment has not been provided; 0 removes all. One that is current for this process's lock
@@ -152,6 +152,9 @@ def prune(
         name = env.name[1:].rsplit(".", 2)[0] if env.name.startswith(".") else env.name
         try:
             with FileLock(folder / f".{name}.lock", timeout=0):
+                if used(env):
+                    say(f"{env.name}: is kept, because processes run in it")
+                    continue
                 say(f"{env.name}: {'would be removed' if dry else 'is removed'}")
                 removed.append(env)
                 if not dry:  # renamed first, so that one that is half removed is never used
@@ -161,8 +164,10 @@ def prune(
             say(f"{env.name}: is kept, because it is being built")
     if not dry:
         for kept in (*folder.glob(".wheels/*"), *folder.glob(".resolved/*")):
-            if time.time() - kept.stat().st_mtime >= days * _DAY:
-                shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
+            scratch = kept.name.startswith(".") or kept.match(".resolved/tmp*")  # of somebody who is building, perhaps
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - kept.stat().st_mtime >= (max(days, 1.0) if scratch else days) * _DAY:
+                    shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
     return removed
 
 

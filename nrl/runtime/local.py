@@ -4,7 +4,6 @@ Its slots are names. A mesh of ``dp=3`` on it really splits batches into three, 
 merges, so that a mistake of layout shows up in a unit test. Calls are done when they return.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -95,14 +94,14 @@ class _ThisProcess:
         *,
         turn: bool = True,
     ) -> list[Any]:
-        started = time.time()
+        started, now = timeline.stopwatch()
         found = []
         with profiling.tracing(profiling.wanted(self.mesh.name, who)):
             for rank, given in enumerate(args):
                 with entered(Process(rank, len(args), None, self.mesh.name)):
                     found.append(perform(who, fn, [_opened(arg) for arg in given], outs))
         if timeline.shown():
-            timeline.record(self.mesh.name, 0, who, started, time.time())
+            timeline.record(self.mesh.name, 0, who, started, now())
         kinds = outs if isinstance(outs, tuple) else (outs,)
         columns = zip(*found, strict=True)
         return [_given(who, list(column), kind) for column, kind in zip(columns, kinds, strict=True)]

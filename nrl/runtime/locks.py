@@ -12,7 +12,7 @@ import platform
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -64,13 +64,14 @@ def project() -> Project:
     return Project("wheel", _NRL)
 
 
-def locked(executable: Executable, of: Project, kept: Path) -> dict[str, Pin]:
+def locked(executable: Executable, of: Project, kept: Path, say: Callable[[str], None] | None = None) -> dict[str, Pin]:
     """The packages of an executable by name, for this platform and without nrl if that comes from a wheel.
 
     Args:
         executable: what to select.
         of: whose lock applies.
         kept: a folder in which resolutions of additional requirements are kept: the same ones are resolved once.
+        say: gets a line now and then while that lasts.
 
     Raises:
         ExecutableError: the lock does not have the extras or groups, or additional requirements do not agree with it.
@@ -90,7 +91,7 @@ def locked(executable: Executable, of: Project, kept: Path) -> dict[str, Pin]:
         named = {each["url"].rstrip("/"): f"{each['name']}={each['url']}" for each in indexes if "name" in each}
         pins = {pin.name: pin._replace(origin=named.get(str(pin.origin), pin.origin)) for pin in pins.values()}
         if foreign:
-            pins, overrides = _with_foreign(executable, foreign, of, pins, overrides, kept, environment)
+            pins, overrides = _with_foreign(executable, foreign, of, pins, overrides, kept, environment, say)
     else:
         pins, overrides = _own(wanted, executable.groups, environment)
     # Ray does not connect two versions of itself, so an executable has the one that is here.
@@ -100,7 +101,7 @@ def locked(executable: Executable, of: Project, kept: Path) -> dict[str, Pin]:
             del pins["ray"]
     more += executable.requirements
     if more:
-        pins = _resolved(executable, more, pins, overrides, of, kept, environment)
+        pins = _resolved(executable, more, pins, overrides, of, kept, environment, say)
     return pins
 
 
@@ -112,13 +113,14 @@ def _with_foreign(
     overrides: dict[str, str],
     kept: Path,
     environment: Environment,
+    say: Callable[[str], None] | None,
 ) -> tuple[dict[str, Pin], dict[str, str]]:
     """A user's project with extras of nrl: what nrl's lock adds to nrl for them comes on top, where that agrees."""
     own, own_overrides = _own(extras, (), environment)
     overrides = {**own_overrides, **overrides}
     lines = [f"{pin.name}=={pin.version}" for pin in own.values() if pin.name not in pins and pin.path is None]
     try:
-        return _resolved(executable, lines, pins, overrides, of, kept, environment), overrides
+        return _resolved(executable, lines, pins, overrides, of, kept, environment, say), overrides
     except ExecutableError as error:
         needed = ", ".join(f'"{line}"' for line in overrides.values())
         raise ExecutableError(
@@ -225,6 +227,7 @@ def _resolved(
     of: Project,
     kept: Path,
     environment: Environment,
+    say: Callable[[str], None] | None,
 ) -> dict[str, Pin]:
     """The packages of a selection, and what more the lines need, of versions that agree with it."""
     for line in lines:
@@ -245,7 +248,8 @@ def _resolved(
     path, root = kept / f"pylock.{key}.toml", of.root if of.kind != "wheel" else Path.cwd()
     few = lines if len(lines) < 6 else [*lines[:3], f"and {len(lines) - 3} more"]
     anew = os.environ.get("NRL_FORCE_REBUILD_VENVS", "0") not in ("", "0") and path not in _RESOLVED
-    if anew or not path.exists():
+    text = None if anew else _kept(path)
+    if text is None:
         kept.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept) as scratch:
             for name, content in (("constraints", constraints), ("overrides", forced)):
@@ -257,13 +261,30 @@ def _resolved(
                     *("--constraint", f"{scratch}/constraints.txt", "--override", f"{scratch}/overrides.txt", "-"),
                 ],
                 cwd=root,
+                say=say,
                 what=f"recipe: the requirements {', '.join(few)} of executable '{executable.name}', with the "
                 f"versions of the lock of {of.root}",
                 settings=settings(),
                 stdin="\n".join(lines),
             )
-            (Path(scratch) / "pylock.toml").write_text(text)
+            (Path(scratch) / "pylock.toml").write_text(f"{_mark(text)}\n{text}")
             (Path(scratch) / "pylock.toml").rename(path)
         _RESOLVED.add(path)
-    path.touch()  # `nrl venvs prune` removes what has not been used
-    return {**pins_of(path.read_text(), root, environment), **pins}
+    return {**pins_of(text, root, environment), **pins}
+
+
+def _kept(path: Path) -> str | None:
+    """A resolution that was kept, if it is there and whole: a machine that stops may leave an empty file."""
+    try:
+        mark, _, text = path.read_text().partition("\n")
+    except (OSError, ValueError):
+        return None
+    if mark != _mark(text):
+        return None
+    with contextlib.suppress(OSError):  # `nrl venvs prune` removes what has not been used, and an image is read-only
+        os.utime(path)
+    return text
+
+
+def _mark(text: str) -> str:
+    return f"# sha256 of what follows: {hashlib.sha256(text.encode()).hexdigest()}"

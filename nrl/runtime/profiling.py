@@ -7,7 +7,6 @@ own trace, into the run's folder. ``NRL_NSIGHT=trainer`` starts those processes 
 import contextlib
 import os
 import re
-import shlex
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -190,29 +189,27 @@ def _export(profiler: Any, path: Path) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def nsight(mesh: str, python: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What goes into the Ray ``runtime_env`` of a mesh's processes, so that Nsight Systems watches those asked for.
+def nsight(mesh: str, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The command in front of the interpreter of a mesh's processes, so that Nsight Systems watches those asked for.
 
     ``NRL_NSIGHT`` names meshes, with commas. Ray's own option ``nsight`` would start ``python`` as it is found on the
     node's PATH, whatever ``py_executable`` says, so the command is put in front of the interpreter here.
 
     Args:
         mesh: its name.
-        python: its interpreter.
         environ: where ``NRL_NSIGHT`` is looked up.
 
     Returns:
-        ``{"py_executable": ...}``, a command that a shell reads; empty if the mesh is not asked for. The reports are
+        The command's arguments; empty if the mesh is not asked for. The reports are
         ``<run folder>/profile/nsight-<mesh>.<process>.nsys-rep``.
 
-    >>> nsight("trainer", "/venv/bin/python", {})
-    {}
-    >>> nsight("trainer", "/venv/bin/python", {"NRL_NSIGHT": "trainer"})["py_executable"]
-    'nsys profile ... /venv/bin/python'
+    >>> nsight("trainer", {})
+    []
+    >>> nsight("trainer", {"NRL_NSIGHT": "trainer"})[:2]
+    ['nsys', 'profile']
     """
     if mesh not in map(str.strip, environ.get("NRL_NSIGHT", "").split(",")):
-        return {}
+        return []
     folder = (_open[-1].folder if _open else Path.cwd()) / "profile"
     folder.mkdir(parents=True, exist_ok=True)
-    output = folder / f"nsight-{_plain(mesh)}.%p"  # nsys puts the process there
-    return {"py_executable": shlex.join([*_NSYS, f"--output={output}", python])}
+    return [*_NSYS, f"--output={folder / f'nsight-{_plain(mesh)}.%p'}"]  # nsys puts the process there

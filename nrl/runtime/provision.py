@@ -8,6 +8,7 @@ environment's name is whole. One builder at a time holds the lock of that name, 
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -22,7 +23,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["INVENTORY", "Recipe", "default_folder", "difference", "here", "inventories", "provide", "usable", "uv"]
+__all__ = [
+    "INVENTORY",
+    "Recipe",
+    "default_folder",
+    "difference",
+    "here",
+    "hold",
+    "inventories",
+    "provide",
+    "usable",
+    "used",
+    "uv",
+]
 
 INVENTORY = "nrl-venv.json"
 """The file in an environment that says what it is made of; it is written last, so that it also says: complete.
@@ -31,6 +44,7 @@ INVENTORY = "nrl-venv.json"
 'nrl-venv.json'
 """
 
+_held: list[int] = []  # open files; their locks end with this process
 _EVERY = 15.0  # seconds between two words of progress
 _BOUND = """
 import ctypes, os, sys
@@ -114,7 +128,8 @@ def provide(
         The absolute path of the interpreter.
 
     Raises:
-        ExecutableError: it cannot be built; the message has uv's last lines. (RuntimeError on a node without nrl.)
+        ExecutableError: it cannot be built; the message has uv's last lines. Or it is to be built again while processes
+            run in it. (RuntimeError on a node without nrl.)
         DeadlineExceeded: it took longer than it may. (TimeoutError on a node without nrl.)
 
     >>> provide(Recipe("system", "system", interpreter=sys.executable)) == Path(sys.executable)
@@ -142,6 +157,7 @@ def provide(
             place.mkdir(parents=True, exist_ok=True)
             with _locked(place, recipe.name, until, deadline, say):
                 if not usable(env, recipe.force):
+                    _check_unused(recipe, env)
                     for left in place.glob(f".{recipe.name}.*.building"):  # by builders that were killed
                         shutil.rmtree(left, ignore_errors=True)
                     _build(recipe, place, until, say)
@@ -170,6 +186,45 @@ def usable(env: Path, force: str = "") -> bool:
         and (env / "bin" / "python").exists()
         and (not force or inventory.get("force") == force)
     )
+
+
+def hold(env: Path) -> None:
+    """Let nobody replace or remove an environment until this process has ended; where there is none, do nothing.
+
+    >>> hold(Path("/nowhere"))
+    """
+    with contextlib.suppress(OSError):  # also where the file system has no locks
+        _held.append(os.open(env / INVENTORY, os.O_RDONLY | os.O_CLOEXEC))
+        fcntl.flock(_held[-1], fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def used(env: Path) -> bool:
+    """Whether a process holds an environment: on this node, or on another one where the file system's locks are shared.
+
+    >>> used(Path("/nowhere"))
+    False
+    """
+    try:
+        file = os.open(env / INVENTORY, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(file)
+    return False
+
+
+def _check_unused(recipe: Recipe, env: Path) -> None:
+    if used(env):
+        raise _error(
+            f"provide: {env} is to be built again, and processes run in it, whose files would change under them; end "
+            "them first" + (", or unset NRL_FORCE_REBUILD_VENVS" if recipe.force else "")
+        )
 
 
 def inventories(folder: Path) -> dict[Path, dict[str, Any]]:
@@ -314,6 +369,7 @@ def _build(recipe: Recipe, place: Path, until: float, say: Callable[[str], None]
         (venv / INVENTORY).write_text(json.dumps(inventory, indent=1, sort_keys=True) + "\n")
         env = place / recipe.name
         if env.exists():
+            _check_unused(recipe, env)  # that took a while
             env.rename(scratch / "replaced")
         venv.rename(env)
     finally:

@@ -2,7 +2,8 @@
 
 Ray sends an exception only if plain pickle can, which a class of the user's own script is not for. Here it travels as
 functions do, so that it arrives as what it was, and ``except MyError`` catches it; what cannot be sent or opened
-arrives as a `RuntimeError` that says what it was.
+arrives as a `RuntimeError` that says what it was. It is told to people, and so it is small: data that hang on it stay
+behind.
 """
 
 import traceback
@@ -13,9 +14,12 @@ from types import FunctionType, TracebackType
 from typing import Any
 
 from nrl.errors import ShippingError
-from nrl.runtime.shipping import opened, shipped
+from nrl.runtime.shipping import opened, shipped, size
 
 __all__ = ["Raised", "carried"]
+
+_MOST = 1_000_000  # bytes of an exception that travel
+_TEXT = 50_000  # characters of one text of it
 
 
 class Raised(Exception):
@@ -65,20 +69,67 @@ def carried(who: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        lines = traceback.format_exception(type(error), error, _of_user(error.__traceback__))
-        summary = "".join(traceback.format_exception_only(error)).strip()
-        raise Raised(_parts(error, who), summary, "".join(lines)) from None
+        told = _short(traceback.TracebackException(type(error), error, _of_user(error.__traceback__)))
+        summary = "".join(told.format_exception_only()).strip()
+        raise Raised(_parts(error, who), summary, "".join(told.format())) from None
+
+
+def _short(told: traceback.TracebackException) -> traceback.TracebackException:
+    """What is to be said of an exception and of those that led to it, without more than anybody reads."""
+    several, seen = [told], set()
+    for each in several:
+        if id(each) not in seen:
+            seen.add(id(each))
+            each._str = _cut(str(each._str))  # type: ignore[attr-defined]  # to format it whole takes half a minute
+            each.__notes__ = [_cut(str(note)) for note in each.__notes__ or ()]
+            several += [other for other in (each.__cause__, each.__context__, *(each.exceptions or ())) if other]
+    return told
 
 
 def _parts(error: BaseException, who: str) -> list[bytes] | None:
+    """What it is made again from; None: that cannot be sent."""
     knows_how = type(error).__reduce__ is not BaseException.__reduce__
-    with_all = (type(error), error.args, vars(error))
-    for value in (error if knows_how else with_all, (*with_all[:2], {})):  # what hangs on it may be a lock, or a file
-        try:
-            return [bytes(part) for part in shipped(value, who)]
-        except ShippingError:
-            continue
-    return None
+    whole = _packed(error if knows_how else (type(error), error.args, vars(error)), who)
+    if whole is not None and size(whole) <= _MOST:
+        return whole
+    args, left, room = tuple(_small(arg, who) for arg in error.args), [], _MOST
+    attributes: dict[str, Any] = {}
+    for name, value in vars(error).items():
+        parts = _packed(value, who)
+        if parts is not None and size(parts) <= room:  # else it may be a lock, or a file
+            room -= size(parts)
+            attributes[name] = value
+        elif name != "__notes__":
+            left.append(f"{name} ({'it cannot be sent' if parts is None else f'{size(parts):,} bytes'})")
+    notes = [_cut(str(note)) for note in getattr(error, "__notes__", ())]
+    if left:
+        notes.append(f"Left behind in the process that raised this: {', '.join(left)}")
+    return _packed((type(error), args, attributes | ({"__notes__": notes} if notes else {})), who)
+
+
+def _packed(value: Any, who: str) -> list[bytes] | None:
+    try:
+        return [bytes(part) for part in shipped(value, who)]
+    except ShippingError:
+        return None
+
+
+def _small(value: Any, who: str) -> Any:
+    """An argument of an exception, or what says that there was more of it."""
+    if isinstance(value, str):
+        return _cut(value)
+    if isinstance(value, bytes):
+        return _cut(value)
+    parts = _packed(value, who)
+    most = parts is None or size(parts) <= _TEXT  # what cannot be sent is found out by whoever sends it
+    return value if most else f"<{type(value).__name__} of {size(parts or []):,} bytes, which were left out>"
+
+
+def _cut[T: (str, bytes)](text: T) -> T:
+    if len(text) <= _TEXT:
+        return text
+    mark = f" ... ({len(text) - _TEXT:,} characters were left out) ... "
+    return text[: _TEXT // 2] + (mark if isinstance(text, str) else mark.encode()) + text[-_TEXT // 2 :]
 
 
 def _of_user(trace: TracebackType | None) -> TracebackType | None:

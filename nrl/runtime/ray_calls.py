@@ -1,5 +1,6 @@
 """Calls on Ray actors that are under way: their futures, and what became of them."""
 
+import contextlib
 import functools
 import pickle
 import re
@@ -16,6 +17,7 @@ from nrl.runtime import timeline
 from nrl.runtime.local import DIFFER
 from nrl.runtime.raising import Raised
 from nrl.runtime.shipping import opened
+from nrl.runtime.waiting import SILENCE, waited
 from nrl.runtime.worker import NeverMade, Receipt
 
 __all__ = ["Actors", "Call", "Part", "Pending", "Ref", "Reply"]
@@ -33,9 +35,11 @@ class Actors(Protocol):
     """What a call needs to know of the actors that it was made to."""
 
     name: str
+    executable: str
     nodes: list[tuple[str, str]]
     deadline: float
     starting: "Call"
+    longest: dict[str, float]  # seconds that a call of each name has taken
 
     def last_lines(self, rank: int) -> str:
         """What a process wrote last."""
@@ -161,17 +165,36 @@ class Call:
 
         whole = self.actors.deadline
         limit = whole if timeout is None else min(timeout, whole)
+        receipts: list[bytes] = []
+
+        def arrived(seconds: float) -> bool:
+            with contextlib.suppress(ray.exceptions.GetTimeoutError):
+                receipts[:] = ray.get(self.receipts, timeout=seconds)
+            return bool(receipts)
+
         try:
-            self._finish([pickle.loads(each) for each in ray.get(self.receipts, timeout=limit)])
-        except ray.exceptions.GetTimeoutError:
-            if limit < whole:
+            usual = self.actors.longest.get(self.who, 0.0)  # nobody wants to read of each step that it takes a minute
+            if waited(arrived, limit, self._told, max(SILENCE, 2 * usual)):
+                self._finish([pickle.loads(each) for each in receipts])
+            elif limit < whole:
                 return False
-            error = self._late(limit, ended=True)
-            self._fail(error)
-            self.actors.end(error)
+            else:
+                error = self._late(limit, ended=True)
+                self._fail(error)
+                self.actors.end(error)
         except ray.exceptions.RayError as failure:
             self._fail(self._diagnosed(failure), alike=bool(self.instead) and self._raised_everywhere())
         return True
+
+    def _told(self, seconds: float) -> str:
+        """What is waited for."""
+        import ray
+
+        ready, _ = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=0)
+        of = f"{len(self.receipts) - len(ready)} of {len(self.receipts)} processes"
+        if self is self.actors.starting:
+            return f"mesh '{self.actors.name}': waiting for {of} to start ({self.actors.executable}, {seconds:.0f} s)"
+        return f"mesh '{self.actors.name}': waiting for {self.who} in {of} ({seconds:.0f} s)"
 
     def _finish(self, receipts: list[Receipt]) -> None:
         with _ENDING:
@@ -180,6 +203,8 @@ class Call:
             if len({receipt.digests for receipt in receipts}) > 1:
                 self.error = PlacementError(f"{self.who}: {DIFFER}")
             self.done, self.before, self.read, self.instead = True, [], [], []
+        took = max(receipt.end - receipt.start for receipt in receipts)
+        self.actors.longest[self.who] = max(took, self.actors.longest.get(self.who, 0.0))
         for rank, receipt in enumerate(receipts if self.shown else []):
             start = self.began if self is self.actors.starting else receipt.start
             timeline.record(self.actors.name, rank, self.who, start, receipt.end)
@@ -314,6 +339,9 @@ def _original(error: BaseException, where: str) -> BaseException:
 def _raised_at_start(error: BaseException) -> str:
     """The traceback of what a constructor raised, or the import of its class; empty where it was not that."""
     text = _ANSI.sub("", str(error)).partition("\nAn unexpected internal error")[0].rstrip()
+    _, constructor, raised = text.partition("raised in its creation task, ")
+    if constructor:
+        return raised[max(raised.find("  File "), 0) :]
     _, found, trace = text.rpartition("Traceback (most recent call last):")
     return f"{found}{trace}" if found else ""
 

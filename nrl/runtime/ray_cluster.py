@@ -9,17 +9,16 @@ from typing import Any
 import torch
 
 from nrl.errors import ClosedCluster, PlacementError
-from nrl.runtime import profiling
 from nrl.runtime.executables import Executable
 from nrl.runtime.placement import Cluster, Mesh, Processes, Slots, Strategy
+from nrl.runtime.ray_actor import actor_class, split
 from nrl.runtime.ray_entry import enter, leave, stock, target
-from nrl.runtime.ray_nodes import address_of, interpreters
+from nrl.runtime.ray_nodes import address_of, command, interpreters
 from nrl.runtime.ray_processes import RayProcesses
-from nrl.runtime.worker import Worker
+from nrl.runtime.waiting import waited
 
 __all__ = ["RayCluster"]
 
-_SILENCE = 10.0  # seconds for which slots are waited for before one is told, and then six times as long
 _LAST_WORDS = 0.5  # seconds that lines of processes may take to get here
 
 
@@ -74,7 +73,8 @@ class RayCluster(Cluster):
             raise PlacementError(_refusal(n, bundle, strategy, 0))
         group = placement_group([bundle] * n, strategy=strategy)
         self._groups.append(group)
-        if not _had(group, _asked(n, bundle, strategy), limit):
+        asked = _asked(n, bundle, strategy)
+        if not waited(group.wait, limit, lambda _: f"reserve: waiting for {asked}; {stock()}"):
             self._groups.remove(group)
             text = _refusal(n, bundle, strategy, limit)  # before the group that waits is gone
             remove_placement_group(group)
@@ -92,7 +92,6 @@ class RayCluster(Cluster):
 
     def start(self, mesh: Mesh, executable: Executable) -> Processes:
         """Start an actor in each slot, and let them meet."""
-        import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundles = [self._bundles[index] for index in mesh.slots.indices]
@@ -100,15 +99,15 @@ class RayCluster(Cluster):
         nodes = [where[index] for index in mesh.slots.indices]
         pythons = interpreters(mesh.name, executable, set(nodes), self.deadline, self._sound)
         shares = [sum(other == node for other in where) for node in nodes]
-        environments = {
-            node: {"py_executable": python} | profiling.nsight(mesh.name, python) for node, python in pythons.items()
-        }
+        commands = {node: command(mesh.name, python) for node, python in pythons.items()}
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if "OMP_NUM_THREADS" in os.environ:
             env["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"]
         env |= executable.env
         said = env.get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP allows one number for each level
         threads = int(said) if said.isdecimal() else None
+        early, late = split(env)
+        kind = actor_class()
         actors: list[Any] = []
         for rank, ((group, place), node) in enumerate(zip(bundles, nodes, strict=True)):
             options: dict[str, Any] = {
@@ -117,10 +116,10 @@ class RayCluster(Cluster):
                 "max_restarts": 0,
                 "max_task_retries": 0,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place),
-                "runtime_env": {"env_vars": env} | environments[node],
+                "runtime_env": {"env_vars": early, "py_executable": commands[node]},
             }
-            actor: Any = ray.remote(Worker).options(**options)
-            actors.append(actor.remote(mesh.name, rank, mesh.size, shares[rank], threads, torch.initial_seed()))
+            given = (mesh.name, rank, mesh.size, shares[rank], threads, torch.initial_seed())
+            actors.append(kind.options(**options).remote(late, *given))
         places = [(node, address_of(node)) for node in nodes]
         processes = RayProcesses(mesh, actors, places, self.deadline, self._meshes if self.gpus else ())
         self._meshes.append(processes)
@@ -162,18 +161,6 @@ class RayCluster(Cluster):
                 remove_placement_group(group)
         if self._entered:
             leave()
-
-
-def _had(group: Any, asked: str, deadline: float) -> bool:
-    """Wait until a placement group is there, and tell what is waited for."""
-    until = time.monotonic() + deadline
-    patience = _SILENCE
-    while (left := until - time.monotonic()) > patience:
-        if group.wait(timeout_seconds=patience):
-            return True
-        print(f"reserve: waiting for {asked}; {stock()}", flush=True)  # noqa: T201
-        patience = 6 * _SILENCE
-    return bool(group.wait(timeout_seconds=max(0.0, left)))
 
 
 def _asked(n: int, bundle: Mapping[str, int], strategy: str) -> str:

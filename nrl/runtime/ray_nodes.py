@@ -1,16 +1,19 @@
 """Work on the nodes of a Ray cluster: which Python runs the processes of a mesh there."""
 
+import contextlib
 import functools
+import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from nrl.errors import DeadlineExceeded, ExecutableError, LostActor
-from nrl.runtime import on_node, provision, venvs
+from nrl.runtime import on_node, profiling, provision, venvs
 from nrl.runtime.executables import Executable
+from nrl.runtime.waiting import waited
 
-__all__ = ["address_of", "interpreters"]
+__all__ = ["address_of", "command", "interpreters"]
 
 
 def interpreters(
@@ -40,16 +43,16 @@ def interpreters(
             "What they send each other can be read by the same version only: leave out python=, or run the driver with "
             f"{asked}"
         )
-    recipe = venvs.recipe(executable)
+    recipe = venvs.recipe(executable, say=print)
     if recipe.interpreter is not None:
         found = dict.fromkeys(nodes, recipe.interpreter)
     else:
-        build = functools.partial(_on_nodes, mesh, f"{recipe.name} cannot be provided", deadline)
+        build = functools.partial(_on_nodes, mesh, recipe.name, "provided", deadline)
         found = {
             node: str(python) for node, python in build(provision.provide, dict.fromkeys(nodes, (recipe,))).items()
         }
     new = set(found.items()) - sound
-    look = functools.partial(_on_nodes, mesh, f"executable '{executable.name}' cannot be looked at", deadline)
+    look = functools.partial(_on_nodes, mesh, f"executable '{executable.name}'", "looked at", deadline)
     faults = look(on_node.fault, {node: (python, version, ray.__version__) for node, python in new})
     for node, fault in faults.items():
         if fault:
@@ -66,8 +69,17 @@ def interpreters(
     return found
 
 
+def command(mesh: str, python: str) -> str:
+    """What starts an interpreter for a mesh: the ``py_executable`` of Ray, which puts it into the text of a shell.
+
+    >>> command("trainer", "/my project/.venv/bin/python")
+    "'/my project/.venv/bin/python'"
+    """
+    return shlex.join([*profiling.nsight(mesh), python])
+
+
 def _on_nodes(
-    mesh: str, failed: str, deadline: float, fn: Callable[..., Any], args: Mapping[str, tuple[Any, ...]]
+    mesh: str, what: str, done: str, deadline: float, fn: Callable[..., Any], args: Mapping[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
     """Call a function on nodes, each with its arguments and ``deadline``; on this one in this process."""
     import ray
@@ -83,15 +95,20 @@ def _on_nodes(
     until = time.monotonic() + deadline
     found = {this: fn(*args[this], deadline=deadline)} if this in args else {}
     for node, ref in refs.items():
+
+        def arrived(seconds: float, node: str = node, ref: Any = ref) -> bool:
+            with contextlib.suppress(ray.exceptions.GetTimeoutError):
+                found[node] = ray.get(ref, timeout=seconds)
+            return node in found
+
+        failed = f"mesh '{mesh}': {what} cannot be {done} on node {address_of(node)}"
+        told = f"mesh '{mesh}': waiting for {what} to be {done} on node {address_of(node)} ({{:.0f}} s)".format
         try:
-            found[node] = ray.get(ref, timeout=max(0.0, until - time.monotonic()))
-        except ray.exceptions.GetTimeoutError:
-            raise DeadlineExceeded(
-                f"mesh '{mesh}': {failed} on node {address_of(node)}: no answer within {deadline:g} s"
-            ) from None
+            if not waited(arrived, max(0.0, until - time.monotonic()), told):
+                raise DeadlineExceeded(f"{failed}: no answer within {deadline:g} s")
         except ray.exceptions.RayTaskError as error:
             cause = error.cause or error
-            raise ExecutableError(f"mesh '{mesh}': {failed} on node {address_of(node)}: {cause}") from error
+            raise ExecutableError(f"{failed}: {cause}") from error
         except ray.exceptions.RayError as error:
             said = " ".join(str(error).split())[:300]
             raise LostActor(f"mesh '{mesh}'", mesh, None, address_of(node), said) from None

@@ -14,6 +14,8 @@ from tensordict import TensorDict
 
 from nrl.errors import ClusterError, ForeignState, MutatedBatch, StateError
 from nrl.runtime import profiling
+from nrl.runtime.executables import executable
+from nrl.runtime.interrupts import deferred
 from nrl.runtime.on_node import by_value, tail
 from nrl.runtime.placement import Donated, Mesh, Out, Rows
 from nrl.runtime.ray_calls import Call, Part, Pending, Ref, Reply
@@ -63,7 +65,8 @@ class RayProcesses:
         others: Sequence["RayProcesses"] = (),
     ) -> None:
         self.mesh, self.actors, self.nodes, self.deadline = mesh, list(actors), list(nodes), deadline
-        self.name = mesh.name
+        self.name, self.executable = mesh.name, executable(mesh.executable).name
+        self.longest: dict[str, float] = {}
         self.dropped: list[deque[int]] = [deque() for _ in actors]
         self._ended: BaseException | None = None
         self._others, self._awake = others, False
@@ -106,28 +109,31 @@ class RayProcesses:
         luggage = _Luggage(self, who, fn)
         loads = [luggage.load(rank, given) for rank, given in enumerate(args)]
         trace = profiling.wanted(self.name, who)
-        refs: list[list[Ref]] = []
-        with _ORDER:
+        with deferred(), _ORDER:
             if (ended := self.after_end(who)) is not None:
                 raise ended
             resting = self._take_turns() if turn else []
             self._awake = True
-            for rank, (arguments, beside) in enumerate(loads):
-                order = Order(
-                    who=who,
-                    function=luggage.digest,
-                    args=arguments,
-                    outs=outs,
-                    keys=keys[rank],
-                    wanted=wanted[rank],
-                    compared=tuple(kind is Out.same and self.count > 1 for kind in kinds),
-                    dropped=_taken(self.dropped[rank]),
-                    trace=trace,
-                    turn=turn,
+            letters = [
+                folded(
+                    Order(
+                        who=who,
+                        function=luggage.digest,
+                        args=arguments,
+                        outs=outs,
+                        keys=keys[rank],
+                        wanted=wanted[rank],
+                        compared=tuple(kind is Out.same and self.count > 1 for kind in kinds),
+                        dropped=_taken(self.dropped[rank]),
+                        trace=trace,
+                        turn=turn,
+                    ),
+                    beside,
                 )
-                method = self.actors[rank].call.options(num_returns=1 + sum(wanted[rank]))
-                given = method.remote(*folded(order, beside), *(ref for other in resting for ref in other.receipts))
-                refs.append(given if isinstance(given, list) else [given])
+                for rank, (arguments, beside) in enumerate(loads)
+            ]
+            rested = [ref for other in resting for ref in other.receipts]
+            refs = self._send(who, letters, rested, [1 + sum(each) for each in wanted])
             before = [*luggage.before, *luggage.read, *resting]
             call = Call(self, who, [given[0] for given in refs], before, luggage.read)
             consumed = [[arg.value for arg in given if isinstance(arg, Donated)] for given in args]
@@ -143,6 +149,25 @@ class RayProcesses:
                 sent = [next(refs) for refs, sends in zip(returned, wanted, strict=True) if sends[place]]
                 found.append(Reply(call, sent))
         return found
+
+    def _send(
+        self, who: str, letters: Sequence[list[Any]], rested: Sequence[Ref], returns: Sequence[int]
+    ) -> list[list[Ref]]:
+        """Ask all of them, or end them: where only some got a call, the next one would meet it in a collective."""
+        refs: list[list[Ref]] = []
+        try:
+            for actor, letter, count in zip(self.actors, letters, returns, strict=True):
+                given = actor.call.options(num_returns=count).remote(*letter, *rested)
+                refs.append(given if isinstance(given, list) else [given])
+        except BaseException as error:  # an interrupt, too
+            why = ClusterError(
+                f"{who} had gone out to {len(refs)} of {self.count} processes of mesh '{self.name}' when "
+                f"{type(error).__name__} was raised, so the mesh has been ended; make another one"
+            )
+            self.end(why)
+            error.add_note(str(why))
+            raise
+        return refs
 
     def _take_turns(self) -> list[Call]:
         """Make meshes on the same devices rest; what has to be waited for before the devices are free."""
@@ -225,7 +250,7 @@ class RayProcesses:
         """Kill every process; from now on calls raise ``why``."""
         import ray
 
-        with _ORDER:
+        with deferred(), _ORDER:
             self._ended = self._ended or why
             for actor in self.actors:
                 ray.kill(actor, no_restart=True)

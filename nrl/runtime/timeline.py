@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 from nrl.log import redact
 
-__all__ = ["DRIVER", "busy", "current", "record", "recording", "shown", "span", "spent", "step", "unshown"]
+__all__ = ["DRIVER", "busy", "current", "record", "recording", "shown", "span", "spent", "step", "stopwatch", "unshown"]
 
 DRIVER = "driver"
 """The name of the driver's own rows.
@@ -38,6 +38,19 @@ _open: list["_Recorder"] = []  # of the runs that are entered; the last one reco
 _step: int | None = None
 _spent: dict[str, float] = defaultdict(float)
 _shown: ContextVar[bool] = ContextVar("shown", default=True)
+
+
+def stopwatch() -> tuple[float, Callable[[], float]]:
+    """The time of day, in seconds since the epoch, and what says it later without the jumps of a clock that is set.
+
+    So what begins at different times lies where everybody's clocks say, and nothing takes less than no time.
+
+    >>> start, now = stopwatch()
+    >>> now() >= start
+    True
+    """
+    start, began = time.time(), time.perf_counter()
+    return start, lambda: start + (time.perf_counter() - began)
 
 
 def record(mesh: str, rank: int, name: str, start: float, end: float, loop: str | None = None) -> None:
@@ -100,13 +113,14 @@ def span(name: str, loop: str | None = None) -> Iterator[None]:
     >>> json.loads(path.read_text())[-1]["name"]
     'publish'
     """
-    recorder, start = _open[-1] if _open else None, time.time()
+    recorder, (start, now) = _open[-1] if _open else None, stopwatch()
     try:
         yield
     finally:
-        _spent[name] += time.time() - start
+        end = now()
+        _spent[name] += end - start
         if recorder is not None:  # it may be closed: a loop that an error has left is collected later
-            recorder.add(DRIVER, 0, name, start, time.time(), loop)
+            recorder.add(DRIVER, 0, name, start, end, loop)
 
 
 def spent(name: str) -> float:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import uuid
+from collections.abc import Callable
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,16 @@ __all__ = ["recipe"]
 _THIS_PROCESS = uuid.uuid4().hex
 
 
-def recipe(name: str | Executable, *, folder: str | Path | None = None) -> Recipe:
+def recipe(
+    name: str | Executable, *, folder: str | Path | None = None, say: Callable[[str], None] | None = None
+) -> Recipe:
     """All that a node needs to build the environment of an executable.
 
     Args:
         name: the executable, or its name.
         folder: where the driver keeps environments, and beside them what recipes are made with; None:
             `nrl.runtime.provision.default_folder`.
+        say: gets a line now and then while uv resolves or builds something.
 
     Returns:
         Frozen data that can be pickled; ``.name`` is ``<executable>-<hash>``.
@@ -55,8 +59,8 @@ def recipe(name: str | Executable, *, folder: str | Path | None = None) -> Recip
     place = Path(folder).expanduser().absolute() if folder is not None else default_folder()
     of = project()
     try:
-        pins = locked(wanted, of, place / ".resolved")
-        wheels = {pin.name: build(pin.path, place / ".wheels") for pin in pins.values() if pin.path is not None}
+        pins = locked(wanted, of, place / ".resolved", say)
+        wheels = {pin.name: build(pin.path, place / ".wheels", say) for pin in pins.values() if pin.path is not None}
     except PermissionError as error:
         raise ExecutableError(
             f"recipe: {place} cannot be written ({error}); set NRL_VENV_DIR to a folder that you can write"

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path, PurePosixPath
 
@@ -40,12 +40,13 @@ class Wheel:
         return self.name.split("-")[1]
 
 
-def build(path: Path, cache: Path) -> Wheel:
+def build(path: Path, cache: Path, say: Callable[[str], None] | None = None) -> Wheel:
     """Build the wheel of a folder, or of an archive of one; the wheel of a folder that has not changed is kept.
 
     Args:
         path: the folder with its pyproject.toml, or a file.
         cache: a folder for what has been built.
+        say: gets a line of progress now and then.
 
     Raises:
         ExecutableError: there is nothing to build there, or it cannot be built.
@@ -66,21 +67,31 @@ def build(path: Path, cache: Path) -> Wheel:
     hooks = {"HATCH_BUILD_NO_HOOKS": "true"} if (path / "nrl" / "runtime" / "wheels.py").is_file() else {}
     key = hashlib.sha256(f"{_tree_digest(path)} {sys.version} {here()} {hooks}".encode()).hexdigest()[:16]
     kept = cache / key
-    if not (found := list(kept.glob("*.whl"))):
-        cache.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".building.", dir=cache))
-        try:
-            arguments = ["build", "--quiet", "--wheel", f"--python={sys.executable}", f"--out-dir={scratch}", str(path)]
-            uv(arguments, cwd=cache, what=f"recipe: the wheel of {path}", settings=hooks)
-            if not kept.exists():
-                scratch.rename(kept)
-        except OSError:
-            if not kept.exists():  # another process was faster
-                raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-        found = list(kept.glob("*.whl"))
-    return Wheel(found[0].name, found[0].read_bytes())
+    with contextlib.suppress(OSError, zipfile.BadZipFile):  # not there, not whole, or being removed by somebody else
+        return _wheel_in(kept)
+    cache.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".building.", dir=cache))
+    try:
+        arguments = ["build", "--quiet", "--wheel", f"--python={sys.executable}", f"--out-dir={scratch}", str(path)]
+        uv(arguments, cwd=cache, what=f"recipe: the wheel of {path}", settings=hooks, say=say)
+        wheel = _wheel_in(scratch)
+        shutil.rmtree(kept, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another process was faster
+            scratch.rename(kept)
+        return wheel
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _wheel_in(folder: Path) -> Wheel:
+    """The wheel in a folder, whole."""
+    file = next(folder.glob("*.whl"), folder / "wheel")
+    content = file.read_bytes()
+    with zipfile.ZipFile(io.BytesIO(content)):  # whose directory is at the end
+        pass
+    with contextlib.suppress(OSError):  # `nrl venvs prune` removes what has not been used, and an image is read-only
+        os.utime(folder)
+    return Wheel(file.name, content)
 
 
 def _tree_digest(path: Path) -> str:

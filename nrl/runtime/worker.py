@@ -3,7 +3,6 @@
 import os
 import pickle
 import random
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,8 @@ from nrl.runtime.placement import Out
 from nrl.runtime.process import Process, entered, perform, rest, wake
 from nrl.runtime.raising import carried
 from nrl.runtime.shipping import Shared, opened, shipped
+from nrl.runtime.sockets import bind
+from nrl.runtime.timeline import stopwatch
 
 __all__ = ["FUNCTIONS", "Argument", "NeverMade", "Order", "Receipt", "Worker", "folded", "unfolded"]
 
@@ -139,9 +140,6 @@ class Worker:
         np.random.seed(seed)
         torch.manual_seed(seed)
 
-    def __repr__(self) -> str:
-        return f"{self.here.mesh}[{self.here.rank}]"  # Ray writes it before each line of the log
-
     def logs(self) -> tuple[str, ...]:
         """The files that it writes to."""
         return tuple(dict.fromkeys(filter(os.path.isfile, map(_file_of, (1, 2)))))
@@ -157,12 +155,14 @@ class Worker:
 
     def join(self, meeting: tuple[str, int] | None, axes: Sequence[tuple[str, int]], timeout: float) -> bytes:
         """Meet the others: a process group over NCCL and gloo, or gloo, and a device mesh with these axes."""
+        import ray
         import torch.distributed as dist
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
         from torch.distributed.device_mesh import init_device_mesh
 
-        start = time.time()
+        start, now = stopwatch()
         rank, size = self.here.rank, self.here.size
+        bind(ray.util.get_node_ip_address())
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(0)
@@ -173,17 +173,17 @@ class Worker:
             names, extents = zip(*axes, strict=True)
             mesh = init_device_mesh("cuda" if cuda else "cpu", extents, mesh_dim_names=names)
             self.here = Process(rank, size, mesh, self.here.mesh)
-        return pickle.dumps(Receipt(start, time.time(), ()))
+        return pickle.dumps(Receipt(start, now(), ()))
 
     def rest(self) -> bytes:
         """Let what is kept here leave the device, until the next call: another mesh on it has work to do."""
-        start = time.time()
+        start, now = stopwatch()
         self._resting = True
         for value in self._values.values():
             rest(value)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return pickle.dumps(Receipt(start, time.time(), ()))
+        return pickle.dumps(Receipt(start, now(), ()))
 
     def call(self, letter: bytes, *arrived: Any) -> Any:
         """Do what is ordered, see `folded`: a receipt, pickled, and the results that are wanted.
@@ -206,14 +206,14 @@ class Worker:
         function = self._function(order.function, beside[0])
         keeps = any(key is not None for key in order.keys)  # what stays must not lie in memory that others read
         args = [self._argument(order.who, arg, beside, shared, copy=keeps) for arg in order.args]
-        start = time.time()
+        start, now = stopwatch()
         try:
             with entered(self.here), profiling.tracing(order.trace, self.here.rank):
                 results = perform(order.who, function, args, order.outs)
         finally:  # a function that raises may have written, too
             for each in shared:
                 each.check(order.who)
-        end = time.time()
+        end = now()
         for arg in order.args:
             if arg.donated and arg.key is not None:
                 self._values.pop(arg.key)

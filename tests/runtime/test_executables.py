@@ -35,6 +35,13 @@ def test_to_register_an_equal_one_again_changes_nothing() -> None:
     assert executable("mine") is executable(mine) is mine
 
 
+def test_no_text_of_it_has_the_values_of_its_environment() -> None:
+    mine = register(Executable("mine", env={"API_KEY": "secret"}))
+    assert "env={'API_KEY': ...}" in repr(mine)
+    with pytest.raises(PlacementError, match=r"there it has env=\{'API_KEY': ...\}, not \{\}; choose another name"):
+        register(Executable("mine"))
+
+
 def test_a_name_that_is_taken() -> None:
     register(Executable("mine", requirements=["cowsay"]))
     message = r"register: executable 'mine' is taken: there it has requirements=\('cowsay',\), not \('other',\), env="

@@ -13,7 +13,7 @@ from filelock import FileLock
 from nrl.cli import main
 from nrl.runtime.executables import EXECUTABLES
 from nrl.runtime.provision import INVENTORY, inventories
-from tests.runtime.venv_parts import index_of, project_of, wheel_of
+from tests.runtime.venv_parts import held, index_of, project_of, wheel_of
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -145,6 +145,53 @@ def test_what_is_current_or_lately_used_or_being_built_is_not_removed(nrl: Run, 
     assert inventories(venvs) == {}
     assert not any(path.name.endswith(".building") for path in venvs.iterdir())
     assert list((venvs / ".wheels").iterdir()) == []
+
+
+def old(path: Path) -> None:
+    long_ago = time.time() - 31 * 86400
+    os.utime(path, (long_ago, long_ago))
+
+
+def test_an_environment_that_processes_run_in_is_not_removed(nrl: Run, root: Path, tmp_path: Path) -> None:
+    nrl("build", "base")
+    (env,) = inventories(tmp_path / "venvs")
+    with held(env):
+        assert nrl("prune", "--days", "0")[1] == f"{env.name}: is kept, because processes run in it\n0 are removed\n"
+    assert inventories(tmp_path / "venvs").keys() == {env}
+    assert nrl("prune", "--days", "0")[1] == f"{env.name}: is removed\n1 are removed\n"
+
+
+def test_what_recipes_are_made_with_is_kept_while_they_are(nrl: Run, root: Path, tmp_path: Path) -> None:
+    (root / "mine.py").write_text(
+        "from nrl.runtime.executables import Executable, register\n"
+        "register(Executable('more', requirements=['three']))\n"
+    )
+    assert nrl("build", "--import", "mine.py", "more")[0] == 0
+    kept = [*(tmp_path / "venvs").glob(".wheels/*"), *(tmp_path / "venvs").glob(".resolved/*")]
+    assert len(kept) == 3  # the wheels of the project and of nrl, and a resolution
+    for path in kept:
+        old(path)
+    assert nrl("path", "more")[0] == 0  # which makes the recipe, of what is there
+    assert nrl("prune")[0] == 0
+    assert all(path.exists() for path in kept)
+    EXECUTABLES.pop("more")  # or its recipe would be made to find out what is current
+    for path in kept:
+        old(path)
+    assert nrl("prune")[0] == 0
+    assert not any(path.exists() for path in kept)
+
+
+def test_where_somebody_builds_is_not_removed(nrl: Run, root: Path, tmp_path: Path) -> None:
+    nrl("build", "base")
+    scratch = [tmp_path / "venvs" / ".wheels" / ".building.abc", tmp_path / "venvs" / ".resolved" / "tmpabc"]
+    for folder in scratch:
+        folder.mkdir(parents=True, exist_ok=True)
+    nrl("prune", "--days", "0")
+    assert all(folder.exists() for folder in scratch)
+    for folder in scratch:
+        old(folder)
+    nrl("prune")
+    assert not any(folder.exists() for folder in scratch)
 
 
 def test_what_a_killed_builder_left_is_listed(nrl: Run, root: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 import nrl
 from nrl.errors import ConfigError
 from nrl.runtime import profiling, timeline
+from nrl.runtime.ray_nodes import command
 from nrl.stream import counting
 
 
@@ -230,10 +231,10 @@ def test_cuda_kernels_are_traced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("environ", [{}, {"NRL_NSIGHT": ""}, {"NRL_NSIGHT": "sampler,other"}])
 def test_meshes_that_are_not_asked_for_run_as_they_are(environ: Mapping[str, str]) -> None:
-    assert profiling.nsight("trainer", "/venv/bin/python", environ) == {}
+    assert profiling.nsight("trainer", environ) == []
 
 
-def test_the_interpreter_is_started_under_nsys(tmp_path: Path) -> None:
+def test_the_interpreter_is_started_under_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray gives the text to a shell, after `exec`; what stands in for nsys here says how it was called."""
     bin = tmp_path / "bin"
     bin.mkdir()
@@ -242,12 +243,14 @@ def test_the_interpreter_is_started_under_nsys(tmp_path: Path) -> None:
         '#!/bin/sh\nwhile [ "${1#-}" != "$1" ] || [ "$1" = profile ]; do echo "$1"; shift; done\nexec "$@"\n'
     )
     nsys.chmod(0o755)
+    python = tmp_path / "a $(venv); 'of' mine" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    monkeypatch.setenv("NRL_NSIGHT", "sampler, trainer")
     with profiling.asked(tmp_path / "a run", {}):
-        added = profiling.nsight("trainer", sys.executable, {"NRL_NSIGHT": "sampler, trainer"})
-    assert added.keys() == {"py_executable"}
-    command = f"exec {added['py_executable']} -c {shlex.quote('print(1 + 1)')}"
+        text = f"exec {command('trainer', str(python))} -c {shlex.quote('print(1 + 1)')}"
     environ = os.environ | {"PATH": f"{bin}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environ, check=True)
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env=environ, check=True)
     assert done.stdout.splitlines() == [
         "profile",
         "--trace=cuda,cudnn,cublas,nvtx",
@@ -256,3 +259,12 @@ def test_the_interpreter_is_started_under_nsys(tmp_path: Path) -> None:
         "2",
     ]
     assert (tmp_path / "a run" / "profile").is_dir()
+
+
+def test_an_interpreter_starts_whatever_its_path(tmp_path: Path) -> None:
+    """Ray gives the text to a shell, after `exec`."""
+    python = tmp_path / "a $(venv); 'of' \"mine\" & *" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    text = f"exec {command('trainer', str(python))} -c {shlex.quote('print(1 + 1)')}"
+    assert subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True).stdout == "2\n"

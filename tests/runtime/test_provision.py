@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from nrl.errors import DeadlineExceeded, ExecutableError
 from nrl.runtime.provision import INVENTORY, Recipe, default_folder, difference, inventories, provide, usable, uv
 from nrl.runtime.wheels import Wheel
-from tests.runtime.venv_parts import bare_builder, index_of, recipe_of, slow_source, wheel_of
+from tests.runtime.venv_parts import bare_builder, held, index_of, recipe_of, slow_source, wheel_of
 
 TINY = wheel_of("tiny", source="x = 1", script=True)
 OTHER = wheel_of("other")
@@ -71,6 +72,14 @@ def test_scripts_and_pyvenv_cfg_are_right_after_the_renaming(tmp_path: Path) -> 
     assert building == []
     home = next(line.split(" = ")[1] for line in (env / "pyvenv.cfg").read_text().splitlines() if "home" in line)
     assert Path(home).is_dir()
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a $(venv); 'of' \"mine\" & * % #"
+    python = provide(recipe_of(TINY), folder=folder)
+    assert run(python, "-c", "import tiny; print(tiny.x)") == "1"
+    assert run(python.parent / "tiny").startswith(str(folder))
+    assert provide(recipe_of(TINY, OTHER), folder=folder).exists()  # which is made of the first
 
 
 def test_one_that_is_there_is_used_as_it_is(tmp_path: Path) -> None:
@@ -211,6 +220,39 @@ def test_what_is_forced_is_built_anew_once(tmp_path: Path) -> None:
     assert (env / "mine").exists()
     provide(recipe_of(TINY, force="another driver"), folder=tmp_path)
     assert not (env / "mine").exists()
+
+
+def test_one_that_processes_run_in_is_not_replaced(tmp_path: Path) -> None:
+    python = provide(recipe_of(TINY), folder=tmp_path)
+    env, forced = python.parents[1], recipe_of(TINY, force="another driver")
+    (env / "mine").touch()
+    text = (
+        f"provide: {env} is to be built again, and processes run in it, whose files would change under them; end them"
+    )
+    with held(env):
+        assert provide(recipe_of(TINY), folder=tmp_path) == python
+        with pytest.raises(ExecutableError) as caught:
+            provide(forced, folder=tmp_path)
+    assert str(caught.value) == f"{text} first, or unset NRL_FORCE_REBUILD_VENVS"
+    assert (env / "mine").exists()
+    assert hidden(tmp_path) == []
+    provide(forced, folder=tmp_path)
+    assert not (env / "mine").exists()
+
+
+def test_one_that_a_process_enters_while_it_is_built_anew_is_not_replaced(tmp_path: Path) -> None:
+    env = provide(recipe_of(TINY), folder=tmp_path).parents[1]
+    (env / "mine").touch()
+    with ExitStack() as stack:
+
+        def say(line: str) -> None:
+            if "building it in" in line:
+                stack.enter_context(held(env))
+
+        with pytest.raises(ExecutableError, match="processes run in it"):
+            provide(recipe_of(TINY, force="another driver"), folder=tmp_path, say=say)
+    assert (env / "mine").exists()
+    assert hidden(tmp_path) == []
 
 
 # --- what is not whole is not used

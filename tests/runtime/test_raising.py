@@ -1,9 +1,12 @@
 """Exceptions that travel between processes, and lines that reach the driver's terminal; without Ray."""
 
+import re
 import threading
+import time
 from typing import Any
 
 import pytest
+import torch
 
 from nrl.errors import LostActor, MissingColumn
 from nrl.runtime.raising import Raised, carried
@@ -61,7 +64,56 @@ def test_what_hangs_on_it_and_cannot_be_sent_stays_behind() -> None:
     error.add_note("a note")
     error.lock = threading.Lock()  # type: ignore[attr-defined]
     found, _ = sent(error)
-    assert (type(found), str(found), vars(found)) == (Odd, "odd 3", {})
+    left = "Left behind in the process that raised this: lock (it cannot be sent)"
+    assert (type(found), str(found), vars(found)) == (Odd, "odd 3", {"number": 3, "__notes__": ["a note", left]})
+
+
+LARGE = 20_000_000
+
+
+def test_data_that_hang_on_it_stay_behind() -> None:
+    error = Odd(3, text="odd")
+    error.add_note("a note")
+    error.batch = b"x" * LARGE  # type: ignore[attr-defined]
+    found, on_its_way = sent(error)
+    assert (type(found), str(found), sorted(vars(found))) == (Odd, "odd 3", ["__notes__", "number"])
+    assert found.__notes__ == ["a note", "Left behind in the process that raised this: batch (20,000,009 bytes)"]
+    assert sum(map(len, on_its_way.parts or [])) < 10_000
+
+
+@pytest.mark.parametrize("text", ["x" * LARGE, "x\n" * (LARGE // 2), b"x" * LARGE])
+def test_a_message_that_nobody_reads_to_its_end_is_cut(text: str | bytes) -> None:
+    error = ValueError(text)
+    error.__cause__ = KeyError(text)
+    error.add_note(str(text))
+    began = time.perf_counter()
+    found, on_its_way = sent(error)
+    took = time.perf_counter() - began
+    (kept,) = found.args
+    assert type(found) is ValueError
+    assert type(kept) is type(text)
+    assert "(19,950,000 characters were left out)" in str(kept)
+    for part in (*on_its_way.args[1:], *found.__notes__, str(kept)):
+        assert len(part) < 250_000
+        assert "characters were left out)" in part
+    assert took < 2  # to format the lines takes 3 s, and ten times as much with 200 MB
+
+
+def test_an_argument_that_is_data_is_named() -> None:
+    found, _ = sent(ValueError("no such row", torch.zeros(LARGE // 4)))
+    assert type(found) is ValueError
+    assert found.args[0] == "no such row"
+    assert re.fullmatch(r"<Tensor of 20,000,\d{3} bytes, which were left out>", found.args[1])
+
+
+def test_one_whose_message_raises_arrives() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("never")
+
+    found, on_its_way = sent(Mute(3))
+    assert (type(found).__name__, found.args) == ("Mute", (3,))
+    assert on_its_way.summary.endswith("Mute: <exception str() failed>")
 
 
 def test_what_cannot_arrive_has_a_stand_in() -> None:

@@ -124,7 +124,9 @@ def test_any_exception_arrives_as_itself(pair: Mesh) -> None:
     with pytest.raises(Odd) as caught:
         on(pair, fails).result()
     assert (str(caught.value), caught.value.args) == ("odd 3", ("odd 3",))
-    (note,) = caught.value.__notes__
+    left, note = caught.value.__notes__
+    assert left == "Left behind in the process that raised this: lock (it cannot be sent)"
+    assert caught.value.number == 3
     assert re.match(
         r"raised in rank [01] of mesh 'pair':\nTraceback \(most recent call last\):\n  File .*, line \d+, in fails\n",
         note,
@@ -176,6 +178,24 @@ def test_an_error_of_one_rank_ends_those_that_wait_for_it(slots: Slots, monkeypa
         "rank 0 did not return within 1 s after that, as when they wait for rank 1; mesh 'partial' has been ended"
     )
     assert settled(lambda: any(map(alive, both)), 5) is False
+
+
+def test_long_waits_say_what_they_are_for(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nrl.runtime.ray_calls.SILENCE", 0.3)
+
+    def naps(x: Tensor) -> Tensor:
+        time.sleep(1.5 * process().rank)
+        return x
+
+    mesh = slots.mesh(executable="system", name="late")
+    on(mesh, naps).result()
+    start, *more = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("(")]
+    assert start == "mesh 'late': waiting for 2 of 2 processes to start (system, 0 s)"
+    assert more[-1] == "mesh 'late': waiting for shard_map(naps) in 1 of 2 processes (1 s)"
+    on(mesh, naps).result()  # which takes as long as it always does
+    assert "waiting" not in capsys.readouterr().out
 
 
 def test_a_call_has_a_deadline(slots: Slots) -> None:

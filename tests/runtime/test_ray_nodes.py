@@ -19,6 +19,7 @@ import nrl
 from nrl.errors import ClusterError, LostActor, PlacementError
 from nrl.runtime import Executable, P, process, shard_map
 from nrl.runtime.placement import Strategy
+from nrl.runtime.provision import used
 from tests.children import server
 from tests.processes import descendants, settled, titles
 
@@ -63,7 +64,7 @@ class Nodes:
 
 
 def _meshes() -> list[tuple[int, str]]:
-    return [(pid, title) for pid, title in titles(descendants(os.getpid())).items() if title.startswith("ray::Worker")]
+    return [(pid, title) for pid, title in titles(descendants(os.getpid())).items() if title.startswith("ray::Actor")]
 
 
 class Program:
@@ -133,14 +134,14 @@ def test_where_slots_lie(nodes: Nodes) -> None:
 
 
 def where(x: Tensor) -> Tensor:
-    """Of a process: its node's letter, whether it runs in an environment of that node, and a sum over all of them."""
+    """Its node's letter, whether a process runs in an environment of it and holds that, and a sum over all of them."""
     import cowsay  # type: ignore[import-not-found]
 
     folder = os.environ["NRL_VENV_DIR"]
     total = torch.ones(1)
     if process().size > 1:
         dist.all_reduce(total)
-    here = sys.prefix.startswith(folder) and cowsay.__file__.startswith(folder)
+    here = sys.prefix.startswith(folder) and cowsay.__file__.startswith(folder) and used(Path(sys.prefix))
     return torch.tensor([["ab".index(Path(folder).name), float(here), float(total)]]).expand(len(x), 3).clone()
 
 

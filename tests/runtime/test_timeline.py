@@ -78,6 +78,26 @@ def program(cfg: Config, lose_at: int = -1) -> None:
         assert timeline.current() is None
 
 
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_changes_no_duration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
+    """Whenever somebody asks what time it is, it has been set meanwhile."""
+    clock = itertools.count(2e9, jump)
+    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+    before = timeline.spent("publish")
+    with timeline.recording(tmp_path) as path:
+        for _ in range(3):
+            with timeline.span("publish"):
+                pass
+        with nrl.cluster("local") as cluster:
+            mesh = cluster.reserve(1).mesh(name="trainer")
+            nrl.shard_map(lambda x: x, mesh, nrl.P("dp"), nrl.P("dp"))(torch.zeros(2)).result()
+    assert 0 <= timeline.spent("publish") - before < 1
+    events = [event for event in read(path) if event["ph"] == "X"]
+    assert len(events) == 4
+    assert all(0 <= event["dur"] < 1e6 for event in events)
+    assert all(abs(event["ts"] / 1e6 - 2e9) <= 20 * 3600 for event in events)  # they are where the clock was
+
+
 # --- of a run
 
 

@@ -164,6 +164,17 @@ def test_an_additional_requirement_is_resolved_once(
         recipe(wanted)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_kept_resolution_that_is_not_whole_is_resolved_again(mine: Path, index: ExitStack, share: float) -> None:
+    wanted = Executable("a", requirements=["three"])
+    first = recipe(wanted)
+    (kept,) = (mine.parent / "venvs" / ".resolved").iterdir()
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[: int(share * len(whole))])
+    assert recipe(wanted) == first
+    assert kept.read_bytes() == whole
+
+
 def test_a_folder_as_an_additional_requirement(mine: Path, tmp_path: Path) -> None:
     (tmp_path / "more" / "more").mkdir(parents=True)
     (tmp_path / "more" / "more" / "__init__.py").write_text("y = 1\n")
@@ -421,10 +432,22 @@ def test_a_wheel_is_built_once(tmp_path: Path, index: ExitStack) -> None:
     first = build(root, tmp_path / "kept")
     (root / "backend.py").chmod(0o600)
     kept = next((tmp_path / "kept").glob("*/*.whl"))
-    kept.write_bytes(b"what was kept")
-    assert build(root, tmp_path / "kept") == Wheel(first.name, b"what was kept")
+    other = wheel_of("other").content
+    kept.write_bytes(other)
+    assert build(root, tmp_path / "kept") == Wheel(first.name, other)
     (root / "app" / "__init__.py").write_text("x = 2\n")
-    assert build(root, tmp_path / "kept").content != b"what was kept"
+    assert build(root, tmp_path / "kept").content != other
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_kept_wheel_that_is_not_whole_is_built_again(tmp_path: Path, index: ExitStack, share: float) -> None:
+    root = project_of(tmp_path)
+    first = build(root, tmp_path / "kept")
+    kept = next((tmp_path / "kept").glob("*/*.whl"))
+    kept.write_bytes(first.content[: int(share * len(first.content))])
+    again = build(root, tmp_path / "kept")
+    assert content_digest(again) == content_digest(first)
+    assert next((tmp_path / "kept").glob("*/*.whl")).read_bytes() == again.content
 
 
 def test_files_that_git_ignores_build_no_wheel(tmp_path: Path, index: ExitStack) -> None:
@@ -435,10 +458,11 @@ def test_files_that_git_ignores_build_no_wheel(tmp_path: Path, index: ExitStack)
     first = build(root, tmp_path / "kept")
     (root / "ignored").write_text("1")
     kept = next((tmp_path / "kept").glob("*/*.whl"))
-    kept.write_bytes(b"what was kept")
-    assert build(root, tmp_path / "kept") == Wheel(first.name, b"what was kept")
+    other = wheel_of("other").content
+    kept.write_bytes(other)
+    assert build(root, tmp_path / "kept") == Wheel(first.name, other)
     (root / "new").write_text("1")  # not added yet, but a backend could take it
-    assert build(root, tmp_path / "kept").content != b"what was kept"
+    assert build(root, tmp_path / "kept").content != other
 
 
 def test_an_installed_package_is_packed_again(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from nrl.runtime import provision
 from nrl.runtime.provision import Recipe, here, uv
 from nrl.runtime.wheels import Wheel, content_digest
 
-__all__ = ["BACKEND", "bare_builder", "index_of", "project_of", "recipe_of", "slow_source", "wheel_of"]
+__all__ = ["BACKEND", "bare_builder", "held", "index_of", "project_of", "recipe_of", "slow_source", "wheel_of"]
 
 BASE = str(Path(sys._base_executable).resolve())  # type: ignore[attr-defined]
 
@@ -194,3 +194,17 @@ def bare_builder(recipe: Recipe, folder: Path, scratch: Path, *, prelude: str = 
     return subprocess.Popen(
         [BASE, "-I", "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=scratch
     )
+
+
+@contextlib.contextmanager
+def held(env: Path) -> Iterator[None]:
+    """While entered, a process runs in an environment, as those of a mesh do."""
+    program = "import sys, time; sys.path.insert(0, sys.argv[1]); import provision as p; p.hold(p.Path(sys.argv[2]))"
+    command = [sys.executable, "-c", f"{program}; print(flush=True); time.sleep(600)", Path(provision.__file__).parent]
+    with subprocess.Popen([*map(str, command), str(env)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield
+        finally:
+            process.kill()

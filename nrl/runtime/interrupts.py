@@ -1,0 +1,55 @@
+"""What must not be left half done when somebody presses Ctrl-C."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+__all__ = ["deferred"]
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Let Python's handlers of SIGINT and SIGTERM run after the block and not in the middle of it.
+
+    Whatever they are, they run once for each signal, as soon as the block has been left. A second one of the same kind
+    goes through: somebody wants to end a block that hangs. Handlers run in the main thread alone, so in another one
+    there is nothing to defer. What the system does without Python, such as ending the process, is left as it is.
+
+    >>> import os
+    >>> before = signal.signal(signal.SIGINT, lambda *_: print("interrupted"))
+    >>> with deferred():
+    ...     os.kill(os.getpid(), signal.SIGINT)
+    ...     print("whole")
+    whole
+    interrupted
+    >>> _ = signal.signal(signal.SIGINT, before)
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers: dict[int, Any] = {each: now for each in _NUMBERS if callable(now := signal.getsignal(each))}
+    waiting: dict[int, FrameType | None] = {}
+    inside = True
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if inside and number not in waiting:
+            waiting[number] = frame
+        else:  # also where a signal in the middle of what follows has kept the handlers from being put back
+            handlers[number](number, frame)
+
+    try:
+        for number in handlers:
+            signal.signal(number, note)
+        yield
+    finally:
+        inside = False
+        with ExitStack() as after:  # all of it, whatever the first of them raises
+            for number, frame in waiting.items():
+                after.callback(handlers[number], number, frame)
+            for number, handler in handlers.items():
+                after.callback(signal.signal, number, handler)
