@@ -17,6 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -276,6 +277,10 @@ async def _given(awaitable: Any) -> Any:
     return await awaitable
 
 
+def _after(ended: Callable[[_Call], None], call: _Call, task: Any) -> None:
+    ended(call)
+
+
 class _Aside:
     """An event loop in a thread of its own, for coroutines that may block it."""
 
@@ -299,7 +304,7 @@ class _Aside:
         def start() -> None:
             for call in calls:
                 call.task = self._loop.create_task(call.wait(), context=call.context)
-                call.task.add_done_callback(lambda _, call=call: ended(call))
+                call.task.add_done_callback(partial(_after, ended, call))
 
         self._loop.call_soon_threadsafe(start)
 

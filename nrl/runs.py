@@ -167,6 +167,7 @@ class Run:
         return loop.last.folder
 
     def _store(self, loop: _Loop, made: _Last) -> _Last:
+        self._preemption.going_on = True
         sizes = {path.name: _size(path) for path in self._logs(loop.name)}
         meta = {"steps": loop.steps, "files": sizes, "metrics": _finite(made.numbers)}
         folder = checkpoint.store(self._checkpoints(loop.name), made.step, made.named, self.keep, meta)
@@ -244,7 +245,9 @@ class Run:
         last, preemption = loop.last, self._preemption
         if last is None:
             preemption.say(f"no step of '{loop.name}' has been given to run.save since the last checkpoint")
-        elif last.folder is None:
+        elif last.folder is not None:
+            preemption.say(f"step {last.step} of '{loop.name}' is saved in {last.folder}")
+        else:
             try:
                 self._store(loop, last)
             except Exception as error:

@@ -370,7 +370,7 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
     """
     if n < 0:
         raise DataError(f"ahead: n is {n}; it must not be negative")
-    sampler = getattr(stream, "sampler", None)
+    sampler: Any = getattr(stream, "sampler", None)
     if n and hasattr(sampler, "lag"):
         sampler.lag = max(n, sampler.lag)
     mark_source = getattr(stream, "mark", None)
