@@ -235,7 +235,8 @@ class Run:
             if back is None:
                 raise
             back()
-            checkpoint.set_random_state(random)
+            if not getattr(stream, "remote", False):  # else what others make goes on, and is kept
+                checkpoint.set_random_state(random)
             self._end(loop)
         loop.last = None
         return batch

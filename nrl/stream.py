@@ -8,6 +8,7 @@ of how the stream is pulled alone. Its ``state()`` is the cursor after what was 
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
 from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, cast
@@ -19,7 +20,7 @@ from nrl.algos.protocol import name_of
 from nrl.batch import Batch, assign, concatenate, require
 from nrl.errors import DataError
 from nrl.preemption import patience as patience_left
-from nrl.runtime.futures import Future, done
+from nrl.runtime.futures import done
 from nrl.threads import Daemons
 
 __all__ = [
@@ -374,28 +375,36 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
     if n and hasattr(sampler, "lag"):
         sampler.lag = max(n, sampler.lag)
     mark_source = getattr(stream, "mark", None)
-    made: deque[tuple[Future[T], list[dict[str, Any]]]] = deque()  # where others work: with the state before it
+    made: deque[tuple[futures.Future[T], list[dict[str, Any]]]] = deque()  # where others work: with the state before it
     handed = 0  # how many of these have been handed out, by the last pull
     beside = Daemons(1, "ahead") if n and getattr(stream, "remote", False) else None
 
     def one() -> T:
         return stream.take(1)[0]
 
-    def produce() -> None:
-        if beside is not None:
-            before: list[dict[str, Any]] = []
-
-            def later() -> T:
+    def work() -> None:
+        """In the thread beside: make what has not been begun."""
+        for future, before in list(made):
+            if future.running() or future.done():
+                continue
+            future.set_running_or_notify_cancel()
+            try:
                 before.append(stream.state())
-                return one()
+                future.set_result(one())
+            except BaseException as error:
+                future.set_exception(error)
 
-            made.append((beside.submit(later), before))
+    def produce() -> None:
+        # An interrupt may come between any two calls: what is in `made` will be made, and nothing else has been
+        if beside is not None:
+            made.append((futures.Future(), []))
+            beside.submit(work)
             return
         back, size = mark_source() if mark_source else None, len(made)
         try:
             made.append((done(one()), []))
         except BaseException:
-            if back and len(made) == size:  # else it is there, and only the way back was broken off
+            if back and len(made) == size:
                 back()
             raise
 
@@ -426,11 +435,13 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
 
     def state() -> dict[str, Any]:
         pending = []
+        if beside is not None:
+            beside.submit(work)
         for future, before in islice(list(made), handed, None):  # before the source is asked where it is
             try:
                 pending.append(future.result(timeout=patience_left()))
             except TimeoutError:
-                if not before or future.done():  # type: ignore[attr-defined]  # a future of the pool
+                if not before or future.done():
                     raise
                 return {"source": before[0], "pending": pending}  # what is under way is made anew
         return {"source": stream.state(), "pending": pending}
