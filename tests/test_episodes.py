@@ -521,7 +521,7 @@ def test_an_interrupt_is_one_and_comes_at_once(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background may ignore it
     sampler = kind([])
     monkeypatch.setattr(kind, "remote", lag > 0, raising=False)
-    groups = rollouts(sampler, single_turn(exact), nrl.stream.counting(lambda index: TASKS[index % 2]), n=4)  # type: ignore[arg-type]
+    groups = rollouts(sampler, single_turn(exact), nrl.stream.counting(lambda index: TASKS[index % 2]), n=4)
     began = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt) as caught:
