@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 __all__ = ["Preemption", "Terminated", "heeded", "patience"]
 
-_WAITS, _RAISES, _EXITS = 0.5, 0.8, 0.95  # parts of the time: for what is pending; for a checkpoint; for `with` blocks
+_WAITS, _RAISES, _EXITS = 0.4, 0.7, 0.95  # parts of the time: for what is pending; for a checkpoint; for `with` blocks
 _until: float | None = None
 
 

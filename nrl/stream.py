@@ -37,6 +37,9 @@ __all__ = [
 ]
 
 
+_LOOK = 1.0  # seconds: how often one who waits looks whether there is still time to
+
+
 class Stream[T](Protocol):
     """What every stream can do; see `counting` for a small one."""
 
@@ -438,12 +441,12 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
         if beside is not None:
             beside.submit(work)
         for future, before in islice(list(made), handed, None):  # before the source is asked where it is
-            try:
-                pending.append(future.result(timeout=patience_left()))
-            except TimeoutError:
-                if not before or future.done():
-                    raise
-                return {"source": before[0], "pending": pending}  # what is under way is made anew
+            while not future.done():
+                left = patience_left()  # which may begin to count meanwhile
+                futures.wait([future], timeout=_LOOK if left is None else left)
+                if left is not None and not future.done() and before:
+                    return {"source": before[0], "pending": pending}  # what is under way is made anew
+            pending.append(future.result())
         return {"source": stream.state(), "pending": pending}
 
     def restore(state: Mapping[str, Any]) -> None:

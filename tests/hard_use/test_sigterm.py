@@ -116,7 +116,7 @@ def test_a_run_that_is_ended_again_and_again_is_one_run(tmp_path: Path, lag: int
     child = start(whole, lag=lag)
     child.join(200)
     assert child.exitcode == 0, (whole / "err").read_text()
-    ended = []
+    ended: list[int] = []
     while True:
         child = start(broken, lag=lag)
         reached(child, broken, steps(broken) + 1 if ended else 2)
@@ -143,7 +143,7 @@ def test_a_verifier_that_hangs_keeps_nothing_alive(tmp_path: Path, cluster: str,
     """Ahead it hangs in a thread beside, and what it makes cannot be waited for."""
     mark = uuid.uuid4().hex
     child = start(tmp_path, mark, lag=lag, hangs=True, cluster=cluster)
-    least = 2 if cluster == "ray" or not lag else 0
+    least = 2 if not lag else 1 if cluster == "ray" else 0  # the first save waits for what is pending
     reached(child, tmp_path, least)
     time.sleep(1.0 if least else 8.0)
     os.kill(child.pid, signal.SIGTERM)
@@ -152,7 +152,7 @@ def test_a_verifier_that_hangs_keeps_nothing_alive(tmp_path: Path, cluster: str,
     assert time.monotonic() - began < 30
     assert child.exitcode == 143, (tmp_path / "err").read_text()
     if least:
-        assert saved(tmp_path) == steps(tmp_path) == 2
+        assert saved(tmp_path) == steps(tmp_path) == least
     assert settled(lambda: titles(marked(mark)), 10) == {}
 
 
