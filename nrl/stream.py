@@ -437,7 +437,7 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
         return back
 
     def state() -> dict[str, Any]:
-        pending = []
+        pending: list[T] = []
         if beside is not None:
             beside.submit(work)
         for future, before in islice(list(made), handed, None):  # before the source is asked where it is
