@@ -55,7 +55,10 @@ class _Together:
     def _ask(self) -> None:
         if not self.waiting or len(self.waiting) < self.live:
             return
-        asked, self.waiting = sorted(self.waiting.items()), {}
+        # An interrupted rollout cancels its episodes, one after the other
+        asked, self.waiting = [each for each in sorted(self.waiting.items()) if not each[1][1].done()], {}
+        if not asked:
+            return
         prompts = [tokens for _, (tokens, _) in asked]
         try:
             seeds = [self.seeds[index] for index, _ in asked]
@@ -87,7 +90,9 @@ class _AsTheyCome:
         """An episode has ended; nobody waits for it."""
 
     def _ask(self) -> None:
-        asked, self.waiting = self.waiting, []
+        asked, self.waiting = [each for each in self.waiting if not each[2].done()], []
+        if not asked:
+            return
         try:
             seeds = [self.seeds[index] for index, _, _ in asked]
             rows = self.sampler.stream([tokens for _, tokens, _ in asked], seeds, self.sampling)

@@ -33,8 +33,10 @@ __all__ = [
     "checkpoints",
     "load",
     "newest",
+    "random_state",
     "save",
     "score",
+    "set_random_state",
     "store",
     "trainers",
     "verify",
@@ -53,6 +55,7 @@ class Checkpoints:
         best: a metric whose best checkpoint is kept too, such as ``"eval/loss"``; a step that logs a new best of it
             has a checkpoint, whatever ``every`` says.
         mode: whether the best is the largest or the smallest.
+        grace: seconds from a SIGTERM to the end of the process, in which the last step is saved.
 
     >>> Checkpoints(best="eval/loss", mode="min").every
     50
@@ -62,6 +65,7 @@ class Checkpoints:
     keep: int = attrs.field(default=2, validator=attrs.validators.ge(1))
     best: str | None = None
     mode: Literal["max", "min"] = attrs.field(default="max", validator=attrs.validators.in_(["max", "min"]))
+    grace: float = attrs.field(default=30.0, validator=attrs.validators.gt(0))
 
 
 class Checkpoint(NamedTuple):
@@ -130,7 +134,7 @@ def save(folder: str | Path, step: int, values: Mapping[str, Any], meta: Mapping
             else:
                 theirs = value.trainer.save(value, temporary / name)
                 files |= {f"{name}/{file}": told for file, told in theirs.items()}
-        files[f"{_RANDOM}.pt"] = _write(encode(_random_state(), _RANDOM), temporary / f"{_RANDOM}.pt")
+        files[f"{_RANDOM}.pt"] = _write(encode(random_state(), _RANDOM), temporary / f"{_RANDOM}.pt")
         body = {"step": step, "names": sorted(values), "meta": dict(meta or {}), "files": files}
         written = manifest.save(temporary, body)
         flush(temporary)
@@ -277,7 +281,7 @@ def load(folder: str | Path, /, **named: Any) -> list[Any]:
             f"{', '.join(sorted(named)) or 'nothing'}; give the same names to restore and save"
         )
     values = [_read(folder / name, like) for name, like in named.items()]
-    _set_random_state(decode(_load(folder / f"{_RANDOM}.pt"), None, _RANDOM))
+    set_random_state(decode(_load(folder / f"{_RANDOM}.pt"), None, _RANDOM))
     return values
 
 
@@ -389,12 +393,25 @@ def _load(path: Path) -> Any:
         ) from error
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """Of the global generators of Python, NumPy and torch.
+
+    >>> sorted(random_state())
+    ['cuda', 'numpy', 'python', 'torch']
+    """
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
 
 
-def _set_random_state(state: Mapping[str, Any]) -> None:
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Let the global generators go on from a state.
+
+    >>> before = random_state()
+    >>> drawn = random.random()
+    >>> set_random_state(before)
+    >>> random.random() == drawn
+    True
+    """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -5,12 +5,15 @@ appends.
 """
 
 import asyncio
+import contextvars
 import hashlib
-import inspect
 import math
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent import futures
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import attrs
@@ -21,15 +24,20 @@ from torch import Tensor
 from nrl.asking import asker
 from nrl.backends.base import Completion, Sampler, Sampling, Streams
 from nrl.batch import Batch, assign
+from nrl.calling import Calls, Failed, said, stuck
 from nrl.data import render
 from nrl.envs import Env, Step, Task
-from nrl.envs.base import Prompt
+from nrl.envs.base import TIMEOUT, Prompt
 from nrl.errors import DataError, EnvError, LostRequest
-from nrl.stream import Source, Stream
+from nrl.stream import Source, Stream, whole
+from nrl.threads import Daemons
 
 __all__ = ["Episode", "rollout", "rollouts", "run_episode"]
 
 type _Generate = Callable[[list[int]], Awaitable[Completion]]
+type _Call = Callable[..., Awaitable[Any]]
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @attrs.define
@@ -82,12 +90,13 @@ class Episode:
 async def run_episode(generate: _Generate, env: Env, task: Task, *, tokenizer: Any, context_length: int) -> Episode:
     """Run one episode to its end.
 
-    Whatever the environment raises, and a reward that is NaN or infinite, makes the episode a failure: it is counted
-    and not trained on, and never passes for a reward of 0. So does a prompt that fills the context.
+    Whatever the environment raises, `SystemExit` too, a call that takes longer than its ``timeout``, and a reward that
+    is NaN or infinite in float32 make the episode a failure: it is counted and not trained on, and never passes for a
+    reward of 0. So does a prompt that fills the context.
 
     Args:
         generate: asks the policy to continue token ids.
-        env: two functions, each plain or ``async``.
+        env: two functions, each plain or ``async``; they are called in other threads.
         task: what ``env.reset`` gets.
         tokenizer: renders prompts and decodes what was sampled.
         context_length: the most tokens that an episode may have.
@@ -105,7 +114,21 @@ async def run_episode(generate: _Generate, env: Env, task: Task, *, tokenizer: A
     >>> episode.reward, episode.sampled
     (1.0, [False, False, False, False, True])
     """
-    return await _episode(generate, env, task, tokenizer, context_length, render)
+    with _calling(env) as calling:
+        return await _episode(generate, env, task, tokenizer, context_length, render, calling())
+
+
+@contextmanager
+def _calling(env: Env) -> Iterator[Callable[[], _Call]]:
+    """For each episode, how the functions of its environment are called."""
+    timeout = getattr(env, "timeout", TIMEOUT)
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"rollout: the environment's timeout is {timeout}; give seconds, or None for no limit")
+    calls = Calls()
+    try:
+        yield lambda: partial(calls.call, timeout=timeout, context=contextvars.copy_context())
+    finally:
+        calls.close()
 
 
 async def _episode(
@@ -115,18 +138,19 @@ async def _episode(
     tokenizer: Any,
     context_length: int,
     render: Callable[[Prompt, Any], list[int]],
+    call: _Call,
 ) -> Episode:
     episode = Episode()
 
     async def reset() -> Any:
-        state, prompt = await _call(env.reset, task)
+        state, prompt = await call(env.reset, task)
         episode.append(render(prompt, tokenizer))
         if len(episode.token_ids) >= context_length:
             raise DataError(f"the prompt has {len(episode.token_ids)} tokens and fills the context of {context_length}")
         return state
 
     async def step(state: Any, tokens: Sequence[int]) -> Step:
-        taken = await _call(env.step, state, tokenizer.decode(tokens, skip_special_tokens=True))
+        taken = await call(env.step, state, tokenizer.decode(tokens, skip_special_tokens=True))
         if not isinstance(taken, Step):
             raise EnvError(f"the environment's step returned {type(taken).__name__}; return a Step(state, reward, ...)")
         episode.reward = _add(episode.reward, taken.reward)
@@ -141,7 +165,7 @@ async def _episode(
         try:
             completion = await generate(episode.token_ids)
         except LostRequest as error:
-            episode.failure = f"{type(error).__name__}: {error}"
+            episode.failure = said(error)
             break
         tokens = completion.token_ids.tolist()
         episode.append(tokens, completion)
@@ -161,13 +185,8 @@ async def _guarded[T](work: Awaitable[T], episode: Episode) -> T | None:
     try:
         return await work
     except Exception as error:
-        episode.failure = f"{type(error).__name__}: {error}"
+        episode.failure = str(error) if isinstance(error, Failed) else said(error)
         return None
-
-
-async def _call(fn: Callable[..., Any], *args: Any) -> Any:
-    result = fn(*args)
-    return await result if inspect.isawaitable(result) else result
 
 
 def _add(a: float | tuple[float, ...], b: Any) -> float | tuple[float, ...]:
@@ -177,8 +196,8 @@ def _add(a: float | tuple[float, ...], b: Any) -> float | tuple[float, ...]:
         total = tuple(float(x) + float(y) for x, y in zip(before, b, strict=True))
     else:
         total = cast(float, a) + float(b)
-    if not all(map(math.isfinite, np.atleast_1d(total))):
-        raise EnvError(f"the reward is {total}")
+    if not all(abs(x) <= _LARGEST for x in (total if isinstance(total, tuple) else (total,))):
+        raise EnvError(f"the reward is {total}; rewards are float32, whose largest number is {_LARGEST:.3g}")
     return total
 
 
@@ -236,6 +255,13 @@ def rollout(
     >>> batch["group_ids"].tolist()
     [0, 0, 0, 0]
     """
+    return _rollout(sampler, env, tasks, n, sampling, seed, first_group)[0]
+
+
+def _rollout(
+    sampler: Sampler, env: Env, tasks: Sequence[Task], n: int, sampling: Sampling | None, seed: int, first_group: int
+) -> tuple[Batch, list[str]]:
+    """The rows, and why some of them failed."""
     if not tasks or n < 1:
         raise DataError(f"rollout: {len(tasks)} tasks with n={n}; there must be at least one of each")
     seeds = [_seed(seed, first_group + group, place) for group in range(len(tasks)) for place in range(n)]
@@ -250,26 +276,29 @@ def rollout(
             rendered[key] = render(prompt, tokenizer)
         return rendered[key]
 
-    async def one(index: int) -> Episode:
-        try:
-            return await _episode(
-                lambda tokens: asking.generate(index, tokens),
-                env,
-                tasks[index // n],
-                sampler.tokenizer,
-                sampler.context_length,
-                once,
-            )
-        finally:
-            asking.leave()
+    async def one(index: int, call: _Call) -> Episode:
+        generate = partial(asking.generate, index)
+        task = tasks[index // n]
+        episode = await _episode(generate, env, task, sampler.tokenizer, sampler.context_length, once, call)
+        asking.leave()  # not where something was raised, which ends them all: nothing is to be asked any more
+        return episode
 
     async def every() -> list[Episode]:
-        return list(await asyncio.gather(*map(one, range(len(seeds)))))
+        with _calling(env) as calling:
+            running = [asyncio.create_task(one(index, calling())) for index in range(len(seeds))]
+            try:
+                await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+                return [episode.result() for episode in running if episode.done()]
+            finally:  # an interrupt is raised by one of them, past this; it must not be said again when they are gone
+                for episode in running:
+                    if episode.done() and not episode.cancelled():
+                        episode.exception()
 
     sources = _sources(tasks)
     episodes = _run(every())
     _check_rewards(episodes)
-    _warn(episodes)
+    failures = [episode.failure for episode in episodes if episode.failure]
+    _warn(failures, len(episodes))
     temperature = (sampling or sampler.sampling).temperature
     batch = _rows(episodes, sampler.version, temperature)
     groups = torch.arange(first_group, first_group + len(tasks)).repeat_interleave(n)
@@ -278,7 +307,7 @@ def rollout(
         columns |= _streamed(episodes, batch)
     if sources is not None:
         columns["source"] = torch.tensor(sources).repeat_interleave(n)
-    return assign(batch, **columns)
+    return assign(batch, **columns), failures
 
 
 def _sources(tasks: Sequence[Task]) -> list[int] | None:
@@ -313,21 +342,28 @@ def _seed(*parts: int) -> int:
 def _run[T](work: Coroutine[Any, Any, T]) -> T:
     """Run to the end; in a thread of its own where a loop is running already, as in a notebook."""
     try:
-        asyncio.get_running_loop()
+        inside = asyncio.get_running_loop().is_running()
     except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, work).result()
+        inside = False
+    if not inside:
+        # Not `asyncio.run`, for which Ctrl-C is a wish: it would be granted when the sampler has decoded its last row
+        with asyncio.Runner() as runner:
+            return runner.get_loop().run_until_complete(work)
+    beside: futures.Future[T] = Daemons(1).submit(_run, work)
+    return beside.result()
 
 
-def _warn(episodes: Sequence[Episode]) -> None:
-    failures = [episode.failure for episode in episodes if episode.failure]
-    if failures:
-        warnings.warn(
-            f"rollout: {len(failures)} of {len(episodes)} episodes failed and are not trained on; "
-            f"the first: {failures[0]}",
-            stacklevel=3,
-        )
+def _warn(failures: Sequence[str], total: int) -> None:
+    if not failures:
+        return
+    kinds = Counter(failure.partition(":")[0] for failure in failures)
+    counted = f" ({', '.join(f'{count} {kind}' for kind, count in kinds.items())})" if len(kinds) > 1 else ""
+    hung = f"; {left} threads are still in calls that did not return" if (left := stuck()) else ""
+    warnings.warn(
+        f"rollout: {len(failures)} of {total} episodes failed{counted} and are not trained on; the first: "
+        f"{failures[0]}{hung}",
+        stacklevel=4,
+    )
 
 
 def _rows(episodes: Sequence[Episode], version: int, temperature: float) -> Batch:
@@ -374,6 +410,7 @@ def rollouts(
     n: int,
     sampling: Sampling | None = None,
     seed: int = 0,
+    patience: int = 3,
 ) -> Source[Batch]:
     """The stream of groups: ``n`` episodes of each task of a stream; the groups of one ``take`` are decoded together.
 
@@ -384,9 +421,13 @@ def rollouts(
         n: episodes of each task.
         sampling: instead of the sampler's own.
         seed: of the noise.
+        patience: rollouts in a row that may fail whole (as many rows as so many of the largest have), where there is
+            nothing to train on.
 
     Raises:
-        DataError: ``n`` is not positive.
+        DataError: ``n`` or ``patience`` is not positive.
+        EnvError: (when taken from) the patience is at its end.
+        LostRequest: the same, where it was the sampler that failed.
 
     >>> import nrl
     >>> from nrl import data, tiny
@@ -400,18 +441,37 @@ def rollouts(
     """
     if n < 1:
         raise DataError(f"rollouts: n is {n}; a group needs at least one episode")
-    drawn = 0
+    if patience < 1:
+        raise DataError(f"rollouts: patience is {patience}; it must be at least 1")
+    drawn = largest = failed = in_a_row = 0
 
     def take(count: int) -> list[Batch]:
         nonlocal drawn
         first, drawn = drawn, drawn + count
-        batch = rollout(sampler, env, tasks.take(count), n=n, sampling=sampling, seed=seed, first_group=first)
+        batch, failures = _rollout(sampler, env, tasks.take(count), n, sampling, seed, first)
+        check(len(batch), failures)
         return [cast(Batch, batch[start : start + n].lock_()) for start in range(0, len(batch), n)]
+
+    def check(rows: int, failures: Sequence[str]) -> None:
+        nonlocal largest, failed, in_a_row
+        largest = max(largest, rows)
+        failed, in_a_row = (failed + rows, in_a_row + 1) if len(failures) == rows else (0, 0)
+        if failed >= patience * largest:
+            lost = failures[0].startswith(LostRequest.__name__)
+            raise (LostRequest if lost else EnvError)(
+                f"rollouts: all rows of {in_a_row} rollouts in a row failed, {failed} of them, so there is nothing to "
+                f"learn from; {'look at the sampler' if lost else 'mend the environment or its verifier'}. The first "
+                f"of the last: {failures[0]}"
+            )
 
     def restore(state: Mapping[str, Any]) -> None:
         nonlocal drawn
         tasks.restore(state["tasks"])
         drawn = int(state["groups"])
 
+    def mark() -> Callable[[], None]:
+        before = {"tasks": tasks.state(), "groups": drawn}
+        return lambda: restore(before)
+
     remote = bool(getattr(sampler, "remote", False))
-    return Source(take, lambda: {"tasks": tasks.state(), "groups": drawn}, restore, remote)
+    return whole(Source(take, lambda: {"tasks": tasks.state(), "groups": drawn}, restore, remote, mark, sampler))

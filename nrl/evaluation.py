@@ -29,6 +29,7 @@ from nrl import checkpoint, config, data, folder
 from nrl.backends import SAMPLERS, Model, Sampler, Sampling, load_tokenizer, openai
 from nrl.data import ADAPTERS, Adapter
 from nrl.envs import VERIFIERS, Task, Verifier
+from nrl.envs.base import TIMEOUT
 from nrl.errors import ConfigError, DataError, EnvError, ModelError, NrlError
 from nrl.grades import Graded, grade, measure
 from nrl.log import JsonLines, Progress, redacted
@@ -37,7 +38,7 @@ from nrl.runtime import cluster
 
 __all__ = ["Evaluation", "exported", "main"]
 
-_MAY_CHANGE = frozenset({"out", "k", "passing", "cluster", "samplers", "url", "engine", "trust_remote_code"})
+_MAY_CHANGE = frozenset({"out", "k", "passing", "timeout", "cluster", "samplers", "url", "engine", "trust_remote_code"})
 _MARK = "digest_of_tasks"  # a key of config.yaml that only an evaluation has
 
 
@@ -59,6 +60,11 @@ def _addressed(cfg: Any, field: Any, url: str | None) -> None:
         raise ValueError(f"sampler={cfg.sampler} takes no url; leave it out, or give sampler=openai")
 
 
+def _limited(cfg: Any, field: Any, timeout: float | None) -> None:
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout is {timeout}; give seconds, or null for no limit")
+
+
 _positive = attrs.validators.ge(1)
 
 
@@ -78,6 +84,7 @@ class Evaluation:
     top_k: int = 0  # 0: all
     stop: tuple[str, ...] = ()  # texts that end a sample
     verifier: str = "number"  # or number_or_wrong, exact, or a function of your own: FILE.py:NAME or MODULE:NAME
+    timeout: float | None = attrs.field(default=TIMEOUT, validator=_limited)  # seconds a call of it; null: no limit
     passing: float = 1.0  # a sample passes where its reward is at least this
     sampler: Literal["hf", "vllm", "vllm-cpu", "openai"] = "hf"  # openai: a server that runs already
     url: str | None = attrs.field(default=None, validator=_addressed)  # of the server, for sampler=openai
@@ -146,7 +153,7 @@ def main(cfg: Evaluation) -> Metrics:
             lines, progress = stack.enter_context(JsonLines(results)), stack.enter_context(Progress())
             for start in range(len(done), len(tasks), together):
                 began, some = monotonic(), tasks[start : start + together]
-                graded = grade(sampler, verifier, some, n=cfg.n, seed=cfg.seed, first_group=start)
+                graded = grade(sampler, verifier, some, n=cfg.n, seed=cfg.seed, first_group=start, timeout=cfg.timeout)
                 for number, each in enumerate(graded, start):
                     lines.write({"task": number} | attrs.asdict(each))
                 so_far = merge(so_far, measure(graded))

@@ -11,6 +11,7 @@ from nrl.algos import majority, pass_at_k
 from nrl.backends.base import Sampler, Sampling
 from nrl.data import render
 from nrl.envs import Task, Verifier, extractor, single_turn
+from nrl.envs.base import TIMEOUT
 from nrl.episodes import rollout
 from nrl.errors import DataError, NrlError
 from nrl.reduce import Mean, Metrics, Sum
@@ -55,6 +56,7 @@ def grade(
     sampling: Sampling | None = None,
     seed: int = 0,
     first_group: int = 0,
+    timeout: float | None = TIMEOUT,
 ) -> list[Graded]:
     """Sample ``n`` answers to each task, and let a verifier look at them. `nrl.rollout` draws them, all together.
 
@@ -66,6 +68,7 @@ def grade(
         sampling: instead of the sampler's own.
         seed: of the noise; that of a sample is a function of the seed, the number of its task and its place there.
         first_group: the number of the first task.
+        timeout: seconds that one call of the verifier may take; None: no limit.
 
     Returns:
         One for each task, in order.
@@ -84,7 +87,8 @@ def grade(
     >>> graded.answer, len(graded.samples)
     ('2', 4)
     """
-    batch = rollout(sampler, single_turn(verifier), tasks, n=n, sampling=sampling, seed=seed, first_group=first_group)
+    env = single_turn(verifier, timeout=timeout)
+    batch = rollout(sampler, env, tasks, n=n, sampling=sampling, seed=seed, first_group=first_group)
     rewards = batch["rewards"].sum(-1) if batch["rewards"].ndim > 1 else batch["rewards"]
     given = [x if valid else None for x, valid in zip(rewards.tolist(), batch["valid"].tolist(), strict=True)]
     ids, ends, truncated = batch["input_ids"], batch["attention_mask"].sum(-1).tolist(), batch["truncated"].tolist()

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import numpy as np
@@ -23,6 +23,7 @@ from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 from nrl.errors import CheckpointError, ConfigError
 from nrl.log import JsonLines, Progress, Sink, duration, open_sinks, redacted
+from nrl.preemption import Terminated, heeded
 from nrl.reduce import Metrics, finalize, merge
 from nrl.report import report
 from nrl.runtime import profiling, timeline
@@ -43,6 +44,15 @@ class _Loop:
     pulled: float = 0.0
     published: float = 0.0  # seconds that were spent on it before the step
     numbers: dict[str, float] = attrs.field(factory=dict)  # of the step, once it is logged
+    last: "_Last | None" = None  # what the step before left, as long as nothing has consumed it
+
+
+@attrs.frozen(eq=False)
+class _Last:
+    step: int
+    named: Mapping[str, Any]
+    numbers: Mapping[str, float]
+    folder: Path | None = None  # of its checkpoint
 
 
 class Run:
@@ -65,6 +75,7 @@ class Run:
         self._names: dict[str, set[str]] = {}  # of what a loop restores and saves
         self._best: dict[str, float] = {}
         self._sharing: set[Trainer] = set()  # those whose processes have been seen to have this folder
+        self._preemption = stack.enter_context(heeded(keep.grace))
 
     @timeline.span("restore")
     def restore(self, loop: str = "train", /, **named: Any) -> Any:
@@ -144,15 +155,28 @@ class Run:
         loop.saved = True
         score = checkpoint.score(loop.numbers, self.keep)
         better = score is not None and score > self._best.get(loop.name, float("-inf"))
-        if not better and (step + 1) % self.keep.every and step + 1 != loop.steps:
+        due = better or (step + 1) % self.keep.every == 0 or step + 1 == loop.steps
+        last = loop is self._loops[0] and self._preemption.asked
+        if not due and not last:
+            loop.last = _Last(step, named, loop.numbers)
             return None
         if better and score is not None:
             self._best[loop.name] = score
         if step + 1 == loop.steps and loop.name == "train" and self.keep.best and "train" not in self._best:
             self._say(f"train: no step logged '{self.keep.best}', so no checkpoint was kept for it (checkpoints.best)")
+        loop.last = self._store(loop, _Last(step, named, loop.numbers))
+        if loop is self._loops[0] and self._preemption.asked:
+            self._preemption.end()
+        return loop.last.folder
+
+    def _store(self, loop: _Loop, made: _Last) -> _Last:
+        self._preemption.going_on = True
         sizes = {path.name: _size(path) for path in self._logs(loop.name)}
-        meta = {"steps": loop.steps, "files": sizes, "metrics": _finite(loop.numbers)}
-        return checkpoint.store(self._checkpoints(loop.name), step, named, self.keep, meta)
+        meta = {"steps": loop.steps, "files": sizes, "metrics": _finite(made.numbers)}
+        folder = checkpoint.store(self._checkpoints(loop.name), made.step, made.named, self.keep, meta)
+        if self._preemption.asked:
+            self._preemption.say(f"step {made.step} of '{loop.name}' is saved in {folder}")
+        return attrs.evolve(made, folder=folder)
 
     def steps(self, stream: Stream[Batch], n: int | None = None, *, name: str = "train") -> Iterator[tuple[int, Batch]]:
         """Pull a batch for each step of a loop that is left to do.
@@ -188,13 +212,51 @@ class Run:
                     loop.numbers, loop.saved, loop.asked = {}, False, time.perf_counter()
                     loop.published = timeline.spent("publish")
                     with timeline.span("take"):
-                        batch = stream.take(1)[0]
+                        batch = self._pull(loop, stream)
                     loop.pulled = time.perf_counter()
                     yield step, batch
         finally:
             self._loops.remove(loop)
+            if not self._loops:
+                self._preemption.going_on = False
         if main:
             timeline.step(None)
+
+    def _pull(self, loop: _Loop, stream: Stream[Batch]) -> Batch:
+        """The next batch. SIGTERM breaks that off where the stream can go back; else the step comes to its end."""
+        if loop is not self._loops[0]:
+            return stream.take(1)[0]
+        if self._preemption.asked:
+            self._end(loop)
+        mark, saves = getattr(stream, "mark", None), loop.name in self._names
+        random, back = checkpoint.random_state(), mark() if mark else None
+        try:
+            self._preemption.going_on = saves and back is None
+            batch = stream.take(1)[0]
+            self._preemption.going_on = saves
+        except Terminated:
+            if back is None:
+                raise
+            back()
+            if not getattr(stream, "remote", False):  # else what others make goes on, and is kept
+                checkpoint.set_random_state(random)
+            self._end(loop)
+        loop.last = None
+        return batch
+
+    def _end(self, loop: _Loop) -> NoReturn:
+        """Save what the last step left, if it has not been saved, and raise `Terminated`."""
+        last, preemption = loop.last, self._preemption
+        if last is None:
+            preemption.say(f"no step of '{loop.name}' has been given to run.save since the last checkpoint")
+        elif last.folder is not None:
+            preemption.say(f"step {last.step} of '{loop.name}' is saved in {last.folder}")
+        else:
+            try:
+                self._store(loop, last)
+            except Exception as error:
+                preemption.say(f"no checkpoint could be saved: {type(error).__name__}: {error}")
+        preemption.end()
 
     @timeline.span("log")
     def log(

@@ -8,8 +8,9 @@ of how the stream is pulled alone. Its ``state()`` is the cursor after what was 
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from contextlib import suppress
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -18,9 +19,25 @@ from nrl.algos._rows import check_finite, valid_rows
 from nrl.algos.protocol import name_of
 from nrl.batch import Batch, assign, concatenate, require
 from nrl.errors import DataError
-from nrl.runtime.futures import Future, done
+from nrl.preemption import patience as patience_left
+from nrl.runtime.futures import done
+from nrl.threads import Daemons
 
-__all__ = ["Source", "Stream", "Versioned", "ahead", "batched", "counting", "drop_uniform", "filtered", "fresh"]
+__all__ = [
+    "Source",
+    "Stream",
+    "Versioned",
+    "ahead",
+    "batched",
+    "counting",
+    "drop_uniform",
+    "filtered",
+    "fresh",
+    "whole",
+]
+
+
+_LOOK = 1.0  # seconds: how often one who waits looks whether there is still time to
 
 
 class Stream[T](Protocol):
@@ -43,7 +60,16 @@ class Stream[T](Protocol):
 
 
 class Source[T](NamedTuple):
-    """A stream as a record of three functions; ``remote``: other processes make its items.
+    """A stream as a record of functions.
+
+    Args:
+        take: as `Stream`'s, and the next two.
+        state: all that ``restore`` needs.
+        restore: continue from a state.
+        remote: other processes make its items.
+        mark: remembers, at no cost, where the stream is; what it returns puts the stream back there, whatever has been
+            taken since, or broken off. None: that cannot be done.
+        sampler: that makes its items, if one does.
 
     >>> numbers = counting()
     >>> numbers.take(2), numbers.state()
@@ -54,6 +80,43 @@ class Source[T](NamedTuple):
     state: Callable[[], dict[str, Any]]
     restore: Callable[[Mapping[str, Any]], None]
     remote: bool = False
+    mark: Callable[[], Callable[[], None]] | None = None
+    sampler: Any = None
+
+
+def whole[T](source: Source[T]) -> Source[T]:
+    """The same stream, of which a ``take`` that raises has taken nothing: Ctrl-C, too.
+
+    >>> def broken(n):
+    ...     numbers.take(n)
+    ...     raise KeyboardInterrupt
+    >>> numbers = counting()
+    >>> try:
+    ...     whole(numbers._replace(take=broken)).take(2)
+    ... except KeyboardInterrupt:
+    ...     numbers.state()
+    {'cursor': 0}
+    """
+    if source.mark is None:
+        return source
+    mark = source.mark
+
+    def take(n: int) -> list[T]:
+        back = mark()
+        try:
+            return source.take(n)
+        except BaseException:
+            back()
+            raise
+
+    return source._replace(take=take)
+
+
+def _over[T](stream: Stream[Any], take: Callable[[int], list[T]]) -> Source[T]:
+    """A stream whose state is that of another."""
+    remote = bool(getattr(stream, "remote", False))
+    mark, sampler = getattr(stream, "mark", None), getattr(stream, "sampler", None)
+    return whole(Source(take, stream.state, stream.restore, remote, mark, sampler))
 
 
 class Versioned(Protocol):
@@ -96,7 +159,11 @@ def counting(item: Callable[[int], Any] = operator.index, *, name: str = "counti
             raise DataError(f"{name}: restore({state!r}); give what state() returned, such as {{'cursor': 0}}")
         cursor = found
 
-    return Source(take, lambda: {"cursor": cursor}, restore)
+    def mark() -> Callable[[], None]:
+        before = {"cursor": cursor}
+        return lambda: restore(before)
+
+    return Source(take, lambda: {"cursor": cursor}, restore, mark=mark)
 
 
 _concatenate = cast(Callable[[Sequence[Any]], Batch], concatenate)
@@ -122,7 +189,7 @@ def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch
     def take(count: int) -> list[Batch]:
         return [collate(stream.take(n)) for _ in range(count)]
 
-    return Source(take, stream.state, stream.restore, _remote(stream))
+    return _over(stream, take)
 
 
 def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
@@ -262,11 +329,7 @@ def _filtered(
                 raise DataError(complain(empty, len(dropped)))
         return kept
 
-    return Source(take, stream.state, stream.restore, _remote(stream))
-
-
-def _remote(stream: Stream[Any]) -> bool:
-    return bool(getattr(stream, "remote", False))
+    return _over(stream, take)
 
 
 def _carrying(batch: Batch, dropped: Iterable[Batch]) -> Batch:
@@ -296,6 +359,8 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
     Ray mesh does, a pull waits for its own item only: the others are produced, one after the other, while the program
     goes on and trains. The lag is at most ``n`` then, too; who asks for the state waits for what is pending.
 
+    A sampler on a Ray mesh that shares GPUs with the trainer cannot work while that trains: `nrl.publish` refuses it.
+
     Args:
         stream: what is produced.
         n: how many items may be waiting.
@@ -309,30 +374,89 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
     """
     if n < 0:
         raise DataError(f"ahead: n is {n}; it must not be negative")
-    pending: deque[Future[T]] = deque()
-    beside = ThreadPoolExecutor(1, "ahead") if n and _remote(stream) else None
+    sampler: Any = getattr(stream, "sampler", None)
+    if n and hasattr(sampler, "lag"):
+        sampler.lag = max(n, sampler.lag)
+    mark_source = getattr(stream, "mark", None)
+    made: deque[tuple[futures.Future[T], list[dict[str, Any]]]] = deque()  # where others work: with the state before it
+    handed = 0  # how many of these have been handed out, by the last pull
+    beside = Daemons(1, "ahead") if n and getattr(stream, "remote", False) else None
 
     def one() -> T:
         return stream.take(1)[0]
 
+    def work() -> None:
+        """In the thread beside: make what has not been begun."""
+        for future, before in list(made):
+            if future.running() or future.done():
+                continue
+            future.set_running_or_notify_cancel()
+            try:
+                before.append(stream.state())
+                future.set_result(one())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def produce() -> None:
+        # An interrupt may come between any two calls: what is in `made` will be made, and nothing else has been
+        if beside is not None:
+            made.append((futures.Future(), []))
+            beside.submit(work)
+            return
+        back, size = mark_source() if mark_source else None, len(made)
+        try:
+            made.append((done(one()), []))
+        except BaseException:
+            if back and len(made) == size:
+                back()
+            raise
+
+    def settle() -> None:
+        """No item that was handed out can come back any more."""
+        nonlocal made, handed
+        made, handed = deque(islice(made, handed, None)), 0
+
     def take(count: int) -> list[T]:
+        nonlocal handed
+        settle()
         taken = []
-        for _ in range(count):
-            while len(pending) <= n:
-                pending.append(beside.submit(one) if beside else done(one()))
-            taken.append(pending.popleft().result())
+        for place in range(count):
+            while len(made) <= place + n:
+                produce()
+            taken.append(made[place][0].result())
+        handed = count  # in one step: an interrupt may come at any moment
         return taken
 
+    def mark() -> Callable[[], None]:
+        settle()
+
+        def back() -> None:
+            nonlocal handed
+            handed = 0
+
+        return back
+
     def state() -> dict[str, Any]:
-        made = [each.result() for each in pending]  # before the source is asked where it is
-        return {"source": stream.state(), "pending": made}
+        pending: list[T] = []
+        if beside is not None:
+            beside.submit(work)
+        for future, before in islice(list(made), handed, None):  # before the source is asked where it is
+            while not future.done():
+                left = patience_left()  # which may begin to count meanwhile
+                futures.wait([future], timeout=_LOOK if left is None else left)
+                if left is not None and not future.done() and before:
+                    return {"source": before[0], "pending": pending}  # what is under way is made anew
+            pending.append(future.result())
+        return {"source": stream.state(), "pending": pending}
 
     def restore(state: Mapping[str, Any]) -> None:
-        for each in pending:
+        nonlocal made, handed
+        for future, _ in made:
             with suppress(Exception):  # nobody wants it any more
-                each.result()
+                future.result()
         stream.restore(state["source"])
-        pending.clear()
-        pending.extend(done(each) for each in state["pending"])
+        made, handed = deque((done(each), []) for each in state["pending"]), 0
 
-    return Source(take, state, restore)
+    return Source(
+        take, state, restore, getattr(stream, "remote", False), mark if mark_source or beside else None, sampler
+    )

@@ -28,7 +28,8 @@ def summary(batch: Batch) -> Metrics:
     ``reward`` is the mean over all valid rows that were sampled, those dropped since included; ``reward/max`` the best
     row; ``length`` the mean number of sampled tokens, ``length/max`` the largest; ``truncated`` the fraction of valid
     rows that hit a length limit; ``invalid`` and ``dropped`` are counts of rows; ``asked_again`` counts
-    requests that were asked again because an engine died or its work was thrown away; ``env/<name>`` are means.
+    requests that were asked again because an engine died or its work was thrown away; ``env/<name>`` are means. Of no
+    rows, means are NaN, and the largest of them is minus infinity, which changes nothing that it is merged with.
 
     Raises:
         MissingColumn: there are no rewards.
@@ -52,9 +53,9 @@ def summary(batch: Batch) -> Metrics:
     carried = batch["dropped_rewards"].sum() if "dropped" in batch.keys() else torch.tensor(0.0)
     metrics: Metrics = {
         "reward": Mean(rewards.sum() + carried, (count + dropped).float()),
-        "reward/max": Max(torch.where(valid, rewards, -math.inf).max()),
+        "reward/max": Max(_largest(torch.where(valid, rewards, -math.inf))),
         "length": Mean(sampled.sum().float(), count.float()),
-        "length/max": Max(sampled.max().float()),
+        "length/max": Max(_largest(sampled)),
         "truncated": Mean((truncated & valid).sum().float(), count.float()),
         "invalid": Sum((~valid).sum() + failed),
         "dropped": Sum(dropped),
@@ -66,6 +67,11 @@ def summary(batch: Batch) -> Metrics:
             known = torch.isfinite(value) & valid
             metrics[str(key)] = Mean(torch.where(known, value, 0.0).sum(), known.sum().float())
     return metrics
+
+
+def _largest(x: Tensor) -> Tensor:
+    """Of nothing that is what changes no maximum."""
+    return x.max().float() if x.numel() else torch.tensor(-math.inf)
 
 
 def per_source(batch: Batch, names: Sequence[str], measure: Callable[[Batch], Metrics] = summary) -> Metrics:

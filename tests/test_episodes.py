@@ -1,9 +1,15 @@
 """Rollouts with a real sampler: rows, failures, several turns, streams, and agreement with the trainer."""
 
 import asyncio
+import gc
 import itertools
 import math
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator, Mapping
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +23,7 @@ from nrl.backends import Completion, Sampling, Trainer, adamw, fsdp, hf
 from nrl.backends.replicated import ReplicatedSampler
 from nrl.envs import Environment, Step, exact, number, single_turn
 from nrl.episodes import rollout, rollouts, run_episode
-from nrl.errors import DataError, GenerationError
+from nrl.errors import DataError, EnvError, GenerationError, LostRequest, PlacementError
 from nrl.reduce import finalize
 from nrl.runtime import Cluster
 from nrl.summaries import summary
@@ -39,6 +45,22 @@ def sampler(cluster: Cluster) -> ReplicatedSampler:
 @pytest.fixture(scope="module")
 def trainer(cluster: Cluster) -> Trainer:
     return fsdp.trainer(cluster.reserve(1), tiny.model(num_hidden_layers=1), adamw(lr=1e-2))
+
+
+class Scripted:
+    """Answers each prompt with the next of its texts; everything else is the real thing."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts, self.tokenizer = texts, tiny.tokenizer()
+        self.version, self.context_length, self.sampling = 1, 4096, Sampling()
+
+    def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
+        texts, self.texts = self.texts[: len(prompts)], self.texts[len(prompts) :]
+        ids = [torch.tensor([*self.tokenizer.encode(text), self.tokenizer.eos_token_id]) for text in texts]
+        return nrl.runtime.done([Completion(x, -torch.ones(len(x)), truncated=False, version=1) for x in ids])
+
+    def receive(self, buckets: Any, version: int, *, inflight: Any = "wait") -> None:
+        raise AssertionError("nothing is published")
 
 
 # --- rows
@@ -133,11 +155,180 @@ def test_the_run_goes_on_after_a_verifier_has_raised(sampler: ReplicatedSampler,
     assert (finalize(metrics.result())["skipped"], state.step) == (1, 0)
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_no_number_makes_the_row_invalid(sampler: ReplicatedSampler, reward: float) -> None:
+@pytest.mark.parametrize("reward", [math.nan, math.inf, 1e39, (0.0, -1e39)])
+def test_a_reward_that_is_no_number_makes_the_row_invalid(sampler: ReplicatedSampler, reward: Any) -> None:
     with pytest.warns(UserWarning, match="EnvError: the reward is"):
         batch = rollout(sampler, single_turn(lambda task, response: reward), TASKS)
     assert not batch["valid"].any()
+
+
+def test_the_largest_rewards_of_float32_count(sampler: ReplicatedSampler) -> None:
+    batch = rollout(sampler, single_turn(lambda task, response: 3.4e38), TASKS)
+    assert batch["rewards"].tolist() == pytest.approx([3.4e38] * 2)
+    twice = Environment(lambda task: (0, "1"), lambda state, _: Step(1, 3e38, done=state == 1, observation="2"))
+    with pytest.warns(
+        UserWarning, match=r"the reward is 6e\+38; rewards are float32, whose largest number is 3.4e\+38"
+    ):
+        assert not rollout(sampler, twice, TASKS)["valid"].any()
+
+
+@pytest.mark.parametrize("error", [SystemExit(), asyncio.CancelledError(), GeneratorExit()])
+@pytest.mark.parametrize("part", ["reset", "step"])
+def test_whatever_an_environment_raises_is_its_rows_failure(
+    sampler: ReplicatedSampler, error: BaseException, part: str
+) -> None:
+    def reset(task: Any) -> Any:
+        if part == "reset" and task["answer"] == "3":
+            raise error
+        return task, task["prompt"]
+
+    def step(state: Any, action: str) -> Step:
+        if part == "step" and state["answer"] == "3":
+            raise error
+        return Step(state, 1.0)
+
+    with pytest.warns(UserWarning, match=f"2 of 4 episodes failed .* the first: {type(error).__name__}: "):
+        batch = rollout(sampler, Environment(reset, step), TASKS, n=2)
+    assert batch["valid"].tolist() == [False, False, True, True]
+
+
+def test_an_interrupt_of_an_environment_ends_the_rollout(sampler: ReplicatedSampler) -> None:
+    def interrupts(task: Any, response: str) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rollout(sampler, single_turn(interrupts), TASKS)
+
+
+@pytest.mark.parametrize("form", ["plain", "async"])
+def test_a_verifier_that_does_not_return_fails_its_row_alone(sampler: ReplicatedSampler, form: str) -> None:
+    waits = threading.Event()
+
+    def plain(task: Any, response: str) -> float:
+        if task["answer"] == "3":
+            waits.wait()
+        return 1.0
+
+    async def blocks(task: Any, response: str) -> float:
+        return plain(task, response)
+
+    verifier: Any = {"plain": plain, "async": blocks}[form]
+    began = time.monotonic()
+    with pytest.warns(
+        UserWarning, match=r"TimeoutError: \w+ did not return within 0.3 s.*; \d threads? (is|are) still in"
+    ):
+        batch = rollout(sampler, single_turn(verifier, timeout=0.3), TASKS, n=2)
+    assert time.monotonic() - began < 5
+    # Coroutines share a loop, and one that blocks it blocks them all; a plain function has a thread to itself
+    assert batch["valid"].tolist() == [False, False, form == "plain", form == "plain"]
+    waits.set()
+
+
+def test_failures_are_counted_by_kind(sampler: ReplicatedSampler) -> None:
+    def verifier(task: Any, response: str) -> float:
+        raise ValueError("a") if task["answer"] == "3" else LookupError("b")
+
+    said = r"6 of 6 episodes failed \(3 ValueError, 3 LookupError\) and are not trained on; the first: ValueError: a$"
+    with pytest.warns(UserWarning, match=said):
+        rollout(sampler, single_turn(verifier), TASKS, n=3)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, math.nan])
+def test_a_timeout_is_positive(sampler: ReplicatedSampler, timeout: float) -> None:
+    with pytest.raises(ValueError, match=rf"rollout: the environment's timeout is {timeout}; give seconds, or None"):
+        rollout(sampler, single_turn(exact, timeout=timeout), TASKS)
+
+
+def test_an_environment_that_says_no_timeout_has_the_default(sampler: ReplicatedSampler) -> None:
+    class Plain:
+        def reset(self, task: Any) -> Any:
+            return task, task["prompt"]
+
+        def step(self, state: Any, action: str) -> Step:
+            return Step(state, 1.0)
+
+    assert rollout(sampler, Plain(), TASKS)["valid"].all()
+    assert Environment(Plain().reset, Plain().step).timeout == 60.0
+
+
+def test_rollouts_that_fail_whole_end_the_stream(sampler: ReplicatedSampler) -> None:
+    fails = iter([True, True, False, True, True, True])
+
+    def reset(task: Any) -> Any:
+        return task["fails"], task["prompt"]
+
+    def step(state: bool, action: str) -> Step:
+        return Step(state, 1 / (not state))
+
+    tasks = nrl.stream.counting(lambda index: {**TASKS[0], "fails": next(fails) if index % 2 == 0 else True})
+    groups = rollouts(sampler, Environment(reset, step), tasks, n=2)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="4 of 4 episodes failed"):
+            groups.take(2)
+    with pytest.warns(UserWarning, match="2 of 4 episodes failed"):  # which begins anew
+        groups.take(2)
+    said = (
+        r"rollouts: all rows of 3 rollouts in a row failed, 12 of them, so there is nothing to learn from; mend the "
+        r"environment or its verifier. The first of the last: ZeroDivisionError: division by zero"
+    )
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="4 of 4 episodes failed"):
+            groups.take(2)
+    with pytest.warns(UserWarning, match="4 of 4 episodes failed"), pytest.raises(EnvError, match=said):
+        groups.take(2)
+
+
+def test_few_rows_that_fail_are_no_rollout_that_fails(sampler: ReplicatedSampler) -> None:
+    """As where `drop_uniform` asks for single groups."""
+    fails = iter([False] * 8 + [True] * 10)
+    tasks = nrl.stream.counting(lambda index: {**TASKS[0], "fails": next(fails)})
+    groups = rollouts(
+        sampler, Environment(lambda task: (task["fails"], "1"), lambda s, _: Step(s, 1 / (not s))), tasks, n=1
+    )
+    groups.take(8)
+    for _ in range(10):
+        with pytest.warns(UserWarning, match="1 of 1"):
+            groups.take(1)
+
+
+def test_requests_that_are_lost_throughout_are_the_samplers_fault() -> None:
+    class Lost(Scripted):
+        def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
+            raise LostRequest("gone")
+
+    tasks = nrl.stream.counting(lambda index: TASKS[0])
+    with pytest.warns(UserWarning, match="2 of 2"), pytest.raises(LostRequest, match=r"look at the sampler.*gone"):
+        rollouts(Lost([]), single_turn(exact), tasks, n=2, patience=1).take(1)
+    with pytest.raises(DataError, match="rollouts: patience is 0; it must be at least 1"):
+        rollouts(Lost([]), single_turn(exact), tasks, n=2, patience=0)
+
+
+def test_a_take_that_is_broken_off_has_taken_nothing(sampler: ReplicatedSampler) -> None:
+    breaks = [False, True, False]
+
+    def verifier(task: Any, response: str) -> float:
+        if breaks[0]:
+            raise KeyboardInterrupt
+        return 1.0
+
+    groups = rollouts(sampler, single_turn(verifier), data.tasks("arithmetic", seed=1), n=2, seed=4)
+    stream = nrl.ahead(nrl.batched(groups, 2), 1)
+    expected = [
+        nrl.ahead(
+            nrl.batched(rollouts(sampler, single_turn(exact), data.tasks("arithmetic", seed=1), n=2, seed=4), 2), 1
+        )
+    ]
+    stream.take(1)
+    before = stream.state()
+    del breaks[0]
+    with pytest.raises(KeyboardInterrupt):
+        stream.take(1)
+    assert str(stream.state()) == str(before)
+    del breaks[0]
+    expected[0].take(1)
+    for _ in range(3):
+        (found,), (wanted,) = stream.take(1), expected[0].take(1)
+        assert found["input_ids"].tolist() == wanted["input_ids"].tolist()
 
 
 def test_a_task_without_prompt_makes_the_row_invalid(sampler: ReplicatedSampler) -> None:
@@ -272,6 +463,80 @@ def test_the_lag_of_ahead_is_exactly_min_k_n(cluster: Cluster, trainer: Trainer,
     assert lags == [min(k, n) for k in range(6)]
 
 
+def test_a_lag_is_refused_where_the_sampler_shares_the_trainers_gpus(trainer: Trainer) -> None:
+    """A cluster of this process that says its slots are GPUs."""
+    with nrl.cluster("local") as here:
+        here.gpus = True
+        slots = here.reserve(3)
+        learner = fsdp.trainer(slots[:2], tiny.model(num_hidden_layers=1), adamw(lr=1e-2))
+        state = learner.init()
+
+        def lagging(place: Any, lag: int) -> ReplicatedSampler:
+            sampler = hf.sampler(place, tiny.model(num_hidden_layers=1))
+            nrl.ahead(nrl.batched(rollouts(sampler, single_turn(exact), data.tasks("arithmetic"), n=2), 2), lag)
+            return sampler
+
+        said = (
+            r"publish: the sampler shares 1 GPUs with the trainer's mesh '\w+' \(slots 1\), and nrl.ahead lets it "
+            r"sample up to 2 publishes early, while that trains; give it slots of its own, or take a lag of 0"
+        )
+        with pytest.raises(PlacementError, match=said):
+            nrl.publish(state.params, lagging(slots[1:], 2))
+        assert nrl.publish(state.params, lagging(slots[1:], 0)) == 1
+        assert nrl.publish(state.params, lagging(slots[2:], 2)) == 1
+        here.gpus = False
+        assert nrl.publish(state.params, lagging(slots[1:], 2)) == 1
+
+
+# --- Ctrl-C
+
+
+class Slow(Scripted):
+    """Decodes for ever."""
+
+    def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        time.sleep(30)
+
+
+class Streaming(Scripted):
+    """Takes rows as they come, and never answers."""
+
+    def stream(self, prompts: Any, seeds: Any, sampling: Any = None) -> Any:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        self.asked = [Waiting() for _ in prompts]
+        return self.asked
+
+
+class Waiting(futures.Future[Completion]):
+    """Of the standard library."""
+
+
+@pytest.mark.parametrize("kind", [Slow, Streaming])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_interrupt_is_one_and_comes_at_once(
+    kind: type[Scripted], lag: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the driver waits for a sampler, and where a thread does for it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background may ignore it
+    sampler = kind([])
+    monkeypatch.setattr(kind, "remote", lag > 0, raising=False)
+    groups = rollouts(sampler, single_turn(exact), nrl.stream.counting(lambda index: TASKS[index % 2]), n=4)
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            nrl.ahead(nrl.batched(groups, 2), lag).take(1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - began < 5
+    assert caught.value.__context__ is None
+    assert caught.value.__cause__ is None
+    gc.collect()
+    assert caplog.records == []  # asyncio says what it did not expect
+    if isinstance(sampler, Streaming) and not lag:
+        assert all(answer.cancelled() for answer in sampler.asked)
+
+
 # --- agreement
 
 
@@ -298,22 +563,6 @@ def test_under_top_k_the_sampler_speaks_of_the_kept_tokens(sampler: ReplicatedSa
     gap = (trainer.logprobs(state.params, batch).result() - batch["rollout_logprobs"])[mask]
     assert (gap < 0).all()  # the log of the kept mass: the trainer's distribution has a tail
     assert (gap.exp() > 3 / 100).all()  # three of a hundred tokens hold at least their share
-
-
-class Scripted:
-    """Answers each prompt with the next of its texts; everything else is the real thing."""
-
-    def __init__(self, texts: list[str]) -> None:
-        self.texts, self.tokenizer = texts, tiny.tokenizer()
-        self.version, self.context_length, self.sampling = 1, 4096, Sampling()
-
-    def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
-        texts, self.texts = self.texts[: len(prompts)], self.texts[len(prompts) :]
-        ids = [torch.tensor([*self.tokenizer.encode(text), self.tokenizer.eos_token_id]) for text in texts]
-        return nrl.runtime.done([Completion(x, -torch.ones(len(x)), truncated=False, version=1) for x in ids])
-
-    def receive(self, buckets: Any, version: int, *, inflight: Any = "wait") -> None:
-        raise AssertionError("nothing is published")
 
 
 def test_rewards_and_failures_on_gsm8k_are_counted_exactly() -> None:

@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backends",),
     (
         "asking",
+        "calling",
         "charts",
         "checkpoint",
         "data",
@@ -33,11 +34,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "launching",
         "manifest",
         "plain",
+        "preemption",
         "report",
         "retries",
         "runs",
         "stream",
         "summaries",
+        "threads",
         "tiny",
     ),
     ("",),  # nrl/__init__.py, which gathers the public names

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import nrl
-from nrl import tiny
+from nrl import Batch, tiny
 from nrl.backends import hf
 from nrl.envs import exact, single_turn
 from nrl.errors import MissingColumn
 from nrl.log import redacted
-from nrl.reduce import finalize
+from nrl.reduce import finalize, merge
 from nrl.summaries import samples, summary
 
 TOKENIZER = tiny.tokenizer()
@@ -310,3 +310,20 @@ def test_a_secret_in_a_rollout_is_not_recorded(monkeypatch: pytest.MonkeyPatch) 
     assert "correct horse" not in written
     assert "correct horse" not in "".join(json.loads(written)["rows"][0]["tokens"])
     assert json.loads(written)["rows"][0]["prompt"] == "the ***"
+
+
+def test_a_summary_of_no_rows_measures_nothing() -> None:
+    mask = torch.zeros(0, 3, dtype=torch.bool)
+    columns = {"rewards": torch.zeros(0), "loss_mask": mask, "env/turns": torch.zeros(0)}
+    metrics = summary(Batch(columns, batch_size=[0]))
+    found = finalize(metrics)
+    assert {key for key, value in found.items() if math.isnan(value)} == {"reward", "length", "truncated", "env/turns"}
+    assert (found["reward/max"], found["length/max"], found["invalid"], found["dropped"]) == (
+        -math.inf,
+        -math.inf,
+        0,
+        0,
+    )
+    some = {"rewards": torch.tensor([-2.0]), "loss_mask": torch.ones(1, 3, dtype=torch.bool)}
+    rest = summary(Batch(some, batch_size=[1]))
+    assert finalize(merge(metrics, rest))["reward/max"] == finalize(rest)["reward/max"] == -2.0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nrl.backends.base import Bucket, Complete, Inflight, Params, Probed, Sampler, Sampling
 from nrl.batch import Batch
-from nrl.errors import ConsumedState, ModelError, WeightMismatch
+from nrl.errors import ConsumedState, ModelError, PlacementError, WeightMismatch
 from nrl.runtime import timeline
 from nrl.runtime.futures import Future
 from nrl.runtime.placement import Mesh
@@ -47,6 +47,7 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
         WeightMismatch: the sampler, asked for a completion, does not compute what the trainer does. It does not serve
             anybody else until it does.
         ModelError: the sampler has an adapter, and these params are not the same adapter on the same base.
+        PlacementError: the sampler is asked early (`nrl.ahead`), and shares GPUs with the trainer.
         ValueError: there is no such ``inflight``.
 
     >>> import nrl
@@ -67,6 +68,7 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
         )
     if inflight not in ("wait", "keep", "abort"):
         raise ValueError(f"publish: inflight is {inflight!r}; it is 'wait', 'keep' or 'abort'")
+    _check_lag(params.handle.mesh, sampler)
     # Weights from elsewhere, such as a reference's, count on from what the sampler has had, or two would share a number
     version = params.version if params.published else max(params.version, sampler.version) + 1
     weights = _Buckets(params, _alone(params, sampler))
@@ -79,6 +81,18 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
             sampler.distrust(str(error))
             raise
     return version
+
+
+def _check_lag(trainer: Mesh, sampler: Sampler) -> None:
+    """Two that share a GPU take turns on it: what is to be sampled while the trainer trains would only wait for it."""
+    lag, meshes = getattr(sampler, "lag", 0), getattr(sampler, "meshes", ())
+    there = {index for mesh in meshes if mesh.cluster is trainer.cluster for index in mesh.slots.indices}
+    if lag and trainer.cluster.gpus and (shared := sorted(there & set(trainer.slots.indices))):
+        raise PlacementError(
+            f"publish: the sampler shares {len(shared)} GPUs with the trainer's mesh '{trainer.name}' (slots "
+            f"{', '.join(map(str, shared))}), and nrl.ahead lets it sample up to {lag} publishes early, while that "
+            "trains; give it slots of its own, or take a lag of 0"
+        )
 
 
 def _alone(params: Params, sampler: Sampler) -> bool:

@@ -70,6 +70,13 @@ class ReplicatedSampler:
         self._weights: Iterable[Bucket | Future[Bucket]] | None = None  # for an engine that is started again
         self._broken = ""  # what is wrong with the weights
         self._warned = False
+        self.lag = 0
+        """How many publishes early it is asked, by `nrl.ahead`."""
+
+    @property
+    def meshes(self) -> list[Mesh]:
+        """Where its engines are."""
+        return [seat.mesh for seat in self._seats]
 
     @property
     def version(self) -> int:

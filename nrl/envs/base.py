@@ -11,7 +11,22 @@ from typing import Any, NamedTuple, Protocol
 
 from nrl.errors import EnvError
 
-__all__ = ["Env", "Environment", "Message", "Prompt", "Step", "Task", "Verifier", "by_source", "single_turn"]
+__all__ = [
+    "TIMEOUT",
+    "Env",
+    "Environment",
+    "Message",
+    "Prompt",
+    "Step",
+    "Task",
+    "Verifier",
+    "asynchronous",
+    "by_source",
+    "single_turn",
+]
+
+TIMEOUT = 60.0
+"""Seconds that a call of an environment or a verifier may take, where nothing else is said."""
 
 type Message = dict[str, str]
 """One message of a chat: ``{"role": ..., "content": ...}``."""
@@ -50,6 +65,8 @@ class Step(NamedTuple):
 class Env(Protocol):
     """Whatever has `reset` and `step`: an `Environment`, a module, an object; each may be plain or ``async``.
 
+    It may have a ``timeout``, too: the seconds that one call may take, or None. Without, that is a minute.
+
     >>> def play(env: Env, task: Task) -> Step:
     ...     state, prompt = env.reset(task)
     ...     return env.step(state, prompt.upper())
@@ -72,6 +89,8 @@ class Environment(NamedTuple):
     Args:
         reset: ``task -> (state, prompt)``.
         step: ``(state, action) -> Step``.
+        timeout: seconds that one call of either may take; None: no limit. A call that takes longer makes its row
+            invalid, as one that raises does.
 
     Guess a number; the state is the number and how many turns are left.
 
@@ -91,13 +110,24 @@ class Environment(NamedTuple):
 
     reset: Callable[[Task], tuple[Any, Prompt] | Awaitable[tuple[Any, Prompt]]]
     step: Callable[[Any, str], Step | Awaitable[Step]]
+    timeout: float | None = TIMEOUT
 
 
-def single_turn(verifier: Verifier) -> Environment:
+def asynchronous(fn: Any) -> bool:
+    """Whether calling it makes a coroutine and does nothing else.
+
+    >>> asynchronous(len)
+    False
+    """
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(type(fn), "__call__", None))  # noqa: B004
+
+
+def single_turn(verifier: Verifier, *, timeout: float | None = TIMEOUT) -> Environment:
     """The environment that asks a task's prompt, and ends with what the verifier says of the answer.
 
     Args:
         verifier: plain or ``async``; `step` is what it is.
+        timeout: seconds that one call of it may take; None: no limit.
 
     Returns:
         An environment whose state is the task.
@@ -123,7 +153,10 @@ def single_turn(verifier: Verifier) -> Environment:
         reward: Any = verifier(state, action)
         return _later(state, reward) if inspect.isawaitable(reward) else Step(state, reward)
 
-    return Environment(reset, step)
+    async def later(state: Task, action: str) -> Step:
+        return await _later(state, verifier(state, action))  # type: ignore[arg-type]
+
+    return Environment(reset, later if asynchronous(verifier) else step, timeout)
 
 
 def by_source(*envs: Env) -> Environment:
@@ -133,7 +166,8 @@ def by_source(*envs: Env) -> Environment:
         envs: in the order of the streams that `nrl.data.mixture` mixes.
 
     Returns:
-        An environment whose state is that of the one that takes the task, and its place.
+        An environment whose state is that of the one that takes the task, and its place; its timeout is the longest of
+        theirs.
 
     Raises:
         EnvError: by `reset`, where a task has no ``"source"``, or one that no environment is for.
@@ -160,7 +194,8 @@ def by_source(*envs: Env) -> Environment:
         found: Any = envs[source].step(own, action)
         return _stepped(source, found) if inspect.isawaitable(found) else found._replace(state=(source, found.state))
 
-    return Environment(reset, step)
+    limits = [getattr(env, "timeout", TIMEOUT) for env in envs]
+    return Environment(reset, step, None if None in limits else max(limits, default=TIMEOUT))
 
 
 async def _begun(source: int, found: Awaitable[tuple[Any, Prompt]]) -> tuple[tuple[int, Any], Prompt]:

@@ -24,7 +24,7 @@ class Future[T](Protocol):
         ...
 
 
-def done[T](value: T) -> Future[T]:
+def done[T](value: T) -> "futures.Future[T]":
     """A future whose value is there already.
 
     >>> done("ready").result()

@@ -1,0 +1,54 @@
+"""Threads that nobody waits for, neither at the end of the process."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+__all__ = ["Daemons"]
+
+
+class Daemons(futures.ThreadPoolExecutor):
+    """A pool of daemon threads. Those of the standard library keep a process alive until what they do has ended.
+
+    A thread lives as long as something is waiting to be done; calls begin in their order.
+
+    Args:
+        workers: how many threads at once.
+        name: of the threads.
+
+    >>> Daemons(1).submit(len, "abc").result()
+    3
+    """
+
+    def __init__(self, workers: int = 32, name: str = "daemon") -> None:
+        super().__init__(workers)  # which starts none; an event loop takes no other class
+        self._name, self._most, self._running = name, workers, 0
+        self._waiting: deque[tuple[futures.Future[Any], Callable[[], Any]]] = deque()
+        self._guard = threading.Lock()
+
+    def submit[T](self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "futures.Future[T]":
+        """Have a function called; what it raises is raised by the future."""
+        future: futures.Future[T] = futures.Future()
+        with self._guard:
+            self._waiting.append((future, lambda: fn(*args, **kwargs)))
+            more = self._running < self._most
+            self._running += more
+        if more:
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._guard:
+                if not self._waiting:
+                    self._running -= 1
+                    return
+                future, call = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, call  # which nobody else may hold

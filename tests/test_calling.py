@@ -1,0 +1,281 @@
+"""What user code may do to those who call it, and what they do about it."""
+
+import asyncio
+import contextvars
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from nrl.calling import Calls, Failed, said, stuck
+from nrl.envs import number
+from nrl.threads import Daemons
+
+WHO = contextvars.ContextVar("who", default="nobody")
+LONG = threading.Event()  # never set while a test waits
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Any:
+    LONG.clear()
+    yield
+    LONG.set()
+    until = time.monotonic() + 5
+    while stuck() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert stuck() == 0
+
+
+def ask(*fns: Callable[..., Any], timeout: float | None = 5.0) -> list[Any]:
+    """What all of them return, called at the same moment; what they raise in its place."""
+
+    async def every() -> list[Any]:
+        calls = Calls()
+        try:
+            asked = [calls.call(fn, timeout=timeout, context=contextvars.copy_context()) for fn in fns]
+            return list(await asyncio.gather(*asked, return_exceptions=True))
+        finally:
+            calls.close()
+
+    return asyncio.run(every())
+
+
+def failed(*fns: Callable[..., Any], timeout: float | None = 5.0) -> list[str]:
+    found = ask(*fns, timeout=timeout)
+    assert all(isinstance(each, Failed) for each in found), found
+    return [str(each) for each in found]
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+    __repr__ = __str__
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def plain() -> Any:
+        raise error
+
+    return plain
+
+
+def later(fn: Callable[[], Any]) -> Callable[[], Any]:
+    async def coroutine() -> Any:
+        return fn()
+
+    return coroutine
+
+
+@pytest.mark.parametrize("form", [lambda fn: fn, later], ids=["plain", "async"])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("no"), "ValueError: no"),
+        (SystemExit(3), "SystemExit: 3"),
+        (asyncio.CancelledError(), "CancelledError: "),
+        (GeneratorExit(), "GeneratorExit: "),
+        (Unspeakable(), "Unspeakable: (its message cannot be shown: its __str__ raised RuntimeError)"),
+        (ValueError("x" * 10**6), f"ValueError: {'x' * 1000}"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_whatever_is_raised_is_a_failure_of_that_call(form: Any, error: BaseException, text: str) -> None:
+    bad, good = ask(form(raising(error)), form(lambda: 3))
+    assert isinstance(bad, Failed)
+    assert (str(bad), good) == (text, 3)
+
+
+def test_an_iterator_that_is_exhausted_is_a_failure() -> None:
+    assert failed(raising(StopIteration())) == ["StopIteration: "]
+
+
+def test_an_interrupt_is_none() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        ask(raising(KeyboardInterrupt()))
+
+
+def test_plain_calls_that_are_quick_run_one_after_the_other_in_their_order() -> None:
+    seen: list[tuple[int, int]] = []
+    ask(*(lambda i=i: seen.append((i, threading.get_ident())) for i in range(300)))
+    assert [i for i, _ in seen] == list(range(300))
+    assert len({thread for _, thread in seen}) == 1
+    assert seen[0][1] != threading.get_ident()
+
+
+def test_plain_calls_that_wait_do_so_side_by_side() -> None:
+    began = time.monotonic()
+    ask(*[lambda: time.sleep(0.3)] * 8)
+    assert time.monotonic() - began < 8 * 0.3 / 2
+
+
+def test_coroutines_of_one_moment_begin_before_any_goes_on() -> None:
+    seen: list[str] = []
+
+    async def coroutine() -> None:
+        seen.append("began")
+        await asyncio.sleep(0)
+        seen.append("ended")
+
+    ask(*[coroutine] * 5)
+    assert seen == ["began"] * 5 + ["ended"] * 5
+    seen.clear()
+    ask(*[lambda: coroutine()] * 5)  # a plain function that makes one
+    assert seen == ["began"] * 5 + ["ended"] * 5
+
+
+def test_a_call_that_does_not_return_is_given_up_and_others_are_not() -> None:
+    began = time.monotonic()
+    found = ask(LONG.wait, lambda: 1, lambda: 2, LONG.wait, lambda: 3, timeout=0.3)
+    assert time.monotonic() - began < 2
+    assert [str(each) for each in found] == [
+        "TimeoutError: wait did not return within 0.3 s; mend it, or give the environment another timeout",
+        *"12",
+        "TimeoutError: wait did not return within 0.3 s; mend it, or give the environment another timeout",
+        "3",
+    ]
+    assert stuck() == 2
+
+
+def test_where_it_hangs_is_shown_once(capfd: pytest.CaptureFixture[str]) -> None:
+    def hangs() -> None:
+        LONG.wait()
+
+    failed(hangs, hangs, timeout=0.1)
+    shown = capfd.readouterr().err
+    assert shown.count("in hangs\n    LONG.wait()") == 1
+    assert "nrl/calling.py" not in shown
+
+
+def test_a_coroutine_that_takes_too_long_is_cancelled() -> None:
+    seen = []
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            seen.append("cancelled")
+
+    assert failed(slow, timeout=0.1)[0].startswith("TimeoutError: slow did not return within 0.1 s")
+    assert seen == ["cancelled"]
+    assert stuck() == 0
+
+
+def test_a_coroutine_that_will_not_be_cancelled_is_left_alone() -> None:
+    async def stubborn() -> None:
+        while not LONG.is_set():
+            try:
+                await asyncio.sleep(0.02)
+            except asyncio.CancelledError:
+                continue
+
+    began = time.monotonic()
+    assert "TimeoutError" in failed(stubborn, timeout=0.1)[0]
+    assert time.monotonic() - began < 1
+    assert stuck() == 1
+
+
+def test_a_coroutine_that_blocks_its_loop_does_not_block_this_one() -> None:
+    async def blocks() -> None:
+        LONG.wait()
+
+    async def every() -> Any:
+        calls = Calls()
+
+        def call(fn: Any, timeout: float) -> Any:
+            return calls.call(fn, timeout=timeout, context=contextvars.copy_context())
+
+        try:
+            with pytest.raises(Failed, match="TimeoutError: blocks"):
+                await call(blocks, 0.1)
+            return await call(later(lambda: 3), 5.0)  # on another loop
+        finally:
+            calls.close()
+
+    assert asyncio.run(every()) == 3
+    assert stuck() == 1
+
+
+def test_without_a_limit_one_waits() -> None:
+    assert ask(lambda: time.sleep(0.3) or 1, timeout=None) == [1]  # type: ignore[func-returns-value]
+
+
+@pytest.mark.parametrize("form", [lambda fn: fn, later], ids=["plain", "async"])
+def test_context_is_carried(form: Any) -> None:
+    WHO.set("somebody")
+    assert ask(form(WHO.get)) == ["somebody"]
+
+
+def test_what_one_call_sets_the_next_of_its_episode_sees() -> None:
+    async def episode() -> str:
+        calls, context = Calls(), contextvars.copy_context()
+        try:
+            await calls.call(WHO.set, "me", timeout=1.0, context=context)
+            return str(await calls.call(later(WHO.get), timeout=1.0, context=context))
+        finally:
+            calls.close()
+
+    assert asyncio.run(episode()) == "me"
+
+
+def test_a_traceback_is_shown_once_with_the_frames_of_the_user(capfd: pytest.CaptureFixture[str]) -> None:
+    def verify() -> None:
+        raise LookupError("not there")
+
+    failed(verify, verify)
+    failed(later(verify))
+    shown = capfd.readouterr().err
+    assert shown.count("LookupError: not there") == 1
+    assert "in verify\n    raise LookupError" in shown
+    assert "nrl/calling.py" not in shown
+
+
+def test_an_error_of_nrl_itself_has_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    assert failed(partial(number, {"prompt": "How many?", "answer": "none"}, "3"))[0].startswith("EnvError: ")
+    assert capfd.readouterr().err == ""
+
+
+def test_messages() -> None:
+    assert said(KeyError("a")) == "KeyError: 'a'"
+
+
+PROGRAM = """
+import asyncio, contextvars, time
+from nrl.calling import Calls
+
+async def hangs_in_a_thread_of_its_own():
+    await asyncio.to_thread(time.sleep, 600)
+
+async def main():
+    calls = Calls()
+    for fn in (lambda: time.sleep(600), hangs_in_a_thread_of_its_own):
+        try:
+            await calls.call(fn, timeout=0.1, context=contextvars.copy_context())
+        except Exception as error:
+            print(type(error).__name__)
+    calls.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_ends_while_calls_hang() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, ["Failed", "Failed"]), done.stderr
+
+
+def test_daemons_begin_in_order_and_raise_what_was_raised() -> None:
+    seen: list[int] = []
+    threads = Daemons(1)
+    futures = [threads.submit(seen.append, i) for i in range(100)]
+    broken = threads.submit(int, "x")
+    for future in futures:
+        future.result(5)
+    assert seen == list(range(100))
+    with pytest.raises(ValueError, match="invalid literal"):
+        broken.result(5)

@@ -1,0 +1,234 @@
+"""SIGTERM: where it breaks off, what it saves, and that a run goes on from there as if nothing had been."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+import nrl
+from nrl import preemption
+from nrl.checkpoint import Checkpoints, checkpoints
+from nrl.preemption import Terminated, heeded
+from nrl.stream import Source, Stream, ahead, counting
+
+
+@attrs.frozen
+class Config:
+    out: str
+    steps: int = 6
+    checkpoints: Checkpoints = Checkpoints(every=4, grace=600.0)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def items(at: dict[int, Callable[[], Any]] | None = None) -> Source[Any]:
+    """Numbers that are drawn, so that the generators' state matters; making one may call something first."""
+    calls = at or {}
+
+    def item(index: int) -> Any:
+        drawn = (index, random.random())
+        if index in calls:
+            calls.pop(index)()
+        return drawn
+
+    return counting(item)
+
+
+def program(
+    out: Path,
+    stream: Stream[Any],
+    *,
+    within: Callable[[int], Any] = lambda step: None,
+    saves: bool = True,
+    cfg: Callable[..., Config] = Config,
+) -> list[Any]:
+    with nrl.run(cfg(str(out))) as run:
+        seen, stream = run.restore(seen=[], stream=stream)
+        for i, item in run.steps(stream):
+            seen = [*seen, item]
+            within(i)
+            run.log(i, {})
+            if saves:
+                run.save(i, seen=seen, stream=stream)
+    return list(seen)
+
+
+def lines(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+STREAMS: dict[str, Callable[[Source[Any]], Source[Any]]] = {
+    "plain": lambda source: source,
+    "lag 0": lambda source: ahead(source, 0),
+    "lag 2": lambda source: ahead(source, 2),
+    "lag of lags": lambda source: ahead(ahead(source, 1), 1),
+    "other processes": lambda source: ahead(source._replace(remote=True), 2),
+}
+
+
+@pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS.keys())
+@pytest.mark.parametrize("index", [0, 1, 3, 4, 5])
+def test_a_wait_for_a_batch_is_broken_off_and_the_last_step_is_saved(
+    tmp_path: Path, make: Callable[[Source[Any]], Source[Any]], index: int
+) -> None:
+    expected = program(tmp_path / "whole", make(items()))
+    out = tmp_path / "broken"
+    with pytest.raises(Terminated) as caught:
+        program(out, make(items({index: terminate})))
+    assert caught.value.code == 143
+    done = lines(out)
+    assert [found.step + 1 for found in checkpoints(out / "checkpoints/train")][-1:] == ([done] if done else [])
+    assert program(out, make(items())) == expected
+    assert lines(out) == 6
+
+
+@pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS.keys())
+def test_a_step_that_runs_comes_to_its_end_and_is_saved(
+    tmp_path: Path, make: Callable[[Source[Any]], Source[Any]]
+) -> None:
+    expected = program(tmp_path / "whole", make(items()))
+    out = tmp_path / "broken"
+    with pytest.raises(Terminated):
+        program(out, make(items()), within=lambda step: terminate() if step == 1 else None)
+    assert [found.step for found in checkpoints(out / "checkpoints/train")] == [1]
+    assert lines(out) == 2
+    assert program(out, make(items())) == expected
+
+
+def test_what_it_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Terminated):
+        program(tmp_path / "a", items({2: terminate}))
+    assert capfd.readouterr().err.splitlines() == [
+        "run: SIGTERM; ending, within 600 s (checkpoints.grace)",
+        f"run: step 1 of 'train' is saved in {tmp_path}/a/checkpoints/train/000002",
+    ]
+    with pytest.raises(Terminated):
+        program(tmp_path / "b", items(), within=lambda step: terminate() if step == 3 else None)
+    assert capfd.readouterr().err.splitlines() == [
+        "run: SIGTERM; going on to the end of this step, within 600 s (checkpoints.grace)",
+        f"run: step 3 of 'train' is saved in {tmp_path}/b/checkpoints/train/000004",
+    ]
+    with pytest.raises(Terminated):
+        program(tmp_path / "b", items({4: terminate}))
+    assert "no step of 'train' has been given to run.save since the last checkpoint" in capfd.readouterr().err
+    with pytest.raises(Terminated):
+        program(tmp_path / "c", items({4: terminate}))
+    assert f"step 3 of 'train' is saved in {tmp_path}/c/checkpoints/train/000004" in capfd.readouterr().err
+
+
+def test_a_disk_that_takes_nothing_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def full() -> None:
+        (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+        (tmp_path / "checkpoints").write_text("")
+        terminate()
+
+    with pytest.raises(Terminated):
+        program(tmp_path, items({2: full}))
+    assert "run: no checkpoint could be saved: CheckpointError: save: " in capfd.readouterr().err
+
+
+def test_a_stream_that_cannot_go_back_is_not_broken_off(tmp_path: Path) -> None:
+    def make(at: dict[int, Callable[[], Any]] | None = None) -> Source[Any]:
+        return items(at)._replace(mark=None)
+
+    expected = program(tmp_path / "whole", make())
+    with pytest.raises(Terminated):
+        program(tmp_path / "broken", make({2: terminate}))
+    assert [found.step for found in checkpoints(tmp_path / "broken/checkpoints/train")] == [2]
+    assert program(tmp_path / "broken", make()) == expected
+
+
+def test_a_step_that_saves_nothing_is_lost_and_that_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Terminated):
+        program(tmp_path, items({2: terminate}), saves=False)
+    assert "no step of 'train' has been given to run.save since" in capfd.readouterr().err
+
+
+def test_outside_of_a_loop_it_ends_at_once(tmp_path: Path) -> None:
+    left = []
+    with pytest.raises(Terminated), nrl.run(Config(str(tmp_path))):  # noqa: PT012
+        try:
+            terminate()
+            time.sleep(60)
+        except Exception:  # as programs do
+            pytest.fail("it is no Exception")
+        finally:
+            left.append(True)
+    assert left
+
+
+def test_what_is_under_way_elsewhere_is_made_anew_where_it_takes_too_long(tmp_path: Path) -> None:
+    going = threading.Event()
+    expected = program(tmp_path / "whole", items())
+
+    def slow() -> None:
+        threading.Timer(0.2, terminate).start()
+        going.wait()
+
+    cfg = lambda out: Config(out, checkpoints=Checkpoints(every=4, grace=4.0))  # noqa: E731
+    with pytest.raises(Terminated):
+        program(tmp_path / "broken", ahead(items({3: slow})._replace(remote=True), 2), cfg=cfg)
+    going.set()
+    (found,) = checkpoints(tmp_path / "broken/checkpoints/train")
+    assert found.step == 2
+    resumed = program(tmp_path / "broken", ahead(items(), 2))
+    assert [index for index, _ in resumed] == [index for index, _ in expected]
+
+
+def test_the_handler_is_there_while_the_run_is(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with nrl.run(Config(str(tmp_path))):
+        assert signal.getsignal(signal.SIGTERM) != before
+        with nrl.run(Config(str(tmp_path / "inner"))):
+            pass
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@contextmanager
+def handled(handler: Any) -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("handler", [lambda number, frame: None, signal.SIG_IGN])
+def test_a_handler_of_the_program_stays(handler: Any) -> None:
+    with handled(handler), heeded(30.0):
+        assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_another_thread_has_no_handler() -> None:
+    with futures.ThreadPoolExecutor(1) as pool:
+        with heeded(30.0) as found:
+            assert signal.getsignal(signal.SIGTERM) == found.handle
+
+        def elsewhere() -> Any:
+            with heeded(30.0):
+                return signal.getsignal(signal.SIGTERM)
+
+        assert pool.submit(elsewhere).result() is signal.SIG_DFL
+
+
+def test_patience_ends_with_the_run() -> None:
+    found = []
+    with pytest.raises(Terminated), heeded(600.0):  # noqa: PT012  the end of the block is what is looked at
+        try:
+            terminate()
+        finally:
+            found.append(preemption.patience() or 0.0)
+    assert 235 < found[0] <= 240
+    assert preemption.patience() is None
