@@ -491,19 +491,30 @@ def test_a_lag_is_refused_where_the_sampler_shares_the_trainers_gpus(trainer: Tr
 # --- Ctrl-C
 
 
-class Slow(Scripted):
+class Pressed(Scripted):
+    """Once it has been asked for something, somebody presses Ctrl-C: once, however often it is asked."""
+
+    pressed = False
+
+    def press(self) -> None:
+        if not self.pressed:
+            self.pressed = True
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+class Slow(Pressed):
     """Decodes for ever."""
 
     def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        self.press()
         time.sleep(30)
 
 
-class Streaming(Scripted):
+class Streaming(Pressed):
     """Takes rows as they come, and never answers."""
 
     def stream(self, prompts: Any, seeds: Any, sampling: Any = None) -> Any:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        self.press()
         self.asked = [Waiting() for _ in prompts]
         return self.asked
 
