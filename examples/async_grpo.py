@@ -7,7 +7,7 @@ import attrs
 import nrl
 from nrl import config, data, tiny
 from nrl.algos import advantages, check_mismatch, clip, policy_loss, sft_loss, truncate
-from nrl.backends import SAMPLERS, Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp
+from nrl.backends import SAMPLERS, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
 
@@ -15,6 +15,7 @@ from nrl.envs import number, single_turn
 @attrs.frozen
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
+    trust_remote_code: bool = False  # true: Python files that lie with the model may run
     data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
     adapter: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
@@ -47,7 +48,7 @@ def main(cfg: Config) -> None:
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
-        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
+        model = tiny.unless(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(policy_loss(clip(0.2, 0.28), correction=truncate(cfg.truncation)))

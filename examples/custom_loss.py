@@ -41,6 +41,7 @@ def check() -> None:
 @attrs.frozen
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
+    trust_remote_code: bool = False  # true: Python files that lie with the model may run
     data: str = "arithmetic"
     steps: int = 100
     warmup: int = 40  # 0 for a real model
@@ -57,7 +58,7 @@ def main(cfg: Config) -> None:
     """The loop of `grpo.py` with another loss and another estimator."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         slots = cluster.reserve(cfg.dp + 1)
-        model = nrl.Model(cfg.model) if cfg.model else tiny.model()
+        model = tiny.unless(cfg.model, trust_remote_code=cfg.trust_remote_code)
         warm = fsdp.trainer(slots[: cfg.dp], model, adamw(lr=1e-3))
         trainer = fsdp.trainer(slots[: cfg.dp], model, adamw(lr=cfg.lr, betas=(0.9, 0.95)))
         sampler = hf.sampler(slots[cfg.dp :], model, nrl.Sampling(max_new_tokens=cfg.max_new_tokens))

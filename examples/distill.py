@@ -17,7 +17,7 @@ from nrl.algos import (
     reverse_kl,
     sft_loss,
 )
-from nrl.backends import SAMPLERS, Model, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw, fsdp
+from nrl.backends import SAMPLERS, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw, fsdp
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
 from nrl.errors import ConfigError
@@ -29,6 +29,7 @@ EMBEDDED = adamw(lr=1e-3, schedule=Schedule("linear", steps=150, floor=0.1))
 class Config:
     model: str | None = None  # the student, a folder or a hub name; none: the tiny model
     teacher: str | None = None  # a folder or a hub name, with the student's tokenizer; none: a larger tiny model
+    trust_remote_code: bool = False  # true: Python files that lie with the model may run
     data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
     adapter: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
@@ -61,8 +62,8 @@ def main(cfg: Config) -> None:
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
-        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
-        larger = Model(cfg.teacher, dtype=cfg.dtype) if cfg.teacher else tiny.model(num_hidden_layers=4)
+        model = tiny.unless(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
+        larger = tiny.unless(cfg.teacher, dtype=cfg.dtype, num_hidden_layers=4, trust_remote_code=cfg.trust_remote_code)
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         teacher = fsdp.trainer(mesh, larger, adamw(lr=1e-3), max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)

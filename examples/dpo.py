@@ -9,7 +9,7 @@ import attrs
 import nrl
 from nrl import config, data, tiny
 from nrl.algos import dpo_loss
-from nrl.backends import Model, Optimizer, adamw, fsdp, load_tokenizer
+from nrl.backends import Optimizer, adamw, fsdp, load_tokenizer
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 
@@ -17,6 +17,7 @@ from nrl.checkpoint import Checkpoints
 @attrs.frozen
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
+    trust_remote_code: bool = False  # true: Python files that lie with the model may run
     lora: str | Mapping[str, Any] | None = None  # arguments of peft.LoraConfig, or a folder in its format
     data: str = "arithmetic"  # rows with "prompt", "chosen" and "rejected"
     held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/* is over
@@ -42,7 +43,7 @@ class Config:
 def main(cfg: Config) -> None:
     """The whole of DPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        model = Model(cfg.model, dtype=cfg.dtype, lora=cfg.lora) if cfg.model else tiny.model(lora=cfg.lora)
+        model = tiny.unless(cfg.model, dtype=cfg.dtype, lora=cfg.lora, trust_remote_code=cfg.trust_remote_code)
         tokenizer = load_tokenizer(model)
         trainer = fsdp.trainer(cluster.reserve(cfg.dp), model, cfg.optimizer, max_tokens=cfg.max_tokens)
         loss = dpo_loss(cfg.beta)

@@ -9,7 +9,7 @@ import attrs
 import nrl
 from nrl import algos, config, data, tiny
 from nrl.algos import advantages, check_mismatch, clip, policy_loss, sft_loss
-from nrl.backends import SAMPLERS, Model, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw, fsdp
+from nrl.backends import SAMPLERS, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw, fsdp
 from nrl.checkpoint import Checkpoints
 from nrl.envs import VERIFIERS, single_turn
 from nrl.runs import Run
@@ -20,6 +20,7 @@ EMBEDDED = adamw(lr=7e-4, betas=(0.9, 0.95), schedule=Schedule("linear", steps=3
 @attrs.frozen
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
+    trust_remote_code: bool = False  # true: Python files that lie with the model may run
     lora: str | Mapping[str, Any] | None = None  # arguments of peft.LoraConfig, or a folder in its format
     data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
     adapter: str | None = None  # from the rows of a well-known dataset
@@ -78,7 +79,7 @@ def main(cfg: Config) -> None:
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
-        model = Model(cfg.model, dtype=cfg.dtype, lora=cfg.lora) if cfg.model else tiny.model(lora=cfg.lora)
+        model = tiny.unless(cfg.model, dtype=cfg.dtype, lora=cfg.lora, trust_remote_code=cfg.trust_remote_code)
         make = partial(fsdp.trainer, mesh, model, max_tokens=cfg.max_tokens, checkpointing=cfg.checkpointing)
         trainer, warm = make(cfg.optimizer), make(cfg.warmup_optimizer)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)

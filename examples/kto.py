@@ -8,7 +8,7 @@ import attrs
 import nrl
 from nrl import config, data, tiny
 from nrl.algos import kto_loss, mismatched, reference_point
-from nrl.backends import Model, Optimizer, Params, adamw, fsdp, load_tokenizer
+from nrl.backends import Optimizer, Params, adamw, fsdp, load_tokenizer
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 
@@ -16,6 +16,7 @@ from nrl.checkpoint import Checkpoints
 @attrs.frozen
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
+    trust_remote_code: bool = False  # true: Python files that lie with the model may run
     data: str = "arithmetic"  # rows with "prompt", "response" and "label", or pairs, whose sides become two rows
     held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/* is over
     adapter: str | None = None  # from the rows of a well-known dataset
@@ -42,7 +43,7 @@ class Config:
 def main(cfg: Config) -> None:
     """The whole of KTO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
+        model = tiny.unless(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         tokenizer = load_tokenizer(model)
         trainer = fsdp.trainer(cluster.reserve(cfg.dp), model, cfg.optimizer, max_tokens=cfg.max_tokens)
         loss = kto_loss(cfg.beta, cfg.desirable, cfg.undesirable)

@@ -8,7 +8,7 @@ import attrs
 import nrl
 from nrl import config, data, tiny
 from nrl.algos import advantages, check_mismatch, grpo_loss, sft_loss
-from nrl.backends import SAMPLERS, Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp
+from nrl.backends import SAMPLERS, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp
 from nrl.checkpoint import Checkpoints
 from nrl.envs import by_source, exact, number, single_turn
 
@@ -16,6 +16,7 @@ from nrl.envs import by_source, exact, number, single_turn
 @attrs.frozen
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
+    trust_remote_code: bool = False  # true: Python files that lie with the model may run
     numbers: str = "arithmetic"  # a file or a dataset whose answers are numbers
     texts: str = "reversal"  # a file or a dataset whose answers are compared as texts
     share: float = 0.5  # of the tasks, that are of the first
@@ -45,7 +46,7 @@ def main(cfg: Config) -> None:
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
-        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
+        model = tiny.unless(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(grpo_loss)

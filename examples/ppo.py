@@ -17,7 +17,7 @@ from nrl.algos import (
     value_loss,
     whiten,
 )
-from nrl.backends import SAMPLERS, Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp
+from nrl.backends import SAMPLERS, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
 
@@ -25,6 +25,7 @@ from nrl.envs import number, single_turn
 @attrs.frozen
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
+    trust_remote_code: bool = False  # true: Python files that lie with the model may run
     critic: str | None = None  # a folder or a hub name, such as a reward model's; none: the policy's, with another head
     data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
     adapter: str | None = None  # from the rows of a well-known dataset
@@ -60,7 +61,7 @@ def main(cfg: Config) -> None:
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
-        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
+        model = tiny.unless(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         judge = attrs.evolve(model, source=cfg.critic or model.source, head="value")
         actor = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         critic = fsdp.trainer(mesh, judge, cfg.critic_optimizer, max_tokens=cfg.max_tokens)

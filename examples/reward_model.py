@@ -8,13 +8,14 @@ import attrs
 import nrl
 from nrl import config, data, tiny
 from nrl.algos import bradley_terry_loss
-from nrl.backends import Model, Optimizer, adamw, fsdp, load_tokenizer
+from nrl.backends import Optimizer, adamw, fsdp, load_tokenizer
 from nrl.checkpoint import Checkpoints
 
 
 @attrs.frozen
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
+    trust_remote_code: bool = False  # true: Python files that lie with the model may run
     data: str = "arithmetic"  # rows with "prompt", "chosen" and "rejected"
     held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/* is over
     adapter: str | None = None  # from the rows of a well-known dataset
@@ -39,7 +40,7 @@ class Config:
 def main(cfg: Config) -> None:
     """The whole of it: the loop of any loss on pairs."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        model = Model(cfg.model, head="reward", dtype=cfg.dtype) if cfg.model else tiny.model(head="reward")
+        model = tiny.unless(cfg.model, head="reward", dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         tokenizer = load_tokenizer(model)
         trainer = fsdp.trainer(cluster.reserve(cfg.dp), model, cfg.optimizer, max_tokens=cfg.max_tokens)
         loss = bradley_terry_loss(cfg.centering)

@@ -10,7 +10,7 @@ import attrs
 
 import nrl
 from nrl import algos, config, data, tiny
-from nrl.backends import SAMPLERS, Model, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, load_tokenizer
+from nrl.backends import SAMPLERS, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, load_tokenizer
 from nrl.checkpoint import Checkpoints
 from nrl.envs import Environment, Step, Task, number, single_turn
 from nrl.errors import ConfigError
@@ -20,6 +20,7 @@ from nrl.errors import ConfigError
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
     reward: str | None = None  # a folder or a hub name of a reward model; none: one that is trained here, on sums
+    trust_remote_code: bool = False  # true: Python files that lie with the model may run
     data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages")
     adapter: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
@@ -53,8 +54,8 @@ def main(cfg: Config) -> None:
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
-        model = Model(cfg.model, dtype=cfg.dtype) if cfg.model else tiny.model()
-        judge = Model(cfg.reward, head="reward", dtype=cfg.dtype) if cfg.reward else tiny.model(head="reward")
+        model = tiny.unless(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
+        judge = tiny.unless(cfg.reward, head="reward", dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         rewarder = fsdp.trainer(mesh, judge, adamw(lr=2e-3), max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)

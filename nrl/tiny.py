@@ -15,7 +15,7 @@ from nrl.backends.base import Model
 from nrl.backends.models import build, load_tokenizer, save_model
 from nrl.errors import DataError, ModelError
 
-__all__ = ["ALPHABET", "CHATML", "bpe", "model", "save", "sums", "tokenizer"]
+__all__ = ["ALPHABET", "CHATML", "bpe", "model", "save", "sums", "tokenizer", "unless"]
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 """The characters that `tokenizer` knows: the newline and printable ASCII.
@@ -66,8 +66,8 @@ def model(*, tokenizer: Any = None, seed: int = 0, **overrides: Any) -> Model:
     Args:
         tokenizer: another transformers tokenizer; the model gets its vocabulary and its special tokens.
         seed: of the random weights.
-        **overrides: fields of the config, such as ``num_hidden_layers=4``; also ``dtype``, ``head`` and ``lora``
-            of `nrl.backends.Model`.
+        **overrides: fields of the config, such as ``num_hidden_layers=4``; also ``dtype``, ``head``, ``lora`` and
+            ``trust_remote_code`` of `nrl.backends.Model`.
 
     Raises:
         ModelError: the config has no such field.
@@ -78,7 +78,7 @@ def model(*, tokenizer: Any = None, seed: int = 0, **overrides: Any) -> Model:
     from transformers import AutoConfig
 
     made = _characters() if tokenizer is None else tokenizer
-    fields: dict[str, Any] = {name: overrides.pop(name) for name in ("dtype", "head", "lora") if name in overrides}
+    fields: dict[str, Any] = {name: overrides.pop(name) for name in _OF_MODEL if name in overrides}
     config = {
         "model_type": "qwen3",
         "vocab_size": len(made),
@@ -103,6 +103,28 @@ def model(*, tokenizer: Any = None, seed: int = 0, **overrides: Any) -> Model:
     return Model(config, tokenizer=made, seed=seed, **fields)
 
 
+def unless(source: str | None, **fields: Any) -> Model:
+    """The model that a folder or a hub name has; the tiny one, where none is named.
+
+    Args:
+        source: of `nrl.backends.Model`.
+        **fields: ``dtype``, ``head``, ``lora`` and ``trust_remote_code`` of either; others are of the tiny model's
+            config alone.
+
+    Raises:
+        ModelError: the tiny model's config has no such field.
+
+    >>> unless("Qwen/Qwen3-0.6B", dtype="bfloat16", num_hidden_layers=4).dtype
+    'bfloat16'
+    >>> unless(None, num_hidden_layers=4).source["num_hidden_layers"]
+    4
+    """
+    if source is None:
+        return model(**fields)
+    return Model(source, **{name: value for name, value in fields.items() if name in _OF_MODEL})
+
+
+_OF_MODEL = ("dtype", "head", "lora", "trust_remote_code")
 _characters = tokenizer  # model's argument hides the name
 
 

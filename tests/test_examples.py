@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import attrs
 import pytest
 import yaml
 
@@ -19,7 +20,7 @@ import nrl
 from nrl import tiny
 from nrl.backends import adamw
 from nrl.data import read_jsonl
-from nrl.errors import ConfigError, DataError, ModelError, RolloutMismatch
+from nrl.errors import ConfigError, DataError, ModelError, NrlError, RolloutMismatch
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -50,6 +51,21 @@ def test_an_example_has_at_most_90_lines_of_code(path: Path) -> None:
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
     code = {line for token in tokens if token.type not in nothing for line in range(token.start[0], token.end[0] + 1)}
     assert len(code) <= 90
+
+
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem != "zoo"], ids=lambda path: path.stem)
+def test_code_that_lies_with_a_model_runs_only_where_the_configuration_says_so(path: Path, tmp_path: Path) -> None:
+    """Every example passes it on: the error names the key, and with it another error comes."""
+    (tmp_path / "mine.py").write_text("raise ImportError('it ran')")
+    auto = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model", "AutoTokenizer": ["mine.T", None]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": auto}))
+    tiny.tokenizer().save_pretrained(tmp_path)
+    module = load(path.stem)
+    names = [field.name for field in attrs.fields(module.Config) if field.name in ("model", "reward", "teacher")]
+    for trusted, error in [(False, "trust_remote_code=true"), (True, "it ran")]:
+        with pytest.raises(NrlError, match=error):
+            given = dict.fromkeys(names, str(tmp_path)) | {"trust_remote_code": trusted, "out": str(tmp_path / "out")}
+            module.main(module.Config(**given))
 
 
 def test_the_loop_of_grpo_has_at_most_25_lines() -> None:

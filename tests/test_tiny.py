@@ -104,6 +104,14 @@ def test_an_override_that_is_no_field() -> None:
         tiny.model(zzzz=1)
 
 
+def test_the_model_that_is_named_or_the_tiny_one() -> None:
+    asked: dict[str, Any] = {"dtype": "bfloat16", "head": "reward", "trust_remote_code": True}
+    assert tiny.unless("a/name", **asked, num_hidden_layers=4) == Model("a/name", **asked)
+    small = tiny.unless(None, **asked, num_hidden_layers=4)
+    assert small.source == tiny.model(num_hidden_layers=4).source
+    assert (small.dtype, small.head, small.trust_remote_code) == ("bfloat16", "reward", True)
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_saved_model_loads_as_a_folder(tmp_path: Path, chat: bool) -> None:
     made = tiny.bpe(["one two three"], vocab_size=270) if chat else tiny.tokenizer()

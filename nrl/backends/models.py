@@ -151,7 +151,7 @@ def _reason(source: Any, error: Exception, wanted: str) -> str:
     if "trust_remote_code=True" in str(error):
         return (
             "it comes with Python code of its own, which is not run unless you say so; read it, and give "
-            "Model(..., trust_remote_code=True)"
+            "Model(..., trust_remote_code=True), which on a command line is trust_remote_code=true"
         )
     if isinstance(source, str) and (source.startswith((".", "/", "~")) or Path(source).exists()):
         if not Path(source).exists():
