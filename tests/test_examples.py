@@ -63,8 +63,8 @@ def test_code_that_lies_with_a_model_runs_only_where_the_configuration_says_so(p
     module = load(path.stem)
     names = [field.name for field in attrs.fields(module.Config) if field.name in ("model", "reward", "teacher")]
     for trusted, error in [(False, "trust_remote_code=true"), (True, "it ran")]:
+        given = dict.fromkeys(names, str(tmp_path)) | {"trust_remote_code": trusted, "out": str(tmp_path / "out")}
         with pytest.raises(NrlError, match=error):
-            given = dict.fromkeys(names, str(tmp_path)) | {"trust_remote_code": trusted, "out": str(tmp_path / "out")}
             module.main(module.Config(**given))
 
 
