@@ -51,19 +51,16 @@ def test_losses_are_those_of_the_local_cluster(
 def rollouts() -> list[Batch]:
     """Five batches that a sampler has written, as a run would record them.
 
-    Old log-probabilities differ from theirs by another amount in each row. Without it the first loss is 0 in exact
+    Their old log-probabilities are moved where advantages are positive. Without it the first loss is 0 in exact
     arithmetic, since advantages of a group add up to 0, and what is compared is rounding, which differs by the machine.
     """
     with nrl.cluster("local") as cluster:
         sampler = hf.sampler(cluster.reserve(1), tiny.model(), Sampling(max_new_tokens=4))
         tasks = nrl.data.tasks("arithmetic", seed=0)
         batches = nrl.batched(nrl.rollouts(sampler, single_turn(number), tasks, n=4, seed=0), 8).take(5)
+    batches = [advantages(nrl.assign(batch, rewards=torch.arange(len(batch)) % 3.0)) for batch in batches]
     return [
-        nrl.assign(
-            advantages(nrl.assign(batch, rewards=torch.arange(len(batch)) % 3.0)),
-            old_logprobs=batch["rollout_logprobs"] - 0.005 * torch.arange(len(batch)).unsqueeze(-1),
-        )
-        for batch in batches
+        nrl.assign(batch, old_logprobs=batch["rollout_logprobs"] - 0.1 * (batch["advantages"] > 0)) for batch in batches
     ]
 
 
