@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 import nrl
 from nrl import tiny
-from nrl.algos import advantages, grpo_loss
+from nrl.algos import advantages, from_rewards, grpo_loss
 from nrl.backends import Sampling, adamw, fsdp, hf
 from nrl.batch import Batch
 from nrl.envs import number, single_turn
@@ -51,16 +51,20 @@ def test_losses_are_those_of_the_local_cluster(
 def rollouts() -> list[Batch]:
     """Five batches that a sampler has written, as a run would record them.
 
-    Their old log-probabilities are moved where advantages are positive. Without it the first loss is 0 in exact
-    arithmetic, since advantages of a group add up to 0, and what is compared is rounding, which differs by the machine.
+    Advantages are all positive. Those of a group add up to 0, and so a loss nearly does: what would be compared is
+    rounding, which differs by the machine.
     """
     with nrl.cluster("local") as cluster:
         sampler = hf.sampler(cluster.reserve(1), tiny.model(), Sampling(max_new_tokens=4))
         tasks = nrl.data.tasks("arithmetic", seed=0)
         batches = nrl.batched(nrl.rollouts(sampler, single_turn(number), tasks, n=4, seed=0), 8).take(5)
-    batches = [advantages(nrl.assign(batch, rewards=torch.arange(len(batch)) % 3.0)) for batch in batches]
+    positive = from_rewards(lambda rewards, groups: rewards + 1)
     return [
-        nrl.assign(batch, old_logprobs=batch["rollout_logprobs"] - 0.1 * (batch["advantages"] > 0)) for batch in batches
+        nrl.assign(
+            advantages(nrl.assign(batch, rewards=torch.arange(len(batch)) % 3.0), positive),
+            old_logprobs=batch["rollout_logprobs"],
+        )
+        for batch in batches
     ]
 
 
