@@ -197,17 +197,17 @@ def test_a_tracker_whose_end_hangs(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("delay", [0.0, 0.5])
-def test_a_scheduler_that_ends_all_processes(tmp_path: Path, delay: float) -> None:
-    """Those of the meshes die at once, as they have nothing to save."""
+@pytest.mark.parametrize("later", [0.0, 5.0], ids=["in a batch", "in a step"])
+def test_a_scheduler_that_ends_the_processes_of_meshes_too(tmp_path: Path, later: float) -> None:
+    """Those of the meshes die at once."""
     mark = uuid.uuid4().hex
-    child = start(tmp_path, mark, cluster="ray", trains=2.0, steps=10**6)
-    reached(child, tmp_path, 2)
+    child = start(tmp_path, mark, cluster="ray", trains=8.0, steps=10**6)
+    reached(child, tmp_path, 1)
+    time.sleep(later)
     os.kill(child.pid, signal.SIGTERM)
     began = time.monotonic()
-    time.sleep(delay)
     for pid, title in titles(marked(mark)).items():
-        if title.startswith("ray::"):
+        if title.startswith("ray::Actor"):
             os.kill(pid, signal.SIGKILL)
     child.join(60)
     assert time.monotonic() - began < 30
