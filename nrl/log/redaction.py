@@ -59,9 +59,9 @@ def redact(text: str) -> str:
     """Mask what must not be written down with ``***``.
 
     That is: the values, of at least 8 characters, of environment variables whose names look secret (``*KEY*``,
-    ``*TOKEN*``, ``*SECRET*``, ``*PASSW*``, ``*_DSN`` ...); passwords in ``~/.netrc`` or ``$NETRC``, where the key of Weights
-    & Biases is; and what has the shape of a well-known token (``hf_...``, ``sk-...``, ``ghp_...``, ``AKIA...``), of a
-    private key, of a webhook, or of a password in an address or in a connection string.
+    ``*TOKEN*``, ``*SECRET*``, ``*PASSW*``, ``*_DSN`` ...); passwords in ``~/.netrc`` or ``$NETRC``, where the key of
+    Weights & Biases is; and what has the shape of a well-known token (``hf_...``, ``sk-...``, ``ghp_...``,
+    ``AKIA...``), of a private key, of a webhook, or of a password in an address or in a connection string.
 
     Args:
         text: any.
