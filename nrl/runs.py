@@ -217,6 +217,7 @@ class Run:
                     with timeline.span("take"):
                         batch = self._pull(loop, stream)
                     loop.pulled = time.perf_counter()
+                    folder.begun(self.out)
                     yield step, batch
         finally:
             self._loops.remove(loop)
