@@ -203,7 +203,7 @@ def test_a_coroutine_that_blocks_its_loop_does_not_block_this_one() -> None:
 
 def test_coroutines_that_share_a_loop_have_a_limit_each() -> None:
     async def blocks() -> int:
-        time.sleep(0.05)  # noqa: ASYNC251
+        time.sleep(0.05)
         return 1
 
     async def begins_and_blocks() -> int:
@@ -234,7 +234,7 @@ def test_a_coroutine_that_awaits_while_another_one_blocks_is_not_failed_for_it()
         return 1
 
     async def blocks() -> None:
-        time.sleep(0.9)  # noqa: ASYNC251
+        time.sleep(0.9)
 
     found = ask(awaits, blocks, awaits, timeout=0.5)
     assert [each if isinstance(each, int) else str(each)[:20] for each in found] == [1, "TimeoutError: blocks", 1]
@@ -267,7 +267,7 @@ def test_a_timeout_names_what_the_user_wrote() -> None:
     def makes(task: Any, response: str) -> Any:
         return awaits(task, response)
 
-    forms = [verify, partial(verify), awaits, makes]
+    forms: list[Any] = [verify, partial(verify), awaits, makes]
     found = failed(*[partial(single_turn(each).step, {}, "") for each in forms], timeout=0.1)
     assert [each.split()[1] for each in found] == ["verify", "verify", "awaits", "makes"]
 

@@ -121,9 +121,15 @@ def test_a_judge_that_takes_longer_than_others_may_is_waited_for(
     cluster, state = judged
     params: Any = Counted(state.params)
     rewards = params.trainer.rewards
-    params.trainer = params.trainer._replace(rewards=lambda *args: time.sleep(0.5) or rewards(*args))
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.5)
+        return rewards(*args)
+
+    params.trainer = params.trainer._replace(rewards=slow)
     sampler = hf.sampler(cluster.reserve(1), tiny.model(), nrl.Sampling(max_new_tokens=3))
     env = single_turn(nrl.scored_by(params, TOKENIZER))
     assert nrl.rollout(sampler, env, TASKS, n=2)["valid"].all()
-    assert [each.rewards for each in nrl.grade(sampler, nrl.scored_by(params, TOKENIZER), TASKS[:1])] != [[None]]
+    (graded,) = nrl.grade(sampler, nrl.scored_by(params, TOKENIZER), TASKS[:1])
+    assert graded.rewards != [None]
     assert params.calls == 2
