@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 import attrs
+from attrs.validators import ge, gt
 
 import nrl
 from nrl import config, data, tiny
@@ -28,18 +29,18 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = "float32"
     sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
     engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
-    dp: int = 1  # shards that the trainer splits a batch into
-    samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainer's
-    prompts: int = 32  # a step
-    group_size: int = 8  # samples a prompt
-    lag: int = 2  # publishes that a rollout may be early
+    dp: int = attrs.field(default=1, validator=ge(1))  # shards that the trainer splits a batch into
+    samplers: int = attrs.field(default=1, validator=ge(0))  # processes that sample; 0: on the trainer's slots
+    prompts: int = attrs.field(default=32, validator=ge(1))  # a step
+    group_size: int = attrs.field(default=8, validator=ge(1))  # samples a prompt
+    lag: int = attrs.field(default=2, validator=ge(0))  # publishes that a rollout may be early
     inflight: Literal["wait", "keep", "abort"] = "keep"  # what becomes of rows under way, with a sampler that streams
-    truncation: float = 2.0  # the largest weight of a token that the policy finds likelier than its sampler did
-    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0)  # mismatch/kl, nats; beyond it: stop
-    max_tokens: int = 16_384  # of a micro-batch
+    truncation: float = attrs.field(default=2.0, validator=gt(0))  # largest weight of a token likelier to the policy
+    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0, validator=gt(0))  # mismatch/kl at most
+    max_tokens: int = attrs.field(default=16_384, validator=ge(1))  # of a micro-batch
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 4e-4))
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
-    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40)  # supervised steps of the tiny model
+    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40, validator=ge(0))  # supervised, of the tiny model
 
 
 def main(cfg: Config) -> None:
@@ -48,7 +49,7 @@ def main(cfg: Config) -> None:
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
-        model = tiny.unless(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
+        model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(policy_loss(clip(0.2, 0.28), correction=truncate(cfg.truncation)))

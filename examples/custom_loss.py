@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import attrs
 import torch
+from attrs.validators import ge, gt
 
 import nrl
 from nrl import data, tiny
@@ -44,21 +45,21 @@ class Config:
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
     data: str = "arithmetic"
     steps: int = 100
-    warmup: int = 40  # 0 for a real model
-    lr: float = 5e-4
-    max_new_tokens: int = 4
+    warmup: int = attrs.field(default=40, validator=ge(0))  # 0 for a real model
+    lr: float = attrs.field(default=5e-4, validator=gt(0))
+    max_new_tokens: int = attrs.field(default=4, validator=ge(1))
     seed: int = 0
     out: str | None = None
     cluster: str = "local"
     sampler: Literal["hf"] = "hf"
-    dp: int = 1
+    dp: int = attrs.field(default=1, validator=ge(1))
 
 
 def main(cfg: Config) -> None:
     """The loop of `grpo.py` with another loss and another estimator."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         slots = cluster.reserve(cfg.dp + 1)
-        model = tiny.unless(cfg.model, trust_remote_code=cfg.trust_remote_code)
+        model = tiny.model_or(cfg.model, trust_remote_code=cfg.trust_remote_code)
         warm = fsdp.trainer(slots[: cfg.dp], model, adamw(lr=1e-3))
         trainer = fsdp.trainer(slots[: cfg.dp], model, adamw(lr=cfg.lr, betas=(0.9, 0.95)))
         sampler = hf.sampler(slots[cfg.dp :], model, nrl.Sampling(max_new_tokens=cfg.max_new_tokens))

@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 import attrs
+from attrs.validators import ge, gt
 
 import nrl
 from nrl import config, data, tiny
@@ -42,16 +43,16 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = "float32"
     sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
     engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
-    dp: int = 1  # shards that the trainer splits a batch into
-    samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainer's
-    prompts: int = 128  # a step, each of which the student answers once
-    top_k: int = 16  # tokens of the teacher's distribution at each place; 0: only of the one that was sampled
-    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0)  # mismatch/kl, nats; beyond it: stop
-    max_tokens: int = 16_384  # of a micro-batch
+    dp: int = attrs.field(default=1, validator=ge(1))  # shards that the trainer splits a batch into
+    samplers: int = attrs.field(default=1, validator=ge(0))  # processes that sample; 0: on the trainer's slots
+    prompts: int = attrs.field(default=128, validator=ge(1))  # a step, each of which the student answers once
+    top_k: int = attrs.field(default=16, validator=ge(0))  # likeliest tokens of the teacher; 0: the sampled one
+    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0, validator=gt(0))  # mismatch/kl at most
+    max_tokens: int = attrs.field(default=16_384, validator=ge(1))  # of a micro-batch
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6) if cfg.model else EMBEDDED)
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
-    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40)  # supervised steps of the tiny student
-    teaching: int = config.derived(lambda cfg: 0 if cfg.teacher else 200)  # supervised steps of its teacher
+    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40, validator=ge(0))  # supervised, of the tiny student
+    teaching: int = config.derived(lambda cfg: 0 if cfg.teacher else 200, validator=ge(0))  # supervised, of its teacher
 
 
 def main(cfg: Config) -> None:
@@ -62,8 +63,9 @@ def main(cfg: Config) -> None:
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
-        model = tiny.unless(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
-        larger = tiny.unless(cfg.teacher, dtype=cfg.dtype, num_hidden_layers=4, trust_remote_code=cfg.trust_remote_code)
+        given = {"dtype": cfg.dtype, "trust_remote_code": cfg.trust_remote_code}
+        model = tiny.model_or(cfg.model, **given)
+        larger = tiny.model_or(cfg.teacher, num_hidden_layers=4, **given)
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         teacher = fsdp.trainer(mesh, larger, adamw(lr=1e-3), max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)

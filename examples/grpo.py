@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Literal
 
 import attrs
+from attrs.validators import ge, gt
 
 import nrl
 from nrl import algos, config, data, tiny
@@ -27,8 +28,8 @@ class Config:
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     verifier: Literal["number", "number_or_wrong", "exact"] = "number"  # _or_wrong: where the right answer is no number
     held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/reward is over
-    evaluate_every: int = attrs.field(default=50, validator=attrs.validators.ge(1))  # steps; never: held_out=null
-    evaluate_prompts: int = 256
+    evaluate_every: int = attrs.field(default=50, validator=ge(1))  # steps; never: held_out=null
+    evaluate_prompts: int = attrs.field(default=256, validator=ge(1))
     steps: int = 300
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
@@ -39,20 +40,20 @@ class Config:
     sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
     engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
     inflight: Literal["wait", "keep", "abort"] = "wait"  # what becomes of rows under way, when weights are published
-    dp: int = 1  # shards that the trainer splits a batch into
-    samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainer's
-    prompts: int = 32  # a step
-    group_size: int = 8  # samples a prompt
-    lag: int = 0  # publishes that a rollout may be early
-    updates: int = 1  # optimizer steps a batch, each on a part of it
+    dp: int = attrs.field(default=1, validator=ge(1))  # shards that the trainer splits a batch into
+    samplers: int = attrs.field(default=1, validator=ge(0))  # processes that sample; 0: on the trainer's slots
+    prompts: int = attrs.field(default=32, validator=ge(1))  # a step
+    group_size: int = attrs.field(default=8, validator=ge(1))  # samples a prompt
+    lag: int = attrs.field(default=0, validator=ge(0))  # publishes that a rollout may be early
+    updates: int = attrs.field(default=1, validator=ge(1))  # optimizer steps a batch, each on a part of it
     aggregate: Literal["seq_mean", "token_mean"] = "seq_mean"  # the mean of the loss: over answers, or over tokens
-    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0)  # mismatch/kl, nats; beyond it: stop
-    max_tokens: int = 16_384  # of a micro-batch
+    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0, validator=gt(0))  # mismatch/kl at most
+    max_tokens: int = attrs.field(default=16_384, validator=ge(1))  # of a micro-batch
     checkpointing: bool = False  # recompute activations, which takes time and saves memory
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6) if cfg.model else EMBEDDED)
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
-    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40)  # supervised steps, on rows with a "response"
-    warmup_rows: int = 128
+    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40, validator=ge(0))  # steps on rows with a "response"
+    warmup_rows: int = attrs.field(default=128, validator=ge(1))
     warmup_optimizer: Optimizer = adamw(lr=1e-3)
 
 
@@ -68,8 +69,7 @@ def evaluate(cfg: Config, sampler: Sampler, i: int) -> nrl.reduce.Metrics:
     if cfg.held_out is None or ((i + 1) % cfg.evaluate_every and i + 1 != cfg.steps):
         return {}
     tasks = data.tasks(cfg.held_out, seed=cfg.seed + 2, adapter=cfg.adapter, chat=cfg.chat)
-    greedy = attrs.evolve(cfg.sampling, temperature=0.0)
-    some = data.epoch(tasks, cfg.evaluate_prompts)
+    some, greedy = data.epoch(tasks, cfg.evaluate_prompts), attrs.evolve(cfg.sampling, temperature=0.0)
     return nrl.measure(nrl.grade(sampler, VERIFIERS[cfg.verifier], some, sampling=greedy))
 
 
@@ -79,7 +79,7 @@ def main(cfg: Config) -> None:
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
-        model = tiny.unless(cfg.model, dtype=cfg.dtype, lora=cfg.lora, trust_remote_code=cfg.trust_remote_code)
+        model = tiny.model_or(cfg.model, dtype=cfg.dtype, lora=cfg.lora, trust_remote_code=cfg.trust_remote_code)
         make = partial(fsdp.trainer, mesh, model, max_tokens=cfg.max_tokens, checkpointing=cfg.checkpointing)
         trainer, warm = make(cfg.optimizer), make(cfg.warmup_optimizer)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)

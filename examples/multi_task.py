@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any, Literal
 
 import attrs
+from attrs.validators import ge, gt, lt
 
 import nrl
 from nrl import config, data, tiny
@@ -19,7 +20,7 @@ class Config:
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
     numbers: str = "arithmetic"  # a file or a dataset whose answers are numbers
     texts: str = "reversal"  # a file or a dataset whose answers are compared as texts
-    share: float = 0.5  # of the tasks, that are of the first
+    share: float = attrs.field(default=0.5, validator=[gt(0), lt(1)])  # of the tasks, that are of the first
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 200
     seed: int = 0
@@ -30,15 +31,15 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = "float32"
     sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
     engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
-    dp: int = 1  # shards that the trainer splits a batch into
-    samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainer's
-    prompts: int = 32  # a step
-    group_size: int = 8  # samples a prompt
-    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0)  # mismatch/kl, nats; beyond it: stop
-    max_tokens: int = 16_384  # of a micro-batch
+    dp: int = attrs.field(default=1, validator=ge(1))  # shards that the trainer splits a batch into
+    samplers: int = attrs.field(default=1, validator=ge(0))  # processes that sample; 0: on the trainer's slots
+    prompts: int = attrs.field(default=32, validator=ge(1))  # a step
+    group_size: int = attrs.field(default=8, validator=ge(1))  # samples a prompt
+    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0, validator=gt(0))  # mismatch/kl at most
+    max_tokens: int = attrs.field(default=16_384, validator=ge(1))  # of a micro-batch
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4))
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 5))
-    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 60)  # supervised steps of the tiny model
+    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 60, validator=ge(0))  # supervised, of the tiny model
 
 
 def main(cfg: Config) -> None:
@@ -46,7 +47,7 @@ def main(cfg: Config) -> None:
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
-        model = tiny.unless(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
+        model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(grpo_loss)

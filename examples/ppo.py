@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 import attrs
+from attrs.validators import ge, gt, le
 
 import nrl
 from nrl import config, data, tiny
@@ -39,20 +40,20 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = "float32"
     sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
     engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
-    dp: int = 1  # shards that the trainers split a batch into
-    samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainers'
-    prompts: int = 256  # a step, each of which is answered once
-    updates: int = 2  # optimizer steps a batch, each on a part of it
-    clip: float = 0.2
-    value_clip: float = 0.2
-    gamma: float = 1.0
-    lam: float = 0.95
-    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0)  # mismatch/kl, nats; beyond it: stop
-    max_tokens: int = 16_384  # of a micro-batch
+    dp: int = attrs.field(default=1, validator=ge(1))  # shards that the trainers split a batch into
+    samplers: int = attrs.field(default=1, validator=ge(0))  # processes that sample; 0: on the trainers' slots
+    prompts: int = attrs.field(default=256, validator=ge(1))  # a step, each of which is answered once
+    updates: int = attrs.field(default=2, validator=ge(1))  # optimizer steps a batch, each on a part of it
+    clip: float = attrs.field(default=0.2, validator=gt(0))
+    value_clip: float = attrs.field(default=0.2, validator=gt(0))
+    gamma: float = attrs.field(default=1.0, validator=[ge(0), le(1)])
+    lam: float = attrs.field(default=0.95, validator=[ge(0), le(1)])
+    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0, validator=gt(0))  # mismatch/kl at most
+    max_tokens: int = attrs.field(default=16_384, validator=ge(1))  # of a micro-batch
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4))
     critic_optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-5 if cfg.model else 2e-3))
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
-    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40)  # supervised steps of the tiny model
+    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40, validator=ge(0))  # supervised, of the tiny model
 
 
 def main(cfg: Config) -> None:
@@ -61,7 +62,7 @@ def main(cfg: Config) -> None:
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
-        model = tiny.unless(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
+        model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         judge = attrs.evolve(model, source=cfg.critic or model.source, head="value")
         actor = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         critic = fsdp.trainer(mesh, judge, cfg.critic_optimizer, max_tokens=cfg.max_tokens)
@@ -78,8 +79,7 @@ def main(cfg: Config) -> None:
         nrl.publish(state.params, sampler)
         for i, batch in run.steps(stream):
             batch = nrl.assign(token_rewards(batch), old_logprobs=batch["rollout_logprobs"])
-            batch = nrl.assign(batch, values=critic.values(values.params, batch))
-            mask = batch["loss_mask"]
+            batch, mask = nrl.assign(batch, values=critic.values(values.params, batch)), batch["loss_mask"]
             found, returns = gae(batch["token_rewards"], batch["values"], mask, gamma=cfg.gamma, lam=cfg.lam)
             batch = nrl.assign(batch, advantages=whiten(found, mask), returns=returns)
             metrics = nrl.summary(batch) | {"explained_variance": explained_variance(batch)}

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 import attrs
+from attrs.validators import ge, gt
 
 import nrl
 from nrl import algos, config, data, tiny
@@ -33,17 +34,17 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = "float32"
     sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
     engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
-    dp: int = 1  # shards that the trainers split a batch into
-    samplers: int = 1  # processes that sample, on slots of their own; 0: they share the trainers'
-    prompts: int = 64  # a step
-    group_size: int = 4  # samples a prompt
-    kl: float = config.derived(lambda cfg: 0.05 if cfg.model else 0.3)  # what a nat away from the reference costs
-    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0)  # mismatch/kl, nats; beyond it: stop
-    max_tokens: int = 16_384  # of a micro-batch
+    dp: int = attrs.field(default=1, validator=ge(1))  # shards that the trainers split a batch into
+    samplers: int = attrs.field(default=1, validator=ge(0))  # processes that sample; 0: on the trainers' slots
+    prompts: int = attrs.field(default=64, validator=ge(1))  # a step
+    group_size: int = attrs.field(default=4, validator=ge(1))  # samples a prompt
+    kl: float = config.derived(lambda cfg: 0.05 if cfg.model else 0.3, validator=ge(0))  # cost of a nat of divergence
+    max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0, validator=gt(0))  # mismatch/kl at most
+    max_tokens: int = attrs.field(default=16_384, validator=ge(1))  # of a micro-batch
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4))
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
-    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40)  # supervised steps of the tiny policy
-    judging: int = config.derived(lambda cfg: 0 if cfg.reward else 300)  # steps of the tiny reward model
+    warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40, validator=ge(0))  # supervised, of the tiny policy
+    judging: int = config.derived(lambda cfg: 0 if cfg.reward else 300, validator=ge(0))  # steps of the tiny judge
 
 
 def main(cfg: Config) -> None:
@@ -54,8 +55,8 @@ def main(cfg: Config) -> None:
         tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
-        model = tiny.unless(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
-        judge = tiny.unless(cfg.reward, head="reward", dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
+        model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
+        judge = tiny.model_or(cfg.reward, head="reward", dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
         rewarder = fsdp.trainer(mesh, judge, adamw(lr=2e-3), max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)

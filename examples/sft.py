@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Literal
 
 import attrs
+from attrs.validators import ge
 
 import nrl
 from nrl import config, data, tiny
@@ -31,19 +32,19 @@ class Config:
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
-    dp: int = 1  # shards that the trainer splits a batch into
-    rows: int = 128  # a step
-    max_length: int = 1024  # of a row, in tokens; longer ones are left out and counted
-    max_tokens: int = 16_384  # of a micro-batch
-    evaluate_every: int = attrs.field(default=20, validator=attrs.validators.ge(1))  # steps
-    evaluate_rows: int = 256
+    dp: int = attrs.field(default=1, validator=ge(1))  # shards that the trainer splits a batch into
+    rows: int = attrs.field(default=128, validator=ge(1))  # a step
+    max_length: int = attrs.field(default=1024, validator=ge(1))  # tokens; longer rows are left out and counted
+    max_tokens: int = attrs.field(default=16_384, validator=ge(1))  # of a micro-batch
+    evaluate_every: int = attrs.field(default=20, validator=ge(1))  # steps
+    evaluate_rows: int = attrs.field(default=256, validator=ge(1))
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=5e-6 if cfg.model else 1e-3))
 
 
 def main(cfg: Config) -> None:
     """The whole of SFT."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        model = tiny.unless(cfg.model, dtype=cfg.dtype, lora=cfg.lora, trust_remote_code=cfg.trust_remote_code)
+        model = tiny.model_or(cfg.model, dtype=cfg.dtype, lora=cfg.lora, trust_remote_code=cfg.trust_remote_code)
         tokenizer = load_tokenizer(model)
         trainer = fsdp.trainer(cluster.reserve(cfg.dp), model, cfg.optimizer, max_tokens=cfg.max_tokens)
         step = trainer.train_step(sft_loss)

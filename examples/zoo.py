@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import attrs
 import rich.table
+from attrs.validators import ge
 
 import nrl
 from nrl import algos, data, tiny
@@ -58,10 +59,10 @@ class Config:
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
-    prompts: int = 32  # a step
-    group_size: int = 8  # samples a prompt
-    lag: int = 1  # publishes that a rollout may be early, so that ratios and corrections have something to do
-    warmup: int = 40  # supervised steps, once for all methods
+    prompts: int = attrs.field(default=32, validator=ge(1))  # a step
+    group_size: int = attrs.field(default=8, validator=ge(1))  # samples a prompt
+    lag: int = attrs.field(default=1, validator=ge(0))  # publishes that a rollout is early, so that ratios are not 1
+    warmup: int = attrs.field(default=40, validator=ge(0))  # supervised steps, once for all methods
 
 
 def measured(cfg: Config, sampler: Sampler) -> float:
@@ -82,10 +83,9 @@ def main(cfg: Config) -> None:
         sampler = hf.sampler(slots[1:], model, nrl.Sampling(max_new_tokens=6))
         start = warm.freeze(nrl.fit(run, "warmup", warm, algos.sft_loss, tiny.sums(128, cfg.seed), cfg.warmup).params)
         for name in names:
-            method, tasks = ZOO[name], data.tasks("arithmetic")
+            method, step, tasks = ZOO[name], trainer.train_step(ZOO[name].loss), data.tasks("arithmetic")
             groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
             stream: Any = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
-            step = trainer.train_step(method.loss)
             nrl.publish(start, sampler)
             before = measured(cfg, sampler)
             state, stream = run.restore(name, policy=trainer.init(start), stream=stream)

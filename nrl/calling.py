@@ -8,6 +8,7 @@ end of the process neither.
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import queue
 import sys
@@ -15,9 +16,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,12 +25,13 @@ from typing import Any
 import attrs
 
 from nrl.envs.base import asynchronous
+from nrl.log import redact
 from nrl.threads import Daemons
 
 __all__ = ["Calls", "Failed", "said", "stuck"]
 
 _TICK = 0.05  # seconds: how often one looks for calls that are slow
-_WORKERS = 32  # plain calls at once, besides those that were given up
+_WORKERS = 32  # plain calls at once, besides those that were given up; loops, where one was blocked to the limit
 _LONGEST = 1000  # characters of an error's message
 _OWN = str(Path(__file__).parent)
 _given_up: "list[_Call]" = []
@@ -46,7 +47,7 @@ class Failed(Exception):
 
 
 def said(error: BaseException) -> str:
-    """What an exception says, whatever its ``__str__`` does.
+    """What an exception says, whatever its ``__str__`` does; secrets are masked.
 
     >>> said(ValueError("no"))
     'ValueError: no'
@@ -55,7 +56,7 @@ def said(error: BaseException) -> str:
         text = str(error)
     except BaseException as other:
         text = f"(its message cannot be shown: its __str__ raised {type(other).__name__})"
-    return f"{type(error).__name__}: {text[:_LONGEST]}"
+    return f"{type(error).__name__}: {redact(text[: 5 * _LONGEST])[:_LONGEST]}"
 
 
 def stuck() -> int:
@@ -71,8 +72,10 @@ class _Call:
     timeout: float | None
     context: contextvars.Context
     answer: "asyncio.Future[Any]"
+    name: str = attrs.field(default=attrs.Factory(lambda self: _name(self.fn), takes_self=True))
     asked: float = 0.0
     began: float | None = None
+    used: float = 0.0  # seconds that count, of a coroutine: not those in which another one blocked its loop
     thread: threading.Thread | None = None  # that it is in
     task: "asyncio.Task[None] | None" = None
     aside: "_Aside | None" = None
@@ -81,6 +84,10 @@ class _Call:
     value: Any = None
     error: BaseException | None = None
     shown: str = ""  # a traceback, the first time
+
+    @property
+    def late(self) -> bool:
+        return self.timeout is not None and self.used > self.timeout
 
     def run(self) -> None:
         """In a thread."""
@@ -91,6 +98,7 @@ class _Call:
 
     async def wait(self) -> None:
         """On a loop."""
+        self.task = asyncio.current_task()
         try:
             found = self.fn(*self.args)
             self.value = await found if inspect.isawaitable(found) else found
@@ -126,7 +134,8 @@ class Calls:
         self._over: deque[_Call] = deque()
         self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._workers = 0
-        self._aside: _Aside | None = None
+        self._asides: list[_Aside] = []  # the last one is where calls begin
+        self._looked = 0.0
         self._next: asyncio.TimerHandle | None = None
 
     async def call(
@@ -155,8 +164,11 @@ class Calls:
             self._next.cancel()
         for _ in range(self._workers):
             self._queue.put(None)
-        if self._aside is not None:
-            self._aside.end()
+        for aside in self._asides:
+            aside.end()
+        until = time.monotonic() + _TICK * 4  # so that only what is really stuck is said to be
+        for aside in self._asides:
+            aside.join(until)
 
     def _begin(self) -> None:
         new, self._new = self._new, []
@@ -198,20 +210,38 @@ class Calls:
         """All of them together, so that what they do at the same moment does not depend on threads."""
         if not calls:
             return
-        if self._aside is None or self._aside.deaf:
-            if self._aside is not None:
-                self._aside.end()
-            self._aside = _Aside()
+        if not self._asides or self._asides[-1].deaf:
+            self._asides.append(_Aside())
         for call in calls:
-            call.began, call.aside = time.monotonic(), self._aside
-        self._aside.begin(calls, self._ended)
+            call.began, call.used = None, 0.0
+        self._asides[-1].begin(calls, self._claim, self._ended)
+
+    def _claim(self, call: _Call, aside: "_Aside") -> bool:
+        """On a loop aside: whether the call is to begin there; it may have been moved."""
+        with self._lock:
+            claimed = call.aside is aside and call.began is None
+            if claimed:
+                call.began = time.monotonic()
+        return claimed
 
     def _ended(self, call: _Call) -> None:
-        """On the loop aside."""
+        """On a loop aside."""
         with self._lock:
             call.over = True
         self._over.append(call)
         self._wake()
+
+    def _move(self, blocked: "_Aside") -> None:
+        """What has not begun on a loop that is blocked to the limit goes to several, since more of it may block."""
+        calls = [call for call in self._open if call.aside is blocked and call.began is None]
+        asides = [_Aside() for _ in calls[:_WORKERS]]
+        with self._lock:
+            calls = [call for call in calls if call.began is None]
+            for number, call in enumerate(calls):
+                call.aside, call.used = asides[number % len(asides)], 0.0
+        for number, aside in enumerate(asides):
+            aside.begin(calls[number :: len(asides)], self._claim, self._ended)
+        self._asides += asides
 
     def _wake(self) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody wants to know
@@ -243,13 +273,26 @@ class Calls:
         """Now and then, while there are calls: who is late, and is somebody waiting in vain."""
         self._collect()
         now, waits = time.monotonic(), False
+        tasks = {call.task for call in self._open}
+        for aside in self._asides:
+            aside.look(tasks)
         for call in list(self._open):
             if call.answer.done():  # cancelled
                 self._open.pop(call)
+            elif call.aside is not None:
+                if call.aside.holder in (None, call.task):
+                    call.used += now - max(self._looked, call.began or call.asked)
+                if call.late and call.began is None:
+                    self._move(call.aside)
+                elif call.late:
+                    self._give_up(call)
             elif call.began is None:
                 waits = waits or now - call.asked > _TICK / 2
-            elif call.timeout is not None and now - call.began > call.timeout:
-                self._give_up(call)
+            else:
+                call.used = now - call.began
+                if call.late:
+                    self._give_up(call)
+        self._looked = now
         if waits and self._workers < _WORKERS:
             self._hire()
         self._next = self._loop.call_later(_TICK, self._look) if self._open else None
@@ -262,13 +305,14 @@ class Calls:
         _given_up.append(call)
         if call.aside is not None:
             call.aside.cancel(call)
+            if call.aside.blocked:
+                self._move(call.aside)
         elif call.thread is not None:
             self._workers -= 1
             call.shown = _where(sys._current_frames().get(call.thread.ident or 0))
-        name = getattr(call.fn, "__name__", type(call.fn).__name__)
         call.error = Failed(
-            f"TimeoutError: {'what the environment awaits' if call.fn is _given else name} did not return within "
-            f"{call.timeout:g} s; mend it, or give the environment another timeout"
+            f"TimeoutError: {call.name} did not return within {call.timeout:g} s; mend it, or give the environment "
+            "another timeout"
         )
         self._answer(call)
 
@@ -277,8 +321,11 @@ async def _given(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _after(ended: Callable[[_Call], None], call: _Call, task: Any) -> None:
-    ended(call)
+def _name(fn: Any) -> str:
+    """Of what the user wrote, within what nrl or `functools` made of it."""
+    while (inner := fn.func if isinstance(fn, functools.partial) else getattr(fn, "__wrapped__", None)) is not None:
+        fn = inner
+    return str(getattr(fn, "__name__", type(fn).__name__))
 
 
 class _Aside:
@@ -286,6 +333,9 @@ class _Aside:
 
     def __init__(self) -> None:
         self.deaf = False  # it was asked to cancel something, and has not come to it
+        self.blocked = False  # it did not come to anything between the last two looks
+        self.holder: asyncio.Task[Any] | None = None  # the call that blocks it
+        self._beats = True  # it has come to what the last look asked
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(Daemons())
         self._thread = threading.Thread(target=self._run, name="environment: loop", daemon=True)
@@ -298,15 +348,38 @@ class _Aside:
         finally:
             self._loop.close()
 
-    def begin(self, calls: Sequence[_Call], ended: Callable[[_Call], None]) -> None:
-        """Start them, and say when each has ended."""
+    def begin(
+        self, calls: Sequence[_Call], claim: Callable[[_Call, "_Aside"], bool], ended: Callable[[_Call], None]
+    ) -> None:
+        """Start those that are still to begin here, and say when each has ended."""
 
-        def start() -> None:
+        async def run(call: _Call) -> None:
+            await call.wait()
+            ended(call)  # here, and not by a callback, which would wait for what others do
+
+        def start(call: _Call) -> None:
+            if claim(call, self):  # and it begins at once, so that until then it may be moved
+                asyncio.Task(run(call), loop=self._loop, context=call.context, eager_start=True)
+
+        def every() -> None:
             for call in calls:
-                call.task = self._loop.create_task(call.wait(), context=call.context)
-                call.task.add_done_callback(partial(_after, ended, call))
+                self._loop.call_soon(start, call)
 
-        self._loop.call_soon_threadsafe(start)
+        for call in calls:
+            call.aside = self
+        self._loop.call_soon_threadsafe(every)
+
+    def look(self, tasks: Set[Any]) -> None:
+        """Is it blocked, and by which of these: then only its time counts.
+
+        Where it is none of them, everybody's does: nobody waits for ever for what was given up.
+        """
+        self.blocked = not self._beats
+        running = asyncio.current_task(self._loop) if self.blocked else None
+        self.holder = running if running in tasks else None
+        if self._beats:
+            self._beats = False
+            self._loop.call_soon_threadsafe(lambda: setattr(self, "_beats", True))
 
     def cancel(self, call: _Call) -> None:
         """Ask a coroutine to end."""
@@ -330,8 +403,11 @@ class _Aside:
             self._loop.stop()
 
         self._loop.call_soon_threadsafe(lambda: setattr(self, "_last", self._loop.create_task(every())))
+
+    def join(self, until: float) -> None:
+        """Wait for what was given up to end."""
         if any(call.aside is self and not call.over for call in _given_up):
-            self._thread.join(_TICK * 4)  # so that only what is really stuck is said to be
+            self._thread.join(max(0.0, until - time.monotonic()))
 
 
 def _traceback(error: BaseException) -> str:
@@ -343,7 +419,7 @@ def _traceback(error: BaseException) -> str:
         last = last.tb_next
     if tb is None or last is None or not _first(type(error).__name__, last.tb_frame, last.tb_lineno):
         return ""
-    text = "".join(traceback.TracebackException(type(error), error, tb).format())
+    text = redact("".join(traceback.TracebackException(type(error), error, tb).format()))
     return f"rollout: an environment or verifier raised (said once for each place):\n{text[-5 * _LONGEST :].rstrip()}"
 
 
@@ -352,7 +428,7 @@ def _where(frame: FrameType | None) -> str:
     users = [each for each in traceback.walk_stack(frame) if frame and _user(each[0])]
     if not users or not _first("TimeoutError", users[-1][0], 0):
         return ""
-    text = "".join(traceback.StackSummary.extract(iter(reversed(users))).format())
+    text = redact("".join(traceback.StackSummary.extract(iter(reversed(users))).format()))
     return f"rollout: an environment or verifier does not return (said once for each); it is at\n{text.rstrip()}"
 
 

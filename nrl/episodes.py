@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from concurrent import futures
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import attrs
@@ -27,7 +28,7 @@ from nrl.batch import Batch, assign
 from nrl.calling import Calls, Failed, said, stuck
 from nrl.data import render
 from nrl.envs import Env, Step, Task
-from nrl.envs.base import TIMEOUT, Prompt
+from nrl.envs.base import Prompt, limit
 from nrl.errors import DataError, EnvError, LostRequest
 from nrl.stream import Source, Stream, whole
 from nrl.threads import Daemons
@@ -115,18 +116,15 @@ async def run_episode(generate: _Generate, env: Env, task: Task, *, tokenizer: A
     (1.0, [False, False, False, False, True])
     """
     with _calling(env) as calling:
-        return await _episode(generate, env, task, tokenizer, context_length, render, calling())
+        return await _episode(generate, env, task, tokenizer, context_length, render, calling(task))
 
 
 @contextmanager
-def _calling(env: Env) -> Iterator[Callable[[], _Call]]:
-    """For each episode, how the functions of its environment are called."""
-    timeout = getattr(env, "timeout", TIMEOUT)
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"rollout: the environment's timeout is {timeout}; give seconds, or None for no limit")
+def _calling(env: Env) -> Iterator[Callable[[Task], _Call]]:
+    """For the episode of a task, how the functions of its environment are called."""
     calls = Calls()
     try:
-        yield lambda: partial(calls.call, timeout=timeout, context=contextvars.copy_context())
+        yield lambda task: partial(calls.call, timeout=limit(env, task), context=contextvars.copy_context())
     finally:
         calls.close()
 
@@ -285,7 +283,8 @@ def _rollout(
 
     async def every() -> list[Episode]:
         with _calling(env) as calling:
-            running = [asyncio.create_task(one(index, calling())) for index in range(len(seeds))]
+            ways = [calling(tasks[index // n]) for index in range(len(seeds))]
+            running = [asyncio.create_task(one(index, call)) for index, call in enumerate(ways)]
             try:
                 await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
                 return [episode.result() for episode in running if episode.done()]
@@ -358,11 +357,12 @@ def _warn(failures: Sequence[str], total: int) -> None:
         return
     kinds = Counter(failure.partition(":")[0] for failure in failures)
     counted = f" ({', '.join(f'{count} {kind}' for kind, count in kinds.items())})" if len(kinds) > 1 else ""
-    hung = f"; {left} threads are still in calls that did not return" if (left := stuck()) else ""
+    left = stuck()
+    hung = f"; {left} {'thread is' if left == 1 else 'threads are'} still in calls that did not return" if left else ""
     warnings.warn(
         f"rollout: {len(failures)} of {total} episodes failed{counted} and are not trained on; the first: "
         f"{failures[0]}{hung}",
-        stacklevel=4,
+        skip_file_prefixes=(str(Path(__file__).parent),),  # it is of the line that asked for rows
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from nrl.algos import Loss
 from nrl.backends.base import Trainer, TrainState
 from nrl.batch import Batch, assign, minibatches
+from nrl.errors import ConfigError
 from nrl.reduce import Metrics, merge, without
 from nrl.runs import Run
 from nrl.runtime import Future, done
@@ -71,7 +72,7 @@ def minibatched(step: _Step, n: int, seed: int = 0) -> _Step:
         ``mismatch/`` are the first one's, whose weights are the sampler's own.
 
     Raises:
-        ValueError: ``n`` is less than 1.
+        ConfigError: ``n`` is less than 1.
         BatchError: (when called) the batch has fewer rows than ``n``.
 
     >>> import nrl
@@ -85,7 +86,7 @@ def minibatched(step: _Step, n: int, seed: int = 0) -> _Step:
     4
     """
     if n < 1:
-        raise ValueError(f"minibatched: n is {n}; a batch is at least one part")
+        raise ConfigError(f"minibatched: n is {n}; a batch is at least one part")
     if n == 1:
         return step
 

@@ -23,7 +23,7 @@ import yaml
 
 from nrl.errors import ConfigError
 
-__all__ = ["Folders", "choose", "claim", "dead_end", "entered", "plant", "read", "reusing", "settle"]
+__all__ = ["Folders", "begun", "choose", "claim", "dead_end", "entered", "plant", "read", "reusing", "settle"]
 
 _KEPT_BY_NRL = frozenset(  # of itself, whatever becomes of the run
     {
@@ -31,14 +31,14 @@ _KEPT_BY_NRL = frozenset(  # of itself, whatever becomes of the run
         "config.yaml",
         "mlflow-run",
         "mlflow.db",
-        "profile",
         "report.html",
         "tensorboard",
         "timeline.json",
         "wandb",
+        "wandb-run",
     }
-    | {"wandb-run"}
 )
+_WIDEST = 80  # characters of a value in a message
 _MAY_CHANGE = frozenset({"out", "steps", "checkpoints", "sinks", "cluster", "optimizer"})
 
 
@@ -76,8 +76,8 @@ def choose(cfg: Any) -> Path:
 def entered(cfg: Any, choose: Callable[[Any], Path] = choose) -> Iterator[Path]:
     """Be alone in the folder that a configuration asks for.
 
-    An error that comes before there is anything worth keeping, such as metrics, a checkpoint or a model, leaves no
-    folder where there was none, and else no other ``config.yaml`` than there was.
+    An error that comes before a step has `begun` and before there is anything worth keeping, such as a model, leaves
+    no folder where there was none, and else no other ``config.yaml`` than there was.
 
     Args:
         cfg: what has an ``out``, or has not.
@@ -108,38 +108,63 @@ def entered(cfg: Any, choose: Callable[[Any], Path] = choose) -> Iterator[Path]:
         yield out
 
 
+def begun(out: Path) -> None:
+    """A step has a batch: whatever comes now, what trackers and profilers wrote about this run stays.
+
+    >>> begun(Path("there/is/none"))
+    """
+    _begun.add(out)
+
+
+_begun: set[Path] = set()  # folders that this process is in
+
+
 @contextmanager
 def _undone(out: Path, made: Sequence[Path]) -> Iterator[None]:
+    _begun.discard(out)
     before, configs = _worth_keeping(out), {path: path.read_bytes() for path in _configs(out)}
     try:
         yield
     except BaseException:
-        if made and not _worth_keeping(out):
-            shutil.rmtree(out, ignore_errors=True)
-            with contextlib.suppress(OSError):  # others may have come to be in them
-                for path in made[1:]:
-                    path.rmdir()
-        elif _worth_keeping(out) == before:
-            for path in _configs(out):
-                if path not in configs:
-                    path.unlink()
-                elif path.read_bytes() != configs[path]:
-                    path.write_bytes(configs[path])
-            for folder in sorted(out.glob("checkpoints/**/"), reverse=True):
-                with contextlib.suppress(OSError):
-                    folder.rmdir()  # if it is empty
+        if out not in _begun:
+            with contextlib.suppress(OSError):  # which would hide the error
+                _undo(out, made, before, configs)
         raise
+    finally:
+        _begun.discard(out)
+
+
+def _undo(out: Path, made: Sequence[Path], before: dict[str, int], configs: dict[Path, bytes]) -> None:
+    for folder in sorted(out.glob("checkpoints/**/"), reverse=True):
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # if it is empty
+    if (after := _worth_keeping(out)) and (made or after != before):
+        return
+    if made:
+        shutil.rmtree(out, ignore_errors=True)
+        for path in made[1:]:
+            path.rmdir()  # others may have come to be in it
+        return
+    for path in _configs(out):
+        if path not in configs:
+            path.unlink()
+        elif path.read_bytes() != configs[path]:
+            path.write_bytes(configs[path])
 
 
 def _configs(out: Path) -> list[Path]:
     return [*out.glob("config.yaml"), *out.glob("config.*.yaml")]
 
 
-def _worth_keeping(out: Path) -> dict[Path, tuple[int, int]]:
-    """All files but those that nrl writes of itself, and when they were changed."""
-    files = [path for path in out.rglob("*") if path.is_file() and path.relative_to(out).parts[0] not in _KEPT_BY_NRL]
-    found = {path: path.stat() for path in files if path not in _configs(out)}
-    return {path: (each.st_size, each.st_mtime_ns) for path, each in found.items() if each.st_size}
+def _worth_keeping(out: Path) -> dict[str, int]:
+    """What lies in the folder, besides what nrl writes of itself, and when it was changed; not what is empty."""
+    found = {}
+    for path in set(out.iterdir()) - set(_configs(out)):
+        with contextlib.suppress(OSError):  # it is gone, or not ours to read
+            about = path.stat()
+            if path.name not in _KEPT_BY_NRL and (any(path.iterdir()) if path.is_dir() else about.st_size):
+                found[path.name] = 0 if path.name == "checkpoints" else about.st_mtime_ns
+    return found
 
 
 def dead_end(out: Path) -> bool:
@@ -227,12 +252,12 @@ def settle(out: Path, text: str) -> None:
                 "are of; give another folder. If they are of this one, remove that file"
             )
         was = new if old is None else old
-        changed = [key for key in was | new if was.get(key) != new.get(key)]
-        refused = [key for key in changed if key not in _MAY_CHANGE]
+        changed = _differences(was, new)
+        refused = {key: said for key, said in changed.items() if key.partition(".")[0] not in _MAY_CHANGE}
         if refused and there:
             raise ConfigError(
                 f"run: out={out} holds a run with another {', '.join(refused)} ("
-                + "; ".join(f"{key}: {was.get(key)} -> {new.get(key)}" for key in refused)
+                + "; ".join(refused.values())
                 + f"), so its state and its streams would not fit; give another folder. If you mean it, remove {path}"
             )
         number = next(i for i in range(1, 10**6) if not path.with_suffix(f".{i}.yaml").exists())
@@ -241,11 +266,27 @@ def settle(out: Path, text: str) -> None:
         if old is None:
             print(f"run: {path} is empty or damaged; it is {aside.name} now", flush=True)  # noqa: T201
         else:
-            said = "; ".join(f"{key}: {was.get(key)} -> {new.get(key)}" for key in changed)
-            print(f"run: going on with another configuration: {said}", flush=True)  # noqa: T201
+            print(f"run: going on with another configuration: {'; '.join(changed.values())}", flush=True)  # noqa: T201
     temporary = path.with_name(".config.yaml")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def _differences(was: dict[str, Any], new: dict[str, Any], above: str = "") -> dict[str, str]:
+    """By dotted key, what was there and what is, cut short."""
+    found: dict[str, str] = {}
+    for key in was | new:
+        old, now = was.get(key), new.get(key)
+        if isinstance(old, dict) and isinstance(now, dict):
+            found |= _differences(old, now, f"{above}{key}.")
+        elif old != now:
+            found[f"{above}{key}"] = f"{above}{key}: {_short(old)} -> {_short(now)}"
+    return found
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."
 
 
 def read(path: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from types import EllipsisType
 from typing import Any
 
 import attrs
@@ -11,7 +12,6 @@ from nrl.algos import majority, pass_at_k
 from nrl.backends.base import Sampler, Sampling
 from nrl.data import render
 from nrl.envs import Task, Verifier, extractor, single_turn
-from nrl.envs.base import TIMEOUT
 from nrl.episodes import rollout
 from nrl.errors import DataError, NrlError
 from nrl.reduce import Mean, Metrics, Sum
@@ -56,7 +56,7 @@ def grade(
     sampling: Sampling | None = None,
     seed: int = 0,
     first_group: int = 0,
-    timeout: float | None = TIMEOUT,
+    timeout: float | EllipsisType | None = ...,
 ) -> list[Graded]:
     """Sample ``n`` answers to each task, and let a verifier look at them. `nrl.rollout` draws them, all together.
 
@@ -68,7 +68,8 @@ def grade(
         sampling: instead of the sampler's own.
         seed: of the noise; that of a sample is a function of the seed, the number of its task and its place there.
         first_group: the number of the first task.
-        timeout: seconds that one call of the verifier may take; None: no limit.
+        timeout: seconds that one call of the verifier may take; None: no limit. Left out, what `nrl.envs.single_turn`
+            says.
 
     Returns:
         One for each task, in order.

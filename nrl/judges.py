@@ -26,7 +26,8 @@ def scored_by(params: Params, tokenizer: Any) -> Callable[[Task, str], Coroutine
 
     Returns:
         An ``async`` verifier, for `nrl.envs.single_turn`. It raises what the trainer does, as where a row is longer
-        than its micro-batches, for all answers that were scored together.
+        than its micro-batches, for all answers that were scored together. It has no limit of its own
+        (``timeout=None``): the first call waits for a mesh to start, and the cluster's deadline bounds them all.
 
     Raises:
         EnvError: (when called) the task has no ``"prompt"``.
@@ -68,4 +69,5 @@ def scored_by(params: Params, tokenizer: Any) -> Callable[[Task, str], Coroutine
         waiting.append((row, answer))
         return await answer
 
+    verify.timeout = None  # type: ignore[attr-defined]
     return verify

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-__all__ = ["Preemption", "Terminated", "heeded", "patience"]
+__all__ = ["Preemption", "Terminated", "ending", "heeded", "patience"]
 
-_WAITS, _RAISES, _EXITS = 0.4, 0.7, 0.95  # parts of the time: for what is pending; for a checkpoint; for `with` blocks
-_until: float | None = None
+_WAITS, _RAISES, _EXITS = 0.4, 0.7, 0.95  # parts of the time: for what is pending; for a checkpoint; for all the rest
+_asked: "_Asked | None" = None  # of the process, which is never asked back
 
 
 class Terminated(SystemExit):
@@ -37,7 +37,36 @@ def patience() -> float | None:
     >>> patience() is None
     True
     """
-    return None if _until is None else max(0.0, _until - time.monotonic())
+    return None if _asked is None else max(0.0, _WAITS * _asked.grace - _asked.past())
+
+
+class _Asked:
+    """The first SIGTERM, and the time since then."""
+
+    def __init__(self, grace: float) -> None:
+        self.grace = grace
+        self.leaving = False  # for good: no exception breaks that off
+        self.said = "no checkpoint could be saved"
+        self._began = time.monotonic()
+
+    def past(self) -> float:
+        return time.monotonic() - self._began
+
+    def late(self) -> bool:
+        return not self.leaving and self.past() >= _RAISES * self.grace
+
+    def watch(self) -> None:
+        """Whatever has been left, the process ends in time."""
+        time.sleep(_RAISES * self.grace)
+        if _asked is self and self.late():
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep((_EXITS - _RAISES) * self.grace)
+        if _asked is self:
+            os.write(2, f"run: {_EXITS * self.grace:g} s are over; {self.said}\n".encode())
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(Exception):
+                    stream.flush()
+            os._exit(128 + signal.SIGTERM)
 
 
 class Preemption:
@@ -52,15 +81,14 @@ class Preemption:
 
     def __init__(self, grace: float) -> None:
         self.grace = grace
-        self.asked = False
-        """Whether there was one."""
         self.going_on = False
         """Whether what runs comes to its end first, unless that takes too long; else an exception breaks it off."""
-        self.left = False
-        """Whether the block of `heeded` has been left."""
-        self._said = "no checkpoint could be saved"
-        self._late = self._ends = False
         self._pid = os.getpid()
+
+    @property
+    def asked(self) -> bool:
+        """Whether there was one, in this block or before it."""
+        return _asked is not None
 
     def end(self) -> NoReturn:
         """Leave all blocks, now that there is nothing left to do.
@@ -68,64 +96,91 @@ class Preemption:
         Raises:
             Terminated: always.
         """
-        self._ends = True
+        if _asked is not None:
+            _asked.leaving = True
         raise Terminated
 
     def say(self, text: str) -> None:
         """Also where a ``print`` has been interrupted."""
-        self._said = text
+        if _asked is not None:
+            _asked.said = text
         os.write(2, f"run: {text}\n".encode())
 
     def handle(self, number: int, frame: Any) -> None:
         """The signal."""
-        global _until
+        global _asked
         if os.getpid() != self._pid:  # a fork, whose parent ends it
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-            return
-        if not self.asked:
-            self.asked, _until = True, time.monotonic() + _WAITS * self.grace
-            _thread.start_new_thread(self._watch, ())  # not a Thread, whose start may be what was interrupted
+        elif _asked is None:
+            _asked = _Asked(self.grace)
+            _thread.start_new_thread(_asked.watch, ())  # not a Thread, whose start may be what was interrupted
             how = "going on to the end of this step" if self.going_on else "ending"
             os.write(2, f"run: SIGTERM; {how}, within {self.grace:g} s (checkpoints.grace)\n".encode())
-        if not self._ends and (self._late or not self.going_on):
-            self.going_on = True  # what is saved from here on is not broken off by another signal
-            raise Terminated
+            if not self.going_on:
+                raise Terminated
+        elif _asked.late():  # another signal before that breaks nothing off, such as what is being saved
+            self.end()
 
-    def _watch(self) -> None:
-        time.sleep(_RAISES * self.grace)
-        if not self.left:
-            self._late = True
-            os.kill(self._pid, signal.SIGTERM)
-        time.sleep((_EXITS - _RAISES) * self.grace)
-        if not self.left or not threading.main_thread().is_alive():
-            os.write(2, f"run: {_EXITS * self.grace:g} s are over; {self._said}\n".encode())
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(Exception):
-                    stream.flush()
-            os._exit(128 + signal.SIGTERM)
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """Once SIGTERM has come, an error ends the program: it may be another process that the same signal has ended.
+
+    Raises:
+        Terminated: from that error.
+
+    >>> with ending():
+    ...     raise KeyError("before any signal")
+    Traceback (most recent call last):
+    KeyError: 'before any signal'
+    """
+    try:
+        yield
+    except Terminated:
+        if _asked is not None:
+            _asked.leaving = True
+        raise
+    except Exception as error:
+        if _asked is None:
+            raise
+        _asked.leaving = True
+        os.write(2, f"run: {_asked.said}; what ran was ended by {type(error).__name__}: {error}\n".encode())
+        raise Terminated from error
 
 
 @contextmanager
 def heeded(grace: float) -> Iterator[Preemption]:
     """Heed SIGTERM, in the main thread and where the program has no handler of its own.
 
+    A signal is heeded until the process ends, also after the block.
+
+    Raises:
+        Terminated: there was a signal; also in place of another error: see `ending`.
+
     >>> with heeded(30.0) as preemption:
     ...     preemption.asked
     False
     """
-    global _until
-    preemption = Preemption(grace)
-    if threading.current_thread() is not threading.main_thread():
-        yield preemption
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    ours = before is signal.SIG_DFL or getattr(before, "__module__", "").startswith("nrl.")
+    preemption, before = Preemption(grace), signal.getsignal(signal.SIGTERM)
+    ours = threading.current_thread() is threading.main_thread() and (before is signal.SIG_DFL or _is_ours(before))
     if ours:
         signal.signal(signal.SIGTERM, preemption.handle)
     try:
-        yield preemption
+        with ending():
+            yield preemption
     finally:
-        preemption.left, _until = True, None
-        if ours and signal.getsignal(signal.SIGTERM) == preemption.handle:
+        if ours and _asked is None and signal.getsignal(signal.SIGTERM) == preemption.handle:
             signal.signal(signal.SIGTERM, before)
+
+
+def _is_ours(handler: Any) -> bool:
+    return getattr(handler, "__module__", "").startswith("nrl.")
+
+
+def _call_off() -> None:
+    """Make as if no signal had come: for tests of this, whose process lives on."""
+    global _asked
+    _asked = None
+    if _is_ours(signal.getsignal(signal.SIGTERM)):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

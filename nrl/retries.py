@@ -9,6 +9,7 @@ from pathlib import Path
 from nrl import checkpoint
 from nrl.errors import FailedStart, LostActor
 from nrl.folder import Folders, dead_end, reusing
+from nrl.preemption import ending
 
 __all__ = ["retrying"]
 
@@ -23,7 +24,8 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
     is None, so `Run.restore` finds the newest checkpoint, and the metrics are those of a run that lost nothing.
 
     The error may come wrapped: as the ``__cause__`` of another (``raise ... from``), or in an `ExceptionGroup` of
-    nothing else. Whatever else is raised, Ctrl-C too, ends the program as it does without this.
+    nothing else. Whatever else is raised, Ctrl-C too, ends the program as it does without this. So does SIGTERM: what
+    is lost after it, perhaps by the same signal, is no reason to begin again.
 
     Args:
         main: ``(cfg) -> value``.
@@ -71,7 +73,7 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
         folders, reached, attempt, failures = Folders(), dict[Path, int](), 1, 0
         while True:
             try:
-                with reusing(folders):
+                with reusing(folders), ending():
                     return main(cfg)
             except Exception as error:
                 said = _lost(error)

@@ -23,7 +23,7 @@ from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 from nrl.errors import CheckpointError, ConfigError
 from nrl.log import JsonLines, Progress, Sink, duration, open_sinks, redacted
-from nrl.preemption import Terminated, heeded
+from nrl.preemption import Preemption, Terminated, heeded
 from nrl.reduce import Metrics, finalize, merge
 from nrl.report import report
 from nrl.runtime import profiling, timeline
@@ -63,11 +63,15 @@ class Run:
         total: steps of the main loop.
         keep: when checkpoints are written, and which are kept.
         sink: what else is told of metrics, besides the terminal and the JSONL files.
+        preemption: whether SIGTERM has come.
+        stack: of what ends with the run.
     """
 
-    def __init__(self, out: Path, total: int, keep: Checkpoints, sink: Sink, stack: ExitStack) -> None:
+    def __init__(
+        self, out: Path, total: int, keep: Checkpoints, sink: Sink, preemption: Preemption, stack: ExitStack
+    ) -> None:
         self.out, self.total, self.keep, self._stack = out, total, keep, stack
-        self._sink = sink
+        self._sink, self._preemption = sink, preemption
         self._progress = stack.enter_context(Progress())
         self._files: dict[str, JsonLines] = {}
         self._loops: list[_Loop] = []  # one within the other; the last is the one that is running
@@ -75,7 +79,6 @@ class Run:
         self._names: dict[str, set[str]] = {}  # of what a loop restores and saves
         self._best: dict[str, float] = {}
         self._sharing: set[Trainer] = set()  # those whose processes have been seen to have this folder
-        self._preemption = stack.enter_context(heeded(keep.grace))
 
     @timeline.span("restore")
     def restore(self, loop: str = "train", /, **named: Any) -> Any:
@@ -214,6 +217,7 @@ class Run:
                     with timeline.span("take"):
                         batch = self._pull(loop, stream)
                     loop.pulled = time.perf_counter()
+                    folder.begun(self.out)
                     yield step, batch
         finally:
             self._loops.remove(loop)
@@ -223,7 +227,10 @@ class Run:
             timeline.step(None)
 
     def _pull(self, loop: _Loop, stream: Stream[Batch]) -> Batch:
-        """The next batch. SIGTERM breaks that off where the stream can go back; else the step comes to its end."""
+        """The next batch. SIGTERM breaks that off where the stream can go back; else the step comes to its end.
+
+        The same signal may have ended what makes the batch: that error breaks it off as well.
+        """
         if loop is not self._loops[0]:
             return stream.take(1)[0]
         if self._preemption.asked:
@@ -234,8 +241,8 @@ class Run:
             self._preemption.going_on = saves and back is None
             batch = stream.take(1)[0]
             self._preemption.going_on = saves
-        except Terminated:
-            if back is None:
+        except (Terminated, Exception):
+            if back is None or not self._preemption.asked:
                 raise
             back()
             if not getattr(stream, "remote", False):  # else what others make goes on, and is kept
@@ -411,8 +418,9 @@ def run(cfg: Any) -> Iterator[Run]:
     done in 0:00; metrics are in ...
     """
     text = config.dump(cfg, redacted)
-    started = time.monotonic()
+    started, keep = time.monotonic(), getattr(cfg, "checkpoints", Checkpoints())
     with ExitStack() as stack:
+        preemption = stack.enter_context(heeded(keep.grace))  # first: what takes long to close is closed in time
         out = stack.enter_context(folder.entered(cfg))
         folder.settle(out, text)
         folder.plant(getattr(cfg, "seed", 0))
@@ -420,7 +428,7 @@ def run(cfg: Any) -> Iterator[Run]:
         stack.callback(_report, out)
         stack.enter_context(timeline.recording(out))
         stack.enter_context(profiling.asked(out))
-        yield Run(out, int(getattr(cfg, "steps", 0)), getattr(cfg, "checkpoints", Checkpoints()), sink, stack)
+        yield Run(out, int(getattr(cfg, "steps", 0)), keep, sink, preemption, stack)
     print(f"done in {duration(time.monotonic() - started)}; metrics are in {out}", flush=True)  # noqa: T201
 
 

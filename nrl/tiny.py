@@ -15,7 +15,7 @@ from nrl.backends.base import Model
 from nrl.backends.models import build, load_tokenizer, save_model
 from nrl.errors import DataError, ModelError
 
-__all__ = ["ALPHABET", "CHATML", "bpe", "model", "save", "sums", "tokenizer", "unless"]
+__all__ = ["ALPHABET", "CHATML", "bpe", "model", "model_or", "save", "sums", "tokenizer"]
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 """The characters that `tokenizer` knows: the newline and printable ASCII.
@@ -103,7 +103,7 @@ def model(*, tokenizer: Any = None, seed: int = 0, **overrides: Any) -> Model:
     return Model(config, tokenizer=made, seed=seed, **fields)
 
 
-def unless(source: str | None, **fields: Any) -> Model:
+def model_or(source: str | None, **fields: Any) -> Model:
     """The model that a folder or a hub name has; the tiny one, where none is named.
 
     Args:
@@ -114,9 +114,9 @@ def unless(source: str | None, **fields: Any) -> Model:
     Raises:
         ModelError: the tiny model's config has no such field.
 
-    >>> unless("Qwen/Qwen3-0.6B", dtype="bfloat16", num_hidden_layers=4).dtype
+    >>> model_or("Qwen/Qwen3-0.6B", dtype="bfloat16", num_hidden_layers=4).dtype
     'bfloat16'
-    >>> unless(None, num_hidden_layers=4).source["num_hidden_layers"]
+    >>> model_or(None, num_hidden_layers=4).source["num_hidden_layers"]
     4
     """
     if source is None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nrl.calling import Calls, Failed, said, stuck
-from nrl.envs import number
+from nrl.envs import number, single_turn
 from nrl.threads import Daemons
 
 WHO = contextvars.ContextVar("who", default="nobody")
@@ -199,6 +199,85 @@ def test_a_coroutine_that_blocks_its_loop_does_not_block_this_one() -> None:
 
     assert asyncio.run(every()) == 3
     assert stuck() == 1
+
+
+def test_coroutines_that_share_a_loop_have_a_limit_each() -> None:
+    async def blocks() -> int:
+        time.sleep(0.05)
+        return 1
+
+    async def begins_and_blocks() -> int:
+        await asyncio.sleep(0)  # so that all of them have begun, before one blocks
+        return await blocks()
+
+    assert ask(*[blocks] * 24, timeout=0.6) == [1] * 24
+    assert ask(*[begins_and_blocks] * 24, timeout=0.6) == [1] * 24
+
+
+def test_coroutines_that_hang_fail_alone() -> None:
+    async def hangs() -> None:
+        LONG.wait()
+
+    began = time.monotonic()
+    found = ask(*[later(lambda: 1)] * 8, hangs, *[later(lambda: 2)] * 20, *[hangs] * 5, later(lambda: 3), timeout=0.3)
+    assert time.monotonic() - began < 3  # and not a limit after the other
+    assert [str(each) for each in found if isinstance(each, Failed)] == [
+        "TimeoutError: hangs did not return within 0.3 s; mend it, or give the environment another timeout"
+    ] * 6
+    assert [each for each in found if not isinstance(each, Failed)] == [1] * 8 + [2] * 20 + [3]
+    assert stuck() == 6
+
+
+def test_a_coroutine_that_awaits_while_another_one_blocks_is_not_failed_for_it() -> None:
+    async def awaits() -> int:
+        await asyncio.sleep(0.1)
+        return 1
+
+    async def blocks() -> None:
+        time.sleep(0.9)
+
+    found = ask(awaits, blocks, awaits, timeout=0.5)
+    assert [each if isinstance(each, int) else str(each)[:20] for each in found] == [1, "TimeoutError: blocks", 1]
+
+
+def test_who_waits_on_a_loop_that_never_goes_on_is_given_up_too() -> None:
+    async def awaits() -> None:
+        await asyncio.sleep(0.1)
+
+    async def hangs() -> None:
+        LONG.wait()
+
+    found = failed(awaits, hangs, timeout=0.3)
+    assert [each.split()[1] for each in found] == ["awaits", "hangs"]
+
+    async def hangs_in_a_task() -> None:
+        await asyncio.create_task(hangs())
+
+    assert failed(hangs_in_a_task, timeout=0.3)[0].startswith("TimeoutError: hangs_in_a_task did")
+
+
+def test_a_timeout_names_what_the_user_wrote() -> None:
+    def verify(task: Any, response: str) -> Any:
+        LONG.wait()
+
+    async def awaits(task: Any, response: str) -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    def makes(task: Any, response: str) -> Any:
+        return awaits(task, response)
+
+    forms: list[Any] = [verify, partial(verify), awaits, makes]
+    found = failed(*[partial(single_turn(each).step, {}, "") for each in forms], timeout=0.1)
+    assert [each.split()[1] for each in found] == ["verify", "verify", "awaits", "makes"]
+
+
+def test_what_is_shown_is_masked(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MY_API_KEY", "correct-horse-battery")
+    assert failed(raising(LookupError("x" * 990 + "correct-horse-battery"))) == [f"LookupError: {'x' * 990}***"]
+    shown = capfd.readouterr().err
+    assert "LookupError: xxx" in shown
+    assert "horse" not in shown
 
 
 def test_without_a_limit_one_waits() -> None:

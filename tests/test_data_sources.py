@@ -142,10 +142,10 @@ def test_a_source_that_is_long_in_coming_is_said_and_leaves_no_bars(
     data.tasks(str(tmp_path), chat=False)
     assert capfd.readouterr() == ("", "")
     assert not datasets.are_progress_bars_disabled()
-    monkeypatch.setattr("nrl.log.waits._FIRST", 0.01)
+    monkeypatch.setattr("nrl.log.waits.SILENCE", 0.3)
 
     def slow(source: str) -> Any:
-        time.sleep(0.2)
+        time.sleep(0.4)
         return read(source)
 
     monkeypatch.setattr("nrl.data.streams.read", slow)

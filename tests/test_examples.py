@@ -140,6 +140,35 @@ def test_defaults_depend_on_whether_the_model_is_real() -> None:
     assert config.load(grpo.Config, ["engine.max_model_len=2048"]).engine == {"max_model_len": 2048}
 
 
+TOO_SMALL = {
+    "dp": 0, "samplers": -1, "prompts": 0, "group_size": 0, "rows": 0, "pairs": 0, "lag": -1, "updates": 0,
+    "patience": 0, "warmup": -1, "warmup_rows": 0, "teaching": -1, "judging": -1, "evaluate_every": 0,
+    "evaluate_prompts": 0, "evaluate_pairs": 0, "evaluate_rows": 0, "max_tokens": 0, "max_length": 0,
+    "max_new_tokens": 0, "buffer": -1, "max_mismatch": -1.0, "top_k": -1, "truncation": 0.0, "lr": 0.0, "beta": 0.0,
+    "desirable": 0.0, "undesirable": 0.0, "centering": -1.0, "clip": 0.0, "value_clip": 0.0, "gamma": -0.1,
+    "lam": -0.1, "share": 0.0, "kl": -0.1, "steps": -1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_a_number_that_cannot_be_is_a_mistake_before_anything_starts(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every number among the options of every example: two or three lines, status 2 and no folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NRL_TRACEBACK", raising=False)
+    module = load(path.stem)
+    numbers = [field.name for field in attrs.fields(module.Config) if field.type in (int, float)]
+    for name in sorted({*numbers} - {"seed"}):
+        with pytest.raises(SystemExit) as ended:
+            nrl.launch(nrl.retrying(module.main), module.Config, [f"{name}={TOO_SMALL[name]}"])
+        said = capsys.readouterr().err
+        assert ended.value.code == 2
+        assert len(said.splitlines()) <= 3
+        assert f"{name}=" in said or f"'{name}' must be " in said
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["grpo", "sft", "dpo"])
 def test_an_evaluation_every_0_steps_is_refused(name: str) -> None:
     from nrl import config

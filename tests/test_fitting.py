@@ -11,7 +11,7 @@ import nrl
 from nrl import Batch, tiny
 from nrl.algos import dapo_loss, sft_loss
 from nrl.backends import Trainer, TrainState, adamw, fsdp
-from nrl.errors import BatchError
+from nrl.errors import BatchError, ConfigError
 from nrl.reduce import finalize, merge, without
 
 
@@ -66,7 +66,7 @@ def test_one_part_is_the_step_itself(trainer: Trainer) -> None:
 
 def test_a_number_of_parts_that_a_batch_does_not_have(trainer: Trainer, batch: Batch) -> None:
     step = trainer.train_step(sft_loss)
-    with pytest.raises(ValueError, match="minibatched: n is 0; a batch is at least one part"):
+    with pytest.raises(ConfigError, match="minibatched: n is 0; a batch is at least one part"):
         nrl.minibatched(step, 0)
     with pytest.raises(BatchError, match="n is 17; it must be between 1 and the number of rows, 16"):
         nrl.minibatched(step, 17)(trainer.init(), batch)

@@ -1,6 +1,7 @@
 """A reward model as a verifier: what it gives, how often it is asked, and what its failures are."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,4 +105,31 @@ def test_an_answer_that_nobody_waits_for_leaves_the_others_alone(judged: tuple[A
     (expected,) = state.trainer.rewards(state.params, rows).result().tolist()
     assert asyncio.run(ask()) == pytest.approx(expected, abs=1e-5)
     assert asyncio.run(verify(TASKS[0], "2")) == pytest.approx(expected, abs=1e-5)  # another loop
+    assert params.calls == 2
+
+
+def test_a_judge_has_no_limit_unless_one_is_given(judged: tuple[Any, TrainState]) -> None:
+    verify = nrl.scored_by(judged[1].params, TOKENIZER)
+    assert single_turn(verify).timeout is None
+    assert single_turn(verify, timeout=5.0).timeout == 5.0
+
+
+def test_a_judge_that_takes_longer_than_others_may_is_waited_for(
+    judged: tuple[Any, TrainState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nrl.envs.base.TIMEOUT", 0.1)
+    cluster, state = judged
+    params: Any = Counted(state.params)
+    rewards = params.trainer.rewards
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.5)
+        return rewards(*args)
+
+    params.trainer = params.trainer._replace(rewards=slow)
+    sampler = hf.sampler(cluster.reserve(1), tiny.model(), nrl.Sampling(max_new_tokens=3))
+    env = single_turn(nrl.scored_by(params, TOKENIZER))
+    assert nrl.rollout(sampler, env, TASKS, n=2)["valid"].all()
+    (graded,) = nrl.grade(sampler, nrl.scored_by(params, TOKENIZER), TASKS[:1])
+    assert graded.rewards != [None]
     assert params.calls == 2

@@ -3,11 +3,14 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import pytest
 import nrl
 from nrl import preemption
 from nrl.checkpoint import Checkpoints, checkpoints
+from nrl.errors import LostActor
 from nrl.preemption import Terminated, heeded
 from nrl.stream import Source, Stream, ahead, counting
 
@@ -30,6 +34,21 @@ class Config:
 
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def _this_process_lives_on() -> Iterator[None]:
+    yield
+    preemption._call_off()
+
+
+@contextmanager
+def terminated() -> Iterator[None]:
+    """The end of a process, and the beginning of the next one."""
+    with pytest.raises(Terminated) as caught:
+        yield
+    assert caught.value.code == 143
+    preemption._call_off()
 
 
 def items(at: dict[int, Callable[[], Any]] | None = None) -> Source[Any]:
@@ -85,9 +104,8 @@ def test_a_wait_for_a_batch_is_broken_off_and_the_last_step_is_saved(
 ) -> None:
     expected = program(tmp_path / "whole", make(items()))
     out = tmp_path / "broken"
-    with pytest.raises(Terminated) as caught:
+    with terminated():
         program(out, make(items({index: terminate})))
-    assert caught.value.code == 143
     done = lines(out)
     assert [found.step + 1 for found in checkpoints(out / "checkpoints/train")][-1:] == ([done] if done else [])
     assert program(out, make(items())) == expected
@@ -100,7 +118,7 @@ def test_a_step_that_runs_comes_to_its_end_and_is_saved(
 ) -> None:
     expected = program(tmp_path / "whole", make(items()))
     out = tmp_path / "broken"
-    with pytest.raises(Terminated):
+    with terminated():
         program(out, make(items()), within=lambda step: terminate() if step == 1 else None)
     assert [found.step for found in checkpoints(out / "checkpoints/train")] == [1]
     assert lines(out) == 2
@@ -108,22 +126,22 @@ def test_a_step_that_runs_comes_to_its_end_and_is_saved(
 
 
 def test_what_it_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(Terminated):
+    with terminated():
         program(tmp_path / "a", items({2: terminate}))
     assert capfd.readouterr().err.splitlines() == [
         "run: SIGTERM; ending, within 600 s (checkpoints.grace)",
         f"run: step 1 of 'train' is saved in {tmp_path}/a/checkpoints/train/000002",
     ]
-    with pytest.raises(Terminated):
+    with terminated():
         program(tmp_path / "b", items(), within=lambda step: terminate() if step == 3 else None)
     assert capfd.readouterr().err.splitlines() == [
         "run: SIGTERM; going on to the end of this step, within 600 s (checkpoints.grace)",
         f"run: step 3 of 'train' is saved in {tmp_path}/b/checkpoints/train/000004",
     ]
-    with pytest.raises(Terminated):
+    with terminated():
         program(tmp_path / "b", items({4: terminate}))
     assert "no step of 'train' has been given to run.save since the last checkpoint" in capfd.readouterr().err
-    with pytest.raises(Terminated):
+    with terminated():
         program(tmp_path / "c", items({4: terminate}))
     assert f"step 3 of 'train' is saved in {tmp_path}/c/checkpoints/train/000004" in capfd.readouterr().err
 
@@ -134,7 +152,7 @@ def test_a_disk_that_takes_nothing_is_said(tmp_path: Path, capfd: pytest.Capture
         (tmp_path / "checkpoints").write_text("")
         terminate()
 
-    with pytest.raises(Terminated):
+    with terminated():
         program(tmp_path, items({2: full}))
     assert "run: no checkpoint could be saved: CheckpointError: save: " in capfd.readouterr().err
 
@@ -144,21 +162,21 @@ def test_a_stream_that_cannot_go_back_is_not_broken_off(tmp_path: Path) -> None:
         return items(at)._replace(mark=None)
 
     expected = program(tmp_path / "whole", make())
-    with pytest.raises(Terminated):
+    with terminated():
         program(tmp_path / "broken", make({2: terminate}))
     assert [found.step for found in checkpoints(tmp_path / "broken/checkpoints/train")] == [2]
     assert program(tmp_path / "broken", make()) == expected
 
 
 def test_a_step_that_saves_nothing_is_lost_and_that_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(Terminated):
+    with terminated():
         program(tmp_path, items({2: terminate}), saves=False)
     assert "no step of 'train' has been given to run.save since" in capfd.readouterr().err
 
 
 def test_outside_of_a_loop_it_ends_at_once(tmp_path: Path) -> None:
     left = []
-    with pytest.raises(Terminated), nrl.run(Config(str(tmp_path))):  # noqa: PT012
+    with terminated(), nrl.run(Config(str(tmp_path))):
         try:
             terminate()
             time.sleep(60)
@@ -178,7 +196,7 @@ def test_what_is_under_way_elsewhere_is_made_anew_where_it_takes_too_long(tmp_pa
         going.wait()
 
     cfg = lambda out: Config(out, checkpoints=Checkpoints(every=4, grace=4.0))  # noqa: E731
-    with pytest.raises(Terminated):
+    with terminated():
         program(tmp_path / "broken", ahead(items({3: slow})._replace(remote=True), 2), cfg=cfg)
     going.set()
     (found,) = checkpoints(tmp_path / "broken/checkpoints/train")
@@ -223,12 +241,96 @@ def test_another_thread_has_no_handler() -> None:
         assert pool.submit(elsewhere).result() is signal.SIG_DFL
 
 
-def test_patience_ends_with_the_run() -> None:
+def test_patience_has_an_end_until_the_process_ends() -> None:
     found = []
     with pytest.raises(Terminated), heeded(600.0):  # noqa: PT012  the end of the block is what is looked at
         try:
             terminate()
         finally:
             found.append(preemption.patience() or 0.0)
-    assert 235 < found[0] <= 240
-    assert preemption.patience() is None
+    found.append(preemption.patience() or 0.0)
+    assert 235 < found[1] <= found[0] <= 240
+
+
+# --- the same signal ends other processes too
+
+
+def lost() -> LostActor:
+    return LostActor("train_step", "trainer", 0, "10.0.0.3", "killed by signal 15")
+
+
+def test_what_is_lost_in_a_step_after_it_is_no_reason_to_begin_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def within(step: int) -> None:
+        if step == 2:
+            terminate()
+            raise lost()
+
+    with pytest.raises(Terminated) as caught:
+        nrl.retrying(partial(program, stream=items(), within=within), pause=0)(tmp_path)
+    assert isinstance(caught.value.__cause__, LostActor)
+    assert lines(tmp_path) == 2
+    said = capfd.readouterr()
+    assert "retrying" not in said.out
+    assert said.err.splitlines() == [
+        "run: SIGTERM; going on to the end of this step, within 600 s (checkpoints.grace)",
+        f"run: no checkpoint could be saved; what ran was ended by LostActor: {lost()}",
+    ]
+
+
+def test_what_is_lost_in_the_wait_for_a_batch_leaves_the_last_step_to_be_saved(tmp_path: Path) -> None:
+    def broken() -> None:
+        with suppress(Terminated):  # as where it comes in the middle of what cannot raise
+            terminate()
+        raise lost()
+
+    expected = program(tmp_path / "whole", items())
+    out = tmp_path / "broken"
+    with terminated():
+        nrl.retrying(partial(program, stream=items({2: broken})), pause=0)(out)
+    assert [found.step for found in checkpoints(out / "checkpoints/train")] == [1]
+    assert program(out, items()) == expected
+
+
+def test_what_is_lost_outside_of_a_run_after_it_is_no_reason_to_begin_again(tmp_path: Path) -> None:
+    def main(out: Path) -> None:
+        try:
+            program(out, items({2: terminate}))
+        finally:
+            raise lost()
+
+    with pytest.raises(Terminated) as caught:
+        nrl.retrying(main, pause=0)(tmp_path)
+    assert isinstance(caught.value.__cause__, LostActor)
+    assert [found.step for found in checkpoints(tmp_path / "checkpoints/train")] == [1]
+
+
+# --- the end of the process
+
+
+def test_what_is_closed_after_the_last_step_is_within_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: list[Any] = []
+    monkeypatch.setattr("nrl.runs.report", lambda out: handlers.append(signal.getsignal(signal.SIGTERM)))
+    program(tmp_path, items())
+    assert [getattr(handler, "__name__", "") for handler in handlers] == ["handle"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+BLOCKS = {
+    "after": "try:\n    with heeded(1.0): term()\nfinally: time.sleep(60)",
+    "another signal": "try:\n    with heeded(1.0): term()\nfinally:\n    term()\n    time.sleep(60)",
+    "caught": "try:\n    with heeded(1.0): term()\nexcept SystemExit: pass\nwith heeded(30.0): time.sleep(60)",
+    "at exit": "atexit.register(time.sleep, 60)\nwith heeded(1.0): term()",
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
+def test_whatever_has_been_left_the_process_ends_in_time(block: str) -> None:
+    begin = "import atexit, os, signal, time\nfrom nrl.preemption import heeded\n"
+    term = "def term() -> None: os.kill(os.getpid(), signal.SIGTERM)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", begin + term + block], timeout=30, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 143
+    assert "run: 0.95 s are over; no checkpoint could be saved" in done.stderr

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import torch
 
 import nrl
 import nrl.config
-from nrl import checkpoint
+from nrl import checkpoint, folder
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 from nrl.errors import CheckpointError, ConfigError, LostActor
@@ -543,6 +544,60 @@ def test_what_is_worth_keeping_stays(tmp_path: Path) -> None:
             raise ConfigError
         assert (tmp_path / name / keep).read_text() == "{}"
         assert (tmp_path / name / "config.yaml").is_file()
+
+
+def test_what_others_wrote_about_a_run_that_began_stays(tmp_path: Path) -> None:
+    """A bug or no memory in the first step is just what one wants to look at the profile for."""
+    for attempt in range(2):
+        out = tmp_path / f"a{attempt}" / "run"
+        with pytest.raises(MemoryError), run(Config(out=out)) as entered:  # noqa: PT012
+            for name in ("wandb", "tensorboard", "profile") if attempt == 0 else ("profile",):
+                (out / name).mkdir()
+                (out / name / "events").write_bytes(b"x")
+            if attempt == 0:
+                for _ in entered.steps(batches()):
+                    raise MemoryError
+            raise MemoryError  # a profile is asked for
+        assert {path.name for path in out.iterdir()} >= {"config.yaml", "profile"}
+    assert {"wandb", "tensorboard"} <= {path.name for path in (tmp_path / "a0" / "run").iterdir()}
+    with pytest.raises(MemoryError), run(Config(out=tmp_path / "new")):  # noqa: PT012
+        (tmp_path / "new" / "wandb").mkdir()
+        (tmp_path / "new" / "wandb" / "header").write_bytes(b"x")  # a tracker that has been started, and no more
+        raise MemoryError
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_is_not_searched_through(tmp_path: Path) -> None:
+    """It may be a home: what is in folders within it is not looked at, and what goes meanwhile hides no error."""
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    (tmp_path / "deep" / "er").chmod(0)
+    try:
+        with pytest.raises(MemoryError), run(Config(out=tmp_path)):
+            raise MemoryError
+        with pytest.raises(MemoryError), run(Config(out=tmp_path / "new")):  # noqa: PT012
+            shutil.rmtree(tmp_path / "new")
+            raise MemoryError
+    finally:
+        (tmp_path / "deep" / "er").chmod(0o700)
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_another_configuration_is_told_by_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = {f"option{i}": "x" * 40 for i in range(40)} | {"deep": {"er": 1, "same": 2}}
+    texts = [nrl.config.dump(Engine(each)) for each in (engine, engine | {"deep": {"er": "y" * 500, "same": 2}})]
+    folder.settle(tmp_path, texts[0])
+    folder.settle(tmp_path, texts[1])
+    said = capsys.readouterr().out
+    assert said == f"run: going on with another configuration: engine.deep.er: 1 -> {'y' * 80}...\n"
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match=r"with another engine.deep.er \(engine.deep.er: y+... -> 1\), so"):
+        folder.settle(tmp_path, texts[0])
+
+
+@attrs.frozen
+class Engine:
+    engine: dict[str, Any]
 
 
 def test_a_folder_that_is_gone_is_made_again_by_a_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,8 +106,8 @@ def test_an_override_that_is_no_field() -> None:
 
 def test_the_model_that_is_named_or_the_tiny_one() -> None:
     asked: dict[str, Any] = {"dtype": "bfloat16", "head": "reward", "trust_remote_code": True}
-    assert tiny.unless("a/name", **asked, num_hidden_layers=4) == Model("a/name", **asked)
-    small = tiny.unless(None, **asked, num_hidden_layers=4)
+    assert tiny.model_or("a/name", **asked, num_hidden_layers=4) == Model("a/name", **asked)
+    small = tiny.model_or(None, **asked, num_hidden_layers=4)
     assert small.source == tiny.model(num_hidden_layers=4).source
     assert (small.dtype, small.head, small.trust_remote_code) == ("bfloat16", "reward", True)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from nrl.algos.aggregate import token_mean
 from nrl.algos.masking import masked
 from nrl.batch import Batch
-from nrl.errors import RolloutMismatch
+from nrl.errors import ConfigError, RolloutMismatch
 from nrl.reduce import Ess, Max, Metrics
 
 __all__ = ["check_mismatch", "mismatch_metrics"]
@@ -101,7 +101,8 @@ def check_mismatch(numbers: Mapping[str, float], bound: float) -> None:
 
     Raises:
         RolloutMismatch: ``mismatch/kl`` is larger, or NaN.
-        ValueError: the bound is not positive, or the step was not measured.
+        ConfigError: the bound is not positive.
+        ValueError: the step was not measured.
 
     Source: the metrics are those of `mismatch_metrics`.
 
@@ -111,7 +112,7 @@ def check_mismatch(numbers: Mapping[str, float], bound: float) -> None:
     nrl.errors.RolloutMismatch: check_mismatch: trainer and sampler disagree: mismatch/kl is 0.2 nats a token, ...
     """
     if not bound > 0:
-        raise ValueError(f"check_mismatch: the bound is {bound}; it is in nats a token, and greater than 0")
+        raise ConfigError(f"check_mismatch: the bound is {bound}; it is in nats a token, and greater than 0")
     if "mismatch/kl" not in numbers:
         if numbers.get("skipped"):
             return

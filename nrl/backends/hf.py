@@ -14,6 +14,7 @@ from nrl.backends.models import Loading, context_length, end_tokens, load_tokeni
 from nrl.backends.replica import Request
 from nrl.backends.replicated import ReplicatedSampler
 from nrl.backends.seats import meshes
+from nrl.errors import ConfigError
 from nrl.runtime.placement import Mesh, Slots
 from nrl.runtime.process import rest, wake
 
@@ -40,7 +41,7 @@ def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None,
     Raises:
         ModelError: the model or its tokenizer cannot be loaded.
         PlacementError: slots that no mesh can be made of.
-        TypeError: it was given an argument for an engine.
+        ConfigError: it was given an argument for an engine.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -52,7 +53,7 @@ def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None,
     (0, True)
     """
     if engine:
-        raise TypeError(f"hf.sampler: it has no engine to set {', '.join(engine)} of; that is for vllm.sampler")
+        raise ConfigError(f"hf.sampler: it has no engine to set {', '.join(engine)} of; that is for vllm.sampler")
     return ReplicatedSampler(
         "hf.sampler", meshes(place, "base"), partial(_Decoder, model), model, sampling or Sampling()
     )

@@ -27,7 +27,7 @@ from nrl.reduce import Mean, Metrics, Sum
 from nrl.rows import remembered
 from nrl.runtime import Future, Handle, Mesh, done
 from nrl.runtime.futures import Coming, on_its_way
-from nrl.runtime.placement import Donated, Out, Rows, Value
+from nrl.runtime.placement import Donated, Out, Rows, Value, nothing
 from nrl.runtime.transfer import opened, route
 
 __all__ = ["make_trainer"]
@@ -61,12 +61,18 @@ def make_trainer(
     split_up = partial(parts_of, max_tokens=max_tokens)
 
     def call(
-        who: str, fn: Callable[..., Any], columns: Sequence[Sequence[Any]], outs: Any = Out.kept, *, turn: bool = True
+        who: str,
+        fn: Callable[..., Any],
+        columns: Sequence[Sequence[Any]],
+        outs: Any = Out.kept,
+        *,
+        turn: bool = True,
+        sent: Callable[[], object] = nothing,
     ) -> Any:
         """Call ``fn`` in each process, with its entry of each column."""
         mesh.cluster.check_open(who)
         args = [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in range(n)]
-        found = mesh.processes.call(who, fn, args, outs, turn=turn)
+        found = mesh.processes.call(who, fn, args, outs, turn=turn, sent=sent)
         return found if isinstance(outs, tuple) else found[0]
 
     def every(value: Any) -> list[Any]:
@@ -191,8 +197,8 @@ def make_trainer(
             fn = partial(processing.train, loss, split_up, tuple(coming))
             given = [engines, [Donated(value) for value in values], every(weights), *zip(*shards, strict=True)]
             with stepping:
-                new, found = call(who, fn, given, (Out.kept, Out.first))
-                state.handle.donate(owner, who)
+                consume = partial(state.handle.donate, owner, who)
+                new, found = call(who, fn, given, (Out.kept, Out.first), sent=consume)
             future = found.then(partial(_of_the_step, metrics))
             return state_of(new, state.step + 1, state.version, False, state._params.adapter), future
 

@@ -60,12 +60,15 @@ def option[T](default: T, *, help: str, validator: Callable[[Any, Any, T], Any] 
     return attrs.field(default=made, validator=validator, metadata={"help": help})  # type: ignore[no-any-return]
 
 
-def derived(default: Callable[[Any], Any], *, help: str = "") -> Any:
+def derived(
+    default: Callable[[Any], Any], *, help: str = "", validator: Callable[[Any, Any, Any], Any] | None = None
+) -> Any:
     """A field of a configuration whose default depends on the fields before it.
 
     Args:
         default: from the instance, with the fields before this one, to the default.
         help: the line that ``--help`` prints.
+        validator: an attrs validator, called with ``(instance, attribute, value)``.
 
     Returns:
         An `attrs.field`.
@@ -77,7 +80,8 @@ def derived(default: Callable[[Any], Any], *, help: str = "") -> Any:
     >>> Config().lr, Config("a-real-one").lr
     (0.001, 1e-06)
     """
-    return attrs.field(default=attrs.Factory(default, takes_self=True), metadata={"help": help} if help else {})
+    made = attrs.Factory(default, takes_self=True)
+    return attrs.field(default=made, validator=validator, metadata={"help": help} if help else {})
 
 
 def load[T](cls: type[T], args: Sequence[str] | None = None, *, program: str | None = None) -> T:

@@ -223,11 +223,13 @@ def _section(value: Any, cls: Any) -> Any:
         (key, _fill(field.type, default_of(field), given[key]), field.type) for key, field in present if key not in late
     )
     if late and not problems:
-        others = SimpleNamespace(**{field.name: done.get(key, default_of(field)) for key, field in known.items()})
-        more, problems = _each(
-            (key, _fill(known[key].type, default_of(known[key], others), given[key]), known[key].type) for key in late
-        )
-        done |= more
+        others = SimpleNamespace()
+        for key, field in known.items():  # a default may be derived from one that is
+            default = default_of(field, others) if key not in done else attrs.NOTHING
+            if key in late:
+                more, wrong = _each([(key, _fill(field.type, default, given[key]), field.type)])
+                done, problems = done | more, problems + wrong
+            setattr(others, field.name, done.get(key, default))
     for key, field in known.items():
         if key not in given and field.default is attrs.NOTHING:
             problems.append(((key,), f"missing, and it has no default; expected {name(field.type)}"))

@@ -5,8 +5,10 @@ between calls but the state that they hand on. A verifier is one function of a t
 the first of the second.
 """
 
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import EllipsisType
 from typing import Any, NamedTuple, Protocol
 
 from nrl.errors import EnvError
@@ -22,6 +24,7 @@ __all__ = [
     "Verifier",
     "asynchronous",
     "by_source",
+    "limit",
     "single_turn",
 ]
 
@@ -65,7 +68,8 @@ class Step(NamedTuple):
 class Env(Protocol):
     """Whatever has `reset` and `step`: an `Environment`, a module, an object; each may be plain or ``async``.
 
-    It may have a ``timeout``, too: the seconds that one call may take, or None. Without, that is a minute.
+    It may have a ``timeout``, too: the seconds that one call may take, None, or a function of the task that gives them.
+    Without, that is a minute.
 
     >>> def play(env: Env, task: Task) -> Step:
     ...     state, prompt = env.reset(task)
@@ -89,8 +93,8 @@ class Environment(NamedTuple):
     Args:
         reset: ``task -> (state, prompt)``.
         step: ``(state, action) -> Step``.
-        timeout: seconds that one call of either may take; None: no limit. A call that takes longer makes its row
-            invalid, as one that raises does.
+        timeout: seconds that one call of either may take, or a function of the task that gives them; None: no limit. A
+            call that takes longer makes its row invalid, as one that raises does.
 
     Guess a number; the state is the number and how many turns are left.
 
@@ -110,7 +114,23 @@ class Environment(NamedTuple):
 
     reset: Callable[[Task], tuple[Any, Prompt] | Awaitable[tuple[Any, Prompt]]]
     step: Callable[[Any, str], Step | Awaitable[Step]]
-    timeout: float | None = TIMEOUT
+    timeout: float | Callable[[Task], float | None] | None = TIMEOUT
+
+
+def limit(env: Env, task: Task) -> float | None:
+    """Seconds that a call of an environment may take for a task; None: no limit.
+
+    Raises:
+        ValueError: they are not positive.
+
+    >>> limit(single_turn(lambda task, response: 0.0, timeout=5.0), {"prompt": "a"})
+    5.0
+    """
+    timeout = getattr(env, "timeout", TIMEOUT)
+    seconds: float | None = timeout(task) if callable(timeout) else timeout
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"rollout: the environment's timeout is {seconds}; give seconds, or None for no limit")
+    return seconds
 
 
 def asynchronous(fn: Any) -> bool:
@@ -122,12 +142,13 @@ def asynchronous(fn: Any) -> bool:
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(type(fn), "__call__", None))  # noqa: B004
 
 
-def single_turn(verifier: Verifier, *, timeout: float | None = TIMEOUT) -> Environment:
+def single_turn(verifier: Verifier, *, timeout: float | EllipsisType | None = ...) -> Environment:
     """The environment that asks a task's prompt, and ends with what the verifier says of the answer.
 
     Args:
         verifier: plain or ``async``; `step` is what it is.
-        timeout: seconds that one call of it may take; None: no limit.
+        timeout: seconds that one call of it may take; None: no limit. Left out, it is the verifier's own ``timeout``,
+            an attribute that it may have, and else a minute.
 
     Returns:
         An environment whose state is the task.
@@ -149,14 +170,19 @@ def single_turn(verifier: Verifier, *, timeout: float | None = TIMEOUT) -> Envir
             )
         return task, task["prompt"]
 
+    names = functools.wraps(verifier, assigned=(), updated=())  # so that messages name the verifier
+
+    @names
     def step(state: Task, action: str) -> Step | Awaitable[Step]:
         reward: Any = verifier(state, action)
         return _later(state, reward) if inspect.isawaitable(reward) else Step(state, reward)
 
+    @names
     async def later(state: Task, action: str) -> Step:
         return await _later(state, verifier(state, action))  # type: ignore[arg-type]
 
-    return Environment(reset, later if asynchronous(verifier) else step, timeout)
+    seconds = getattr(verifier, "timeout", TIMEOUT) if isinstance(timeout, EllipsisType) else timeout
+    return Environment(reset, later if asynchronous(verifier) else step, seconds)
 
 
 def by_source(*envs: Env) -> Environment:
@@ -166,8 +192,7 @@ def by_source(*envs: Env) -> Environment:
         envs: in the order of the streams that `nrl.data.mixture` mixes.
 
     Returns:
-        An environment whose state is that of the one that takes the task, and its place; its timeout is the longest of
-        theirs.
+        An environment whose state is that of the one that takes the task, and its place. Each keeps its own timeout.
 
     Raises:
         EnvError: by `reset`, where a task has no ``"source"``, or one that no environment is for.
@@ -194,8 +219,14 @@ def by_source(*envs: Env) -> Environment:
         found: Any = envs[source].step(own, action)
         return _stepped(source, found) if inspect.isawaitable(found) else found._replace(state=(source, found.state))
 
-    limits = [getattr(env, "timeout", TIMEOUT) for env in envs]
-    return Environment(reset, step, None if None in limits else max(limits, default=TIMEOUT))
+    def timeout(task: Task) -> float | None:
+        source = task.get("source")
+        if not isinstance(source, int) or not 0 <= source < len(envs):
+            return TIMEOUT  # `reset` says what is wrong with it
+        return limit(envs[source], task)
+
+    reset.__name__, step.__name__ = "an environment's reset", "an environment's step"
+    return Environment(reset, step, timeout)
 
 
 async def _begun(source: int, found: Awaitable[tuple[Any, Prompt]]) -> tuple[tuple[int, Any], Prompt]:

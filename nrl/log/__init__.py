@@ -4,6 +4,6 @@ from nrl.log.jsonlines import JsonLines
 from nrl.log.redaction import redact, redacted
 from nrl.log.sinks import Sink, open_sinks
 from nrl.log.terminal import Progress, duration
-from nrl.log.waits import waiting
+from nrl.log.waits import wait_until, waiting
 
-__all__ = ["JsonLines", "Progress", "Sink", "duration", "open_sinks", "redact", "redacted", "waiting"]
+__all__ = ["JsonLines", "Progress", "Sink", "duration", "open_sinks", "redact", "redacted", "wait_until", "waiting"]

@@ -12,8 +12,14 @@ from typing import Any
 __all__ = ["redact", "redacted"]
 
 _MASK = "***"
+# What variables and keys of a configuration end in whose values are secrets
+_ENDS = (
+    "auth|authorization|bearer|cookies?|credentials?|dsn|passphrase|passwd|passwords?|pat|secrets?|webhooks?(_urls?)?"
+)
 # TOKENIZERS_PARALLELISM and KEYBOARD_LAYOUT are no secrets
-_SECRET_NAME = re.compile(r"KEY(?!BOARD|MAP)|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|_(PAT|PWD)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    rf"KEY(?!BOARD|MAP)|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|_PWD$|(^|_)({_ENDS})$", re.IGNORECASE
+)
 _SHORTEST = 8  # characters; a shorter value is a word, and would be masked wherever it is used
 _SHAPES = (
     r"(?<![A-Za-z0-9])(?:"
@@ -26,11 +32,21 @@ _SHAPES = (
     r")"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----"
     r"|(?<=://)[^\s/:@]*:[^\s/?#\"'<>]+(?=@)"  # user:password in an address
+    r"|(?<=hooks\.slack\.com/services/)[^\s\"'<>]+"
+    r"|(?i:(?<=password=)|(?<=;pwd=)|(?<=accountkey=)|(?<=accesskey=))[^\s;&\"'<>]+"  # of a connection
 )
 # What a key is called, in words with underscores, if its value is a secret; a token may also be one of text
 _SECRET_KEY = re.compile(
-    r"(^|_)(token|passwords?|passwd|passphrase|pwd|secrets?|credentials?|authorization|cookies?|apikeys?"
+    rf"(^|_)({_ENDS}|token|pwd|apikeys?"
     r"|(api|access|secret|private|auth|account|encryption|signing|ssh|service|license)_keys?)$"
+)
+_KEY = re.compile(r"_key$")  # a secret if it is a text, unless it is that of a column, a row or a mapping
+_KEY_OF_DATA = re.compile(
+    r"(^|_)(answer|audio|batch|by|cache|chosen|column|completion|config|content|context|conversation|data|dataset|dict"
+    r"|document|extra|feature|field|file|foreign|group|id|ids|image|images|index|input|inputs|item|label|labels|language"
+    r"|loss|mask|message|messages|metadata|metric|name|output|outputs|partition|primary|problem|prompt|public|query"
+    r"|question|record|reference|rejected|response|reward|role|row|sample|score|solution|sort|source|split|state|step"
+    r"|system|target|task|text|tools?|truth|turn|user|value|video|weight)_key$"
 )
 _TOKEN_OF_TEXT = re.compile(
     r"(^|_)(answer|assistant|audio|begin|blank|boa|boi|bos|bov|cls|delimiter|dummy|end|eoa|eoi|eom|eos|eot|eov|first"
@@ -43,9 +59,9 @@ def redact(text: str) -> str:
     """Mask what must not be written down with ``***``.
 
     That is: the values, of at least 8 characters, of environment variables whose names look secret (``*KEY*``,
-    ``*TOKEN*``, ``*SECRET*``, ``*PASSW*`` ...); passwords in ``~/.netrc`` or ``$NETRC``, where the key of Weights &
-    Biases is; and what has the shape of a well-known token (``hf_...``, ``sk-...``, ``ghp_...``, ``AKIA...``), of a
-    private key, or of a password in an address.
+    ``*TOKEN*``, ``*SECRET*``, ``*PASSW*``, ``*_DSN`` ...); passwords in ``~/.netrc`` or ``$NETRC``, where the key of
+    Weights & Biases is; and what has the shape of a well-known token (``hf_...``, ``sk-...``, ``ghp_...``,
+    ``AKIA...``), of a private key, of a webhook, or of a password in an address or in a connection string.
 
     Args:
         text: any.
@@ -64,9 +80,11 @@ def redact(text: str) -> str:
 def redacted(value: Any) -> Any:
     """Apply `redact` to every text in a JSON-like value, keys too; what a key calls a secret is masked whole.
 
-    Such keys end in ``password``, ``secret``, ``api_key``, ``token``, ``credentials``, ``Authorization`` and the like,
-    at any depth. What is in a mapping or list there is masked, too; None, true, false and fractions, which metrics are,
-    stay. A ``key`` alone is no secret, nor are ``max_tokens``, ``pad_token`` and other tokens of texts.
+    Such keys end in ``password``, ``secret``, ``api_key``, ``token``, ``credentials``, ``Authorization``, ``dsn``,
+    ``webhook`` and the like, at any depth. What is in a mapping or list there is masked, too; None, true, false and
+    fractions, which metrics are, stay. A text is also a secret by any other ``..._key``, and in ``keys: {openai: ...}``
+    as if it were ``openai_key: ...``. A ``key`` alone is no secret, nor are ``question_key`` and other names of
+    columns, ``max_tokens``, ``pad_token`` and other tokens of texts.
 
     A list of texts is read as one text: a secret is found also where it is spread over several tokens.
 
@@ -90,7 +108,7 @@ def _redacted(value: Any, secret: re.Pattern[str]) -> Any:
         return secret.sub(_MASK, value)
     if isinstance(value, Mapping):
         return {
-            _redacted(key, secret): _masked(item) if _is_secret(key) else _redacted(item, secret)
+            _redacted(key, secret): _masked(item) if _is_secret(key, item) else _redacted(_listed(key, item), secret)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
@@ -115,9 +133,22 @@ def _words(name: str) -> str:
     return "_".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)).lower()
 
 
-def _is_secret(key: Any) -> bool:
+def _is_secret(key: Any, value: Any) -> bool:
     name = _words(key) if isinstance(key, str) else ""
-    return bool(_SECRET_KEY.search(name)) and not _TOKEN_OF_TEXT.search(name)
+    if _SECRET_KEY.search(name):
+        return not _TOKEN_OF_TEXT.search(name)
+    return isinstance(value, str) and bool(_KEY.search(name)) and not _KEY_OF_DATA.search(name)
+
+
+def _listed(key: Any, value: Any) -> Any:
+    """Texts in a mapping ``keys`` or ``tokens`` are what they would be by names such as ``openai_key``."""
+    if key not in ("keys", "tokens") or not isinstance(value, Mapping):
+        return value
+    one = key.removesuffix("s")
+    return {
+        name: _MASK if item and isinstance(item, str) and _is_secret(f"{name}_{one}", item) else item
+        for name, item in value.items()
+    }
 
 
 def _pieces(pieces: Sequence[str], secret: re.Pattern[str]) -> list[str]:

@@ -1,5 +1,6 @@
-"""What is being waited for, where that takes long."""
+"""Waits that may be long, and blocks that may: they say what for, after a while and then less and less often."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -7,14 +8,50 @@ from contextlib import contextmanager
 
 from nrl.log.terminal import duration
 
-__all__ = ["waiting"]
+__all__ = ["SILENCE", "wait_until", "waiting"]
 
-_FIRST, _EVERY = 5.0, 30.0  # seconds until the first line, and between two
+SILENCE = 10.0
+"""Seconds after which a wait says what it is for.
+
+>>> SILENCE
+10.0
+"""
+
+_LONGEST = 600.0  # seconds between two lines
+
+
+def wait_until(
+    ready: Callable[[float], bool], limit: float, told: Callable[[float], str], silence: float = SILENCE
+) -> bool:
+    """Wait until something is ready, and print what is waited for: after a while, and then less and less often.
+
+    Args:
+        ready: waits for so many seconds at most, and returns whether it is.
+        limit: seconds.
+        told: the line to print, of the seconds so far.
+        silence: seconds before the first line; each further one takes twice as long as the one before.
+
+    Returns:
+        Whether it was ready in time.
+
+    >>> from threading import Event
+    >>> wait_until(Event().wait, 0.08, lambda seconds: "waiting for Godot", silence=0.02)
+    waiting for Godot
+    waiting for Godot
+    False
+    """
+    started = time.monotonic()
+    while (left := limit - (time.monotonic() - started)) > silence:
+        if ready(silence):
+            return True
+        print(told(time.monotonic() - started), flush=True)  # noqa: T201
+        silence = min(2 * silence, _LONGEST)
+    return bool(ready(max(0.0, left)))
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Say, by a line after 5 seconds and then every 30, what the block does and how far it is.
+    """Say what the block does and how far it is, where it takes long: as often as `wait_until`.
 
     Args:
         what: as the line says it, such as ``"loading the weights of X"``.
@@ -25,19 +62,16 @@ def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
     >>> with waiting("reading rows") as far:
     ...     far(3, 10)
     """
-    started, left, reached = time.monotonic(), threading.Event(), list[tuple[int, int]]()
+    left, reached = threading.Event(), list[tuple[int, int]]()
 
-    def say() -> None:
-        pause = _FIRST
-        while not left.wait(pause):
-            pause = _EVERY
-            done = "".join(f", {done} of {total}" for done, total in reached[-1:])
-            print(f"{what}{done}, {duration(time.monotonic() - started)} so far", flush=True)  # noqa: T201
+    def told(seconds: float) -> str:
+        done = "".join(f", {done} of {total}" for done, total in reached[-1:])
+        return f"{what}{done}, {duration(seconds)} so far"
 
     def far(done: int, total: int) -> None:
         reached[:] = [(done, total)]
 
-    thread = threading.Thread(target=say, name="waiting", daemon=True)
+    thread = threading.Thread(target=wait_until, args=(left.wait, math.inf, told, SILENCE), name="waiting", daemon=True)
     thread.start()
     try:
         yield far

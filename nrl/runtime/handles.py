@@ -45,7 +45,8 @@ class Handle:
         if self._values is None:
             raise ConsumedState(
                 f"{who}: this {self.name} was consumed by {self._consumer} already, and so was everything borrowed "
-                "from it; use what that call returned (state, metrics = step(state, batch))"
+                "from it; use what that call returned (state, metrics = step(state, batch)), or what a checkpoint has, "
+                "where Ctrl-C kept it from returning"
             )
         self.mesh.cluster.check_open(who)
         if owner is not self.owner:

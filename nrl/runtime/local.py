@@ -15,7 +15,7 @@ from nrl.errors import PlacementError
 from nrl.runtime import profiling, timeline
 from nrl.runtime.executables import Executable, check_importable
 from nrl.runtime.futures import Future, done
-from nrl.runtime.placement import Cluster, Donated, Mesh, Out, Processes, Rows, Slots, Strategy, Value
+from nrl.runtime.placement import Cluster, Donated, Mesh, Out, Processes, Rows, Slots, Strategy, Value, nothing
 from nrl.runtime.process import Process, entered, perform
 
 __all__ = ["DIFFER", "LocalCluster"]
@@ -93,6 +93,7 @@ class _ThisProcess:
         outs: Out | tuple[Out, ...],
         *,
         turn: bool = True,
+        sent: Callable[[], object] = nothing,
     ) -> list[Any]:
         started, now = timeline.stopwatch()
         found = []
@@ -104,7 +105,9 @@ class _ThisProcess:
             timeline.record(self.mesh.name, 0, who, started, now())
         kinds = outs if isinstance(outs, tuple) else (outs,)
         columns = zip(*found, strict=True)
-        return [_given(who, list(column), kind) for column, kind in zip(columns, kinds, strict=True)]
+        given = [_given(who, list(column), kind) for column, kind in zip(columns, kinds, strict=True)]
+        sent()
+        return given
 
 
 def _opened(arg: Any) -> Any:

@@ -137,12 +137,17 @@ def shard_map(
         rows = _rows(who, values, specs, mesh.dp)
         columns = [_spread(who, value, spec, rows, mesh) for value, spec in zip(values, specs, strict=True)]
         locals_ = [[column[rank] for column in columns] for rank in range(mesh.size)]
-        results = mesh.processes.call(who, local, locals_, outs)
         kinds = [out_specs] if isinstance(out_specs, P | State) else out_specs
+        if rows is None and P("dp") in kinds:
+            raise PlacementError(f"{who}: out_specs has P('dp'), but no argument was split by rows")
+
+        def sent() -> None:
+            for value, spec in zip(values, specs, strict=True):
+                if spec is donated:
+                    value.donate(mesh, who)
+
+        results = mesh.processes.call(who, local, locals_, outs, sent=sent)
         given = [_collect(who, result, spec, rows, mesh) for result, spec in zip(results, kinds, strict=True)]
-        for value, spec in zip(values, specs, strict=True):
-            if spec is donated:
-                value.donate(mesh, who)
         return given[0] if isinstance(outs, Out) else tuple(given)
 
     return mapped
@@ -232,8 +237,7 @@ def _collect(who: str, result: Any, spec: _Spec, rows: list[Tensor] | None, mesh
         return result.then(functools.partial(_sum, who))
     if spec == P():
         return result.then(_first)
-    if rows is None:
-        raise PlacementError(f"{who}: out_specs has P('dp'), but no argument was split by rows")
+    assert rows is not None
     return result.then(functools.partial(restore, rows, who=who), rows)
 
 

@@ -20,7 +20,20 @@ from nrl.runtime.executables import Executable
 from nrl.runtime.executables import executable as find
 from nrl.runtime.futures import Future
 
-__all__ = ["Cluster", "Donated", "Mesh", "Out", "Processes", "Reply", "Rows", "Slots", "Strategy", "Value", "as_mesh"]
+__all__ = [
+    "Cluster",
+    "Donated",
+    "Mesh",
+    "Out",
+    "Processes",
+    "Reply",
+    "Rows",
+    "Slots",
+    "Strategy",
+    "Value",
+    "as_mesh",
+    "nothing",
+]
 
 type Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
@@ -88,6 +101,13 @@ class Reply(Protocol):
         ...
 
 
+def nothing() -> None:
+    """There is nothing to write down.
+
+    >>> nothing()
+    """
+
+
 class Processes(Protocol):
     """The processes of a mesh."""
 
@@ -113,6 +133,7 @@ class Processes(Protocol):
         outs: Out | tuple[Out, ...],
         *,
         turn: bool = True,
+        sent: Callable[[], object] = nothing,
     ) -> list[Any]:
         """Call ``fn`` in each process, with the arguments that are meant for it.
 
@@ -125,6 +146,8 @@ class Processes(Protocol):
             outs: one for each result if ``fn`` returns a tuple, else one.
             turn: whether it takes its turn on devices that it shares with other meshes, so that what they hold leaves
                 them and what rests here comes back. Without, all stays where it is.
+            sent: called once the call cannot be taken back, before a handler of a signal can run: whoever gave a
+                value to be consumed writes down here that it is.
 
         Returns:
             For each of ``outs``, a list of `Value` where it is kept, else a `Reply`.

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from nrl.errors import DeadlineExceeded, FailedStart, LostActor, MutatedBatch, PlacementError
+from nrl.log.waits import SILENCE, wait_until
 from nrl.runtime import timeline
 from nrl.runtime.local import DIFFER
 from nrl.runtime.raising import Raised
 from nrl.runtime.shipping import opened
-from nrl.runtime.waiting import SILENCE, waited
 from nrl.runtime.worker import NeverMade, Receipt
 
 __all__ = ["Actors", "Call", "Part", "Pending", "Ref", "Reply"]
@@ -174,7 +174,7 @@ class Call:
 
         try:
             usual = self.actors.longest.get(self.who, 0.0)  # nobody wants to read of each step that it takes a minute
-            if waited(arrived, limit, self._told, max(SILENCE, 2 * usual)):
+            if wait_until(arrived, limit, self._told, max(SILENCE, 2 * usual)):
                 self._finish([pickle.loads(each) for each in receipts])
             elif limit < whole:
                 return False

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from nrl.errors import ClosedCluster, PlacementError
+from nrl.log.waits import wait_until
 from nrl.runtime.executables import Executable
 from nrl.runtime.placement import Cluster, Mesh, Processes, Slots, Strategy
 from nrl.runtime.ray_actor import actor_class, split
 from nrl.runtime.ray_entry import enter, leave, stock, target
 from nrl.runtime.ray_nodes import address_of, command, interpreters
 from nrl.runtime.ray_processes import RayProcesses
-from nrl.runtime.waiting import waited
 
 __all__ = ["RayCluster"]
 
@@ -74,7 +74,7 @@ class RayCluster(Cluster):
         group = placement_group([bundle] * n, strategy=strategy)
         self._groups.append(group)
         asked = _asked(n, bundle, strategy)
-        if not waited(group.wait, limit, lambda _: f"reserve: waiting for {asked}; {stock()}"):
+        if not wait_until(group.wait, limit, lambda _: f"reserve: waiting for {asked}; {stock()}"):
             self._groups.remove(group)
             text = _refusal(n, bundle, strategy, limit)  # before the group that waits is gone
             remove_placement_group(group)

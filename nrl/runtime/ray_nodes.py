@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from nrl.errors import DeadlineExceeded, ExecutableError, LostActor
+from nrl.log.waits import wait_until
 from nrl.runtime import on_node, profiling, provision, venvs
 from nrl.runtime.executables import Executable
-from nrl.runtime.waiting import waited
 
 __all__ = ["address_of", "command", "interpreters"]
 
@@ -104,7 +104,7 @@ def _on_nodes(
         failed = f"mesh '{mesh}': {what} cannot be {done} on node {address_of(node)}"
         told = f"mesh '{mesh}': waiting for {what} to be {done} on node {address_of(node)} ({{:.0f}} s)".format
         try:
-            if not waited(arrived, max(0.0, until - time.monotonic()), told):
+            if not wait_until(arrived, max(0.0, until - time.monotonic()), told):
                 raise DeadlineExceeded(f"{failed}: no answer within {deadline:g} s")
         except ray.exceptions.RayTaskError as error:
             cause = error.cause or error

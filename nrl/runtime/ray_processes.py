@@ -17,7 +17,7 @@ from nrl.runtime import profiling
 from nrl.runtime.executables import executable
 from nrl.runtime.interrupts import deferred
 from nrl.runtime.on_node import by_value, tail
-from nrl.runtime.placement import Donated, Mesh, Out, Rows
+from nrl.runtime.placement import Donated, Mesh, Out, Rows, nothing
 from nrl.runtime.ray_calls import Call, Part, Pending, Ref, Reply
 from nrl.runtime.shipping import shipped, shipper, size, written
 from nrl.runtime.worker import FUNCTIONS, Argument, Order, folded
@@ -100,6 +100,7 @@ class RayProcesses:
         outs: Out | tuple[Out, ...],
         *,
         turn: bool = True,
+        sent: Callable[[], object] = nothing,
     ) -> list[Any]:
         """Ask every process; returns at once."""
         self.mesh.cluster.check_open(who)
@@ -140,14 +141,15 @@ class RayProcesses:
             if kinds.count(Out.kept) == 1 and all(len(values) == 1 for values in consumed):
                 call.instead = [value for (value,) in consumed]
             self._remember(call)
-        returned = [iter(given[1:]) for given in refs]
-        found: list[Any] = []
-        for place, kind in enumerate(kinds):
-            if kind is Out.kept:
-                found.append([_There(self, rank, key[place] or 0, call) for rank, key in enumerate(keys)])
-            else:
-                sent = [next(refs) for refs, sends in zip(returned, wanted, strict=True) if sends[place]]
-                found.append(Reply(call, sent))
+            returned = [iter(given[1:]) for given in refs]
+            found: list[Any] = []
+            for place, kind in enumerate(kinds):
+                if kind is Out.kept:
+                    found.append([_There(self, rank, key[place] or 0, call) for rank, key in enumerate(keys)])
+                else:
+                    results = [next(refs) for refs, sends in zip(returned, wanted, strict=True) if sends[place]]
+                    found.append(Reply(call, results))
+            sent()  # after what was made has its names: without one, the processes would keep it for good
         return found
 
     def _send(

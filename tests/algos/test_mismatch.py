@@ -16,7 +16,7 @@ from nrl.algos import advantages, check_mismatch, grpo_loss, mismatch_metrics
 from nrl.backends import Sampler, Sampling, Trainer, TrainState, adamw, fsdp, hf, publish
 from nrl.batch import Batch
 from nrl.envs import number, single_turn
-from nrl.errors import BatchError, RolloutMismatch
+from nrl.errors import BatchError, ConfigError, RolloutMismatch
 from nrl.reduce import Metrics, finalize, merge
 from tests.properties.strategies import Layout, batches, hidden_rows, layouts, outputs, taken
 
@@ -242,7 +242,7 @@ def test_a_skipped_step_passes_and_one_without_numbers_does_not() -> None:
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
 def test_a_bound_is_positive(bound: float) -> None:
-    with pytest.raises(ValueError, match=r"the bound is .*greater than 0"):
+    with pytest.raises(ConfigError, match=r"the bound is .*greater than 0"):
         check_mismatch(numbers(0.0, 0.0), bound=bound)
 
 

@@ -12,7 +12,7 @@ from nrl.backends import hf
 from nrl.backends.base import Completion, Model, Sampling
 from nrl.backends.cache import ATTENTION
 from nrl.backends.models import build, named_tensors
-from nrl.errors import ClosedCluster, GenerationError, ModelError
+from nrl.errors import ClosedCluster, ConfigError, GenerationError, ModelError
 from nrl.runtime import cluster
 
 WORDS = ["<pad>", "<bos>", "<eos>", *"abcdefghijklmnopqrst"]
@@ -273,5 +273,5 @@ def test_a_sender_that_fails_midway_stops_it(slots: Any) -> None:
 
 
 def test_there_is_no_engine_to_set_up() -> None:
-    with cluster("local") as here, pytest.raises(TypeError, match="no engine to set max_model_len of; that is for"):
+    with cluster("local") as here, pytest.raises(ConfigError, match="no engine to set max_model_len of; that is for"):
         hf.sampler(here.reserve(1), tiny.model(), max_model_len=100)

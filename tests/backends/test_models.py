@@ -114,8 +114,7 @@ def test_loading_leaves_no_bars_and_says_what_takes_long(
     capfd.readouterr()
     models.build(Model(str(tmp_path)))
     assert capfd.readouterr() == ("", "")
-    monkeypatch.setattr("nrl.log.waits._FIRST", 0.0)
-    monkeypatch.setattr("nrl.log.waits._EVERY", 1e-4)
+    monkeypatch.setattr("nrl.log.waits.SILENCE", 0.0)
     models.build(Model(str(tmp_path)))
     said = capfd.readouterr()
     assert said.err == ""

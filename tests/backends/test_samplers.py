@@ -18,7 +18,15 @@ from nrl.algos import sft_loss
 from nrl.backends import Model, Params, Sampler, Sampling, adamw, fsdp, hf, vllm
 from nrl.backends.base import Streams
 from nrl.batch import Batch
-from nrl.errors import ClosedCluster, GenerationError, ModelError, PlacementError, TransferError, WeightMismatch
+from nrl.errors import (
+    ClosedCluster,
+    ConfigError,
+    GenerationError,
+    ModelError,
+    PlacementError,
+    TransferError,
+    WeightMismatch,
+)
 from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
 from nrl.runtime.placement import Out
 
@@ -447,9 +455,9 @@ def test_a_process_has_one_engine(it: Made) -> None:
 @pytest.mark.parametrize("it", kinds("vllm")[:1], indirect=True)
 def test_arguments_of_vllm_are_passed_on_or_refused(it: Made) -> None:
     mesh = attrs.evolve(it.mesh, name="arguments")
-    with pytest.raises(TypeError, match="vllm.sampler: .*max_seqs"):
+    with pytest.raises(ConfigError, match="vllm.sampler: .*max_seqs"):
         vllm.sampler(mesh, model(), max_seqs=3)
-    with pytest.raises(TypeError, match="vllm.sampler: .*it was given max_num_seqs='many' of vLLM's EngineArgs"):
+    with pytest.raises(ConfigError, match="vllm.sampler: .*it was given max_num_seqs='many' of vLLM's EngineArgs"):
         vllm.sampler(mesh, model(), max_num_seqs="many")
     with pytest.raises(ModelError, match="give a smaller max_model_len, or more memory with kv_cache_memory_bytes or"):
         vllm.sampler(mesh, model(), kv_cache_memory_bytes=2**12)

@@ -10,7 +10,7 @@ from nrl import tiny
 from nrl.backends import Model, vllm
 from nrl.backends.models import build, save_model
 from nrl.backends.vllm import engine, settings
-from nrl.errors import ModelError, PlacementError
+from nrl.errors import ConfigError, ModelError, PlacementError
 from nrl.runtime import Cluster, cluster
 from nrl.runtime.local import LocalCluster
 
@@ -32,7 +32,7 @@ def here() -> Any:
 )
 def test_arguments_that_are_nrls_are_refused_at_once(here: Cluster, options: dict[str, Any]) -> None:
     (name,) = options
-    with pytest.raises(TypeError, match=f"vllm.sampler: {name} are set by nrl; leave them out, and say with slots and"):
+    with pytest.raises(ConfigError, match=f"vllm.sampler: {name} are set by nrl; leave them out, and say with slots"):
         vllm.sampler(here.reserve(1), tiny.model(), max_num_seqs=3, **options)
 
 

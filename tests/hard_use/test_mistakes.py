@@ -48,6 +48,32 @@ def test_examples(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        ("updates=0", "updates: 'updates' must be >= 1: 0"),
+        ("max_mismatch=-1", "'max_mismatch' must be > 0: -1"),
+        ("prompts=0", "'prompts' must be >= 1: 0"),
+        ("group_size=0", "'group_size' must be >= 1: 0"),
+        ("steps=-1", "run: steps=-1; give 0 or more"),
+        ("dp=0", "'dp' must be >= 1: 0"),
+        ("samplers=-1", "'samplers' must be >= 0: -1"),
+        ("lag=-1", "'lag' must be >= 0: -1"),
+        ("warmup=-1", "'warmup' must be >= 0: -1"),
+        ("engine.api_key=x", "hf.sampler: it has no engine to set api_key of"),
+        ("sampler=vllm-cpu engine.tokenizer=x", "vllm.sampler: tokenizer are set by nrl"),
+        ("dtype=float16", "dtype: expected"),
+        ("sampling.temperature=-1", "'temperature' must be >= 0: -1"),
+        ("optimizer.lr=-1", "lr"),
+        ("checkpoints.every=0", "'every' must be >= 1: 0"),
+        ("sinks=[excel]", "excel"),
+    ],
+)
+def test_bad_values_of_grpo(arguments: str, said: str, tmp_path: Path) -> None:
+    lines = refused([sys.executable, str(ROOT / "examples" / "grpo.py"), *arguments.split(" ")], tmp_path)
+    assert said in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
         ("report nowhere", "report: out=nowhere is not a folder"),
         ("eval nowhere.jsonl model=model", "'nowhere.jsonl' is neither a file"),
         ("eval arithmetic limit=4 model=./nowhere", "there is no such folder"),

@@ -5,6 +5,8 @@ import random
 import signal
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ import pytest
 from tensordict import TensorDict
 
 import nrl
-from nrl import data, tiny
+from nrl import data, runs, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Sampling, adamw, fsdp, hf
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints, checkpoints
 from nrl.envs import Environment, Step, single_turn
+from nrl.log import Sink, open_sinks
 from tests.children import server
 from tests.processes import marked, settled, titles
 from tests.test_kill import numbers
@@ -37,6 +40,7 @@ class Config:
     sleeps: float = 0.05  # seconds: a verifier
     hangs: bool = False  # a verifier, in the third batch, for ever
     trains: float = 0.05  # seconds: a step
+    tracks: bool = False  # with a tracker whose end hangs
     checkpoints: Checkpoints = Checkpoints(every=5)
 
 
@@ -83,11 +87,23 @@ def train(cfg: Config) -> None:
         trainer.export(state.params, run.out / "model")
 
 
+@contextmanager
+def hanging(*args: Any, **named: Any) -> Iterator[Sink]:
+    """What trackers do without a network."""
+    with open_sinks(*args, **named) as sink:
+        try:
+            yield sink
+        finally:
+            time.sleep(10**6)
+
+
 def main(folder: str, mark: str, cfg: Config) -> None:
     for descriptor, file in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{folder}/{file}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ["NRL_TEST_MARK"] = mark
-    train(cfg)
+    if cfg.tracks:
+        vars(runs)["open_sinks"] = hanging
+    nrl.retrying(train)(cfg)
 
 
 def start(folder: Path, mark: str = "", **settings: Any) -> Any:
@@ -167,3 +183,34 @@ def test_a_step_that_takes_longer_than_there_is_time(tmp_path: Path) -> None:
     assert time.monotonic() - began < 4.5
     assert child.exitcode == 143
     assert "run: SIGTERM; " in (tmp_path / "err").read_text()
+
+
+def test_a_tracker_whose_end_hangs(tmp_path: Path) -> None:
+    child = start(tmp_path, tracks=True, checkpoints=Checkpoints(every=5, grace=5.0), steps=10**6)
+    reached(child, tmp_path, 1)
+    os.kill(child.pid, signal.SIGTERM)
+    began = time.monotonic()
+    child.join(60)
+    assert time.monotonic() - began < 5.5
+    assert child.exitcode == 143, (tmp_path / "err").read_text()
+    assert saved(tmp_path) == steps(tmp_path)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("later", [0.0, 5.0], ids=["in a batch", "in a step"])
+def test_a_scheduler_that_ends_the_processes_of_meshes_too(tmp_path: Path, later: float) -> None:
+    """Those of the meshes die at once."""
+    mark = uuid.uuid4().hex
+    child = start(tmp_path, mark, cluster="ray", trains=8.0, steps=10**6)
+    reached(child, tmp_path, 1)
+    time.sleep(later)
+    os.kill(child.pid, signal.SIGTERM)
+    began = time.monotonic()
+    for pid, title in titles(marked(mark)).items():
+        if title.startswith("ray::Actor"):
+            os.kill(pid, signal.SIGKILL)
+    child.join(60)
+    assert time.monotonic() - began < 30
+    assert child.exitcode == 143, (tmp_path / "err").read_text()
+    assert "retrying: attempt" not in (tmp_path / "out").read_text()
+    assert settled(lambda: titles(marked(mark)), 10) == {}

@@ -1,6 +1,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     ["OPENAI_API_KEY", "HF_TOKEN", "MY_SECRET", "DB_PASSWORD", "PASSWD_X", "KEY_PASSPHRASE", "AWS_CREDENTIALS",
-     "GITHUB_PAT", "wandb_api_key",
+     "GITHUB_PAT", "wandb_api_key", "OPENAI_KEY", "SENTRY_DSN", "SLACK_WEBHOOK", "MY_AUTH", "BEARER",
     "MYSQL_PWD"],
 )  # fmt: skip
 def test_values_of_variables_with_secret_names(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -132,7 +133,8 @@ NAMES_OF_SECRETS = [
     "HFToken", "access_token", "auth-token", "github_token", "some_service_token", "token2", "password",
     "db_password", "DB_PASSWORD", "dbPassword", "passwords", "passwd", "passphrase", "MYSQL_PWD", "secret",
     "client_secret", "secrets", "aws_secret_access_key", "secret_key", "private_key", "ssh_key",
-    "credentials", "Authorization", "Cookie",
+    "credentials", "Authorization", "Cookie", "wandb_key", "hf_key", "OPENAI_KEY", "wandbKey", "github_pat", "pat",
+    "auth", "basic_auth", "bearer", "dsn", "SENTRY_DSN", "webhook", "slackWebhook", "webhook_url",
 ]  # fmt: skip
 NAMES_OF_OTHERS = [
     "max_tokens", "min_tokens", "tokens", "n_tokens", "tokens_per_second", "tokenizer", "tokenizers",
@@ -140,7 +142,9 @@ NAMES_OF_OTHERS = [
     "image_token", "next_token", "per_token", "padToken", "PAD_TOKEN", "token_type_ids", "return_token_ids",
     "key", "keys", "sort_key", "group_by_key", "primary_key", "keyboard", "monkey", "hotkey", "keep",
     "key_value_heads", "secretary", "secretly", "passwordless", "password_policy", "path", "pwdx", "seed",
-    "source", "out",
+    "source", "out", "question_key", "answer_key", "prompt_key", "input_key", "chosen_key", "rejectedKey", "label_key",
+    "text_key", "messages_key", "reward_key", "image_key", "public_key", "auth_type", "author", "authority", "pattern",
+    "pathology", "bearers", "webhook_timeout", "special_tokens",
 ]  # fmt: skip
 
 
@@ -152,8 +156,39 @@ def test_what_a_key_calls_a_secret_is_masked_however_short(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES_OF_OTHERS)
 def test_what_only_sounds_a_little_like_a_secret_stays(name: str) -> None:
-    for value in ("x", 5, ["x", 5], {"a": "x"}):
+    for value in ("x", 5, ["x", 5], {"a": 5}):
         assert redacted({name: value}) == {name: value}
+
+
+@pytest.mark.parametrize(
+    ("value", "masked"),
+    [
+        ({"keys": {"openai": "o1", "n": 3, "e": ""}}, {"keys": {"openai": "***", "n": 3, "e": ""}}),
+        ({"keys": {"prompt": "question"}}, {"keys": {"prompt": "question"}}),
+        ({"tokens": {"hf": "t", "eos": "</s>"}}, {"tokens": {"hf": "***", "eos": "</s>"}}),
+        ({"tokens": {"total": 5, "a": ["x"]}}, {"tokens": {"total": 5, "a": ["x"]}}),
+        ({"secrets": {"a": "x"}}, {"secrets": {"a": "***"}}),
+        ({"lookup_key": 5, "stat_key": ["a"]}, {"lookup_key": 5, "stat_key": ["a"]}),
+    ],
+)
+def test_a_mapping_of_keys_is_as_many_keys(value: Any, masked: Any) -> None:
+    assert redacted(value) == masked
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("Server=a;Password=hunter2;Database=b", "Server=a;Password=***;Database=b"),
+        ("host=a user=me password=hunter2 port=1", "host=a user=me password=*** port=1"),
+        ("Server=a;UID=me;PWD=hunter2", "Server=a;UID=me;PWD=***"),
+        ("AccountName=a;AccountKey=abc+/=;E=c", "AccountName=a;AccountKey=***;E=c"),
+        ("at https://hooks.slack.com/services/T0/B0/xyz now", "at https://hooks.slack.com/services/*** now"),
+        ("PWD=/home/me password: none", "PWD=/home/me password: none"),
+        ("see https://hooks.slack.com/services", "see https://hooks.slack.com/services"),
+    ],
+)
+def test_secrets_in_connection_strings_and_webhooks(text: str, masked: str) -> None:
+    assert redact(text) == masked
 
 
 def test_all_that_is_under_a_secret_key_is_masked() -> None:

@@ -1,4 +1,4 @@
-"""What is said of a block that takes long."""
+"""What is said of a block that takes long, and of a wait."""
 
 import re
 import threading
@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from nrl.log import waiting
+from nrl.log import wait_until, waiting
 
 
 def test_a_short_block_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,8 +19,7 @@ def test_a_short_block_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_long_block_says_what_it_does_and_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("nrl.log.waits._FIRST", 0.01)
-    monkeypatch.setattr("nrl.log.waits._EVERY", 0.01)
+    monkeypatch.setattr("nrl.log.waits.SILENCE", 0.01)
     said = ""
 
     def until(line: str) -> None:
@@ -36,4 +35,33 @@ def test_a_long_block_says_what_it_does_and_how_far_it_is(
         raise ValueError("no")
     capsys.readouterr()
     time.sleep(0.05)
+    assert capsys.readouterr().out == ""
+
+
+def test_lines_come_less_and_less_often(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[float] = []
+
+    def ready(seconds: float) -> bool:
+        asked.append(seconds)
+        time.sleep(seconds)
+        return len(asked) == 4
+
+    assert wait_until(ready, 10.0, lambda seconds: f"waiting for {seconds:.2f}", silence=0.02)
+    assert asked == [0.02, 0.04, 0.08, 0.16]
+    said = [float(line.removeprefix("waiting for ")) for line in capsys.readouterr().out.splitlines()]
+    assert all(at >= wanted for at, wanted in zip(said, (0.02, 0.06, 0.14), strict=True))
+
+
+def test_a_wait_is_silent_where_it_is_short_and_ends_with_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[float] = []
+
+    def ready(seconds: float) -> bool:
+        asked.append(seconds)
+        return False
+
+    assert not wait_until(ready, 5.0, lambda seconds: "waiting", silence=10.0)
+    assert len(asked) == 1
+    assert 4.9 < asked[0] <= 5.0
+    assert not wait_until(ready, 0.0, lambda seconds: "waiting")
+    assert asked[1] == 0.0
     assert capsys.readouterr().out == ""

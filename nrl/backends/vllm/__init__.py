@@ -53,7 +53,7 @@ def sampler(
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded, or vLLM refuses it.
-        TypeError: vLLM has no such engine argument or cannot work with its value, or it is one that nrl sets itself.
+        ConfigError: vLLM has no such engine argument or cannot work with its value, or it is one that nrl sets itself.
         PlacementError: slots that no mesh can be made of, a mesh without vLLM, or no GPU for a vLLM that needs one.
 
     >>> import nrl

@@ -22,7 +22,7 @@ from nrl.backends.decoding import Decoded
 from nrl.backends.models import build, check_arrived, check_weight, end_tokens, load_tokenizer, save_model
 from nrl.backends.replica import Request
 from nrl.backends.vllm import adapters, ranks, settings, transfer
-from nrl.errors import GenerationError, ModelError
+from nrl.errors import ConfigError, GenerationError, ModelError
 from nrl.runtime.transfer import sampled
 
 __all__ = ["Engine"]
@@ -233,7 +233,7 @@ def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, 
         return LLMEngine.from_engine_args(args)
     except TypeError as error:
         values = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise TypeError(f"vllm.sampler: {error}; it was given {values or 'none'} of vLLM's EngineArgs") from error
+        raise ConfigError(f"vllm.sampler: {error}; it was given {values or 'none'} of vLLM's EngineArgs") from error
     except (ValueError, RuntimeError) as error:
         room = _MORE if any(said in str(error) for said in _NO_ROOM) else ""
         raise ModelError(f"vllm.sampler: vLLM refuses the model: {error}{room}") from error

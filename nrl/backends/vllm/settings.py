@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nrl.backends.base import Model
-from nrl.errors import PlacementError
+from nrl.errors import ConfigError, PlacementError
 from nrl.runtime.executables import Executable, executable
 from nrl.runtime.placement import Mesh, Slots
 
@@ -75,7 +75,7 @@ def check(place: Slots | Mesh, name: str | Executable, options: Mapping[str, Any
         options: arguments for vLLM.
 
     Raises:
-        TypeError: one of them is nrl's.
+        ConfigError: one of them is nrl's.
         PlacementError: the executable needs GPUs, and there are none.
 
     >>> from nrl.runtime import cluster
@@ -83,7 +83,7 @@ def check(place: Slots | Mesh, name: str | Executable, options: Mapping[str, Any
     ...     check(here.reserve(1), "vllm", {"max_num_seqs": 8})
     """
     if taken := _OURS & options.keys():
-        raise TypeError(
+        raise ConfigError(
             f"vllm.sampler: {', '.join(sorted(taken))} are set by nrl; leave them out, and say with slots and tp= how "
             "many engines there are and over how many processes each of them is spread, with Model(...) what they run"
         )

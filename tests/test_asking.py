@@ -1,0 +1,53 @@
+"""How episodes ask a sampler, where some of them are cancelled while they wait."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent import futures
+from typing import Any
+
+import pytest
+import torch
+
+from nrl.asking import asker
+from nrl.backends.base import Completion
+
+
+def completed(value: Any) -> futures.Future[Any]:
+    future: futures.Future[Any] = futures.Future()
+    future.set_result(value)
+    return future
+
+
+class Whole:
+    """Says to each prompt its first token."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], int]] = []
+
+    def _complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Completion]:
+        self.asked += [(list(prompt), seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        return [Completion(torch.tensor(prompt[:1]), torch.zeros(1), truncated=False, version=0) for prompt in prompts]
+
+    def generate(self, prompts: Any, *, seeds: Any, sampling: Any) -> futures.Future[list[Completion]]:
+        return completed(self._complete(prompts, seeds))
+
+
+class Streaming(Whole):
+    def stream(self, prompts: Any, seeds: Any, sampling: Any) -> list[futures.Future[Completion]]:
+        return [completed(each) for each in self._complete(prompts, seeds)]
+
+
+@pytest.mark.parametrize("sampler", [Whole(), Streaming()], ids=["together", "streaming"])
+def test_who_is_cancelled_while_it_waits_is_not_asked_for(sampler: Any) -> None:
+    async def every() -> list[Any]:
+        asking = asker(sampler, None, seeds=[10, 11, 12])
+        first, second = (asyncio.create_task(asking.generate(index, [index + 5])) for index in (0, 1))
+        asyncio.get_running_loop().call_soon(first.cancel)  # when both wait, and nobody has been asked
+        await asyncio.sleep(0.01)
+        last = asyncio.create_task(asking.generate(2, [7]))
+        return list(await asyncio.gather(first, second, last, return_exceptions=True))
+
+    cancelled, *rest = asyncio.run(every())
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert [each.token_ids.tolist() for each in rest] == [[6], [7]]
+    assert sampler.asked == [([6], 11), ([7], 12)]
