@@ -45,7 +45,7 @@ def test_who_is_cancelled_while_it_waits_is_not_asked_for(sampler: Any) -> None:
         asyncio.get_running_loop().call_soon(first.cancel)  # when both wait, and nobody has been asked
         await asyncio.sleep(0.01)
         last = asyncio.create_task(asking.generate(2, [7]))
-        return list(await asyncio.gather(first, second, last, return_exceptions=True))
+        return list(await asyncio.wait_for(asyncio.gather(first, second, last, return_exceptions=True), 5))
 
     cancelled, *rest = asyncio.run(every())
     assert isinstance(cancelled, asyncio.CancelledError)
