@@ -362,10 +362,7 @@ def test_two_at_once_are_refused(here: Path, model: str, capsys: pytest.CaptureF
         (["tasks.jsonl", "sampler=openai"], "sampler=openai needs url=, the address of a server, such as http://"),
         (["tasks.jsonl", "url=http://x/v1"], "url: sampler=hf takes no url; leave it out, or give sampler=openai"),
         (["tasks.jsonl", "sampler=openai", "url=x:1"], "eval: sampler=openai: openai.sampler: the url is 'x:1'; give"),
-        (
-            ["tasks.jsonl", "engine.speed=3"],
-            "eval: sampler=hf: hf.sampler: it has no engine to set speed of; that",
-        ),
+        (["tasks.jsonl", "engine.speed=3"], "nrl: hf.sampler: it has no engine to set speed of; that is for vllm."),
         (["tasks.jsonl", "sampler=vllm"], "nrl: mesh: executable 'vllm' needs the package 'vllm'"),
         (["tasks.jsonl", "gone.jsonl"], "nrl: eval: found tasks.jsonl and gone.jsonl; give one file of tasks"),
         (["tasks.jsonl", "--n", "4"], "--n: options are written key=value, without dashes"),

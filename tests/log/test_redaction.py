@@ -183,7 +183,7 @@ def test_a_mapping_of_keys_is_as_many_keys(value: Any, masked: Any) -> None:
         ("Server=a;UID=me;PWD=hunter2", "Server=a;UID=me;PWD=***"),
         ("AccountName=a;AccountKey=abc+/=;E=c", "AccountName=a;AccountKey=***;E=c"),
         ("at https://hooks.slack.com/services/T0/B0/xyz now", "at https://hooks.slack.com/services/*** now"),
-        ("PWD=/home/me password: none", "PWD=/home/me password: none"),
+        ("PWD=/srv/work password: none", "PWD=/srv/work password: none"),
         ("see https://hooks.slack.com/services", "see https://hooks.slack.com/services"),
     ],
 )
