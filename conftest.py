@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nrl  # noqa: F401 - before pytest collects doctests, or it would import modules a second time under their names
-from nrl.runtime.executables import EXECUTABLES
+from nrl.runtime.executables.registry import EXECUTABLES
 
 torch.set_num_threads(1)  # small tensors: more threads cost more than they give, and sums keep one order
 

@@ -29,7 +29,7 @@ from benchmarks.vs_trl import SIZES
 from nrl import tiny
 from nrl.algos import grpo_loss, sft_loss
 from nrl.backends import Model, adamw, fsdp
-from nrl.backends.models import build
+from nrl.backends.models.loading import build
 from nrl.batch import Batch
 
 __all__ = ["by_hand", "compare", "main", "make_batch", "options"]

@@ -37,17 +37,20 @@ import nrl
 from benchmarks._machine import described, watched
 from nrl import tiny
 from nrl.algos import grpo_loss
-from nrl.backends import Sampling, replicated, training
-from nrl.backends.training import make_trainer
+from nrl.backends import Sampling
+from nrl.backends.sampling import pool
+from nrl.backends.training import trainer as driver_half
 from nrl.batch import Batch, deal
 from nrl.reduce import Mean, Sum
-from nrl.runtime import P, cluster, mapping, merged, ray_processes, shard_map
-from nrl.runtime.executables import Executable
-from nrl.runtime.local import LocalCluster
-from nrl.runtime.placement import Mesh, Processes
-from nrl.runtime.ray_processes import RayProcesses
-from nrl.runtime.shipping import shipped
-from nrl.runtime.worker import Receipt
+from nrl.runtime import P, cluster, merged, shard_map
+from nrl.runtime.executables.registry import Executable
+from nrl.runtime.mesh import mapping
+from nrl.runtime.mesh.local import LocalCluster
+from nrl.runtime.mesh.placement import Mesh, Processes
+from nrl.runtime.ray import processes
+from nrl.runtime.ray.processes import RayProcesses
+from nrl.runtime.ray.shipping import shipped
+from nrl.runtime.ray.worker import Receipt
 
 __all__ = ["Nowhere", "Parts", "Replies", "main", "measure", "options", "report", "skewed", "stood_in"]
 
@@ -142,7 +145,7 @@ def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps
     with Nowhere("nowhere") as here, cluster("local") as local, stood_in(clock):
         mesh = here.reserve(ranks).mesh(dp=ranks, executable="system", name="trainer")
         sampler = _sampler(local, ranks)
-        trainer = make_trainer(mesh, _nothing, name="nobody", max_tokens=width)
+        trainer = driver_half.make_trainer(mesh, _nothing, name="nobody", max_tokens=width)
         provided = shipped(frozenset({"logprobs"}), "")
         here.replies.each = partial(_all, provided)
         step, state = trainer.train_step(grpo_loss), trainer.init()
@@ -241,21 +244,21 @@ def stood_in(clock: Parts) -> Iterator[None]:
     ray.put, ray.get = put, lambda refs, timeout=None: [ref.value for ref in refs]
     ray.wait = lambda refs, num_returns=1, timeout=None: (list(refs), [])
     ray.exceptions = types.SimpleNamespace(GetTimeoutError=TimeoutError, RayError=ConnectionError)
-    luggage = ray_processes._Luggage
+    luggage = processes._Luggage
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(sys.modules, {"ray": ray}))
         for owner, name, part in (
-            (training, "deal", "split"),
+            (driver_half, "deal", "split"),
             (mapping, "deal", "split"),
-            (training, "global_weights", "weights"),
-            (training, "_check_finite", "checks"),
+            (driver_half, "global_weights", "weights"),
+            (driver_half, "_check_finite", "checks"),
             (luggage, "__init__", "shards"),
             (luggage, "load", "shards"),
             (RayProcesses, "call", "calls"),
-            (replicated.ReplicatedSampler, "_ask", "requests"),
+            (pool.ReplicatedSampler, "_ask", "requests"),
         ):
             stack.enter_context(mock.patch.object(owner, name, clock.wrap(part, getattr(owner, name))))
-        stack.enter_context(mock.patch.object(replicated.ReplicatedSampler, "_work_where_wanted"))
+        stack.enter_context(mock.patch.object(pool.ReplicatedSampler, "_work_where_wanted"))
         gc.callbacks.append(clock.collected)
         stack.callback(gc.callbacks.remove, clock.collected)
         yield
@@ -355,7 +358,7 @@ def _nothing(*_: Any) -> Any:
 def _sampler(local: Any, engines: int) -> Any:
     slots = local.reserve(engines)
     meshes = [slots[place].mesh(name=f"engine {place}") for place in range(engines)]
-    return replicated.StreamingSampler("nobody", meshes, _Nobody, tiny.model(), Sampling(max_new_tokens=8))  # type: ignore[arg-type]
+    return pool.StreamingSampler("nobody", meshes, _Nobody, tiny.model(), Sampling(max_new_tokens=8))  # type: ignore[arg-type]
 
 
 def _prompts(requests: int, group: int = 8, width: int = 256) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Memory and time of `nrl.backends.fsdp.linear_logprobs` against ``log_softmax`` and ``gather`` on the whole matrix.
+"""Memory and time of `nrl.backends.training.fused_logprobs` against ``log_softmax`` and ``gather`` on the whole matrix.
 
     python benchmarks/linear_logprobs.py                        # the README's row: a few minutes on two CPU cores
     python benchmarks/linear_logprobs.py --tokens 512           # a quick look
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nrl.backends.fsdp.linear_logprobs import linear_logprobs
+from nrl.backends.training.fused_logprobs import linear_logprobs
 
 __all__ = ["main", "measure", "table"]
 

@@ -160,11 +160,11 @@ def start(cluster: str, started: str) -> dict[str, float]:
 
     patches = [mock.patch.object(fsdp, "trainer", first_step(fsdp.trainer))]
     if cluster == "ray":
-        from nrl.runtime.ray_entry import enter
-        from nrl.runtime.ray_nodes import interpreters
+        from nrl.runtime.ray.entry import enter
+        from nrl.runtime.ray.nodes import interpreters
 
-        patches.append(mock.patch("nrl.runtime.ray_cluster.enter", timed("Ray", enter)))
-        patches.append(mock.patch("nrl.runtime.ray_cluster.interpreters", timed("environment", interpreters)))
+        patches.append(mock.patch("nrl.runtime.ray.cluster.enter", timed("Ray", enter)))
+        patches.append(mock.patch("nrl.runtime.ray.cluster.interpreters", timed("environment", interpreters)))
 
     class Done(Exception):
         """The first step is over."""

@@ -159,7 +159,7 @@ def make_model(folder: Path, width: int, layers: int, *, ends: bool, seed: int =
     import torch
 
     from nrl import tiny
-    from nrl.backends.models import build
+    from nrl.backends.models.loading import build
 
     tokenizer = tiny.tokenizer()
     model = tiny.model(

@@ -13,16 +13,17 @@ Algorithms are written from pure functions over immutable batches; a runtime map
 import nrl.imports  # isort: skip  # noqa: F401  # before any other module imports tensordict
 from nrl.backends import Model, Sampling, adamw, evaluate, publish
 from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibatches, pad, require, shard
-from nrl.columns import COLUMNS
+from nrl.batch.columns import COLUMNS
+from nrl.batch.packing import pack, packed, unpack
+from nrl.envs.scoring import scored_by
 from nrl.episodes import rollout, rollouts, run_episode
-from nrl.fitting import fit, minibatched
-from nrl.grades import Graded, grade, measure
-from nrl.judges import scored_by
-from nrl.launching import launch
-from nrl.pack import pack, packed, unpack
+from nrl.episodes.grades import Graded, grade, measure
+from nrl.episodes.summaries import per_source, samples, summary
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed, without
-from nrl.retries import retrying
 from nrl.runs import run
+from nrl.runs.fitting import fit, minibatched
+from nrl.runs.launching import launch
+from nrl.runs.retries import retrying
 from nrl.runtime import (
     Executable,
     P,
@@ -36,7 +37,6 @@ from nrl.runtime import (
     shard_map,
 )
 from nrl.stream import ahead, batched, drop_uniform, filtered, fresh
-from nrl.summaries import per_source, samples, summary
 
 __all__ = [
     "COLUMNS",

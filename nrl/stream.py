@@ -19,9 +19,9 @@ from nrl.algos._rows import check_finite, valid_rows
 from nrl.algos.protocol import name_of
 from nrl.batch import Batch, assign, concatenate, require
 from nrl.errors import DataError
-from nrl.preemption import patience as patience_left
-from nrl.runtime.futures import done
-from nrl.threads import Daemons
+from nrl.runtime.mesh.futures import done
+from nrl.runtime.preemption import patience as patience_left
+from nrl.runtime.threads import Daemons
 
 __all__ = [
     "Source",

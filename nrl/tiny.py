@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nrl.backends.base import Model
-from nrl.backends.models import build, load_tokenizer, save_model
+from nrl.backends.models.loading import build, load_tokenizer, save_model
 from nrl.errors import DataError, ModelError
 
 __all__ = ["ALPHABET", "CHATML", "bpe", "model", "model_or", "save", "sums", "tokenizer"]

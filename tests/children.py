@@ -11,7 +11,7 @@ __all__ = ["child", "server"]
 _IMPORTED = [
     "examples.grpo",
     "transformers.models.qwen3.modeling_qwen3",
-    "nrl.backends.fsdp.engine",
+    "nrl.backends.fsdp.torch_engine",
     "hypothesis",
     "pytest",
 ]

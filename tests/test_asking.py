@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from nrl.asking import asker
 from nrl.backends.base import Completion
+from nrl.episodes.requests import asker
 
 
 def completed(value: Any) -> futures.Future[Any]:

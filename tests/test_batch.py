@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nrl.batch import Batch, assign, concatenate, lengths, pad, require, unchanged
-from nrl.columns import COLUMNS
+from nrl.batch.columns import COLUMNS
 from nrl.errors import BatchError, ColumnError, MissingColumn, MutatedBatch
 
 MASK = torch.tensor([[True, True, True], [True, True, False]])

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nrl.batch import Batch, Parts, assign, deal, lengths, microbatches, minibatches, restore, shard
+from nrl.batch.grouping import plan
 from nrl.errors import BatchError, MissingColumn
-from nrl.rows import plan
 
 quick = settings(max_examples=40)
 row_lengths = st.lists(st.integers(0, 9), min_size=1, max_size=9)

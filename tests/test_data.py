@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 
 from nrl import data, tiny
 from nrl.envs import arithmetic
-from nrl.envs.base import Task
+from nrl.envs.contract import Task
 from nrl.errors import DataError, ModelError
 from nrl.stream import Stream
 

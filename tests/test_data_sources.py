@@ -125,7 +125,7 @@ def test_reading_is_fast_and_a_parquet_file_stays_columns(tmp_path: Path) -> Non
 
 
 def test_long_reading_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("nrl.data.streams._QUIET", -1.0)
+    monkeypatch.setattr("nrl.data.task_streams._QUIET", -1.0)
     data.tasks([{"prompt": "a"}, {"prompt": "b"}])
     assert "data: 1 of 2 rows of " in capsys.readouterr().out
 
@@ -148,7 +148,7 @@ def test_a_source_that_is_long_in_coming_is_said_and_leaves_no_bars(
         time.sleep(0.4)
         return read(source)
 
-    monkeypatch.setattr("nrl.data.streams.read", slow)
+    monkeypatch.setattr("nrl.data.task_streams.read", slow)
     data.tasks(str(tmp_path), chat=False)
     assert capfd.readouterr().out == f"data: reading {tmp_path}, 0:00 so far\n"
 

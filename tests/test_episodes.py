@@ -20,14 +20,14 @@ import nrl
 from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Completion, Sampling, Trainer, adamw, fsdp, hf
-from nrl.backends.replicated import ReplicatedSampler
-from nrl.calling import stuck
+from nrl.backends.sampling.pool import ReplicatedSampler
 from nrl.envs import Environment, Step, by_source, exact, number, single_turn
 from nrl.episodes import rollout, rollouts, run_episode
+from nrl.episodes.summaries import summary
+from nrl.episodes.user_code import stuck
 from nrl.errors import DataError, EnvError, GenerationError, LostRequest, PlacementError
 from nrl.reduce import finalize
 from nrl.runtime import Cluster
-from nrl.summaries import summary
 
 TASKS = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "12+7=", "answer": "19"}]
 

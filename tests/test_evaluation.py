@@ -18,10 +18,10 @@ import nrl
 from nrl import checkpoint, tiny
 from nrl.backends import Sampling, adamw, fsdp, hf
 from nrl.checkpoint import Checkpoints
-from nrl.cli import main
+from nrl.command.evaluation import Evaluation, exported
+from nrl.command.main import main
 from nrl.errors import ModelError
-from nrl.evaluation import Evaluation, exported
-from nrl.folder import claim
+from nrl.runs.folder import claim
 from tests.backends.test_openai import Served, serving
 from tests.backends.test_samplers import model as served_model
 from tests.children import child

@@ -13,10 +13,10 @@ import nrl
 from nrl import tiny
 from nrl.backends import Completion, Sampling, hf
 from nrl.envs import exact, number, single_turn
+from nrl.episodes.grades import Graded, grade, measure
 from nrl.errors import DataError, EnvError
-from nrl.grades import Graded, grade, measure
 from nrl.reduce import Mean, finalize, merge
-from nrl.runtime.futures import Future, done
+from nrl.runtime.mesh.futures import Future, done
 
 TOKENIZER = tiny.tokenizer()
 

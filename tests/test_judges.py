@@ -117,7 +117,7 @@ def test_a_judge_has_no_limit_unless_one_is_given(judged: tuple[Any, TrainState]
 def test_a_judge_that_takes_longer_than_others_may_is_waited_for(
     judged: tuple[Any, TrainState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nrl.envs.base.TIMEOUT", 0.1)
+    monkeypatch.setattr("nrl.envs.contract.TIMEOUT", 0.1)
     cluster, state = judged
     params: Any = Counted(state.params)
     rewards = params.trainer.rewards

@@ -14,7 +14,7 @@ import pytest
 
 import nrl
 from nrl.errors import ConfigError, DataError, LostActor, ModelError
-from nrl.launching import told
+from nrl.runs.launching import told
 
 
 @attrs.frozen
@@ -124,9 +124,8 @@ def test_a_program_is_called_with_its_configuration(
 @pytest.mark.parametrize(("variables", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
 def test_it_is_in_colour_on_a_terminal(variables: dict[str, str], coloured: bool) -> None:
     above, below = pty.openpty()
-    program = (
-        "from nrl.launching import told; import nrl.errors\ndef f(): raise nrl.errors.DataError('no')\ntold(f, 'it')"
-    )
+    program = "from nrl.runs.launching import told; import nrl.errors\n"
+    program += "def f(): raise nrl.errors.DataError('no')\ntold(f, 'it')"
     environment = {**os.environ, "TERM": "xterm", **variables}
     with subprocess.Popen([sys.executable, "-c", program], stderr=below, env=environment) as child:
         os.close(below)

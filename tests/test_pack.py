@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nrl.batch import Batch, lengths, microbatches
+from nrl.batch.packing import Block, Packed, blocks, pack, packed, unpack
+from nrl.batch.prefixes import common_prefixes, together
 from nrl.errors import BatchError, MissingColumn
-from nrl.pack import Block, Packed, blocks, pack, packed, unpack
-from nrl.prefix import common_prefixes, together
 
 quick = settings(max_examples=50)
 row_lengths = st.lists(st.integers(0, 7), max_size=8)
@@ -390,7 +390,7 @@ def test_answers_to_short_prompts_go_by_length() -> None:
 def test_parts_hold_every_row_once_and_are_bounded(rows: list[list[int]], max_tokens: int, cost: int) -> None:
     batch = rows_of(rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nrl.prefix._PART_COST", cost)
+        patch.setattr("nrl.batch.prefixes._PART_COST", cost)
         parts = together(batch, max_tokens=max_tokens)
     assert sorted(row for part in parts.rows for row in part.tolist()) == list(range(len(rows)))
     for part in parts:

@@ -18,10 +18,10 @@ import attrs
 import pytest
 
 import nrl
-from nrl import preemption
 from nrl.checkpoint import Checkpoints, checkpoints
 from nrl.errors import LostActor
-from nrl.preemption import Terminated, heeded
+from nrl.runtime import preemption
+from nrl.runtime.preemption import Terminated, heeded
 from nrl.stream import Source, Stream, ahead, counting
 
 
@@ -311,7 +311,7 @@ def test_what_is_lost_outside_of_a_run_after_it_is_no_reason_to_begin_again(tmp_
 
 def test_what_is_closed_after_the_last_step_is_within_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handlers: list[Any] = []
-    monkeypatch.setattr("nrl.runs.report", lambda out: handlers.append(signal.getsignal(signal.SIGTERM)))
+    monkeypatch.setattr("nrl.runs.reporting", lambda out: handlers.append(signal.getsignal(signal.SIGTERM)))
     program(tmp_path, items())
     assert [getattr(handler, "__name__", "") for handler in handlers] == ["handle"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -327,7 +327,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
 def test_whatever_has_been_left_the_process_ends_in_time(block: str) -> None:
-    begin = "import atexit, os, signal, time\nfrom nrl.preemption import heeded\n"
+    begin = "import atexit, os, signal, time\nfrom nrl.runtime.preemption import heeded\n"
     term = "def term() -> None: os.kill(os.getpid(), signal.SIGTERM)\n"
     done = subprocess.run(
         [sys.executable, "-c", begin + term + block], timeout=30, capture_output=True, text=True, check=False

@@ -11,7 +11,7 @@ import torch
 
 from nrl import config, data
 from nrl.backends import Model
-from nrl.backends.models import build, save_model
+from nrl.backends.models.loading import build, save_model
 from tests.chat_tokenizers import tokenizer
 from tests.test_examples import load
 

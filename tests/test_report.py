@@ -15,13 +15,14 @@ import pytest
 import torch
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
-from nrl import charts, tiny
+from nrl import tiny
 from nrl.batch import Batch
+from nrl.episodes.summaries import samples
 from nrl.errors import DataError
 from nrl.log import JsonLines
-from nrl.report import report
-from nrl.runtime import timeline
-from nrl.summaries import samples
+from nrl.runs import charts
+from nrl.runs.reporting import report
+from nrl.runtime.trace import timeline
 
 FLAGS = [
     "--no-sandbox",

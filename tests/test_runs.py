@@ -19,14 +19,15 @@ import torch
 
 import nrl
 import nrl.config
-from nrl import checkpoint, folder
+from nrl import checkpoint
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 from nrl.errors import CheckpointError, ConfigError, LostActor
 from nrl.reduce import Max, Mean, Metrics, Sum
-from nrl.report import report
-from nrl.runs import Run, run
-from nrl.runtime import done, timeline
+from nrl.runs import Run, folder, run
+from nrl.runs.reporting import report
+from nrl.runtime import done
+from nrl.runtime.trace import timeline
 from nrl.stream import Source, ahead, counting
 from tests.children import child
 from tests.disks import small_disk_at

@@ -11,10 +11,10 @@ import nrl
 from nrl import Batch, tiny
 from nrl.backends import hf
 from nrl.envs import exact, single_turn
+from nrl.episodes.summaries import samples, summary
 from nrl.errors import MissingColumn
 from nrl.log import redacted
 from nrl.reduce import finalize, merge
-from nrl.summaries import samples, summary
 
 TOKENIZER = tiny.tokenizer()
 

@@ -6,7 +6,7 @@ import torch
 
 from nrl import tiny
 from nrl.backends.base import Model
-from nrl.backends.models import build, load_tokenizer
+from nrl.backends.models.loading import build, load_tokenizer
 from nrl.errors import DataError, ModelError
 
 TEXTS = ["7+12=19\n", "", " ", "  two  spaces , and it 's . odd !", tiny.ALPHABET, tiny.ALPHABET[::-1]]

@@ -10,7 +10,7 @@ from benchmarks import publish
 from examples import grpo
 from nrl import tiny
 from nrl.backends import Sampling
-from nrl.backends.models import build, save_model
+from nrl.backends.models.loading import build, save_model
 from nrl.runtime import Cluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

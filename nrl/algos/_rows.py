@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nrl.algos.masking import masked
 from nrl.batch import require
-from nrl.columns import COLUMNS
+from nrl.batch.columns import COLUMNS
 from nrl.errors import BatchError, NotFinite
 
 __all__ = ["Episodes", "check_finite", "episodes", "row_rewards", "trained_tokens", "valid_rows"]

@@ -5,10 +5,10 @@ from functools import partial
 
 from nrl.backends import hf, vllm
 from nrl.backends.base import Completion, Engine, Model, Params, Sampler, Sampling, Trainer, TrainState
-from nrl.backends.held_out import evaluate
-from nrl.backends.models import load_tokenizer
-from nrl.backends.optimizers import Optimizer, Schedule, adamw, learning_rate
+from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.publishing import publish
+from nrl.backends.training.measurement import evaluate
+from nrl.backends.training.optimizers import Optimizer, Schedule, adamw, learning_rate
 
 __all__ = [
     "SAMPLERS",

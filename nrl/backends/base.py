@@ -18,9 +18,9 @@ from nrl.algos import Loss
 from nrl.batch import Batch
 from nrl.files import Written
 from nrl.reduce import Metrics
-from nrl.runtime.futures import Future
-from nrl.runtime.handles import Handle
-from nrl.runtime.placement import Mesh
+from nrl.runtime.mesh.futures import Future
+from nrl.runtime.mesh.handles import Handle
+from nrl.runtime.mesh.placement import Mesh
 
 __all__ = [
     "Bucket",
@@ -272,7 +272,7 @@ class Engine[S, M](Protocol):
     """What a backend author writes; made in each process of a mesh. ``S`` is its train state, ``M`` its params.
 
     In a mesh of several processes each is called with its own rows, and all with the same arguments otherwise; an
-    engine talks to its peers through `nrl.runtime.process`. What it returns as metrics is the same in all of them.
+    engine talks to its peers through `nrl.process`. What it returns as metrics is the same in all of them.
     Both loops over micro-batches are the engine's own (under pipeline parallelism the schedule owns them).
     Micro-batches are padded batches of whole rows; what the loss sees is ``[*b, T]`` like them. They are made while
     they are read, which may raise in one process alone: an engine of several lets all of them know.
@@ -315,7 +315,7 @@ class Engine[S, M](Protocol):
         """One optimizer step on the sum over micro-batches of ``total / weights[term]``.
 
         The metrics are those of the loss, ``loss``, ``grad_norm``, ``lr``, ``tokens``, and `mismatch_metrics` of what
-        the loss saw; `nrl.backends.gradients.value_and_grad` has them with the loss.
+        the loss saw; `nrl.backends.training.gradients.value_and_grad` has them with the loss.
 
         Either steps once, or raises and leaves the state as it was. Raises `WeightError` where the weights of the real
         calls do not add up to ``weights``.

@@ -10,9 +10,9 @@ from torch import Tensor
 from nrl.backends.base import Bucket, Complete, Inflight, Params, Probed, Sampler, Sampling
 from nrl.batch import Batch
 from nrl.errors import ConsumedState, ModelError, PlacementError, WeightMismatch
-from nrl.runtime import timeline
-from nrl.runtime.futures import Future
-from nrl.runtime.placement import Mesh
+from nrl.runtime.mesh.futures import Future
+from nrl.runtime.mesh.placement import Mesh
+from nrl.runtime.trace import timeline
 
 __all__ = ["publish"]
 

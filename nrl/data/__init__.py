@@ -5,13 +5,13 @@ turns any of the three into token ids; `supervised`, `preferences` and `labelled
 batches.
 """
 
-from nrl.data.adapters import ADAPTERS, Adapter, gsm8k, helpsteer3, openmathinstruct2, squad, turns, ultrafeedback
 from nrl.data.collating import labelled, preferences, supervised
+from nrl.data.formats import ADAPTERS, Adapter, gsm8k, helpsteer3, openmathinstruct2, squad, turns, ultrafeedback
 from nrl.data.mixtures import mixture
 from nrl.data.prompts import PROMPT_KEYS, rows
 from nrl.data.readers import read_csv, read_jsonl, read_parquet
 from nrl.data.rendering import render
-from nrl.data.streams import Tasks, epoch, tasks
+from nrl.data.task_streams import Tasks, epoch, tasks
 
 __all__ = [
     "ADAPTERS",

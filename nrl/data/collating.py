@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from nrl.batch import Batch, assign
 from nrl.data.checks import check_messages, fields, kind
 from nrl.data.rendering import answered
-from nrl.envs.base import Message, Prompt, Task
+from nrl.envs.contract import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
 
 __all__ = ["labelled", "preferences", "shared", "sides", "supervised"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from nrl.data.streams import Tasks, check_seed, tasks
-from nrl.envs.base import Task
+from nrl.data.task_streams import Tasks, check_seed, tasks
+from nrl.envs.contract import Task
 from nrl.errors import DataError
 from nrl.stream import Stream
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from nrl.algos import name_of
-from nrl.data.adapters import ADAPTERS, Adapter
 from nrl.data.checks import check_messages, check_prompt, fields, kind, shown
 from nrl.data.collating import shared
+from nrl.data.formats import ADAPTERS, Adapter
 from nrl.data.readers import read
-from nrl.envs.base import Task
+from nrl.envs.contract import Task
 from nrl.errors import DataError
 
 __all__ = ["PROMPT_KEYS", "adapted", "rows"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from nrl.data.checks import kind, shown
-from nrl.envs.base import Task
+from nrl.envs.contract import Task
 from nrl.errors import DataError
 
 __all__ = ["Table", "exists", "read", "read_csv", "read_jsonl", "read_parquet"]

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 from nrl.data.checks import check_messages, check_prompt, shown
-from nrl.envs.base import Message, Prompt
+from nrl.envs.contract import Message, Prompt
 from nrl.errors import DataError, ModelError
 
 __all__ = ["answered", "render"]

@@ -7,7 +7,7 @@
 1.0
 """
 
-from nrl.envs.base import Env, Environment, Message, Prompt, Step, Task, Verifier, by_source, single_turn
+from nrl.envs.contract import Env, Environment, Message, Prompt, Step, Task, Verifier, by_source, single_turn
 from nrl.envs.verifiers import (
     VERIFIERS,
     Extractor,

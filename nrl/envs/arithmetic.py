@@ -5,7 +5,7 @@ A task is a function of ``(seed, index)`` alone, so the state of the stream is o
 
 import numpy as np
 
-from nrl.envs.base import Task
+from nrl.envs.contract import Task
 from nrl.errors import DataError
 
 __all__ = ["task"]

@@ -27,7 +27,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from nrl.envs.base import Task, Verifier
+from nrl.envs.contract import Task, Verifier
 from nrl.errors import EnvError
 
 __all__ = ["VERIFIERS", "Extractor", "exact", "extractor", "extracts", "final_number", "number", "number_or_wrong"]

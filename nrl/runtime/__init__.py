@@ -1,12 +1,12 @@
 """Where things run, and the transforms that map functions onto it."""
 
 from nrl.runtime.clusters import cluster
-from nrl.runtime.executables import Executable, register
-from nrl.runtime.futures import Future, done
-from nrl.runtime.handles import Handle
-from nrl.runtime.mapping import P, donated, merged, microbatched, resident, shard_map
-from nrl.runtime.placement import Cluster, Mesh, Slots, as_mesh
-from nrl.runtime.process import Process, process
+from nrl.runtime.executables.registry import Executable, register
+from nrl.runtime.mesh.current_process import Process, process
+from nrl.runtime.mesh.futures import Future, done
+from nrl.runtime.mesh.handles import Handle
+from nrl.runtime.mesh.mapping import P, donated, merged, microbatched, resident, shard_map
+from nrl.runtime.mesh.placement import Cluster, Mesh, Slots, as_mesh
 
 __all__ = [
     "Cluster",

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from nrl.errors import PlacementError
-from nrl.runtime.local import LocalCluster
-from nrl.runtime.placement import Cluster
+from nrl.runtime.mesh.local import LocalCluster
+from nrl.runtime.mesh.placement import Cluster
 
 __all__ = ["cluster"]
 
@@ -49,7 +49,7 @@ def cluster(address: str = "local", *, deadline: float = _DEADLINE) -> Iterator[
     if address == "local":
         entered: Cluster = LocalCluster(address)
     elif address in ("ray", "auto") or ":" in address:
-        from nrl.runtime.ray_cluster import RayCluster
+        from nrl.runtime.ray.cluster import RayCluster
 
         for name, value in _RAY_SETTINGS.items():  # which Ray reads when it is imported
             os.environ.setdefault(name, value)

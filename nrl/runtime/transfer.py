@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nrl.errors import CorruptedTransfer, TransferError
-from nrl.runtime.placement import Mesh, Out
-from nrl.runtime.process import process
+from nrl.runtime.mesh.current_process import process
+from nrl.runtime.mesh.placement import Mesh, Out
 
 __all__ = ["Route", "Tensors", "by_value", "cast", "checksum", "lend", "opened", "route", "sampled", "sent"]
 

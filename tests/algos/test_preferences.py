@@ -42,7 +42,7 @@ from nrl.algos import (
     squared,
     token_mean,
 )
-from nrl.backends.terms import terms_of
+from nrl.backends.training.terms import terms_of
 from nrl.batch import Batch, assign
 from nrl.errors import BatchError, MissingColumn
 from nrl.reduce import Mean, finalize

@@ -16,11 +16,11 @@ from torch import Tensor
 from nrl.algos import Loss, mismatch_metrics
 from nrl.backends import Completion, Sampling
 from nrl.backends.base import Bucket
-from nrl.backends.terms import check_weights, terms_of
+from nrl.backends.training.terms import check_weights, terms_of
 from nrl.batch import Batch, lengths
 from nrl.files import Written, write
 from nrl.reduce import Metrics, Sum, merge
-from nrl.runtime.futures import Future, done, on_its_way
+from nrl.runtime.mesh.futures import Future, done, on_its_way
 
 __all__ = ["VOCABULARY", "Bigram", "BigramState", "Recorder"]
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nrl.backends import cache
-from nrl.backends.cache import ATTENTION, attend, prepare
-from nrl.backends.decoding import Decoded, decode
-from nrl.backends.noise import draw, keep_most_probable, uniforms
+from nrl.backends.hf import cache
+from nrl.backends.hf.cache import ATTENTION, attend, prepare
+from nrl.backends.hf.decoding import Decoded, decode
+from nrl.backends.hf.noise import draw, keep_most_probable, uniforms
 from nrl.errors import GenerationError, ModelError
 
 VOCABULARY = 19

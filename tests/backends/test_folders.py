@@ -13,13 +13,14 @@ import pytest
 
 import nrl
 from nrl import checkpoint
-from nrl.backends import Params, Trainer, TrainState, folders
-from nrl.backends.folders import Stranger, answer, check, see, stranger
-from nrl.backends.training import make_trainer
+from nrl.backends import Params, Trainer, TrainState
+from nrl.backends.training import shared_folders
+from nrl.backends.training.shared_folders import Stranger, answer, check, see, stranger
+from nrl.backends.training.trainer import make_trainer
 from nrl.checkpoint import Checkpoints
 from nrl.errors import CheckpointError
 from nrl.files import Written, write
-from nrl.runtime.process import Process, entered
+from nrl.runtime.mesh.current_process import Process, entered
 from nrl.stream import counting
 from tests.backends.bigram import Bigram, BigramState
 
@@ -28,7 +29,7 @@ HERE = socket.gethostname()
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "_PATIENCE", 0.1)
+    monkeypatch.setattr(shared_folders, "_PATIENCE", 0.1)
 
 
 def second(function: Callable[..., Any], *args: Any) -> Any:
@@ -115,7 +116,7 @@ def test_what_would_be_lost_is_said_before_it_is_written(
     with nrl.run(Config(here / "shared")) as run:
         assert isinstance(run.restore(policy=trainer), TrainState)
     away = lambda folder, note: answer(there / folder.relative_to(here), note)  # noqa: E731  as on another node
-    monkeypatch.setattr(folders, "answer", away)
+    monkeypatch.setattr(shared_folders, "answer", away)
     why = f"is not the same folder for this program, on host {HERE}, and for all of policy: rank 0, on host {HERE}, has"
     what = "A checkpoint would be without what it writes; give a folder (out=) on a disk that all nodes share"
     uses: dict[str, Callable[[], Any]] = {
@@ -153,7 +154,7 @@ def test_a_run_looks_once(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.
         asked.append(folder)
         return answer(folder, note)
 
-    monkeypatch.setattr(folders, "answer", counts)
+    monkeypatch.setattr(shared_folders, "answer", counts)
     with nrl.run(Config(tmp_path)) as run:
         state, frozen = run.restore(policy=trainer, reference=trainer.load())
         assert asked == [tmp_path / "checkpoints" / "train"]
@@ -168,7 +169,7 @@ def test_a_model_on_another_disk_is_not_lost_silently(
 ) -> None:
     there = tmp_path / "there"
     there.mkdir()
-    monkeypatch.setattr(folders, "answer", lambda folder, note: answer(there, note))
+    monkeypatch.setattr(shared_folders, "answer", lambda folder, note: answer(there, note))
     message = (
         f"export: the model lies in {tmp_path}/model on host {HERE}, and this program, on host {HERE}, does not see it"
         f": rank 0, on host {HERE}, has another folder there. Copy it from there, or give a folder on a disk"
@@ -258,7 +259,7 @@ def test_a_run_has_them_read_it(trainer: Trainer, tmp_path: Path, monkeypatch: p
         read.extend(folder / name for name in files)
         check(folder, files)
 
-    monkeypatch.setattr(folders, "check", reads)
+    monkeypatch.setattr(shared_folders, "check", reads)
     cfg = Config(tmp_path, checkpoints=Checkpoints(every=1))
     with nrl.run(cfg) as run:
         state = run.restore(policy=trainer)

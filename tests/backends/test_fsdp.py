@@ -19,10 +19,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import nrl
 from nrl import algos, tiny
 from nrl.algos import needs, sft_loss, token_mean
-from nrl.backends import Model, Optimizer, Schedule, Trainer, TrainState, adamw, fsdp, learning_rate, models, publish
-from nrl.backends.fsdp import engine
-from nrl.backends.fsdp.engine import TorchEngine
-from nrl.backends.terms import global_weights
+from nrl.backends import Model, Optimizer, Schedule, Trainer, TrainState, adamw, fsdp, learning_rate, publish
+from nrl.backends.fsdp import torch_engine
+from nrl.backends.fsdp.torch_engine import TorchEngine
+from nrl.backends.models import loading
+from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch, lengths
 from nrl.errors import BatchError, ForeignState, MissingOutput, ModelError, PlacementError
 from nrl.reduce import Mean, Metrics, Sum, finalize
@@ -119,7 +120,7 @@ def slots() -> Iterator[Slots]:
 
 def randomised(config: Mapping[str, Any], seed: int = 0) -> Any:
     """A stock model whose norms and biases are not those of a fresh one, which hide mistakes."""
-    module: Any = models.build(Model(config, seed=seed))
+    module: Any = loading.build(Model(config, seed=seed))
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         if parameter.ndim == 1:
@@ -392,7 +393,7 @@ def test_a_model_that_looks_across_rows_works_when_padded(slots: Slots) -> None:
     config = SIZES | {"model_type": "lfm2", "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False, "conv_L_cache": 3}
     batch = batch_of(MIXED)
     with torch.no_grad():
-        expected = stock_logprobs(models.build(Model(config)).eval(), batch)
+        expected = stock_logprobs(loading.build(Model(config)).eval(), batch)
     close(logprobs(make(slots, Model(config), packed=False), batch), expected)
 
 
@@ -727,8 +728,8 @@ def test_a_model_in_bfloat16_is_exported_in_bfloat16_with_its_tokenizer(slots: S
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     assert {x.dtype for x in weights(state).values()} == {torch.float32}  # and the state is not
     model = Model(str(tmp_path))
-    assert models.load_tokenizer(model).encode("12+3") == tiny.tokenizer().encode("12+3")
-    assert models.build(model).config.hidden_size == 16  # type: ignore[union-attr]
+    assert loading.load_tokenizer(model).encode("12+3") == tiny.tokenizer().encode("12+3")
+    assert loading.build(model).config.hidden_size == 16  # type: ignore[union-attr]
 
 
 def test_load_from_a_folder_that_is_not_there(slots: Slots, tmp_path: Path) -> None:
@@ -739,14 +740,14 @@ def test_load_from_a_folder_that_is_not_there(slots: Slots, tmp_path: Path) -> N
 def test_a_reference_leaves_the_device_while_a_model_trains(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     """And comes back for the next one who asks; here the device is a note in a list."""
     story: list[tuple[str, Any]] = []
-    before = set(engine._FROZEN)
+    before = set(torch_engine._FROZEN)
     policy, teacher = make(slots), make(slots, Model(QWEN3, seed=1))
     state = policy.init()
     frozen = [policy.freeze(state.params), policy.load(), teacher.load()]
-    made = [module for module in engine._FROZEN if module not in before]
+    made = [module for module in torch_engine._FROZEN if module not in before]
     assert len(made) == 3
     for name in ("rest", "wake"):
-        monkeypatch.setattr(engine, name, lambda module, name=name: story.append((name, module)))
+        monkeypatch.setattr(torch_engine, name, lambda module, name=name: story.append((name, module)))
     batch = batch_of([5, 6])
     state, _ = policy.train_step(sft_loss)(state, batch)
     assert {module for name, module in story if name == "rest"} >= set(made)
@@ -811,8 +812,8 @@ def test_what_is_published_is_what_the_state_holds(slots: Slots) -> None:
     state, _ = trainer.train_step(sft_loss)(state, batch_of(MIXED))
     assert publish(state.params, sampler) == 2
     assert_same(sampler.weights, weights(state))
-    module: Any = models.build(Model(QWEN3, seed=5))
-    models.load_tensors(models.weights(module), sampler.weights.items(), who="receive")
+    module: Any = loading.build(Model(QWEN3, seed=5))
+    loading.load_tensors(loading.weights(module), sampler.weights.items(), who="receive")
     with torch.no_grad():
         close(stock_logprobs(module.eval(), batch_of(MIXED)), trainer.logprobs(state.params, batch_of(MIXED)).result())
 
@@ -851,7 +852,7 @@ def test_the_mismatch_is_that_of_the_weights_that_the_step_starts_from(slots: Sl
 
 
 def test_the_mismatch_takes_no_forward_of_its_own(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("nrl.backends.fsdp.engine")
+    module = importlib.import_module("nrl.backends.fsdp.torch_engine")
     forwards, compute = [], module.compute
 
     def counted(*args: Any) -> Any:

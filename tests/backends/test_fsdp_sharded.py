@@ -28,11 +28,13 @@ from torch.distributed.tensor import DTensor
 import nrl
 from nrl import algos, tiny
 from nrl.algos import Loss, needs, sft_loss, token_mean
-from nrl.backends import Model, adamw, models, processing
+from nrl.backends import Model, adamw
 from nrl.backends.base import top_k
-from nrl.backends.fsdp.agreement import Held, Mishap, Peers
-from nrl.backends.fsdp.engine import State, TorchEngine
-from nrl.backends.terms import global_weights
+from nrl.backends.fsdp.torch_engine import State, TorchEngine
+from nrl.backends.models import loading
+from nrl.backends.training import in_process
+from nrl.backends.training.agreement import Held, Mishap, Peers
+from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch
 from nrl.errors import (
     BatchError,
@@ -238,7 +240,7 @@ def headed(mesh: DeviceMesh | None, head: Any, sizes: Sequence[int]) -> tuple[li
         "lm": (top_k(4), ["top_k_ids", "top_k_logprobs"]),
     }[head]
     split = partial(nrl.microbatches, max_tokens=40)
-    out = processing.forward(split, frozenset({need}), keys, made, state, False, nrl.shard(batch, size)[rank])
+    out = in_process.forward(split, frozenset({need}), keys, made, state, False, nrl.shard(batch, size)[rank])
     return numbers, everything(made, state), out
 
 
@@ -582,8 +584,8 @@ def splitting(mesh: DeviceMesh | None) -> list[tuple[str, list[str]]]:
     batch, made, errors = batch_of([5, 9]), engine(mesh), []
     state, shard, split = made.init(), nrl.shard(batch, 2)[rank], partial(nrl.microbatches, max_tokens=8)
     for call in (
-        lambda: processing.forward(split, LOGPROBS, ["logprobs"], made, state, False, shard),
-        lambda: processing.train(sft_loss, split, (), made, state, global_weights(sft_loss, batch), shard),
+        lambda: in_process.forward(split, LOGPROBS, ["logprobs"], made, state, False, shard),
+        lambda: in_process.train(sft_loss, split, (), made, state, global_weights(sft_loss, batch), shard),
     ):
         with pytest.raises(BatchError) as caught:
             call()
@@ -743,11 +745,11 @@ def elsewhere(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Tensor],
 
 
 def test_weights_from_a_folder_are_read_by_one_process(two: Processes, tmp_path: Path) -> None:
-    module = models.build(Model(CONFIGS["qwen3 untied"], seed=3))
-    models.save_model(module, tmp_path)
+    module = loading.build(Model(CONFIGS["qwen3 untied"], seed=3))
+    loading.save_model(module, tmp_path)
     (first, message, notes), (second, same, more) = two(elsewhere, tmp_path)
     for found in (first, second):
-        assert_equal(found, dict(models.named_tensors(module)))
+        assert_equal(found, dict(loading.named_tensors(module)))
     assert "there is no such folder" in message[0]
     assert (same, notes) == (message, [])
     assert more == [f"trainer.load: rank 0 of dp raised it: ModelError: {message[0]}"]
@@ -945,8 +947,8 @@ def export(mesh: DeviceMesh | None, folder: Path, dtype: str) -> dict[str, Tenso
 def test_an_exported_folder_is_the_same_model(two: Processes, tmp_path: Path, dtype: Any) -> None:
     export(None, tmp_path / "one", dtype)
     weights = two(export, tmp_path / "two", dtype)[0]
-    module = models.build(Model(str(tmp_path / "two"), dtype=dtype))
-    own = dict(models.named_tensors(module))
+    module = loading.build(Model(str(tmp_path / "two"), dtype=dtype))
+    own = dict(loading.named_tensors(module))
     assert own.keys() == weights.keys()
     for name, x in own.items():
         assert torch.equal(x, weights[name].to(x.dtype))
@@ -954,4 +956,4 @@ def test_an_exported_folder_is_the_same_model(two: Processes, tmp_path: Path, dt
     assert files[0] == files[1]
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "two")]
     assert configs[0] == configs[1]
-    assert models.load_tokenizer(Model(str(tmp_path / "two"))).encode("12+3") == tiny.tokenizer().encode("12+3")
+    assert loading.load_tokenizer(Model(str(tmp_path / "two"))).encode("12+3") == tiny.tokenizer().encode("12+3")

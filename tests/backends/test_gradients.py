@@ -10,7 +10,7 @@ from torch import Tensor
 
 import nrl
 from nrl.algos import grpo_loss, needs, sft_loss, token_mean
-from nrl.backends.gradients import ignores, value_and_grad
+from nrl.backends.training.gradients import ignores, value_and_grad
 from nrl.batch import Batch
 from nrl.errors import WeightError
 from nrl.reduce import Max, Mean, Metrics, Sum

@@ -14,7 +14,8 @@ from torch import Tensor
 import nrl
 from nrl import tiny
 from nrl.algos import bradley_terry_loss, distillation_loss, logprobs_at, needs, sft_loss, token_mean, value_loss
-from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf, models
+from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf
+from nrl.backends.models import loading
 from nrl.batch import Batch, lengths
 from nrl.errors import BatchError, ColumnError, ConfigError, MissingOutput, ModelError
 from nrl.reduce import Mean, Metrics, finalize
@@ -230,10 +231,10 @@ def test_a_head_of_another_kind_is_refused(tmp_path: Path) -> None:
     )
     two.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"cannot be loaded as a language model with a reward head"):
-        models.build(Model(str(tmp_path), head="reward"))
+        loading.build(Model(str(tmp_path), head="reward"))
     gpt2 = {"model_type": "gpt2", "vocab_size": 23, "n_embd": 16, "n_layer": 1, "n_head": 2}
     with pytest.raises(ModelError, match=r"GPT2ForTokenClassification: it has no linear layer 'score' of one output"):
-        models.build(Model(gpt2, head="value"))
+        loading.build(Model(gpt2, head="value"))
 
 
 # -- teachers ---------------------------------------------------------------------------------------------------------

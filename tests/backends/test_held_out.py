@@ -8,7 +8,7 @@ from tensordict import TensorDict
 import nrl
 from nrl.algos import add, dpo_loss, needs, sft_loss, token_mean
 from nrl.backends import Trainer
-from nrl.backends.training import make_trainer
+from nrl.backends.training.trainer import make_trainer
 from nrl.batch import Batch
 from nrl.errors import MissingOutput
 from nrl.reduce import Mean, finalize

@@ -10,8 +10,8 @@ from torch import Tensor
 from nrl import tiny
 from nrl.backends import hf
 from nrl.backends.base import Completion, Model, Sampling
-from nrl.backends.cache import ATTENTION
-from nrl.backends.models import build, named_tensors
+from nrl.backends.hf.cache import ATTENTION
+from nrl.backends.models.loading import build, named_tensors
 from nrl.errors import ClosedCluster, ConfigError, GenerationError, ModelError
 from nrl.runtime import cluster
 

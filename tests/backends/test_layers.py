@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nrl.backends import cache, layers
-from nrl.backends.cache import Preallocated, prepare
+from nrl.backends.hf import cache, layers
+from nrl.backends.hf.cache import Preallocated, prepare
 from tests.backends.test_decoding import PLAIN, PROMPTS, build, check
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nrl.backends.fsdp.linear_logprobs import CHUNK_BYTES, KEEP_BYTES, linear_logprobs
+from nrl.backends.training.fused_logprobs import CHUNK_BYTES, KEEP_BYTES, linear_logprobs
 from nrl.errors import BatchError, ConfigError, ModelError
 
 TOKENS, WIDTH, VOCABULARY = 11, 5, 7

@@ -18,9 +18,10 @@ import nrl
 from examples import sft
 from nrl import algos, config, tiny
 from nrl.algos import Loss, sft_loss
-from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf, lora, models
-from nrl.backends.fsdp.engine import State
-from nrl.backends.terms import global_weights
+from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf
+from nrl.backends.fsdp.torch_engine import State
+from nrl.backends.models import loading, lora
+from nrl.backends.training.terms import global_weights
 from nrl.backends.vllm import adapters
 from nrl.batch import Batch
 from nrl.errors import ModelError
@@ -78,7 +79,7 @@ def logprobs(by: Trainer, params: Params, batch: Batch | None = None) -> Tensor:
 
 def test_at_full_rank_the_first_step_has_the_direction_of_full_fine_tuning(slots: Slots, tmp_path: Path) -> None:
     """With A orthogonal and B = 0 the step of B A is that of W times A'A = 1, where steps are along the gradient."""
-    module = models.build(Model(QWEN3))
+    module = loading.build(Model(QWEN3))
     sizes = {name: part.in_features for name, part in module.named_modules() if name.endswith(LAYERS)}
     fields: dict[str, Any] = {"rank_pattern": sizes, "alpha_pattern": sizes, "r": 1, "lora_alpha": 1}
     made: Any = peft.get_peft_model(module, peft.LoraConfig(**LORA | fields))
@@ -105,17 +106,17 @@ def test_at_full_rank_the_first_step_has_the_direction_of_full_fine_tuning(slots
 def test_only_the_adapter_is_trained(slots: Slots) -> None:
     made = engine(None, MODEL)
     state = made.init()
-    before = {name: x.clone() for name, x in models.named_tensors(state.module)}
+    before = {name: x.clone() for name, x in loading.named_tensors(state.module)}
     batch = batch_of(MIXED)
     for _ in range(3):
         state, _ = made.train(state, sft_loss, [batch], global_weights(sft_loss, batch))
-    after = dict(models.named_tensors(state.module))
+    after = dict(loading.named_tensors(state.module))
     changed = {name for name, x in before.items() if not torch.equal(x, after[name])}
     assert changed == {name for name in before if lora.trained(name)}
     assert len(changed) == 2 * len(LAYERS) * QWEN3["num_hidden_layers"]
     parameters = dict(state.module.named_parameters())
     moments = {id(parameter) for parameter, found in state.optimizer.state.items() if found}
-    assert moments == {id(x) for name, x in parameters.items() if lora.trained(models.weight_name(name))}
+    assert moments == {id(x) for name, x in parameters.items() if lora.trained(loading.weight_name(name))}
     assert sum(len(group["params"]) for group in state.optimizer.param_groups) == len(changed)
 
 
@@ -142,7 +143,7 @@ def test_a_seed_gives_the_same_adapter_everywhere() -> None:
 @pytest.mark.parametrize("name", ["qwen3 tied", "llama tied", "phi, a head with a bias"])
 def test_it_computes_what_peft_does(slots: Slots, name: str, tmp_path: Path) -> None:
     """Of an adapter that peft has written; merged weights are those that peft merges."""
-    module = models.build(Model(CONFIGS[name]))
+    module = loading.build(Model(CONFIGS[name]))
     theirs = adapter_in(tmp_path / "adapter", module, use_rslora=True, lora_dropout=0.5)
     trainer = trainer_of(slots[:2], Model(CONFIGS[name], lora=str(tmp_path / "adapter")))
     params, batch = trainer.load(), batch_of(MIXED)
@@ -155,7 +156,7 @@ def test_it_computes_what_peft_does(slots: Slots, name: str, tmp_path: Path) -> 
             torch.testing.assert_close(found[row, 1:length], own, atol=1e-5, rtol=0)
     base = trainer_of(slots[:1], Model(CONFIGS[name]))
     assert not torch.allclose(logprobs(base, base.load()), found, atol=1e-2)
-    assert_close(tensors(params), dict(models.named_tensors(theirs.merge_and_unload())), 1e-6)
+    assert_close(tensors(params), dict(loading.named_tensors(theirs.merge_and_unload())), 1e-6)
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ def steps(
 
 def _raw(state: State) -> dict[str, Tensor]:
     """The adapter itself, whole."""
-    whole = {name: getattr(x, "full_tensor", x.clone)() for name, x in models.named_tensors(state.module)}
+    whole = {name: getattr(x, "full_tensor", x.clone)() for name, x in loading.named_tensors(state.module)}
     return {f"raw {name}": x for name, x in whole.items() if lora.trained(name)}
 
 
@@ -237,10 +238,10 @@ def test_other_heads_are_trained_with_the_adapter(head: Any) -> None:
     assert {name for name, x in state.module.named_parameters() if x.requires_grad and "lora_" not in name} == {
         name for name, _ in state.module.named_parameters() if name.startswith("score.")
     }
-    before = {name: x.clone() for name, x in models.named_tensors(state.module)}
+    before = {name: x.clone() for name, x in loading.named_tensors(state.module)}
     for _ in range(2):  # in the first the head says 0, so that no gradient reaches the body
         state, _ = made.train(state, HEADS[head], [batch], global_weights(HEADS[head], batch))
-    after = dict(models.named_tensors(state.module))
+    after = dict(loading.named_tensors(state.module))
     assert all(torch.equal(x, after[name]) != lora.trained(name) for name, x in before.items())
 
 
@@ -280,7 +281,7 @@ def test_a_sampler_without_an_adapter_gets_merged_weights(slots: Slots) -> None:
 
 def test_a_sampler_with_the_adapter_gets_that_alone(slots: Slots, tmp_path: Path) -> None:
     model = tiny.model(lora=LORA)
-    adapter_in(tmp_path, models.build(model))
+    adapter_in(tmp_path, loading.build(model))
     for each in (model, attrs.evolve(model, lora=str(tmp_path))):
         trainer, sampler = trainer_of(slots[:2], each), hf.sampler(slots[2:3], each)
         torch.testing.assert_close(*heard(sampler, trainer, trainer.load()), atol=1e-5, rtol=0)  # as it was made
@@ -321,7 +322,7 @@ def test_an_adapter_goes_to_a_sampler_with_the_same_base_and_adapter_only(slots:
 
 def test_states_from_the_params_of_others(slots: Slots, tmp_path: Path) -> None:
     """Of the same adapter: a copy. Of other weights: these, and an adapter that changes nothing, whatever there was."""
-    adapter_in(tmp_path, models.build(MODEL))
+    adapter_in(tmp_path, loading.build(MODEL))
     model = attrs.evolve(MODEL, lora=str(tmp_path))
     trainer, batch = trainer_of(slots[:2], model), batch_of(MIXED)
     state, _ = trainer.train_step(sft_loss)(trainer.init(), batch)
@@ -355,8 +356,8 @@ def test_a_critic_begins_with_the_adapter_of_the_policy(slots: Slots) -> None:
 
 
 def test_references(slots: Slots, tmp_path: Path) -> None:
-    adapter_in(tmp_path / "adapter", models.build(MODEL))
-    models.save_model(models.build(Model(QWEN3, seed=7)), tmp_path / "other")
+    adapter_in(tmp_path / "adapter", loading.build(MODEL))
+    loading.save_model(loading.build(Model(QWEN3, seed=7)), tmp_path / "other")
     base = trainer_of(slots[:1], Model(QWEN3))
     fresh, adapted = (trainer_of(slots[:1], Model(QWEN3, lora=x)) for x in (LORA, str(tmp_path / "adapter")))
     assert torch.equal(logprobs(fresh, fresh.load()), logprobs(base, base.load()))
@@ -396,7 +397,7 @@ def test_what_is_saved_goes_on_exactly(slots: Slots, head: Any, tmp_path: Path) 
 
 
 def test_a_base_that_is_not_the_models_own_is_saved_with_the_adapter(slots: Slots, tmp_path: Path) -> None:
-    models.save_model(models.build(Model(QWEN3, seed=7)), tmp_path / "other")
+    loading.save_model(loading.build(Model(QWEN3, seed=7)), tmp_path / "other")
     trainer, full = trainer_of(slots[:1]), trainer_of(slots[:1], Model(QWEN3, seed=4))
     state, _ = trainer.train_step(sft_loss)(trainer.init(full.load()), batch_of(MIXED))
     teacher = trainer.load(str(tmp_path / "other"))
@@ -494,9 +495,9 @@ def test_merged_weights_are_exported(slots: Slots, dtype: Any, tmp_path: Path) -
     state = trained(trainer)
     trainer.export(state.params, tmp_path)
     assert not list(tmp_path.glob("adapter*"))
-    found = dict(models.named_tensors(models.build(Model(str(tmp_path), dtype=dtype))))
+    found = dict(loading.named_tensors(loading.build(Model(str(tmp_path), dtype=dtype))))
     assert_equal(found, {name: x.to(getattr(torch, dtype)) for name, x in state.params.tensors()})
-    assert all(parameter.requires_grad is not False for parameter in models.build(Model(str(tmp_path))).parameters())
+    assert all(parameter.requires_grad is not False for parameter in loading.build(Model(str(tmp_path))).parameters())
     if dtype == "float32":
         plain = trainer_of(slots[:1], Model(str(tmp_path)))
         batch = tiny.sums(8).take(1)[0]
@@ -514,7 +515,7 @@ def test_merged_weights_are_exported(slots: Slots, dtype: Any, tmp_path: Path) -
     ],
 )
 def test_an_exported_adapter_is_read_by_peft_and_by_nrl(slots: Slots, head: Any, kind: Any, tmp_path: Path) -> None:
-    models.save_model(models.build(Model(QWEN3)), tmp_path / "base")
+    loading.save_model(loading.build(Model(QWEN3)), tmp_path / "base")
     model = Model(str(tmp_path / "base"), head=head, lora=LORA)
     trainer, batch = trainer_of(slots[:1], model), rows_of(head)
     state, _ = trainer.train_step(HEADS[head])(trainer.init(), batch)
@@ -531,7 +532,7 @@ def test_an_exported_adapter_is_read_by_peft_and_by_nrl(slots: Slots, head: Any,
     labels = {} if head == "lm" else {"num_labels": 1}
     base = kind.from_pretrained(tmp_path / "base", **labels)
     theirs: Any = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
-    assert_close(dict(models.named_tensors(theirs.merge_and_unload())), tensors(state.params), 1e-6)
+    assert_close(dict(loading.named_tensors(theirs.merge_and_unload())), tensors(state.params), 1e-6)
 
 
 def test_what_is_no_adapter_is_not_exported_as_one(slots: Slots, tmp_path: Path) -> None:
@@ -617,7 +618,7 @@ def test_folders_that_are_no_adapter(tmp_path: Path) -> None:
     give = r"give one that peft's save_pretrained or trainer.export\(..., adapter=True\) wrote"
     refused(rf"Model\(lora='.*/none'\): there is no such folder; {give}", str(tmp_path / "none"))
     refused(rf"the folder has no adapter_config.json and no adapter_model.safetensors; {give}", str(tmp_path))
-    adapter_in(tmp_path / "a", models.build(Model(QWEN3)))
+    adapter_in(tmp_path / "a", loading.build(Model(QWEN3)))
     refused(
         r"\): 'model.layers.0.mlp.down_proj.lora_A.weight' has shape \[4, 24\], and here it is \[4, 25\]",
         str(tmp_path / "a"),

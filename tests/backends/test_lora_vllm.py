@@ -16,7 +16,7 @@ from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Params, Sampling, adamw, fsdp, vllm
 from nrl.backends.base import Completion
-from nrl.backends.replicated import StreamingSampler
+from nrl.backends.sampling.pool import StreamingSampler
 from nrl.batch import Batch
 from nrl.errors import WeightMismatch
 from nrl.runtime import Cluster, P, shard_map

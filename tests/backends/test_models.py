@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from nrl import tiny
-from nrl.backends import Model, models
+from nrl.backends import Model
+from nrl.backends.models import loading
 from nrl.errors import ModelError
 from tests.properties.strategies import TINY
 
@@ -22,11 +23,11 @@ GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
 
 
 def build(config: Mapping[str, Any] = TINY, **fields: Any) -> Any:
-    return models.build(Model(config, **fields))
+    return loading.build(Model(config, **fields))
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    return dict(models.named_tensors(module))
+    return dict(loading.named_tensors(module))
 
 
 def saved(folder: Path, config: dict[str, Any] = TINY, seed: int = 0) -> Any:
@@ -47,12 +48,12 @@ def test_a_config_makes_a_causal_language_model() -> None:
 
 def test_the_config_is_left_as_it_is() -> None:
     config = dict(TINY)
-    models.build(Model(config))
+    loading.build(Model(config))
     assert config == TINY
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
-    a, b, c = (weights(models.build(Model(TINY, seed=seed))) for seed in (3, 3, 4))
+    a, b, c = (weights(loading.build(Model(TINY, seed=seed))) for seed in (3, 3, 4))
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not torch.equal(a["model.embed_tokens.weight"], c["model.embed_tokens.weight"])
 
@@ -61,17 +62,17 @@ def test_the_seed_does_not_touch_the_global_generator_and_does_not_read_it() -> 
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    a = weights(models.build(Model(TINY, seed=3)))
+    a = weights(loading.build(Model(TINY, seed=3)))
     assert torch.equal(torch.rand(3), expected)
-    b = weights(models.build(Model(TINY, seed=3)))
+    b = weights(loading.build(Model(TINY, seed=3)))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_the_weights_do_not_depend_on_the_dtype(dtype: Any) -> None:
     wanted = getattr(torch, dtype)
-    expected = weights(models.build(Model(TINY, seed=3)))
-    for made in (models.build(Model(TINY, seed=3, dtype=dtype)), models.build(Model(TINY, seed=3), dtype=wanted)):
+    expected = weights(loading.build(Model(TINY, seed=3)))
+    for made in (loading.build(Model(TINY, seed=3, dtype=dtype)), loading.build(Model(TINY, seed=3), dtype=wanted)):
         found = weights(made)
         assert {x.dtype for x in found.values()} == {wanted}
         assert all(torch.equal(found[name], expected[name].to(wanted)) for name in expected)
@@ -79,7 +80,7 @@ def test_the_weights_do_not_depend_on_the_dtype(dtype: Any) -> None:
 
 def test_positions_stay_exact_in_every_dtype() -> None:
     """Rotary frequencies in bfloat16 would move every token."""
-    expected = {name: x for name, x in models.build(Model(TINY)).named_buffers() if "inv_freq" in name}
+    expected = {name: x for name, x in loading.build(Model(TINY)).named_buffers() if "inv_freq" in name}
     assert expected
     for dtype in ("bfloat16", "float64"):
         found = dict(build(dtype=dtype).named_buffers())
@@ -91,7 +92,7 @@ def test_positions_stay_exact_in_every_dtype() -> None:
 def test_dropout_is_off() -> None:
     config = GPT2 | {"embd_pdrop": 0.5, "attn_pdrop": 0.5, "resid_pdrop": 0.5}
     for source in (config, {**TINY, "attention_dropout": 0.5}):
-        module = models.build(Model(source))
+        module = loading.build(Model(source))
         module.train()
         ids = torch.arange(8)[None]
         assert torch.equal(module(input_ids=ids).logits, module(input_ids=ids).logits)
@@ -99,7 +100,7 @@ def test_dropout_is_off() -> None:
 
 def test_a_folder(tmp_path: Path) -> None:
     expected = weights(saved(tmp_path, seed=7))
-    found = weights(models.build(Model(str(tmp_path))))
+    found = weights(loading.build(Model(str(tmp_path))))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -112,10 +113,10 @@ def test_loading_leaves_no_bars_and_says_what_takes_long(
     saved(tmp_path)
     logging.enable_progress_bar()
     capfd.readouterr()
-    models.build(Model(str(tmp_path)))
+    loading.build(Model(str(tmp_path)))
     assert capfd.readouterr() == ("", "")
     monkeypatch.setattr("nrl.log.waits.SILENCE", 0.0)
-    models.build(Model(str(tmp_path)))
+    loading.build(Model(str(tmp_path)))
     said = capfd.readouterr()
     assert said.err == ""
     assert re.search(rf"^loading the weights of {tmp_path}, \d+ of \d+, 0:00 so far$", said.out, re.MULTILINE)
@@ -125,12 +126,12 @@ def test_loading_leaves_no_bars_and_says_what_takes_long(
 def test_a_path_object_is_a_folder_too(tmp_path: Path) -> None:
     expected = weights(saved(tmp_path, seed=7))
     source: Any = tmp_path
-    assert all(torch.equal(x, expected[name]) for name, x in models.named_tensors(models.build(Model(source))))
+    assert all(torch.equal(x, expected[name]) for name, x in loading.named_tensors(loading.build(Model(source))))
 
 
 def test_a_folder_in_bfloat16(tmp_path: Path) -> None:
     expected = weights(saved(tmp_path, seed=7))
-    found = weights(models.build(Model(str(tmp_path), dtype="bfloat16")))
+    found = weights(loading.build(Model(str(tmp_path), dtype="bfloat16")))
     assert all(torch.equal(found[name], expected[name].bfloat16()) for name in expected)
 
 
@@ -140,26 +141,26 @@ def test_a_folder_in_bfloat16(tmp_path: Path) -> None:
 def test_no_such_folder(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
     with pytest.raises(ModelError, match=f"{missing}.*there is no such folder; give a folder with config.json"):
-        models.build(Model(missing))
+        loading.build(Model(missing))
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"{tmp_path}.*cannot be loaded"):
-        models.build(Model(str(tmp_path)))
+        loading.build(Model(str(tmp_path)))
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:
     saved(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=f"{tmp_path}.*cannot be loaded.*model.safetensors"):
-        models.build(Model(str(tmp_path)))
+        loading.build(Model(str(tmp_path)))
 
 
 def test_a_folder_with_broken_weights(tmp_path: Path) -> None:
     saved(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not a safetensors file")
     with pytest.raises(ModelError, match=f"{tmp_path}.*cannot be loaded"):
-        models.build(Model(str(tmp_path)))
+        loading.build(Model(str(tmp_path)))
 
 
 def test_a_folder_with_a_weight_missing(tmp_path: Path) -> None:
@@ -171,12 +172,12 @@ def test_a_folder_with_a_weight_missing(tmp_path: Path) -> None:
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="model.layers.1.mlp.up_proj.weight"):
-        models.build(Model(str(tmp_path)))
+        loading.build(Model(str(tmp_path)))
 
 
 def test_a_name_that_the_hub_does_not_give() -> None:
     with pytest.raises(ModelError, match="'nobody/nothing'.*neither a folder here nor a .*hub"):
-        models.build(Model("nobody/nothing"))
+        loading.build(Model("nobody/nothing"))
 
 
 def test_a_config_without_a_model_type() -> None:
@@ -194,7 +195,7 @@ def test_a_config_without_a_model_type() -> None:
 )
 def test_a_config_that_makes_no_language_model(config: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=rf"Model\(source=a {config['model_type']} config\): the config does not make"):
-        models.build(Model(config))
+        loading.build(Model(config))
 
 
 @pytest.mark.parametrize("fields", [{"head": "nonsense"}, {"dtype": "int8"}])
@@ -208,46 +209,46 @@ def test_fields_that_cannot_be(fields: dict[str, Any]) -> None:
 
 def test_a_model_from_a_config_has_no_tokenizer() -> None:
     with pytest.raises(ModelError, match=r"no tokenizer of its own; give one with Model\(config, tokenizer=\.\.\.\)"):
-        models.load_tokenizer(Model(TINY))
+        loading.load_tokenizer(Model(TINY))
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     saved(tmp_path)
     with pytest.raises(ModelError, match=f"the tokenizer of '{tmp_path}': .* it has no tokenizer files"):
-        models.load_tokenizer(Model(str(tmp_path)))
+        loading.load_tokenizer(Model(str(tmp_path)))
 
 
 def test_tokenizers(tmp_path: Path) -> None:
     tokenizer = tiny.tokenizer()
-    assert models.load_tokenizer(Model(TINY, tokenizer=tokenizer)) is tokenizer
+    assert loading.load_tokenizer(Model(TINY, tokenizer=tokenizer)) is tokenizer
     tokenizer.save_pretrained(tmp_path)
     for model in (Model(TINY, tokenizer=str(tmp_path)), Model(TINY, tokenizer=tmp_path), Model(str(tmp_path))):
-        assert models.load_tokenizer(model).encode("12+3") == tokenizer.encode("12+3")
+        assert loading.load_tokenizer(model).encode("12+3") == tokenizer.encode("12+3")
 
 
 # what a model says of itself
 
 
 def test_context_length() -> None:
-    assert models.context_length(models.build(Model(TINY))) == 64
-    assert models.context_length(models.build(Model(GPT2))) == 32  # under a name of its own
+    assert loading.context_length(loading.build(Model(TINY))) == 64
+    assert loading.context_length(loading.build(Model(GPT2))) == 32  # under a name of its own
     bloom = {"model_type": "bloom", "vocab_size": 23, "hidden_size": 16, "n_layer": 1, "n_head": 2}
     with pytest.raises(ModelError, match="BloomForCausalLM: the config has no max_position_embeddings"):
-        models.context_length(build(bloom))
+        loading.context_length(build(bloom))
 
 
 def test_end_tokens() -> None:
     tokenizer, generation = tiny.tokenizer(), GenerationConfig()
-    assert models.end_tokens(None, tokenizer) == models.end_tokens(generation, tokenizer) == (tokenizer.eos_token_id,)
+    assert loading.end_tokens(None, tokenizer) == loading.end_tokens(generation, tokenizer) == (tokenizer.eos_token_id,)
     generation.eos_token_id = [9, 5]
-    assert models.end_tokens(generation, tokenizer) == tuple(sorted({tokenizer.eos_token_id, 5, 9}))
+    assert loading.end_tokens(generation, tokenizer) == tuple(sorted({tokenizer.eos_token_id, 5, 9}))
     generation.eos_token_id = 9
-    assert models.end_tokens(generation, tokenizer) == tuple(sorted({tokenizer.eos_token_id, 9}))
+    assert loading.end_tokens(generation, tokenizer) == tuple(sorted({tokenizer.eos_token_id, 9}))
 
 
 def test_head_weight() -> None:
     module = build()
-    weight, bias = models.head_weight(module)
+    weight, bias = loading.head_weight(module)
     assert weight is module.model.embed_tokens.weight
     assert bias is None
 
@@ -270,7 +271,7 @@ def test_named_tensors_are_what_a_folder_holds(tied: bool, tmp_path: Path) -> No
 def test_load_tensors_is_the_inverse(tied: bool) -> None:
     config = TINY | {"tie_word_embeddings": tied}
     a, b = build(config, seed=1), build(config, seed=2)
-    models.load_tensors(models.weights(b), models.named_tensors(a), who="test")
+    loading.load_tensors(loading.weights(b), loading.named_tensors(a), who="test")
     ids = torch.arange(8)[None]
     assert torch.equal(a(input_ids=ids).logits, b(input_ids=ids).logits)
     with torch.no_grad():
@@ -280,22 +281,22 @@ def test_load_tensors_is_the_inverse(tied: bool) -> None:
 
 
 def test_load_tensors_from_another_dtype() -> None:
-    a, b = models.build(Model(TINY, seed=1, dtype="float64")), models.build(Model(TINY, seed=2))
-    models.load_tensors(models.weights(b), models.named_tensors(a), who="test")
+    a, b = loading.build(Model(TINY, seed=1, dtype="float64")), loading.build(Model(TINY, seed=2))
+    loading.load_tensors(loading.weights(b), loading.named_tensors(a), who="test")
     assert {x.dtype for x in weights(b).values()} == {torch.float32}
     assert torch.equal(weights(b)["model.norm.weight"], weights(a)["model.norm.weight"].float())
 
 
 def test_load_tensors_says_what_does_not_fit() -> None:
-    module = models.build(Model(TINY))
+    module = loading.build(Model(TINY))
     tensors = weights(module)
     with pytest.raises(ModelError, match="receive: the model has no weight 'extra'"):
-        models.load_tensors(models.weights(module), [("extra", torch.zeros(1))], who="receive")
+        loading.load_tensors(loading.weights(module), [("extra", torch.zeros(1))], who="receive")
     with pytest.raises(ModelError, match=r"receive: 'model.norm.weight' has shape \[3\], and here it is \[16\]"):
-        models.load_tensors(models.weights(module), [("model.norm.weight", torch.zeros(3))], who="receive")
+        loading.load_tensors(loading.weights(module), [("model.norm.weight", torch.zeros(3))], who="receive")
     some = [(name, x) for name, x in tensors.items() if name != "model.norm.weight"]
     with pytest.raises(ModelError, match="receive: 1 weights did not arrive: model.norm.weight"):
-        models.load_tensors(models.weights(module), some, who="receive")
+        loading.load_tensors(loading.weights(module), some, who="receive")
 
 
 def test_a_saved_config_is_plain(tmp_path: Path) -> None:
@@ -345,7 +346,7 @@ def test_code_that_comes_with_a_model_does_not_run_and_nobody_is_asked(
         return "y"
 
     monkeypatch.setattr("builtins.input", answer)
-    for load in (models.build, models.load_config, models.load_tokenizer):
+    for load in (loading.build, loading.load_config, loading.load_tokenizer):
         with pytest.raises(ModelError, match=r"Python code of its own.*Model\(..., trust_remote_code=True\)"):
             load(Model(str(with_code)))
     assert not asked
@@ -354,11 +355,11 @@ def test_code_that_comes_with_a_model_does_not_run_and_nobody_is_asked(
 
 def test_code_that_comes_with_a_model_runs_where_that_was_asked_for(with_code: Path) -> None:
     model = Model(str(with_code), trust_remote_code=True)
-    module: Any = models.build(model)
+    module: Any = loading.build(model)
     assert type(module).__name__ == "MineForCausalLM"
-    assert models.load_config(model)[0].model_type == "mine"
-    assert type(models.load_tokenizer(model)).__name__ == "MineTokenizer"
+    assert loading.load_config(model)[0].model_type == "mine"
+    assert type(loading.load_tokenizer(model)).__name__ == "MineTokenizer"
     assert (with_code.parent / "ran").exists()
-    models.save_model(module, with_code.parent / "again")
-    again = models.build(attrs.evolve(model, source=str(with_code.parent / "again")))
+    loading.save_model(module, with_code.parent / "again")
+    again = loading.build(attrs.evolve(model, source=str(with_code.parent / "again")))
     assert all(torch.equal(value, weights(again)[name]) for name, value in weights(module).items())

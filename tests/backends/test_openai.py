@@ -23,9 +23,9 @@ import nrl
 from nrl import tiny
 from nrl.backends import Sampling, adamw, fsdp, hf, openai
 from nrl.backends.base import Streams
-from nrl.backends.models import build, load_config
-from nrl.backends.noise import keep_most_probable
-from nrl.backends.openai import EndpointSampler, asking
+from nrl.backends.hf.noise import keep_most_probable
+from nrl.backends.models.loading import build, load_config
+from nrl.backends.openai import EndpointSampler, client
 from nrl.data import tasks
 from nrl.envs import Environment, Step, Task, exact, single_turn
 from nrl.errors import ClusterError, GenerationError, LostRequest, ModelError
@@ -288,7 +288,7 @@ def test_a_row_takes_its_next_turn_while_others_decode(local: Any) -> None:
 
 def test_a_row_that_the_server_fails_is_lost(local: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a few tries, which are counted; the others are as good as ever."""
-    monkeypatch.setattr(asking, "_WAIT", 0.01)
+    monkeypatch.setattr(client, "_WAIT", 0.01)
     served, tries = Served(local[0]), Counter[str]()
 
     def respond(path: str, body: Any, headers: Mapping[str, str]) -> Answer:
@@ -418,7 +418,7 @@ def test_the_key_of_the_environment_is_for_those_to_whom_nobody_listens(
     ],
 )
 def test_what_is_private(url: str, private: bool) -> None:
-    assert asking.is_private(url) is private
+    assert client.is_private(url) is private
 
 
 def test_nothing_is_sent_on_to_where_a_server_redirects() -> None:
@@ -456,7 +456,7 @@ def test_a_password_in_the_address_is_sent_and_said_nowhere(local: Any) -> None:
                 call()
             said.append(str(it.value))
     with pytest.raises(ClusterError) as gone:
-        asking.beside(attrs.evolve(sampler.endpoint.server, url=url, timeout=60.0).ask("/models")).result()
+        client.beside(attrs.evolve(sampler.endpoint.server, url=url, timeout=60.0).ask("/models")).result()
     with pytest.raises(ValueError, match="the url is 'localhost'") as wrong:
         openai.sampler("me:hunter@2@localhost", model())
     assert logins == {"Basic " + base64.b64encode(b"me:hunter@2").decode()}
@@ -595,7 +595,7 @@ def test_seeds_that_are_not_honoured(local: Any) -> None:
     "failure", [(503, "loading"), (429, "slow down", {"Retry-After": "0"}), (500, "CUDA error"), (0, "")]
 )
 def test_a_server_that_fails_twice_is_asked_again(local: Any, monkeypatch: pytest.MonkeyPatch, failure: Answer) -> None:
-    monkeypatch.setattr(asking, "_WAIT", 0.01)
+    monkeypatch.setattr(client, "_WAIT", 0.01)
     served, failures = Served(local[0]), dict[str, int]()
 
     def respond(path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]) -> Answer:
@@ -609,7 +609,7 @@ def test_a_server_that_fails_twice_is_asked_again(local: Any, monkeypatch: pytes
 
 
 def test_a_server_that_always_fails(local: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "_WAIT", 0.001)
+    monkeypatch.setattr(client, "_WAIT", 0.001)
     with (
         serving(lambda *_: (503, "loading")) as url,
         pytest.raises(ClusterError, match=rf"{url}/v1/models could not be .* 6 times \(status 503: loading\)"),
@@ -682,5 +682,5 @@ def test_a_config_is_read_without_weights(tmp_path: Path) -> None:
 
 
 def test_excerpts_and_waits() -> None:
-    assert [asking._seconds(each) for each in ("3", None, "Wed, 21 Oct 2026 07:28:00 GMT")] == [3.0, 0.0, 0.0]
-    assert asking._trusted() is asking._trusted()
+    assert [client._seconds(each) for each in ("3", None, "Wed, 21 Oct 2026 07:28:00 GMT")] == [3.0, 0.0, 0.0]
+    assert client._trusted() is client._trusted()

@@ -20,12 +20,13 @@ from torch import Tensor
 import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
-from nrl.backends import Sampling, adamw, fsdp, hf, processing
-from nrl.backends.decoding import Decoded
-from nrl.backends.replica import Request
-from nrl.backends.replicated import StreamingSampler
-from nrl.backends.seats import Seat
-from nrl.backends.spread import Spread
+from nrl.backends import Sampling, adamw, fsdp, hf
+from nrl.backends.hf.decoding import Decoded
+from nrl.backends.sampling.pool import StreamingSampler
+from nrl.backends.sampling.replica import Request
+from nrl.backends.sampling.routing import Spread
+from nrl.backends.sampling.seat import Seat
+from nrl.backends.training import in_process
 from nrl.batch import Batch
 from nrl.errors import (
     ClosedCluster,
@@ -37,8 +38,9 @@ from nrl.errors import (
     LostRequest,
     ModelError,
 )
-from nrl.runtime import Cluster, Mesh, P, cluster, shard_map, timeline
-from nrl.runtime.local import LocalCluster
+from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
+from nrl.runtime.mesh.local import LocalCluster
+from nrl.runtime.trace import timeline
 from tests.processes import settled
 
 SHORT, LONG = Sampling(max_new_tokens=1), Sampling(max_new_tokens=100)
@@ -376,7 +378,7 @@ def test_an_engine_whose_weights_are_consumed_before_it_is_checked_gets_the_next
 
 
 class Failed:
-    """A bucket whose trainer has raised while it made it; as a `nrl.runtime.futures.Coming`."""
+    """A bucket whose trainer has raised while it made it; as a `nrl.runtime.mesh.futures.Coming`."""
 
     rows = like = None
     error = RuntimeError("the trainer is out of memory")
@@ -576,7 +578,7 @@ def batch_of(rows: int = 4) -> Batch:
 
 def test_weights_that_a_step_consumes_are_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an engine that is started again would, while another thread trains; half of each would be wrong."""
-    monkeypatch.setattr(processing, "_BUCKET", 1)
+    monkeypatch.setattr(in_process, "_BUCKET", 1)
     with cluster("local") as entered:
         trainer = fsdp.trainer(entered.reserve(1), tiny.model(), adamw(lr=1e-3))
         state = trainer.init()

@@ -10,12 +10,13 @@ import torch
 
 import nrl
 from nrl import tiny
-from nrl.backends import Params, Sampling, adamw, fsdp, hf, processing
-from nrl.backends.replicated import ReplicatedSampler
+from nrl.backends import Params, Sampling, adamw, fsdp, hf
+from nrl.backends.sampling.pool import ReplicatedSampler
+from nrl.backends.training import in_process
 from nrl.batch import Batch
 from nrl.errors import CorruptedTransfer, TransferError
 from nrl.runtime import Cluster, Mesh, P, shard_map, transfer
-from nrl.runtime.placement import Out
+from nrl.runtime.mesh.placement import Out
 from tests.gpus import with_gpus
 from tests.processes import settled
 
@@ -48,7 +49,7 @@ def engines(meshes: list[Mesh]) -> ReplicatedSampler:
 
 
 def many_buckets() -> int:
-    processing._BUCKET = 20_000
+    in_process._BUCKET = 20_000
     return 0
 
 

@@ -28,7 +28,7 @@ from nrl.errors import (
     WeightMismatch,
 )
 from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
-from nrl.runtime.placement import Out
+from nrl.runtime.mesh.placement import Out
 
 pytestmark = pytest.mark.timeout(600)  # an environment may have to be built
 
@@ -373,12 +373,12 @@ def without(it: Made, name: str) -> Iterator[None]:
     """Leave out a step of a transfer, in the processes of the sampler."""
 
     def leave_out() -> None:
-        module = importlib.import_module("nrl.backends.vllm.transfer")
+        module = importlib.import_module("nrl.backends.vllm.weights")
         vars(module)[f"kept {name}"] = getattr(module, name)
         setattr(module, name, lambda _: None)
 
     def put_back() -> None:
-        module = importlib.import_module("nrl.backends.vllm.transfer")
+        module = importlib.import_module("nrl.backends.vllm.weights")
         setattr(module, name, vars(module)[f"kept {name}"])
 
     it.inside(leave_out)
@@ -424,7 +424,7 @@ def nudge() -> None:
     def nudged(model: Any) -> None:
         model.model.norm.weight.data[0] *= 1.01
 
-    importlib.import_module("nrl.backends.vllm.transfer").repack = nudged  # type: ignore[attr-defined]
+    importlib.import_module("nrl.backends.vllm.weights").repack = nudged  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("it", kinds("vllm")[:1], indirect=True)

@@ -14,8 +14,8 @@ from tensordict import TensorDict
 import nrl
 from nrl.algos import Loss, needs, policy_loss, reinforce, sft_loss, token_mean, weighted_sft_loss
 from nrl.backends import Engine, Sampler, Trainer, publish
-from nrl.backends.terms import check_weights, global_weights, terms_of
-from nrl.backends.training import make_trainer
+from nrl.backends.training.terms import check_weights, global_weights, terms_of
+from nrl.backends.training.trainer import make_trainer
 from nrl.batch import Batch
 from nrl.errors import (
     BatchError,

@@ -19,9 +19,9 @@ from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Params, Sampling, adamw, fsdp, vllm
 from nrl.backends.base import Completion
-from nrl.backends.replica import Request
-from nrl.backends.replicated import StreamingSampler
-from nrl.backends.seats import Seat
+from nrl.backends.sampling.pool import StreamingSampler
+from nrl.backends.sampling.replica import Request
+from nrl.backends.sampling.seat import Seat
 from nrl.batch import Batch
 from nrl.envs import Environment, Step, Task
 from nrl.errors import LostRequest
@@ -187,7 +187,7 @@ def test_engines_that_are_killed_are_started_again(
 
 
 def test_what_dies_with_every_engine_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nrl.backends.replicated._TIMES", 1)
+    monkeypatch.setattr("nrl.backends.sampling.pool._TIMES", 1)
     rows = pair.sampler._ask([PROMPT] * 8, range(8), LONG, [0] * 8)
     assert not settled(lambda: not pair.sampler._seats[0].under_way, 60)
     kill(pair.sampler._seats[0])

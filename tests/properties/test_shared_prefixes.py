@@ -19,11 +19,11 @@ import nrl
 from nrl import algos
 from nrl.algos import Loss, needs, token_mean
 from nrl.backends import Model, Trainer, fsdp
-from nrl.backends.fsdp import outputs
-from nrl.backends.fsdp.linear_logprobs import linear_logprobs
-from nrl.backends.models import build
+from nrl.backends.models.loading import build
+from nrl.backends.training import outputs
+from nrl.backends.training.fused_logprobs import linear_logprobs
 from nrl.batch import Batch
-from nrl.pack import Packed, pack
+from nrl.batch.packing import Packed, pack
 from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Slots
 from tests.properties.strategies import LOSSES, TINY, policy_losses, taken
@@ -56,7 +56,7 @@ def laid_out() -> Iterator[list[Packed]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.import_module("nrl.pack"), "_BLOCK_COST", 0)
-        patch.setattr("nrl.prefix._PART_COST", 0)
+        patch.setattr("nrl.batch.prefixes._PART_COST", 0)
         patch.setattr(outputs, "pack", recorded)
         yield made
 

@@ -12,9 +12,9 @@ from torch import Tensor
 import nrl
 from nrl.batch import Batch
 from nrl.errors import MutatedBatch
-from nrl.runtime.placement import Rows
-from nrl.runtime.shipping import opened, shipped, shipper, size
-from nrl.runtime.unpadded import Unpadded
+from nrl.runtime.mesh.placement import Rows
+from nrl.runtime.ray.shipping import opened, shipped, shipper, size
+from nrl.runtime.ray.unpadded import Unpadded
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64,

@@ -11,7 +11,7 @@ from torch import Tensor
 import nrl
 from nrl.algos import sft_loss
 from nrl.backends import Params, Trainer, TrainState, publish
-from nrl.backends.training import make_trainer
+from nrl.backends.training.trainer import make_trainer
 from nrl.errors import ConsumedState
 from nrl.reduce import finalize
 from tests.backends.bigram import VOCABULARY, Bigram, Recorder

@@ -173,7 +173,7 @@ def test_log_probabilities_are_the_same_on_every_mesh(data: st.DataObject, slots
 
 def test_the_gradient_is_that_of_the_plain_loss(slots: Slots, rows: Batch) -> None:
     """All layouts agree, and what they agree on is what autograd finds through the stock model, row by row."""
-    from nrl.backends.models import build
+    from nrl.backends.models.loading import build
 
     module = build(MODEL)
     total = torch.zeros((), dtype=torch.float64)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 import nrl
 from nrl.algos import Loss, needs, sft_loss, token_mean
-from nrl.backends import Model, Trainer, adamw, fsdp, terms
-from nrl.backends.law import check_law
-from nrl.backends.terms import LOGPROBS, global_weights
+from nrl.backends import Model, Trainer, adamw, fsdp
+from nrl.backends.training import terms
+from nrl.backends.training.law import check_law
+from nrl.backends.training.terms import LOGPROBS, global_weights
 from nrl.batch import Batch
 from nrl.errors import LossError, MissingColumn, MutatedBatch, NotFinite, WeightError
 from nrl.reduce import Mean, Metrics, finalize

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from nrl.cli import main
-from nrl.runtime.executables import EXECUTABLES
-from nrl.runtime.provision import INVENTORY, inventories
+from nrl.command.main import main
+from nrl.runtime.executables.environments import INVENTORY, inventories
+from nrl.runtime.executables.registry import EXECUTABLES
 from tests.runtime.venv_parts import held, index_of, project_of, wheel_of
 
 Run = Callable[..., tuple[int, str, str]]
@@ -30,7 +30,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setattr("sys.prefix", str(root / ".venv"))
         monkeypatch.chdir(root)
         (root / "mine.py").write_text(
-            "from nrl.runtime.executables import Executable, register\nregister(Executable('mine', extras=['extra']))\n"
+            "from nrl import Executable, register\nregister(Executable('mine', extras=['extra']))\n"
         )
         yield root
     EXECUTABLES.clear()
@@ -163,7 +163,7 @@ def test_an_environment_that_processes_run_in_is_not_removed(nrl: Run, root: Pat
 
 def test_what_recipes_are_made_with_is_kept_while_they_are(nrl: Run, root: Path, tmp_path: Path) -> None:
     (root / "mine.py").write_text(
-        "from nrl.runtime.executables import Executable, register\n"
+        "from nrl.runtime.executables.registry import Executable, register\n"
         "register(Executable('more', requirements=['three']))\n"
     )
     assert nrl("build", "--import", "mine.py", "more")[0] == 0

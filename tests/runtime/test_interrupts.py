@@ -14,13 +14,13 @@ import torch
 
 import nrl
 from nrl.algos import sft_loss
-from nrl.backends.training import make_trainer
+from nrl.backends.training.trainer import make_trainer
 from nrl.batch import Batch
 from nrl.errors import ClusterError, ConsumedState
 from nrl.runtime import Mesh, donated, resident, shard_map
-from nrl.runtime.interrupts import deferred
-from nrl.runtime.placement import Out
-from nrl.runtime.ray_processes import RayProcesses
+from nrl.runtime.mesh.placement import Out
+from nrl.runtime.ray.interrupts import deferred
+from nrl.runtime.ray.processes import RayProcesses
 from tests.backends.bigram import Bigram
 
 Handler = Callable[[int, FrameType | None], Any]

@@ -4,7 +4,7 @@ import pytest
 
 from nrl.errors import ClosedCluster, PlacementError
 from nrl.runtime import Cluster, Mesh, Slots, as_mesh, cluster, done
-from nrl.runtime.executables import EXECUTABLES, Executable, check_importable
+from nrl.runtime.executables.registry import EXECUTABLES, Executable, check_importable
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import torch
 
 import nrl
 from nrl.errors import ConfigError
-from nrl.runtime import profiling, timeline
-from nrl.runtime.ray_nodes import command
+from nrl.runtime.ray.nodes import command
+from nrl.runtime.trace import profiles, timeline
 from nrl.stream import counting
 
 
@@ -29,9 +29,9 @@ def operators(path: Path) -> set[str]:
 
 def call(mesh: str, name: str, size: int = 1) -> None:
     """A call on a mesh, in the way that meshes make it: asked for once, traced in each process."""
-    path = profiling.wanted(mesh, name)
+    path = profiles.wanted(mesh, name)
     for rank in range(size):
-        with profiling.tracing(path, rank):
+        with profiles.tracing(path, rank):
             torch.ones(3, 3) @ torch.ones(3, 3)
 
 
@@ -51,7 +51,7 @@ def call(mesh: str, name: str, size: int = 1) -> None:
     ],
 )
 def test_steps_are_asked_for_by_mesh(text: str, steps: Mapping[str, list[int]]) -> None:
-    found = {mesh: [step for each in ranges for step in each] for mesh, ranges in profiling.parsed(text).items()}
+    found = {mesh: [step for each in ranges for step in each] for mesh, ranges in profiles.parsed(text).items()}
     assert found == steps
 
 
@@ -61,7 +61,7 @@ def test_steps_are_asked_for_by_mesh(text: str, steps: Mapping[str, list[int]]) 
 def test_what_cannot_be_read_is_refused_with_the_grammar(text: str) -> None:
     message = rf"NRL_PROFILE: '{text}' cannot be read; give <mesh>:<steps>, where .* NRL_PROFILE=trainer:3, trainer:3-5"
     with pytest.raises(ConfigError, match=message):
-        profiling.parsed(f"sampler:1;{text}")
+        profiles.parsed(f"sampler:1;{text}")
 
 
 def test_a_run_refuses_it_before_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,30 +150,30 @@ def test_without_the_variable_nothing_is_asked_and_nothing_said(
     program(tmp_path)
     assert "NRL_PROFILE" not in capsys.readouterr().out
     assert not (tmp_path / "profile").exists()
-    assert profiling.wanted("trainer", "train_step") is None
+    assert profiles.wanted("trainer", "train_step") is None
 
 
 def test_a_path_is_absolute_and_a_file_name_whatever_the_call_is_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with profiling.asked(Path("run {0}"), {"NRL_PROFILE": "a/b:0"}):
+    with profiles.asked(Path("run {0}"), {"NRL_PROFILE": "a/b:0"}):
         timeline.step(0)
         try:
-            path = profiling.wanted("a/b", "../<lambda> of x" + 200 * "y")
+            path = profiles.wanted("a/b", "../<lambda> of x" + 200 * "y")
         finally:
             timeline.step(None)
     assert path is not None
     assert path.startswith(f"{tmp_path}/run {{0}}/profile/step0-a_b-rank{{rank}}-0-.._")
     assert len(Path(path).name) < 150
-    with profiling.tracing(path, 12):
+    with profiles.tracing(path, 12):
         torch.ones(3).sum()
     assert [file.name[:20] for file in Path("run {0}/profile").iterdir()] == ["step0-a_b-rank12-0-."]
 
 
 def test_a_call_that_fails_leaves_its_trace(tmp_path: Path) -> None:
     def fails() -> None:
-        with profiling.tracing(str(tmp_path / "trace.json")):
+        with profiles.tracing(str(tmp_path / "trace.json")):
             torch.ones(3).cumsum(0)
             raise ZeroDivisionError
 
@@ -184,20 +184,20 @@ def test_a_call_that_fails_leaves_its_trace(tmp_path: Path) -> None:
 
 
 def test_a_call_within_a_call_is_in_its_trace(tmp_path: Path) -> None:
-    with profiling.tracing(str(tmp_path / "outer.json")):
-        with profiling.tracing(str(tmp_path / "inner.json")):
+    with profiles.tracing(str(tmp_path / "outer.json")):
+        with profiles.tracing(str(tmp_path / "inner.json")):
             torch.ones(3).cumsum(0)
         torch.ones(3).sum()
     assert operators(tmp_path / "outer.json") >= {"aten::cumsum", "aten::sum"}
     assert not (tmp_path / "inner.json").exists()
-    with profiling.tracing(str(tmp_path / "next.json")):
+    with profiles.tracing(str(tmp_path / "next.json")):
         torch.ones(3).sum()
     assert "aten::sum" in operators(tmp_path / "next.json")
 
 
 def test_the_thread_that_runs_the_call_is_traced(tmp_path: Path) -> None:
     def work() -> None:
-        with profiling.tracing(str(tmp_path / "trace.json")):
+        with profiles.tracing(str(tmp_path / "trace.json")):
             x = torch.ones(3, requires_grad=True)
             (x * 2).sum().backward()
 
@@ -212,14 +212,14 @@ def test_a_trace_that_cannot_be_written_is_said_and_the_call_goes_on(tmp_path: P
     result = []
     path = tmp_path / "file" / "trace.json"
     said = r"NRL_PROFILE: .*file/trace.json could not be written: (NotADir|FileExists)"
-    with pytest.warns(UserWarning, match=said), profiling.tracing(str(path)):
+    with pytest.warns(UserWarning, match=said), profiles.tracing(str(path)):
         result.append(torch.ones(3).sum())
     assert result == [3.0]
 
 
 @pytest.mark.gpu
 def test_cuda_kernels_are_traced(tmp_path: Path) -> None:
-    with profiling.tracing(str(tmp_path / "trace.json")):
+    with profiles.tracing(str(tmp_path / "trace.json")):
         x = torch.ones(64, 64, device="cuda")
         (x @ x).sum().item()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -231,7 +231,7 @@ def test_cuda_kernels_are_traced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("environ", [{}, {"NRL_NSIGHT": ""}, {"NRL_NSIGHT": "sampler,other"}])
 def test_meshes_that_are_not_asked_for_run_as_they_are(environ: Mapping[str, str]) -> None:
-    assert profiling.nsight("trainer", environ) == []
+    assert profiles.nsight("trainer", environ) == []
 
 
 def test_the_interpreter_is_started_under_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_the_interpreter_is_started_under_nsys(tmp_path: Path, monkeypatch: pyte
     python.parent.mkdir()
     python.symlink_to(sys.executable)
     monkeypatch.setenv("NRL_NSIGHT", "sampler, trainer")
-    with profiling.asked(tmp_path / "a run", {}):
+    with profiles.asked(tmp_path / "a run", {}):
         text = f"exec {command('trainer', str(python))} -c {shlex.quote('print(1 + 1)')}"
     environ = os.environ | {"PATH": f"{bin}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env=environ, check=True)

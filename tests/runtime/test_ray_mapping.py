@@ -26,8 +26,8 @@ from nrl.errors import (
 )
 from nrl.reduce import Max, Mean, Sum, finalize
 from nrl.runtime import Cluster, Executable, Mesh, P, Slots, donated, merged, process, resident, shard_map
-from nrl.runtime.placement import Out
-from nrl.runtime.shipping import opened
+from nrl.runtime.mesh.placement import Out
+from nrl.runtime.ray.shipping import opened
 
 pytestmark = pytest.mark.ray
 

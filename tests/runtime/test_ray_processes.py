@@ -14,10 +14,10 @@ import nrl
 from benchmarks.driver import Nowhere, Parts, stood_in
 from nrl.batch import Batch, deal
 from nrl.runtime import P, shard_map
-from nrl.runtime.placement import Mesh
-from nrl.runtime.ray_calls import Part, Pending
-from nrl.runtime.shipping import opened, shipped
-from nrl.runtime.worker import FUNCTIONS, unfolded
+from nrl.runtime.mesh.placement import Mesh
+from nrl.runtime.ray.calls import Part, Pending
+from nrl.runtime.ray.shipping import opened, shipped
+from nrl.runtime.ray.worker import FUNCTIONS, unfolded
 
 RANKS = 3
 

@@ -18,7 +18,7 @@ import torch
 import nrl
 from nrl.errors import LostActor
 from nrl.reduce import Sum
-from nrl.runtime import timeline
+from nrl.runtime.trace import timeline
 from nrl.stream import counting
 from tests.children import child
 from tests.disks import small_disk_at

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from nrl.errors import ExecutableError
-from nrl.runtime import locks
-from nrl.runtime.executables import EXECUTABLES, Executable
-from nrl.runtime.locks import Project, locked, project, settings
-from nrl.runtime.pins import environment_of, pins_of, python_of
-from nrl.runtime.provision import Recipe, here, provide, uv
-from nrl.runtime.venvs import recipe
-from nrl.runtime.wheels import Wheel, build, content_digest, repack
+from nrl.runtime.executables import locks
+from nrl.runtime.executables.environments import Recipe, here, provide, uv
+from nrl.runtime.executables.locks import Project, locked, project, settings
+from nrl.runtime.executables.pins import environment_of, pins_of, python_of
+from nrl.runtime.executables.recipes import recipe
+from nrl.runtime.executables.registry import EXECUTABLES, Executable
+from nrl.runtime.executables.wheels import Wheel, build, content_digest, repack
 from tests.runtime.venv_parts import BACKEND, index_of, project_of, wheel_of
 
 ROOT = Path(__file__).parents[2]
@@ -338,9 +338,9 @@ def test_an_executable_that_a_script_outside_of_the_repository_registers(
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     )
     (tmp_path / "script.py").write_text(
-        "from nrl.runtime.executables import Executable, register\n"
-        "from nrl.runtime.provision import provide\n"
-        "from nrl.runtime.venvs import recipe\n"
+        "from nrl.runtime.executables.registry import Executable, register\n"
+        "from nrl.runtime.executables.environments import provide\n"
+        "from nrl.runtime.executables.recipes import recipe\n"
         f"register(Executable('loud', requirements=['shouting @ {source.as_uri()}']))\n"
         "python = provide(recipe('loud'))\n"
     )
@@ -380,10 +380,10 @@ FROM_A_WHEEL = """
 import json, sys
 from pathlib import Path
 from nrl.errors import ExecutableError
-from nrl.runtime.executables import Executable
-from nrl.runtime.locks import project
-from nrl.runtime.provision import provide
-from nrl.runtime.venvs import recipe
+from nrl.runtime.executables.registry import Executable
+from nrl.runtime.executables.locks import project
+from nrl.runtime.executables.environments import provide
+from nrl.runtime.executables.recipes import recipe
 assert project().kind == "wheel", project()
 said = {name: recipe(name).inventory["packages"] for name in ("base", "mcore", "gym")}
 said["mine"] = recipe(Executable("mine", extras=["gym", "mcore"])).inventory["packages"]

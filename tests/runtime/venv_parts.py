@@ -18,9 +18,9 @@ from typing import Any
 import cloudpickle
 import filelock
 
-from nrl.runtime import provision
-from nrl.runtime.provision import Recipe, here, uv
-from nrl.runtime.wheels import Wheel, content_digest
+from nrl.runtime.executables import environments
+from nrl.runtime.executables.environments import Recipe, here, uv
+from nrl.runtime.executables.wheels import Wheel, content_digest
 
 __all__ = ["BACKEND", "bare_builder", "held", "index_of", "project_of", "recipe_of", "slow_source", "wheel_of"]
 
@@ -178,11 +178,11 @@ def bare_builder(recipe: Recipe, folder: Path, scratch: Path, *, prelude: str = 
         site.mkdir(parents=True)
         for package in (cloudpickle, filelock):
             shutil.copytree(Path(str(package.__file__)).parent, site / package.__name__)
-    cloudpickle.register_pickle_by_value(provision)
+    cloudpickle.register_pickle_by_value(environments)
     try:
-        shipped = cloudpickle.dumps((provision.provide, recipe))
+        shipped = cloudpickle.dumps((environments.provide, recipe))
     finally:
-        cloudpickle.unregister_pickle_by_value(provision)
+        cloudpickle.unregister_pickle_by_value(environments)
     (scratch / "shipped").write_bytes(shipped)
     program = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"
@@ -200,7 +200,12 @@ def bare_builder(recipe: Recipe, folder: Path, scratch: Path, *, prelude: str = 
 def held(env: Path) -> Iterator[None]:
     """While entered, a process runs in an environment, as those of a mesh do."""
     program = "import sys, time; sys.path.insert(0, sys.argv[1]); import provision as p; p.hold(p.Path(sys.argv[2]))"
-    command = [sys.executable, "-c", f"{program}; print(flush=True); time.sleep(600)", Path(provision.__file__).parent]
+    command = [
+        sys.executable,
+        "-c",
+        f"{program}; print(flush=True); time.sleep(600)",
+        Path(environments.__file__).parent,
+    ]
     with subprocess.Popen([*map(str, command), str(env)], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from nrl.backends.base import Engine, Model, Trainer
-from nrl.backends.optimizers import Optimizer
+from nrl.backends.training.optimizers import Optimizer
 from nrl.runtime import Mesh, Slots
 
 __all__ = ["trainer"]
@@ -54,9 +54,9 @@ def trainer(
     ...     policy.init().step
     0
     """
-    from nrl.backends.training import make_trainer
+    from nrl.backends.training.trainer import make_trainer
     from nrl.batch import microbatches
-    from nrl.prefix import together
+    from nrl.batch.prefixes import together
     from nrl.runtime import as_mesh
 
     name, parts_of = f"fsdp.trainer {next(_NUMBERS)}", together if packed else microbatches
@@ -77,7 +77,7 @@ def _make_engine(
     """In a process of the mesh."""
     import torch
 
-    from nrl.backends.fsdp.engine import TorchEngine
+    from nrl.backends.fsdp.torch_engine import TorchEngine
     from nrl.runtime import process
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

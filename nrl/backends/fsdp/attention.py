@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from nrl.batch.packing import Block
 from nrl.errors import ModelError
-from nrl.pack import Block
 
 __all__ = ["NAME", "Layout", "register"]
 
@@ -27,7 +27,7 @@ class Layout:
     """The blocks of packed tokens on a device, with their masks, which are made once for all layers.
 
     Args:
-        blocks: from `nrl.pack.pack`.
+        blocks: from `nrl.batch.packing.pack`.
         device: of the tokens.
 
     >>> Layout([Block(2, 3)], torch.device("cpu")).blocks

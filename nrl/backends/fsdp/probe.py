@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from nrl.backends.fsdp.attention import Layout
-from nrl.backends.models import head_weight
+from nrl.backends.models.loading import head_weight
+from nrl.batch.packing import pack
 from nrl.errors import ModelError
-from nrl.pack import pack
 
 __all__ = ["check_head", "check_packing", "check_positions"]
 
@@ -30,7 +30,7 @@ def check_positions(module: Any) -> None:
         ModelError: the config has dynamic or longrope positions.
 
     >>> from nrl import tiny
-    >>> from nrl.backends.models import build
+    >>> from nrl.backends.models.loading import build
     >>> check_positions(build(tiny.model()))
     """
     found = _rope_types(getattr(module.config, "rope_parameters", None)) & {"dynamic", "longrope"}
@@ -55,7 +55,7 @@ def check_head(module: Any) -> None:
         ModelError: they differ, so fused log-probabilities would be wrong; or the model has no plain head.
 
     >>> from nrl import tiny
-    >>> from nrl.backends.models import build
+    >>> from nrl.backends.models.loading import build
     >>> check_head(build(tiny.model()))
     """
     hidden: list[Tensor] = []
@@ -98,7 +98,7 @@ def check_packing(module: Any, attention: str) -> None:
 
     >>> from nrl import tiny
     >>> from nrl.backends.fsdp.attention import register
-    >>> from nrl.backends.models import build
+    >>> from nrl.backends.models.loading import build
     >>> check_packing(build(tiny.model()), register())
     """
     rows = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 5, 6], [1, 2, 3, 9]]) % module.config.vocab_size

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nrl.backends.fsdp.agreement import Peers
+from nrl.backends.training.agreement import Peers
 from nrl.errors import PlacementError
 
 __all__ = ["axis", "copied", "plain", "run", "settled", "shard", "whole"]

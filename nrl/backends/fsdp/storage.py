@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from nrl.backends.fsdp.agreement import Held, Peers
-from nrl.backends.models import named_tensors, weight_name
+from nrl.backends.models.loading import named_tensors, weight_name
+from nrl.backends.training.agreement import Held, Peers
 from nrl.errors import CheckpointError, ModelError
 from nrl.files import Buffer, Written
 from nrl.files import write as write_file

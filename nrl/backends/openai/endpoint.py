@@ -9,9 +9,9 @@ import attrs
 import torch
 
 from nrl.backends.base import Completion, Sampling
-from nrl.backends.openai.asking import Server, beside, excerpt
+from nrl.backends.openai.client import Server, beside, excerpt
 from nrl.errors import ClusterError, GenerationError, LostRequest
-from nrl.runtime.futures import gathered
+from nrl.runtime.mesh.futures import gathered
 
 __all__ = ["Endpoint", "Meaning", "probe", "served"]
 

@@ -4,12 +4,12 @@ from functools import partial
 from typing import Any
 
 from nrl.backends.base import Model, Sampling
-from nrl.backends.replicated import StreamingSampler
-from nrl.backends.seats import meshes
+from nrl.backends.sampling.pool import StreamingSampler
+from nrl.backends.sampling.seat import meshes
 from nrl.backends.vllm import settings
-from nrl.backends.vllm.engine import Engine
-from nrl.runtime.executables import Executable
-from nrl.runtime.placement import Mesh, Slots
+from nrl.backends.vllm.vllm_engine import Engine
+from nrl.runtime.executables.registry import Executable
+from nrl.runtime.mesh.placement import Mesh, Slots
 
 __all__ = ["sampler"]
 

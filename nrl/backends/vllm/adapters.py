@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nrl.backends import lora
 from nrl.backends.base import Bucket, Model
-from nrl.backends.models import check_arrived
+from nrl.backends.models import lora
+from nrl.backends.models.loading import check_arrived
 from nrl.errors import ModelError
 
 __all__ = ["Adapter"]

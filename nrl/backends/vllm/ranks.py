@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nrl.runtime.process import process
+from nrl.runtime.mesh.current_process import process
 
 __all__ = ["agreed", "arguments", "end"]
 

@@ -11,8 +11,8 @@ import torch
 
 from nrl.backends.base import Model
 from nrl.errors import ConfigError, PlacementError
-from nrl.runtime.executables import Executable, executable
-from nrl.runtime.placement import Mesh, Slots
+from nrl.runtime.executables.registry import Executable, executable
+from nrl.runtime.mesh.placement import Mesh, Slots
 
 __all__ = ["check", "given", "prepare"]
 

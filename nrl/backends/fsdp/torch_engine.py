@@ -1,0 +1,438 @@
+"""The torch engine: any Hugging Face causal language model, packed rows, fused log-probabilities.
+
+In one process, or sharded over several. Then each process computes rows of its own, and every call is made in all of
+them: what one finds in its numbers, all know before any acts on it (`nrl.backends.training.agreement`).
+"""
+
+import contextlib
+import copy
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakSet, WeakValueDictionary
+
+import attrs
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from nrl.algos import Loss, name_of, needed
+from nrl.backends.base import Model
+from nrl.backends.fsdp import attention, probe, sharding, storage
+from nrl.backends.models import loading, lora
+from nrl.backends.training.agreement import Held, Peers
+from nrl.backends.training.gradients import ignores, value_and_grad
+from nrl.backends.training.optimizers import Optimizer, learning_rate
+from nrl.backends.training.outputs import Outputs, Plan, compute, last, plan, predicted
+from nrl.backends.training.terms import check_weights
+from nrl.batch import Batch, lengths
+from nrl.errors import BatchError, ModelError, NotFinite
+from nrl.files import Written, flush, write
+from nrl.reduce import Mean, Metrics, Sum, merge
+from nrl.runtime.mesh.current_process import rest, wake
+
+__all__ = ["State", "TorchEngine"]
+
+
+_SEEN = "weight of "
+"""Before the name of a term: its weight, added up over micro-batches."""
+
+_IDLE = Batch({"input_ids": torch.zeros(1, 1, dtype=torch.int64)}, batch_size=[1]).lock_()
+"""What a process computes while others have micro-batches left: one token, which predicts nothing."""
+
+
+_FROZEN: WeakSet[nn.Module] = WeakSet()
+"""References, teachers, judges of this process: they leave the device when a model trains, and come back when asked."""
+
+_PROVIDES = {
+    "lm": frozenset({"logprobs", "entropy", "logprobs_at", "top_k"}),
+    "value": frozenset({"values"}),
+    "reward": frozenset({"rewards"}),
+}
+"""What each head can be asked for."""
+
+
+class State(NamedTuple):
+    """A model that is being trained, its optimizer, and how many steps that has taken."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: int
+
+    def rest(self) -> None:
+        """Leave the device; see `nrl.runtime.mesh.current_process.Rests`."""
+        rest(self.module)
+        self._move_moments(torch.device("cpu"))
+
+    def wake(self) -> None:
+        """Go back to it."""
+        wake(self.module)
+        self._move_moments(next(self.module.parameters()).device)
+
+    def _move_moments(self, device: torch.device) -> None:
+        for moments in self.optimizer.state.values():
+            moments |= {key: x.to(device) for key, x in moments.items() if isinstance(x, Tensor)}
+
+
+@attrs.frozen
+class TorchEngine:
+    """Satisfies `nrl.backends.base.Engine`; see `nrl.backends.fsdp.trainer` for the fields.
+
+    With a ``mesh``, one is made in each of its processes and every method is called in all of them, with micro-batches
+    of their own (possibly none) and otherwise the same arguments. A mesh of one process changes nothing.
+
+    Raises:
+        PlacementError: the mesh has no axis ``dp``, or is larger than 1 along another one.
+    """
+
+    model: Model
+    optimizer: Optimizer
+    packed: bool
+    checkpointing: bool
+    compile: bool
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    _peers: Peers = attrs.field(
+        default=attrs.Factory(lambda self: Peers(sharding.axis(self.mesh)), takes_self=True), init=False, repr=False
+    )
+    _curious: WeakValueDictionary[int, Loss] = attrs.field(
+        factory=WeakValueDictionary, init=False, repr=False, eq=False
+    )
+    """Losses that have been seen to read outputs where ``loss_mask`` is false."""
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """The kinds of outputs that it computes."""
+        return _PROVIDES[self.model.head]
+
+    def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> State:
+        """A fresh train state."""
+        module = self._make(self.model, tensors)
+        return State(module, self._optimizer(module), 0)
+
+    def params(self, state: State) -> nn.Module:
+        """The module inside of a train state."""
+        return state.module
+
+    def load(self, source: str | None) -> nn.Module:
+        """A frozen module."""
+        model = self.model if source is None else attrs.evolve(self.model, source=source, lora=None)
+        return self._make(model, frozen=True)
+
+    def freeze(self, params: nn.Module) -> nn.Module:
+        """A frozen copy."""
+        wake(params)
+        if self._peers.alone:
+            module = copy.deepcopy(params).requires_grad_(False)
+        else:
+            module = self._ready(sharding.copied(params, self._peers, self._layer_dtype))
+        _FROZEN.add(module)
+        return module
+
+    def tensors(self, params: nn.Module, adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Parameters by name, tied ones once; where they are sharded, all processes go through them together."""
+        return (lora.adapter if adapter else lora.merged)(params, sharding.whole)
+
+    def forward(self, params: nn.Module, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
+        """Outputs without gradients, on the CPU."""
+        wake(params)
+        params.eval()
+        asked = needs | {"top_k_ids", "top_k_logprobs"}
+        parts, _ = self._even("forward", microbatches)
+        held, found = Held(self._peers), []
+        with torch.no_grad(), sharding.settled(params):
+            for batch in parts:
+                found.append(self._outputs(params, batch, self._all, needs, held))  # noqa: PERF401
+            held.meet("forward")
+        return [
+            TensorDict(
+                {key: out.spread(x) for key, x in out.values.items() if key in asked}, batch_size=batch.batch_size
+            ).cpu()
+            for batch, out in zip(parts, found, strict=True)
+            if batch is not _IDLE
+        ]
+
+    def train(
+        self, state: State, loss: Loss, microbatches: Iterable[Batch], weights: Mapping[str, float]
+    ) -> tuple[State, Metrics]:
+        """One optimizer step; either steps once or raises and leaves the state as it was."""
+        module, optimizer, step = state
+        name = name_of(loss)
+        for frozen in _FROZEN:
+            rest(frozen)
+        module.train()
+        with sharding.settled(module):
+            metrics = self._accumulate(module, loss, name, microbatches, weights)
+            norm = self._clipped(module, f"train_step({name})", step)
+            rate = learning_rate(self.optimizer, step)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        one = torch.ones(())
+        metrics |= {"grad_norm": Mean(norm.cpu(), one), "lr": Mean(torch.tensor(rate), one)}
+        return State(module, optimizer, step + 1), metrics
+
+    def _clipped(self, module: nn.Module, who: str, step: int) -> Tensor:
+        """The norm of the gradient, which is no longer than it may be after this."""
+        gradients, held = [p.grad for p in module.parameters() if p.grad is not None], Held(self._peers)
+        with held.back():
+            if not gradients:
+                raise ModelError(
+                    f"{who}: no trained parameter has a gradient at optimizer step {step}; nothing was changed. This "
+                    f"happens where another version of torch discards gradients: found is torch {torch.__version__}; "
+                    "install one that nrl's own dependencies admit"
+                )
+        held.meet(who)
+        norm = sharding.whole(torch.nn.utils.get_total_norm(gradients))
+        if not torch.isfinite(norm):
+            raise NotFinite(
+                f"{who}: the norm of the gradient is {float(norm)} at optimizer step {step}; nothing was changed. Look "
+                "for NaN or infinite values in the batch's columns, or lower the learning rate"
+            )
+        torch.nn.utils.clip_grads_with_norm_(module.parameters(), self.optimizer.clip, norm)
+        return norm
+
+    def _accumulate(
+        self, module: nn.Module, loss: Loss, name: str, microbatches: Iterable[Batch], weights: Mapping[str, float]
+    ) -> Metrics:
+        """Backward through every micro-batch; returns the metrics, the loss among them."""
+        parts, curious = self._even(f"train_step({name})", microbatches, self._curious.get(id(loss)) is loss)
+        if not any(curious):
+            metrics = self._sums(module, loss, name, parts, weights, everywhere=False)
+            if metrics is not None:
+                return metrics
+            module.zero_grad(set_to_none=True)
+            with contextlib.suppress(TypeError):  # not every function can be remembered without keeping it alive
+                self._curious[id(loss)] = loss
+        metrics = self._sums(module, loss, name, parts, weights, everywhere=True)
+        assert metrics is not None
+        return metrics
+
+    def _even(self, who: str, microbatches: Iterable[Batch], value: bool = False) -> tuple[list[Batch], list[bool]]:
+        """As many micro-batches as the process with the most has, because all meet in each; and everybody's value."""
+        held, parts = Held(self._peers), list[Batch]()
+        with held.back():
+            parts = list(microbatches)
+        found = held.meet(who, (len(parts), value))
+        most = max(length for length, _ in found)
+        return parts + [_IDLE] * (most - len(parts)), [value for _, value in found]
+
+    def _sums(
+        self,
+        module: nn.Module,
+        loss: Loss,
+        name: str,
+        microbatches: Sequence[Batch],
+        weights: Mapping[str, float],
+        everywhere: bool,
+    ) -> Metrics | None:
+        """The sums over the micro-batches of all processes; None if the loss reads outputs that have been left out.
+
+        Nothing in the loop waits for the device, and after it one copy does.
+        """
+        needs = needed(loss) | (self.provides & {"logprobs"})
+        sums: Metrics = {}
+        trusted = torch.ones((), dtype=torch.bool, device=self.device)
+        held, read = Held(self._peers), 0
+
+        def wanted(batch: Batch) -> Tensor:
+            every = self._all(batch)
+            some = self.model.head != "reward" and not everywhere and "loss_mask" in batch.keys()
+            return every & batch["loss_mask"] if some else every
+
+        for batch in microbatches:
+            out = self._outputs(module, batch, wanted, needs, held)
+            gradients, read = None, read + len(out.source)
+            if batch is not _IDLE and held.error is None:
+                with held.back():
+                    local = batch.to(self.device)
+                    outputs = {key: out.spread(values.detach()) for key, values in out.values.items()}
+                    found = value_and_grad(loss, name, outputs, local, weights)
+                    left_out = torch.nonzero((self._all(batch) & ~wanted(batch)).flatten())[:, 0].to(self.device)
+                    if len(left_out):
+                        trusted &= ignores(loss, name, outputs, local, weights, left_out, found)
+                    terms = {f"loss/{key}": term for key, term in found.terms.items()} if len(found.terms) > 1 else {}
+                    seen = {_SEEN + key: Sum(term.weight.double()) for key, term in found.terms.items()}
+                    sums = merge(sums, found.metrics | terms | seen | {"loss": Sum(found.loss)})
+                    gradients = found.gradients
+            out.backward(gradients)
+        tokens = Sum(torch.tensor(sum(int(lengths(batch).sum()) for batch in microbatches if batch is not _IDLE)))
+        sums, (certain,) = _fetch(sums, trusted)
+        everybody = held.meet(f"train_step({name})", (sums | {"tokens": tokens}, certain, read))
+        if not all(certain for _, certain, _ in everybody):
+            return None
+        if not any(read for *_, read in everybody):
+            raise BatchError(
+                f"train_step({name}): no output of the model is read, so no parameter has a gradient; nothing was "
+                "changed. 'loss_mask' is true at no token that has one before it in its row, from which a model "
+                "predicts it: see how the column was made"
+            )
+        sums = functools.reduce(merge, [sums for sums, *_ in everybody])
+        check_weights(name, {key: float(sums.pop(_SEEN + key)[0]) for key in weights}, weights)
+        return sums
+
+    def _all(self, batch: Batch) -> Tensor:
+        """``[*b, T]`` bool: the tokens that there are outputs for."""
+        return last(batch) if self.model.head == "reward" else predicted(batch)
+
+    def _plan(
+        self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], needs: frozenset[str], held: Held
+    ) -> Plan:
+        words, always = module.get_input_embeddings().num_embeddings, not self._peers.alone
+        with held.back():
+            if held.error is None and batch is not _IDLE:
+                return plan(batch, wanted(batch), self.packed, words=words, needs=needs, always=always)
+        nothing = torch.zeros_like(_IDLE["input_ids"], dtype=torch.bool)  # no more in vain
+        return plan(_IDLE, nothing, self.packed, words=words, needs=self.provides & {"rewards"}, always=always)
+
+    def _outputs(
+        self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], needs: frozenset[str], held: Held
+    ) -> Outputs:
+        work = self._plan(module, batch, wanted, needs, held)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.dtype == "bfloat16"):
+            return sharding.run(module, lambda: compute(module, work, needs))
+
+    def _make(
+        self, model: Model, tensors: Iterable[tuple[str, Tensor]] | None = None, frozen: bool = False
+    ) -> nn.Module:
+        """A model with its own weights or these; where it is sharded, the first process alone builds all of it."""
+        held, module, given = Held(self._peers), None, iter(tensors or ())
+        with held.back():
+            if self._peers.rank == 0:
+                module = self._build(model)
+                if frozen:
+                    module.requires_grad_(False)
+                if tensors is not None:
+                    lora.load(module, given, who="trainer.init")
+        for _ in given:  # all processes go through them together
+            pass
+        held.meet("trainer.load" if frozen else "trainer.init")
+        if not self._peers.alone:
+            module = sharding.shard(module, self._peers, self._layer_dtype)
+        ready = self._ready(module)
+        if frozen:
+            _FROZEN.add(ready)
+        return ready
+
+    def _build(self, model: Model) -> Any:
+        master = torch.float64 if model.dtype == "float64" else torch.float32
+        module: Any = lora.build(model, dtype=master)
+        if self._peers.alone:
+            module = module.to(self.device)
+        probe.check_positions(module)
+        if model.head == "lm":
+            probe.check_head(module)
+        if self.packed:
+            probe.check_packing(module, attention.register())
+        return module
+
+    def _ready(self, module: Any) -> nn.Module:
+        if self.packed:
+            attention.register()
+        if self.checkpointing:
+            # The old name warns in the versions of transformers that have the new one
+            getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)()
+        if self.compile:
+            module.base_model.compile(dynamic=True)
+        ready: nn.Module = module
+        return ready
+
+    @property
+    def _layer_dtype(self) -> torch.dtype | None:
+        """What layers are gathered in; under autocast their matrices are rounded to it anyway."""
+        return torch.bfloat16 if self.model.dtype == "bfloat16" else None
+
+    def _optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        spec = self.optimizer
+        trained = [p for p in module.parameters() if p.requires_grad]
+        matrices = [p for p in trained if p.ndim > 1]
+        others = [p for p in trained if p.ndim <= 1]
+        groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+        return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
+
+    def save(self, state: State, folder: Path, adapter: bool = False) -> dict[str, Written]:
+        """Write module and optimizer."""
+        return self._write(folder, state.module, state.optimizer, state.step, adapter)
+
+    def restore(self, folder: Path) -> State:
+        """Read what `save` wrote, in whatever number of processes."""
+        record = json.loads((folder / "engine.json").read_text())
+        state = self.init()  # betas and the like are those of the configuration
+        self._read(folder, state.module, state.optimizer, record["base"])
+        return state._replace(step=record["step"])
+
+    def save_params(self, params: nn.Module, folder: Path, adapter: bool = False) -> dict[str, Written]:
+        """Write the module."""
+        return self._write(folder, params, None, 0, adapter)
+
+    def restore_params(self, folder: Path) -> nn.Module:
+        """Read what `save_params` wrote."""
+        record = json.loads((folder / "engine.json").read_text())
+        module = self._make(self.model if record["lora"] else attrs.evolve(self.model, lora=None), frozen=True)
+        self._read(folder, module, None, record["base"])
+        return module
+
+    def _write(
+        self, folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, adapter: bool
+    ) -> dict[str, Written]:
+        held, wanted = Held(self._peers), lora.trained if adapter else None
+        written = storage.write(folder, module, optimizer, self._peers, wanted)
+        base = lora.signature(module, sharding.whole) if adapter else None
+        with held.back():
+            if self._peers.rank == 0:
+                record = {"step": step, "lora": bool(lora.layers(module)), "base": base}
+                written["engine.json"] = write(folder / "engine.json", [json.dumps(record).encode()])
+            flush(folder)
+        held.meet("save")  # when one returns, all has been written
+        return written
+
+    def _read(
+        self,
+        folder: Path,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        base: Mapping[str, float] | None,
+    ) -> None:
+        storage.read(folder, module, optimizer, self._peers, None if base is None else lora.trained)
+        if base is not None:
+            lora.check_base(lora.signature(module, sharding.whole), base)
+
+    def export(self, params: nn.Module, folder: Path, adapter: bool = False) -> None:
+        """Write a folder that transformers and vLLM load, or, of an adapter, that peft does."""
+        dtype: Any = getattr(torch, self.model.dtype)
+        held = Held(self._peers)
+        if adapter:
+            found = dict(self.tensors(params, adapter))
+            with held.back():
+                if self._peers.rank == 0:
+                    lora.export(params, found, self.model, folder)
+            held.meet("export")
+            return
+        module: Any = None
+        if self._peers.rank == 0:
+            module = copy.deepcopy(params).to(dtype) if self._peers.alone else sharding.plain(params, dtype)
+            lora.unwrap(module)
+        own = {} if module is None else module.state_dict()
+        for name, tensor in self.tensors(params):
+            if module is not None:
+                own[name].copy_(tensor)
+        with held.back():
+            if self._peers.rank == 0:
+                loading.save_model(module, folder)
+                if self.model.tokenizer is not None or isinstance(self.model.source, str):
+                    loading.load_tokenizer(self.model).save_pretrained(folder)
+        held.meet("export")
+
+
+def _fetch(metrics: Metrics, *others: Tensor) -> tuple[Metrics, list[float]]:
+    """Copy numbers to the CPU, all at once."""
+    values = [x for value in metrics.values() for x in value]
+    flat = torch.cat([x.double().flatten() for x in [*values, *others]]).cpu()
+    parts = flat.split([x.numel() for x in [*values, *others]])
+    copies = (part.to(x.dtype).view(x.shape) for part, x in zip(parts, values, strict=False))
+    fetched = {key: type(value)(*(next(copies) for _ in value)) for key, value in metrics.items()}
+    return fetched, [float(part) for part in parts[len(values) :]]

@@ -1,0 +1,235 @@
+"""Decoding: many prompts to their completions, in one batch that shrinks as rows finish."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nrl.backends.hf.cache import ATTENTION, Cache, Generic, Preallocated
+from nrl.backends.hf.noise import draw, uniforms
+from nrl.errors import GenerationError
+
+__all__ = ["Decoded", "check", "decode"]
+
+_AHEAD = 64  # positions that noise is computed for at once
+
+
+class Decoded(NamedTuple):
+    """The answer to one prompt.
+
+    Args:
+        token_ids: ``[L]`` int64, the sampled tokens, with the stop token if one was sampled.
+        logprobs: ``[L]`` float32, nats, of each under the distribution that it was drawn from.
+        truncated: it was ended by a length limit and not by a stop token.
+        versions: ``[L]`` int64, of the weights that each was drawn with; None: of those that there are.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    truncated: bool
+    versions: Tensor | None = None
+
+
+def decode(
+    module: Any,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    max_new_tokens: int,
+    stop_token_ids: Sequence[int] = (),
+    stop: Sequence[str] = (),
+    tokenizer: Any = None,
+    context_length: int,
+) -> list[Decoded]:
+    """Complete prompts with a transformers causal language model, one completion for each.
+
+    Equal prompts are read once. A row leaves the batch when it is done. The noise of a row depends on its seed and on
+    the position of the token in the whole sequence, so a token is the same however rows are batched, except where
+    rounding (about 1e-6) crosses a boundary between two tokens; bit for bit only for the same batch, build, machine and
+    number of threads. A model that `nrl.backends.hf.cache.prepare` has switched decodes with preallocated memory, any
+    other with transformers' own cache.
+
+    Args:
+        module: the model, in eval mode; its weights are read only.
+        prompts: token ids, of any lengths.
+        seeds: one for each prompt.
+        temperature: see `nrl.backends.hf.noise.draw`; 0: greedy.
+        top_k: 0: off.
+        top_p: 1: off.
+        max_new_tokens: the most tokens to sample for a row.
+        stop_token_ids: a row ends with the first of these.
+        stop: and with the token that completes the first of these texts.
+        tokenizer: which says what text tokens are; needed if there are any.
+        context_length: the most tokens that a prompt and its completion may have together.
+
+    Returns:
+        One `Decoded` for each prompt, in order, on the CPU.
+
+    Raises:
+        GenerationError: a text, an empty prompt, one without room for a token, ids outside the vocabulary, a seed too
+            many or too few, or logits that are not finite.
+        ModelError: the model's forward pass cannot be decoded from.
+
+    >>> from nrl import tiny
+    >>> from nrl.backends.models.loading import build
+    >>> module = build(tiny.model()).eval()
+    >>> first, second = decode(module, [[1, 2, 3], [4]], [0, 1], max_new_tokens=5, context_length=64)
+    >>> len(first.token_ids), second.truncated
+    (5, True)
+    """
+    vocabulary = module.get_input_embeddings().num_embeddings
+    check(prompts, seeds, stop_token_ids, vocabulary, context_length)
+    if not prompts:
+        return []
+    with torch.inference_mode():
+        rows, tokens, logprobs, ended = _loop(
+            module,
+            prompts,
+            np.asarray([int(seed) & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64),
+            {"temperature": temperature, "top_k": top_k, "top_p": top_p},
+            max_new_tokens,
+            _Stops(stop_token_ids, stop, tokenizer),
+            context_length,
+        )
+    # Steps come one after the other; a stable sort by row puts each row's tokens together in their order. Outside of
+    # inference mode, whose tensors autograd would refuse
+    order = torch.from_numpy(np.argsort(rows, kind="stable"))
+    lengths = np.bincount(rows, minlength=len(prompts)).tolist()
+    logprobs = logprobs.cpu()[order].float()
+    if not logprobs.isfinite().all():
+        raise GenerationError(
+            "decode: the model's logits are not finite, so nothing can be sampled from them; look for a NaN in the "
+            "weights that were loaded or published last, or use a wider dtype"
+        )
+    parts = zip(tokens.cpu()[order].split(lengths), logprobs.split(lengths), ended.tolist(), strict=True)
+    return [Decoded(ids, values, not stopped) for ids, values, stopped in parts]
+
+
+def _loop(
+    module: Any,
+    prompts: Sequence[Sequence[int]],
+    seeds: np.ndarray,
+    sampling: dict[str, Any],
+    max_new_tokens: int,
+    stops: "_Stops",
+    context_length: int,
+) -> tuple[np.ndarray, Tensor, Tensor, np.ndarray]:
+    """All sampled tokens in time order: rows, ids and log-probs ``[N]``; and which rows a stop token ended ``[B]``."""
+    unique: dict[tuple[int, ...], int] = {}
+    origin = np.array([unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts])
+    lengths = np.array([len(prompt) for prompt in prompts])
+    budget = np.minimum(max_new_tokens, context_length - lengths)
+    cache: Cache = Generic(module)
+    if module.config._attn_implementation == ATTENTION:
+        cache = Preallocated(module, len(prompts), int(budget.max()))
+    logits = cache.prefill(list(unique), origin)
+    device = logits.device
+    stops.begin(len(prompts), logits.shape[-1], device)
+    positions = torch.from_numpy(lengths).to(device)
+    rows, steps = np.arange(len(prompts)), []
+    ended = np.zeros(len(prompts), dtype=bool)
+    for k in range(int(budget.max())):
+        if k % _AHEAD == 0:
+            noise = uniforms(seeds[rows], lengths[rows] + k, min(_AHEAD, int(budget.max()) - k)).to(device)
+        tokens, logprobs = draw(logits, noise[k % _AHEAD], **sampling)
+        steps.append((rows, tokens, logprobs))
+        stopped = stops.ended(tokens).cpu().numpy()  # the one place where a step waits for the device
+        leaves = stopped | (budget[rows] == k + 1)
+        if leaves.any():
+            ended[rows[stopped]] = True
+            stay = np.flatnonzero(~leaves)
+            if len(stay) == 0:
+                break
+            # The last live rows move into the gaps; all others stay where they are
+            kept = np.arange(len(stay))
+            kept[leaves[: len(stay)]] = stay[stay >= len(stay)]
+            cache.compact(kept)
+            index = torch.from_numpy(kept).to(device)
+            rows, tokens, positions, noise = rows[kept], tokens[index], positions[index], noise[:, index]
+            stops.keep(index)
+        logits = cache.step(tokens, positions)
+        positions = positions + 1
+    every, tokens_of, logprobs_of = zip(*steps, strict=True)
+    return np.concatenate(every), torch.cat(tokens_of), torch.cat(logprobs_of), ended
+
+
+class _Stops:
+    """Which rows have just been ended: by a token, or by the end of a text."""
+
+    def __init__(self, token_ids: Sequence[int], texts: Sequence[str], tokenizer: Any) -> None:
+        self._ids, self._texts = list(token_ids), None
+        if texts:
+            from transformers import StopStringCriteria
+
+            self._texts = StopStringCriteria(tokenizer, list(texts))
+
+    def begin(self, rows: int, vocabulary: int, device: torch.device) -> None:
+        self._stops = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+        self._stops[torch.tensor(self._ids, dtype=torch.long, device=device)] = True
+        if self._texts is not None:  # what was sampled last; before that, what is no token and has no text
+            nothing = torch.iinfo(torch.int64).max
+            self._last = torch.full((rows, self._texts.maximum_token_len), nothing, device=device)
+
+    def ended(self, tokens: Tensor) -> Tensor:
+        """Of the tokens ``[rows]`` that were sampled now."""
+        ended = self._stops[tokens]
+        if self._texts is not None:
+            self._last = torch.cat([self._last[:, 1:], tokens[:, None]], dim=1)
+            ended = ended | self._texts(self._last, None)
+        return ended
+
+    def keep(self, rows: Tensor) -> None:
+        """The other rows have ended."""
+        if self._texts is not None:
+            self._last = self._last[rows]
+
+
+def check(
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    stop_token_ids: Sequence[int],
+    vocabulary: int,
+    context_length: int,
+) -> None:
+    """See that prompts can be completed.
+
+    Raises:
+        GenerationError: one cannot.
+
+    >>> check([[3, 4]], [0], [], 8, 16)
+    """
+    if len(seeds) != len(prompts):
+        raise GenerationError(f"decode: {len(seeds)} seeds for {len(prompts)} prompts; give one for each")
+    for row, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__") or str in map(type, prompt):
+            raise GenerationError(
+                f"generate: row {row} of the prompts is {prompt!r:.80}; prompts are lists of token ids, such as "
+                "[[5, 6, 7]]; encode texts with the sampler's tokenizer first"
+            )
+        if len(prompt) == 0:
+            raise GenerationError(
+                f"decode: the prompt of row {row} has 0 tokens; give it from 1 to {context_length - 1}, such as the "
+                "tokenizer's beginning-of-sequence token"
+            )
+        if len(prompt) >= context_length:
+            raise GenerationError(
+                f"decode: the prompt of row {row} has {len(prompt)} tokens, which leaves no room in a context "
+                f"of {context_length}; shorten or drop the prompt, or use a model with a longer context"
+            )
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            found = next(token for token in prompt if not 0 <= token < vocabulary)
+            raise GenerationError(
+                f"decode: the prompt of row {row} has the token id {found}, outside of the model's vocabulary of "
+                f"{vocabulary}; encode it with the model's own tokenizer"
+            )
+    for token in stop_token_ids:
+        if not 0 <= token < vocabulary:
+            raise GenerationError(
+                f"decode: the stop token {token} is outside of the model's vocabulary of {vocabulary}; "
+                "give ids of the model's own tokenizer"
+            )

@@ -1,0 +1,351 @@
+"""LoRA by the peft library: adapters beside the linear layers of a transformers model.
+
+W + s B A is what a layer computes with; A and B are trained and W is not. The model stays a transformers model, whose
+linear layers peft has wrapped. Its weights keep their names, and those of the adapter have the names of peft's files.
+Imports peft inside its functions.
+"""
+
+import copy
+import dataclasses
+import difflib
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from nrl.backends.base import Model
+from nrl.backends.models import loading
+from nrl.errors import ModelError
+
+__all__ = [
+    "adapter",
+    "build",
+    "check_base",
+    "delta",
+    "export",
+    "layers",
+    "load",
+    "merged",
+    "read",
+    "replaced",
+    "signature",
+    "skeleton",
+    "trained",
+    "unwrap",
+]
+
+_CONFIG, _FILE, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+_GIVEN = {
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "exclude_modules",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "layers_to_transform",
+    "layers_pattern",
+    "init_lora_weights",
+}
+"""The arguments of ``peft.LoraConfig`` that make plain LoRA."""
+_ABOUT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "peft_version",
+    "revision",
+}
+"""What a folder says besides."""
+_CHECKED = {"modules_to_save", "peft_type", "task_type"}
+_TASKS = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS", "reward": "SEQ_CLS"}
+_SUMS: WeakKeyDictionary[nn.Module, tuple[dict[str, int], dict[str, float]]] = WeakKeyDictionary()
+"""Of models: how often each weight of the base had been written to, and its sum then."""
+_HEADS = {"score", "classifier"}  # what peft calls the heads that it trains with an adapter
+
+
+def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model as `nrl.backends.models.loading.build` makes it, with its adapter, if it has one.
+
+    A new adapter changes nothing at first, as B is 0. With an adapter, only that and a value or reward head require
+    gradients.
+
+    Raises:
+        ModelError: there is no such model, or no such adapter, or it is more than plain LoRA.
+
+    >>> from nrl import tiny
+    >>> module = build(tiny.model(lora={"r": 2, "target_modules": ["q_proj"]}))
+    >>> sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    1024
+    """
+    module = loading.build(model, dtype=dtype)
+    if model.lora is not None:
+        _wrap(module, model)
+        if isinstance(model.lora, str):
+            who = f"Model(lora='{model.lora}')"
+            loading.load_tensors(_some(module, trained), read(model.lora), who=who)
+    return module
+
+
+def skeleton(model: Model) -> nn.Module:
+    """A language model with its adapter as `build` makes it, of which no weight takes memory.
+
+    >>> from nrl import tiny
+    >>> module = skeleton(tiny.model(lora={"r": 2, "target_modules": ["q_proj"]}))
+    >>> next(iter(replaced(module).values())).shape
+    torch.Size([2, 128])
+    """
+    import transformers
+
+    config, _ = loading.load_config(model)
+    with torch.device("meta"):
+        module: nn.Module = transformers.AutoModelForCausalLM.from_config(
+            config, trust_remote_code=model.trust_remote_code
+        )
+    _wrap(module, model)
+    return module
+
+
+def layers(module: nn.Module) -> dict[str, Any]:
+    """The layers that have an adapter, by name.
+
+    >>> layers(nn.Linear(2, 2))
+    {}
+    """
+    return {name: part for name, part in module.named_modules() if hasattr(part, "base_layer")}
+
+
+def trained(name: str) -> bool:
+    """Whether a weight is trained where there is an adapter: it belongs to that, or to a value or reward head.
+
+    >>> trained("q_proj.lora_B.weight"), trained("score.weight"), trained("q_proj.weight")
+    (True, True, False)
+    """
+    return _of_adapter(name) or name.startswith("score.")
+
+
+def _of_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def merged(module: nn.Module, whole: Callable[[Tensor], Tensor] = _same) -> Iterator[tuple[str, Tensor]]:
+    """The weights of the model without adapters that computes the same, one at a time.
+
+    Args:
+        module: with adapters or without.
+        whole: makes a whole tensor of one that is sharded.
+
+    >>> [name for name, _ in merged(nn.Linear(2, 2))]
+    ['weight', 'bias']
+    """
+    adapted = {f"{loading.weight_name(name)}.weight": layer for name, layer in layers(module).items()}
+    for name, tensor in loading.named_tensors(module):
+        if not _of_adapter(name):
+            tensor = whole(tensor)
+            yield name, tensor + delta(adapted[name], whole) if name in adapted else tensor
+
+
+def delta(layer: Any, whole: Callable[[Tensor], Tensor] = _same) -> Tensor:
+    """What an adapter adds to the weight of its layer."""
+    a, b = (whole(part["default"].weight.detach()) for part in (layer.lora_A, layer.lora_B))
+    found: Tensor = layer.scaling["default"] * (b @ a)
+    return found
+
+
+def adapter(module: nn.Module, whole: Callable[[Tensor], Tensor] = _same) -> Iterator[tuple[str, Tensor]]:
+    """The weights that are trained where there is an adapter, one at a time.
+
+    >>> list(adapter(nn.Linear(2, 2)))
+    []
+    """
+    return ((name, whole(tensor)) for name, tensor in loading.named_tensors(module) if trained(name))
+
+
+def _some(module: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in loading.weights(module).items() if wanted(name)}
+
+
+def replaced(module: nn.Module) -> dict[str, Tensor]:
+    """The weights that a sampler is sent: those of its adapter, if it has one, or all.
+
+    >>> list(replaced(nn.Linear(2, 2)))
+    ['weight', 'bias']
+    """
+    return _some(module, trained) if layers(module) else loading.weights(module)
+
+
+def load(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, who: str) -> None:
+    """Copy in the adapter of a model on the same base; or whole weights, where an adapter begins that changes nothing.
+
+    Args:
+        module: its weights are replaced.
+        tensors: from `adapter` or `merged`; of a model of another head all goes along but the head.
+        who: how errors name the caller.
+
+    Raises:
+        ModelError: as `nrl.backends.models.loading.load_tensors`.
+    """
+    several = iter(tensors)
+    first = list(islice(several, 1))
+    given = chain(first, several)
+    if first and _of_adapter(first[0][0]):
+        loading.load_tensors(_some(module, trained), given, who=who)
+    else:
+        loading.load_tensors(_some(module, lambda name: not _of_adapter(name)), given, who=who)
+        for layer in layers(module).values():
+            nn.init.zeros_(layer.lora_B["default"].weight)
+
+
+def signature(module: nn.Module, whole: Callable[[Tensor], Tensor] = _same) -> dict[str, float]:
+    """What tells one base from another: the sum of each weight, and how much adapters count.
+
+    A base is summed up once, as it does not change while an adapter is trained.
+
+    >>> signature(nn.Linear(2, 2, bias=False)).keys()
+    dict_keys(['weight'])
+    """
+    base = {name: tensor for name, tensor in loading.named_tensors(module) if not trained(name)}
+    writes = {name: tensor._version for name, tensor in base.items()}  # torch counts them
+    seen, sums = _SUMS.get(module, ({}, {}))
+    if writes != seen:
+        sums = {name: float(whole(tensor.sum(dtype=torch.float64))) for name, tensor in base.items()}
+        _SUMS[module] = writes, sums
+    return sums | {f"scaling of {name}": layer.scaling["default"] for name, layer in layers(module).items()}
+
+
+def check_base(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
+    """See that an adapter is on the base that it was saved with.
+
+    Raises:
+        ModelError: it is not; `signature` tells.
+
+    >>> check_base({"norm": 1.0}, {"norm": 1.0})
+    """
+    for name, value in expected.items():
+        if not math.isclose(found.get(name, math.nan), value, rel_tol=1e-6, abs_tol=1e-6):
+            raise ModelError(
+                f"restore: an adapter was saved without its base, and here is another: the sum or scale of '{name}' "
+                f"was {value:g}, and is {found.get(name, math.nan):g}; give the Model that it was saved with"
+            )
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Take the adapter off a model, which is changed."""
+    for name, layer in layers(module).items():
+        module.set_submodule(name, layer.base_layer)
+    if hasattr(module, "peft_config"):
+        del module.peft_config
+    return module
+
+
+def export(module: nn.Module, tensors: Mapping[str, Tensor], model: Model, folder: Path) -> None:
+    """Write an adapter in peft's format.
+
+    Args:
+        module: the model that has it; its weights are not read.
+        tensors: the adapter's.
+        model: what the model was made from.
+        folder: where to.
+    """
+    from safetensors.torch import save_file
+
+    config: Any = copy.copy(module.peft_config["default"])  # type: ignore[index]
+    config.base_model_name_or_path = model.source if isinstance(model.source, str) else None
+    config.task_type, config.inference_mode = _TASKS[model.head], True
+    config.modules_to_save = None if model.head == "lm" else ["score"]
+    config.save_pretrained(str(folder))
+    save_file({_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}, folder / _FILE)
+
+
+def _wrap(module: Any, model: Model) -> None:
+    """Let peft wrap the layers that ``model.lora`` names; the base does not require gradients then."""
+    from peft import inject_adapter_in_model
+
+    if getattr(module.config, "quantization_config", None):
+        raise _refused(model, "the base is quantized, so that merged weights would be rounded; give one that is not")
+    config = _config(model)
+    names = [f".{name}" for name, _ in module.named_modules()]
+    wanted = config.target_modules if isinstance(config.target_modules, set) else set()  # or a pattern
+    if missed := sorted(each for each in wanted if not any(name.endswith(f".{each}") for name in names)):
+        linear = {name.rpartition(".")[2] for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+        there = f"its linear layers are named {', '.join(sorted(linear))}"
+        raise _refused(model, f"target_modules names {', '.join(missed)}, which the model does not have; {there}")
+    read = [module.get_input_embeddings(), module.get_output_embeddings(), getattr(module, "score", None)]
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below
+            torch.manual_seed(model.seed)
+            inject_adapter_in_model(config, module)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _refused(model, f"peft says: {error}") from error
+    for name, layer in layers(module).items():
+        if any(layer.base_layer is part for part in read):
+            raise _refused(
+                model,
+                f"target_modules names '{name}', an embedding or a head, whose weight nrl reads without calling the "
+                "layer; leave it out",
+            )
+        if not isinstance(layer.base_layer, nn.Linear):
+            kind = type(layer.base_layer).__name__
+            raise _refused(model, f"target_modules names '{name}', a {kind}; give linear layers")
+    if model.head != "lm":
+        module.score.requires_grad_(True)
+
+
+def _config(model: Model) -> Any:
+    """A ``peft.LoraConfig``, if it is plain LoRA."""
+    from peft import LoraConfig
+
+    from_folder = isinstance(model.lora, str)
+    given = _described(model) if isinstance(model.lora, str) else dict(model.lora or {})
+    defaults = dataclasses.asdict(LoraConfig())
+    if from_folder:  # another version of peft may say more, and no dropout is used here
+        given = {name: x for name, x in given.items() if (name in defaults or x) and name != "lora_dropout"}
+    if unknown := sorted(given.keys() - defaults.keys()):
+        close = difflib.get_close_matches(unknown[0], _GIVEN, n=1)
+        hint = f"did you mean '{close[0]}'?" if close else f"plain LoRA has {', '.join(sorted(_GIVEN))}"
+        raise _refused(model, f"peft.LoraConfig has no argument '{unknown[0]}'; {hint}")
+    if given.get("peft_type", "LORA") != "LORA":
+        raise _refused(model, f"it is a {given['peft_type']} adapter; only LoRA can be used")
+    known = _GIVEN | _CHECKED | (_ABOUT if from_folder else set())
+    for name, value in given.items():
+        other = name not in known and value is not None and value != defaults[name]
+        other |= name == "init_lora_weights" and value not in (True, False, "gaussian")  # others change the base
+        other |= name == "modules_to_save" and not set(value or ()) <= _HEADS
+        if other:
+            raise _refused(model, f"{name} is {value!r}, and nrl trains plain LoRA without dropout; leave it out")
+    used = {name: value for name, value in given.items() if name in _GIVEN}
+    return LoraConfig(**used, task_type="SEQ_CLS")  # so that "all-linear" leaves out a head 'score'
+
+
+def _described(model: Model) -> dict[str, Any]:
+    folder = Path(str(model.lora))
+    if missing := [name for name in (_CONFIG, _FILE) if not (folder / name).is_file()]:
+        what = f"the folder has no {' and no '.join(missing)}" if folder.is_dir() else "there is no such folder"
+        wrote = "peft's save_pretrained or trainer.export(..., adapter=True)"
+        raise _refused(model, f"{what}; give one that {wrote} wrote")
+    found: dict[str, Any] = json.loads((folder / _CONFIG).read_text())
+    return found
+
+
+def read(folder: str) -> Iterator[tuple[str, Tensor]]:
+    """The weights of an adapter in a folder."""
+    from safetensors import safe_open
+
+    with safe_open(Path(folder) / _FILE, "pt") as file:
+        yield from ((name.removeprefix(_PREFIX), file.get_tensor(name)) for name in file.keys())
+
+
+def _refused(model: Model, why: str) -> ModelError:
+    found = f"'{model.lora}'" if isinstance(model.lora, str) else "..."
+    return ModelError(f"Model(lora={found}): {why}")

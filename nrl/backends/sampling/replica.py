@@ -1,0 +1,140 @@
+"""An inference engine in one process of a mesh, and what a sampler has it do there.
+
+An engine that satisfies `Replica` is all that a sampler needs beside `nrl.backends.sampling.pool`; those of
+`nrl.backends.hf` and `nrl.backends.vllm` are two of them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from nrl.backends.base import Bucket, Completion, Sampling
+from nrl.backends.hf.decoding import Decoded
+from nrl.runtime.mesh.current_process import rest, wake
+
+__all__ = ["Held", "Replica", "Request", "about", "add", "advance", "begin", "end"]
+
+
+class Request(NamedTuple):
+    """A prompt that is to be completed.
+
+    Args:
+        number: by which the answer is known; no other request of the sampler has it.
+        prompt: token ids.
+        seed: of its noise.
+        sampling: how its tokens are drawn.
+
+    >>> Request(0, [5, 6], 1, Sampling()).seed
+    1
+    """
+
+    number: int
+    prompt: Sequence[int]
+    seed: int
+    sampling: Sampling
+
+
+class Replica(Protocol):
+    """An engine in one process. It may satisfy `nrl.runtime.mesh.current_process.Rests`, too."""
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens that a prompt and its completion may have together."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+        ...
+
+    def advance(
+        self, requests: Sequence[Request], cancelled: Sequence[int]
+    ) -> Sequence[tuple[int, Decoded | Exception]]:
+        """Take on requests, forget others, and decode: for a moment, or until all that it has are finished.
+
+        It is called again and again while requests are unfinished, so an engine that can take on requests while it
+        decodes returns every few steps, and any other when all are finished. The noise of a row depends on its seed
+        alone.
+
+        Args:
+            requests: new ones, which `nrl.backends.hf.decoding.check` has found fit.
+            cancelled: numbers of earlier ones that nobody waits for any more; some may be finished already.
+
+        Returns:
+            What is finished, with its number; or why it cannot be served.
+        """
+        ...
+
+    def begin(self) -> None:
+        """New weights will come, all of them. What was computed with the old ones must not be used again."""
+        ...
+
+    def add(self, bucket: Bucket) -> None:
+        """Some of them, by their Hugging Face names; of tied weights one name is enough.
+
+        Raises:
+            ModelError: a name that the model does not have, or a wrong shape.
+        """
+        ...
+
+    def end(self, version: int) -> None:
+        """They have come; unfinished requests go on with them.
+
+        Raises:
+            ModelError: some have not.
+        """
+        ...
+
+
+class Held:
+    """A replica in its process, with the version of its weights.
+
+    >>> Held(lambda: None).version
+    0
+    """
+
+    def __init__(self, make: Callable[[], Replica]) -> None:
+        self.replica, self.version = make(), 0
+
+    def rest(self) -> None:
+        """Leave the device; see `nrl.runtime.mesh.current_process.Rests`."""
+        rest(self.replica)
+
+    def wake(self) -> None:
+        """Go back to it."""
+        wake(self.replica)
+
+
+def about(held: Held) -> tuple[int, int]:
+    """The context length and the size of the vocabulary."""
+    return held.replica.context_length, held.replica.vocabulary
+
+
+def advance(
+    held: Held, requests: Sequence[Request], cancelled: Sequence[int]
+) -> list[tuple[int, Completion | Exception]]:
+    """See `Replica.advance`."""
+    found = held.replica.advance(requests, cancelled)
+    return [(number, _stamped(answer, held.version)) for number, answer in found]
+
+
+def _stamped(decoded: Decoded | Exception, version: int) -> Completion | Exception:
+    if isinstance(decoded, Exception):
+        return decoded
+    oldest = version if decoded.versions is None else int(decoded.versions.min())
+    return Completion(decoded.token_ids, decoded.logprobs, decoded.truncated, oldest, decoded.versions)
+
+
+def begin(held: Held) -> None:
+    """See `Replica.begin`."""
+    held.replica.begin()
+
+
+def add(held: Held, bucket: Bucket) -> None:
+    """See `Replica.add`."""
+    held.replica.add(bucket)
+
+
+def end(held: Held, version: int) -> None:
+    """See `Replica.end`."""
+    held.replica.end(version)
+    held.version = version

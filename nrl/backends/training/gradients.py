@@ -1,0 +1,149 @@
+"""A loss on the outputs of one micro-batch: its value, its gradient, and whether it reads outputs that are not there.
+
+The model's head is the dearest part of small models, and most losses read its outputs only where ``loss_mask`` is true.
+A loss is any function, so that is found and not assumed: it is called twice on the real outputs, with two different
+numbers in the place of those that were not computed. Where terms, metrics and gradients are the same to the last bit,
+what stands there does not matter; otherwise the engine computes all of them.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nrl.algos import Loss, mismatch_metrics
+from nrl.backends.training.terms import check_terms, terms_of
+from nrl.batch import Batch, unchanged
+from nrl.reduce import Mean, Metrics
+
+__all__ = ["Evaluation", "ignores", "value_and_grad"]
+
+
+class Evaluation(NamedTuple):
+    """What a loss makes of some outputs.
+
+    Args:
+        loss: scalar, the sum over terms of ``total / weight``.
+        terms: detached.
+        metrics: detached; those of the loss, and `nrl.algos.mismatch_metrics` of the outputs.
+        gradients: of ``loss``, for each output ``[*b, T]``; zeros where it does not depend on it.
+    """
+
+    loss: Tensor
+    terms: dict[str, Mean]
+    metrics: Metrics
+    gradients: dict[str, Tensor]
+
+
+def value_and_grad(
+    loss: Loss, name: str, outputs: Mapping[str, Tensor], batch: Batch, weights: Mapping[str, float]
+) -> Evaluation:
+    """Call a loss, and differentiate it with respect to the outputs.
+
+        sum over terms of total / weights[term]
+
+    Args:
+        loss: what to call.
+        name: how errors speak of it.
+        outputs: ``[*b, T]`` each; taken as constants.
+        batch: the rows that they belong to.
+        weights: of each term, over the whole batch.
+
+    Raises:
+        WeightError: its terms are not those of ``weights``.
+
+    >>> from nrl.algos import sft_loss
+    >>> batch = Batch({"loss_mask": torch.tensor([[False, True]])}, batch_size=[1])
+    >>> found = value_and_grad(sft_loss, "sft", {"logprobs": torch.tensor([[0.0, -3.0]])}, batch, {"loss": 2.0})
+    >>> found.loss, found.gradients["logprobs"]
+    (tensor(1.5000), tensor([[-0.0000, -0.5000]]))
+    """
+    leaves = {key: value.detach().requires_grad_() for key, value in outputs.items()}
+    with torch.enable_grad(), unchanged(batch, name):
+        terms, metrics = terms_of(name, loss(TensorDict(leaves, batch_size=batch.batch_size), batch))
+        check_terms(name, terms, weights)
+        total = torch.stack([term.total / weights[key] for key, term in terms.items()]).sum()
+    found: tuple[Tensor | None, ...] = (None,) * len(leaves)
+    if total.requires_grad:
+        found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    return Evaluation(
+        total.detach(),
+        {key: Mean(*(x.detach() for x in term)) for key, term in terms.items()},
+        {key: type(value)(*(x.detach() for x in value)) for key, value in metrics.items()}
+        | mismatch_metrics(outputs, batch),
+        {
+            key: torch.zeros_like(leaf) if grad is None else grad
+            for (key, leaf), grad in zip(leaves.items(), found, strict=True)
+        },
+    )
+
+
+def ignores(
+    loss: Loss,
+    name: str,
+    outputs: Mapping[str, Tensor],
+    batch: Batch,
+    weights: Mapping[str, float],
+    places: Tensor,
+    found: Evaluation,
+) -> Tensor:
+    """Whether it does not matter to a loss what the outputs are at some places.
+
+    Nothing waits for the device.
+
+    Args:
+        loss: what to call, a second time.
+        name: how errors speak of it.
+        outputs: ``[*b, T]`` each, with zeros at ``places``.
+        batch: the rows that they belong to.
+        weights: of each term, over the whole batch.
+        places: ``[k]`` int64, of the flattened outputs.
+        found: what it made of ``outputs``.
+
+    Returns:
+        Scalar bool: with other numbers there, the value, its terms and metrics and all gradients are the same to the
+        last bit, and the gradient there is 0.
+
+    >>> from nrl.algos import sft_loss, token_mean
+    >>> batch = Batch({"loss_mask": torch.tensor([[False, True]])}, batch_size=[1])
+    >>> outputs, first = {"logprobs": torch.tensor([[0.0, -3.0]])}, torch.tensor([0])
+    >>> def everywhere(out, batch):
+    ...     return token_mean(out["logprobs"], batch["loss_mask"].logical_not()), {}
+    >>> for loss in (sft_loss, everywhere):
+    ...     found = value_and_grad(loss, "loss", outputs, batch, {"loss": 1.0})
+    ...     bool(ignores(loss, "loss", outputs, batch, {"loss": 1.0}, first, found))
+    True
+    False
+    """
+    # Spread over the range of log-probabilities, so that a threshold lies between it and the zeros
+    noise = 1 + 16 * (0.618034 * torch.arange(1, len(places) + 1, device=places.device, dtype=torch.float64) % 1)
+    other = {
+        key: value.flatten()
+        .index_copy(0, places, (-noise if key == "logprobs" else noise).to(value.dtype))
+        .view(value.shape)
+        for key, value in outputs.items()
+    }
+    no = torch.zeros((), dtype=torch.bool, device=places.device)
+    try:
+        again = value_and_grad(loss, name, other, batch, weights)
+    except Exception:  # a loss that refuses these numbers has looked at them
+        return no
+    pairs = list(zip(_leaves(found), _leaves(again), strict=False))
+    if _shape(found) != _shape(again):
+        return no
+    same = [(a == b).all() for a, b in pairs]
+    same += [(grad.flatten().index_select(0, places) == 0).all() for grad in found.gradients.values()]
+    return torch.stack(same).all()
+
+
+def _leaves(found: Evaluation) -> list[Tensor]:
+    reduced = [*found.terms.values(), *found.metrics.values()]
+    return [found.loss, *(x for value in reduced for x in value), *found.gradients.values()]
+
+
+def _shape(found: Evaluation) -> list[object]:
+    """All that is known of an evaluation without looking at numbers."""
+    metrics = [(key, type(value)) for key, value in found.metrics.items()]
+    return [metrics, [(x.shape, x.dtype) for x in _leaves(found)]]

@@ -1,0 +1,167 @@
+"""Whether what a loss makes of a row depends on that row alone, so that no split of a batch changes the gradient.
+
+A loss is any function, so the driver tries it: on outputs that differ in each row and at each token, its gradient for
+some rows together has to be that for their halves, and its weight may not look at outputs or padding.
+"""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from nrl.algos import Loss, name_of, needed, output_kind, output_shape
+from nrl.backends.training.terms import called, check_terms, check_weights, global_weights
+from nrl.batch import Batch, Parts, lengths, pad, shard
+from nrl.errors import WeightError
+from nrl.reduce import Mean
+
+__all__ = ["check_law"]
+
+_ROWS = 64
+"""Of so many rows at most the gradients are compared."""
+
+_DRAWS = 3
+"""So many outputs are tried. A mean, a deviation, a maximum over rows shows in each; a threshold may hide from one."""
+
+_CLOSE = 1e-4
+"""How far numbers may differ between calls in which a row is as wide, as a fraction: each row adds up in one order."""
+
+_ROUGHLY = 0.1
+"""The same where it is wider. Other orders are rounded in other ways, and a row's sum may go through an exponential."""
+
+_RATHER = (
+    "compute statistics of the batch, such as a mean to subtract or a maximum to divide by, on the driver, and read "
+    "them from a column"
+)
+
+
+def check_law(loss: Loss, batch: Batch, weights: Mapping[str, float], always: Collection[str]) -> bool:
+    """See that weights do not look at outputs or padding, and that terms and gradients add up over rows.
+
+    Args:
+        loss: what to call.
+        batch: all of it.
+        weights: from `global_weights`.
+        always: the outputs that there are although the loss has not asked for them.
+
+    Returns:
+        Whether this batch could tell.
+
+    Raises:
+        WeightError: they do, or do not.
+
+    >>> from nrl.algos import sft_loss
+    >>> mask = torch.tensor([[False, True, True]] * 2)
+    >>> batch = Batch({"input_ids": mask.long(), "loss_mask": mask}, batch_size=[2])
+    >>> check_law(sft_loss, batch, {"loss": 4.0}, {"logprobs"})
+    True
+    """
+    name, outputs = name_of(loss), {*always, *needed(loss)}
+    wide = pad(batch, batch["input_ids"].shape[-1] + 1)
+    with torch.no_grad():
+        whole = called(loss, wide, _drawn(outputs, wide, 0))
+    check_terms(name, whole, weights)
+    check_weights(name, {key: float(term.weight) for key, term in whole.items()}, weights)
+    if len(batch) < 2:
+        return False
+    halves = [global_weights(loss, half, always=always) for half in shard(batch, 2)]
+    for half in halves:
+        check_terms(name, half, weights)
+    check_weights(name, {key: sum(half[key] for half in halves) for key in weights}, weights)
+    some = _some(batch)
+    return len(some) > 1 and all(_adds_up(loss, some, weights, outputs, seed) for seed in range(_DRAWS))
+
+
+def _some(batch: Batch) -> Batch:
+    """Rows from all over a batch, of those that are trained on where it says which."""
+    rows = torch.arange(len(batch))
+    if "loss_mask" in batch.keys():
+        rows = torch.nonzero(batch["loss_mask"].flatten(1).any(1))[:, 0]
+    if len(rows) > _ROWS:
+        rows = rows[torch.linspace(0, len(rows) - 1, _ROWS).long()]
+    return Parts(batch, [rows])[0]
+
+
+def _drawn(outputs: Collection[str], batch: Batch, seed: int) -> dict[str, Tensor]:
+    """Outputs such as models have, different in each row and at each token; 0 where a row has no token.
+
+    Each row has a scale of its own, within a factor of 16, and numbers with a long tail. So two halves of the rows have
+    different means, deviations and maxima, however many tokens there are.
+    """
+    draw, found = torch.Generator().manual_seed(seed), {}
+    for key in sorted(outputs):
+        x = torch.empty(output_shape(key, batch)).exponential_(generator=draw)
+        per_row = (len(batch), *[1] * (x.ndim - 1))
+        x = x * 2 ** (4 * torch.rand(per_row, generator=draw) - 2)
+        if output_kind(key) in ("logprobs", "logprobs_at"):
+            x = -x
+        elif output_kind(key) != "entropy":
+            x = torch.where(torch.rand(per_row, generator=draw) < 0.5, -x, x)
+        if x.ndim > batch.ndim:
+            there = torch.arange(x.shape[batch.ndim]) < lengths(batch).unsqueeze(-1)
+            x = x * there.view(*there.shape, *[1] * (x.ndim - there.ndim))
+        found[key] = x.to(batch["input_ids"].device)
+    return found
+
+
+def _adds_up(loss: Loss, batch: Batch, weights: Mapping[str, float], outputs: Collection[str], seed: int) -> bool:
+    """See that a loss makes the same of each row among others and with more padding; whether these rows could tell."""
+    name, parts = name_of(loss), shard(batch, 2)
+    wide = pad(batch, 2 * batch["input_ids"].shape[-1])
+    longer = _drawn(outputs, wide, seed)
+    drawn = {key: _as_wide(x, batch) for key, x in longer.items()}
+    whole, slopes = _differentiated(loss, batch, weights, drawn)
+    halves = [
+        _differentiated(loss, half, weights, {key: x[rows] for key, x in drawn.items()})
+        for half, rows in zip(parts, parts.rows, strict=True)
+    ]
+    padded, with_padding = _differentiated(loss, wide, weights, longer)
+    for terms, found in [(whole, slopes), (padded, with_padding), *halves]:
+        if not all(bool(x.isfinite().all()) for x in [*found.values(), *(term.total for term in terms.values())]):
+            return False  # there is a better error to come
+    for key, term in whole.items():
+        total, added = float(term.total), [float(terms[key].total) for terms, _ in halves]
+        if abs(sum(added) - total) > 1e-3 * (sum(map(abs, added)) + abs(total)):  # rows may cancel
+            raise WeightError(
+                f"{name}: the total of term '{key}' is {total:g} on {len(batch)} rows, but {sum(added):g} added up "
+                f"over their halves. A total must be a sum over rows: {_RATHER}"
+            )
+    for key, expected in slopes.items():
+        for rows, (_, found) in zip(parts.rows, halves, strict=True):
+            _compare(name, key, expected[rows], found[key], _CLOSE, f"among {len(batch)} rows", "among half of them")
+        _compare(name, key, expected, _as_wide(with_padding[key], batch), _ROUGHLY, "as it is", "with more padding")
+    return all(bool(term.weight != 0) for terms, _ in halves for term in terms.values())
+
+
+def _as_wide(x: Tensor, batch: Batch) -> Tensor:
+    """An output, or a gradient, of a batch with more padding."""
+    return x.narrow(batch.ndim, 0, batch["input_ids"].shape[-1]) if x.ndim > batch.ndim else x
+
+
+def _compare(name: str, output: str, one: Tensor, other: Tensor, allowed: float, where: str, there: str) -> None:
+    """See that gradients are the same, relative to the largest of their row."""
+    a, b = one.reshape(len(one), -1), other.reshape(len(other), -1)
+    apart = (a - b).abs() - allowed * torch.maximum(a.abs(), b.abs()).amax(1, keepdim=True)
+    if bool((apart > 1e-30).any()):  # what is smaller may be rounded by any factor
+        x, y = (float(each.flatten()[apart.argmax()]) for each in (a, b))
+        raise WeightError(
+            f"{name}: the gradient for {output} of a row is {x:g} {where}, but {y:g} {there}. What a loss makes of a "
+            f"row must not depend on other rows or on padding: {_RATHER}"
+        )
+
+
+def _differentiated(
+    loss: Loss, batch: Batch, weights: Mapping[str, float], outputs: Mapping[str, Tensor]
+) -> tuple[dict[str, Mean], dict[str, Tensor]]:
+    """The terms of a loss, and the gradient of what a step adds up with respect to each output."""
+    leaves = {key: x.clone().requires_grad_() for key, x in outputs.items()}
+    with torch.enable_grad():
+        terms = called(loss, batch, leaves)
+        check_terms(name_of(loss), terms, weights)
+        total = torch.stack([term.total / weights[key] for key, term in terms.items()]).sum()
+    found = tuple(torch.zeros_like(x) for x in leaves.values())
+    if total.requires_grad:
+        found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return {key: Mean(*(x.detach() for x in term)) for key, term in terms.items()}, dict(
+        zip(leaves, found, strict=True)
+    )

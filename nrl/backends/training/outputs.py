@@ -1,0 +1,247 @@
+"""What a model says about some tokens of a batch, and nothing else: no other token is computed than these need.
+
+A language model predicts a token from the hidden state before it, and a critic values what is to come from there. A
+reward model reads the last token of a row.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nrl.algos import ids_column, logprobs_at, output_kind
+from nrl.backends.base import top_k, top_k_of
+from nrl.backends.fsdp.attention import Layout
+from nrl.backends.models import loading
+from nrl.backends.training.fused_logprobs import linear_logprobs, linear_top_k
+from nrl.batch import Batch, lengths
+from nrl.batch.packing import Block, pack
+from nrl.errors import BatchError
+
+__all__ = ["Outputs", "Plan", "compute", "last", "plan", "predicted"]
+
+
+class Outputs(NamedTuple):
+    """Outputs at some tokens of a batch, or for some of its rows.
+
+    Args:
+        values: ``[n, ...]`` each, on the device, by name.
+        source: ``[n]`` int64, on the device, which tokens of the flattened batch they are for, or which rows.
+        shape: of what they are spread over: ``(*b, T)``, or ``(*b)``.
+
+    >>> out = Outputs({"logprobs": torch.tensor([-2.0])}, torch.tensor([1]), torch.Size([1, 3]))
+    >>> out.spread(out.values["logprobs"])
+    tensor([[ 0., -2.,  0.]])
+    """
+
+    values: dict[str, Tensor]
+    source: Tensor
+    shape: torch.Size
+
+    def spread(self, values: Tensor) -> Tensor:
+        """In the shape of the batch, with zeros elsewhere."""
+        spread = values.new_zeros(self.shape.numel(), *values.shape[1:]).index_copy(0, self.source, values)
+        return spread.view(*self.shape, *values.shape[1:])
+
+    def backward(self, gradients: Mapping[str, Tensor] | None) -> None:
+        """Add to the parameters' gradients what follows from those of the spread values; None: zeros."""
+        if gradients is None:
+            gradients = {key: self.spread(torch.zeros_like(x)) for key, x in self.values.items()}
+        depth = len(self.shape)
+        parts = [(x, gradients[key].flatten(0, depth - 1)[self.source]) for key, x in self.values.items()]
+        parts = [(x, gradient) for x, gradient in parts if x.requires_grad]
+        torch.autograd.backward([x for x, _ in parts], [gradient for _, gradient in parts])
+
+
+def predicted(batch: Batch) -> Tensor:
+    """``[*b, T]`` bool: the tokens that another one comes before in their row.
+
+    >>> predicted(Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1]))
+    tensor([[False,  True,  True]])
+    """
+    column = torch.arange(batch["input_ids"].shape[-1])
+    return (column > 0) & (column < lengths(batch).unsqueeze(-1))
+
+
+def last(batch: Batch) -> Tensor:
+    """``[*b, T]`` bool: the last token of each row that has one.
+
+    >>> last(Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1]))
+    tensor([[False, False,  True]])
+    """
+    return torch.arange(batch["input_ids"].shape[-1]) == lengths(batch).unsqueeze(-1) - 1
+
+
+class Plan(NamedTuple):
+    """Which tokens go through the model, and which of them come out; made on the CPU before anything is computed.
+
+    Args:
+        inputs: what the body of the model is called with, on the CPU.
+        blocks: how packed tokens lie; None: the rows are padded.
+        places: ``[n]`` int64, the tokens of the flattened inputs whose hidden states are read; None: no forward.
+        targets: for each column of ids that log-probabilities are wanted of, ``[n]`` or ``[n, k]`` int64.
+        temperature: ``[n]``, or None.
+        source: ``[n]`` int64, which tokens of the flattened batch they are for, or which rows.
+        shape: of the outputs, ``(*b, T)``, or ``(*b)`` for rows.
+    """
+
+    inputs: dict[str, Tensor]
+    blocks: Sequence[Block] | None
+    places: Tensor | None
+    targets: Mapping[str, Tensor]
+    temperature: Tensor | None
+    source: Tensor
+    shape: torch.Size
+
+
+def plan(
+    batch: Batch,
+    wanted: Tensor,
+    packed: bool,
+    *,
+    words: int,
+    needs: Collection[str] = ("logprobs",),
+    always: bool = False,
+) -> Plan:
+    """Find what to compute for the ``wanted`` tokens of a batch.
+
+    The token at t is predicted from the hidden state at t - 1, which sees no token after it. So each row goes through
+    the model up to the last token that predicts a wanted one, and rows without any do not. Rewards are read at the
+    wanted token itself.
+
+    Args:
+        batch: on the CPU, where all indices are computed.
+        wanted: ``[*b, T]`` bool, within `predicted`; for rewards, within `last`.
+        packed: lay the tokens out flat; otherwise use the model's own padded forward.
+        words: how many tokens the model knows.
+        needs: the outputs that will be computed.
+        always: send a token through the model even where none is wanted: its outputs are none and its gradient is
+            exactly 0, but its collectives are those of any other micro-batch.
+
+    Raises:
+        BatchError: a token that the model does not know.
+
+    >>> batch = Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1])
+    >>> found = plan(batch, torch.tensor([[False, True, False]]), True, words=8)
+    >>> found.inputs["input_ids"], found.targets
+    (tensor([[5]]), {'input_ids': tensor([6])})
+    """
+    ids = batch["input_ids"]
+    of_rows = "rewards" in needs
+    before = 0 if of_rows else 1  # so many tokens before a wanted one is the hidden state that is read
+    ends = (wanted * torch.arange(1 - before, 1 - before + ids.shape[-1])).amax(-1)
+    source = torch.nonzero(wanted.flatten())[:, 0]
+    inputs, blocks, places = (_packed if packed else _padded)(batch, ends, source - before, always)
+    _check_known("input_ids", inputs["input_ids"], words)
+    columns = [ids_column(need) for need in sorted(needs) if output_kind(need) == "logprobs_at"]
+    targets = {}
+    for name in ["input_ids", *columns]:
+        targets[name] = batch[name].flatten(0, ids.ndim - 1)[source]
+        _check_known(name, targets[name], words)
+    if of_rows:
+        return Plan(inputs, blocks, places, targets, None, source // ids.shape[-1], ids.shape[:-1])
+    temperature = None
+    if "temperature" in batch.keys():
+        each = batch["temperature"].flatten()[source // ids.shape[-1]]
+        temperature = torch.where(each == 0, 1.0, each)
+    return Plan(inputs, blocks, places, targets, temperature, source, ids.shape)
+
+
+def _check_known(column: str, tokens: Tensor, words: int) -> None:
+    unknown = tokens[(tokens < 0) | (tokens >= words)]
+    if len(unknown):
+        raise BatchError(
+            f"forward: {column} has the token {int(unknown[0])}, and the model knows those from 0 to {words - 1}; "
+            "encode with the model's own tokenizer"
+        )
+
+
+def compute(module: Any, work: Plan, needs: Collection[str]) -> Outputs:
+    """Outputs at the wanted tokens.
+
+    Args:
+        module: a Hugging Face causal language model, or one of another head; for packed tokens with the attention of
+            `nrl.backends.fsdp.attention`.
+        work: from `plan`.
+        needs: the outputs; ``values`` and ``rewards`` are of other heads, and of one model there is one of them.
+    """
+    device = module.device
+    weight, bias = loading.head_weight(module)
+    hidden = weight[:0]
+    if work.places is not None:
+        inputs: dict[str, Any] = {name: x.to(device) for name, x in work.inputs.items()}
+        if work.blocks is not None:
+            inputs["nrl_blocks"] = Layout(work.blocks, device)
+        states = module.base_model(use_cache=False, **inputs).last_hidden_state
+        hidden = states.flatten(0, 1).index_select(0, work.places.to(device))
+    if numbers := {"values", "rewards"} & set(needs):
+        (name,) = numbers
+        values = {name: _numbers(hidden, weight, bias)}
+    else:
+        temperature = None if work.temperature is None else work.temperature.to(device)
+        values = _predictions(hidden, weight, bias, work.targets, temperature, needs)
+    return Outputs(values, work.source.to(device), work.shape)
+
+
+def _numbers(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``[n]``: a head of one output, not rounded to what layers compute in."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    found = (hidden.to(dtype) * weight[0].to(dtype)).sum(-1)
+    return found if bias is None else found + bias[0].to(dtype)
+
+
+def _predictions(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Mapping[str, Tensor],
+    temperature: Tensor | None,
+    needs: Collection[str],
+) -> dict[str, Tensor]:
+    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    values = {}
+    k = top_k_of(needs)
+    if k is not None:
+        found = linear_top_k(hidden, weight, k, temperature=temperature, bias=bias)
+        values["top_k_ids"], values["top_k_logprobs"] = found
+    if k is None or set(needs) != {top_k(k)}:  # one softmax for all the tokens that are asked for
+        wide = [(x if x.ndim > 1 else x[:, None]).to(hidden.device) for x in targets.values()]
+        logprobs, entropy = linear_logprobs(
+            hidden, weight, torch.cat(wide, 1), temperature=temperature, bias=bias, entropy="entropy" in needs
+        )
+        names = ["logprobs", *(logprobs_at(column) for column in targets if column != "input_ids")]
+        parts = logprobs.split([x.shape[1] for x in wide], 1)
+        # Copies, because FSDP finds in what comes out where its backward begins, and would not in a view that changed
+        values |= {n: part.view(x.shape).clone() for n, part, x in zip(names, parts, targets.values(), strict=True)}
+        if entropy is not None:
+            values["entropy"] = entropy
+    return values
+
+
+type _Inputs = tuple[dict[str, Tensor], Sequence[Block] | None, Tensor | None]
+
+
+def _packed(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _Inputs:
+    """Rows laid out flat; ``places`` are of the flattened batch."""
+    tokens = pack(batch, ends=ends, share=None)
+    if len(tokens.input_ids) == 0:
+        one = torch.zeros(1, 1, dtype=torch.int64)
+        return {"input_ids": one, "position_ids": one}, (Block(1, 1),), places if always else None
+    inputs = {"input_ids": tokens.input_ids[None], "position_ids": tokens.position_ids[None]}
+    return inputs, tokens.blocks, tokens.place[places]
+
+
+def _padded(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _Inputs:
+    """Rows as they are."""
+    ids = batch["input_ids"].flatten(0, -2)
+    width, sizes = ids.shape[-1], lengths(batch).flatten()
+    rows = torch.nonzero(ends.flatten())[:, 0]  # a row without any token has no softmax
+    if len(rows) == 0:
+        one = torch.zeros(1, 1, dtype=torch.int64)
+        return {"input_ids": one, "attention_mask": one + 1}, None, places if always else None
+    mask = torch.arange(width) < sizes[rows, None]
+    place = torch.zeros(len(ids), dtype=torch.int64)
+    place[rows] = torch.arange(len(rows))
+    at = place[places // width] * width + places % width
+    return {"input_ids": ids[rows], "attention_mask": mask.long()}, None, at

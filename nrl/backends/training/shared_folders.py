@@ -1,0 +1,116 @@
+"""A folder that the program and the processes of a trainer have in common, or else lose what is written there.
+
+Nobody can tell from a path whether two nodes have the same disk behind it. So the program leaves a note in the folder,
+each process that finds it leaves an answer, and the program looks for those.
+"""
+
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from nrl.errors import CheckpointError
+from nrl.files import Written, check_sizes, check_sums
+from nrl.runtime.mesh.current_process import process
+
+__all__ = ["Stranger", "answer", "check", "see", "stranger"]
+
+_PATIENCE = 3.0
+"""Seconds in which a file has to arrive: on a disk that nodes share over a network not everybody sees it at once."""
+
+
+class Stranger(NamedTuple):
+    """A process that has another folder than the program.
+
+    Args:
+        rank: of the process.
+        host: where it is.
+        why: how that shows.
+
+    >>> print(Stranger(1, "b", "has no such folder"))
+    rank 1, on host b, has no such folder
+    """
+
+    rank: int
+    host: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, on host {self.host}, {self.why}"
+
+
+def stranger(folder: Path, ask: Callable[[Path, str], Sequence[tuple[str, str]]]) -> Stranger | None:
+    """The first process that does not have the program's folder.
+
+    Args:
+        folder: which is there, and can be written.
+        ask: calls `answer` with these arguments in each process; what each returns, by rank.
+
+    Raises:
+        OSError: the program itself cannot write there.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> stranger(folder, lambda *given: [answer(*given)]), list(folder.iterdir())
+    (None, [])
+    """
+    note = f".shared-{uuid.uuid4().hex}"
+    (folder / note).write_bytes(b"")
+    try:
+        for rank, (host, why) in enumerate(ask(folder, note)):
+            if not why and not _arrives(folder / f"{note}.{rank}"):
+                why = "writes what does not arrive there"
+            if why:
+                return Stranger(rank, host, why)
+    finally:
+        for path in folder.glob(f"{note}*"):
+            path.unlink(missing_ok=True)
+    return None
+
+
+def answer(folder: Path, note: str) -> tuple[str, str]:
+    """In a process: answer a note. The name of the host, and what is wrong, if something is."""
+    host = socket.gethostname()
+    if not _arrives(folder / note):
+        return host, "has another folder there" if folder.exists() else "has no such folder"
+    try:
+        (folder / f"{note}.{process().rank}").write_bytes(b"")
+    except OSError as error:
+        return host, f"cannot write there ({error.strerror})"
+    return host, ""
+
+
+def see(folder: Path, files: Mapping[str, Written]) -> None:
+    """In a process: see that all files are there and as long as they were written.
+
+    Raises:
+        CheckpointError: one is not, although the program sees it.
+    """
+    try:
+        check_sizes(folder, files)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"restore: {error}, as rank {process().rank} on host {socket.gethostname()} sees it; put the checkpoint on "
+            "a disk that all nodes share by the same path"
+        ) from None
+
+
+def check(folder: Path, files: Mapping[str, Written]) -> None:
+    """In a process: compare its share of some files with their checksums. Together the processes read each once.
+
+    Raises:
+        CheckpointError: one was altered.
+    """
+    here = process()
+    check_sums(folder, {name: files[name] for name in sorted(files)[here.rank :: here.size]})
+
+
+def _arrives(path: Path) -> bool:
+    until = time.monotonic() + _PATIENCE
+    while not path.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True

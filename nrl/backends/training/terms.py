@@ -1,0 +1,194 @@
+"""The terms of a loss: what it returns, and the weight that each of them has over a whole batch.
+
+The weight of each term of a loss is a function of the batch alone, so the driver learns it by calling the loss on
+outputs of zeros, before the first forward. The engine divides each micro-batch's total by it: sums all the way.
+"""
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nrl.algos import Loss, name_of, needed, output_shape
+from nrl.batch import Batch, microbatches, unchanged
+from nrl.batch.columns import COLUMNS
+from nrl.errors import MissingColumn, MissingOutput, WeightError
+from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum
+
+__all__ = ["LOGPROBS", "called", "check_terms", "check_weights", "global_weights", "terms_of"]
+
+_RELATIVE = 1e-5
+"""How far sums of weights in another order may differ, as a fraction."""
+
+_PLACES = 2**16  # entries of a column that a loss is called on at once: they stay in a processor's cache
+_EXACT = 2**24  # below it float32 has every whole number, so that sums of them are the same in any order
+
+_RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "lag", "skipped"}) | {
+    f"mismatch/{name}" for name in ("kl", "ess", "max_abs", "chi2", "max_ratio")
+}
+
+
+def terms_of(name: str, value: Any) -> tuple[dict[str, Mean], Metrics]:
+    """What a loss returned, as terms by name and metrics.
+
+    Raises:
+        TypeError: it returned something else.
+
+    >>> terms, metrics = terms_of("my_loss", (Mean(torch.tensor(1.0), torch.tensor(2.0)), {}))
+    >>> list(terms)
+    ['loss']
+    """
+    match value:
+        case (Mean() as mean, dict() as metrics):
+            return _checked_terms(name, {"loss": mean}), _checked_metrics(name, metrics)
+        case (dict() as terms, dict() as metrics) if terms and all(isinstance(x, Mean) for x in terms.values()):
+            return _checked_terms(name, terms), _checked_metrics(name, metrics)
+    raise TypeError(
+        f"{name} returned {type(value).__name__}; a loss returns (Mean, metrics) or (dict of Mean, metrics), for "
+        "example (token_mean(loss, batch['loss_mask']), {})"
+    )
+
+
+def _checked_terms(name: str, terms: dict[str, Mean]) -> dict[str, Mean]:
+    for key, term in terms.items():
+        for part, value in zip(term._fields, term, strict=True):
+            if not isinstance(value, Tensor) or value.ndim != 0:
+                found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise TypeError(
+                    f"{name}: the {part} of term '{key}' is {found}; it must be a scalar tensor, a sum over rows"
+                )
+    return terms
+
+
+def _checked_metrics(name: str, metrics: dict[str, Any]) -> Metrics:
+    for key, value in metrics.items():
+        if key in _RESERVED:
+            raise TypeError(f"{name} returned a metric '{key}', a name that the step itself reports; give it another")
+        if not isinstance(value, Mean | Sum | Max | Min | Ess) or not all(isinstance(x, Tensor) for x in value):
+            raise TypeError(
+                f"{name} returned the metric '{key}' as a {type(value).__name__}; return a Mean, Sum, Max, Min or Ess, "
+                f"such as token_mean({key}, batch['loss_mask'])"
+            )
+    return metrics
+
+
+LOGPROBS = frozenset({"logprobs"})
+"""What a language model always gives a loss."""
+
+
+def global_weights(
+    loss: Loss, batch: Batch, fill: float = 0.0, *, always: Collection[str] = LOGPROBS
+) -> dict[str, float]:
+    """The weight of each term of ``loss`` over a whole batch, from calls on outputs that are all ``fill``.
+
+    Weights add up over rows, so the loss is called on rows of like length, cut to the longest of them. Where the sum
+    could depend on the order, since weights are not whole numbers, it is called once, on the whole batch.
+
+    Args:
+        loss: what to call.
+        batch: all of it.
+        fill: what the outputs are.
+        always: the outputs that there are although the loss has not asked for them.
+
+    Raises:
+        MissingColumn: the loss reads a column that the batch does not have.
+        MissingOutput: the loss reads an output that it did not ask for.
+
+    >>> from nrl.algos import sft_loss
+    >>> mask = torch.tensor([[False, True, True]])
+    >>> batch = Batch({"input_ids": mask.long(), "loss_mask": mask}, batch_size=[1])
+    >>> global_weights(sft_loss, batch)
+    {'loss': 2.0}
+    """
+    if batch["input_ids"].numel() > _PLACES:
+        widest = batch["input_ids"][0].numel()
+        parts = microbatches(batch, max_tokens=max(widest, _PLACES))
+        found = [_weights(loss, part, fill, always) for part in parts]
+        sums = {key: sum(weights.get(key, math.nan) for weights in found) for key in found[0]}
+        if all(x.is_integer() and abs(x) < _EXACT for weights in (*found, sums) for x in weights.values()):
+            return sums
+    return _weights(loss, batch, fill, always)
+
+
+def _weights(loss: Loss, batch: Batch, fill: float, always: Collection[str]) -> dict[str, float]:
+    device = batch["input_ids"].device
+    outputs = {key: torch.full(output_shape(key, batch), fill, device=device) for key in {*always, *needed(loss)}}
+    with torch.no_grad():
+        return {key: float(term.weight) for key, term in called(loss, batch, outputs).items()}
+
+
+def called(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, Mean]:
+    """The terms of a loss on outputs that the driver made up.
+
+    Args:
+        loss: what to call.
+        batch: the rows that the outputs are for.
+        outputs: all that there are, in the shapes of `nrl.algos.output_shape`.
+
+    Raises:
+        MissingColumn: the loss reads a column that the batch does not have.
+        MissingOutput: the loss reads an output that it did not ask for.
+
+    >>> from nrl.algos import sft_loss
+    >>> batch = Batch({"loss_mask": torch.tensor([[False, True]])}, batch_size=[1])
+    >>> float(called(sft_loss, batch, {"logprobs": torch.tensor([[0.0, -3.0]])})["loss"].total)
+    3.0
+    """
+    name, out = name_of(loss), TensorDict(dict(outputs), batch_size=batch.batch_size)
+    try:
+        with unchanged(batch, name):
+            terms, _ = terms_of(name, loss(out, batch))
+    except MissingColumn:
+        raise
+    except KeyError as error:
+        missing = re.match(r".*key \"(.+)\" not found in TensorDict with keys \[(.*)\]", str(*error.args[:1]))
+        if missing is None:
+            raise
+        if missing[2] == ", ".join(f"'{key}'" for key in sorted(out.keys())):
+            raise MissingOutput(
+                f"{name} reads the output '{missing[1]}' and did not ask for it; decorate it with "
+                f"@nrl.algos.needs('{missing[1]}')"
+                if missing[1] not in LOGPROBS
+                else f"{name} reads logprobs, which only a model with head='lm' computes"
+            ) from error
+        known = COLUMNS.get(missing[1])
+        hint = known.hint if known else f"Add it with assign(batch, {missing[1]}=...)."
+        raise MissingColumn(name, missing[1], sorted(map(str, batch.keys())), hint) from error
+    return terms
+
+
+def check_terms(name: str, seen: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Compare the terms of a real call with those that the driver knows.
+
+    Raises:
+        WeightError: they differ.
+
+    >>> check_terms("my_loss", {"loss": 6.0}, {"loss": 6.0})
+    """
+    if seen.keys() != expected.keys():
+        raise WeightError(
+            f"{name}: its terms are {', '.join(sorted(seen)) or 'none'} on some outputs and "
+            f"{', '.join(sorted(expected))} on others; a loss returns the same terms for every output and part"
+        )
+
+
+def check_weights(name: str, seen: Mapping[str, float], expected: Mapping[str, float]) -> None:
+    """Compare the weights of the real calls, added up, with those that the driver learned.
+
+    Raises:
+        WeightError: they differ, so the loss's weight depends on more than the rows of the batch.
+
+    >>> check_weights("my_loss", {"loss": 6.0}, {"loss": 6.0})
+    """
+    for key, weight in expected.items():
+        found = seen.get(key, 0.0)
+        if not abs(found - weight) <= _RELATIVE * max(abs(found), abs(weight)):
+            raise WeightError(
+                f"{name}: the weight of term '{key}' is {weight:g} on the whole batch, but {found:g} added up over its "
+                "parts or on other outputs. A weight must be a sum over rows of the batch alone: aggregate with "
+                "token_mean, seq_mean or seq_sum (a mean of means is not, nor a count that the output selects)"
+            )

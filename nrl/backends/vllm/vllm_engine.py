@@ -1,0 +1,249 @@
+"""A vLLM engine in one process, stepped by the process itself.
+
+vLLM's asynchronous front end keeps its engine in a process of its own, which imports vLLM again, gets every token over
+a socket, and could be handed weights only through a copy. Here a process of a mesh *is* the engine's process: weights
+are read where the object store maps them, and whoever kills the process kills the engine (docs/decisions/0017).
+"""
+
+import gc
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nrl.backends.base import Bucket, Model
+from nrl.backends.hf.decoding import Decoded
+from nrl.backends.models.loading import build, check_arrived, check_weight, end_tokens, load_tokenizer, save_model
+from nrl.backends.sampling.replica import Request
+from nrl.backends.vllm import adapters, ranks, settings, weights
+from nrl.errors import ConfigError, GenerationError, ModelError
+from nrl.runtime.transfer import sampled
+
+__all__ = ["Engine"]
+
+_SOON, _LATEST = 0.02, 0.03  # seconds of decoding, after which what is finished, or whether anything is, is told
+_WANTED, _UNWANTED = ["*.json", "*.safetensors"], ["original/*", "consolidated*"]  # files on the hub
+_COLDEST = 0.01  # vLLM's own bound
+_MORE = "; give a smaller max_model_len, or more memory with kv_cache_memory_bytes or gpu_memory_utilization"
+_NO_ROOM = "KV cache is needed", "No available memory for the cache"  # how vLLM says so
+
+
+_ALIVE: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
+class Engine:
+    """A `nrl.backends.sampling.replica.Replica`; see `nrl.backends.vllm.sampler` for the arguments."""
+
+    def __init__(self, model: Model, options: Mapping[str, Any]) -> None:
+        if _ALIVE:
+            raise ModelError(
+                "vllm.sampler: this process has a vLLM engine already, and vLLM keeps what belongs to one in the whole "
+                "process; make the second sampler on slots of its own, or of the same slots, which gives it processes"
+            )
+        settings.prepare()
+        self._model, self._options = model, options
+        self._waiting: dict[str, tuple[int, ...]] | None = None  # weights that are to come, while they are received
+        self._came: dict[str, tuple[torch.Size, int]] = {}  # fingerprints of a sample of them
+        self._asked: dict[int, Request] = {}  # and not answered
+        self._start()
+        _ALIVE.add(self)
+
+    def _start(self) -> None:
+        tokenizer = load_tokenizer(self._model)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder, self._stops = _written(self._model, tokenizer, Path(scratch))
+            texts = Path(scratch) / "tokenizer"
+            tokenizer.save_pretrained(texts)
+            shutil.copy(folder / "config.json", texts)  # which vLLM looks for there, too
+            self._adapter = None if self._model.lora is None else adapters.Adapter(self._model)
+            own = {} if self._adapter is None else self._adapter.arguments
+            self._engine = _started(folder, texts, self._model, dict(self._options) | own)
+            self._engine.set_weight_version("0")
+            config = self._engine.model_config
+            self._shapes = _shapes(folder, bool(getattr(config.hf_config, "tie_word_embeddings", False)))
+        if self._adapter is not None:
+            self._shapes = self._adapter.shapes
+            self._adapter.begin(self._engine)
+        self.context_length = min(int(config.max_model_len), int(tokenizer.model_max_length))
+        self.vocabulary = int(config.get_vocab_size())
+
+    def advance(
+        self, requests: Sequence[Request], cancelled: Sequence[int]
+    ) -> Sequence[tuple[int, Decoded | Exception]]:
+        """Take on requests, forget others, and decode for a moment."""
+        if cancelled:
+            self._engine.abort_request([str(number) for number in cancelled])
+        found: list[tuple[int, Decoded | Exception]] = []
+        for request in requests:
+            try:
+                self._ask(request)
+            except ValueError as error:
+                found.append((request.number, GenerationError(f"generate: vLLM refuses a request: {error}")))
+        began = time.monotonic()
+        while self._engine.has_unfinished_requests():
+            found += [(int(each.request_id), _decoded(each.outputs[0])) for each in self._engine.step()]
+            if ranks.agreed(time.monotonic() - began > (_SOON if found else _LATEST)):
+                break
+        for number in [*cancelled, *(number for number, _ in found)]:
+            self._asked.pop(number, None)
+        return found
+
+    def _ask(self, request: Request) -> None:
+        self._asked[request.number] = request
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        adapter = None if self._adapter is None else self._adapter.request
+        self._engine.add_request(str(request.number), prompt, self._params(request), lora_request=adapter)
+
+    def _params(self, request: Request) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        if 0 < sampling.temperature < _COLDEST:
+            raise ValueError(
+                f"temperature is {sampling.temperature}, and it would sample at {_COLDEST} without saying so; give 0, "
+                f"or at least {_COLDEST}"
+            )
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            max_tokens=min(sampling.max_new_tokens, self.context_length - len(request.prompt)),
+            seed=int(request.seed) & (2**63 - 1),  # -1 is none for vLLM
+            stop_token_ids=[*self._stops, *sampling.stop_token_ids],
+            logprobs=0,  # of the sampled token alone
+            stop=list(sampling.stop),
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def rest(self) -> None:
+        """Leave the device: weights go to the memory of the host, and what was read is read again later."""
+        weights.forget(self._engine)
+        self._engine.sleep(level=1, mode="keep")
+
+    def wake(self) -> None:
+        """Go back to it."""
+        self._engine.wake_up()
+
+    def begin(self) -> None:
+        """New weights will come: what was computed with the old ones is forgotten."""
+        # What broke off has left layers without weights, and vLLM no way to begin anew
+        if self._waiting is not None and self._adapter is None:
+            ranks.end(self._engine)
+            self._engine = None  # a device may not have room for two
+            gc.collect()
+            torch.cuda.empty_cache()
+            self._start()
+            for request in self._asked.values():
+                self._ask(request)
+        self._waiting, self._came = dict(self._shapes), {}
+        if self._engine.is_sleeping():
+            self._engine.wake_up(["weights"])  # not what it needs to decode: a trainer may be on the device, too
+        if self._adapter is None:
+            self._engine.collective_rpc("start_weight_update")
+
+    def add(self, bucket: Bucket) -> None:
+        """Some of them."""
+        assert self._waiting is not None
+        for name, tensor in bucket.items():
+            check_weight(name, tensor, self._shapes, "receive")
+            self._waiting.pop(name, None)
+            if self._adapter is None and (tensor.ndim == 1 or sampled(name)):
+                self._came[name] = weights.fingerprint(tensor, self._engine.model_config.dtype)
+        if self._adapter is not None:
+            self._adapter.add(bucket)
+        else:
+            self._engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": dict(bucket)}})
+
+    def end(self, version: int) -> None:
+        """They have come."""
+        assert self._waiting is not None
+        check_arrived(self._waiting, "receive")
+        if self._adapter is not None:
+            self._adapter.replace(self._engine)
+        else:
+            self._engine.collective_rpc("finish_weight_update")
+            self._engine.apply_model(weights.check_head)
+            self._engine.apply_model(partial(weights.check_held, self._came, self._engine.model_config.dtype))
+        self._waiting = None
+        weights.forget(self._engine)
+        weights.check_forgotten(self._engine)
+        self._engine.set_weight_version(str(version))
+
+
+def _shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the weights in a folder."""
+    from safetensors import safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    return {name: shape for name, shape in found.items() if not (tied and name == "lm_head.weight")}
+
+
+def _written(model: Model, tokenizer: Any, scratch: Path) -> tuple[Path, tuple[int, ...]]:
+    """A folder that vLLM can read, and the tokens that end a completion."""
+    from transformers import GenerationConfig
+
+    folder = _files(model.source, model.trust_remote_code) if isinstance(model.source, str) else scratch
+    if any(folder.glob("*.safetensors")):
+        has = (folder / "generation_config.json").exists()
+        generation = GenerationConfig.from_pretrained(folder) if has else None
+        return folder, end_tokens(generation, tokenizer)
+    module = build(model)
+    save_model(module, scratch)
+    return scratch, end_tokens(getattr(module, "generation_config", None), tokenizer)
+
+
+def _files(source: str, code: bool) -> Path:
+    """The folder of a model; one on the hub is fetched once for all that read it on this node."""
+    import huggingface_hub
+
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        wanted = [*_WANTED, "*.py"] if code else _WANTED
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted, ignore_patterns=_UNWANTED))
+    except Exception as error:  # what it reads files with raises all kinds
+        raise ModelError(f"vllm.sampler: the files of '{source}' cannot be had from the hub: {error}") from error
+
+
+def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, Any]) -> Any:
+    from vllm import EngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    try:
+        args = EngineArgs(
+            model=str(folder),
+            tokenizer=str(tokenizer),
+            logprobs_mode="processed_logprobs",
+            **ranks.arguments(),
+            weight_transfer_config=WeightTransferConfig(backend=weights.register()),
+            **settings.given(model, options),
+        )
+        return LLMEngine.from_engine_args(args)
+    except TypeError as error:
+        values = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise ConfigError(f"vllm.sampler: {error}; it was given {values or 'none'} of vLLM's EngineArgs") from error
+    except (ValueError, RuntimeError) as error:
+        room = _MORE if any(said in str(error) for said in _NO_ROOM) else ""
+        raise ModelError(f"vllm.sampler: vLLM refuses the model: {error}{room}") from error
+
+
+def _decoded(output: Any) -> Decoded:
+    ids = [int(token) for token in output.token_ids]
+    logprobs = [position[token].logprob for token, position in zip(ids, output.logprobs, strict=True)]
+    versions = torch.empty(len(ids), dtype=torch.int64)
+    for span in output.weight_versions:
+        versions[span.start : span.end] = int(span.version)
+    truncated = output.finish_reason == "length"
+    return Decoded(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float32), truncated, versions)

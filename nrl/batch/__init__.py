@@ -1,0 +1,22 @@
+"""Batches: values with named columns, split into parts and put together, packed and unpacked."""
+
+from nrl.batch.columns import COLUMNS
+from nrl.batch.parts import Parts, concatenate, deal, microbatches, minibatches, pad, restore, shard
+from nrl.batch.values import Batch, assign, lengths, require, unchanged
+
+__all__ = [
+    "COLUMNS",
+    "Batch",
+    "Parts",
+    "assign",
+    "concatenate",
+    "deal",
+    "lengths",
+    "microbatches",
+    "minibatches",
+    "pad",
+    "require",
+    "restore",
+    "shard",
+    "unchanged",
+]

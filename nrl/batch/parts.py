@@ -1,0 +1,267 @@
+"""Splitting batches into parts, and putting parts together."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nrl.batch.columns import COLUMNS
+from nrl.batch.grouping import dealt, plan, remembered
+from nrl.batch.values import Batch, lengths, require
+from nrl.errors import BatchError
+
+__all__ = ["Parts", "concatenate", "deal", "microbatches", "minibatches", "pad", "restore", "shard"]
+
+
+class Parts(list[Batch]):
+    """The parts of a batch, and which of its rows each part holds, so that what is computed on them can be put back.
+
+    >>> whole = Batch({"input_ids": torch.arange(6).view(3, 2)}, batch_size=[3])
+    >>> parts = shard(whole, 2)
+    >>> bool((parts.restore([part["input_ids"] for part in parts]) == whole["input_ids"]).all())
+    True
+    """
+
+    def __init__(self, batch: TensorDict, rows: Sequence[Tensor], *, trim: bool = False) -> None:
+        self.rows = list(rows)
+        each = lengths(batch) if trim else None
+        super().__init__(_take(batch, index, each) for index in self.rows)
+
+    def restore(self, outputs: Sequence[Any]) -> Any:
+        """Put outputs of the parts back into the order of the batch; see `restore`."""
+        return restore(self.rows, outputs)
+
+
+def restore(rows: Sequence[Tensor], outputs: Sequence[Any], *, who: str = "restore") -> Any:
+    """Put rows that were computed in parts back into their order; the inverse of splitting.
+
+    Args:
+        rows: for each part, which rows of the whole it holds.
+        outputs: for each part, a tensor or batch with an entry for each of its rows.
+        who: how errors name the caller.
+
+    Returns:
+        The whole, in memory of its own.
+
+    Raises:
+        BatchError: an output does not have one entry for each row of its part.
+
+    >>> restore([torch.tensor([2]), torch.tensor([0, 1])], [torch.tensor([30]), torch.tensor([10, 20])]).tolist()
+    [10, 20, 30]
+    """
+    if not rows:
+        raise BatchError(f"{who}: there are no parts to put together")
+    for index, output in zip(rows, outputs, strict=True):
+        if not isinstance(output, Tensor | TensorDict) or output.ndim == 0 or output.shape[0] != len(index):
+            found = list(output.shape) if isinstance(output, Tensor | TensorDict) else type(output).__name__
+            raise BatchError(
+                f"{who}: the part has {len(index)} rows, but what was computed on it is {found}; "
+                "return one entry for each row, or sums (merged)"
+            )
+    whole: Any = _put_together(rows, outputs)
+    return whole.lock_() if isinstance(whole, TensorDict) else whole
+
+
+def _put_together(rows: Sequence[Tensor], outputs: Sequence[Any]) -> Any:
+    """Each row is copied once, to where it belongs, if the outputs are alike; otherwise torch says what it can do."""
+    first = outputs[0]
+    if all(_alike(each, first) for each in outputs):
+        columns = {name: _put_together(rows, [each[name] for each in outputs]) for name in first.keys()}
+        return TensorDict(columns, batch_size=[sum(map(len, rows)), *first.batch_size[1:]])
+    if len({_kind(each) for each in outputs}) == 1 and isinstance(first, Tensor):
+        whole = first.new_empty((sum(map(len, rows)), *first.shape[1:]))
+        for index, output in zip(rows, outputs, strict=True):
+            whole.index_copy_(0, index.to(whole.device), output)
+        return whole
+    joined: Any = torch.cat(cast(Any, outputs))
+    return joined[torch.argsort(torch.cat(list(rows))).to(joined.device)]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    both = type(one) is type(other) is TensorDict and set(one.keys()) == set(other.keys())
+    return both and all(map(_plain, one.values()))
+
+
+def _kind(value: Any) -> Any:
+    return (value.dtype, value.device, value.shape[1:]) if isinstance(value, Tensor) else type(value)
+
+
+def _plain(value: Any) -> bool:
+    return type(value) in (Tensor, TensorDict)
+
+
+def _take(batch: TensorDict, rows: Tensor, each: Tensor | None) -> Batch:
+    if each is not None and len(rows) > 0:  # cut before rows are copied, so that no padding is
+        batch = _resize(batch, max(1, int(each[rows].max())))
+    return cast(Batch, batch[rows].lock_())
+
+
+def shard(batch: TensorDict, n: int) -> Parts:
+    """Split rows into ``n`` parts of about equal numbers of tokens; ``.restore`` puts outputs back in order.
+
+    Longest row first, each to the part with the fewest tokens, which is within 4/3 of the best. Pairs of a preference
+    batch are rows here, so none is split. With fewer rows than parts, some parts have no rows.
+
+    Raises:
+        BatchError: ``n`` is not positive.
+
+    >>> mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]], dtype=torch.bool)
+    >>> batch = Batch({"input_ids": mask.long(), "attention_mask": mask}, batch_size=[3])
+    >>> [rows.tolist() for rows in shard(batch, 2).rows]
+    [[0], [1, 2]]
+    """
+    return Parts(batch, deal(batch, n))
+
+
+def deal(batch: TensorDict, n: int) -> list[Tensor]:
+    """Which rows `shard` gives to each of ``n`` parts, without making the parts; once for all batches of one mask.
+
+    Raises:
+        BatchError: ``n`` is not positive.
+
+    >>> [rows.tolist() for rows in deal(Batch({"input_ids": torch.zeros(3, 2)}, batch_size=[3]), 2)]
+    [[0, 2], [1]]
+    """
+    if n < 1:
+        raise BatchError(f"shard: n is {n}; it must be at least 1")
+    _check_rows("shard", batch)
+
+    def rows() -> list[Tensor]:
+        each = lengths(batch)
+        tokens = each.flatten(1).sum(1) if each.ndim > 1 else each
+        return [torch.tensor(part, dtype=torch.int64) for part in dealt(tokens.tolist(), n)]
+
+    tells = batch["attention_mask" if "attention_mask" in batch.keys() else "input_ids"]  # all that lengths look at
+    return list(remembered(tells, ("deal", n), rows))
+
+
+def _check_rows(who: str, batch: TensorDict) -> None:
+    require(batch, "input_ids", reader=who)
+    if batch.ndim == 0:
+        raise BatchError(f"{who}: splitting takes at least one batch dimension; create the batch with batch_size=[B]")
+
+
+def microbatches(batch: TensorDict, *, max_tokens: int) -> Parts:
+    """Split a batch into padded batches of at most ``max_tokens`` tokens each, padding counted.
+
+    Rows of like length go together and each part is cut to its longest row. A pair counts as its two rows.
+
+    Raises:
+        BatchError: one row alone has more than ``max_tokens`` tokens.
+
+    >>> mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]], dtype=torch.bool)
+    >>> batch = Batch({"input_ids": mask.long(), "attention_mask": mask}, batch_size=[3])
+    >>> [list(part["input_ids"].shape) for part in microbatches(batch, max_tokens=4)]
+    [[1, 3], [2, 2]]
+    """
+    _check_rows("microbatches", batch)
+    each = lengths(batch).flatten(1) if batch.ndim > 1 else lengths(batch).unsqueeze(1)
+    widths = (each.amax(1).clamp(min=1) * each.shape[1]).tolist() if len(each) else []
+    return Parts(batch, [torch.tensor(rows) for rows in plan(widths, max_tokens)], trim=True)
+
+
+def minibatches(batch: TensorDict, n: int, seed: int) -> list[Batch]:
+    """Split the rows at random into ``n`` batches for several updates on one batch; sizes differ by at most one row.
+
+    Raises:
+        BatchError: ``n`` is not between 1 and the number of rows.
+
+    >>> batch = Batch({"input_ids": torch.arange(6).view(3, 2)}, batch_size=[3])
+    >>> [len(part) for part in minibatches(batch, 2, seed=0)]
+    [2, 1]
+    """
+    if not 1 <= n <= len(batch):
+        raise BatchError(f"minibatches: n is {n}; it must be between 1 and the number of rows, {len(batch)}")
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+    return list(Parts(batch, order.tensor_split(n)))
+
+
+def pad(batch: TensorDict, width: int) -> Batch:
+    """Pad every per-token column on the right to ``width`` tokens, with zeros (masks: false).
+
+    Raises:
+        BatchError: the batch is wider than that.
+
+    >>> pad(Batch({"input_ids": torch.tensor([[5, 6]])}, batch_size=[1]), 3)["input_ids"].tolist()
+    [[5, 6, 0]]
+    """
+    require(batch, "input_ids", reader="pad")
+    if batch["input_ids"].shape[-1] > width:
+        raise BatchError(f"pad: the batch is {batch['input_ids'].shape[-1]} tokens wide, more than width={width}")
+    return cast(Batch, _resize(batch, width).lock_())
+
+
+def _resize(batch: TensorDict, width: int) -> TensorDict:
+    """Cut or pad the per-token columns on the right."""
+    old, dim = batch["input_ids"].shape[-1], batch.ndim
+    out = batch.copy()
+    if "attention_mask" not in batch.keys() and width > old:
+        out.set("attention_mask", torch.ones_like(batch["input_ids"], dtype=torch.bool))
+    for name, value in out.items():
+        if isinstance(value, Tensor) and _per_token(name, value, dim, old):
+            short = value.narrow(dim, 0, min(old, width))
+            filler = short.new_zeros((*short.shape[:dim], width - short.shape[dim], *short.shape[dim + 1 :]))
+            out.set(name, torch.cat([short, filler], dim) if width > old else short)
+    return out
+
+
+def _per_token(name: str, value: Tensor, dim: int, width: int) -> bool:
+    if name in COLUMNS:
+        return COLUMNS[name].per == "token"
+    return value.ndim > dim and value.shape[dim] == width
+
+
+def concatenate(batches: Sequence[TensorDict]) -> Batch:
+    """Put batches under one another, padded to the widest.
+
+    A column that some of them lack is filled in where its absence has a meaning (`COLUMNS`: an absent ``valid`` is
+    true).
+
+    Raises:
+        BatchError: there are no batches, or one lacks a column that has no default.
+
+    >>> a = Batch({"input_ids": torch.tensor([[5, 6]])}, batch_size=[1])
+    >>> b = Batch({"input_ids": torch.tensor([[7]]), "valid": torch.tensor([False])}, batch_size=[1])
+    >>> concatenate([a, b])["valid"].tolist()
+    [True, False]
+    """
+    if not batches:
+        raise BatchError("concatenate: there are no batches to put together")
+    if len({(batch.ndim, *batch.batch_size[1:]) for batch in batches}) > 1:
+        sizes = ", ".join(str(list(batch.batch_size)) for batch in batches)
+        raise BatchError(f"concatenate: the batch sizes {sizes} differ in more than the first dimension")
+    names = sorted({str(name) for batch in batches for name in batch.keys()})
+    width = max(
+        (batch["input_ids"].shape[-1] for batch in batches if "input_ids" in batch.keys()),
+        default=0,
+    )
+    if width and any(_ragged(batch, width) for batch in batches):
+        names = sorted({*names, "attention_mask"})
+    filled = [_filled(batch, names, width) for batch in batches]
+    return cast(Batch, torch.cat(cast(Any, filled)).lock_())  # type: ignore[attr-defined]
+
+
+def _ragged(batch: TensorDict, width: int) -> bool:
+    return "attention_mask" in batch.keys() or ("input_ids" in batch.keys() and batch["input_ids"].shape[-1] < width)
+
+
+def _filled(batch: TensorDict, names: Sequence[str], width: int) -> TensorDict:
+    out = batch.copy()
+    for name in names:
+        if name in out.keys():
+            continue
+        column = COLUMNS.get(name)
+        if name == "attention_mask" and "input_ids" in out.keys():
+            out.set(name, torch.ones_like(out["input_ids"], dtype=torch.bool))
+        elif column is not None and column.default is not None:
+            out.set(
+                name,
+                torch.full(tuple(batch.batch_size), column.default, dtype=column.dtype),
+            )
+        else:
+            raise BatchError(
+                f"concatenate: one batch has the column '{name}' and another has not; assign it to all of them first"
+            )
+    return _resize(out, width) if width and "input_ids" in out.keys() else out

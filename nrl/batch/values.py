@@ -1,0 +1,176 @@
+"""Batches are values: locked TensorDicts of concrete tensors that no function changes.
+
+A column at position ``t`` describes token ``t``. Rows are right-padded. `nrl.COLUMNS` is the vocabulary; a column that
+is not in it is carried along, and counts as per-token if its shape is ``[*B, T, ...]``, where ``T`` is the width of
+``input_ids``.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nrl.batch.columns import COLUMNS
+from nrl.errors import ColumnError, MissingColumn, MutatedBatch
+
+__all__ = ["Batch", "assign", "lengths", "require", "unchanged"]
+
+Batch = TensorDict
+"""An immutable batch; an alias of TensorDict, so that losses take any, locked or not.
+
+>>> batch = Batch({"input_ids": torch.tensor([[5, 6]])}, batch_size=[1])
+>>> batch["input_ids"].shape
+torch.Size([1, 2])
+"""
+
+
+def assign(batch: TensorDict, **columns: Any) -> Batch:
+    """Add or replace columns: the only way to change a batch, and it returns a new one.
+
+    Waits on values that have ``.result()``. Columns are constants: they are detached, and share memory with what was
+    given, so do not write into that afterwards. Rows that ``valid`` marks false
+    have their ``loss_mask`` cleared, whichever of the two is assigned.
+
+    Args:
+        batch: any TensorDict; it is left as it is.
+        **columns: tensors, or futures of tensors. Those in `COLUMNS` are checked for dtype and shape.
+
+    Raises:
+        ColumnError: a column has the wrong type, dtype or shape, or ``attention_mask`` is not right-padded.
+
+    >>> batch = Batch({"input_ids": torch.tensor([[5, 6]])}, batch_size=[1])
+    >>> sorted(assign(batch, rewards=torch.tensor([1.0])).keys())
+    ['input_ids', 'rewards']
+    """
+    values = {name: _constant(name, _wait(value)) for name, value in columns.items()}
+    width = _width({**dict(batch.items()), **values}, batch.ndim)
+    for name, value in values.items():
+        _check(name, value, batch.batch_size, width)
+    if "input_ids" in values:
+        for name, value in batch.items():
+            if str(name) in COLUMNS and str(name) not in values:
+                _check(str(name), value, batch.batch_size, width)
+    out = batch.copy()
+    for name, value in values.items():
+        out.set(name, value)
+    if {"valid", "loss_mask"} & values.keys() and "valid" in out.keys() and "loss_mask" in out.keys():
+        out.set("loss_mask", out["loss_mask"] & out["valid"].unsqueeze(-1))
+    return cast(Batch, out.lock_())
+
+
+def _wait(value: Any) -> Any:
+    return value.result() if hasattr(value, "result") else value
+
+
+def _width(columns: Mapping[str, Any], dim: int) -> int | None:
+    """How many tokens wide a batch is: as wide as its ids, or as any other column that is per token."""
+    names = ["input_ids", *(name for name, column in COLUMNS.items() if column.per == "token")]
+    widths = (columns[name].shape[-1] for name in names if name in columns and columns[name].ndim == dim + 1)
+    return next(widths, None)
+
+
+def _constant(name: str, value: Any) -> Any:
+    if not isinstance(value, Tensor | TensorDict):
+        raise ColumnError(
+            f"assign: column '{name}' is a {type(value).__name__}; give a torch tensor (or a future of one)"
+        )
+    # Locking the batch locks what is nested in it, which must not be the caller's: detach gives another TensorDict
+    return value.detach() if isinstance(value, TensorDict) or value.requires_grad else value
+
+
+def _check(name: str, value: Any, size: torch.Size, width: int | None) -> None:
+    if value.shape[: len(size)] != size:
+        raise ColumnError(
+            f"assign: column '{name}' has shape {list(value.shape)}, but the batch has batch size {list(size)}; "
+            "its first dimensions must be the batch's"
+        )
+    column = COLUMNS.get(name)
+    if column is None:
+        return
+    dtypes = (column.dtype, torch.float64) if column.dtype == torch.float32 else (column.dtype,)
+    if value.dtype not in dtypes:
+        raise ColumnError(
+            f"assign: column '{name}' has dtype {value.dtype}; it must be {column.dtype} "
+            f"(convert it with .to({column.dtype}))"
+        )
+    rest = list(value.shape[len(size) :])
+    if column.per == "token" and (len(rest) != 1 or (width is not None and rest[0] != width)):
+        raise ColumnError(
+            f"assign: column '{name}' has shape {list(value.shape)}; it is per token, so it must have shape "
+            f"{[*size, 'T' if width is None else width]}, as wide as input_ids"
+        )
+    if column.per == "row" and len(rest) > (1 if name == "rewards" else 0):
+        raise ColumnError(
+            f"assign: column '{name}' has shape {list(value.shape)}; it is per row, so it must have shape {list(size)}"
+        )
+    if name == "attention_mask" and bool((value[..., 1:] & ~value[..., :-1]).any()):
+        raise ColumnError(
+            "assign: 'attention_mask' has a false before a true; rows are right-padded, so move the padding to the end"
+        )
+
+
+def require(batch: TensorDict, *columns: str, reader: str = "this function") -> None:
+    """Say clearly which column is missing, to whom, what is there, and how to add it.
+
+    Raises:
+        MissingColumn: the first of ``columns`` that the batch does not have.
+
+    >>> require(Batch({"rewards": torch.zeros(2)}, batch_size=[2]), "rewards", reader="my_loss")
+    """
+    present = sorted(str(key) for key in batch.keys())
+    for name in columns:
+        if name not in present:
+            hint = COLUMNS[name].hint if name in COLUMNS else f"Add it with assign(batch, {name}=...)."
+            raise MissingColumn(reader, name, present, hint)
+
+
+def lengths(batch: TensorDict) -> Tensor:
+    """The number of real tokens in each row: ``[*B]`` int64, from ``attention_mask``; without one, the full width.
+
+    >>> lengths(Batch({"input_ids": torch.zeros(2, 3, dtype=torch.int64)}, batch_size=[2])).tolist()
+    [3, 3]
+    """
+    if "attention_mask" in batch.keys():
+        # Several times as fast as a sum in int64
+        return cast(Tensor, batch["attention_mask"].sum(-1, dtype=torch.int32).long())
+    require(batch, "input_ids", reader="lengths")
+    ids = batch["input_ids"]
+    return torch.full(ids.shape[:-1], ids.shape[-1], dtype=torch.int64, device=ids.device)
+
+
+@contextmanager
+def unchanged(batch: TensorDict, who: str) -> Iterator[None]:
+    """With ``NRL_DEBUG=1``, catch a function that writes into the batch it was given; otherwise free.
+
+    Compares the version counters that torch keeps for every tensor, before and after.
+
+    Raises:
+        MutatedBatch: naming the function and the columns.
+
+    >>> with unchanged(Batch({"rewards": torch.zeros(2)}, batch_size=[2]), "my_loss"):
+    ...     pass
+    """
+    if os.environ.get("NRL_DEBUG") != "1":
+        yield
+        return
+    before = {key: (value, value._version) for key, value in _leaves(batch).items() if not value.is_inference()}
+    names = set(_leaves(batch))
+    yield
+    after = _leaves(batch)
+    written = names ^ set(after)
+    for key, (value, version) in before.items():
+        if key in after and (after[key] is not value or value._version != version):
+            written.add(key)
+    if written:
+        raise MutatedBatch(
+            f"{who} wrote into its batch: {', '.join(sorted(written))}. Batches are values; use an out-of-place "
+            "operation, or clone the column first"
+        )
+
+
+def _leaves(batch: TensorDict) -> dict[str, Tensor]:
+    return {str(key): cast(Tensor, value) for key, value in batch.items(include_nested=True, leaves_only=True)}

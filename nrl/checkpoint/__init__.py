@@ -1,0 +1,35 @@
+"""Checkpoints: named values in a folder that is either whole or not there."""
+
+from nrl.checkpoint.saving import (
+    Checkpoint,
+    Checkpoints,
+    best,
+    check,
+    checkpoints,
+    load,
+    newest,
+    random_state,
+    save,
+    score,
+    set_random_state,
+    store,
+    trainers,
+    verify,
+)
+
+__all__ = [
+    "Checkpoint",
+    "Checkpoints",
+    "best",
+    "check",
+    "checkpoints",
+    "load",
+    "newest",
+    "random_state",
+    "save",
+    "score",
+    "set_random_state",
+    "store",
+    "trainers",
+    "verify",
+]

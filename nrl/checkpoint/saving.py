@@ -1,0 +1,438 @@
+"""Checkpoints: named values in a folder that is either whole or not there.
+
+A checkpoint is written under a temporary name, flushed to the disk, and renamed when it is complete, so that a process
+that is killed leaves the ones before as they were. Its ``manifest.json`` has the size and the checksum of every file,
+as whoever wrote the file knows them: processes of trainers theirs, the program its own. Values are train states and
+frozen params (saved by the trainer that made them), streams (their ``state()``), and plain data (see
+`nrl.checkpoint.serialization`).
+"""
+
+import io
+import math
+import pickle
+import random
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import attrs
+import numpy as np
+import torch
+
+from nrl.backends.base import Params, Trainer, TrainState
+from nrl.checkpoint import manifest
+from nrl.checkpoint.serialization import decode, encode
+from nrl.errors import CheckpointError
+from nrl.files import Written, check_sizes, check_sums, flush, write
+
+__all__ = [
+    "Checkpoint",
+    "Checkpoints",
+    "best",
+    "check",
+    "checkpoints",
+    "load",
+    "newest",
+    "random_state",
+    "save",
+    "score",
+    "set_random_state",
+    "store",
+    "trainers",
+    "verify",
+]
+
+_RANDOM = "random generators"  # the entry of the global ones; no value can have this name
+
+
+@attrs.frozen
+class Checkpoints:
+    """When a run writes checkpoints, and which of them it keeps.
+
+    Args:
+        every: steps between two of them. The last step of a loop always has one.
+        keep: how many of the newest are kept.
+        best: a metric whose best checkpoint is kept too, such as ``"eval/loss"``; a step that logs a new best of it
+            has a checkpoint, whatever ``every`` says.
+        mode: whether the best is the largest or the smallest.
+        grace: seconds from a SIGTERM to the end of the process, in which the last step is saved.
+
+    >>> Checkpoints(best="eval/loss", mode="min").every
+    50
+    """
+
+    every: int = attrs.field(default=50, validator=attrs.validators.ge(1))
+    keep: int = attrs.field(default=2, validator=attrs.validators.ge(1))
+    best: str | None = None
+    mode: Literal["max", "min"] = attrs.field(default="max", validator=attrs.validators.in_(["max", "min"]))
+    grace: float = attrs.field(default=30.0, validator=attrs.validators.gt(0))
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint on the disk.
+
+    Args:
+        folder: where it is; its name is the number of steps it comes after.
+        step: after which it was written, from 0.
+        meta: what was written with it.
+
+    >>> Checkpoint(Path("000050"), 49, {}).step
+    49
+    """
+
+    folder: Path
+    step: int
+    meta: Mapping[str, Any]
+
+
+def checkpoints(root: str | Path) -> list[Checkpoint]:
+    """The complete checkpoints under ``root``, oldest first; what is in them is not looked at (see `verify`).
+
+    >>> checkpoints("there/is/none")
+    []
+    """
+    found = []
+    for folder in sorted(Path(root).glob("[0-9]*"), key=lambda folder: (len(folder.name), folder.name)):
+        if folder.name.isdecimal():
+            told = manifest.load(folder) or {"step": int(folder.name) - 1, "meta": {}}
+            found.append(Checkpoint(folder, told["step"], told["meta"]))
+    return found
+
+
+def save(folder: str | Path, step: int, values: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Write a checkpoint: all of it or nothing. One that is there under the same name is replaced.
+
+    The states of the global random generators of Python, NumPy and torch are written too.
+
+    Args:
+        folder: its folder; the one above is made.
+        step: after which it is written, from 0.
+        values: train states, params, streams and plain data; names are identifiers.
+        meta: JSON, for `checkpoints` to find.
+
+    Raises:
+        CheckpointError: a value of another kind, a disk that does not take it, or a process of a trainer that writes
+            where the program does not see it; the checkpoints before stand.
+        ConsumedState: a state that a step has consumed.
+
+    >>> import tempfile
+    >>> root = Path(tempfile.mkdtemp())
+    >>> made = save(root / "000010", 9, {"average": 0.5})
+    >>> load(made.folder, average=0.0)
+    [0.5]
+    """
+    folder = Path(folder)
+    plain = check(values)
+    temporary, old = (folder.with_name(f".{folder.name}.{what}") for what in ("writing", "old"))
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        files: dict[str, Written] = {}
+        for name, value in values.items():
+            if name in plain:
+                files[f"{name}.pt"] = _write(plain[name], temporary / f"{name}.pt")
+            else:
+                theirs = value.trainer.save(value, temporary / name)
+                files |= {f"{name}/{file}": told for file, told in theirs.items()}
+        files[f"{_RANDOM}.pt"] = _write(encode(random_state(), _RANDOM), temporary / f"{_RANDOM}.pt")
+        body = {"step": step, "names": sorted(values), "meta": dict(meta or {}), "files": files}
+        written = manifest.save(temporary, body)
+        flush(temporary)
+        if folder.exists():  # killed between the two renames, the old one is found by `newest`
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+        temporary.rename(folder)
+        flush(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException as error:
+        size = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
+        shutil.rmtree(temporary, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        before = [x.folder.name for x in checkpoints(folder.parent)]
+        raise CheckpointError(
+            f"save: the checkpoint {folder} could not be written after {size / 1e6:.1f} MB "
+            f"({error.strerror or 'the disk took no more'}; {_free(folder)}). "
+            + (f"The last good one is {before[-1]}. " if before else "There is none before it. ")
+            + "Make room, and start the same command again"
+        ) from error
+    return Checkpoint(folder, step, written["meta"])
+
+
+def check(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``values`` is plain data or a stream, as `save` writes it; nothing is written.
+
+    Raises:
+        CheckpointError: a name, or a kind of value, that a checkpoint cannot hold.
+
+    >>> check({"average": 0.5})
+    {'average': 0.5}
+    """
+    for name in values:
+        if not name.isidentifier():
+            raise CheckpointError(f"save: '{name}' cannot name a value; give a Python name, such as average")
+    return {name: _plain(value, name) for name, value in values.items() if not isinstance(value, TrainState | Params)}
+
+
+def trainers(values: Mapping[str, Any]) -> dict[str, Trainer]:
+    """Of those of ``values`` that live on a mesh, the trainers.
+
+    >>> trainers({"average": 0.5})
+    {}
+    """
+    return {
+        name: value if isinstance(value, Trainer) else value.trainer
+        for name, value in values.items()
+        if isinstance(value, Trainer | TrainState | Params)
+    }
+
+
+def verify(folder: str | Path, readers: Mapping[str, Trainer] = {}) -> None:
+    """Compare every file of a checkpoint with the checksum that was written with it.
+
+    Args:
+        folder: of the checkpoint.
+        readers: for train states and params, by name, the trainer whose processes read their files, each a share. All
+            other files are read here. What is missing or too short is found before anything is read.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or altered.
+
+    >>> import tempfile
+    >>> made = save(Path(tempfile.mkdtemp()) / "000010", 9, {"average": 0.5})
+    >>> verify(made.folder)
+    """
+    folder = Path(folder)
+    told = manifest.load(folder)
+    if told is None:
+        raise CheckpointError(f"{folder}: its {manifest.NAME} is missing or was altered")
+    files = {name: Written(*written) for name, written in told["files"].items()}
+    check_sizes(folder, files)
+    check_sums(folder, {name: x for name, x in files.items() if name.partition("/")[0] not in readers})
+    for value, trainer in readers.items():
+        theirs = {name.removeprefix(f"{value}/"): x for name, x in files.items() if name.startswith(f"{value}/")}
+        trainer.verify(folder / value, theirs)
+
+
+def newest(
+    root: str | Path, say: Callable[[str], None] = print, readers: Mapping[str, Trainer] = {}
+) -> Checkpoint | None:
+    """The newest checkpoint that is what was written. Damaged ones are renamed to ``<name>.damaged`` and passed over.
+
+    What a killed process left half done is removed first, so call it only where nobody is writing.
+
+    Args:
+        root: the folder that holds the checkpoints.
+        say: is told of each one that is damaged.
+        readers: as in `verify`.
+
+    Returns:
+        None: there is no checkpoint at all.
+
+    Raises:
+        CheckpointError: there are some, and all are damaged; they keep their names.
+
+    >>> newest("there/is/none")
+    """
+    _tidy(Path(root))
+    damaged: list[tuple[Path, CheckpointError]] = []
+    for found in checkpoints(root)[::-1]:
+        try:
+            verify(found.folder, readers)
+        except CheckpointError as error:
+            damaged.append((found.folder, error))
+            continue
+        for folder, why in damaged:
+            aside = folder.with_name(f"{folder.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            say(f"checkpoint: {why}; it is now {aside.name}, and {found.folder.name} is used")
+        return found
+    if damaged:
+        raise CheckpointError(
+            f"{root}: none of its {len(damaged)} checkpoints is what was written ({damaged[0][1]}); mend the newest, "
+            f"or remove {root} to start from the beginning"
+        )
+    return None
+
+
+def load(folder: str | Path, /, **named: Any) -> list[Any]:
+    """What a checkpoint holds, by name, in the order of the arguments; the global random generators continue from it.
+
+    Args:
+        folder: of the checkpoint.
+        **named: for each value something that says what it is: for a train state its trainer (or any state of it),
+            for params any params of their trainer, a stream that reads the same source, for plain data any value of
+            the same kind. Streams are restored in place; a state is consumed.
+
+    Raises:
+        CheckpointError: the checkpoint holds other names, or a value of another kind under one.
+
+    >>> import tempfile
+    >>> made = save(Path(tempfile.mkdtemp()) / "000010", 9, {"average": 0.5, "seen": [1, 2]})
+    >>> load(made.folder, seen=[], average=0.0)
+    [[1, 2], 0.5]
+    """
+    folder = Path(folder)
+    held = (manifest.load(folder) or {"names": []})["names"]
+    if sorted(named) != held:
+        raise CheckpointError(
+            f"load: {folder} holds {', '.join(held) or 'nothing'}, and the program asks for "
+            f"{', '.join(sorted(named)) or 'nothing'}; give the same names to restore and save"
+        )
+    values = [_read(folder / name, like) for name, like in named.items()]
+    set_random_state(decode(_load(folder / f"{_RANDOM}.pt"), None, _RANDOM))
+    return values
+
+
+def store(root: str | Path, step: int, values: Mapping[str, Any], keep: Checkpoints, meta: Mapping[str, Any]) -> Path:
+    """Write the checkpoint after ``step`` under ``root``, then delete those that ``keep`` does not keep.
+
+    Args:
+        root: the folder that holds the checkpoints.
+        step: from 0.
+        values: as in `save`.
+        keep: which are kept.
+        meta: JSON; the value under ``"metrics"`` is where ``keep.best`` is looked up.
+
+    Returns:
+        Its folder.
+
+    >>> import tempfile
+    >>> root, keep = tempfile.mkdtemp(), Checkpoints(keep=1, best="reward")
+    >>> for step, reward in enumerate([0.2, 0.7, 0.4, 0.5]):
+    ...     folder = store(root, step, {}, keep, {"metrics": {"reward": reward}})
+    >>> [found.folder.name for found in checkpoints(root)]
+    ['000002', '000004']
+    """
+    made = save(Path(root) / f"{step + 1:06}", step, values, meta)
+    found = checkpoints(root)
+    kept = {x.folder for x in found[-keep.keep :]} | {made.folder}
+    champion = best(found, keep)
+    if champion is not None:
+        kept.add(champion.folder)
+    for other in found:
+        if other.folder not in kept:
+            gone = other.folder.with_name(f".{other.folder.name}.gone")  # never half a checkpoint under its name
+            shutil.rmtree(gone, ignore_errors=True)
+            other.folder.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+    return made.folder
+
+
+def best(found: list[Checkpoint], keep: Checkpoints) -> Checkpoint | None:
+    """The checkpoint with the best of the metric that ``keep`` names; of equal ones the first. None: none has it.
+
+    >>> found = [Checkpoint(Path(name), 0, {"metrics": {"loss": loss}}) for name, loss in [("10", 0.5), ("20", 0.3)]]
+    >>> best(found, Checkpoints(best="loss", mode="min")).folder.name
+    '20'
+    """
+    scored = [(x, score(x.meta.get("metrics", {}), keep)) for x in found]
+    ranked = [(x, value) for x, value in scored if value is not None]
+    return max(ranked, key=lambda pair: pair[1])[0] if ranked else None
+
+
+def score(metrics: Mapping[str, Any], keep: Checkpoints) -> float | None:
+    """The metric that ``keep`` names, larger is better; None where it was not measured or is not finite.
+
+    >>> score({"eval/loss": 0.5}, Checkpoints(best="eval/loss", mode="min"))
+    -0.5
+    """
+    value = metrics.get(keep.best) if keep.best else None
+    if value is None or not math.isfinite(value):
+        return None
+    return float(value) if keep.mode == "max" else -float(value)
+
+
+# --- values
+
+
+def _is_stream(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("take", "state", "restore"))
+
+
+def _plain(value: Any, name: str) -> Any:
+    if isinstance(value, Trainer):
+        raise CheckpointError(f"save: '{name}' is a trainer; give its train state, which the last step returned")
+    return {"stream": encode(value.state(), name, classes=False)} if _is_stream(value) else encode(value, name)
+
+
+def _read(path: Path, like: Any) -> Any:
+    trained, file = isinstance(like, Trainer | TrainState | Params), path.with_name(f"{path.name}.pt")
+    stored: Any = None if path.is_dir() else _load(file)
+    streamed = isinstance(stored, dict) and "stream" in stored
+    if (path.is_dir(), streamed) != (trained, _is_stream(like)):
+        kind = "a train state or params" if path.is_dir() else "a stream" if streamed else "plain data"
+        raise CheckpointError(
+            f"load: '{path.name}' was saved as {kind}, and restore was given a {type(like).__name__}; give the same "
+            "values to restore and save"
+        )
+    if isinstance(like, TrainState):  # state is linear: there is never a second copy of it
+        like.handle.donate(like.handle.owner, "restore")
+    if trained:
+        return (like if isinstance(like, Trainer) else like.trainer).restore(path)
+    if streamed:
+        like.restore(decode(stored["stream"], None, path.name))
+        return like
+    return decode(stored, like, path.name)
+
+
+def _write(value: Any, path: Path) -> Written:
+    file = io.BytesIO()  # into the file itself torch would seek
+    torch.save(value, file)
+    return write(path, [file.getbuffer()])
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"load: {path} holds something that is no data; it was not read, and nothing of it was run. nrl did not "
+            "write it: look where it came from, and use another checkpoint"
+        ) from error
+
+
+def random_state() -> dict[str, Any]:
+    """Of the global generators of Python, NumPy and torch.
+
+    >>> sorted(random_state())
+    ['cuda', 'numpy', 'python', 'torch']
+    """
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Let the global generators go on from a state.
+
+    >>> before = random_state()
+    >>> drawn = random.random()
+    >>> set_random_state(before)
+    >>> random.random() == drawn
+    True
+    """
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+# --- files
+
+
+def _tidy(root: Path) -> None:
+    """Finish what a killed process began: a replaced checkpoint whose replacement is not there comes back."""
+    for path in root.glob(".[0-9]*"):
+        whole = path.with_name(path.stem[1:])
+        if path.suffix == ".old" and not whole.exists():
+            path.rename(whole)
+        elif path.suffix in (".old", ".writing", ".gone"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _free(folder: Path) -> str:
+    there = next(path for path in folder.absolute().parents if path.exists())
+    return f"{shutil.disk_usage(there).free / 1e6:.1f} MB are free in {there}"

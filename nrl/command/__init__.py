@@ -1,0 +1,1 @@
+"""The ``nrl`` command, an application of everything below it."""

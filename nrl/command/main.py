@@ -1,0 +1,118 @@
+"""The ``nrl`` command."""
+
+import argparse
+import importlib
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+
+from nrl import config
+from nrl.command import evaluation
+from nrl.errors import ConfigError
+from nrl.runs.launching import told
+from nrl.runs.reporting import report
+from nrl.runtime.executables import images
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    ``nrl report OUT`` writes a run's report, ``nrl eval TASKS`` evaluates a model, ``nrl venvs`` builds and explains
+    environments.
+
+    Args:
+        argv: the arguments; None: the program's own.
+
+    Returns:
+        The exit status: 0; 1 where ``nrl venvs check`` finds something wrong; 2 where something could not be done,
+        which is told on stderr; 130 after Ctrl-C.
+
+    >>> main(["report", "/nowhere"])
+    2
+    """
+    parser = argparse.ArgumentParser(prog="nrl", description="A composable functional library for LLM post-training.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("report", help="write OUT/report.html, one page that shows the run")
+    command.add_argument("out", metavar="OUT", help="the run's folder")
+    command.set_defaults(do=lambda given: print(report(given.out)))
+    command = commands.add_parser("eval", help="sample answers to tasks, and say how many are right", add_help=False)
+    command.add_argument("settings", metavar="TASKS", nargs="*", help="TASKS key=value ...")
+    command.set_defaults(do=_evaluate)
+    _add_venvs(commands.add_parser("venvs", help="the virtual environments of executables"))
+    given, more = parser.parse_known_args(argv)
+    if given.do is _evaluate:
+        given.settings += more  # options are written key=value there, which load says
+    elif more:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    return told(lambda: given.do(given), "nrl")
+
+
+def _evaluate(given: argparse.Namespace) -> None:
+    settings = [_setting(argument) for argument in given.settings]
+    tasks = [setting.removeprefix("tasks=") for setting in settings if setting.startswith("tasks=")]
+    if len(tasks) > 1 and not any(setting.startswith("-") for setting in settings):
+        raise ConfigError(f"eval: found {' and '.join(tasks)}; give one file of tasks, and all else as key=value")
+    evaluation.main(config.load(evaluation.Evaluation, settings, program="nrl eval TASKS"))
+
+
+def _setting(argument: str) -> str:
+    """What ``load`` understands: a file that is no configuration is the tasks, and k=1,4 is a list."""
+    key, equals, text = argument.partition("=")
+    if key == "k" and equals:
+        return f"k=[{text.strip('[]')}]"
+    if argument.startswith("-") or (equals and "/" not in key) or argument.endswith((".yaml", ".yml", ".toml")):
+        return argument
+    return f"tasks={argument}"
+
+
+def _add_venvs(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Environments are in NRL_VENV_DIR, by default a folder in the user's cache."
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, what: str, do: Callable[..., object], names: str | None = None) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=what, description=what)
+        if names is not None:
+            command.add_argument("names", metavar="NAME", nargs=names, help="an executable, such as base")
+        command.add_argument(
+            "--import", dest="modules", metavar="MODULE", action="append", default=[],
+            help="a module, or a file that ends in .py, which registers executables",
+        )  # fmt: skip
+
+        def run(given: argparse.Namespace) -> int:
+            _import(given.modules)
+            return int(do(given) is False)
+
+        command.set_defaults(do=run)
+        return command
+
+    add("build", "build what is not there", lambda given: images.build(given.names), "+")
+    add(
+        "list",
+        "what is there; with names, what they are made of",
+        lambda given: print(images.listing(given.names)),
+        "*",
+    )
+    add("check", "whether what is there is what the lock says", lambda given: images.check(given.names), "*")
+    add("path", "the interpreter of an executable", lambda given: print(*map(images.path, given.names), sep="\n"), "+")
+    command = add("prune", "remove what was not used lately", lambda given: _prune(given))
+    command.add_argument("--days", type=float, default=30.0, help="not used for so long; 0: all of them (default: 30)")
+    command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+
+
+def _import(modules: Sequence[str]) -> None:
+    sys.path.insert(0, "")
+    try:
+        for module in modules:
+            if module.endswith(".py"):
+                runpy.run_path(module, run_name="nrl_venvs")
+            else:
+                importlib.import_module(module)
+    finally:
+        sys.path.remove("")
+
+
+def _prune(given: argparse.Namespace) -> None:
+    removed = images.prune(given.days, dry=given.dry_run)
+    print(f"{len(removed)} {'would be' if given.dry_run else 'are'} removed")

@@ -1,0 +1,203 @@
+"""Endless streams of tasks, with an integer as their state."""
+
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nrl.batch import Batch
+from nrl.data.checks import shown
+from nrl.data.formats import Adapter
+from nrl.data.prompts import adapted
+from nrl.data.readers import exists, read
+from nrl.data.rendering import render
+from nrl.envs import arithmetic, reversal
+from nrl.envs.contract import Task
+from nrl.errors import DataError
+from nrl.log import waiting
+from nrl.stream import counting
+
+__all__ = ["Tasks", "check_seed", "epoch", "tasks"]
+
+_QUIET = 5.0  # seconds of reading between two lines about it
+
+_GENERATED: dict[str, Callable[[int, int], Task]] = {"arithmetic": arithmetic.task, "reversal": reversal.task}
+
+
+class Tasks(NamedTuple):
+    """A stream of tasks: a `Stream`, and what is known of its sources.
+
+    Args:
+        take: the next ``n`` tasks.
+        state: all that ``restore`` needs: the number of tasks taken.
+        restore: continue from a state.
+        names: of the sources, by their number in ``source``.
+        size: tasks in an epoch; None: there are no epochs.
+        dropped: rows of the sources that are left out, by reason: ``"adapter"``, ``"max_tokens"``.
+
+    >>> tasks([{"prompt": "a"}, {"prompt": "b"}]).size
+    2
+    """
+
+    take: Callable[[int], list[Task]]
+    state: Callable[[], dict[str, Any]]
+    restore: Callable[[Mapping[str, Any]], None]
+    names: tuple[str, ...]
+    size: int | None
+    dropped: Mapping[str, int]
+
+
+def tasks(
+    source: str | Path | Sequence[Task],
+    *,
+    seed: int = 0,
+    adapter: str | Adapter | None = None,
+    template: str | None = None,
+    chat: bool = True,
+    shuffle: bool = True,
+    tokenizer: Any = None,
+    max_tokens: int | None = None,
+    collate: Callable[[Iterable[Task], Any], Batch] | None = None,
+) -> Tasks:
+    """An endless stream of tasks, each epoch in a new order, which is a function of ``(seed, epoch)``.
+
+    Every row is looked at once when the stream is made, so that a fault is found then. With ``max_tokens``, rows that
+    are longer are left out; how many is said once, and kept in ``dropped``.
+
+    Args:
+        source: a file (JSON Lines, Parquet, CSV), a folder, a dataset of the Hugging Face hub such as
+            ``"openai/gsm8k/main:train"``, mappings, or ``"arithmetic"`` or ``"reversal"``, the generated tasks of
+            `nrl.envs.arithmetic` and `nrl.envs.reversal`, whose prompts stay plain text.
+        seed: of the order; of the sums themselves, where they are generated.
+        adapter: see `rows`.
+        template: see `rows`.
+        chat: see `rows`.
+        shuffle: False: every epoch in the order of the source.
+        tokenizer: which counts the tokens.
+        max_tokens: the most that a row may have; None: no bound.
+        collate: `supervised` or `preferences`, if that is what becomes of the rows: the longest row of the batch that
+            it makes of a row counts. None: the prompt counts, as `render` makes it.
+
+    Returns:
+        A stream with ``take(n)``, ``state()`` and ``restore(state)``. Its state is the number of tasks taken, over all
+        epochs; restoring it presumes the same source and seed.
+
+    Raises:
+        DataError: as `rows` does; a negative seed; options for generated sums; one of ``tokenizer`` and ``max_tokens``
+            without the other; or no row is short enough.
+
+    >>> stream = tasks([{"prompt": "a"}, {"prompt": "b"}], seed=1, chat=False)
+    >>> sorted(task["prompt"] for task in stream.take(2)), stream.state()
+    (['a', 'b'], {'cursor': 2})
+    >>> tasks("arithmetic").take(1)[0]["prompt"]
+    '17+12='
+    """
+    check_seed(seed, "tasks")
+    if (tokenizer is None) != (max_tokens is None):
+        missing = "max_tokens" if max_tokens is None else "tokenizer"
+        raise DataError(f"tasks: to leave long rows out, give both tokenizer and max_tokens; {missing} is missing")
+    if isinstance(source, str) and source in _GENERATED:
+        given = {"adapter": adapter, "template": template}
+        wrong = next((name for name, value in given.items() if value is not None), None)
+        if wrong:
+            raise DataError(f"tasks: '{source}' makes its own prompts, so it takes no {wrong}; leave it out")
+        return Tasks(
+            *counting(partial(_GENERATED[source], seed), name="data.tasks")[:3], (source,), None, {}
+        )  # all short
+    if isinstance(source, str) and ":" not in source and not exists(Path(source)):
+        raise DataError(
+            f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "
+            f"sources: {', '.join(sorted(_GENERATED))}; a dataset of the Hugging Face hub is named with its split, "
+            "'owner/name:train'"
+        )
+    with waiting(f"data: reading {shown(str(source), 300)}" if isinstance(source, str | Path) else "data: reading"):
+        table = read(source)
+    made = adapted(adapter, template, chat)
+    length = _length(tokenizer, collate)
+    kept = array("q")  # of each task its row, and its number among those of the row
+    total = unused = long = 0
+    last = time.monotonic()
+    for index, row in enumerate(table.rows):
+        if time.monotonic() - last > _QUIET:
+            last = time.monotonic()
+            print(f"data: {index} of {len(table.rows)} rows of {table.name} have been read", flush=True)  # noqa: T201
+        found = made(row, table.place(index))
+        unused += not found
+        for number, task in enumerate(found):
+            total += 1
+            if max_tokens is not None and length(task, table.place(index)) > max_tokens:
+                long += 1
+            else:
+                kept.extend((index, number))
+    if long:
+        said = f"{long} of {total} rows of {table.name} have more than {max_tokens} tokens"
+        if not kept:
+            raise DataError(f"tasks: {said}, so none is left; raise max_tokens")
+        print(f"data: {said} and are left out", flush=True)  # noqa: T201
+    if not kept:
+        that = " that the adapter keeps" if unused else ""
+        raise DataError(f"tasks: {table.name} has no rows{that}; give at least one")
+    which = np.frombuffer(kept, dtype=np.int64).reshape(-1, 2)
+
+    @lru_cache(maxsize=2)
+    def order(epoch: int) -> np.ndarray[Any, Any]:
+        return which[np.random.default_rng([seed, epoch]).permutation(len(which))] if shuffle else which
+
+    def at(position: int) -> Task:
+        epoch, within = divmod(position, len(which))
+        index, number = map(int, order(epoch)[within])
+        return made(table.rows[index], table.place(index))[number]
+
+    dropped = {"adapter": unused} if adapter is not None else {}
+    dropped |= {"max_tokens": long} if max_tokens is not None else {}
+    return Tasks(*counting(at, name="data.tasks")[:3], (table.name,), len(which), dropped)
+
+
+def epoch(stream: Tasks, most: int | None = None) -> list[Task]:
+    """The next tasks of a stream, none of them twice: what an evaluation goes through.
+
+    Args:
+        stream: from `tasks`.
+        most: no more than so many; None: as many as an epoch has.
+
+    Returns:
+        At most an epoch. (From the middle of one it reaches into the next, which has another order.)
+
+    Raises:
+        DataError: ``most`` is less than 1, or None where the source has no end.
+
+    >>> [task["prompt"] for task in epoch(tasks([{"prompt": "a"}, {"prompt": "b"}], shuffle=False, chat=False), 5)]
+    ['a', 'b']
+    """
+    if most is None and stream.size is None:
+        raise DataError(f"epoch: {', '.join(stream.names)} has no end; say how many tasks, as most=")
+    if most is not None and most < 1:
+        raise DataError(f"epoch: most is {most}; give at least 1")
+    return stream.take(min(each for each in (most, stream.size) if each is not None))
+
+
+def check_seed(seed: Any, what: str) -> None:
+    """An integer that is not negative.
+
+    >>> check_seed(0, "tasks")
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise DataError(f"{what}: seed is {seed!r}; it must be an integer that is not negative")
+
+
+def _length(tokenizer: Any, collate: Callable[[Iterable[Task], Any], Batch] | None) -> Callable[[Task, str], int]:
+    """How many tokens a task has."""
+
+    def length(task: Task, place: str) -> int:
+        try:
+            if collate is None:
+                return len(render(task["prompt"], tokenizer))
+            return int(collate([task], tokenizer)["input_ids"].shape[-1])
+        except DataError as error:
+            raise DataError(f"tasks: {place}: {error}") from error
+
+    return length

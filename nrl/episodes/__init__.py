@@ -1,0 +1,18 @@
+"""Episodes: from tasks, by a sampler and an environment, to rows of a batch, and what is said of them."""
+
+from nrl.episodes.episode import Episode, rollout, rollouts, run_episode
+from nrl.episodes.grades import Graded, grade, measure
+from nrl.episodes.summaries import per_source, samples, summary
+
+__all__ = [
+    "Episode",
+    "Graded",
+    "grade",
+    "measure",
+    "per_source",
+    "rollout",
+    "rollouts",
+    "run_episode",
+    "samples",
+    "summary",
+]

@@ -1,0 +1,265 @@
+"""What `nrl venvs` does: prepares the environments of an image or a node, and explains those that are there."""
+
+import calendar
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from nrl.errors import ExecutableError, NrlError
+from nrl.runtime.executables.environments import (
+    INVENTORY,
+    default_folder,
+    difference,
+    inventories,
+    provide,
+    usable,
+    used,
+    uv,
+)
+from nrl.runtime.executables.recipes import recipe
+from nrl.runtime.executables.registry import EXECUTABLES
+
+__all__ = ["build", "check", "listing", "path", "prune"]
+
+_DAY = 86400.0
+
+
+def build(names: Iterable[str], say: Callable[[str], None] = print) -> list[Path]:
+    """Build the environments of some executables, and return their interpreters.
+
+    Raises:
+        ExecutableError: one of them cannot be built.
+
+    >>> build(["system"])[0].name.startswith("python")
+    True
+    """
+    return [provide(recipe(name), say=say) for name in names]
+
+
+def path(name: str) -> Path:
+    """The interpreter of an executable's environment, which has to be there.
+
+    Raises:
+        ExecutableError: it is not there.
+
+    >>> path("system").is_absolute()
+    True
+    """
+    wanted = recipe(name)
+    if wanted.interpreter is None and not usable(default_folder() / wanted.name):
+        raise ExecutableError(f"path: {default_folder()} has no {wanted.name}; build it with `nrl venvs build {name}`")
+    return provide(wanted)
+
+
+def listing(names: Iterable[str] = (), *, folder: Path | None = None) -> str:
+    """A table of the environments that are there: their size, when they were built and used, and what they are.
+
+    Args:
+        names: of executables or of their environments, to list what these are made of instead.
+        folder: where they are; None: `nrl.runtime.executables.environments.default_folder`.
+
+    >>> print(listing(folder=Path("/nowhere")))
+    /nowhere has no environments; build one with `nrl venvs build base`
+    """
+    folder = folder or default_folder()
+    found = inventories(folder)
+    if wanted := set(names):
+        chosen = {env: each for env, each in found.items() if wanted & {env.name, each["executable"]}}
+        return "\n".join(_contents(env, each) for env, each in chosen.items()) or (
+            f"{folder} has no environment of {', '.join(sorted(wanted))}"
+        )
+    current = _current({each["executable"] for each in found.values()}, folder)
+    rows = [("name", "size", "its own", "built", "last used", "")]
+    for env, inventory in found.items():
+        size, own = _sizes(env)
+        used = _ago((env / INVENTORY).stat().st_mtime)
+        rows.append((env.name, _bytes(size), _bytes(own), _age(inventory), used, _state(env, inventory, current)))
+    left = [each.name for each in _left_behind(folder)]
+    rows += [(name, "", "", "", "", "incomplete: a builder is at work, or was killed") for name in left]
+    if len(rows) == 1:
+        return f"{folder} has no environments; build one with `nrl venvs build base`"
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in rows
+    ]
+    return "\n".join([f"environments in {folder}", *(line.rstrip() for line in lines)])
+
+
+def check(names: Iterable[str] = (), *, folder: Path | None = None, say: Callable[[str], None] = print) -> bool:
+    """Say whether executables have their environments, complete and with the packages of the lock.
+
+    Args:
+        names: the executables; none: those that have an environment, current or not.
+        folder: where they are; None: `nrl.runtime.executables.environments.default_folder`.
+        say: gets a line for each of them.
+
+    Returns:
+        Whether all is well.
+
+    >>> check(["system"], folder=Path("/nowhere"), say=lambda line: print(line.split(" is ")[0]))
+    system:
+    True
+    """
+    folder = folder or default_folder()
+    found = inventories(folder)
+    there = sorted({each["executable"] for each in found.values()} & set(EXECUTABLES))
+    well = True
+    for name in list(names) or there:
+        wanted = recipe(name, folder=folder)
+        env = folder / wanted.name
+        others = [other for other, each in found.items() if each["executable"] == name]
+        if wanted.interpreter is not None:
+            say(f"{name}: is {wanted.interpreter}, and needs no environment")
+        elif env in found:
+            wrong = _wrong_packages(env)
+            say(f"{env.name}: {wrong or 'is complete, and is what the lock and the source say'}")
+            well = well and not wrong
+        elif others:
+            nearest = max(others, key=lambda other: (other / INVENTORY).stat().st_mtime)
+            say(
+                f"{wanted.name}: is not in {folder}; {nearest.name} is, but differs: "
+                f"{difference(found[nearest], wanted.inventory)}. Build it with `nrl venvs build {name}`"
+            )
+            well = False
+        else:
+            say(f"{wanted.name}: is not in {folder}. Build it with `nrl venvs build {name}`")
+            well = False
+    return well
+
+
+def prune(
+    days: float = 30.0, *, dry: bool = False, folder: Path | None = None, say: Callable[[str], None] = print
+) -> list[Path]:
+    """Remove environments that nobody has asked for in some days and that no process runs in, and what builders left.
+
+    Args:
+        days: how long an environment has not been provided; 0 removes all. One that is current for this process's lock
+            is kept unless ``days`` is 0.
+        dry: remove nothing, only say.
+        folder: where they are; None: `nrl.runtime.executables.environments.default_folder`.
+        say: gets a line for each.
+
+    Returns:
+        What was removed, or would be.
+
+    >>> prune(30.0, folder=Path("/nowhere"))
+    []
+    """
+    folder, removed = folder or default_folder(), []
+    found = inventories(folder)
+    current = _current({each["executable"] for each in found.values()}, folder) if days > 0 else {}
+    names = {each.name for each in current.values()}
+    unused = [env for env in found if (time.time() - (env / INVENTORY).stat().st_mtime) >= days * _DAY]
+    for env in [*(env for env in unused if env.name not in names), *_left_behind(folder)]:
+        name = env.name[1:].rsplit(".", 2)[0] if env.name.startswith(".") else env.name
+        try:
+            with FileLock(folder / f".{name}.lock", timeout=0):
+                if used(env):
+                    say(f"{env.name}: is kept, because processes run in it")
+                    continue
+                say(f"{env.name}: {'would be removed' if dry else 'is removed'}")
+                removed.append(env)
+                if not dry:  # renamed first, so that one that is half removed is never used
+                    gone = env if env.name.startswith(".") else env.rename(folder / f".{name}.0.building")
+                    shutil.rmtree(gone, ignore_errors=True)
+        except Timeout:
+            say(f"{env.name}: is kept, because it is being built")
+    if not dry:
+        for kept in (*folder.glob(".wheels/*"), *folder.glob(".resolved/*")):
+            scratch = kept.name.startswith(".") or kept.match(".resolved/tmp*")  # of somebody who is building, perhaps
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - kept.stat().st_mtime >= (max(days, 1.0) if scratch else days) * _DAY:
+                    shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
+    return removed
+
+
+def _contents(env: Path, inventory: Mapping[str, Any]) -> str:
+    packages = [
+        f"  {name} {each['version']}" + ("" if each["source"] == "index" else f"  ({each['source']}, {each['digest']})")
+        for name, each in inventory["packages"].items()
+    ]
+    return "\n".join([f"{env}: Python {inventory['python']}, {inventory['platform']}, {_age(inventory)}", *packages])
+
+
+def _current(names: Iterable[str], folder: Path) -> dict[str, Path]:
+    """The environment that each executable would have now, where that can be said."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(NrlError):
+            found[name] = folder / recipe(name, folder=folder).name
+    return found
+
+
+def _state(env: Path, inventory: Mapping[str, Any], current: dict[str, Path]) -> str:
+    name = str(inventory["executable"])
+    if name not in EXECUTABLES:
+        return "of an executable that is not registered here"
+    if name not in current:
+        return "its lock cannot be read here"
+    if current[name] == env:
+        return "current"
+    return f"differs: {difference(inventory, recipe(name, folder=env.parent).inventory, most=3)}"
+
+
+def _wrong_packages(env: Path) -> str:
+    """How the packages of an environment differ from its inventory, in words; empty where they do not."""
+    python = env / "bin" / "python"
+    listed = json.loads(uv(["pip", "list", "--format=json", f"--python={python}"], cwd=env, what=f"check: {env.name}"))
+    inventory = json.loads((env / INVENTORY).read_text())["packages"]
+    there = {each["name"].lower().replace("_", "-"): each["version"] for each in listed}
+    expected = {name: each["version"] for name, each in inventory.items()}
+    wrong = [f"{name} is missing" for name in expected.keys() - there.keys()]
+    wrong += [f"{name} does not belong there" for name in there.keys() - expected.keys()]
+    wrong += [
+        f"{name} is {there[name]} instead of {expected[name]}"
+        for name in expected.keys() & there.keys()
+        if inventory[name]["source"] != "url" and there[name] != expected[name]
+    ]
+    site = next(env.glob("lib/python*/site-packages"))
+    for distribution in distributions(path=[str(site)]):
+        gone = [file for file in distribution.files or () if not Path(str(file.locate())).exists()]
+        if gone:
+            wrong.append(f"{distribution.name} lacks {len(gone)} of its files, such as {gone[0]}")
+    again = "; build it again with NRL_FORCE_REBUILD_VENVS=1 or remove it"
+    return ", ".join(sorted(wrong)[:6]) + again if wrong else ""
+
+
+def _left_behind(folder: Path) -> list[Path]:
+    return sorted(folder.glob(".*.building")) if folder.is_dir() else []
+
+
+def _sizes(env: Path) -> tuple[int, int]:
+    """Bytes of an environment, and of those the ones that it does not share with uv's cache by hard links."""
+    size = own = 0
+    for file in env.rglob("*"):
+        status = file.lstat()
+        size += status.st_size
+        own += status.st_size if status.st_nlink == 1 or file.is_dir() else 0
+    return size, own
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}"
+        number /= 1000
+    return f"{number:.1f} GB"
+
+
+def _age(inventory: Mapping[str, Any]) -> str:
+    return _ago(calendar.timegm(time.strptime(str(inventory["built"]), "%Y-%m-%dT%H:%M:%SZ")))
+
+
+def _ago(when: float) -> str:
+    seconds = max(0.0, time.time() - when)
+    for length, unit in ((_DAY, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return "just now"

@@ -1,0 +1,215 @@
+"""Wheels of what no index has: nrl itself, a user's project, and the folders that it depends on."""
+
+import base64
+import contextlib
+import csv
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from importlib.metadata import Distribution, PackageNotFoundError
+from pathlib import Path, PurePosixPath
+
+import attrs
+
+from nrl.errors import ExecutableError
+from nrl.runtime.executables.environments import here, uv
+
+__all__ = ["Wheel", "build", "content_digest", "repack"]
+
+
+@attrs.frozen
+class Wheel:
+    """A wheel: its file name, and its content.
+
+    >>> Wheel("tiny-1.0-py3-none-any.whl", b"").version
+    '1.0'
+    """
+
+    name: str
+    content: bytes = attrs.field(repr=False)
+
+    @property
+    def version(self) -> str:
+        """The version in the file's name."""
+        return self.name.split("-")[1]
+
+
+def build(path: Path, cache: Path, say: Callable[[str], None] | None = None) -> Wheel:
+    """Build the wheel of a folder, or of an archive of one; the wheel of a folder that has not changed is kept.
+
+    Args:
+        path: the folder with its pyproject.toml, or a file.
+        cache: a folder for what has been built.
+        say: gets a line of progress now and then.
+
+    Raises:
+        ExecutableError: there is nothing to build there, or it cannot be built.
+
+    >>> build(Path("/nowhere"), Path("/nowhere"))
+    Traceback (most recent call last):
+        ...
+    nrl.errors.ExecutableError: recipe: the lock depends on /nowhere, which is not there
+    """
+    if not path.exists():
+        raise ExecutableError(f"recipe: the lock depends on {path}, which is not there")
+    if path.suffix == ".whl":
+        return Wheel(path.name, path.read_bytes())
+    if path == Path(__file__).resolve().parents[3]:  # the nrl that runs here, which so needs no build backend
+        with contextlib.suppress(PackageNotFoundError):
+            return repack(Distribution.from_name("nrl"), path)
+    # nrl's own wheel on a node needs no locks, and with them any change of the lock would change every environment.
+    hooks = {"HATCH_BUILD_NO_HOOKS": "true"} if (path / "nrl" / "runtime" / "wheels.py").is_file() else {}
+    key = hashlib.sha256(f"{_tree_digest(path)} {sys.version} {here()} {hooks}".encode()).hexdigest()[:16]
+    kept = cache / key
+    with contextlib.suppress(OSError, zipfile.BadZipFile):  # not there, not whole, or being removed by somebody else
+        return _wheel_in(kept)
+    cache.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".building.", dir=cache))
+    try:
+        arguments = ["build", "--quiet", "--wheel", f"--python={sys.executable}", f"--out-dir={scratch}", str(path)]
+        uv(arguments, cwd=cache, what=f"recipe: the wheel of {path}", settings=hooks, say=say)
+        wheel = _wheel_in(scratch)
+        shutil.rmtree(kept, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another process was faster
+            scratch.rename(kept)
+        return wheel
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _wheel_in(folder: Path) -> Wheel:
+    """The wheel in a folder, whole."""
+    file = next(folder.glob("*.whl"), folder / "wheel")
+    content = file.read_bytes()
+    with zipfile.ZipFile(io.BytesIO(content)):  # whose directory is at the end
+        pass
+    with contextlib.suppress(OSError):  # `nrl venvs prune` removes what has not been used, and an image is read-only
+        os.utime(folder)
+    return Wheel(file.name, content)
+
+
+def _tree_digest(path: Path) -> str:
+    """A digest of the files that a wheel could be built from: what git does not ignore; without git, all."""
+    digest = hashlib.sha256()
+    for file in sorted(_files(path)):
+        inside = file.relative_to(path) if path.is_dir() else file.name
+        digest.update(f"{inside}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    git = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--exclude=__pycache__"]
+    variables = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    try:
+        run = subprocess.run(git, cwd=path, env=variables, capture_output=True, text=True, check=True, timeout=60)
+        listing = run.stdout
+    except (OSError, subprocess.SubprocessError):
+        listing = ""
+    if listing:
+        for name in listing.split("\0"):
+            file = path / name
+            if name and file.is_dir() and not file.is_symlink():  # a submodule
+                yield from _files(file)
+            elif name and file.is_file():
+                yield file
+        return
+    skipped = {"__pycache__", "build", "dist", "node_modules", "venv"}
+    for folder, names, files in os.walk(path):
+        names[:] = [
+            each for each in names if each not in skipped and not each.startswith(".") and ".egg-info" not in each
+        ]
+        yield from (Path(folder) / file for file in files if not file.endswith(".pyc"))
+
+
+def content_digest(wheel: Wheel) -> str:
+    """A digest of the files that a wheel installs; the same for two that differ in dates or in what they say of it.
+
+    >>> content_digest(repack(Distribution.from_name("filelock"))) == content_digest(
+    ...     repack(Distribution.from_name("filelock"))
+    ... )
+    True
+    """
+    digest = hashlib.sha256()
+    with zipfile.ZipFile(io.BytesIO(wheel.content)) as archive:
+        for name in sorted(archive.namelist()):
+            content = archive.read(name)
+            if ".dist-info/" in name:
+                if name.endswith(("/RECORD", "/WHEEL")) or "/licenses/" in name:
+                    continue
+                if name.endswith("/METADATA"):
+                    head = content.split(b"\n\n")[0].splitlines()
+                    content = b"\n".join(sorted(line for line in head if line.startswith((b"Name:", b"Version:"))))
+            digest.update(f"{name}\0{hashlib.sha256(content).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def repack(distribution: Distribution, root: Path | None = None) -> Wheel:
+    """The wheel of a package that is installed in this environment, made of its files.
+
+    Args:
+        distribution: the installed package.
+        root: where an editable one has the folder of its name.
+
+    Raises:
+        ExecutableError: its record does not list its files, or some of them are gone.
+
+    >>> repack(Distribution.from_name("filelock")).name.startswith("filelock-")
+    True
+    """
+    name = distribution.metadata["Name"]
+    files = [
+        file
+        for row in csv.reader((distribution.read_text("RECORD") or "").splitlines())
+        if row and not (file := PurePosixPath(row[0])).is_absolute() and not {"..", "pylocks"} & {*file.parts}
+    ]
+    left_out = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json")
+    scripts = {PurePosixPath("bin", each.name) for each in distribution.entry_points}  # of `--target`; made anew
+    files = [
+        file
+        for file in files
+        if file.suffix != ".pyc"
+        and file not in scripts
+        and not (file.parts[0].endswith(".dist-info") and file.name in left_out)
+    ]
+    info = next((file.parts[0] for file in files if file.parts[0].endswith(".dist-info")), None)
+    gone = [str(file) for file in files if not Path(str(distribution.locate_file(file))).is_file()]
+    if info is None or gone:
+        raise ExecutableError(
+            f"recipe: the installed package {name} cannot be sent to other nodes, because "
+            + (f"its file {gone[0]} is gone" if gone else "its record lists no files")
+            + f"; install it again: `uv pip install --reinstall {name}`"
+        )
+    tag = next(
+        (
+            line.split(":")[1].strip()
+            for line in (distribution.read_text("WHEEL") or "").splitlines()
+            if line.startswith("Tag:")
+        ),
+        "py3-none-any",
+    )
+    contents = {str(file): Path(str(distribution.locate_file(file))).read_bytes() for file in files}
+    if root is not None:
+        contents = {each: content for each, content in contents.items() if each.startswith(info)}  # no .pth
+        sources = [file for file in _files(root / name) if file.suffix != ".pyc"]
+        contents |= {file.relative_to(root).as_posix(): file.read_bytes() for file in sources}
+    buffer, record = io.BytesIO(), []
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+
+        def add(inside: str, content: bytes) -> None:
+            archive.writestr(zipfile.ZipInfo(inside, (1980, 1, 1, 0, 0, 0)), content)
+
+        for each, content in sorted(contents.items()):
+            hashed = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            record.append(f"{each},sha256={hashed},{len(content)}\n")
+            add(each, content)
+        add(f"{info}/RECORD", "".join([*record, f"{info}/RECORD,,\n"]).encode())
+    return Wheel(f"{info.removesuffix('.dist-info')}-{tag}.whl", buffer.getvalue())

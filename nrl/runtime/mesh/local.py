@@ -1,0 +1,147 @@
+"""The local cluster: this process.
+
+Its slots are names. A mesh of ``dp=3`` on it really splits batches into three, runs the shards one after the other, and
+merges, so that a mistake of layout shows up in a unit test. Calls are done when they return.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+from tensordict import TensorDict
+from torch import Tensor
+
+from nrl.errors import PlacementError
+from nrl.runtime.executables.registry import Executable, check_importable
+from nrl.runtime.mesh.current_process import Process, entered, perform
+from nrl.runtime.mesh.futures import Future, done
+from nrl.runtime.mesh.placement import Cluster, Donated, Mesh, Out, Processes, Rows, Slots, Strategy, Value, nothing
+from nrl.runtime.trace import profiles, timeline
+
+__all__ = ["DIFFER", "LocalCluster"]
+
+DIFFER = (
+    "out_specs says P(), the same from every shard, but the shards differ; return rows with P('dp'), or sums with "
+    "merged"
+)
+
+
+class LocalCluster(Cluster):
+    """This process, as a cluster.
+
+    >>> len(LocalCluster("local").reserve(2))
+    2
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._reserved = 0
+
+    def reserve(self, n: int, *, strategy: Strategy = "PACK", deadline: float | None = None) -> Slots:
+        """Name ``n`` places in this process."""
+        self.check_count(n)
+        first, self._reserved = self._reserved, self._reserved + n
+        return Slots(self, tuple(range(first, first + n)))
+
+    def start(self, mesh: Mesh, executable: Executable) -> Processes:
+        """See whether this process can stand in for the executable."""
+        check_importable(executable)
+        return _ThisProcess(mesh)
+
+    def axes(self) -> frozenset[str]:
+        """Only dp: other axes need processes."""
+        return frozenset({"dp"})
+
+
+@attrs.frozen
+class _Here:
+    """A value, which is its own name."""
+
+    value: Any
+
+
+@attrs.frozen
+class _Reply:
+    results: list[Any]
+
+    def then[T](
+        self, combine: Callable[[list[Any]], T], rows: Sequence[Tensor] | None = None, like: Tensor | None = None
+    ) -> Future[T]:
+        return done(combine(self.results))
+
+
+@attrs.frozen
+class _ThisProcess:
+    mesh: Mesh
+
+    @property
+    def count(self) -> int:
+        return 1
+
+    @property
+    def ended(self) -> bool:
+        return False
+
+    def end(self, why: BaseException) -> None:
+        """It is the program itself."""
+
+    def call(
+        self,
+        who: str,
+        fn: Callable[..., Any],
+        args: Sequence[Sequence[Any]],
+        outs: Out | tuple[Out, ...],
+        *,
+        turn: bool = True,
+        sent: Callable[[], object] = nothing,
+    ) -> list[Any]:
+        started, now = timeline.stopwatch()
+        found = []
+        with profiles.tracing(profiles.wanted(self.mesh.name, who)):
+            for rank, given in enumerate(args):
+                with entered(Process(rank, len(args), None, self.mesh.name)):
+                    found.append(perform(who, fn, [_opened(arg) for arg in given], outs))
+        if timeline.shown():
+            timeline.record(self.mesh.name, 0, who, started, now())
+        kinds = outs if isinstance(outs, tuple) else (outs,)
+        columns = zip(*found, strict=True)
+        given = [_given(who, list(column), kind) for column, kind in zip(columns, kinds, strict=True)]
+        sent()
+        return given
+
+
+def _opened(arg: Any) -> Any:
+    match arg:
+        case _Here(value) | Donated(_Here(value)):
+            return value
+        case Rows():
+            return arg.open()
+        case _:
+            return arg
+
+
+def _given(who: str, results: list[Any], kind: Out) -> list[Value] | _Reply:
+    match kind:
+        case Out.kept:
+            return [_Here(result) for result in results]
+        case Out.each | Out.all:
+            return _Reply(results)
+        case Out.first:
+            return _Reply(results[:1])
+        case Out.same:
+            if not all(_same(results[0], other) for other in results[1:]):
+                raise PlacementError(f"{who}: {DIFFER}")
+            return _Reply(results[:1])
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        alike = a.shape == b.shape and a.dtype == b.dtype
+        return alike and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is the same as NaN here
+    if isinstance(a, Mapping | TensorDict):
+        return set(a.keys()) == set(b.keys()) and all(_same(a[key], b[key]) for key in a.keys())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b) or (a != a and b != b)

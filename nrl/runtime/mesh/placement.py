@@ -1,0 +1,351 @@
+"""Places: clusters, the slots that they lend, and meshes over slots.
+
+What differs between clusters is a `Cluster` (how slots are reserved and processes started) and its `Processes` (how a
+function is called in each of them). Everything above, from `nrl.shard_map` to a trainer, is written over these two.
+"""
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, Literal, Protocol, overload
+
+import attrs
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nrl.errors import ClosedCluster, PlacementError
+from nrl.runtime.executables.registry import Executable
+from nrl.runtime.executables.registry import executable as find
+from nrl.runtime.mesh.futures import Future
+
+__all__ = [
+    "Cluster",
+    "Donated",
+    "Mesh",
+    "Out",
+    "Processes",
+    "Reply",
+    "Rows",
+    "Slots",
+    "Strategy",
+    "Value",
+    "as_mesh",
+    "nothing",
+]
+
+type Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+
+_NUMBERS = itertools.count()
+
+
+class Out(Enum):
+    """How a result of a function that runs in each process comes back.
+
+    >>> Out.each in Out
+    True
+    """
+
+    kept = "kept"  # it stays where it is; the driver holds a `Value` for each process
+    each = "each"  # from every dp coordinate, in their order; ranks that differ in other axes hold the same
+    all = "all"  # from every rank, in their order
+    same = "same"  # once, and it is checked that all have the same
+    first = "first"  # from rank 0
+
+
+class Value(Protocol):
+    """A name, on the driver, of a value that lives in a process."""
+
+
+@attrs.frozen
+class Donated:
+    """An argument: a value that the call consumes, unless it fails."""
+
+    value: Value
+
+
+@attrs.frozen(eq=False)
+class Rows:
+    """An argument: some rows of a tensor or batch, locked if it is one.
+
+    >>> import torch
+    >>> Rows(torch.arange(3) + 10, torch.tensor([2, 0])).open().tolist()
+    [12, 10]
+    """
+
+    whole: Tensor | TensorDict
+    index: Tensor
+
+    def open(self) -> Tensor | TensorDict:
+        """The rows themselves."""
+        part = self.whole[self.index]
+        return part.lock_() if isinstance(part, TensorDict) else part
+
+    def are_all(self) -> bool:
+        """Whether they are all rows, in their order, so that ``whole`` will do."""
+        return len(self.index) == len(self.whole) and torch.equal(self.index, torch.arange(len(self.whole)))
+
+
+class Reply(Protocol):
+    """Results on their way from processes, for one of the `Out` of a call."""
+
+    def then[T](
+        self, combine: Callable[[list[Any]], T], rows: Sequence[Tensor] | None = None, like: Tensor | None = None
+    ) -> Future[T]:
+        """A future of what ``combine`` makes of the list of results; it may run in this process or in another.
+
+        ``rows``: which rows of the value each result holds, where ``combine`` puts rows in order, in new memory.
+        ``like``: stands for the value; see `nrl.runtime.mesh.futures.Coming`.
+        """
+        ...
+
+
+def nothing() -> None:
+    """There is nothing to write down.
+
+    >>> nothing()
+    """
+
+
+class Processes(Protocol):
+    """The processes of a mesh."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether they are gone: one died, or a call took longer than it may."""
+        ...
+
+    def end(self, why: BaseException) -> None:
+        """Kill them, where they are others than this one; from now on calls raise ``why``."""
+        ...
+
+    def call(
+        self,
+        who: str,
+        fn: Callable[..., Any],
+        args: Sequence[Sequence[Any]],
+        outs: Out | tuple[Out, ...],
+        *,
+        turn: bool = True,
+        sent: Callable[[], object] = nothing,
+    ) -> list[Any]:
+        """Call ``fn`` in each process, with the arguments that are meant for it.
+
+        Args:
+            who: how errors name the call.
+            fn: what to call.
+            args: for each process, its arguments: plain ones, a `Value` (borrowed) or `Donated`, `Rows`, and futures of
+                other meshes (`nrl.runtime.mesh.futures.Coming`) or parts of them. In one process that stands for many,
+                several lists are worked off in order.
+            outs: one for each result if ``fn`` returns a tuple, else one.
+            turn: whether it takes its turn on devices that it shares with other meshes, so that what they hold leaves
+                them and what rests here comes back. Without, all stays where it is.
+            sent: called once the call cannot be taken back, before a handler of a signal can run: whoever gave a
+                value to be consumed writes down here that it is.
+
+        Returns:
+            For each of ``outs``, a list of `Value` where it is kept, else a `Reply`.
+        """
+        ...
+
+
+class Cluster(ABC):
+    """A cluster that has been entered; made by `cluster`.
+
+    >>> from nrl.runtime import cluster
+    >>> with cluster("local") as here:
+    ...     len(here.reserve(4))
+    4
+    """
+
+    remote = False
+    """Whether the processes of its meshes are others than this one."""
+
+    gpus = False
+    """Whether its slots are GPUs."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.open = name, True
+
+    @abstractmethod
+    def reserve(self, n: int, *, strategy: Strategy = "PACK", deadline: float | None = None) -> "Slots":
+        """Reserve ``n`` slots: places that hold one process of a mesh each.
+
+        Args:
+            n: how many; a GPU each, or a CPU each where there is none.
+            strategy: how they lie on nodes, as Ray's placement groups know it: together, apart, and strictly so.
+            deadline: seconds to wait for them; None: the cluster's.
+
+        Raises:
+            PlacementError: ``n`` is not positive, or the cluster does not have so many.
+            ClosedCluster: the cluster has been left.
+        """
+
+    @abstractmethod
+    def start(self, mesh: "Mesh", executable: Executable) -> Processes:
+        """Start the processes of a mesh; `Slots.mesh` calls it."""
+
+    def finish(self) -> None:
+        """Wait for calls that are under way; called when the ``with`` block has come to its end without an error.
+
+        Raises:
+            Exception: what a call raised whose results nobody has read.
+        """
+        return
+
+    def close(self) -> None:
+        """Take back what has been given out; called when the ``with`` block is left."""
+        return
+
+    @abstractmethod
+    def axes(self) -> frozenset[str]:
+        """The axes that a mesh may have here."""
+
+    def check_open(self, who: str) -> None:
+        """Raise `ClosedCluster` if the ``with`` block of this cluster has been left."""
+        if not self.open:
+            raise ClosedCluster(
+                f"{who}: the cluster '{self.name}' has been left, and what it held is gone; "
+                "keep the call inside `with nrl.cluster(...)`"
+            )
+
+    def check_count(self, n: int) -> None:
+        """What `reserve` asks of its argument everywhere."""
+        self.check_open("reserve")
+        if n < 1:
+            raise PlacementError(f"reserve: n is {n}; reserve at least one slot")
+
+
+@attrs.frozen
+class Slots:
+    """Reserved places. Slicing gives disjoint slots (disaggregated); the same slots twice are colocated.
+
+    >>> from nrl.runtime import cluster
+    >>> with cluster("local") as here:
+    ...     slots = here.reserve(4)
+    ...     train, sample = slots[:3], slots[3:]
+    ...     train.mesh(dp=3).axes
+    {'dp': 3, 'tp': 1, 'pp': 1, 'cp': 1}
+    """
+
+    cluster: Cluster
+    indices: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, index: int) -> "Slots": ...
+    @overload
+    def __getitem__(self, index: slice) -> "Slots": ...
+    def __getitem__(self, index: int | slice) -> "Slots":
+        """Some of the slots; a single index gives a single slot."""
+        chosen = self.indices[index]
+        return Slots(self.cluster, chosen if isinstance(chosen, tuple) else (chosen,))
+
+    def mesh(
+        self,
+        dp: int = -1,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        executable: str | Executable = "base",
+        name: str | None = None,
+    ) -> "Mesh":
+        """A mesh over all of these slots; ``dp=-1`` takes what the other axes leave.
+
+        Args:
+            dp: data parallel; batches are split along it.
+            tp: tensor parallel.
+            pp: pipeline parallel.
+            cp: context parallel.
+            executable: the environment of its processes: a registered name, or an `Executable`.
+            name: how errors, logs, profiles and the timeline name it.
+
+        Raises:
+            PlacementError: the axes do not use all slots, the cluster cannot provide an axis, or the executable is
+                unknown or cannot be imported.
+            ExecutableError: its environment cannot be built.
+            LostActor: a process died while it started.
+        """
+        self.cluster.check_open("mesh")
+        others = tp * pp * cp
+        if not self.indices:
+            raise PlacementError("mesh: there are no slots to make a mesh of; reserve more, or slice differently")
+        if min(tp, pp, cp) < 1 or (dp < 1 and dp != -1):
+            raise PlacementError(
+                f"mesh: axes must be positive (dp may be -1); found dp={dp}, tp={tp}, pp={pp}, cp={cp}"
+            )
+        if dp == -1 and len(self) % others == 0:
+            dp = len(self) // others
+        if dp * others != len(self):
+            raise PlacementError(
+                f"mesh: dp={dp} tp={tp} pp={pp} cp={cp} is {abs(dp) * others} processes, but there are {len(self)} "
+                "slots; slice the slots, or choose axes whose product is their number"
+            )
+        if others != 1 and self.cluster.axes() == {"dp"}:
+            raise PlacementError(
+                f"mesh: the local cluster has the axis dp only; found tp={tp}, pp={pp}, cp={cp}, which need processes"
+            )
+        return Mesh(self, dp, tp, pp, cp, executable, name or f"mesh{next(_NUMBERS)}")
+
+
+@attrs.frozen(eq=False)
+class Mesh:
+    """Processes in a grid with the axes dp, tp, pp and cp; made by `Slots.mesh`.
+
+    Ranks run over (pp, dp, cp, tp), the last one fastest, so that those that talk most are neighbours.
+
+    >>> from nrl.runtime import cluster
+    >>> with cluster("local") as here:
+    ...     here.reserve(2).mesh().size
+    2
+    """
+
+    slots: Slots
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    executable: str | Executable
+    name: str
+    processes: Processes = attrs.field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "processes", self.cluster.start(self, find(self.executable)))
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes and their sizes."""
+        return {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp}
+
+    @property
+    def size(self) -> int:
+        """The number of processes that it stands for."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that the slots are from."""
+        return self.slots.cluster
+
+    def shard_of(self, rank: int) -> int:
+        """Which shard of a batch a rank gets: its dp coordinate."""
+        return rank // (self.cp * self.tp) % self.dp
+
+
+def as_mesh(place: Slots | Mesh, executable: str | Executable, name: str | None = None) -> Mesh:
+    """A mesh as it is, or a mesh made of slots with all of them along dp.
+
+    >>> from nrl.runtime import cluster
+    >>> with cluster("local") as here:
+    ...     as_mesh(here.reserve(2), "base").dp
+    2
+    """
+    return place if isinstance(place, Mesh) else place.mesh(executable=executable, name=name)

@@ -1,0 +1,152 @@
+"""Entering Ray: joining a cluster that runs, or starting one on this machine."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nrl.errors import PlacementError
+from nrl.runtime.ray import logs
+
+__all__ = ["enter", "leave", "stock", "target"]
+
+_CPUS = 64  # logical ones of a cluster on this machine: its processes may share cores
+_KNOCKING = 20.0  # seconds in which a host answers
+_STARTED = {"RAY_prestart_worker_first_driver": "0"}  # no workers of the driver's interpreter, which nobody uses
+
+
+def target(address: str) -> str | None:
+    """The address of a running cluster; None: one is to be started.
+
+    Raises:
+        PlacementError: it is an address of Ray Client.
+
+    >>> target("10.0.0.3:6379")
+    '10.0.0.3:6379'
+    """
+    named = os.environ.get("RAY_ADDRESS")  # Ray itself prefers it to "auto"
+    found = named or (None if address == "ray" else address) if address in ("ray", "auto") else address
+    if found and found.startswith("ray://"):
+        raise PlacementError(
+            f"cluster: {found} is an address of Ray Client, through which every batch and result would take a detour "
+            "over a proxy, and which cannot pass tensors in shared memory. Run the program on a node of the cluster "
+            "(`ray job submit -- python ...`) with the address 'auto'"
+        )
+    return found
+
+
+def enter(address: str | None) -> bool:
+    """Join a cluster or start one; whether it was started.
+
+    Raises:
+        PlacementError: there is none at this address, it asks for a token, or Ray does not start here.
+    """
+    import ray
+
+    logs.hushed()
+    terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        if address:
+            _knock(address)
+            ray.init(address=address, configure_logging=False)
+        else:
+            _start(attempts=3)
+        if threading.current_thread() is threading.main_thread():  # Ray's own handlers abort, or leave no `with` block
+            signal.signal(signal.SIGTERM, terminate if callable(terminate) else _end)
+    except Exception as error:  # Ray raises all kinds, of which some are Exception itself
+        ray.shutdown()
+        if not address:
+            raise PlacementError(f"cluster: Ray does not start on this machine: {_first_line(error)}") from error
+        if _asks_for_a_token(error):
+            raise PlacementError(
+                f"cluster: the Ray cluster at '{address}' asks for a token; set RAY_AUTH_MODE=token, and "
+                "RAY_AUTH_TOKEN_PATH if the token is not in ~/.ray/auth_token"
+            ) from error
+        raise PlacementError(
+            f"cluster: there is no Ray cluster at '{address}' ({_first_line(error)}); start one with "
+            "`ray start --head`, or use the address 'ray' without RAY_ADDRESS to have one started here"
+        ) from error
+    logs.echo()
+    if address:
+        print(f"cluster: joined Ray at {ray.get_runtime_context().gcs_address}; {stock()}", flush=True)  # noqa: T201
+    return not address
+
+
+def leave() -> None:
+    """Leave the cluster, which ends if it was started here."""
+    import ray
+
+    ray.shutdown()
+    if signal.getsignal(signal.SIGTERM) is _end and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end(number: int, frame: Any) -> None:
+    """By an exception, so that `with` blocks are left; with the status that a shell gives."""
+    sys.exit(128 + number)
+
+
+def _asks_for_a_token(error: BaseException | None) -> bool:
+    """Ray says so several errors deep."""
+    while error is not None:
+        if "uthenticat" in f"{type(error).__name__} {error}":
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _start(attempts: int) -> None:
+    """Start Ray here; a machine that is busy may need more time than Ray gives itself."""
+    import ray
+
+    cpus = max(_CPUS, os.cpu_count() or 1)
+    for attempt in range(1, attempts + 1):
+        try:
+            with _environment(_STARTED):
+                ray.init(address="local", num_cpus=cpus, include_dashboard=False, configure_logging=False)
+            return
+        except Exception as error:  # Ray raises a plain one where its own processes are slow
+            ray.shutdown()
+            if attempt == attempts:
+                raise RuntimeError(_first_line(error)) from error
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set those that are not set, for what is started in the block."""
+    new = variables.keys() - os.environ.keys()
+    os.environ.update({name: variables[name] for name in new})
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
+
+
+def _knock(address: str) -> None:
+    """Find out whether anything listens at ``host:port``: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host:
+        socket.create_connection((host, int(port)), timeout=_KNOCKING).close()
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def stock() -> str:
+    """The nodes of the cluster, what they have, and how much of it is free."""
+    import ray
+
+    kinds = [kind for kind in ("GPU", "CPU") if kind == "CPU" or ray.cluster_resources().get(kind)]
+
+    def listed(resources: Mapping[str, float]) -> str:
+        return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in kinds)
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    has = "; ".join(f"node {node['NodeManagerAddress']}: {listed(node['Resources'])}" for node in nodes)
+    return f"the cluster has {len(nodes)} node(s) ({has}), of which {listed(ray.available_resources())} are free"

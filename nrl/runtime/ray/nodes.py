@@ -1,0 +1,125 @@
+"""Work on the nodes of a Ray cluster: which Python runs the processes of a mesh there."""
+
+import contextlib
+import functools
+import shlex
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from nrl.errors import DeadlineExceeded, ExecutableError, LostActor
+from nrl.log.waits import wait_until
+from nrl.runtime.executables import environments, recipes
+from nrl.runtime.executables.registry import Executable
+from nrl.runtime.ray import on_node
+from nrl.runtime.trace import profiles
+
+__all__ = ["address_of", "command", "interpreters"]
+
+
+def interpreters(
+    mesh: str, executable: Executable, nodes: Collection[str], deadline: float, sound: set[tuple[str, str]]
+) -> dict[str, str]:
+    """Which Python runs the processes on each node; environments that are not there are built, on all nodes at once.
+
+    Args:
+        mesh: how errors name the mesh.
+        executable: of the mesh.
+        nodes: Ray's numbers of them.
+        deadline: seconds that it may take.
+        sound: nodes, and interpreters that can run a process there, to which those that are found are added.
+
+    Raises:
+        ExecutableError: an environment cannot be built, or its interpreter cannot run a process.
+        DeadlineExceeded: a node did not answer in time.
+        LostActor: a node is gone.
+    """
+    import ray
+
+    version = tuple(sys.version_info[:2])
+    own, asked = ".".join(map(str, version)), executable.python
+    if asked is not None and asked.split(".")[:2] != own.split("."):
+        raise ExecutableError(
+            f"mesh '{mesh}': executable '{executable.name}' is of Python {asked}, and the driver of Python {own}. "
+            "What they send each other can be read by the same version only: leave out python=, or run the driver with "
+            f"{asked}"
+        )
+    recipe = recipes.recipe(executable, say=print)
+    if recipe.interpreter is not None:
+        found = dict.fromkeys(nodes, recipe.interpreter)
+    else:
+        build = functools.partial(_on_nodes, mesh, recipe.name, "provided", deadline)
+        found = {
+            node: str(python) for node, python in build(environments.provide, dict.fromkeys(nodes, (recipe,))).items()
+        }
+    new = set(found.items()) - sound
+    look = functools.partial(_on_nodes, mesh, f"executable '{executable.name}'", "looked at", deadline)
+    faults = look(on_node.fault, {node: (python, version, ray.__version__) for node, python in new})
+    for node, fault in faults.items():
+        if fault:
+            hint = (
+                "it is the driver's own interpreter; choose an executable that is built on each node, such as 'base'"
+                if recipe.interpreter is not None
+                else "build it again with NRL_FORCE_REBUILD_VENVS=1"
+            )
+            raise ExecutableError(
+                f"mesh '{mesh}': executable '{executable.name}' cannot run on node {address_of(node)}, where it is "
+                f"{found[node]}: {fault}. Hint: {hint}"
+            )
+    sound |= new
+    return found
+
+
+def command(mesh: str, python: str) -> str:
+    """What starts an interpreter for a mesh: the ``py_executable`` of Ray, which puts it into the text of a shell.
+
+    >>> command("trainer", "/my project/.venv/bin/python")
+    "'/my project/.venv/bin/python'"
+    """
+    return shlex.join([*profiles.nsight(mesh), python])
+
+
+def _on_nodes(
+    mesh: str, what: str, done: str, deadline: float, fn: Callable[..., Any], args: Mapping[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """Call a function on nodes, each with its arguments and ``deadline``; on this one in this process."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    this = ray.get_runtime_context().get_node_id()
+    refs: dict[str, Any] = {}
+    for node in args.keys() - {this}:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        task: Any = ray.remote(on_node.by_value(fn))
+        task = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        refs[node] = task.remote(*args[node], deadline=deadline)
+    until = time.monotonic() + deadline
+    found = {this: fn(*args[this], deadline=deadline)} if this in args else {}
+    for node, ref in refs.items():
+
+        def arrived(seconds: float, node: str = node, ref: Any = ref) -> bool:
+            with contextlib.suppress(ray.exceptions.GetTimeoutError):
+                found[node] = ray.get(ref, timeout=seconds)
+            return node in found
+
+        failed = f"mesh '{mesh}': {what} cannot be {done} on node {address_of(node)}"
+        told = f"mesh '{mesh}': waiting for {what} to be {done} on node {address_of(node)} ({{:.0f}} s)".format
+        try:
+            if not wait_until(arrived, max(0.0, until - time.monotonic()), told):
+                raise DeadlineExceeded(f"{failed}: no answer within {deadline:g} s")
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause or error
+            raise ExecutableError(f"{failed}: {cause}") from error
+        except ray.exceptions.RayError as error:
+            said = " ".join(str(error).split())[:300]
+            raise LostActor(f"mesh '{mesh}'", mesh, None, address_of(node), said) from None
+    return found
+
+
+def address_of(node_id: str) -> str:
+    """Of a node, by Ray's number of it."""
+    import ray
+
+    found = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id]
+    return str(found[0]) if found else node_id

@@ -1,0 +1,198 @@
+"""Batches on their way: rows as long as they are, and padding that is made again where they arrive.
+
+A column of a batch is as wide as its longest row. Beyond its tokens a row nearly always holds one number, mostly zero:
+that number travels once. Nothing is guessed from a name. A column whose padding holds anything else travels whole, and
+so does one that has no entry for each token.
+"""
+
+import functools
+import math
+import operator
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Self
+
+import attrs
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nrl.batch.grouping import remembered
+
+__all__ = ["Layout", "Unpadded", "padded"]
+
+_BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_ALIGNED = 8  # bytes of which the beginning of a column is a multiple
+
+
+class _Column(NamedTuple):
+    """How a column arrives: its dtype, its shape but for the first dimension, and what its padding holds, as bits.
+
+    Where ``filler`` is None, a row of it travels whole.
+    """
+
+    dtype: torch.dtype
+    tail: tuple[int, ...]
+    filler: int | None
+
+
+class Layout(NamedTuple):
+    """What is the same for any rows of a batch.
+
+    Args:
+        tail: the batch size but for the first dimension.
+        across: how many rows of tokens a row of the batch has: two, where it is a pair.
+        width: of a padded row, in tokens.
+        columns: by name, in order: columns, and layouts of nested batches.
+    """
+
+    tail: tuple[int, ...]
+    across: int
+    width: int
+    columns: "dict[str, _Column | Layout]"
+
+
+@attrs.frozen
+class Unpadded:
+    """A batch that is ready to travel, in whole or in parts.
+
+    Args:
+        layout: of any rows of it.
+        count: how many rows it has.
+        lengths: of each row of tokens.
+        sources: for each column, in order: its memory, the bytes of a row, and of an entry of a token; 0: it has none.
+
+    >>> mask = torch.tensor([[True, True, False], [True, False, False]])
+    >>> batch = TensorDict({"attention_mask": mask, "versions": torch.where(mask, 7, -1)}, batch_size=[2])
+    >>> found = Unpadded.of(batch)
+    >>> padded(found.layout, found.rows([1]))["versions"].tolist()
+    [[7, -1, -1]]
+    """
+
+    layout: Layout
+    count: int
+    lengths: tuple[int, ...]
+    sources: list[tuple[memoryview, int, int]]
+
+    @classmethod
+    def of(cls, batch: TensorDict) -> Self | None:
+        """A batch; None where it has no padding that is known, or more in it than plain tensors."""
+        mask = batch.get("attention_mask", None)
+        known = type(mask) is Tensor and mask.dtype == torch.bool and mask.ndim > batch.ndim > 0 and mask.numel() > 0
+        if type(batch) is not TensorDict or not known or not all(map(_plain, _leaves(batch))):
+            return None
+        lengths: tuple[int, ...] = remembered(
+            mask, "rows", lambda: tuple(mask.flatten(0, -2).sum(-1, dtype=torch.int32).tolist())
+        )
+        if min(lengths) == mask.shape[-1]:
+            return None
+        sources: list[tuple[memoryview, int, int]] = []
+        return cls(_layout(batch, mask, lengths, sources), len(batch), lengths, sources)
+
+    def rows(self, index: Sequence[int] | None = None) -> bytes:
+        """These rows, or all of them: how many, how long they are, and their columns one after the other."""
+        chosen = range(self.count) if index is None else index
+        across = self.layout.across
+        each = [row * across + place for row in chosen for place in range(across)]
+        lengths = [self.lengths[row] for row in each]
+        parts: list[Any] = [struct.pack(f"<{1 + len(each)}q", len(chosen), *lengths)]
+        tokens = sum(lengths)
+        for memory, stride, size in self.sources:
+            if size:
+                starts = [row * stride for row in each]
+                ends = [start + length * size for start, length in zip(starts, lengths, strict=True)]
+                parts += [memory[start:end] for start, end in zip(starts, ends, strict=True)]
+                parts.append(bytes(-tokens * size % _ALIGNED))
+            else:
+                parts += [memory[row * stride : (row + 1) * stride] for row in chosen]
+                parts.append(bytes(-len(chosen) * stride % _ALIGNED))
+        return b"".join(parts)
+
+
+def padded(layout: Layout, data: Any) -> TensorDict:
+    """The batch whose rows these are, locked; columns that have no padding lie in ``data``."""
+    memory = np.frombuffer(data, dtype=np.uint8)
+    count = int(memory[:8].view(np.int64)[0])
+    end = 8 * (1 + count * layout.across)
+    lengths: list[int] = memory[8:end].view(np.int64).tolist()
+    tokens, full = sum(lengths), all(length == layout.width for length in lengths)
+    at = end
+
+    def column(made: _Column) -> Tensor:
+        nonlocal at
+        row = math.prod(made.tail) * made.dtype.itemsize  # bytes
+        size = 0 if made.filler is None else row // (layout.across * layout.width)
+        taken = tokens * size if size else count * row
+        there = memory[at : at + taken]
+        at += taken + -taken % _ALIGNED
+        if made.filler is not None and not full:
+            there = _padded(there, lengths, layout.width * size, size, made.dtype.itemsize, made.filler)
+        if there.size == 0:
+            return torch.empty((count, *made.tail), dtype=made.dtype)
+        return torch.from_numpy(there).view(made.dtype).view(count, *made.tail)
+
+    def batch(made: Layout) -> TensorDict:
+        columns = {name: batch(x) if isinstance(x, Layout) else column(x) for name, x in made.columns.items()}
+        return TensorDict(columns, batch_size=[count, *made.tail])
+
+    whole = batch(layout)
+    whole.lock_()
+    return whole
+
+
+def _padded(data: Any, lengths: Sequence[int], row: int, size: int, item: int, filler: int) -> Any:
+    """Rows of ``row`` bytes that begin with ``size`` bytes for each token, and hold numbers of ``item`` bytes."""
+    count = len(lengths) * row // item
+    # Zeros come from the system as pages that take no memory before somebody writes into them
+    whole = np.full(count, filler, _BITS[item]) if filler else np.zeros(count, _BITS[item])
+    rows, start = whole.view(np.uint8).reshape(len(lengths), row), 0
+    for place, length in enumerate(lengths):
+        rows[place, : length * size] = data[start : start + length * size]
+        start += length * size
+    return whole.view(np.uint8)
+
+
+def _plain(value: Any) -> bool:
+    return type(value) is Tensor and value.layout is torch.strided and not (value.is_quantized or value.requires_grad)
+
+
+def _leaves(batch: TensorDict) -> Iterator[Any]:
+    for value in batch.values():
+        if type(value) is TensorDict:
+            yield from _leaves(value)
+        else:
+            yield value
+
+
+def _layout(batch: TensorDict, mask: Tensor, lengths: tuple[int, ...], sources: list[Any]) -> Layout:
+    across, width = math.prod(mask.shape[1:-1]), mask.shape[-1]
+    columns: dict[str, _Column | Layout] = {}
+    value: Any
+    for name, value in batch.items():
+        if isinstance(value, TensorDict):
+            columns[str(name)] = _layout(value, mask, lengths, sources)
+            continue
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        per_token = value.shape[: mask.ndim] == mask.shape and value.dtype.itemsize in _BITS and value.numel() > 0
+        filler: int | None = None
+        if per_token:
+            asked = "padding", width, lengths
+            filler = remembered(value, asked, functools.partial(_filler, plain, lengths, width))
+        columns[str(name)] = _Column(value.dtype, tuple(value.shape[1:]), filler)
+        stride = plain[0].numel() * value.dtype.itemsize // (1 if filler is None else across)
+        memory = memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+        sources.append((memory, stride, 0 if filler is None else stride // width))
+    return Layout(tuple(batch.batch_size[1:]), across, width, columns)
+
+
+def _filler(plain: Tensor, lengths: Sequence[int], width: int) -> int | None:
+    """What a column holds beyond the tokens of each row, as bits; None: it differs. A negative zero is a zero."""
+    bits = plain.reshape(-1).view(torch.uint8).numpy().view(_BITS[plain.dtype.itemsize])
+    rows = bits.reshape(len(lengths), width, -1)
+    beyond = [rows[place, length:] for place, length in enumerate(lengths) if length < width]
+    some = functools.reduce(operator.or_, (int(np.bitwise_or.reduce(part, axis=None)) for part in beyond))
+    if some == 0 or (plain.is_floating_point() and some == 1 << (8 * plain.dtype.itemsize - 1)):
+        return 0
+    same = functools.reduce(operator.and_, (int(np.bitwise_and.reduce(part, axis=None)) for part in beyond))
+    return some if some == same else None

@@ -1,0 +1,1 @@
+"""What took how long: the timeline of all calls, and profiles of single steps."""
