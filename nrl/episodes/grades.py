@@ -12,7 +12,7 @@ from nrl.algos import majority, pass_at_k
 from nrl.backends.base import Sampler, Sampling
 from nrl.data import render
 from nrl.envs import Task, Verifier, extractor, single_turn
-from nrl.episodes import rollout
+from nrl.episodes.episode import rollout
 from nrl.errors import DataError, NrlError
 from nrl.reduce import Mean, Metrics, Sum
 

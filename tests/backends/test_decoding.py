@@ -9,8 +9,9 @@ from torch import Tensor
 
 from nrl.backends.hf import cache
 from nrl.backends.hf.cache import ATTENTION, attend, prepare
-from nrl.backends.hf.decoding import Decoded, decode
+from nrl.backends.hf.decoding import decode
 from nrl.backends.hf.noise import draw, keep_most_probable, uniforms
+from nrl.backends.sampling.replica import Decoded
 from nrl.errors import GenerationError, ModelError
 
 VOCABULARY = 19

@@ -21,9 +21,8 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Sampling, adamw, fsdp, hf
-from nrl.backends.hf.decoding import Decoded
 from nrl.backends.sampling.pool import StreamingSampler
-from nrl.backends.sampling.replica import Request
+from nrl.backends.sampling.replica import Decoded, Request
 from nrl.backends.sampling.routing import Spread
 from nrl.backends.sampling.seat import Seat
 from nrl.backends.training import in_process

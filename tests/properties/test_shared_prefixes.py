@@ -19,8 +19,9 @@ import nrl
 from nrl import algos
 from nrl.algos import Loss, needs, token_mean
 from nrl.backends import Model, Trainer, fsdp
+from nrl.backends.fsdp import outputs
 from nrl.backends.models.loading import build
-from nrl.backends.training import outputs
+from nrl.backends.training import plans
 from nrl.backends.training.fused_logprobs import linear_logprobs
 from nrl.batch import Batch
 from nrl.batch.packing import Packed, pack
@@ -57,7 +58,7 @@ def laid_out() -> Iterator[list[Packed]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.import_module("nrl.pack"), "_BLOCK_COST", 0)
         patch.setattr("nrl.batch.prefixes._PART_COST", 0)
-        patch.setattr(outputs, "pack", recorded)
+        patch.setattr(plans, "pack", recorded)
         yield made
 
 
@@ -260,7 +261,7 @@ def test_a_loss_that_reads_other_outputs_gets_them(loss: Loss, slots: Slots, mon
     def told(out: TensorDict, renamed: Batch) -> tuple[Any, Metrics]:
         return loss(out, nrl.assign(renamed, loss_mask=renamed["own"]))
 
-    renamed = nrl.assign(batch, own=batch["loss_mask"], loss_mask=outputs.predicted(batch))
+    renamed = nrl.assign(batch, own=batch["loss_mask"], loss_mask=plans.predicted(batch))
     counts = spy(monkeypatch)
     expected = run(trainer(slots), told, renamed)
     assert counts == [every]

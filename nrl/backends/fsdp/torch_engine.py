@@ -22,11 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from nrl.algos import Loss, name_of, needed
 from nrl.backends.base import Model
 from nrl.backends.fsdp import attention, probe, sharding, storage
+from nrl.backends.fsdp.outputs import compute
 from nrl.backends.models import loading, lora
 from nrl.backends.training.agreement import Held, Peers
 from nrl.backends.training.gradients import ignores, value_and_grad
 from nrl.backends.training.optimizers import Optimizer, learning_rate
-from nrl.backends.training.outputs import Outputs, Plan, compute, last, plan, predicted
+from nrl.backends.training.plans import Outputs, Plan, last, plan, predicted
 from nrl.backends.training.terms import check_weights
 from nrl.batch import Batch, lengths
 from nrl.errors import BatchError, ModelError, NotFinite

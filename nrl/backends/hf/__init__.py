@@ -8,11 +8,11 @@ import torch
 
 from nrl.backends.base import Bucket, Model, Sampling
 from nrl.backends.hf.cache import prepare
-from nrl.backends.hf.decoding import Decoded, decode
+from nrl.backends.hf.decoding import decode
 from nrl.backends.models import lora
 from nrl.backends.models.loading import Loading, context_length, end_tokens, load_tokenizer
 from nrl.backends.sampling.pool import ReplicatedSampler
-from nrl.backends.sampling.replica import Request
+from nrl.backends.sampling.replica import Decoded, Request
 from nrl.backends.sampling.seat import meshes
 from nrl.errors import ConfigError
 from nrl.runtime.mesh.current_process import rest, wake

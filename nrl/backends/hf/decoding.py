@@ -1,7 +1,7 @@
 """Decoding: many prompts to their completions, in one batch that shrinks as rows finish."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,27 +9,12 @@ from torch import Tensor
 
 from nrl.backends.hf.cache import ATTENTION, Cache, Generic, Preallocated
 from nrl.backends.hf.noise import draw, uniforms
+from nrl.backends.sampling.replica import Decoded, check
 from nrl.errors import GenerationError
 
-__all__ = ["Decoded", "check", "decode"]
+__all__ = ["decode"]
 
 _AHEAD = 64  # positions that noise is computed for at once
-
-
-class Decoded(NamedTuple):
-    """The answer to one prompt.
-
-    Args:
-        token_ids: ``[L]`` int64, the sampled tokens, with the stop token if one was sampled.
-        logprobs: ``[L]`` float32, nats, of each under the distribution that it was drawn from.
-        truncated: it was ended by a length limit and not by a stop token.
-        versions: ``[L]`` int64, of the weights that each was drawn with; None: of those that there are.
-    """
-
-    token_ids: Tensor
-    logprobs: Tensor
-    truncated: bool
-    versions: Tensor | None = None
 
 
 def decode(
@@ -187,49 +172,3 @@ class _Stops:
         """The other rows have ended."""
         if self._texts is not None:
             self._last = self._last[rows]
-
-
-def check(
-    prompts: Sequence[Sequence[int]],
-    seeds: Sequence[int],
-    stop_token_ids: Sequence[int],
-    vocabulary: int,
-    context_length: int,
-) -> None:
-    """See that prompts can be completed.
-
-    Raises:
-        GenerationError: one cannot.
-
-    >>> check([[3, 4]], [0], [], 8, 16)
-    """
-    if len(seeds) != len(prompts):
-        raise GenerationError(f"decode: {len(seeds)} seeds for {len(prompts)} prompts; give one for each")
-    for row, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
-        if isinstance(prompt, str) or not hasattr(prompt, "__len__") or str in map(type, prompt):
-            raise GenerationError(
-                f"generate: row {row} of the prompts is {prompt!r:.80}; prompts are lists of token ids, such as "
-                "[[5, 6, 7]]; encode texts with the sampler's tokenizer first"
-            )
-        if len(prompt) == 0:
-            raise GenerationError(
-                f"decode: the prompt of row {row} has 0 tokens; give it from 1 to {context_length - 1}, such as the "
-                "tokenizer's beginning-of-sequence token"
-            )
-        if len(prompt) >= context_length:
-            raise GenerationError(
-                f"decode: the prompt of row {row} has {len(prompt)} tokens, which leaves no room in a context "
-                f"of {context_length}; shorten or drop the prompt, or use a model with a longer context"
-            )
-        if min(prompt) < 0 or max(prompt) >= vocabulary:
-            found = next(token for token in prompt if not 0 <= token < vocabulary)
-            raise GenerationError(
-                f"decode: the prompt of row {row} has the token id {found}, outside of the model's vocabulary of "
-                f"{vocabulary}; encode it with the model's own tokenizer"
-            )
-    for token in stop_token_ids:
-        if not 0 <= token < vocabulary:
-            raise GenerationError(
-                f"decode: the stop token {token} is outside of the model's vocabulary of {vocabulary}; "
-                "give ids of the model's own tokenizer"
-            )

@@ -42,8 +42,8 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
     """The transformers model that ``model`` names, in its dtype unless ``dtype`` says otherwise; without its adapter.
 
     `nrl.backends.models.lora.build` makes it with one. Dropout is off, so that a policy has ratio 1 to itself. Random
-    weights depend on ``model.seed`` alone. A value head is transformers' token classification of one label, a reward head
-    its sequence classification.
+    weights depend on ``model.seed`` alone. A value head is transformers' token classification of one label, a reward
+    head its sequence classification.
 
     Raises:
         ModelError: there is no such folder, name or config, or it is no causal language model, or has no such head.

@@ -16,10 +16,9 @@ from functools import partial
 from typing import Any, cast
 
 from nrl.backends.base import Bucket, Completion, Inflight, Model, Sampling
-from nrl.backends.hf.decoding import check
 from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.sampling.receiving import give, give_again, say
-from nrl.backends.sampling.replica import Replica, Request
+from nrl.backends.sampling.replica import Replica, Request, check
 from nrl.backends.sampling.routing import Spread
 from nrl.backends.sampling.seat import Asked, Order, Seat
 from nrl.backends.sampling.truncation import warn_of_truncation

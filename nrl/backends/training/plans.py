@@ -1,25 +1,21 @@
-"""What a model says about some tokens of a batch, and nothing else: no other token is computed than these need.
+"""The plan of a micro-batch: which tokens go through a model for the outputs that are read, and no others.
 
 A language model predicts a token from the hidden state before it, and a critic values what is to come from there. A
 reward model reads the last token of a row.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nrl.algos import ids_column, logprobs_at, output_kind
-from nrl.backends.base import top_k, top_k_of
-from nrl.backends.fsdp.attention import Layout
-from nrl.backends.models import loading
-from nrl.backends.training.fused_logprobs import linear_logprobs, linear_top_k
+from nrl.algos import ids_column, output_kind
 from nrl.batch import Batch, lengths
 from nrl.batch.packing import Block, pack
 from nrl.errors import BatchError
 
-__all__ = ["Outputs", "Plan", "compute", "last", "plan", "predicted"]
+__all__ = ["Outputs", "Plan", "last", "plan", "predicted"]
 
 
 class Outputs(NamedTuple):
@@ -155,68 +151,6 @@ def _check_known(column: str, tokens: Tensor, words: int) -> None:
             f"forward: {column} has the token {int(unknown[0])}, and the model knows those from 0 to {words - 1}; "
             "encode with the model's own tokenizer"
         )
-
-
-def compute(module: Any, work: Plan, needs: Collection[str]) -> Outputs:
-    """Outputs at the wanted tokens.
-
-    Args:
-        module: a Hugging Face causal language model, or one of another head; for packed tokens with the attention of
-            `nrl.backends.fsdp.attention`.
-        work: from `plan`.
-        needs: the outputs; ``values`` and ``rewards`` are of other heads, and of one model there is one of them.
-    """
-    device = module.device
-    weight, bias = loading.head_weight(module)
-    hidden = weight[:0]
-    if work.places is not None:
-        inputs: dict[str, Any] = {name: x.to(device) for name, x in work.inputs.items()}
-        if work.blocks is not None:
-            inputs["nrl_blocks"] = Layout(work.blocks, device)
-        states = module.base_model(use_cache=False, **inputs).last_hidden_state
-        hidden = states.flatten(0, 1).index_select(0, work.places.to(device))
-    if numbers := {"values", "rewards"} & set(needs):
-        (name,) = numbers
-        values = {name: _numbers(hidden, weight, bias)}
-    else:
-        temperature = None if work.temperature is None else work.temperature.to(device)
-        values = _predictions(hidden, weight, bias, work.targets, temperature, needs)
-    return Outputs(values, work.source.to(device), work.shape)
-
-
-def _numbers(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``[n]``: a head of one output, not rounded to what layers compute in."""
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    found = (hidden.to(dtype) * weight[0].to(dtype)).sum(-1)
-    return found if bias is None else found + bias[0].to(dtype)
-
-
-def _predictions(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Mapping[str, Tensor],
-    temperature: Tensor | None,
-    needs: Collection[str],
-) -> dict[str, Tensor]:
-    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    values = {}
-    k = top_k_of(needs)
-    if k is not None:
-        found = linear_top_k(hidden, weight, k, temperature=temperature, bias=bias)
-        values["top_k_ids"], values["top_k_logprobs"] = found
-    if k is None or set(needs) != {top_k(k)}:  # one softmax for all the tokens that are asked for
-        wide = [(x if x.ndim > 1 else x[:, None]).to(hidden.device) for x in targets.values()]
-        logprobs, entropy = linear_logprobs(
-            hidden, weight, torch.cat(wide, 1), temperature=temperature, bias=bias, entropy="entropy" in needs
-        )
-        names = ["logprobs", *(logprobs_at(column) for column in targets if column != "input_ids")]
-        parts = logprobs.split([x.shape[1] for x in wide], 1)
-        # Copies, because FSDP finds in what comes out where its backward begins, and would not in a view that changed
-        values |= {n: part.view(x.shape).clone() for n, part, x in zip(names, parts, targets.values(), strict=True)}
-        if entropy is not None:
-            values["entropy"] = entropy
-    return values
 
 
 type _Inputs = tuple[dict[str, Tensor], Sequence[Block] | None, Tensor | None]
