@@ -27,9 +27,9 @@ from nrl.batch import Batch
 from nrl.errors import ModelError
 from nrl.reduce import finalize
 from nrl.runtime import Slots
+from tests.backends.fsdp.test_sharding import assert_close, assert_equal, engine, everything, mine
+from tests.backends.fsdp.test_torch_engine import CONFIGS, MIXED, QWEN3, batch_of
 from tests.backends.processes import Processes
-from tests.backends.test_fsdp import CONFIGS, MIXED, QWEN3, batch_of
-from tests.backends.test_fsdp_sharded import assert_close, assert_equal, engine, everything, mine
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 MODEL = Model(QWEN3, lora=LORA)

@@ -48,8 +48,8 @@ from nrl.errors import (
 )
 from nrl.files import Written
 from nrl.reduce import Max, Mean, Metrics, Min, Sum, finalize
+from tests.backends.fsdp.test_torch_engine import CONFIGS, MIXED, QWEN3, batch_of, entropy_loss
 from tests.backends.processes import Processes
-from tests.backends.test_fsdp import CONFIGS, MIXED, QWEN3, batch_of, entropy_loss
 from tests.disks import small_disk_at, transferred
 
 pytestmark = pytest.mark.timeout(600)

@@ -21,8 +21,8 @@ import nrl
 from nrl.backends import Sampling, adamw, fsdp, openai
 from nrl.backends.openai import EndpointSampler
 from nrl.errors import GenerationError
-from tests.backends.test_openai import LAWS
-from tests.backends.test_samplers import PROMPTS, Made, by_the_trainer, model
+from tests.backends.openai.test_openai import LAWS
+from tests.backends.sampling.test_samplers import PROMPTS, Made, by_the_trainer, model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 

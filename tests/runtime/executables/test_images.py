@@ -13,7 +13,7 @@ from filelock import FileLock
 from nrl.command.main import main
 from nrl.runtime.executables.environments import INVENTORY, inventories
 from nrl.runtime.executables.registry import EXECUTABLES
-from tests.runtime.venv_parts import held, index_of, project_of, wheel_of
+from tests.runtime.executables.recipe_parts import held, index_of, project_of, wheel_of
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -28,7 +28,7 @@ from nrl.runtime.executables.environments import (
     uv,
 )
 from nrl.runtime.executables.wheels import Wheel
-from tests.runtime.venv_parts import bare_builder, held, index_of, recipe_of, slow_source, wheel_of
+from tests.runtime.executables.recipe_parts import bare_builder, held, index_of, recipe_of, slow_source, wheel_of
 
 TINY = wheel_of("tiny", source="x = 1", script=True)
 OTHER = wheel_of("other")

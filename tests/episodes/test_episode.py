@@ -625,7 +625,7 @@ def test_under_top_k_the_sampler_speaks_of_the_kept_tokens(sampler: ReplicatedSa
 
 
 def test_rewards_and_failures_on_gsm8k_are_counted_exactly() -> None:
-    path = Path(__file__).parent / "data" / "gsm8k_sample.jsonl"
+    path = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
     tasks = [*data.rows(path, chat=False)[:2], {"prompt": "How many?", "answer": "no number"}]
     right, wrong = tasks[0]["answer"], "#### 123456789"
     sampler = Scripted([right, wrong, right, tasks[1]["answer"], "3", "4"])

@@ -20,7 +20,7 @@ from nrl.batch import Batch, lengths
 from nrl.errors import BatchError, ColumnError, ConfigError, MissingOutput, ModelError
 from nrl.reduce import Mean, Metrics, finalize
 from nrl.runtime import Cluster, Slots
-from tests.backends.test_fsdp import CONFIGS, MIXED, QWEN3, batch_of
+from tests.backends.fsdp.test_torch_engine import CONFIGS, MIXED, QWEN3, batch_of
 
 WORDS = QWEN3["vocab_size"]
 NAMES = ["qwen3 tied", "qwen2 untied", "llama tied"]

@@ -432,7 +432,7 @@ def test_supervised_needs_rows_and_an_end() -> None:
 
 
 def test_real_rows_become_chats_and_are_trained_on() -> None:
-    path = Path(__file__).parent / "data" / "gsm8k_sample.jsonl"
+    path = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
     rows = data.tasks(path, seed=0, template="{question}\nEnd with #### and the number.").take(8)
     assert all(row["prompt"][0]["content"] == f"{row['question']}\nEnd with #### and the number." for row in rows)
     batch = data.supervised(rows, CHATS, response="answer")

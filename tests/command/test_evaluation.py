@@ -22,11 +22,11 @@ from nrl.command.evaluation import Evaluation, exported
 from nrl.command.main import main
 from nrl.errors import ModelError
 from nrl.runs.folder import claim
-from tests.backends.test_openai import Served, serving
-from tests.backends.test_samplers import model as served_model
+from tests.backends.openai.test_openai import Served, serving
+from tests.backends.sampling.test_samplers import model as served_model
 from tests.children import child
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ROWS: list[dict[str, Any]] = [
     {"question": "1+1=", "answer": "2"},
     {"question": "2+3=", "answer": 5},

@@ -24,9 +24,9 @@ from nrl.runtime.executables.pins import environment_of, pins_of, python_of
 from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import EXECUTABLES, Executable
 from nrl.runtime.executables.wheels import Wheel, build, content_digest, repack
-from tests.runtime.venv_parts import BACKEND, index_of, project_of, wheel_of
+from tests.runtime.executables.recipe_parts import BACKEND, index_of, project_of, wheel_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NAME = re.compile(r"base-[0-9a-f]{12}")
 
 

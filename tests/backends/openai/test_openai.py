@@ -29,8 +29,8 @@ from nrl.backends.openai import EndpointSampler, client
 from nrl.data import tasks
 from nrl.envs import Environment, Step, Task, exact, single_turn
 from nrl.errors import ClusterError, GenerationError, LostRequest, ModelError
-from tests.backends import test_samplers as contract
-from tests.backends.test_samplers import PROMPTS, Made, ids, model
+from tests.backends.sampling import test_samplers as contract
+from tests.backends.sampling.test_samplers import PROMPTS, Made, ids, model
 from tests.processes import settled
 
 type Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]]  # status, JSON or text, headers

@@ -9,7 +9,7 @@ import pytest
 from nrl.errors import PlacementError
 from nrl.runtime.executables.registry import EXECUTABLES, Executable, check_importable, executable, register
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_executables_that_are_built_in() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from nrl.backends.hf import cache, layers
 from nrl.backends.hf.cache import Preallocated, prepare
-from tests.backends.test_decoding import PLAIN, PROMPTS, build, check
+from tests.backends.hf.test_decoding import PLAIN, PROMPTS, build, check
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, options) for kind, options in PLAIN.items()},

@@ -10,7 +10,7 @@ from nrl.envs import number
 from nrl.errors import DataError
 from tests.chat_tokenizers import strings, tokenizer
 
-SAMPLES = Path(__file__).parent / "data"
+SAMPLES = Path(__file__).parents[1] / "data"
 
 
 def user(text: str) -> list[dict[str, str]]:
