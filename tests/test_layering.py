@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime.ray", "runtime.transfer"),
     ("runtime.clusters",),
     ("runtime",),
-    ("backends.base",),
+    ("backends.base", "backends.engines", "backends.samplers"),
     ("backends.models",),
     ("backends.publishing", "backends.sampling", "backends.training"),
     ("backends.fsdp", "backends.hf", "backends.openai", "backends.vllm"),

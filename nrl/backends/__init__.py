@@ -4,22 +4,24 @@ from collections.abc import Callable
 from functools import partial
 
 from nrl.backends import hf, vllm
-from nrl.backends.base import Completion, Engine, Model, Params, Sampler, Sampling, Trainer, TrainState
+from nrl.backends.base import Completion, Model, Params, Sampling, Trainer, TrainState
+from nrl.backends.engines import TrainEngine
 from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.publishing import publish
+from nrl.backends.samplers import Sampler
 from nrl.backends.training.measurement import evaluate
 from nrl.backends.training.optimizers import Optimizer, Schedule, adamw, learning_rate
 
 __all__ = [
     "SAMPLERS",
     "Completion",
-    "Engine",
     "Model",
     "Optimizer",
     "Params",
     "Sampler",
     "Sampling",
     "Schedule",
+    "TrainEngine",
     "TrainState",
     "Trainer",
     "adamw",

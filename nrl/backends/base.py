@@ -2,16 +2,14 @@
 
 A `Trainer` is a record of functions that are already mapped onto a mesh. A `TrainState` is linear: a step consumes it
 and returns the next. A `Sampler` holds weights in a versioned cell that `publish` replaces in place, because rollouts
-in flight must see updates. An `Engine` is what a backend author writes.
+in flight must see updates. What backend authors write is in `nrl.backends.engines` and `nrl.backends.sampling`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent import futures
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple
 
 import attrs
-from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss
@@ -22,34 +20,11 @@ from nrl.runtime.mesh.futures import Future
 from nrl.runtime.mesh.handles import Handle
 from nrl.runtime.mesh.placement import Mesh
 
-__all__ = [
-    "Bucket",
-    "Checked",
-    "Complete",
-    "Completion",
-    "Engine",
-    "Inflight",
-    "Model",
-    "Params",
-    "Probed",
-    "Sampler",
-    "Sampling",
-    "Streams",
-    "TrainState",
-    "Trainer",
-    "top_k",
-    "top_k_of",
-]
+__all__ = ["Bucket", "Completion", "Model", "Params", "Sampling", "TrainState", "Trainer", "top_k", "top_k_of"]
 
 
 type Bucket = Mapping[str, Tensor]
 """Some weights, by their Hugging Face names."""
-
-type Complete = Callable[[Sequence[int], Sampling], Sequence[Completion]]
-"""Lets engines complete a prompt; what each of them says."""
-
-type Inflight = Literal["wait", "keep", "abort"]
-"""What becomes of requests that are under way when new weights come; see `nrl.publish`."""
 
 
 @attrs.frozen(kw_only=False)
@@ -172,189 +147,6 @@ class Completion(NamedTuple):
     version: int
     versions: Tensor | None = None
     times: int = 1
-
-
-class Sampler(Protocol):
-    """What `nrl.rollout` needs of an inference engine."""
-
-    @property
-    def version(self) -> int:
-        """How often weights had been published when the ones it holds were."""
-        ...
-
-    @property
-    def tokenizer(self) -> Any:
-        """The transformers tokenizer of its model."""
-        ...
-
-    @property
-    def context_length(self) -> int:
-        """The most tokens that a prompt and its completion may have together."""
-        ...
-
-    @property
-    def sampling(self) -> Sampling:
-        """What it samples with where a call does not say."""
-        ...
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        seeds: Sequence[int] | None = None,
-        sampling: Sampling | None = None,
-    ) -> Future[list[Completion]]:
-        """Complete each prompt once; equal prompts share their prefill. A row's noise depends on its seed alone."""
-        ...
-
-    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:
-        """Replace the weights in place; `publish` calls it.
-
-        Args:
-            buckets: tensors by their Hugging Face names, some at a time. Futures are of values that live on a mesh: a
-                sampler on a mesh passes them on to its processes, without a wait or a copy here. It can be iterated
-                again later, as long as the params are there; then it raises `ConsumedState`.
-            version: stamped from now on on what is sampled.
-            inflight: what becomes of requests that are under way; see `nrl.publish`.
-        """
-        ...
-
-
-@runtime_checkable
-class Streams(Protocol):
-    """A sampler that takes on requests while it decodes others."""
-
-    def stream(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling | None = None
-    ) -> "list[futures.Future[Completion]]":
-        """As `Sampler.generate`, with a future for each row; to cancel one is to have it forgotten."""
-        ...
-
-
-@runtime_checkable
-class Checked(Protocol):
-    """Weights of which somebody can say whether an engine computes with them, such as those that `publish` gives."""
-
-    def check(self, sampler: "Probed", version: int, complete: Complete) -> None:
-        """See what engines say that have them.
-
-        Args:
-            sampler: whose engines they are.
-            version: that they have to name.
-            complete: asks them.
-
-        Raises:
-            WeightMismatch: they compute something else than the trainer does.
-            ConsumedState: the weights are not there any more.
-        """
-        ...
-
-
-@runtime_checkable
-class Probed(Protocol):
-    """A sampler whose engines compute otherwise than a trainer does, so that `publish` checks what they compute."""
-
-    @property
-    def tolerance(self) -> float | None:
-        """Nats that its log-probabilities may differ from a trainer's; None: they are computed alike."""
-        ...
-
-    def everywhere(self, prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
-        """Let every engine complete a prompt."""
-        ...
-
-    def distrust(self, reason: str) -> None:
-        """Serve nobody until other weights have been received."""
-        ...
-
-
-class Engine[S, M](Protocol):
-    """What a backend author writes; made in each process of a mesh. ``S`` is its train state, ``M`` its params.
-
-    In a mesh of several processes each is called with its own rows, and all with the same arguments otherwise; an
-    engine talks to its peers through `nrl.process`. What it returns as metrics is the same in all of them.
-    Both loops over micro-batches are the engine's own (under pipeline parallelism the schedule owns them).
-    Micro-batches are padded batches of whole rows; what the loss sees is ``[*b, T]`` like them. They are made while
-    they are read, which may raise in one process alone: an engine of several lets all of them know.
-    """
-
-    @property
-    def provides(self) -> frozenset[str]:
-        """The kinds of outputs (`nrl.algos.output_kind`) that it computes, ``logprobs`` among them if it does."""
-        ...
-
-    def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> S:
-        """A fresh train state with the model's own weights, or with these, which may be of a model of another head.
-
-        They may be those of an adapter alone.
-        """
-        ...
-
-    def params(self, state: S) -> M:
-        """The params inside of a train state, shared with it."""
-        ...
-
-    def load(self, source: str | None) -> M:
-        """Params from elsewhere, to be used forward only; None: the model's own initial ones."""
-        ...
-
-    def freeze(self, params: M) -> M:
-        """A copy of params that later steps do not change."""
-        ...
-
-    def forward(self, params: M, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
-        """What ``needs`` names for each micro-batch, without gradients, in the shapes of `nrl.algos.output_shape`.
-
-        For `top_k` that is ``top_k_ids`` and ``top_k_logprobs``, each ``[*b, T, k]``, zeros where nothing is predicted.
-        """
-        ...
-
-    def train(
-        self, state: S, loss: Loss, microbatches: Iterable[Batch], weights: Mapping[str, float]
-    ) -> tuple[S, Metrics]:
-        """One optimizer step on the sum over micro-batches of ``total / weights[term]``.
-
-        The metrics are those of the loss, ``loss``, ``grad_norm``, ``lr``, ``tokens``, and `mismatch_metrics` of what
-        the loss saw; `nrl.backends.training.gradients.value_and_grad` has them with the loss.
-
-        Either steps once, or raises and leaves the state as it was. Raises `WeightError` where the weights of the real
-        calls do not add up to ``weights``.
-        """
-        ...
-
-    def tensors(self, params: M, adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """The params by their Hugging Face names, whole, tied ones once, for `publish`; all processes go along.
-
-        With ``adapter`` those of an adapter alone; otherwise it is added to the others.
-        """
-        ...
-
-    def save(self, state: S, folder: Path, adapter: bool = False) -> Mapping[str, Written]:
-        """Write all that `restore` needs; with ``adapter``, without the base, which is the model's own.
-
-        Returns the files that this process wrote, by their names in the folder. They are on the disk by then (see
-        `nrl.files.write`), and when one process returns, all have written theirs.
-        """
-        ...
-
-    def restore(self, folder: Path) -> S:
-        """The state that was saved, by any number of processes; raises `CheckpointError` where a part is missing."""
-        ...
-
-    def save_params(self, params: M, folder: Path, adapter: bool = False) -> Mapping[str, Written]:
-        """Write all that `restore_params` needs, to the last bit; otherwise as `save`."""
-        ...
-
-    def restore_params(self, folder: Path) -> M:
-        """The frozen params that were saved."""
-        ...
-
-    def export(self, params: M, folder: Path, adapter: bool = False) -> None:
-        """Write params and tokenizer in Hugging Face format; with ``adapter``, that alone in peft's.
-
-        All processes go along, and the first one writes.
-        """
-        ...
 
 
 _TOP_K = "top_k("

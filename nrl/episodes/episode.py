@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nrl.backends.base import Completion, Sampler, Sampling, Streams
+from nrl.backends.base import Completion, Sampling
+from nrl.backends.samplers import Sampler, Streams
 from nrl.batch import Batch, assign
 from nrl.data import render
 from nrl.envs import Env, Step, Task

@@ -9,7 +9,8 @@ import attrs
 import torch
 
 from nrl.algos import majority, pass_at_k
-from nrl.backends.base import Sampler, Sampling
+from nrl.backends.base import Sampling
+from nrl.backends.samplers import Sampler
 from nrl.data import render
 from nrl.envs import Task, Verifier, extractor, single_turn
 from nrl.episodes.episode import rollout

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from concurrent import futures
 from typing import Protocol
 
-from nrl.backends.base import Completion, Sampler, Sampling, Streams
+from nrl.backends.base import Completion, Sampling
+from nrl.backends.samplers import Sampler, Streams
 
 __all__ = ["asker"]
 

@@ -35,7 +35,7 @@ class BigramState(NamedTuple):
 
 @attrs.frozen
 class Bigram:
-    """Plain gradient descent on a table; satisfies `nrl.backends.Engine`."""
+    """Plain gradient descent on a table; satisfies `nrl.backends.TrainEngine`."""
 
     rate: float = 0.5
     provides: frozenset[str] = frozenset({"logprobs"})

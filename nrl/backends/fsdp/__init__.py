@@ -4,7 +4,8 @@ import itertools
 from functools import partial
 from typing import Any
 
-from nrl.backends.base import Engine, Model, Trainer
+from nrl.backends.base import Model, Trainer
+from nrl.backends.engines import TrainEngine
 from nrl.backends.training.optimizers import Optimizer
 from nrl.runtime import Mesh, Slots
 
@@ -73,7 +74,7 @@ def trainer(
 
 def _make_engine(
     model: Model, optimizer: Optimizer, packed: bool, checkpointing: bool, compile: bool, device: str | None
-) -> Engine[Any, Any]:
+) -> TrainEngine[Any, Any]:
     """In a process of the mesh."""
     import torch
 

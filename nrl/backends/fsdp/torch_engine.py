@@ -80,7 +80,7 @@ class State(NamedTuple):
 
 @attrs.frozen
 class TorchEngine:
-    """Satisfies `nrl.backends.base.Engine`; see `nrl.backends.fsdp.trainer` for the fields.
+    """Satisfies `nrl.backends.engines.TrainEngine`; see `nrl.backends.fsdp.trainer` for the fields.
 
     With a ``mesh``, one is made in each of its processes and every method is called in all of them, with micro-batches
     of their own (possibly none) and otherwise the same arguments. A mesh of one process changes nothing.

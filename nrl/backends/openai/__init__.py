@@ -13,10 +13,11 @@ from urllib.parse import urlsplit
 
 import attrs
 
-from nrl.backends.base import Bucket, Completion, Inflight, Model, Sampling
+from nrl.backends.base import Bucket, Completion, Model, Sampling
 from nrl.backends.models.loading import end_tokens, load_config, load_tokenizer
 from nrl.backends.openai.client import Server, beside, is_private
 from nrl.backends.openai.endpoint import Endpoint, Meaning, probe, served
+from nrl.backends.samplers import Inflight
 from nrl.backends.sampling.replica import check
 from nrl.backends.sampling.truncation import truncates, warn_of_truncation
 from nrl.errors import GenerationError

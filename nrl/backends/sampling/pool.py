@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
-from nrl.backends.base import Bucket, Completion, Inflight, Model, Sampling
+from nrl.backends.base import Bucket, Completion, Model, Sampling
 from nrl.backends.models.loading import load_tokenizer
+from nrl.backends.samplers import Inflight
 from nrl.backends.sampling.receiving import give, give_again, say
 from nrl.backends.sampling.replica import Replica, Request, check
 from nrl.backends.sampling.routing import Spread
@@ -137,7 +138,7 @@ class ReplicatedSampler:
         return gathered(self._ask(prompts, seeds, sampling))
 
     def everywhere(self, prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
-        """Let every engine complete a prompt; see `nrl.backends.base.Probed`.
+        """Let every engine complete a prompt; see `nrl.backends.samplers.Probed`.
 
         Those that are being started again are not waited for, unless no other is left.
         """

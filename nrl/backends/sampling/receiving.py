@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from nrl.backends.base import Bucket, Checked, Complete, Probed
+from nrl.backends.base import Bucket
+from nrl.backends.samplers import Checked, Complete, Probed
 from nrl.backends.sampling.seat import Seat
 from nrl.errors import ConsumedState, CorruptedTransfer, TransferError
 from nrl.runtime.mesh.futures import Coming, Future

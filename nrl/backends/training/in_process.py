@@ -10,7 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss, output_kind, output_shape
-from nrl.backends.base import Bucket, Engine, top_k_of
+from nrl.backends.base import Bucket, top_k_of
+from nrl.backends.engines import TrainEngine
 from nrl.batch import Batch, assign
 from nrl.files import Written
 from nrl.reduce import Metrics
@@ -32,7 +33,7 @@ __all__ = [
     "train",
 ]
 
-type _Engine = Engine[Any, Any]
+type _Engine = TrainEngine[Any, Any]
 type _Split = Callable[[Batch], Sequence[Batch]]
 
 _BUCKET = 256 * 2**20

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed, output_kind
-from nrl.backends.base import Bucket, Engine, Params, Trainer, TrainState
+from nrl.backends.base import Bucket, Params, Trainer, TrainState
 from nrl.backends.base import top_k as top_k_named
+from nrl.backends.engines import TrainEngine
 from nrl.backends.training import in_process, shared_folders
 from nrl.backends.training.law import check_law
 from nrl.backends.training.terms import LOGPROBS, global_weights
@@ -35,7 +36,7 @@ __all__ = ["make_trainer"]
 
 def make_trainer(
     mesh: Mesh,
-    make_engine: Callable[[], Engine[Any, Any]],
+    make_engine: Callable[[], TrainEngine[Any, Any]],
     *,
     name: str,
     max_tokens: int,

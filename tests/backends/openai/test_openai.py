@@ -22,10 +22,10 @@ import torch
 import nrl
 from nrl import tiny
 from nrl.backends import Sampling, adamw, fsdp, hf, openai
-from nrl.backends.base import Streams
 from nrl.backends.hf.noise import keep_most_probable
 from nrl.backends.models.loading import build, load_config
 from nrl.backends.openai import EndpointSampler, client
+from nrl.backends.samplers import Streams
 from nrl.data import tasks
 from nrl.envs import Environment, Step, Task, exact, single_turn
 from nrl.errors import ClusterError, GenerationError, LostRequest, ModelError

@@ -16,7 +16,7 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, Params, Sampler, Sampling, adamw, fsdp, hf, vllm
-from nrl.backends.base import Streams
+from nrl.backends.samplers import Streams
 from nrl.batch import Batch
 from nrl.errors import (
     ClosedCluster,

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 import nrl
 from nrl.algos import Loss, needs, policy_loss, reinforce, sft_loss, token_mean, weighted_sft_loss
-from nrl.backends import Engine, Sampler, Trainer, publish
+from nrl.backends import Sampler, TrainEngine, Trainer, publish
 from nrl.backends.training.terms import check_weights, global_weights, terms_of
 from nrl.backends.training.trainer import make_trainer
 from nrl.batch import Batch
@@ -45,7 +45,7 @@ def trainer(cluster: Cluster) -> Trainer:
     return made(cluster)
 
 
-def made(cluster: Cluster, dp: int = 1, max_tokens: int = 100, engine: Engine[Any, Any] | None = None) -> Trainer:
+def made(cluster: Cluster, dp: int = 1, max_tokens: int = 100, engine: TrainEngine[Any, Any] | None = None) -> Trainer:
     mesh = cluster.reserve(dp).mesh()
     return make_trainer(mesh, lambda: engine or Bigram(), name="bigram", max_tokens=max_tokens)
 

@@ -199,7 +199,7 @@ def bare_builder(recipe: Recipe, folder: Path, scratch: Path, *, prelude: str = 
 @contextlib.contextmanager
 def held(env: Path) -> Iterator[None]:
     """While entered, a process runs in an environment, as those of a mesh do."""
-    program = "import sys, time; sys.path.insert(0, sys.argv[1]); import provision as p; p.hold(p.Path(sys.argv[2]))"
+    program = "import sys, time; sys.path.insert(0, sys.argv[1]); import environments as p; p.hold(p.Path(sys.argv[2]))"
     command = [
         sys.executable,
         "-c",
