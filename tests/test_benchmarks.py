@@ -9,8 +9,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from benchmarks import by_hand, driver, lag, mismatch, overhead, overlap, ray_calls, ray_runs, vs_trl
+from benchmarks import by_hand, driver, lag, mismatch, overhead, overlap, ray_calls, ray_runs, same_numbers, vs_trl
 from benchmarks._figure import curves
 from benchmarks._machine import resident, shares, watched
 from benchmarks._paired import Clock, Worker, disagreement, lengths_of, pair, percentile, ratios, spread, table
@@ -356,3 +357,67 @@ def test_vs_trl_runs(tmp_path: Path) -> None:
         for times in (side for both in result["pairs"] for side in both.values()):
             assert times["cpu/total"] > times["cpu/rollout"] > times["cpu/generate"] > 0
             assert min(times[f"cpu/{phase}"] for phase in ("forward", "backward", "optimizer")) > 0
+
+
+class Recorded:
+    """What a run of two steps leaves in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.last: dict[str, Any] = {"step": 1, "loss": 0.5, "grad_norm": 2.0, "reward": 0.5, "reward/max": 1.0}
+        self.sampled = {"step": 1, "rows": [{"reward": 1.0, "prompt": "1+1="}]}
+        self.model = {"a": torch.tensor([0.0, 1.0]), "b": torch.tensor(3)}
+        self.saved = {"model.a": self.model["a"], "optimizer.a.exp_avg": torch.tensor([float("nan"), 2.0])}
+        self.file = "checkpoints/train/2/policy/1.safetensors"
+
+    def write(self) -> Path:
+        self.folder.mkdir()
+        first = self.last | {"step": 0, "loss": 1.0}
+        for name, rows in {"metrics": [first, self.last], "rollouts": [self.sampled]}.items():
+            timed = [row | {"time/total": id(self), "tokens_per_second": id(self)} for row in rows]
+            (self.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in timed))
+        for file, tensors in {"model/model.safetensors": self.model, self.file: self.saved}.items():
+            (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, self.folder / file)
+        return self.folder
+
+
+@pytest.mark.parametrize(
+    ("change", "result"),
+    [
+        (lambda run: None, "same"),
+        (lambda run: run.last.update(loss=0.1 + 0.4000000000000001), "metrics.jsonl, step 1, loss: 0.5 -> 0.50000"),
+        (lambda run: run.last.update(loss=None), "metrics.jsonl, step 1, loss: 0.5 -> None"),
+        (lambda run: run.last.update(other=1), "metrics.jsonl, step 0, other: only in HEAD"),
+        (lambda run: run.last.pop("reward"), "metrics.jsonl, step 0, reward: only in BASE"),
+        (lambda run: run.sampled["rows"][0].update(reward=-0.0), "rollouts.jsonl, step 1, rows/0/reward: 1.0 -> -0.0"),
+        (lambda run: run.model["a"][0].neg_(), "model/model.safetensors, a, element 0: 0.0 -> -0.0"),
+        (lambda run: run.model.update(b=torch.tensor(3.0)), "model/model.safetensors, b: torch.int64, [] -> torch.fl"),
+        (lambda run: run.model.update(c=torch.ones(1)), "model/model.safetensors, c: only in HEAD"),
+        (lambda run: run.saved["optimizer.a.exp_avg"][1].add_(1), "checkpoints/train/2/policy/1.safetensors, optimiz"),
+        (lambda run: setattr(run, "file", "checkpoints/2.safetensors"), "same; checkpoints name their tensors other"),
+        (lambda run: run.saved.pop("model.a"), "checkpoints/train/2/policy/1.safetensors, model.a: only in BASE"),
+    ],
+)
+def test_numbers_of_two_commits_are_the_same_by_the_bit(tmp_path: Path, change: Any, result: str) -> None:
+    base, head = Recorded(tmp_path / "base"), Recorded(tmp_path / "head")
+    change(head)
+    numbers, tensors, found = same_numbers.compare(base.write(), head.write())
+    assert (numbers, tensors) == (13, 4)
+    assert found == result if result == "same" else found.startswith(result)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"loss": 1.0}, "the loss is 1.0 in each step"),
+        ({"grad_norm": 0.0, "critic/grad_norm": None}, "grad_norm, critic/grad_norm of the last step is not above 0"),
+        ({"reward": 1.0}, "all rewards of the last step are equal"),
+        ({"clip_fraction": 0.0}, "no step clips a ratio"),
+    ],
+)
+def test_runs_that_could_show_no_difference_are_told(tmp_path: Path, change: Any, reason: str | None) -> None:
+    run = Recorded(tmp_path / "run")
+    run.last |= change
+    assert same_numbers.blunt(run.write()) == reason
