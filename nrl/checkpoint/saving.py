@@ -20,7 +20,8 @@ import attrs
 import numpy as np
 import torch
 
-from nrl.backends.base import Params, Trainer, TrainState
+from nrl.backends.training.states import Params, TrainState
+from nrl.backends.training.trainer import Trainer
 from nrl.checkpoint import manifest
 from nrl.checkpoint.serialization import decode, encode
 from nrl.errors import CheckpointError

@@ -32,7 +32,7 @@ from nrl.backends import Model, adamw
 from nrl.backends.base import top_k
 from nrl.backends.fsdp.torch_engine import State, TorchEngine
 from nrl.backends.models import loading
-from nrl.backends.training import in_process
+from nrl.backends.training import on_ranks
 from nrl.backends.training.agreement import Held, Mishap, Peers
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch
@@ -240,7 +240,7 @@ def headed(mesh: DeviceMesh | None, head: Any, sizes: Sequence[int]) -> tuple[li
         "lm": (top_k(4), ["top_k_ids", "top_k_logprobs"]),
     }[head]
     split = partial(nrl.microbatches, max_tokens=40)
-    out = in_process.forward(split, frozenset({need}), keys, made, state, False, nrl.shard(batch, size)[rank])
+    out = on_ranks.forward(split, frozenset({need}), keys, False, made, state, nrl.shard(batch, size)[rank])
     return numbers, everything(made, state), out
 
 
@@ -584,8 +584,8 @@ def splitting(mesh: DeviceMesh | None) -> list[tuple[str, list[str]]]:
     batch, made, errors = batch_of([5, 9]), engine(mesh), []
     state, shard, split = made.init(), nrl.shard(batch, 2)[rank], partial(nrl.microbatches, max_tokens=8)
     for call in (
-        lambda: in_process.forward(split, LOGPROBS, ["logprobs"], made, state, False, shard),
-        lambda: in_process.train(sft_loss, split, (), made, state, global_weights(sft_loss, batch), shard),
+        lambda: on_ranks.forward(split, LOGPROBS, ["logprobs"], False, made, state, shard),
+        lambda: on_ranks.train(sft_loss, split, (), made, state, global_weights(sft_loss, batch), shard),
     ):
         with pytest.raises(BatchError) as caught:
             call()

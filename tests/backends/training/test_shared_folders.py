@@ -225,16 +225,20 @@ def test_half_of_what_was_saved_is_not_restored(trainer: Trainer, tmp_path: Path
         trainer.restore(tmp_path)
 
 
-def test_the_processes_of_a_trainer_read_what_it_wrote(trainer: Trainer, tmp_path: Path) -> None:
+def test_the_processes_of_a_trainer_read_what_it_wrote(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (0, 1):
         checkpoint.save(tmp_path / f"{step + 1:06}", step, {"policy": trainer.init(), "count": step})
     readers, said, read = {"policy": trainer}, list[str](), list[Path]()
 
-    def sees(folder: str | Path, files: Any) -> None:
-        read.extend(Path(folder) / name for name in files)
-        trainer.verify(folder, files)
+    def checks(folder: Path, files: Any) -> None:
+        read.extend(folder / name for name in files)
+        check(folder, files)
 
-    checkpoint.verify(tmp_path / "000002", {"policy": trainer._replace(verify=sees)})
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_folders, "check", checks)
+        checkpoint.verify(tmp_path / "000002", {"policy": trainer})
     assert read == [tmp_path / "000002/policy" / name for name in ("table.pt", "state.json")]
     table = tmp_path / "000002/policy/table.pt"
     table.write_bytes(table.read_bytes()[:-3] + b"???")
