@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from nrl.backends.models.loading import named_tensors, weight_name
 from nrl.backends.training.agreement import Held, Peers
 from nrl.errors import CheckpointError, ModelError
-from nrl.files import Buffer, Written
+from nrl.files import Buffer, Written, flush
 from nrl.files import write as write_file
 
 __all__ = ["read", "write"]
@@ -92,7 +92,8 @@ def write(
         parts = {name: part for name, part in own if part is not None}
         name = f"{peers.rank + 1:05}-of-{peers.count:05}.safetensors"
         found[name] = write_file(folder / name, _safetensors(parts))
-    held.meet("save")
+        flush(folder)
+    held.meet("save")  # when one returns, all has been written
     return found
 
 

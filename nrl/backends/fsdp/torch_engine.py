@@ -7,7 +7,6 @@ them: what one finds in its numbers, all know before any acts on it (`nrl.backen
 import contextlib
 import copy
 import functools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from nrl.backends.training.plans import Outputs, Plan, last, plan, predicted
 from nrl.backends.training.terms import check_weights
 from nrl.batch import Batch, lengths
 from nrl.errors import BatchError, ModelError, NotFinite
-from nrl.files import Written, flush, write
+from nrl.files import Saved
 from nrl.reduce import Mean, Metrics, Sum, merge
 from nrl.runtime.mesh.current_process import rest, wake
 
@@ -355,41 +354,32 @@ class TorchEngine:
         groups = [group for group in groups if group["params"]]
         return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
 
-    def save(self, state: State, folder: Path, adapter: bool = False) -> dict[str, Written]:
+    def save(self, state: State, folder: Path, adapter: bool = False) -> Saved:
         """Write module and optimizer."""
         return self._write(folder, state.module, state.optimizer, state.step, adapter)
 
-    def restore(self, folder: Path) -> State:
+    def restore(self, folder: Path, record: Mapping[str, Any]) -> State:
         """Read what `save` wrote, in whatever number of processes."""
-        record = json.loads((folder / "engine.json").read_text())
         state = self.init()  # betas and the like are those of the configuration
         self._read(folder, state.module, state.optimizer, record["base"])
         return state._replace(step=record["step"])
 
-    def save_params(self, params: nn.Module, folder: Path, adapter: bool = False) -> dict[str, Written]:
+    def save_params(self, params: nn.Module, folder: Path, adapter: bool = False) -> Saved:
         """Write the module."""
         return self._write(folder, params, None, 0, adapter)
 
-    def restore_params(self, folder: Path) -> nn.Module:
+    def restore_params(self, folder: Path, record: Mapping[str, Any]) -> nn.Module:
         """Read what `save_params` wrote."""
-        record = json.loads((folder / "engine.json").read_text())
         module = self._make(self.model if record["lora"] else attrs.evolve(self.model, lora=None), frozen=True)
         self._read(folder, module, None, record["base"])
         return module
 
     def _write(
         self, folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, adapter: bool
-    ) -> dict[str, Written]:
-        held, wanted = Held(self._peers), lora.trained if adapter else None
-        written = storage.write(folder, module, optimizer, self._peers, wanted)
+    ) -> Saved:
+        written = storage.write(folder, module, optimizer, self._peers, lora.trained if adapter else None)
         base = lora.signature(module, sharding.whole) if adapter else None
-        with held.back():
-            if self._peers.rank == 0:
-                record = {"step": step, "lora": bool(lora.layers(module)), "base": base}
-                written["engine.json"] = write(folder / "engine.json", [json.dumps(record).encode()])
-            flush(folder)
-        held.meet("save")  # when one returns, all has been written
-        return written
+        return Saved(written, {"step": step, "lora": bool(lora.layers(module)), "base": base})
 
     def _read(
         self,

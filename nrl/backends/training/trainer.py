@@ -1,6 +1,5 @@
 """The driver's half of training: a trainer, which maps an engine onto a mesh, and its verbs."""
 
-import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -24,8 +23,8 @@ from nrl.backends.training.on_mesh import Each, call, from_all, from_first, only
 from nrl.backends.training.states import Params, TrainState
 from nrl.backends.training.terms import LOGPROBS, global_weights
 from nrl.batch import Batch, deal, microbatches, restore
-from nrl.errors import MissingOutput, ModelError
-from nrl.files import Written, check_sizes, flush, write
+from nrl.errors import CheckpointError, MissingOutput, ModelError
+from nrl.files import MANIFEST, Saved, Written, check_sizes, flush, saved_in, write_manifest
 from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Future, Handle, Mesh, done
 from nrl.runtime.mesh.futures import Coming, on_its_way
@@ -258,6 +257,11 @@ class Trainer:
         Returns:
             Every file by its name in the folder; each process hashes what it writes while it writes.
         """
+        files, record = self.write(value, folder)
+        return {**files, MANIFEST: write_manifest(Path(folder), files, {".": record})}
+
+    def write(self, value: TrainState | Params, folder: str | Path) -> Saved:
+        """As `save`, but for the manifest, which is left to who writes that of a folder above."""
         folder = Path(folder).absolute()
         params = value._params if isinstance(value, TrainState) else value
         alone = params.adapter is not None
@@ -271,29 +275,36 @@ class Trainer:
         self.mesh.cluster.check_open("save")
         folder.mkdir(parents=True, exist_ok=True)
         self.check_folder(folder, "save")
-        each = from_all(self.mesh, "save", fn, self._engines, values, folder, alone)
-        written = shared_folders.arrived(self.name, folder, each)
-        text = json.dumps(record | {"files": written}).encode()
-        written["state.json"] = write(folder / "state.json", [text])
+        each: list[Saved] = from_all(self.mesh, "save", fn, self._engines, values, folder, alone)
+        files = shared_folders.arrived(self.name, folder, [saved.files for saved in each])
         flush(folder)
-        return written
+        return Saved(files, record | {"engine": each[0].record})
 
     def restore(self, folder: str | Path) -> Any:
-        """The train state, or the params, that were saved there, if all of it is there."""
+        """The train state, or the params, that were saved there, if all of it is there.
+
+        The folder is one that `save` wrote, or that of a value in a checkpoint, ``.../000050/policy``.
+        """
         self.mesh.cluster.check_open("restore")
         folder = Path(folder).absolute()
-        if not (folder / "state.json").exists():
-            raise FileNotFoundError(f"restore: nothing that a trainer saved is in {folder}")
-        record = json.loads((folder / "state.json").read_text())
-        files = {file: Written(*told) for file, told in record["files"].items()}
+        saved = saved_in(folder)
+        if saved is None and (folder / "state.json").exists():
+            raise CheckpointError(
+                f"restore: {folder} was written by an earlier version of nrl (its state.json shows it), and this one "
+                "reads its own alone; go on with that version, or let it export the weights and begin with those"
+            )
+        if saved is None:
+            raise FileNotFoundError(
+                f"restore: nothing that a trainer saved is in {folder}: no {MANIFEST} there says so, nor one in the "
+                "folder above it, where that of a checkpoint is"
+            )
+        files, record = saved
         check_sizes(folder, files)
         from_first(self.mesh, "restore", shared_folders.see, folder, files, turn=False)
-        has = self.adapter if record["adapter"] else None
-        if "step" not in record:
-            values = self._call("restore", partial(on_ranks.method, "restore_params"), folder)
-            return self._params(values, record["version"], record["published"], has)
-        values = self._call("restore", partial(on_ranks.method, "restore"), folder)
-        return self._state(values, record["step"], record["version"], record["published"], has)
+        name = "restore" if "step" in record else "restore_params"
+        values = self._call("restore", partial(on_ranks.method, name), folder, record["engine"])
+        told = record["version"], record["published"], self.adapter if record["adapter"] else None
+        return self._state(values, record["step"], *told) if "step" in record else self._params(values, *told)
 
     def verify(self, folder: str | Path, files: Mapping[str, Written]) -> None:
         """See that files that `save` returned are what was written. The processes read them, each a share."""

@@ -19,6 +19,7 @@ from nrl.backends.training.trainer import make_trainer
 from nrl.batch import Batch
 from nrl.errors import (
     BatchError,
+    CheckpointError,
     ClosedCluster,
     ConsumedState,
     ForeignState,
@@ -530,8 +531,28 @@ def test_restore_on_a_cluster_that_has_been_left(tmp_path: Path) -> None:
 
 
 def test_restore_from_a_folder_that_nobody_saved(trainer: Trainer, tmp_path: Path) -> None:
-    with pytest.raises((FileNotFoundError, nrl.errors.NrlError), match=f"restore: .*{tmp_path / 'nothing'}"):
+    with pytest.raises(FileNotFoundError, match=f"restore: .*{tmp_path / 'nothing'}: no manifest.json there says so"):
         trainer.restore(tmp_path / "nothing")
+
+
+def test_restore_of_what_an_earlier_version_saved(trainer: Trainer, tmp_path: Path) -> None:
+    """It wrote no manifest, and a state.json beside what the engine wrote; in a checkpoint, too."""
+    old = {"version": 1, "published": True, "adapter": False, "step": 1, "files": {}}
+    for folder in (tmp_path / "saved", tmp_path / "000010" / "policy"):
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps(old))
+        with pytest.raises(CheckpointError, match=f"restore: {folder} was written by an earlier version .*let it"):
+            trainer.restore(folder)
+    trainer.save(trainer.init(), tmp_path / "saved")  # over it
+    assert trainer.restore(tmp_path / "saved").step == 0
+
+
+def test_restore_says_that_its_manifest_was_altered(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.save(trainer.init(), tmp_path)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version": 0', '"version": 1'))
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: its manifest.json was altered"):
+        trainer.restore(tmp_path)
 
 
 def test_init_copies_params(trainer: Trainer) -> None:
@@ -556,7 +577,7 @@ def test_save_and_restore_keep_the_counts(trainer: Trainer, tmp_path: Path) -> N
     b, _ = step(again, batch_of())
     assert torch.equal(dict(a.params.tensors())["table"], dict(b.params.tensors())["table"])
     assert (publish(a.params, sampler), publish(b.params, Recorder())) == (2, 2)
-    assert json.loads((tmp_path / "deep" / "folder" / "state.json").read_text())["step"] == 1
+    assert json.loads((tmp_path / "deep" / "folder" / "manifest.json").read_text())["values"]["."]["step"] == 1
 
 
 # publish
