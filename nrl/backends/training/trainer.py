@@ -33,7 +33,7 @@ from nrl.runtime.transfer import opened, route
 
 __all__ = ["Trainer", "make_trainer"]
 
-type Step = Callable[..., tuple[TrainState, Future[Metrics]]]
+type _Step = Callable[..., tuple[TrainState, Future[Metrics]]]
 """What `Trainer.train_step` makes of a loss."""
 
 
@@ -206,7 +206,7 @@ class Trainer:
 
     # --- steps
 
-    def train_step(self, loss: Loss) -> Step:
+    def train_step(self, loss: Loss) -> _Step:
         """``step(state, batch, **columns) -> (state, Future[Metrics])``: one optimizer step on this loss.
 
         Columns are added as by `nrl.assign`, but for futures of other meshes: these go from there to the trainer's

@@ -22,7 +22,7 @@ from nrl.algos import needs, sft_loss, token_mean
 from nrl.backends import Model, Optimizer, Schedule, Trainer, TrainState, adamw, fsdp, learning_rate, publish
 from nrl.backends.fsdp import torch_engine
 from nrl.backends.fsdp.torch_engine import TorchEngine
-from nrl.backends.models import loading
+from nrl.backends.models import loading, named_weights
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch, lengths
 from nrl.errors import BatchError, ForeignState, MissingOutput, ModelError, PlacementError
@@ -813,7 +813,7 @@ def test_what_is_published_is_what_the_state_holds(slots: Slots) -> None:
     assert publish(state.params, sampler) == 2
     assert_same(sampler.weights, weights(state))
     module: Any = loading.build(Model(QWEN3, seed=5))
-    loading.load_tensors(loading.weights(module), sampler.weights.items(), who="receive")
+    named_weights.load_tensors(named_weights.weights(module), sampler.weights.items(), who="receive")
     with torch.no_grad():
         close(stock_logprobs(module.eval(), batch_of(MIXED)), trainer.logprobs(state.params, batch_of(MIXED)).result())
 
