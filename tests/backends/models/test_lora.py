@@ -1,6 +1,7 @@
 """LoRA: against full fine-tuning, against peft, and against itself in other layouts."""
 
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -411,22 +411,6 @@ def test_things_that_are_no_state_and_no_params(trainer: Trainer) -> None:
         trainer.freeze(state)
 
 
-def test_a_loss_that_raises_leaves_the_state(trainer: Trainer) -> None:
-    state = trainer.init()
-    before = dict(state.params.tensors())["table"].clone()
-
-    def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
-        if out["logprobs"].requires_grad:
-            raise RuntimeError("a bug of mine")
-        return sft_loss(out, batch)
-
-    with pytest.raises(RuntimeError, match="a bug of mine"):
-        trainer.train_step(my_loss)(state, batch_of())
-    assert torch.equal(dict(state.params.tensors())["table"], before)
-    state, _ = trainer.train_step(sft_loss)(state, batch_of())
-    assert state.step == 1
-
-
 def test_a_loss_that_writes_into_its_batch(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
         batch["advantages"].mul_(2)
@@ -490,7 +474,9 @@ def test_the_state_of_another_trainer(cluster: Cluster) -> None:
         ForeignState, match=r"train_step\(sft_loss\): this train state belongs to critic, not to policy"
     ):
         policy.train_step(sft_loss)(state, batch_of())
-    with pytest.raises(ForeignState, match=r"logprobs: this train state belongs to critic, not to policy"):
+    with pytest.raises(
+        ForeignState, match=r"logprobs: .* belongs to critic, not to policy; pass the state of the same trainer"
+    ):
         policy.logprobs(state.params, batch_of())
     with pytest.raises(ForeignState, match=r"logprobs: this frozen params belongs to critic|frozen params"):
         policy.logprobs(critic.load(), batch_of())
@@ -680,13 +666,3 @@ def test_weights_that_are_no_whole_numbers_are_those_of_the_whole_batch_to_the_b
     whole, _ = weighted_sft_loss(out, batch)
     assert isinstance(whole, Mean)
     assert global_weights(weighted_sft_loss, batch) == {"loss": float(whole.weight)}
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_columns_are_looked_at_where_a_token_is_trained_on(trainer: Trainer, bad: float) -> None:
-    batch = nrl.assign(batch_of(), advantages=torch.where(MASK, 1.0, bad), old_logprobs=torch.where(MASK, -1.0, bad))
-    step, state = trainer.train_step(policy_loss(reinforce)), trainer.init()
-    state, _ = step(state, batch)
-    batch = nrl.assign(batch, advantages=torch.tensor([[1.0], [bad], [bad]]).expand(3, 4))
-    with pytest.raises(NotFinite, match=r"column 'advantages' is NaN or infinite .* in rows \[1, 2\]; mark such"):
-        step(state, batch)
