@@ -251,7 +251,7 @@ def stood_in(clock: Parts) -> Iterator[None]:
             (driver_half, "deal", "split"),
             (mapping, "deal", "split"),
             (driver_half, "global_weights", "weights"),
-            (driver_half, "_check_finite", "checks"),
+            (driver_half, "check_finite", "checks"),
             (luggage, "__init__", "shards"),
             (luggage, "load", "shards"),
             (RayProcesses, "call", "calls"),

@@ -25,7 +25,7 @@ import nrl
 from benchmarks._paired import Clock
 from examples import grpo
 from nrl.algos import advantages
-from nrl.backends import fsdp
+from nrl.backends import Trainer
 from nrl.runs import Run
 from nrl.stream import Source
 
@@ -94,7 +94,7 @@ def parts(times: dict[str, float]) -> dict[str, float]:
 def wrapped(found: list[dict[str, float]]) -> Iterator[None]:
     """The functions that the example calls, timed; the times of each step are appended to ``found``."""
     clock = Clock()
-    batched, make_trainer, log = nrl.batched, fsdp.trainer, clock.wrap("run.log", Run.log)
+    batched, train_step, log = nrl.batched, Trainer.train_step, clock.wrap("run.log", Run.log)
     step: Any = clock("total")
     step.__enter__()
 
@@ -102,9 +102,8 @@ def wrapped(found: list[dict[str, float]]) -> Iterator[None]:
         stream = batched(*args, **kwargs)
         return stream._replace(take=clock.wrap("rollout", stream.take))
 
-    def timed_trainer(*args: Any, **kwargs: Any) -> Any:
-        trainer = make_trainer(*args, **kwargs)
-        return trainer._replace(train_step=lambda loss: clock.wrap("train", trainer.train_step(loss)))
+    def timed_train_step(trainer: Trainer, loss: Any) -> Any:
+        return clock.wrap("train", train_step(trainer, loss))
 
     def timed_log(*args: Any, **kwargs: Any) -> Any:
         nonlocal step
@@ -121,7 +120,7 @@ def wrapped(found: list[dict[str, float]]) -> Iterator[None]:
             publish=clock.wrap("publish", nrl.publish), summary=clock.wrap("summary", nrl.summary),
         ),
         mock.patch.object(grpo, "advantages", clock.wrap("advantages", advantages)),
-        mock.patch.object(fsdp, "trainer", timed_trainer),
+        mock.patch.object(Trainer, "train_step", timed_train_step),
         mock.patch.object(Run, "log", timed_log),
     ):  # fmt: skip
         yield

@@ -123,7 +123,7 @@ def start(cluster: str, started: str) -> dict[str, float]:
     from unittest import mock
 
     from examples import sft
-    from nrl.backends import adamw, fsdp
+    from nrl.backends import Trainer, adamw
     from nrl.runs import Run
 
     marks = {"imports": time.time() - float(started)}
@@ -138,27 +138,20 @@ def start(cluster: str, started: str) -> dict[str, float]:
 
         return call
 
-    def first_step(make: Callable[..., Any]) -> Callable[..., Any]:
-        """A trainer whose step is waited for; it is the first one, so nothing would run meanwhile."""
+    train_step = Trainer.train_step
 
-        def made(*args: Any, **kwargs: Any) -> Any:
-            trainer = make(*args, **kwargs)
+    def waited_for(trainer: Trainer, loss: Any) -> Any:
+        """A step that is waited for; it is the first one, so nothing would run meanwhile."""
+        step = train_step(trainer, loss)
 
-            def train_step(loss: Any) -> Any:
-                step = trainer.train_step(loss)
+        def wait(state: Any, batch: Any) -> Any:
+            state, metrics = step(state, batch)
+            metrics.result()
+            return state, metrics
 
-                def wait(state: Any, batch: Any) -> Any:
-                    state, metrics = step(state, batch)
-                    metrics.result()
-                    return state, metrics
+        return timed("first step", wait)
 
-                return timed("first step", wait)
-
-            return trainer._replace(train_step=timed("actors and engine", train_step))
-
-        return made
-
-    patches = [mock.patch.object(fsdp, "trainer", first_step(fsdp.trainer))]
+    patches = [mock.patch.object(Trainer, "train_step", timed("actors and engine", waited_for))]
     if cluster == "ray":
         from nrl.runtime.ray.entry import enter
         from nrl.runtime.ray.nodes import interpreters

@@ -1,15 +1,34 @@
-"""Files whose size and checksum are known from the moment they are written, so that nobody reads them back for that."""
+"""Files whose size and checksum are known from the moment they are written, so that nobody reads them back for that.
+
+All that was written into a folder, and into those within it, stands in one manifest, which is written last.
+"""
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nrl.errors import CheckpointError
 
-__all__ = ["Buffer", "Written", "check_sizes", "check_sums", "flush", "write"]
+__all__ = [
+    "MANIFEST",
+    "Buffer",
+    "Saved",
+    "Written",
+    "check_sizes",
+    "check_sums",
+    "files_of",
+    "flush",
+    "read_manifest",
+    "saved_in",
+    "write",
+    "write_manifest",
+]
+
+MANIFEST = "manifest.json"
 
 type Buffer = bytes | bytearray | memoryview
 
@@ -27,6 +46,21 @@ class Written(NamedTuple):
 
     size: int
     sha256: str
+
+
+class Saved(NamedTuple):
+    """What was written into a folder, as its writer knows it.
+
+    Args:
+        files: by their names in the folder.
+        record: JSON, what is to be remembered besides.
+
+    >>> Saved({"letters": Written(3, "ba78")}, {"step": 9}).record
+    {'step': 9}
+    """
+
+    files: Mapping[str, Written]
+    record: Mapping[str, Any]
 
 
 def write(path: Path, parts: Iterable[Buffer]) -> Written:
@@ -105,3 +139,70 @@ def check_sums(folder: Path, files: Mapping[str, Written]) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(folder: Path, files: Mapping[str, Written], values: Mapping[str, Any], **about: Any) -> Written:
+    """Write the manifest of a folder, with a checksum of itself; the names in the folder are on the disk, too.
+
+    Args:
+        folder: where to.
+        files: all of them, by their paths from here.
+        values: what is to be remembered of the folders within this one, by name, and of this one as ``"."``; None of
+            what is no folder.
+        about: JSON, what there is to say besides.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = write_manifest(folder, {}, {"count": None}, step=9)
+    >>> read_manifest(folder)
+    {'step': 9, 'values': {'count': None}, 'files': {}}
+    """
+    manifest = json.loads(json.dumps({**about, "values": values, "files": files}))
+    written = write(folder / MANIFEST, [json.dumps(manifest | {"sha256": _seal(manifest)}, indent=1).encode()])
+    flush(folder)
+    return written
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a folder. None: it cannot be read, or is not what was written.
+
+    >>> read_manifest(Path("there/is/none"))
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        return manifest if manifest.pop("sha256") == _seal(manifest) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def saved_in(folder: Path) -> Saved | None:
+    """What the manifest of a folder, or of the one above it, says of it. None: there is none that does.
+
+    Raises:
+        CheckpointError: the manifest was altered.
+
+    >>> saved_in(Path("there/is/none"))
+    """
+    for place, name in ((folder, "."), (folder.parent, folder.name)):
+        if (place / MANIFEST).exists():
+            manifest = read_manifest(place)
+            if manifest is None:
+                raise CheckpointError(f"{place}: its {MANIFEST} was altered")
+            if record := manifest.get("values", {}).get(name):
+                return Saved(files_of(manifest, name), record)
+    return None
+
+
+def files_of(manifest: Mapping[str, Any], name: str = ".") -> dict[str, Written]:
+    """The files of a manifest that lie in a folder within its own, by their names there.
+
+    >>> list(files_of({"files": {"a": [1, "ca97"], "policy/b": [1, "3e23"]}}, "policy"))
+    ['b']
+    """
+    start = "" if name == "." else f"{name}/"
+    told = {file.removeprefix(start): x for file, x in manifest["files"].items() if file.startswith(start)}
+    return {file: Written(*x) for file, x in told.items()}
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -4,13 +4,15 @@ from collections.abc import Callable
 from functools import partial
 
 from nrl.backends import hf, vllm
-from nrl.backends.base import Completion, Model, Params, Sampling, Trainer, TrainState
+from nrl.backends.base import Completion, Model, Sampling
 from nrl.backends.engines import TrainEngine
 from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.publishing import publish
 from nrl.backends.samplers import Sampler
 from nrl.backends.training.measurement import evaluate
 from nrl.backends.training.optimizers import Optimizer, Schedule, adamw, learning_rate
+from nrl.backends.training.states import Params, TrainState
+from nrl.backends.training.trainer import Trainer
 
 __all__ = [
     "SAMPLERS",

@@ -1,26 +1,15 @@
-"""What every backend agrees on: models, samplings, completions, train states, and the records of functions over them.
+"""What every backend agrees on: models, samplings, completions, and the names of outputs.
 
-A `Trainer` is a record of functions that are already mapped onto a mesh. A `TrainState` is linear: a step consumes it
-and returns the next. A `Sampler` holds weights in a versioned cell that `publish` replaces in place, because rollouts
-in flight must see updates. What backend authors write is in `nrl.backends.engines` and `nrl.backends.sampling`.
+What backend authors write is in `nrl.backends.engines` and `nrl.backends.samplers`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import attrs
 from torch import Tensor
 
-from nrl.algos import Loss
-from nrl.batch import Batch
-from nrl.files import Written
-from nrl.reduce import Metrics
-from nrl.runtime.mesh.futures import Future
-from nrl.runtime.mesh.handles import Handle
-from nrl.runtime.mesh.placement import Mesh
-
-__all__ = ["Bucket", "Completion", "Model", "Params", "Sampling", "TrainState", "Trainer", "top_k", "top_k_of"]
+__all__ = ["Bucket", "Completion", "Model", "Sampling", "top_k", "top_k_of"]
 
 
 type Bucket = Mapping[str, Tensor]
@@ -168,126 +157,3 @@ def top_k_of(needs: Collection[str]) -> int | None:
     (8, None)
     """
     return next((int(name.removeprefix(_TOP_K).removesuffix(")")) for name in needs if name.startswith(_TOP_K)), None)
-
-
-class Params:
-    """Weights of a model on a mesh. Those of a train state are borrowed: when a step consumes the state, they are gone.
-
-    Trainers make them (``state.params``, ``trainer.load``, ``trainer.freeze``).
-    """
-
-    def __init__(
-        self,
-        handle: Handle,
-        trainer: "Trainer",
-        version: int,
-        buckets: Callable[["Params", str, Sequence[Mesh], bool], Iterator[Future[Bucket]]],
-        adapter: Any = None,
-    ) -> None:
-        self.handle, self.trainer, self.version, self._buckets = handle, trainer, version, buckets
-        self.published = False
-        self.adapter = adapter
-        """`Model.adapter`, if they are an adapter on the very weights that their model names."""
-
-    def buckets(self, who: str = "buckets", to: Sequence[Mesh] = (), adapter: bool = False) -> Iterator[Future[Bucket]]:
-        """The weights, some at a time, as they lie on the mesh.
-
-        Args:
-            who: how errors name the reader.
-            to: meshes all of whose processes will open every bucket, and nobody else; see `nrl.runtime.transfer`.
-            adapter: those of the adapter alone; otherwise all, and adapters are added to them.
-        """
-        return self._buckets(self, who, to, adapter)
-
-    def tensors(self, who: str = "tensors") -> Iterator[tuple[str, Tensor]]:
-        """The weights by their Hugging Face names, one at a time, brought here."""
-        for bucket in self.buckets(who):
-            yield from bucket.result().items()
-
-
-class TrainState:
-    """A train state: an opaque handle that knows its trainer. Trainers make it (``trainer.init``, a step).
-
-    A step consumes it and returns the next; using it afterwards raises `ConsumedState`.
-    """
-
-    def __init__(self, params: Params, step: int) -> None:
-        self._params, self._step = params, step
-
-    @property
-    def handle(self) -> Handle:
-        """The handle of the values on the mesh."""
-        return self._params.handle
-
-    @property
-    def params(self) -> Params:
-        """The weights, borrowed."""
-        if self.handle.consumed:
-            self.handle.borrow(self.handle.owner, "state.params")
-        return self._params
-
-    @property
-    def trainer(self) -> "Trainer":
-        """The trainer that made it."""
-        return self._params.trainer
-
-    @property
-    def step(self) -> int:
-        """The number of optimizer steps taken."""
-        return self._step
-
-    @property
-    def version(self) -> int:
-        """How often weights of this run have been published."""
-        return self._params.version
-
-
-class Trainer(NamedTuple):
-    """A record of functions, already mapped onto a mesh. Backends make it: ``fsdp.trainer(place, model, optimizer)``.
-
-    Args:
-        init: ``(params=None) -> TrainState``, with a fresh optimizer and the weights that `Model` names, or a copy of
-            ``params``, of this trainer or another one for the same model. Between models of different heads all goes
-            along but the head (value and reward heads share their weight), so that a critic can begin where a policy
-            or a reward model is. With ``Model(lora=)``, an adapter on the same base is copied; other weights become the
-            base, and a new adapter begins that changes nothing.
-        load: ``(source=None) -> Params``: frozen ones, for a reference or a teacher; None: those of the model itself.
-        freeze: ``(params) -> Params``: a copy that training does not change.
-        forward: ``(params, batch, needs) -> dict`` of futures: what a loss with these needs sees; forward only.
-        logprobs: ``(params, batch) -> Future``: ``[*B, T]`` float32, nats, of each token under its row's
-            ``temperature``; 0 for the first token and for padding. Forward only, as the next three.
-        values: ``(params, batch) -> Future``: ``[*B, T]`` float32, of a model with ``head="value"``: V before each
-            token; 0 for the first token and for padding.
-        rewards: ``(params, batch) -> Future``: ``[*B]`` float32, of a model with ``head="reward"``.
-        top_k: ``(params, batch, k) -> dict`` of futures: ``teacher_ids`` ``[*B, T, k]`` int64, the most probable
-            tokens at each place, and ``teacher_topk_logprobs``, nats, under the row's ``temperature``; for
-            ``step(state, batch, **teacher.top_k(params, batch, k))``.
-        train_step: ``(loss) -> step``, and ``step(state, batch, **columns) -> (state, Future[Metrics])``, one optimizer
-            step. Columns are added as by `nrl.assign`, but for futures of other meshes: these go from there to the
-            trainer's processes, and not through the program.
-        save: ``(state or params, folder) -> dict``, to the last bit; `nrl.checkpoint` makes it atomic. Of an adapter on
-            the weights that `Model` names, the adapter alone. Returns every file by its name in the folder, as a
-            `nrl.files.Written`: each process hashes what it writes while it writes.
-        restore: ``(folder) -> TrainState or Params``: what was saved there, if all of it is there.
-        verify: ``(folder, files) -> None``: whether files that `save` returned are what was written. The processes read
-            them, each a share.
-        check_folder: ``(folder, who="check_folder") -> None``: whether the program and all processes have this folder
-            in common; ``who`` is how the error begins. `save` looks first, and a run at its first step.
-        export: ``(params, folder, adapter=False) -> None``, in Hugging Face format, with adapters added to the weights;
-            or the adapter alone, in peft's.
-    """
-
-    init: Callable[..., TrainState]
-    load: Callable[..., Params]
-    freeze: Callable[[Params], Params]
-    forward: Callable[[Params, Batch, Collection[str]], dict[str, Future[Tensor]]]
-    logprobs: Callable[[Params, Batch], Future[Tensor]]
-    values: Callable[[Params, Batch], Future[Tensor]]
-    rewards: Callable[[Params, Batch], Future[Tensor]]
-    top_k: Callable[[Params, Batch, int], dict[str, Future[Tensor]]]
-    train_step: Callable[[Loss], Callable[..., tuple[TrainState, Future[Metrics]]]]
-    save: Callable[[TrainState | Params, str | Path], dict[str, Written]]
-    restore: Callable[[str | Path], Any]
-    verify: Callable[[str | Path, Mapping[str, Written]], None]
-    check_folder: Callable[..., None]
-    export: Callable[..., None]

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss
 from nrl.batch import Batch
-from nrl.files import Written
+from nrl.files import Saved
 from nrl.reduce import Metrics
 
 __all__ = ["TrainEngine"]
@@ -76,23 +76,24 @@ class TrainEngine[S, M](Protocol):
         """
         ...
 
-    def save(self, state: S, folder: Path, adapter: bool = False) -> Mapping[str, Written]:
+    def save(self, state: S, folder: Path, adapter: bool = False) -> Saved:
         """Write all that `restore` needs; with ``adapter``, without the base, which is the model's own.
 
         Returns the files that this process wrote, by their names in the folder. They are on the disk by then (see
-        `nrl.files.write`), and when one process returns, all have written theirs.
+        `nrl.files.write`), and when one process returns, all have written theirs. What the first process returns as
+        the record goes into the manifest, and to `restore` in each process.
         """
         ...
 
-    def restore(self, folder: Path) -> S:
+    def restore(self, folder: Path, record: Mapping[str, Any]) -> S:
         """The state that was saved, by any number of processes; raises `CheckpointError` where a part is missing."""
         ...
 
-    def save_params(self, params: M, folder: Path, adapter: bool = False) -> Mapping[str, Written]:
+    def save_params(self, params: M, folder: Path, adapter: bool = False) -> Saved:
         """Write all that `restore_params` needs, to the last bit; otherwise as `save`."""
         ...
 
-    def restore_params(self, folder: Path) -> M:
+    def restore_params(self, folder: Path, record: Mapping[str, Any]) -> M:
         """The frozen params that were saved."""
         ...
 

@@ -7,8 +7,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from nrl.backends.base import Bucket, Params, Sampling
+from nrl.backends.base import Bucket, Sampling
 from nrl.backends.samplers import Complete, Inflight, Probed, Sampler
+from nrl.backends.training.states import Params
 from nrl.batch import Batch
 from nrl.errors import ConsumedState, ModelError, PlacementError, WeightMismatch
 from nrl.runtime.mesh.futures import Future

@@ -2,41 +2,46 @@
 
 A checkpoint is written under a temporary name, flushed to the disk, and renamed when it is complete, so that a process
 that is killed leaves the ones before as they were. Its ``manifest.json`` has the size and the checksum of every file,
-as whoever wrote the file knows them: processes of trainers theirs, the program its own. Values are train states and
-frozen params (saved by the trainer that made them), streams (their ``state()``), and plain data (see
-`nrl.checkpoint.serialization`).
+as whoever wrote the file knows them: processes of trainers theirs, the program its own. What trainers remember besides,
+such as the step, stands there too. Values are train states and frozen params (saved by the trainer that made them),
+streams (their ``state()``), and plain data (see `nrl.checkpoint.serialization`).
 """
 
 import io
-import math
+import json
 import pickle
 import random
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import attrs
 import numpy as np
 import torch
 
-from nrl.backends.base import Params, Trainer, TrainState
-from nrl.checkpoint import manifest
+from nrl.backends.training.states import Params, TrainState
+from nrl.backends.training.trainer import Trainer
+from nrl.checkpoint.keeping import Checkpoint, Checkpoints, best, checkpoints
 from nrl.checkpoint.serialization import decode, encode
 from nrl.errors import CheckpointError
-from nrl.files import Written, check_sizes, check_sums, flush, write
+from nrl.files import (
+    MANIFEST,
+    Written,
+    check_sizes,
+    check_sums,
+    files_of,
+    flush,
+    read_manifest,
+    write,
+    write_manifest,
+)
 
 __all__ = [
-    "Checkpoint",
-    "Checkpoints",
-    "best",
     "check",
-    "checkpoints",
     "load",
     "newest",
     "random_state",
     "save",
-    "score",
     "set_random_state",
     "store",
     "trainers",
@@ -44,60 +49,6 @@ __all__ = [
 ]
 
 _RANDOM = "random generators"  # the entry of the global ones; no value can have this name
-
-
-@attrs.frozen
-class Checkpoints:
-    """When a run writes checkpoints, and which of them it keeps.
-
-    Args:
-        every: steps between two of them. The last step of a loop always has one.
-        keep: how many of the newest are kept.
-        best: a metric whose best checkpoint is kept too, such as ``"eval/loss"``; a step that logs a new best of it
-            has a checkpoint, whatever ``every`` says.
-        mode: whether the best is the largest or the smallest.
-        grace: seconds from a SIGTERM to the end of the process, in which the last step is saved.
-
-    >>> Checkpoints(best="eval/loss", mode="min").every
-    50
-    """
-
-    every: int = attrs.field(default=50, validator=attrs.validators.ge(1))
-    keep: int = attrs.field(default=2, validator=attrs.validators.ge(1))
-    best: str | None = None
-    mode: Literal["max", "min"] = attrs.field(default="max", validator=attrs.validators.in_(["max", "min"]))
-    grace: float = attrs.field(default=30.0, validator=attrs.validators.gt(0))
-
-
-class Checkpoint(NamedTuple):
-    """A complete checkpoint on the disk.
-
-    Args:
-        folder: where it is; its name is the number of steps it comes after.
-        step: after which it was written, from 0.
-        meta: what was written with it.
-
-    >>> Checkpoint(Path("000050"), 49, {}).step
-    49
-    """
-
-    folder: Path
-    step: int
-    meta: Mapping[str, Any]
-
-
-def checkpoints(root: str | Path) -> list[Checkpoint]:
-    """The complete checkpoints under ``root``, oldest first; what is in them is not looked at (see `verify`).
-
-    >>> checkpoints("there/is/none")
-    []
-    """
-    found = []
-    for folder in sorted(Path(root).glob("[0-9]*"), key=lambda folder: (len(folder.name), folder.name)):
-        if folder.name.isdecimal():
-            told = manifest.load(folder) or {"step": int(folder.name) - 1, "meta": {}}
-            found.append(Checkpoint(folder, told["step"], told["meta"]))
-    return found
 
 
 def save(folder: str | Path, step: int, values: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> Checkpoint:
@@ -123,22 +74,21 @@ def save(folder: str | Path, step: int, values: Mapping[str, Any], meta: Mapping
     [0.5]
     """
     folder = Path(folder)
-    plain = check(values)
+    plain, about = check(values), json.loads(json.dumps(dict(meta or {})))
     temporary, old = (folder.with_name(f".{folder.name}.{what}") for what in ("writing", "old"))
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         files: dict[str, Written] = {}
+        records: dict[str, Any] = dict.fromkeys(sorted(values))
         for name, value in values.items():
             if name in plain:
                 files[f"{name}.pt"] = _write(plain[name], temporary / f"{name}.pt")
             else:
-                theirs = value.trainer.save(value, temporary / name)
+                theirs, records[name] = value.trainer.write(value, temporary / name)
                 files |= {f"{name}/{file}": told for file, told in theirs.items()}
         files[f"{_RANDOM}.pt"] = _write(encode(random_state(), _RANDOM), temporary / f"{_RANDOM}.pt")
-        body = {"step": step, "names": sorted(values), "meta": dict(meta or {}), "files": files}
-        written = manifest.save(temporary, body)
-        flush(temporary)
+        write_manifest(temporary, files, records, step=step, meta=about)
         if folder.exists():  # killed between the two renames, the old one is found by `newest`
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
@@ -157,7 +107,7 @@ def save(folder: str | Path, step: int, values: Mapping[str, Any], meta: Mapping
             + (f"The last good one is {before[-1]}. " if before else "There is none before it. ")
             + "Make room, and start the same command again"
         ) from error
-    return Checkpoint(folder, step, written["meta"])
+    return Checkpoint(folder, step, about)
 
 
 def check(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,15 +154,14 @@ def verify(folder: str | Path, readers: Mapping[str, Trainer] = {}) -> None:
     >>> verify(made.folder)
     """
     folder = Path(folder)
-    told = manifest.load(folder)
-    if told is None:
-        raise CheckpointError(f"{folder}: its {manifest.NAME} is missing or was altered")
-    files = {name: Written(*written) for name, written in told["files"].items()}
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise CheckpointError(f"{folder}: its {MANIFEST} is missing or was altered")
+    files = files_of(manifest)
     check_sizes(folder, files)
     check_sums(folder, {name: x for name, x in files.items() if name.partition("/")[0] not in readers})
     for value, trainer in readers.items():
-        theirs = {name.removeprefix(f"{value}/"): x for name, x in files.items() if name.startswith(f"{value}/")}
-        trainer.verify(folder / value, theirs)
+        trainer.verify(folder / value, files_of(manifest, value))
 
 
 def newest(
@@ -275,7 +224,13 @@ def load(folder: str | Path, /, **named: Any) -> list[Any]:
     [[1, 2], 0.5]
     """
     folder = Path(folder)
-    held = (manifest.load(folder) or {"names": []})["names"]
+    manifest = read_manifest(folder) or {"values": {}}
+    if "values" not in manifest:
+        raise CheckpointError(
+            f"load: {folder} was written by an earlier version of nrl, and this one reads its own alone; go on with "
+            "that version, or start in another folder"
+        )
+    held = list(manifest["values"])
     if sorted(named) != held:
         raise CheckpointError(
             f"load: {folder} holds {', '.join(held) or 'nothing'}, and the program asks for "
@@ -319,30 +274,6 @@ def store(root: str | Path, step: int, values: Mapping[str, Any], keep: Checkpoi
             other.folder.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
     return made.folder
-
-
-def best(found: list[Checkpoint], keep: Checkpoints) -> Checkpoint | None:
-    """The checkpoint with the best of the metric that ``keep`` names; of equal ones the first. None: none has it.
-
-    >>> found = [Checkpoint(Path(name), 0, {"metrics": {"loss": loss}}) for name, loss in [("10", 0.5), ("20", 0.3)]]
-    >>> best(found, Checkpoints(best="loss", mode="min")).folder.name
-    '20'
-    """
-    scored = [(x, score(x.meta.get("metrics", {}), keep)) for x in found]
-    ranked = [(x, value) for x, value in scored if value is not None]
-    return max(ranked, key=lambda pair: pair[1])[0] if ranked else None
-
-
-def score(metrics: Mapping[str, Any], keep: Checkpoints) -> float | None:
-    """The metric that ``keep`` names, larger is better; None where it was not measured or is not finite.
-
-    >>> score({"eval/loss": 0.5}, Checkpoints(best="eval/loss", mode="min"))
-    -0.5
-    """
-    value = metrics.get(keep.best) if keep.best else None
-    if value is None or not math.isfinite(value):
-        return None
-    return float(value) if keep.mode == "max" else -float(value)
 
 
 # --- values

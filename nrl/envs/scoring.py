@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from nrl.backends.base import Params
+from nrl.backends import Params
 from nrl.batch import Batch, concatenate
 from nrl.data import supervised
 from nrl.envs import Task

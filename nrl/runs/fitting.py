@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nrl.algos import Loss
-from nrl.backends.base import Trainer, TrainState
+from nrl.backends import Trainer, TrainState
 from nrl.batch import Batch, assign, minibatches
 from nrl.errors import ConfigError
 from nrl.reduce import Metrics, merge, without

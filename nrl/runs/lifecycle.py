@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 
 from nrl import checkpoint, config
-from nrl.backends.base import Trainer
+from nrl.backends import Trainer
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 from nrl.errors import CheckpointError, ConfigError

@@ -18,7 +18,7 @@ from nrl.backends import Completion, Sampling
 from nrl.backends.base import Bucket
 from nrl.backends.training.terms import check_weights, terms_of
 from nrl.batch import Batch, lengths
-from nrl.files import Written, write
+from nrl.files import Saved, write
 from nrl.reduce import Metrics, Sum, merge
 from nrl.runtime.mesh.futures import Future, done, on_its_way
 
@@ -87,16 +87,16 @@ class Bigram:
     def tensors(self, params: Tensor, adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
         yield "table", params
 
-    def save(self, state: BigramState, folder: Path, adapter: bool = False) -> dict[str, Written]:
+    def save(self, state: BigramState, folder: Path, adapter: bool = False) -> Saved:
         return _saved(state.table, folder / "table.pt")
 
-    def restore(self, folder: Path) -> BigramState:
+    def restore(self, folder: Path, record: Mapping[str, Any]) -> BigramState:
         return BigramState(torch.load(folder / "table.pt", weights_only=True))
 
-    def save_params(self, params: Tensor, folder: Path, adapter: bool = False) -> dict[str, Written]:
+    def save_params(self, params: Tensor, folder: Path, adapter: bool = False) -> Saved:
         return _saved(params, folder / "params.pt")
 
-    def restore_params(self, folder: Path) -> Tensor:
+    def restore_params(self, folder: Path, record: Mapping[str, Any]) -> Tensor:
         found: Tensor = torch.load(folder / "params.pt", weights_only=True)
         return found
 
@@ -104,10 +104,10 @@ class Bigram:
         torch.save(params, folder / "table.pt")
 
 
-def _saved(table: Tensor, path: Path) -> dict[str, Written]:
+def _saved(table: Tensor, path: Path) -> Saved:
     file = io.BytesIO()
     torch.save(table, file)
-    return {path.name: write(path, [file.getvalue()])}
+    return Saved({path.name: write(path, [file.getvalue()])}, {})
 
 
 @attrs.define

@@ -12,7 +12,7 @@ import nrl
 from nrl import tiny
 from nrl.backends import Params, Sampling, adamw, fsdp, hf
 from nrl.backends.sampling.pool import ReplicatedSampler
-from nrl.backends.training import in_process
+from nrl.backends.training import on_ranks
 from nrl.batch import Batch
 from nrl.errors import CorruptedTransfer, TransferError
 from nrl.runtime import Cluster, Mesh, P, shard_map, transfer
@@ -49,7 +49,7 @@ def engines(meshes: list[Mesh]) -> ReplicatedSampler:
 
 
 def many_buckets() -> int:
-    in_process._BUCKET = 20_000
+    on_ranks._BUCKET = 20_000
     return 0
 
 

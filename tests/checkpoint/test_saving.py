@@ -2,6 +2,7 @@
 
 import collections
 import enum
+import hashlib
 import json
 import math
 import os
@@ -31,6 +32,7 @@ from nrl.backends import TrainState, adamw, fsdp, hf
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints, check, checkpoints, load, newest, save, store, verify
 from nrl.errors import CheckpointError, ConsumedState, ModelError
+from nrl.files import write_manifest
 from nrl.runtime import Slots
 from nrl.stream import Source, ahead, counting
 from tests.children import child
@@ -761,9 +763,9 @@ def test_weights_are_read_as_data_only(slots: Slots, tmp_path: Path) -> None:
     made = save(tmp_path / "000001", 0, {"policy": trainer.init()})
     weights = made.folder / "policy" / "00001-of-00001.safetensors"
     torch.save(Evil(tmp_path / "proof"), weights)
-    told = json.loads((made.folder / "policy" / "state.json").read_text())
-    told["files"][weights.name][0] = weights.stat().st_size
-    (made.folder / "policy" / "state.json").write_text(json.dumps(told))
+    told = json.loads((made.folder / "manifest.json").read_text())
+    told["files"][f"policy/{weights.name}"][0] = weights.stat().st_size
+    write_manifest(made.folder, told["files"], told["values"], step=0, meta={})
     with pytest.raises(CheckpointError, match=r"00001-of-00001.safetensors is not what a trainer saved \(Safetensor"):
         load(made.folder, policy=trainer)
     assert not (tmp_path / "proof").exists()
@@ -791,5 +793,26 @@ def test_nothing_is_read_back_to_be_hashed(slots: Slots, tmp_path: Path) -> None
 def test_the_manifest_says_what_is_there(tmp_path: Path) -> None:
     made = checkpoint.store(tmp_path, 4, {"b": 1, "a": 2}, KEEP, {"metrics": {"loss": 0.5}})
     manifest = json.loads((made / "manifest.json").read_text())
-    assert (manifest["step"], manifest["names"], manifest["meta"]) == (4, ["a", "b"], {"metrics": {"loss": 0.5}})
+    assert (manifest["step"], manifest["meta"]) == (4, {"metrics": {"loss": 0.5}})
+    assert manifest["values"] == {"a": None, "b": None}
     assert sorted(manifest["files"]) == ["a.pt", "b.pt", "random generators.pt"]
+
+
+def test_a_state_has_no_manifest_of_its_own(slots: Slots, tmp_path: Path) -> None:
+    trainer = make(slots)
+    state = trainer.init()
+    made = save(tmp_path / "000001", 0, {"policy": state, "count": 1})
+    assert [path.name for path in tmp_path.rglob("*.json")] == ["manifest.json"]
+    again = trainer.restore(made.folder / "policy")
+    assert same(dict(again.params.tensors()), dict(state.params.tensors()))
+    with pytest.raises(FileNotFoundError, match="restore: nothing that a trainer saved is in .*/count"):
+        trainer.restore(made.folder / "count")
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    made = save(tmp_path / "000010", 9, {"count": 1})
+    old = {"step": 9, "names": ["count"], "meta": {}}
+    sealed = old | {"sha256": hashlib.sha256(json.dumps(old, sort_keys=True).encode()).hexdigest()}
+    (made.folder / "manifest.json").write_text(json.dumps(sealed))
+    with pytest.raises(CheckpointError, match=f"load: {made.folder} was written by an earlier version .*start in"):
+        load(made.folder, count=0)

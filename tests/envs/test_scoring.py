@@ -33,13 +33,11 @@ class Counted:
     """Params whose trainer counts how often it is asked."""
 
     def __init__(self, params: Params) -> None:
-        self.calls = 0
+        self.calls, self.params, self.trainer = 0, params, self
 
-        def rewards(_: Any, batch: nrl.Batch) -> Any:
-            self.calls += 1
-            return params.trainer.rewards(params, batch)
-
-        self.trainer = params.trainer._replace(rewards=rewards)
+    def rewards(self, _: Any, batch: nrl.Batch) -> Any:
+        self.calls += 1
+        return self.params.trainer.rewards(self.params, batch)
 
 
 def test_rewards_are_the_models_and_those_of_one_moment_are_one_call(judged: tuple[Any, TrainState]) -> None:
@@ -126,7 +124,7 @@ def test_a_judge_that_takes_longer_than_others_may_is_waited_for(
         time.sleep(0.5)
         return rewards(*args)
 
-    params.trainer = params.trainer._replace(rewards=slow)
+    params.rewards = slow
     sampler = hf.sampler(cluster.reserve(1), tiny.model(), nrl.Sampling(max_new_tokens=3))
     env = single_turn(nrl.scored_by(params, TOKENIZER))
     assert nrl.rollout(sampler, env, TASKS, n=2)["valid"].all()

@@ -4,10 +4,13 @@ import itertools
 from functools import partial
 from typing import Any
 
-from nrl.backends.base import Model, Trainer
+from nrl.backends.base import Model
 from nrl.backends.engines import TrainEngine
 from nrl.backends.training.optimizers import Optimizer
-from nrl.runtime import Mesh, Slots
+from nrl.backends.training.trainer import Trainer, make_trainer
+from nrl.batch import microbatches
+from nrl.batch.prefixes import together
+from nrl.runtime import Mesh, Slots, as_mesh
 
 __all__ = ["trainer"]
 
@@ -55,11 +58,6 @@ def trainer(
     ...     policy.init().step
     0
     """
-    from nrl.backends.training.trainer import make_trainer
-    from nrl.batch import microbatches
-    from nrl.batch.prefixes import together
-    from nrl.runtime import as_mesh
-
     name, parts_of = f"fsdp.trainer {next(_NUMBERS)}", together if packed else microbatches
     make_engine = partial(_make_engine, model, optimizer, packed, checkpointing, compile, device)
     return make_trainer(

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nrl.batch.packing import Block
 from nrl.errors import ModelError
 
-__all__ = ["NAME", "Layout", "register"]
+__all__ = ["NAME", "PackedLayout", "register"]
 
 NAME = "nrl_blocks"
 """The attention implementation's name in transformers.
@@ -23,14 +23,14 @@ _SMALL = 8192
 """Scores a row and key-value head, up to which two plain products are faster on a CPU than the fused kernel."""
 
 
-class Layout:
+class PackedLayout:
     """The blocks of packed tokens on a device, with their masks, which are made once for all layers.
 
     Args:
         blocks: from `nrl.batch.packing.pack`.
         device: of the tokens.
 
-    >>> Layout([Block(2, 3)], torch.device("cpu")).blocks
+    >>> PackedLayout([Block(2, 3)], torch.device("cpu")).blocks
     (Block(rows=2, width=3, after=None),)
     """
 
@@ -103,7 +103,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    nrl_blocks: Layout | None = None,
+    nrl_blocks: PackedLayout | None = None,
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -135,7 +135,7 @@ def _attend(
 
 
 def _one(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, number: int, window: int | None, scaling: float | None
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, number: int, window: int | None, scaling: float | None
 ) -> Tensor:
     """One block: ``[rows, H, width, D]`` against keys ``[rows, h, keys, D]``."""
     rows, H, width, D = q.shape

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from nrl.algos import logprobs_at
 from nrl.backends.base import top_k, top_k_of
-from nrl.backends.fsdp.attention import Layout
-from nrl.backends.models import loading
+from nrl.backends.fsdp.attention import PackedLayout
+from nrl.backends.models.named_weights import head_weight
 from nrl.backends.training.fused_logprobs import linear_logprobs, linear_top_k
 from nrl.backends.training.plans import Outputs, Plan
 
@@ -26,12 +26,12 @@ def compute(module: Any, work: Plan, needs: Collection[str]) -> Outputs:
         needs: the outputs; ``values`` and ``rewards`` are of other heads, and of one model there is one of them.
     """
     device = module.device
-    weight, bias = loading.head_weight(module)
+    weight, bias = head_weight(module)
     hidden = weight[:0]
     if work.places is not None:
         inputs: dict[str, Any] = {name: x.to(device) for name, x in work.inputs.items()}
         if work.blocks is not None:
-            inputs["nrl_blocks"] = Layout(work.blocks, device)
+            inputs["nrl_blocks"] = PackedLayout(work.blocks, device)
         states = module.base_model(use_cache=False, **inputs).last_hidden_state
         hidden = states.flatten(0, 1).index_select(0, work.places.to(device))
     if numbers := {"values", "rewards"} & set(needs):

@@ -12,8 +12,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from nrl.backends.fsdp.attention import Layout
-from nrl.backends.models.loading import head_weight
+from nrl.backends.fsdp.attention import PackedLayout
+from nrl.backends.models.named_weights import head_weight
 from nrl.batch.packing import pack
 from nrl.errors import ModelError
 
@@ -114,7 +114,7 @@ def check_packing(module: Any, attention: str) -> None:
                 input_ids=tokens.input_ids[None].to(module.device),
                 position_ids=tokens.position_ids[None].to(module.device),
                 use_cache=False,
-                nrl_blocks=Layout(tokens.blocks, module.device),
+                nrl_blocks=PackedLayout(tokens.blocks, module.device),
             ).last_hidden_state[0]
             found.append(hidden[tokens.place.to(module.device)])
     packed = max(found, key=lambda hidden: float((own - hidden).abs().max()))

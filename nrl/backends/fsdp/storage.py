@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from nrl.backends.models.loading import named_tensors, weight_name
-from nrl.backends.training.agreement import Held, Peers
+from nrl.backends.models.named_weights import a_few, named_tensors, weight_name
+from nrl.backends.training.agreement import HeldError, Peers
 from nrl.errors import CheckpointError, ModelError
-from nrl.files import Buffer, Written
+from nrl.files import Buffer, Written, flush
 from nrl.files import write as write_file
 
 __all__ = ["read", "write"]
@@ -78,7 +78,7 @@ def write(
     Raises:
         OSError: the disk does not take it.
     """
-    held, found = Held(peers), dict[str, Written]()
+    held, found = HeldError(peers), dict[str, Written]()
     with held.back():
         if peers.rank == 0:
             for file in folder.glob("*.safetensors"):  # of another number of processes, maybe
@@ -92,7 +92,8 @@ def write(
         parts = {name: part for name, part in own if part is not None}
         name = f"{peers.rank + 1:05}-of-{peers.count:05}.safetensors"
         found[name] = write_file(folder / name, _safetensors(parts))
-    held.meet("save")
+        flush(folder)
+    held.meet("save")  # when one returns, all has been written
     return found
 
 
@@ -106,7 +107,7 @@ def read(
         CheckpointError: a part of it is missing, or a file is none. Nothing has been changed then, either.
     """
     with ExitStack() as files:
-        held, there = Held(peers), dict[str, list[_Part]]()
+        held, there = HeldError(peers), dict[str, list[_Part]]()
         with held.back():
             there = _parts(folder, files)
             whole = {name: tuple(parts[0].whole) for name, parts in there.items()}
@@ -123,7 +124,7 @@ def read(
             tensors |= _moments(module, optimizer)
         with held.back():
             if lost := sorted(tensors.keys() - there.keys()):
-                raise CheckpointError(f"restore: {folder} has nothing of {_some(lost)}; use another checkpoint")
+                raise CheckpointError(f"restore: {folder} has nothing of {a_few(lost)}; use another checkpoint")
             for name, tensor in tensors.items():
                 _fill(name, tensor, there[name])
         held.meet("restore")
@@ -226,13 +227,8 @@ def _check(there: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ..
     same = "build both sides from the same Model"
     for name, shape in there.items():
         if name not in own:
-            raise ModelError(f"restore: the model has no weight '{name}'; it has {_some(own)}; {same}")
+            raise ModelError(f"restore: the model has no weight '{name}'; it has {a_few(own)}; {same}")
         if own[name] != shape:
             raise ModelError(f"restore: '{name}' has shape {list(shape)}, and here it is {list(own[name])}; {same}")
     if missing := own.keys() - there.keys():
-        raise ModelError(f"restore: {len(missing)} weights did not arrive: {_some(sorted(missing))}; {same}")
-
-
-def _some(names: Iterable[str], most: int = 5) -> str:
-    found = list(names)
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+        raise ModelError(f"restore: {len(missing)} weights did not arrive: {a_few(sorted(missing))}; {same}")

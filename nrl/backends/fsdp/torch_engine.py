@@ -6,8 +6,6 @@ them: what one finds in its numbers, all know before any acts on it (`nrl.backen
 
 import contextlib
 import copy
-import functools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,25 +22,17 @@ from nrl.backends.base import Model
 from nrl.backends.fsdp import attention, probe, sharding, storage
 from nrl.backends.fsdp.outputs import compute
 from nrl.backends.models import loading, lora
-from nrl.backends.training.agreement import Held, Peers
-from nrl.backends.training.gradients import ignores, value_and_grad
+from nrl.backends.training.agreement import HeldError, Peers
+from nrl.backends.training.micro_batches import IDLE, StepSums, check_norm, evened
 from nrl.backends.training.optimizers import Optimizer, learning_rate
 from nrl.backends.training.plans import Outputs, Plan, last, plan, predicted
-from nrl.backends.training.terms import check_weights
-from nrl.batch import Batch, lengths
-from nrl.errors import BatchError, ModelError, NotFinite
-from nrl.files import Written, flush, write
-from nrl.reduce import Mean, Metrics, Sum, merge
+from nrl.batch import Batch
+from nrl.errors import ModelError
+from nrl.files import Saved
+from nrl.reduce import Mean, Metrics
 from nrl.runtime.mesh.current_process import rest, wake
 
-__all__ = ["State", "TorchEngine"]
-
-
-_SEEN = "weight of "
-"""Before the name of a term: its weight, added up over micro-batches."""
-
-_IDLE = Batch({"input_ids": torch.zeros(1, 1, dtype=torch.int64)}, batch_size=[1]).lock_()
-"""What a process computes while others have micro-batches left: one token, which predicts nothing."""
+__all__ = ["TorchEngine", "TorchState"]
 
 
 _FROZEN: WeakSet[nn.Module] = WeakSet()
@@ -56,7 +46,7 @@ _PROVIDES = {
 """What each head can be asked for."""
 
 
-class State(NamedTuple):
+class TorchState(NamedTuple):
     """A model that is being trained, its optimizer, and how many steps that has taken."""
 
     module: nn.Module
@@ -109,12 +99,12 @@ class TorchEngine:
         """The kinds of outputs that it computes."""
         return _PROVIDES[self.model.head]
 
-    def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> State:
+    def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> TorchState:
         """A fresh train state."""
         module = self._make(self.model, tensors)
-        return State(module, self._optimizer(module), 0)
+        return TorchState(module, self._optimizer(module), 0)
 
-    def params(self, state: State) -> nn.Module:
+    def params(self, state: TorchState) -> nn.Module:
         """The module inside of a train state."""
         return state.module
 
@@ -142,8 +132,8 @@ class TorchEngine:
         wake(params)
         params.eval()
         asked = needs | {"top_k_ids", "top_k_logprobs"}
-        parts, _ = self._even("forward", microbatches)
-        held, found = Held(self._peers), []
+        parts, _ = evened(self._peers, "forward", microbatches)
+        held, found = HeldError(self._peers), []
         with torch.no_grad(), sharding.settled(params):
             for batch in parts:
                 found.append(self._outputs(params, batch, self._all, needs, held))  # noqa: PERF401
@@ -153,12 +143,12 @@ class TorchEngine:
                 {key: out.spread(x) for key, x in out.values.items() if key in asked}, batch_size=batch.batch_size
             ).cpu()
             for batch, out in zip(parts, found, strict=True)
-            if batch is not _IDLE
+            if batch is not IDLE
         ]
 
     def train(
-        self, state: State, loss: Loss, microbatches: Iterable[Batch], weights: Mapping[str, float]
-    ) -> tuple[State, Metrics]:
+        self, state: TorchState, loss: Loss, microbatches: Iterable[Batch], weights: Mapping[str, float]
+    ) -> tuple[TorchState, Metrics]:
         """One optimizer step; either steps once or raises and leaves the state as it was."""
         module, optimizer, step = state
         name = name_of(loss)
@@ -174,11 +164,11 @@ class TorchEngine:
             optimizer.step()
         one = torch.ones(())
         metrics |= {"grad_norm": Mean(norm.cpu(), one), "lr": Mean(torch.tensor(rate), one)}
-        return State(module, optimizer, step + 1), metrics
+        return TorchState(module, optimizer, step + 1), metrics
 
     def _clipped(self, module: nn.Module, who: str, step: int) -> Tensor:
         """The norm of the gradient, which is no longer than it may be after this."""
-        gradients, held = [p.grad for p in module.parameters() if p.grad is not None], Held(self._peers)
+        gradients, held = [p.grad for p in module.parameters() if p.grad is not None], HeldError(self._peers)
         with held.back():
             if not gradients:
                 raise ModelError(
@@ -188,11 +178,7 @@ class TorchEngine:
                 )
         held.meet(who)
         norm = sharding.whole(torch.nn.utils.get_total_norm(gradients))
-        if not torch.isfinite(norm):
-            raise NotFinite(
-                f"{who}: the norm of the gradient is {float(norm)} at optimizer step {step}; nothing was changed. Look "
-                "for NaN or infinite values in the batch's columns, or lower the learning rate"
-            )
+        check_norm(who, norm, step)
         torch.nn.utils.clip_grads_with_norm_(module.parameters(), self.optimizer.clip, norm)
         return norm
 
@@ -200,7 +186,8 @@ class TorchEngine:
         self, module: nn.Module, loss: Loss, name: str, microbatches: Iterable[Batch], weights: Mapping[str, float]
     ) -> Metrics:
         """Backward through every micro-batch; returns the metrics, the loss among them."""
-        parts, curious = self._even(f"train_step({name})", microbatches, self._curious.get(id(loss)) is loss)
+        seen = self._curious.get(id(loss)) is loss
+        parts, curious = evened(self._peers, f"train_step({name})", microbatches, seen)
         if not any(curious):
             metrics = self._sums(module, loss, name, parts, weights, everywhere=False)
             if metrics is not None:
@@ -212,15 +199,6 @@ class TorchEngine:
         assert metrics is not None
         return metrics
 
-    def _even(self, who: str, microbatches: Iterable[Batch], value: bool = False) -> tuple[list[Batch], list[bool]]:
-        """As many micro-batches as the process with the most has, because all meet in each; and everybody's value."""
-        held, parts = Held(self._peers), list[Batch]()
-        with held.back():
-            parts = list(microbatches)
-        found = held.meet(who, (len(parts), value))
-        most = max(length for length, _ in found)
-        return parts + [_IDLE] * (most - len(parts)), [value for _, value in found]
-
     def _sums(
         self,
         module: nn.Module,
@@ -230,14 +208,9 @@ class TorchEngine:
         weights: Mapping[str, float],
         everywhere: bool,
     ) -> Metrics | None:
-        """The sums over the micro-batches of all processes; None if the loss reads outputs that have been left out.
-
-        Nothing in the loop waits for the device, and after it one copy does.
-        """
+        """The sums over the micro-batches of all processes; None if the loss reads outputs that have been left out."""
         needs = needed(loss) | (self.provides & {"logprobs"})
-        sums: Metrics = {}
-        trusted = torch.ones((), dtype=torch.bool, device=self.device)
-        held, read = Held(self._peers), 0
+        sums, held, read = StepSums(loss, name, weights, self.device), HeldError(self._peers), 0
 
         def wanted(batch: Batch) -> Tensor:
             every = self._all(batch)
@@ -247,50 +220,30 @@ class TorchEngine:
         for batch in microbatches:
             out = self._outputs(module, batch, wanted, needs, held)
             gradients, read = None, read + len(out.source)
-            if batch is not _IDLE and held.error is None:
+            if batch is not IDLE and held.error is None:
                 with held.back():
-                    local = batch.to(self.device)
                     outputs = {key: out.spread(values.detach()) for key, values in out.values.items()}
-                    found = value_and_grad(loss, name, outputs, local, weights)
                     left_out = torch.nonzero((self._all(batch) & ~wanted(batch)).flatten())[:, 0].to(self.device)
-                    if len(left_out):
-                        trusted &= ignores(loss, name, outputs, local, weights, left_out, found)
-                    terms = {f"loss/{key}": term for key, term in found.terms.items()} if len(found.terms) > 1 else {}
-                    seen = {_SEEN + key: Sum(term.weight.double()) for key, term in found.terms.items()}
-                    sums = merge(sums, found.metrics | terms | seen | {"loss": Sum(found.loss)})
-                    gradients = found.gradients
+                    gradients = sums.add(outputs, batch.to(self.device), left_out)
             out.backward(gradients)
-        tokens = Sum(torch.tensor(sum(int(lengths(batch).sum()) for batch in microbatches if batch is not _IDLE)))
-        sums, (certain,) = _fetch(sums, trusted)
-        everybody = held.meet(f"train_step({name})", (sums | {"tokens": tokens}, certain, read))
-        if not all(certain for _, certain, _ in everybody):
-            return None
-        if not any(read for *_, read in everybody):
-            raise BatchError(
-                f"train_step({name}): no output of the model is read, so no parameter has a gradient; nothing was "
-                "changed. 'loss_mask' is true at no token that has one before it in its row, from which a model "
-                "predicts it: see how the column was made"
-            )
-        sums = functools.reduce(merge, [sums for sums, *_ in everybody])
-        check_weights(name, {key: float(sums.pop(_SEEN + key)[0]) for key in weights}, weights)
-        return sums
+        return sums.over_all(held, microbatches, read)
 
     def _all(self, batch: Batch) -> Tensor:
         """``[*b, T]`` bool: the tokens that there are outputs for."""
         return last(batch) if self.model.head == "reward" else predicted(batch)
 
     def _plan(
-        self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], needs: frozenset[str], held: Held
+        self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], needs: frozenset[str], held: HeldError
     ) -> Plan:
         words, always = module.get_input_embeddings().num_embeddings, not self._peers.alone
         with held.back():
-            if held.error is None and batch is not _IDLE:
+            if held.error is None and batch is not IDLE:
                 return plan(batch, wanted(batch), self.packed, words=words, needs=needs, always=always)
-        nothing = torch.zeros_like(_IDLE["input_ids"], dtype=torch.bool)  # no more in vain
-        return plan(_IDLE, nothing, self.packed, words=words, needs=self.provides & {"rewards"}, always=always)
+        nothing = torch.zeros_like(IDLE["input_ids"], dtype=torch.bool)  # no more in vain
+        return plan(IDLE, nothing, self.packed, words=words, needs=self.provides & {"rewards"}, always=always)
 
     def _outputs(
-        self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], needs: frozenset[str], held: Held
+        self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], needs: frozenset[str], held: HeldError
     ) -> Outputs:
         work = self._plan(module, batch, wanted, needs, held)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.dtype == "bfloat16"):
@@ -300,7 +253,7 @@ class TorchEngine:
         self, model: Model, tensors: Iterable[tuple[str, Tensor]] | None = None, frozen: bool = False
     ) -> nn.Module:
         """A model with its own weights or these; where it is sharded, the first process alone builds all of it."""
-        held, module, given = Held(self._peers), None, iter(tensors or ())
+        held, module, given = HeldError(self._peers), None, iter(tensors or ())
         with held.back():
             if self._peers.rank == 0:
                 module = self._build(model)
@@ -355,41 +308,32 @@ class TorchEngine:
         groups = [group for group in groups if group["params"]]
         return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
 
-    def save(self, state: State, folder: Path, adapter: bool = False) -> dict[str, Written]:
+    def save(self, state: TorchState, folder: Path, adapter: bool = False) -> Saved:
         """Write module and optimizer."""
         return self._write(folder, state.module, state.optimizer, state.step, adapter)
 
-    def restore(self, folder: Path) -> State:
+    def restore(self, folder: Path, record: Mapping[str, Any]) -> TorchState:
         """Read what `save` wrote, in whatever number of processes."""
-        record = json.loads((folder / "engine.json").read_text())
         state = self.init()  # betas and the like are those of the configuration
         self._read(folder, state.module, state.optimizer, record["base"])
         return state._replace(step=record["step"])
 
-    def save_params(self, params: nn.Module, folder: Path, adapter: bool = False) -> dict[str, Written]:
+    def save_params(self, params: nn.Module, folder: Path, adapter: bool = False) -> Saved:
         """Write the module."""
         return self._write(folder, params, None, 0, adapter)
 
-    def restore_params(self, folder: Path) -> nn.Module:
+    def restore_params(self, folder: Path, record: Mapping[str, Any]) -> nn.Module:
         """Read what `save_params` wrote."""
-        record = json.loads((folder / "engine.json").read_text())
         module = self._make(self.model if record["lora"] else attrs.evolve(self.model, lora=None), frozen=True)
         self._read(folder, module, None, record["base"])
         return module
 
     def _write(
         self, folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, adapter: bool
-    ) -> dict[str, Written]:
-        held, wanted = Held(self._peers), lora.trained if adapter else None
-        written = storage.write(folder, module, optimizer, self._peers, wanted)
+    ) -> Saved:
+        written = storage.write(folder, module, optimizer, self._peers, lora.trained if adapter else None)
         base = lora.signature(module, sharding.whole) if adapter else None
-        with held.back():
-            if self._peers.rank == 0:
-                record = {"step": step, "lora": bool(lora.layers(module)), "base": base}
-                written["engine.json"] = write(folder / "engine.json", [json.dumps(record).encode()])
-            flush(folder)
-        held.meet("save")  # when one returns, all has been written
-        return written
+        return Saved(written, {"step": step, "lora": bool(lora.layers(module)), "base": base})
 
     def _read(
         self,
@@ -405,7 +349,7 @@ class TorchEngine:
     def export(self, params: nn.Module, folder: Path, adapter: bool = False) -> None:
         """Write a folder that transformers and vLLM load, or, of an adapter, that peft does."""
         dtype: Any = getattr(torch, self.model.dtype)
-        held = Held(self._peers)
+        held = HeldError(self._peers)
         if adapter:
             found = dict(self.tensors(params, adapter))
             with held.back():
@@ -427,13 +371,3 @@ class TorchEngine:
                 if self.model.tokenizer is not None or isinstance(self.model.source, str):
                     loading.load_tokenizer(self.model).save_pretrained(folder)
         held.meet("export")
-
-
-def _fetch(metrics: Metrics, *others: Tensor) -> tuple[Metrics, list[float]]:
-    """Copy numbers to the CPU, all at once."""
-    values = [x for value in metrics.values() for x in value]
-    flat = torch.cat([x.double().flatten() for x in [*values, *others]]).cpu()
-    parts = flat.split([x.numel() for x in [*values, *others]])
-    copies = (part.to(x.dtype).view(x.shape) for part, x in zip(parts, values, strict=False))
-    fetched = {key: type(value)(*(next(copies) for _ in value)) for key, value in metrics.items()}
-    return fetched, [float(part) for part in parts[len(values) :]]

@@ -10,7 +10,8 @@ from nrl.backends.base import Bucket, Model, Sampling
 from nrl.backends.hf.cache import prepare
 from nrl.backends.hf.decoding import decode
 from nrl.backends.models import lora
-from nrl.backends.models.loading import Loading, context_length, end_tokens, load_tokenizer
+from nrl.backends.models.loading import context_length, end_tokens, load_tokenizer
+from nrl.backends.models.named_weights import Loading
 from nrl.backends.sampling.pool import ReplicatedSampler
 from nrl.backends.sampling.replica import Decoded, Request
 from nrl.backends.sampling.seat import meshes

@@ -4,37 +4,21 @@ Imports transformers inside its functions, so that importing a backend stays che
 """
 
 import contextlib
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nrl.backends.base import Model
+from nrl.backends.models.named_weights import SCORE, a_few, is_score
 from nrl.errors import ModelError
 from nrl.log import waiting
 
-__all__ = [
-    "Loading",
-    "build",
-    "check_arrived",
-    "check_weight",
-    "context_length",
-    "end_tokens",
-    "head_weight",
-    "load_config",
-    "load_tensors",
-    "load_tokenizer",
-    "named_tensors",
-    "save_model",
-    "weight_name",
-    "weights",
-]
+__all__ = ["build", "context_length", "end_tokens", "load_config", "load_tokenizer", "save_model"]
 
 
-_WRAPPED = re.compile(r"(\.)base_layer\.|(\.lora_[AB]\.)default\.")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
 
 
@@ -76,7 +60,7 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
                 module = auto.from_config(config, dtype=torch.float32)
             for parameter in module.parameters():  # not buffers: rotary frequencies stay exact
                 parameter.data = parameter.data.to(dtype)
-            missing = {name for name in module.state_dict() if _is_score(name)}
+            missing = {name for name in module.state_dict() if is_score(name)}
         else:
             with _quiet(model.head != "lm"), _counting(f"loading the weights of {model.source}"):
                 module, info = auto.from_pretrained(
@@ -86,9 +70,9 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
                     trust_remote_code=model.trust_remote_code,  # None would ask on stdin
                     **labels,
                 )
-            missing = {name for name in info["missing_keys"] if _is_score(name)}
+            missing = {name for name in info["missing_keys"] if is_score(name)}
             if others := set(info["missing_keys"]) - missing:  # filled in at random, with no more than a warning
-                raise ValueError(f"its files lack the weights {_some(sorted(others))}")
+                raise ValueError(f"its files lack the weights {a_few(sorted(others))}")
     except Exception as error:  # transformers and what it reads files with raise all kinds
         raise ModelError(f"Model(source={_name(model)}): {_reason(model.source, error, wanted)}") from error
     if model.head != "lm":
@@ -110,20 +94,13 @@ _KINDS = {
     "value": ("AutoModelForTokenClassification", "language model with a value head"),
     "reward": ("AutoModelForSequenceClassification", "language model with a reward head"),
 }
-_SCORE = "score"
-"""What transformers calls the head of a model that classifies."""
-_HEADS = ("lm_head", _SCORE)
-
-
-def _is_score(name: str) -> bool:
-    return name.split(".")[0] == _SCORE
 
 
 def _check_score(module: nn.Module) -> None:
-    head = getattr(module, _SCORE, None)
+    head = getattr(module, SCORE, None)
     if not isinstance(head, nn.Linear) or head.out_features != 1:
         raise ModelError(
-            f"{type(module).__name__}: it has no linear layer '{_SCORE}' of one output, which value and reward heads "
+            f"{type(module).__name__}: it has no linear layer '{SCORE}' of one output, which value and reward heads "
             "are; take another architecture"
         )
 
@@ -274,130 +251,3 @@ def end_tokens(generation: Any, tokenizer: Any) -> tuple[int, ...]:
     extra = getattr(generation, "eos_token_id", None)
     found.update(extra if isinstance(extra, list | tuple) else [extra])
     return tuple(sorted(token for token in found if token is not None))
-
-
-def head_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight ``[V, H]`` and bias ``[V]`` of a language-model head; ``[1, H]`` and ``[1]`` of another one."""
-    head = getattr(module, _SCORE, None) or module.get_output_embeddings()  # type: ignore[operator]
-    return head.weight, getattr(head, "bias", None)
-
-
-def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their Hugging Face names, those of an adapter by the names in its files."""
-    return {weight_name(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
-
-
-def weight_name(name: str) -> str:
-    """The name that a weight has in files, whether peft has wrapped its layer or not.
-
-    >>> weight_name("q_proj.base_layer.weight"), weight_name("q_proj.lora_A.default.weight")
-    ('q_proj.weight', 'q_proj.lora_A.weight')
-    """
-    return _WRAPPED.sub(r"\1\2", name)
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """`weights`, detached, tied ones once."""
-    seen: set[int] = set()
-    for name, tensor in weights(module).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor.detach()
-
-
-def load_tensors(own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], *, who: str) -> None:
-    """Copy weights in by name, in place, one at a time; the inverse of `named_tensors`.
-
-    Of a model of another head all goes along but the head; value and reward heads share their weight.
-
-    Args:
-        own: `weights`, which are replaced.
-        tensors: Hugging Face name and value, of any dtype and device; of tied weights one name is enough.
-        who: how errors name the caller.
-
-    Raises:
-        ModelError: a name that the model does not have, a wrong shape, weights that are missing, or tied ones that
-            differ. Some weights may have been replaced by then.
-    """
-    loading = Loading(own, who)
-    loading.add(_for_head(own, tensors))
-    loading.end()
-
-
-def _for_head(own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Weights of a model of maybe another head: without what is not here; what only is here stays as it is."""
-    came = set()
-    for name, tensor in tensors:
-        if name in own or name.split(".")[0] not in _HEADS:
-            came.add(name)
-            yield name, tensor
-    yield from ((name, tensor) for name, tensor in own.items() if _is_score(name) and name not in came)
-
-
-class Loading:
-    """`load_tensors` for weights that come a few at a time: any number of `add`, then `end`.
-
-    Args:
-        own: `weights`, which are replaced.
-        who: how errors name the caller.
-    """
-
-    def __init__(self, own: Mapping[str, Tensor], who: str) -> None:
-        self._own = own
-        self._waiting = {tensor.data_ptr(): name for name, tensor in self._own.items()}  # tied ones once
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._own.items()}
-        self._who = who
-
-    @torch.no_grad()
-    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy these in."""
-        for name, tensor in tensors:
-            check_weight(name, tensor, self._shapes, self._who)
-            held = self._own[name]
-            if self._waiting.pop(held.data_ptr(), None) is not None:
-                held.copy_(tensor)
-            elif not torch.equal(held, tensor.to(held)):
-                raise ModelError(
-                    f"{self._who}: '{name}' came twice with different values, or is tied to another weight here and "
-                    f"not where it came from; {_SAME}"
-                )
-
-    def end(self) -> None:
-        """See that nothing is missing."""
-        check_arrived(self._waiting.values(), self._who)
-
-
-_SAME = "build both sides from the same Model"
-
-
-def check_weight(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], who: str) -> None:
-    """See that a weight is one of a model whose weights have these names and shapes.
-
-    Raises:
-        ModelError: there is none of its name, or that has another shape.
-
-    >>> check_weight("norm", torch.zeros(2), {"norm": (2,)}, "receive")
-    """
-    if name not in shapes:
-        raise ModelError(f"{who}: the model has no weight '{name}'; it has {_some(shapes)}; {_SAME}")
-    if shapes[name] != tuple(tensor.shape):
-        raise ModelError(
-            f"{who}: '{name}' has shape {list(tensor.shape)}, and here it is {list(shapes[name])}; {_SAME}"
-        )
-
-
-def check_arrived(missing: Collection[str], who: str) -> None:
-    """See that no weight is missing.
-
-    Raises:
-        ModelError: some are.
-
-    >>> check_arrived([], "receive")
-    """
-    if missing:
-        raise ModelError(f"{who}: {len(missing)} weights did not arrive: {_some(missing)}; send all of them")
-
-
-def _some(names: Iterable[str], most: int = 5) -> str:
-    found = list(names)
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from nrl.backends.base import Model
-from nrl.backends.models import loading
+from nrl.backends.models import loading, named_weights
 from nrl.errors import ModelError
 
 __all__ = [
@@ -89,7 +89,7 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
         _wrap(module, model)
         if isinstance(model.lora, str):
             who = f"Model(lora='{model.lora}')"
-            loading.load_tensors(_some(module, trained), read(model.lora), who=who)
+            named_weights.load_tensors(_some(module, trained), read(model.lora), who=who)
     return module
 
 
@@ -148,8 +148,8 @@ def merged(module: nn.Module, whole: Callable[[Tensor], Tensor] = _same) -> Iter
     >>> [name for name, _ in merged(nn.Linear(2, 2))]
     ['weight', 'bias']
     """
-    adapted = {f"{loading.weight_name(name)}.weight": layer for name, layer in layers(module).items()}
-    for name, tensor in loading.named_tensors(module):
+    adapted = {f"{named_weights.weight_name(name)}.weight": layer for name, layer in layers(module).items()}
+    for name, tensor in named_weights.named_tensors(module):
         if not _of_adapter(name):
             tensor = whole(tensor)
             yield name, tensor + delta(adapted[name], whole) if name in adapted else tensor
@@ -168,11 +168,11 @@ def adapter(module: nn.Module, whole: Callable[[Tensor], Tensor] = _same) -> Ite
     >>> list(adapter(nn.Linear(2, 2)))
     []
     """
-    return ((name, whole(tensor)) for name, tensor in loading.named_tensors(module) if trained(name))
+    return ((name, whole(tensor)) for name, tensor in named_weights.named_tensors(module) if trained(name))
 
 
 def _some(module: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in loading.weights(module).items() if wanted(name)}
+    return {name: tensor for name, tensor in named_weights.weights(module).items() if wanted(name)}
 
 
 def replaced(module: nn.Module) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ def replaced(module: nn.Module) -> dict[str, Tensor]:
     >>> list(replaced(nn.Linear(2, 2)))
     ['weight', 'bias']
     """
-    return _some(module, trained) if layers(module) else loading.weights(module)
+    return _some(module, trained) if layers(module) else named_weights.weights(module)
 
 
 def load(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, who: str) -> None:
@@ -193,15 +193,15 @@ def load(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, who: str) 
         who: how errors name the caller.
 
     Raises:
-        ModelError: as `nrl.backends.models.loading.load_tensors`.
+        ModelError: as `nrl.backends.models.named_weights.load_tensors`.
     """
     several = iter(tensors)
     first = list(islice(several, 1))
     given = chain(first, several)
     if first and _of_adapter(first[0][0]):
-        loading.load_tensors(_some(module, trained), given, who=who)
+        named_weights.load_tensors(_some(module, trained), given, who=who)
     else:
-        loading.load_tensors(_some(module, lambda name: not _of_adapter(name)), given, who=who)
+        named_weights.load_tensors(_some(module, lambda name: not _of_adapter(name)), given, who=who)
         for layer in layers(module).values():
             nn.init.zeros_(layer.lora_B["default"].weight)
 
@@ -214,7 +214,7 @@ def signature(module: nn.Module, whole: Callable[[Tensor], Tensor] = _same) -> d
     >>> signature(nn.Linear(2, 2, bias=False)).keys()
     dict_keys(['weight'])
     """
-    base = {name: tensor for name, tensor in loading.named_tensors(module) if not trained(name)}
+    base = {name: tensor for name, tensor in named_weights.named_tensors(module) if not trained(name)}
     writes = {name: tensor._version for name, tensor in base.items()}  # torch counts them
     seen, sums = _SUMS.get(module, ({}, {}))
     if writes != seen:

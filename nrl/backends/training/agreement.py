@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.errors import ClusterError
 
-__all__ = ["Held", "Mishap", "Peers"]
+__all__ = ["HeldError", "Peers", "PickledError"]
 
 
 @attrs.frozen
@@ -63,10 +63,10 @@ class Peers:
         return found
 
 
-class Mishap(NamedTuple):
+class PickledError(NamedTuple):
     """An error as it travels: most exceptions can be pickled, but any function may raise one that cannot.
 
-    >>> Mishap.of(2, ValueError("no such row")).error("train_step(my_loss)")
+    >>> PickledError.of(2, ValueError("no such row")).error("train_step(my_loss)")
     ValueError('no such row')
     """
 
@@ -75,7 +75,7 @@ class Mishap(NamedTuple):
     pickled: bytes
 
     @classmethod
-    def of(cls, rank: int, error: Exception) -> "Mishap":
+    def of(cls, rank: int, error: Exception) -> "PickledError":
         """What another process needs to know about it."""
         try:
             pickled = pickle.dumps(error)
@@ -92,10 +92,10 @@ class Mishap(NamedTuple):
         return made
 
 
-class Held:
+class HeldError:
     """The first error of this process, until all processes raise.
 
-    >>> held = Held(Peers(None))
+    >>> held = HeldError(Peers(None))
     >>> with held.back():  # alone, an error is raised where it happens
     ...     raise ValueError("no such row")
     Traceback (most recent call last):
@@ -122,7 +122,7 @@ class Held:
         Raises:
             Exception: the error of this process, or of the first that has one.
         """
-        mishap = None if self.error is None else Mishap.of(self.peers.rank, self.error)
+        mishap = None if self.error is None else PickledError.of(self.peers.rank, self.error)
         found = self.peers.gather((value, mishap))
         if self.error is not None:
             raise self.error

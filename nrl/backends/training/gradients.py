@@ -18,10 +18,10 @@ from nrl.backends.training.terms import check_terms, terms_of
 from nrl.batch import Batch, unchanged
 from nrl.reduce import Mean, Metrics
 
-__all__ = ["Evaluation", "ignores", "value_and_grad"]
+__all__ = ["ValueAndGrad", "ignores", "value_and_grad"]
 
 
-class Evaluation(NamedTuple):
+class ValueAndGrad(NamedTuple):
     """What a loss makes of some outputs.
 
     Args:
@@ -39,7 +39,7 @@ class Evaluation(NamedTuple):
 
 def value_and_grad(
     loss: Loss, name: str, outputs: Mapping[str, Tensor], batch: Batch, weights: Mapping[str, float]
-) -> Evaluation:
+) -> ValueAndGrad:
     """Call a loss, and differentiate it with respect to the outputs.
 
         sum over terms of total / weights[term]
@@ -68,7 +68,7 @@ def value_and_grad(
     found: tuple[Tensor | None, ...] = (None,) * len(leaves)
     if total.requires_grad:
         found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-    return Evaluation(
+    return ValueAndGrad(
         total.detach(),
         {key: Mean(*(x.detach() for x in term)) for key, term in terms.items()},
         {key: type(value)(*(x.detach() for x in value)) for key, value in metrics.items()}
@@ -87,7 +87,7 @@ def ignores(
     batch: Batch,
     weights: Mapping[str, float],
     places: Tensor,
-    found: Evaluation,
+    found: ValueAndGrad,
 ) -> Tensor:
     """Whether it does not matter to a loss what the outputs are at some places.
 
@@ -138,12 +138,12 @@ def ignores(
     return torch.stack(same).all()
 
 
-def _leaves(found: Evaluation) -> list[Tensor]:
+def _leaves(found: ValueAndGrad) -> list[Tensor]:
     reduced = [*found.terms.values(), *found.metrics.values()]
     return [found.loss, *(x for value in reduced for x in value), *found.gradients.values()]
 
 
-def _shape(found: Evaluation) -> list[object]:
+def _shape(found: ValueAndGrad) -> list[object]:
     """All that is known of an evaluation without looking at numbers."""
     metrics = [(key, type(value)) for key, value in found.metrics.items()]
     return [metrics, [(x.shape, x.dtype) for x in _leaves(found)]]

@@ -3,8 +3,9 @@
 from tensordict import TensorDict
 
 from nrl.algos import Loss, name_of, needed
-from nrl.backends.base import Params, Trainer
+from nrl.backends.training.states import Params
 from nrl.backends.training.terms import terms_of
+from nrl.backends.training.trainer import Trainer
 from nrl.batch import Batch
 from nrl.errors import MissingOutput
 from nrl.reduce import Metrics

@@ -7,15 +7,18 @@ each process that finds it leaves an answer, and the program looks for those.
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from nrl.backends.training.on_mesh import from_all
 from nrl.errors import CheckpointError
 from nrl.files import Written, check_sizes, check_sums
 from nrl.runtime.mesh.current_process import process
+from nrl.runtime.mesh.placement import Mesh
 
-__all__ = ["Stranger", "answer", "check", "see", "stranger"]
+__all__ = ["Stranger", "answer", "arrived", "check", "check_exported", "check_shared", "see", "stranger"]
 
 _PATIENCE = 3.0
 """Seconds in which a file has to arrive: on a disk that nodes share over a network not everybody sees it at once."""
@@ -68,6 +71,58 @@ def stranger(folder: Path, ask: Callable[[Path, str], Sequence[tuple[str, str]]]
         for path in folder.glob(f"{note}*"):
             path.unlink(missing_ok=True)
     return None
+
+
+def check_shared(mesh: Mesh, name: str, folder: str | Path, who: str) -> None:
+    """See that the program and all processes of a trainer have a folder in common.
+
+    Raises:
+        CheckpointError: one of them has another one.
+    """
+    found = _stranger_of(mesh, who, Path(folder).absolute())
+    if found is not None:
+        raise CheckpointError(
+            f"{who}: {folder} is not the same folder for this program, on host {socket.gethostname()}, and for all "
+            f"of {name}: {found}. A checkpoint would be without what it writes; give a folder (out=) on a disk "
+            "that all nodes share by the same path, or reserve the trainer's slots on the node of this program"
+        )
+
+
+def check_exported(mesh: Mesh, folder: Path) -> None:
+    """See that what the first process has written lies where the program looks for it.
+
+    Raises:
+        CheckpointError: it lies elsewhere.
+    """
+    found = _stranger_of(mesh, "export", folder)
+    if found is not None and found.rank == 0:
+        raise CheckpointError(
+            f"export: the model lies in {folder} on host {found.host}, and this program, on host "
+            f"{socket.gethostname()}, does not see it: {found}. Copy it from there, or give a folder on a disk "
+            "that both share by the same path"
+        )
+
+
+def _stranger_of(mesh: Mesh, who: str, folder: Path) -> Stranger | None:
+    return stranger(folder, partial(from_all, mesh, who, answer, turn=False))
+
+
+def arrived(name: str, folder: Path, each: Iterable[Mapping[str, Written]]) -> dict[str, Written]:
+    """All files that the processes of a trainer wrote, given by rank, if the program sees them as they were written.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    found: dict[str, Written] = {}
+    for rank, files in enumerate(each):
+        try:
+            check_sizes(folder, files)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"save: {error}, when rank {rank} of {name} wrote it; this program does not see the same"
+            ) from None
+        found |= files
+    return found
 
 
 def answer(folder: Path, note: str) -> tuple[str, str]:

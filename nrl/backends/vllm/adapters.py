@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nrl.backends.base import Bucket, Model
 from nrl.backends.models import lora
-from nrl.backends.models.loading import check_arrived
+from nrl.backends.models.named_weights import check_arrived
 from nrl.errors import ModelError
 
 __all__ = ["Adapter"]

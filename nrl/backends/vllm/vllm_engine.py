@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from nrl.backends.base import Bucket, Model
-from nrl.backends.models.loading import build, check_arrived, check_weight, end_tokens, load_tokenizer, save_model
+from nrl.backends.models.loading import build, end_tokens, load_tokenizer, save_model
+from nrl.backends.models.named_weights import check_arrived, check_weight
 from nrl.backends.sampling.replica import Decoded, Request
 from nrl.backends.vllm import adapters, ranks, settings, weights
 from nrl.errors import ConfigError, GenerationError, ModelError

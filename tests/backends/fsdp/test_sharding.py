@@ -30,10 +30,10 @@ from nrl import algos, tiny
 from nrl.algos import Loss, needs, sft_loss, token_mean
 from nrl.backends import Model, adamw
 from nrl.backends.base import top_k
-from nrl.backends.fsdp.torch_engine import State, TorchEngine
-from nrl.backends.models import loading
-from nrl.backends.training import in_process
-from nrl.backends.training.agreement import Held, Mishap, Peers
+from nrl.backends.fsdp.torch_engine import TorchEngine, TorchState
+from nrl.backends.models import loading, named_weights
+from nrl.backends.training import on_ranks
+from nrl.backends.training.agreement import HeldError, Peers, PickledError
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch
 from nrl.errors import (
@@ -200,7 +200,7 @@ def train(mesh: DeviceMesh | None, loss: str, steps: int, **options: Any) -> tup
     return numbers, everything(made, state)
 
 
-def everything(made: TorchEngine, state: State) -> dict[str, Tensor]:
+def everything(made: TorchEngine, state: TorchState) -> dict[str, Tensor]:
     """Weights and moments, whole, by name."""
     found = dict(made.tensors(state.module))
     for name, parameter in state.module.named_parameters():
@@ -240,7 +240,7 @@ def headed(mesh: DeviceMesh | None, head: Any, sizes: Sequence[int]) -> tuple[li
         "lm": (top_k(4), ["top_k_ids", "top_k_logprobs"]),
     }[head]
     split = partial(nrl.microbatches, max_tokens=40)
-    out = in_process.forward(split, frozenset({need}), keys, made, state, False, nrl.shard(batch, size)[rank])
+    out = on_ranks.forward(split, frozenset({need}), keys, False, made, state, nrl.shard(batch, size)[rank])
     return numbers, everything(made, state), out
 
 
@@ -584,8 +584,8 @@ def splitting(mesh: DeviceMesh | None) -> list[tuple[str, list[str]]]:
     batch, made, errors = batch_of([5, 9]), engine(mesh), []
     state, shard, split = made.init(), nrl.shard(batch, 2)[rank], partial(nrl.microbatches, max_tokens=8)
     for call in (
-        lambda: in_process.forward(split, LOGPROBS, ["logprobs"], made, state, False, shard),
-        lambda: in_process.train(sft_loss, split, (), made, state, global_weights(sft_loss, batch), shard),
+        lambda: on_ranks.forward(split, LOGPROBS, ["logprobs"], False, made, state, shard),
+        lambda: on_ranks.train(sft_loss, split, (), made, state, global_weights(sft_loss, batch), shard),
     ):
         with pytest.raises(BatchError) as caught:
             call()
@@ -621,11 +621,11 @@ def test_each_process_raises_its_own_error(two: Processes) -> None:
 
 
 def test_an_error_that_travels_and_one_that_does_not() -> None:
-    made = Mishap.of(3, missing()).error("forward")
+    made = PickledError.of(3, missing()).error("forward")
     assert (type(made), str(made)) == (MissingColumn, str(missing()))
-    made = Mishap.of(3, local_error()).error("forward")
+    made = PickledError.of(3, local_error()).error("forward")
     assert (type(made), str(made)) == (ClusterError, "forward: rank 3 raised LocalError: it cannot travel")
-    held = Held(Peers(None))
+    held = HeldError(Peers(None))
     with pytest.raises(ValueError, match="not like"), held.back():
         raise value_error()
     assert held.meet("forward", 7) == [7]
@@ -749,13 +749,15 @@ def test_weights_from_a_folder_are_read_by_one_process(two: Processes, tmp_path:
     loading.save_model(module, tmp_path)
     (first, message, notes), (second, same, more) = two(elsewhere, tmp_path)
     for found in (first, second):
-        assert_equal(found, dict(loading.named_tensors(module)))
+        assert_equal(found, dict(named_weights.named_tensors(module)))
     assert "there is no such folder" in message[0]
     assert (same, notes) == (message, [])
     assert more == [f"trainer.load: rank 0 of dp raised it: ModelError: {message[0]}"]
 
 
 # files
+
+RECORD = {"step": 2, "lora": False, "base": None}
 
 
 def save(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -766,13 +768,13 @@ def save(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Tensor], dict
         state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
     (folder / "state").mkdir(exist_ok=True)
     (folder / "params").mkdir(exist_ok=True)
-    made.save(state, folder / "state")
+    assert made.save(state, folder / "state").record == RECORD
     made.save_params(made.freeze(state.module), folder / "params")
     saved = everything(made, state)
     return saved, another(mesh, made, state)
 
 
-def another(mesh: DeviceMesh | None, made: TorchEngine, state: State) -> dict[str, Tensor]:
+def another(mesh: DeviceMesh | None, made: TorchEngine, state: TorchState) -> dict[str, Tensor]:
     batch = batch_of(MIXED, seed=9)
     state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
     assert state.step == 3
@@ -781,9 +783,9 @@ def another(mesh: DeviceMesh | None, made: TorchEngine, state: State) -> dict[st
 
 def restore(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     made = engine(mesh, Model(TINY_PARTS, seed=5))
-    state = made.restore(folder / "state")
+    state = made.restore(folder / "state", RECORD)
     restored = everything(made, state)
-    params = made.restore_params(folder / "params")
+    params = made.restore_params(folder / "params", RECORD)
     assert not any(p.requires_grad for p in params.parameters())
     return restored, dict(made.tensors(params)), another(mesh, made, state)
 
@@ -810,9 +812,9 @@ def counted(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Written], 
     made = engine(mesh, tiny.model())
     state, batch = made.init(), batch_of(MIXED)
     state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
-    (read, wrote), files = transferred(), made.save(state, folder)
+    (read, wrote), (files, _) = transferred(), made.save(state, folder)
     now_read, now_wrote = transferred()
-    return files, now_read - read, now_wrote - wrote
+    return dict(files), now_read - read, now_wrote - wrote
 
 
 def test_files_are_hashed_as_they_are_written_and_not_read_back(two: Processes, tmp_path: Path) -> None:
@@ -829,7 +831,7 @@ def test_files_are_hashed_as_they_are_written_and_not_read_back(two: Processes, 
             told |= files
         found = {path.name: path.read_bytes() for path in folder.iterdir()}
         assert told == {name: (len(x), hashlib.sha256(x).hexdigest()) for name, x in found.items()}
-        assert len(told) == number + 1
+        assert len(told) == number
 
 
 def test_the_files_are_those_of_torchs_own_checkpoints(two: Processes, tmp_path: Path) -> None:
@@ -845,7 +847,7 @@ def test_the_files_are_those_of_torchs_own_checkpoints(two: Processes, tmp_path:
 def not_restored(mesh: DeviceMesh | None, folder: Path) -> str:
     made = engine(mesh, Model(TINY_PARTS, seed=5))
     with pytest.raises(CheckpointError) as caught:
-        made.restore(folder)
+        made.restore(folder, RECORD)
     return str(caught.value)
 
 
@@ -889,8 +891,8 @@ def doubles(mesh: DeviceMesh | None, folder: Path) -> None:
     made = engine(mesh, Model(TINY_PARTS, dtype="float64"))
     state, batch = made.init(), batch_of(MIXED)
     state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
-    made.save(state, folder)
-    assert_equal(everything(made, made.restore(folder)), everything(made, state))
+    _, record = made.save(state, folder)
+    assert_equal(everything(made, made.restore(folder, record)), everything(made, state))
 
 
 def test_numbers_of_different_sizes_in_one_file(two: Processes, tmp_path: Path) -> None:
@@ -902,7 +904,7 @@ def other_model(mesh: DeviceMesh | None, folder: Path) -> list[str]:
     errors = []
     for changes in ({"intermediate_size": 32}, {"num_hidden_layers": 3}, {"num_hidden_layers": 1}):
         with pytest.raises(ModelError) as caught:
-            engine(mesh, Model(TINY_PARTS | changes)).restore(folder / "state")
+            engine(mesh, Model(TINY_PARTS | changes)).restore(folder / "state", RECORD)
         errors.append(str(caught.value))
     return errors
 
@@ -948,7 +950,7 @@ def test_an_exported_folder_is_the_same_model(two: Processes, tmp_path: Path, dt
     export(None, tmp_path / "one", dtype)
     weights = two(export, tmp_path / "two", dtype)[0]
     module = loading.build(Model(str(tmp_path / "two"), dtype=dtype))
-    own = dict(loading.named_tensors(module))
+    own = dict(named_weights.named_tensors(module))
     assert own.keys() == weights.keys()
     for name, x in own.items():
         assert torch.equal(x, weights[name].to(x.dtype))

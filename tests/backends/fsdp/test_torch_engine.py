@@ -22,10 +22,10 @@ from nrl.algos import needs, sft_loss, token_mean
 from nrl.backends import Model, Optimizer, Schedule, Trainer, TrainState, adamw, fsdp, learning_rate, publish
 from nrl.backends.fsdp import torch_engine
 from nrl.backends.fsdp.torch_engine import TorchEngine
-from nrl.backends.models import loading
+from nrl.backends.models import loading, named_weights
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch, lengths
-from nrl.errors import BatchError, ForeignState, MissingOutput, ModelError, PlacementError
+from nrl.errors import BatchError, ModelError, PlacementError
 from nrl.reduce import Mean, Metrics, Sum, finalize
 from nrl.runtime import Slots
 from tests.backends.bigram import Recorder
@@ -344,15 +344,6 @@ def test_entropy(slots: Slots, stock: tuple[Any, str]) -> None:
     for name, x in weights(state).items():
         close((before[name] - x).float(), gradients[name].grad, atol=1e-5)
     module.zero_grad()
-
-
-def test_an_output_that_it_does_not_provide(slots: Slots) -> None:
-    @needs("values")
-    def critic_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
-        raise AssertionError("it must not be called")
-
-    with pytest.raises(MissingOutput, match=r"critic_loss.*needs values, and .* provides entropy, logprobs"):
-        make(slots).train_step(critic_loss)
 
 
 # models that cannot be packed
@@ -791,19 +782,6 @@ def test_restore_of_another_model(slots: Slots, tmp_path: Path) -> None:
 # state and publishing
 
 
-def test_the_state_of_the_critic_in_the_step_of_the_policy(slots: Slots) -> None:
-    policy, critic = make(slots), make(slots)
-    state = critic.init()
-    with pytest.raises(
-        ForeignState,
-        match=r"train_step\(sft_loss\): this train state belongs to fsdp.trainer \d+, not to fsdp.trainer \d+",
-    ):
-        policy.train_step(sft_loss)(state, batch_of([5]))
-    with pytest.raises(ForeignState, match=r"logprobs: .* belongs to .*pass the state of the same trainer"):
-        policy.logprobs(state.params, batch_of([5]))
-    assert critic.train_step(sft_loss)(state, batch_of([5]))[0].step == 1
-
-
 def test_what_is_published_is_what_the_state_holds(slots: Slots) -> None:
     trainer, sampler = make(slots), Recorder()
     state = trainer.init()
@@ -813,21 +791,9 @@ def test_what_is_published_is_what_the_state_holds(slots: Slots) -> None:
     assert publish(state.params, sampler) == 2
     assert_same(sampler.weights, weights(state))
     module: Any = loading.build(Model(QWEN3, seed=5))
-    loading.load_tensors(loading.weights(module), sampler.weights.items(), who="receive")
+    named_weights.load_tensors(named_weights.weights(module), sampler.weights.items(), who="receive")
     with torch.no_grad():
         close(stock_logprobs(module.eval(), batch_of(MIXED)), trainer.logprobs(state.params, batch_of(MIXED)).result())
-
-
-def test_lag(slots: Slots) -> None:
-    trainer, sampler = make(slots), Recorder()
-    state = trainer.init()
-    publish(state.params, sampler)
-    batch = batch_of([5, 9], version=torch.tensor([1, 1]))
-    state, metrics = trainer.train_step(sft_loss)(state, batch)
-    assert finalize(metrics.result())["lag"] == 0
-    publish(state.params, sampler)
-    state, metrics = trainer.train_step(sft_loss)(state, batch)
-    assert finalize(metrics.result())["lag"] == 1
 
 
 def test_the_mismatch_is_that_of_the_weights_that_the_step_starts_from(slots: Slots) -> None:

@@ -11,7 +11,8 @@ from nrl import tiny
 from nrl.backends import hf
 from nrl.backends.base import Completion, Model, Sampling
 from nrl.backends.hf.cache import ATTENTION
-from nrl.backends.models.loading import build, named_tensors
+from nrl.backends.models.loading import build
+from nrl.backends.models.named_weights import named_tensors
 from nrl.errors import ClosedCluster, ConfigError, GenerationError, ModelError
 from nrl.runtime import cluster
 

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from nrl import tiny
 from nrl.backends import Model
-from nrl.backends.models import loading
+from nrl.backends.models import loading, named_weights
 from nrl.errors import ModelError
 from tests.properties.strategies import TINY
 
@@ -27,7 +27,7 @@ def build(config: Mapping[str, Any] = TINY, **fields: Any) -> Any:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    return dict(loading.named_tensors(module))
+    return dict(named_weights.named_tensors(module))
 
 
 def saved(folder: Path, config: dict[str, Any] = TINY, seed: int = 0) -> Any:
@@ -126,7 +126,7 @@ def test_loading_leaves_no_bars_and_says_what_takes_long(
 def test_a_path_object_is_a_folder_too(tmp_path: Path) -> None:
     expected = weights(saved(tmp_path, seed=7))
     source: Any = tmp_path
-    assert all(torch.equal(x, expected[name]) for name, x in loading.named_tensors(loading.build(Model(source))))
+    assert all(torch.equal(x, expected[name]) for name, x in named_weights.named_tensors(loading.build(Model(source))))
 
 
 def test_a_folder_in_bfloat16(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_end_tokens() -> None:
 
 def test_head_weight() -> None:
     module = build()
-    weight, bias = loading.head_weight(module)
+    weight, bias = named_weights.head_weight(module)
     assert weight is module.model.embed_tokens.weight
     assert bias is None
 
@@ -271,7 +271,7 @@ def test_named_tensors_are_what_a_folder_holds(tied: bool, tmp_path: Path) -> No
 def test_load_tensors_is_the_inverse(tied: bool) -> None:
     config = TINY | {"tie_word_embeddings": tied}
     a, b = build(config, seed=1), build(config, seed=2)
-    loading.load_tensors(loading.weights(b), loading.named_tensors(a), who="test")
+    named_weights.load_tensors(named_weights.weights(b), named_weights.named_tensors(a), who="test")
     ids = torch.arange(8)[None]
     assert torch.equal(a(input_ids=ids).logits, b(input_ids=ids).logits)
     with torch.no_grad():
@@ -282,7 +282,7 @@ def test_load_tensors_is_the_inverse(tied: bool) -> None:
 
 def test_load_tensors_from_another_dtype() -> None:
     a, b = loading.build(Model(TINY, seed=1, dtype="float64")), loading.build(Model(TINY, seed=2))
-    loading.load_tensors(loading.weights(b), loading.named_tensors(a), who="test")
+    named_weights.load_tensors(named_weights.weights(b), named_weights.named_tensors(a), who="test")
     assert {x.dtype for x in weights(b).values()} == {torch.float32}
     assert torch.equal(weights(b)["model.norm.weight"], weights(a)["model.norm.weight"].float())
 
@@ -291,12 +291,14 @@ def test_load_tensors_says_what_does_not_fit() -> None:
     module = loading.build(Model(TINY))
     tensors = weights(module)
     with pytest.raises(ModelError, match="receive: the model has no weight 'extra'"):
-        loading.load_tensors(loading.weights(module), [("extra", torch.zeros(1))], who="receive")
+        named_weights.load_tensors(named_weights.weights(module), [("extra", torch.zeros(1))], who="receive")
     with pytest.raises(ModelError, match=r"receive: 'model.norm.weight' has shape \[3\], and here it is \[16\]"):
-        loading.load_tensors(loading.weights(module), [("model.norm.weight", torch.zeros(3))], who="receive")
+        named_weights.load_tensors(
+            named_weights.weights(module), [("model.norm.weight", torch.zeros(3))], who="receive"
+        )
     some = [(name, x) for name, x in tensors.items() if name != "model.norm.weight"]
     with pytest.raises(ModelError, match="receive: 1 weights did not arrive: model.norm.weight"):
-        loading.load_tensors(loading.weights(module), some, who="receive")
+        named_weights.load_tensors(named_weights.weights(module), some, who="receive")
 
 
 def test_a_saved_config_is_plain(tmp_path: Path) -> None:

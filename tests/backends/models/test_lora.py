@@ -1,6 +1,7 @@
 """LoRA: against full fine-tuning, against peft, and against itself in other layouts."""
 
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from examples import sft
 from nrl import algos, config, tiny
 from nrl.algos import Loss, sft_loss
 from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf
-from nrl.backends.fsdp.torch_engine import State
-from nrl.backends.models import loading, lora
+from nrl.backends.fsdp.torch_engine import TorchState
+from nrl.backends.models import loading, lora, named_weights
 from nrl.backends.training.terms import global_weights
 from nrl.backends.vllm import adapters
 from nrl.batch import Batch
@@ -106,17 +107,17 @@ def test_at_full_rank_the_first_step_has_the_direction_of_full_fine_tuning(slots
 def test_only_the_adapter_is_trained(slots: Slots) -> None:
     made = engine(None, MODEL)
     state = made.init()
-    before = {name: x.clone() for name, x in loading.named_tensors(state.module)}
+    before = {name: x.clone() for name, x in named_weights.named_tensors(state.module)}
     batch = batch_of(MIXED)
     for _ in range(3):
         state, _ = made.train(state, sft_loss, [batch], global_weights(sft_loss, batch))
-    after = dict(loading.named_tensors(state.module))
+    after = dict(named_weights.named_tensors(state.module))
     changed = {name for name, x in before.items() if not torch.equal(x, after[name])}
     assert changed == {name for name in before if lora.trained(name)}
     assert len(changed) == 2 * len(LAYERS) * QWEN3["num_hidden_layers"]
     parameters = dict(state.module.named_parameters())
     moments = {id(parameter) for parameter, found in state.optimizer.state.items() if found}
-    assert moments == {id(x) for name, x in parameters.items() if lora.trained(loading.weight_name(name))}
+    assert moments == {id(x) for name, x in parameters.items() if lora.trained(named_weights.weight_name(name))}
     assert sum(len(group["params"]) for group in state.optimizer.param_groups) == len(changed)
 
 
@@ -156,7 +157,7 @@ def test_it_computes_what_peft_does(slots: Slots, name: str, tmp_path: Path) -> 
             torch.testing.assert_close(found[row, 1:length], own, atol=1e-5, rtol=0)
     base = trainer_of(slots[:1], Model(CONFIGS[name]))
     assert not torch.allclose(logprobs(base, base.load()), found, atol=1e-2)
-    assert_close(tensors(params), dict(loading.named_tensors(theirs.merge_and_unload())), 1e-6)
+    assert_close(tensors(params), dict(named_weights.named_tensors(theirs.merge_and_unload())), 1e-6)
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------
@@ -200,9 +201,9 @@ def steps(
     return numbers, everything(made, state) | _raw(state)
 
 
-def _raw(state: State) -> dict[str, Tensor]:
+def _raw(state: TorchState) -> dict[str, Tensor]:
     """The adapter itself, whole."""
-    whole = {name: getattr(x, "full_tensor", x.clone)() for name, x in loading.named_tensors(state.module)}
+    whole = {name: getattr(x, "full_tensor", x.clone)() for name, x in named_weights.named_tensors(state.module)}
     return {f"raw {name}": x for name, x in whole.items() if lora.trained(name)}
 
 
@@ -238,10 +239,10 @@ def test_other_heads_are_trained_with_the_adapter(head: Any) -> None:
     assert {name for name, x in state.module.named_parameters() if x.requires_grad and "lora_" not in name} == {
         name for name, _ in state.module.named_parameters() if name.startswith("score.")
     }
-    before = {name: x.clone() for name, x in loading.named_tensors(state.module)}
+    before = {name: x.clone() for name, x in named_weights.named_tensors(state.module)}
     for _ in range(2):  # in the first the head says 0, so that no gradient reaches the body
         state, _ = made.train(state, HEADS[head], [batch], global_weights(HEADS[head], batch))
-    after = dict(loading.named_tensors(state.module))
+    after = dict(named_weights.named_tensors(state.module))
     assert all(torch.equal(x, after[name]) != lora.trained(name) for name, x in before.items())
 
 
@@ -460,7 +461,8 @@ def saved(mesh: DeviceMesh | None, folder: Path, model: Model) -> dict[str, Tens
         state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
     for name in ("state", "merged", "adapter"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    made.save(state, folder / "state", adapter=True)
+    record = made.save(state, folder / "state", adapter=True).record
+    (folder / "record.json").write_text(json.dumps(record))
     made.export(made.freeze(state.module), folder / "merged")
     made.export(made.freeze(state.module), folder / "adapter", adapter=True)
     return everything(made, state) | _raw(state)
@@ -468,7 +470,7 @@ def saved(mesh: DeviceMesh | None, folder: Path, model: Model) -> dict[str, Tens
 
 def restored(mesh: DeviceMesh | None, folder: Path, model: Model) -> dict[str, Tensor]:
     made = engine(mesh, model)
-    state = made.restore(folder)
+    state = made.restore(folder, json.loads((folder.parent / "record.json").read_text()))
     return everything(made, state) | _raw(state)
 
 
@@ -495,7 +497,7 @@ def test_merged_weights_are_exported(slots: Slots, dtype: Any, tmp_path: Path) -
     state = trained(trainer)
     trainer.export(state.params, tmp_path)
     assert not list(tmp_path.glob("adapter*"))
-    found = dict(loading.named_tensors(loading.build(Model(str(tmp_path), dtype=dtype))))
+    found = dict(named_weights.named_tensors(loading.build(Model(str(tmp_path), dtype=dtype))))
     assert_equal(found, {name: x.to(getattr(torch, dtype)) for name, x in state.params.tensors()})
     assert all(parameter.requires_grad is not False for parameter in loading.build(Model(str(tmp_path))).parameters())
     if dtype == "float32":
@@ -532,7 +534,7 @@ def test_an_exported_adapter_is_read_by_peft_and_by_nrl(slots: Slots, head: Any,
     labels = {} if head == "lm" else {"num_labels": 1}
     base = kind.from_pretrained(tmp_path / "base", **labels)
     theirs: Any = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
-    assert_close(dict(loading.named_tensors(theirs.merge_and_unload())), tensors(state.params), 1e-6)
+    assert_close(dict(named_weights.named_tensors(theirs.merge_and_unload())), tensors(state.params), 1e-6)
 
 
 def test_what_is_no_adapter_is_not_exported_as_one(slots: Slots, tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ from torch import Tensor
 import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
-from nrl.backends import Sampling, adamw, fsdp, hf
+from nrl.backends import Sampling, Trainer, adamw, fsdp, hf
 from nrl.backends.sampling.pool import StreamingSampler
 from nrl.backends.sampling.replica import Decoded, Request
 from nrl.backends.sampling.routing import Spread
 from nrl.backends.sampling.seat import Seat
-from nrl.backends.training import in_process
+from nrl.backends.training import on_ranks
 from nrl.batch import Batch
 from nrl.errors import (
     ClosedCluster,
@@ -325,13 +325,13 @@ def test_an_engine_that_is_started_again_is_checked_before_it_serves(
         sampler.generate([[5]])
     monkeypatch.setattr(hf._Decoder, "add", add)
     nrl.publish(params, sampler)
-    trainer = params.trainer
+    logprobs = Trainer.logprobs
 
-    def logprobs(*args: Any) -> Any:
+    def counted(*args: Any) -> Any:
         checks.append(1)
-        return trainer.logprobs(*args)
+        return logprobs(*args)
 
-    params.trainer = trainer._replace(logprobs=logprobs)
+    monkeypatch.setattr(Trainer, "logprobs", counted)
     with pytest.warns(UserWarning, match="started again; 1 requests were asked again, and 0 given up. checked"):
         row = dies(sampler, monkeypatch)
     assert (row.result(5).version, checks) == (1, [1])
@@ -366,12 +366,12 @@ def test_an_engine_whose_weights_are_consumed_before_it_is_checked_gets_the_next
     def consumed(*_: Any) -> Any:
         raise ConsumedState("logprobs: a step has consumed them")
 
-    trainer = params.trainer
-    params.trainer = trainer._replace(logprobs=consumed)
+    logprobs = Trainer.logprobs
+    monkeypatch.setattr(Trainer, "logprobs", consumed)
     with pytest.warns(UserWarning, match="requests wait for the next publish"):
         row = dies(sampler, monkeypatch)
     assert not row.done()
-    params.trainer = trainer
+    monkeypatch.setattr(Trainer, "logprobs", logprobs)
     nrl.publish(params, sampler)
     assert row.result(5).version == 1
 
@@ -577,7 +577,7 @@ def batch_of(rows: int = 4) -> Batch:
 
 def test_weights_that_a_step_consumes_are_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an engine that is started again would, while another thread trains; half of each would be wrong."""
-    monkeypatch.setattr(in_process, "_BUCKET", 1)
+    monkeypatch.setattr(on_ranks, "_BUCKET", 1)
     with cluster("local") as entered:
         trainer = fsdp.trainer(entered.reserve(1), tiny.model(), adamw(lr=1e-3))
         state = trainer.init()

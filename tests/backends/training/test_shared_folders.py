@@ -19,7 +19,7 @@ from nrl.backends.training.shared_folders import Stranger, answer, check, see, s
 from nrl.backends.training.trainer import make_trainer
 from nrl.checkpoint import Checkpoints
 from nrl.errors import CheckpointError
-from nrl.files import Written, write
+from nrl.files import Saved, Written, write
 from nrl.runtime.mesh.current_process import Process, entered
 from nrl.stream import counting
 from tests.backends.bigram import Bigram, BigramState
@@ -187,7 +187,7 @@ class Loses(Bigram):
 
     left: bytes | None = None
 
-    def save(self, state: BigramState, folder: Path, adapter: bool = False) -> dict[str, Written]:
+    def save(self, state: BigramState, folder: Path, adapter: bool = False) -> Saved:
         written = super().save(state, folder, adapter)
         if self.left is None:
             (folder / "table.pt").unlink()
@@ -208,9 +208,9 @@ def test_files_that_do_not_arrive_make_no_checkpoint(left: bytes | None, message
 
 
 def test_half_of_what_was_saved_is_not_restored(trainer: Trainer, tmp_path: Path) -> None:
-    """Without a manifest, too."""
+    """Without a checkpoint around it, too."""
     written = trainer.save(trainer.init(), tmp_path)
-    assert sorted(written) == sorted(path.name for path in tmp_path.iterdir()) == ["state.json", "table.pt"]
+    assert sorted(written) == sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "table.pt"]
     trainer.verify(tmp_path, written)
     content = (tmp_path / "table.pt").read_bytes()
     (tmp_path / "table.pt").write_bytes(content[:-3] + b"???")
@@ -225,17 +225,21 @@ def test_half_of_what_was_saved_is_not_restored(trainer: Trainer, tmp_path: Path
         trainer.restore(tmp_path)
 
 
-def test_the_processes_of_a_trainer_read_what_it_wrote(trainer: Trainer, tmp_path: Path) -> None:
+def test_the_processes_of_a_trainer_read_what_it_wrote(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (0, 1):
         checkpoint.save(tmp_path / f"{step + 1:06}", step, {"policy": trainer.init(), "count": step})
     readers, said, read = {"policy": trainer}, list[str](), list[Path]()
 
-    def sees(folder: str | Path, files: Any) -> None:
-        read.extend(Path(folder) / name for name in files)
-        trainer.verify(folder, files)
+    def checks(folder: Path, files: Any) -> None:
+        read.extend(folder / name for name in files)
+        check(folder, files)
 
-    checkpoint.verify(tmp_path / "000002", {"policy": trainer._replace(verify=sees)})
-    assert read == [tmp_path / "000002/policy" / name for name in ("table.pt", "state.json")]
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_folders, "check", checks)
+        checkpoint.verify(tmp_path / "000002", {"policy": trainer})
+    assert read == [tmp_path / "000002/policy" / name for name in ("table.pt",)]
     table = tmp_path / "000002/policy/table.pt"
     table.write_bytes(table.read_bytes()[:-3] + b"???")
     for verify in (checkpoint.verify, lambda folder: checkpoint.verify(folder, readers)):

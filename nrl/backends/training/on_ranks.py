@@ -1,8 +1,7 @@
 """The processes' half of training: what the driver calls in each of them, around an engine."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,25 +12,10 @@ from nrl.algos import Loss, output_kind, output_shape
 from nrl.backends.base import Bucket, top_k_of
 from nrl.backends.engines import TrainEngine
 from nrl.batch import Batch, assign
-from nrl.files import Written
 from nrl.reduce import Metrics
 from nrl.runtime.transfer import Tensors, sent
 
-__all__ = [
-    "export",
-    "forward",
-    "freeze",
-    "init",
-    "load",
-    "next_bucket",
-    "provides",
-    "read",
-    "restore",
-    "restore_params",
-    "save",
-    "save_params",
-    "train",
-]
+__all__ = ["forward", "init", "method", "next_bucket", "train", "with_params"]
 
 type _Engine = TrainEngine[Any, Any]
 type _Split = Callable[[Batch], Sequence[Batch]]
@@ -40,33 +24,19 @@ _BUCKET = 256 * 2**20
 """Bytes of weights that travel at once, unless one tensor alone is larger."""
 
 
-def provides(engine: _Engine) -> frozenset[str]:
-    """The outputs that a loss may ask for."""
-    return engine.provides
+def method(name: str, engine: _Engine, *args: Any) -> Any:
+    """Call a method of the engine."""
+    return getattr(engine, name)(*args)
+
+
+def with_params(name: str, frozen: bool, engine: _Engine, value: Any, *args: Any) -> Any:
+    """Call a method of the engine that takes params first: frozen ones, or those of a train state."""
+    return getattr(engine, name)(value if frozen else engine.params(value), *args)
 
 
 def init(engine: _Engine, *buckets: Bucket) -> Any:
     """A fresh train state."""
     return engine.init((pair for bucket in buckets for pair in bucket.items()) if buckets else None)
-
-
-def load(engine: _Engine, source: str | None) -> Any:
-    """Frozen params from elsewhere."""
-    return engine.load(source)
-
-
-def _params(engine: _Engine, value: Any, frozen: bool) -> Any:
-    return value if frozen else engine.params(value)
-
-
-def freeze(engine: _Engine, value: Any, frozen: bool) -> Any:
-    """A frozen copy of params."""
-    return engine.freeze(_params(engine, value, frozen))
-
-
-def read(engine: _Engine, value: Any, frozen: bool, adapter: bool) -> Iterator[tuple[str, Tensor]]:
-    """The weights, one after the other, for `next_bucket`."""
-    return iter(engine.tensors(_params(engine, value, frozen), adapter))
 
 
 def next_bucket(send: Callable[[Tensors], Any], reading: Iterator[tuple[str, Tensor]]) -> tuple[Any, bool]:
@@ -85,9 +55,9 @@ def forward(
     split: _Split,
     needs: frozenset[str],
     keys: Sequence[str],
+    frozen: bool,
     engine: _Engine,
     value: Any,
-    frozen: bool,
     *shards: Batch,
 ) -> tuple[Tensor | list[Tensor], ...]:
     """Some outputs of each shard: a list of them, or, as other processes may be given it, the one shard's itself."""
@@ -98,7 +68,7 @@ def forward(
         yield from parts[-1]
 
     for shard in shards:
-        outs = engine.forward(_params(engine, value, frozen), read(shard), needs)
+        outs = with_params("forward", frozen, engine, value, read(shard), needs)
         wide = [out.apply(partial(_widen, out.ndim, shard["input_ids"].shape[-1])) for out in outs]
         found.append(parts[-1].restore(wide) if wide else _nothing(shard, needs))
     each = [[out[key] for out in found] for key in keys]
@@ -137,28 +107,3 @@ def train(
         for i in range(0, len(parts), each)
     )
     return engine.train(state, loss, (part for shard in shards for part in split(shard)), weights)
-
-
-def save(engine: _Engine, state: Any, folder: Path, adapter: bool) -> Mapping[str, Written]:
-    """Write a train state; the files of this process."""
-    return engine.save(state, folder, adapter)
-
-
-def save_params(engine: _Engine, value: Any, frozen: bool, folder: Path, adapter: bool) -> Mapping[str, Written]:
-    """Write params; the files of this process."""
-    return engine.save_params(_params(engine, value, frozen), folder, adapter)
-
-
-def restore(engine: _Engine, folder: Path) -> Any:
-    """Read a train state."""
-    return engine.restore(folder)
-
-
-def restore_params(engine: _Engine, folder: Path) -> Any:
-    """Read params."""
-    return engine.restore_params(folder)
-
-
-def export(engine: _Engine, value: Any, frozen: bool, folder: Path, adapter: bool) -> None:
-    """Write params and tokenizer in Hugging Face format."""
-    engine.export(_params(engine, value, frozen), folder, adapter)

@@ -1,0 +1,91 @@
+"""What the driver makes of a batch, and says of it, before a step."""
+
+import sys
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from nrl.algos import Loss
+from nrl.backends.training.terms import global_weights
+from nrl.batch import Batch, assign
+from nrl.batch.grouping import remembered
+from nrl.errors import ColumnError, MissingColumn, NotFinite
+from nrl.reduce import Mean, Metrics
+from nrl.runtime import Future
+from nrl.runtime.mesh.futures import Coming
+
+__all__ = ["check_finite", "lag", "told_of_no_advantages", "with_columns"]
+
+
+def with_columns(
+    who: str, batch: Batch, columns: Mapping[str, Tensor | Future[Tensor]]
+) -> tuple[Batch, Batch, dict[str, Coming]]:
+    """A batch with the columns that are here, and with what stands for those that are not; and the latter."""
+    if not columns:
+        return batch, batch, {}
+    coming = {name: x for name, x in columns.items() if isinstance(x, Coming) and x.rows and x.like is not None}
+    batch = assign(batch, **{name: x for name, x in columns.items() if name not in coming})
+    for name, column in coming.items():
+        if (rows := sum(map(len, column.rows or ()))) != len(batch):
+            raise ColumnError(
+                f"{who}: the column '{name}' was computed for {rows} rows, and the batch has {len(batch)}"
+            )
+    return batch, assign(batch, **{name: column.like for name, column in coming.items()}), coming
+
+
+def lag(version: int, batch: Batch) -> Metrics:
+    """How many publishes the weights are ahead of those that sampled a row, over the rows that are trained on."""
+    if "version" not in batch.keys() or "loss_mask" not in batch.keys():
+        return {}
+    rows = batch["loss_mask"].any(-1)
+    return {"lag": Mean(((version - batch["version"]) * rows).sum().float(), rows.sum().float())}
+
+
+def told_of_no_advantages(who: str, loss: Loss, batch: Batch, always: Collection[str]) -> bool:
+    """Say that all advantages are 0, if the loss reads them; whether there is nothing left to look for.
+
+    On the standard error, and no warning: a run may be well and have such a step.
+    """
+    if not {"advantages", "loss_mask"} <= set(batch.keys()):
+        return False
+    if bool((batch["loss_mask"] & (batch["advantages"] != 0)).any()):
+        return False
+    try:
+        global_weights(loss, batch.exclude("advantages"), always=always)
+        return True  # it does not read them
+    except MissingColumn:
+        pass
+    why = "See what computed the column."
+    if "group_ids" in batch.keys():
+        _, rows = batch["group_ids"][batch["loss_mask"].flatten(1).any(1)].unique(return_counts=True)
+        why = (
+            f"In each of its {len(rows)} groups all rewards are equal. Now and then that is so where a model has "
+            "learned its tasks; where it lasts, they are too hard or too easy, or a verifier says the same of every "
+            "answer: look at some rows, or leave such groups out with nrl.drop_uniform."
+        )
+        if int(rows.max()) == 1:
+            why = (
+                f"Each of its {len(rows)} groups has one row, which has nothing to be compared with: sample several "
+                "answers a prompt (group_size, or n of nrl.rollouts), or use an estimator that needs no group."
+            )
+    text = f"{who}: all advantages are 0 at the tokens that are trained on, so this step learns nothing from them."
+    print(f"{text} {why} (This is said once.)", file=sys.stderr, flush=True)  # noqa: T201
+    return True
+
+
+def check_finite(who: str, batch: Batch) -> None:
+    """Columns that are not finite where a token is trained on would poison the weights."""
+    if "loss_mask" not in batch.keys():
+        return
+    mask = batch["loss_mask"]
+    trained = remembered(mask, "trained", lambda: mask.flatten().nonzero()[:, 0])
+    for column, value in batch.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == mask.shape:
+            bad = ~torch.isfinite(value.flatten()[trained])
+            if bool(bad.any()):
+                rows = (trained[bad] // mask[0].numel()).unique().tolist()
+                raise NotFinite(
+                    f"{who}: the column '{column}' is NaN or infinite at tokens that are trained on, in rows "
+                    f"{rows[:10]}; mark such rows with assign(batch, valid=...), or mend what computed the column"
+                )

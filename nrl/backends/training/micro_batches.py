@@ -1,0 +1,142 @@
+"""What processes that train together do with their micro-batches: as many of them each, and sums over all of them."""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from nrl.algos import Loss
+from nrl.backends.training.agreement import HeldError, Peers
+from nrl.backends.training.gradients import ignores, value_and_grad
+from nrl.backends.training.terms import check_weights
+from nrl.batch import Batch, lengths
+from nrl.errors import BatchError, NotFinite
+from nrl.reduce import Metrics, Sum, merge
+
+__all__ = ["IDLE", "StepSums", "check_norm", "evened"]
+
+IDLE = Batch({"input_ids": torch.zeros(1, 1, dtype=torch.int64)}, batch_size=[1]).lock_()
+"""What a process computes while others have micro-batches left: one token, which predicts nothing."""
+
+_SEEN = "weight of "
+"""Before the name of a term: its weight, added up over micro-batches."""
+
+
+def evened(
+    peers: Peers, who: str, microbatches: Iterable[Batch], value: bool = False
+) -> tuple[list[Batch], list[bool]]:
+    """As many micro-batches as the process with the most has, because all meet in each; and everybody's value.
+
+    Args:
+        peers: the processes.
+        who: how errors name the caller.
+        microbatches: of this process; what is missing are `IDLE` ones.
+        value: what this process tells the others.
+
+    Raises:
+        Exception: what reading them raised in any process.
+
+    >>> evened(Peers(None), "train", [IDLE], True)[1]
+    [True]
+    """
+    held, parts = HeldError(peers), list[Batch]()
+    with held.back():
+        parts = list(microbatches)
+    found = held.meet(who, (len(parts), value))
+    most = max(length for length, _ in found)
+    return parts + [IDLE] * (most - len(parts)), [value for _, value in found]
+
+
+class StepSums:
+    """The sums of a step over its micro-batches; nothing waits for the device until `over_all` copies them at once.
+
+    Args:
+        loss: what is called on the outputs of each.
+        name: how errors speak of it.
+        weights: of each of its terms, over the whole batch.
+        device: where the outputs are.
+
+    >>> from nrl.algos import sft_loss
+    >>> ids = torch.tensor([[5, 6]])
+    >>> batch = Batch({"input_ids": ids, "loss_mask": ids == 6}, batch_size=[1])
+    >>> sums = StepSums(sft_loss, "sft", {"loss": 2.0}, torch.device("cpu"))
+    >>> sums.add({"logprobs": torch.tensor([[0.0, -3.0]])}, batch, torch.tensor([0]))
+    {'logprobs': tensor([[-0.0000, -0.5000]])}
+    """
+
+    def __init__(self, loss: Loss, name: str, weights: Mapping[str, float], device: torch.device) -> None:
+        self._loss, self._name, self._weights = loss, name, weights
+        self._sums: Metrics = {}
+        self._trusted = torch.ones((), dtype=torch.bool, device=device)
+
+    def add(self, outputs: Mapping[str, Tensor], batch: Batch, left_out: Tensor) -> dict[str, Tensor]:
+        """Call the loss on the outputs of a micro-batch; its gradient for each of them.
+
+        Args:
+            outputs: ``[*b, T]`` each, on the device.
+            batch: the rows that they belong to, there too.
+            left_out: ``[k]`` int64, the places of the flattened outputs that have not been computed.
+        """
+        found = value_and_grad(self._loss, self._name, outputs, batch, self._weights)
+        if len(left_out):
+            self._trusted &= ignores(self._loss, self._name, outputs, batch, self._weights, left_out, found)
+        terms = {f"loss/{key}": term for key, term in found.terms.items()} if len(found.terms) > 1 else {}
+        seen = {_SEEN + key: Sum(term.weight.double()) for key, term in found.terms.items()}
+        self._sums = merge(self._sums, found.metrics | terms | seen | {"loss": Sum(found.loss)})
+        return found.gradients
+
+    def over_all(self, held: HeldError, microbatches: Sequence[Batch], read: int) -> Metrics | None:
+        """The sums of all processes, where all of them meet; None: the loss reads outputs that have been left out.
+
+        Args:
+            held: an error of this process, if it has one.
+            microbatches: those of this process.
+            read: how many outputs its loss has read.
+
+        Raises:
+            BatchError: no output is read in any process.
+            WeightError: the weights of the real calls do not add up to those of the whole batch.
+            Exception: what was held back in any process.
+        """
+        who = f"train_step({self._name})"
+        tokens = Sum(torch.tensor(sum(int(lengths(batch).sum()) for batch in microbatches if batch is not IDLE)))
+        sums, (certain,) = _fetch(self._sums, self._trusted)
+        everybody = held.meet(who, (sums | {"tokens": tokens}, certain, read))
+        if not all(certain for _, certain, _ in everybody):
+            return None
+        if not any(read for *_, read in everybody):
+            raise BatchError(
+                f"{who}: no output of the model is read, so no parameter has a gradient; nothing was "
+                "changed. 'loss_mask' is true at no token that has one before it in its row, from which a model "
+                "predicts it: see how the column was made"
+            )
+        whole = functools.reduce(merge, [sums for sums, *_ in everybody])
+        seen = {key: float(whole.pop(_SEEN + key)[0]) for key in self._weights}
+        check_weights(self._name, seen, self._weights)
+        return whole
+
+
+def check_norm(who: str, norm: Tensor, step: int) -> None:
+    """See that the gradient of a step can be used; this waits for the device.
+
+    Raises:
+        NotFinite: it cannot.
+
+    >>> check_norm("train_step(sft_loss)", torch.tensor(0.5), 3)
+    """
+    if not torch.isfinite(norm):
+        raise NotFinite(
+            f"{who}: the norm of the gradient is {float(norm)} at optimizer step {step}; nothing was changed. Look "
+            "for NaN or infinite values in the batch's columns, or lower the learning rate"
+        )
+
+
+def _fetch(metrics: Metrics, *others: Tensor) -> tuple[Metrics, list[float]]:
+    """Copy numbers to the CPU, all at once."""
+    values = [x for value in metrics.values() for x in value]
+    flat = torch.cat([x.double().flatten() for x in [*values, *others]]).cpu()
+    parts = flat.split([x.numel() for x in [*values, *others]])
+    copies = (part.to(x.dtype).view(x.shape) for part, x in zip(parts, values, strict=False))
+    fetched = {key: type(value)(*(next(copies) for _ in value)) for key, value in metrics.items()}
+    return fetched, [float(part) for part in parts[len(values) :]]

@@ -1,0 +1,84 @@
+"""What a trainer gives to the program: train states, which a step consumes, and the params that are in them."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from nrl.backends.base import Bucket
+from nrl.runtime.mesh.futures import Future
+from nrl.runtime.mesh.handles import Handle
+from nrl.runtime.mesh.placement import Mesh
+
+if TYPE_CHECKING:
+    from nrl.backends.training.trainer import Trainer
+
+__all__ = ["Params", "TrainState"]
+
+
+class Params:
+    """Weights of a model on a mesh. Those of a train state are borrowed: when a step consumes the state, they are gone.
+
+    Trainers make them (``state.params``, ``trainer.load``, ``trainer.freeze``).
+    """
+
+    def __init__(
+        self, handle: Handle, trainer: "Trainer", version: int, *, published: bool, adapter: Any, frozen: bool
+    ) -> None:
+        self.handle, self.trainer, self.version, self.published = handle, trainer, version, published
+        self.adapter = adapter
+        """`Model.adapter`, if they are an adapter on the very weights that their model names."""
+        self.frozen = frozen
+        """Whether they have a handle of their own; otherwise it is that of a train state."""
+
+    def buckets(self, who: str = "buckets", to: Sequence[Mesh] = (), adapter: bool = False) -> Iterator[Future[Bucket]]:
+        """The weights, some at a time, as they lie on the mesh.
+
+        Args:
+            who: how errors name the reader.
+            to: meshes all of whose processes will open every bucket, and nobody else; see `nrl.runtime.transfer`.
+            adapter: those of the adapter alone; otherwise all, and adapters are added to them.
+        """
+        return self.trainer.buckets(self, who, to, adapter)
+
+    def tensors(self, who: str = "tensors") -> Iterator[tuple[str, Tensor]]:
+        """The weights by their Hugging Face names, one at a time, brought here."""
+        for bucket in self.buckets(who):
+            yield from bucket.result().items()
+
+
+class TrainState:
+    """A train state: an opaque handle that knows its trainer. Trainers make it (``trainer.init``, a step).
+
+    A step consumes it and returns the next; using it afterwards raises `ConsumedState`.
+    """
+
+    def __init__(self, params: Params, step: int) -> None:
+        self._params, self._step = params, step
+
+    @property
+    def handle(self) -> Handle:
+        """The handle of the values on the mesh."""
+        return self._params.handle
+
+    @property
+    def params(self) -> Params:
+        """The weights, borrowed."""
+        if self.handle.consumed:
+            self.handle.borrow(self.handle.owner, "state.params")
+        return self._params
+
+    @property
+    def trainer(self) -> "Trainer":
+        """The trainer that made it."""
+        return self._params.trainer
+
+    @property
+    def step(self) -> int:
+        """The number of optimizer steps taken."""
+        return self._step
+
+    @property
+    def version(self) -> int:
+        """How often weights of this run have been published."""
+        return self._params.version

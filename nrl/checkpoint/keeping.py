@@ -1,0 +1,90 @@
+"""Which checkpoints there are, and which of them a run keeps."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import attrs
+
+from nrl.files import read_manifest
+
+__all__ = ["Checkpoint", "Checkpoints", "best", "checkpoints", "score"]
+
+
+@attrs.frozen
+class Checkpoints:
+    """When a run writes checkpoints, and which of them it keeps.
+
+    Args:
+        every: steps between two of them. The last step of a loop always has one.
+        keep: how many of the newest are kept.
+        best: a metric whose best checkpoint is kept too, such as ``"eval/loss"``; a step that logs a new best of it
+            has a checkpoint, whatever ``every`` says.
+        mode: whether the best is the largest or the smallest.
+        grace: seconds from a SIGTERM to the end of the process, in which the last step is saved.
+
+    >>> Checkpoints(best="eval/loss", mode="min").every
+    50
+    """
+
+    every: int = attrs.field(default=50, validator=attrs.validators.ge(1))
+    keep: int = attrs.field(default=2, validator=attrs.validators.ge(1))
+    best: str | None = None
+    mode: Literal["max", "min"] = attrs.field(default="max", validator=attrs.validators.in_(["max", "min"]))
+    grace: float = attrs.field(default=30.0, validator=attrs.validators.gt(0))
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint on the disk.
+
+    Args:
+        folder: where it is; its name is the number of steps it comes after.
+        step: after which it was written, from 0.
+        meta: what was written with it.
+
+    >>> Checkpoint(Path("000050"), 49, {}).step
+    49
+    """
+
+    folder: Path
+    step: int
+    meta: Mapping[str, Any]
+
+
+def checkpoints(root: str | Path) -> list[Checkpoint]:
+    """The complete checkpoints under ``root``, oldest first; what is in them is not looked at (see `verify`).
+
+    >>> checkpoints("there/is/none")
+    []
+    """
+    found = []
+    for folder in sorted(Path(root).glob("[0-9]*"), key=lambda folder: (len(folder.name), folder.name)):
+        if folder.name.isdecimal():
+            told = read_manifest(folder) or {"step": int(folder.name) - 1, "meta": {}}
+            found.append(Checkpoint(folder, told["step"], told["meta"]))
+    return found
+
+
+def best(found: list[Checkpoint], keep: Checkpoints) -> Checkpoint | None:
+    """The checkpoint with the best of the metric that ``keep`` names; of equal ones the first. None: none has it.
+
+    >>> found = [Checkpoint(Path(name), 0, {"metrics": {"loss": loss}}) for name, loss in [("10", 0.5), ("20", 0.3)]]
+    >>> best(found, Checkpoints(best="loss", mode="min")).folder.name
+    '20'
+    """
+    scored = [(x, score(x.meta.get("metrics", {}), keep)) for x in found]
+    ranked = [(x, value) for x, value in scored if value is not None]
+    return max(ranked, key=lambda pair: pair[1])[0] if ranked else None
+
+
+def score(metrics: Mapping[str, Any], keep: Checkpoints) -> float | None:
+    """The metric that ``keep`` names, larger is better; None where it was not measured or is not finite.
+
+    >>> score({"eval/loss": 0.5}, Checkpoints(best="eval/loss", mode="min"))
+    -0.5
+    """
+    value = metrics.get(keep.best) if keep.best else None
+    if value is None or not math.isfinite(value):
+        return None
+    return float(value) if keep.mode == "max" else -float(value)
