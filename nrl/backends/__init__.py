@@ -5,7 +5,7 @@ from functools import partial
 
 from nrl.backends import hf, vllm
 from nrl.backends.base import Completion, Model, Params, Sampling, Trainer, TrainState
-from nrl.backends.engines import TrainEngine
+from nrl.backends.engines import SampleEngine, TrainEngine
 from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.publishing import publish
 from nrl.backends.samplers import Sampler
@@ -18,6 +18,7 @@ __all__ = [
     "Model",
     "Optimizer",
     "Params",
+    "SampleEngine",
     "Sampler",
     "Sampling",
     "Schedule",

@@ -2,7 +2,7 @@
 
 A `Trainer` is a record of functions that are already mapped onto a mesh. A `TrainState` is linear: a step consumes it
 and returns the next. A `Sampler` holds weights in a versioned cell that `publish` replaces in place, because rollouts
-in flight must see updates. What backend authors write is in `nrl.backends.engines` and `nrl.backends.sampling`.
+in flight must see updates. What backend authors write is in `nrl.backends.engines`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
