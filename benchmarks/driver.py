@@ -255,10 +255,10 @@ def stood_in(clock: Parts) -> Iterator[None]:
             (luggage, "__init__", "shards"),
             (luggage, "load", "shards"),
             (RayProcesses, "call", "calls"),
-            (pool.ReplicatedSampler, "_ask", "requests"),
+            (pool.EnginePool, "_ask", "requests"),
         ):
             stack.enter_context(mock.patch.object(owner, name, clock.wrap(part, getattr(owner, name))))
-        stack.enter_context(mock.patch.object(pool.ReplicatedSampler, "_work_where_wanted"))
+        stack.enter_context(mock.patch.object(pool.EnginePool, "_work_where_wanted"))
         gc.callbacks.append(clock.collected)
         stack.callback(gc.callbacks.remove, clock.collected)
         yield
@@ -358,7 +358,7 @@ def _nothing(*_: Any) -> Any:
 def _sampler(local: Any, engines: int) -> Any:
     slots = local.reserve(engines)
     meshes = [slots[place].mesh(name=f"engine {place}") for place in range(engines)]
-    return pool.StreamingSampler("nobody", meshes, _Nobody, tiny.model(), Sampling(max_new_tokens=8))  # type: ignore[arg-type]
+    return pool.StreamingEnginePool("nobody", meshes, _Nobody, tiny.model(), Sampling(max_new_tokens=8))  # type: ignore[arg-type]
 
 
 def _prompts(requests: int, group: int = 8, width: int = 256) -> list[list[int]]:

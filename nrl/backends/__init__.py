@@ -5,7 +5,7 @@ from functools import partial
 
 from nrl.backends import hf, vllm
 from nrl.backends.base import Completion, Model, Sampling
-from nrl.backends.engines import TrainEngine
+from nrl.backends.engines import SampleEngine, TrainEngine
 from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.publishing import publish
 from nrl.backends.samplers import Sampler
@@ -20,6 +20,7 @@ __all__ = [
     "Model",
     "Optimizer",
     "Params",
+    "SampleEngine",
     "Sampler",
     "Sampling",
     "Schedule",

@@ -1,6 +1,6 @@
 """What every backend agrees on: models, samplings, completions, and the names of outputs.
 
-What backend authors write is in `nrl.backends.engines` and `nrl.backends.samplers`.
+What backend authors write is in `nrl.backends.engines`.
 """
 
 from collections.abc import Collection, Iterable, Mapping

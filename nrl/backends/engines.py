@@ -1,18 +1,19 @@
-"""What the author of a trainer writes: an engine, which runs in each process of a mesh."""
+"""What the author of a backend writes: an engine that trains or one that samples, made in each process of a mesh."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss
+from nrl.backends.base import Bucket, Sampling
 from nrl.batch import Batch
 from nrl.files import Saved
 from nrl.reduce import Metrics
 
-__all__ = ["TrainEngine"]
+__all__ = ["Decoded", "Request", "SampleEngine", "TrainEngine"]
 
 
 class TrainEngine[S, M](Protocol):
@@ -101,5 +102,96 @@ class TrainEngine[S, M](Protocol):
         """Write params and tokenizer in Hugging Face format; with ``adapter``, that alone in peft's.
 
         All processes go along, and the first one writes.
+        """
+        ...
+
+
+class Request(NamedTuple):
+    """A prompt that is to be completed.
+
+    Args:
+        number: by which the answer is known; no other request of the sampler has it.
+        prompt: token ids.
+        seed: of its noise.
+        sampling: how its tokens are drawn.
+
+    >>> Request(0, [5, 6], 1, Sampling()).seed
+    1
+    """
+
+    number: int
+    prompt: Sequence[int]
+    seed: int
+    sampling: Sampling
+
+
+class Decoded(NamedTuple):
+    """The answer to one prompt.
+
+    Args:
+        token_ids: ``[L]`` int64, the sampled tokens, with the stop token if one was sampled.
+        logprobs: ``[L]`` float32, nats, of each under the distribution that it was drawn from.
+        truncated: it was ended by a length limit and not by a stop token.
+        versions: ``[L]`` int64, of the weights that each was drawn with; None: of those that there are.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    truncated: bool
+    versions: Tensor | None = None
+
+
+class SampleEngine(Protocol):
+    """What samples, in one process. It may satisfy `nrl.runtime.mesh.current_process.Rests`, too.
+
+    `nrl.backends.sampling.pool.EnginePool` makes a sampler of such engines; `nrl.backends.hf.hf_engine` and
+    `nrl.backends.vllm.vllm_engine` hold two of them.
+    """
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens that a prompt and its completion may have together."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+        ...
+
+    def advance(
+        self, requests: Sequence[Request], cancelled: Sequence[int]
+    ) -> Sequence[tuple[int, Decoded | Exception]]:
+        """Take on requests, forget others, and decode: for a moment, or until all that it has are finished.
+
+        It is called again and again while requests are unfinished, so an engine that can take on requests while it
+        decodes returns every few steps, and any other when all are finished. The noise of a row depends on its seed
+        alone.
+
+        Args:
+            requests: new ones, which `nrl.backends.sampling.checks.check_prompts` has found fit.
+            cancelled: numbers of earlier ones that nobody waits for any more; some may be finished already.
+
+        Returns:
+            What is finished, with its number; or why it cannot be served.
+        """
+        ...
+
+    def begin(self) -> None:
+        """New weights will come, all of them. What was computed with the old ones must not be used again."""
+        ...
+
+    def add(self, bucket: Bucket) -> None:
+        """Some of them, by their Hugging Face names; of tied weights one name is enough.
+
+        Raises:
+            ModelError: a name that the model does not have, or a wrong shape.
+        """
+        ...
+
+    def end(self, version: int) -> None:
+        """They have come; unfinished requests go on with them.
+
+        Raises:
+            ModelError: some have not.
         """
         ...

@@ -1,24 +1,19 @@
-"""How the weights of a trainer get into a sampler, and how it is seen that they did."""
+"""How the weights of a trainer get into a sampler.
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+`publish` gives the params to ``sampler.receive``, as `nrl.backends.sampling.receiving.Weights`. A pool of engines tells
+each of them ``begin``, then ``add`` for each bucket that the trainer's processes send (`nrl.runtime.transfer`), then
+``end`` (`nrl.backends.engines.SampleEngine`); into vLLM they go as `nrl.backends.vllm.weight_transfer` says. Then each
+engine completes a prompt, and the trainer says what it thinks of that.
+"""
 
-import attrs
-import torch
-from torch import Tensor
-
-from nrl.backends.base import Bucket, Sampling
-from nrl.backends.samplers import Complete, Inflight, Probed, Sampler
+from nrl.backends.samplers import Inflight, Probed, Sampler
+from nrl.backends.sampling.receiving import Weights
 from nrl.backends.training.states import Params
-from nrl.batch import Batch
 from nrl.errors import ConsumedState, ModelError, PlacementError, WeightMismatch
-from nrl.runtime.mesh.futures import Future
 from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.trace import timeline
 
 __all__ = ["publish"]
-
-_PROBE = 136, 4  # tokens of a prompt that fills a block of cached keys and values, and of its completion
 
 
 @timeline.span("publish")
@@ -73,7 +68,7 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
     _check_lag(params.handle.mesh, sampler)
     # Weights from elsewhere, such as a reference's, count on from what the sampler has had, or two would share a number
     version = params.version if params.published else max(params.version, sampler.version) + 1
-    weights = _Buckets(params, _alone(params, sampler))
+    weights = Weights(params, _alone(params, sampler))
     sampler.receive(weights, version, inflight=inflight)
     params.version, params.published = version, True
     if isinstance(sampler, Probed):
@@ -109,47 +104,3 @@ def _alone(params: Params, sampler: Sampler) -> bool:
             "sides the same Model, or leave lora out of the sampler's, and merged weights are published"
         )
     return wanted is not None
-
-
-@attrs.frozen
-class _Buckets:
-    """The weights of params, or those of their adapter alone, as often as they are iterated."""
-
-    params: Params
-    adapter: bool
-
-    def __iter__(self) -> Iterator[Future[Bucket]]:
-        return self.params.buckets("publish", adapter=self.adapter)
-
-    def to(self, meshes: Sequence[Mesh]) -> Iterator[Future[Bucket]]:
-        """The same, by the best way to these."""
-        return self.params.buckets("publish", meshes, self.adapter)
-
-    def check(self, sampler: Any, version: int, complete: Complete) -> None:
-        """Let engines that have them complete a prompt, always the same one, and the trainer say what it thinks."""
-        if sampler.tolerance is None:
-            return
-        length = min(_PROBE[0], sampler.context_length - _PROBE[1])
-        prompt = [(31 * place + 7) % len(sampler.tokenizer) for place in range(length)]
-        found = complete(prompt, Sampling(temperature=0, max_new_tokens=_PROBE[1]))
-        rows = [torch.tensor([*prompt, *each.token_ids.tolist()]) for each in found]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-        batch = Batch({"input_ids": ids, "attention_mask": mask}, batch_size=[len(rows)]).lock_()
-        expected = self.params.trainer.logprobs(self.params, batch).result()[:, length:]
-        for place, (each, values) in enumerate(zip(found, expected, strict=True)):
-            trainers = values[: len(each.logprobs)]
-            apart = float((trainers - each.logprobs).abs().max())
-            if not apart <= sampler.tolerance or each.version != version:
-                raise WeightMismatch(
-                    f"publish: with the weights of version {version}, engine {place} of {len(found)} that were asked "
-                    f"(at version {each.version}) gives the tokens {each.token_ids.tolist()} after a prompt of "
-                    f"{length} the log-probabilities {_rounded(each.logprobs)}, and the trainer {_rounded(trainers)}: "
-                    f"they are {apart:.2g} nats apart, and {sampler.tolerance:g} may be rounding. The engine holds "
-                    "other weights, or keys and values that were computed with older ones; what it samples cannot be "
-                    "trained on"
-                )
-
-
-def _rounded(x: Tensor) -> list[float]:
-    return [round(value, 4) for value in x.tolist()]

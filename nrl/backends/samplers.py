@@ -1,17 +1,13 @@
 """What rollouts and `nrl.publish` need of a sampler."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent import futures
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from nrl.backends.base import Bucket, Completion, Sampling
 from nrl.runtime.mesh.futures import Future
 
-__all__ = ["Checked", "Complete", "Inflight", "Probed", "Sampler", "Streams"]
-
-
-type Complete = Callable[[Sequence[int], Sampling], Sequence[Completion]]
-"""Lets engines complete a prompt; what each of them says."""
+__all__ = ["Inflight", "Probed", "Sampler", "Streams"]
 
 
 type Inflight = Literal["wait", "keep", "abort"]
@@ -72,25 +68,6 @@ class Streams(Protocol):
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling | None = None
     ) -> "list[futures.Future[Completion]]":
         """As `Sampler.generate`, with a future for each row; to cancel one is to have it forgotten."""
-        ...
-
-
-@runtime_checkable
-class Checked(Protocol):
-    """Weights of which somebody can say whether an engine computes with them, such as those that `publish` gives."""
-
-    def check(self, sampler: "Probed", version: int, complete: Complete) -> None:
-        """See what engines say that have them.
-
-        Args:
-            sampler: whose engines they are.
-            version: that they have to name.
-            complete: asks them.
-
-        Raises:
-            WeightMismatch: they compute something else than the trainer does.
-            ConsumedState: the weights are not there any more.
-        """
         ...
 
 

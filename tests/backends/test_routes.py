@@ -10,8 +10,9 @@ import torch
 
 import nrl
 from nrl import tiny
-from nrl.backends import Params, Sampling, adamw, fsdp, hf
-from nrl.backends.sampling.pool import ReplicatedSampler
+from nrl.backends import Params, Sampling, adamw, fsdp
+from nrl.backends.hf.hf_engine import HfEngine
+from nrl.backends.sampling.pool import EnginePool
 from nrl.backends.training import on_ranks
 from nrl.batch import Batch
 from nrl.errors import CorruptedTransfer, TransferError
@@ -28,7 +29,7 @@ def params(mesh: Mesh, seed: int) -> Params:
     return fsdp.trainer(mesh, model, adamw(lr=1e-3)).init().params
 
 
-def check_agreement(sampler: ReplicatedSampler, weights: Params) -> None:
+def check_agreement(sampler: EnginePool, weights: Params) -> None:
     """Every engine computes what the trainer does."""
     rows = sampler.everywhere(PROMPT, Sampling(temperature=0, max_new_tokens=4)).result(100)
     for row in rows:
@@ -43,9 +44,9 @@ def inside(mesh: Mesh, fn: Callable[[], int]) -> int:
     return int(shard_map(fn, mesh, (), P())().result())
 
 
-def engines(meshes: list[Mesh]) -> ReplicatedSampler:
-    make, model = partial(hf._Decoder, tiny.model()), tiny.model()
-    return ReplicatedSampler("hf.sampler", meshes, make, model, Sampling(max_new_tokens=4))
+def engines(meshes: list[Mesh]) -> EnginePool:
+    make, model = partial(HfEngine, tiny.model()), tiny.model()
+    return EnginePool("hf.sampler", meshes, make, model, Sampling(max_new_tokens=4))
 
 
 def many_buckets() -> int:
@@ -79,7 +80,7 @@ def casts(cluster: Cluster) -> None:
     with pytest.warns(UserWarning, match="the weights go by value now, which is slower: "):
         nrl.publish(weights, sampler)
     check_agreement(sampler, weights)
-    settled(lambda: any(seat.died for seat in sampler._seats), 200)  # until it has been started again
+    settled(lambda: any(seat.state == "starting" for seat in sampler._seats), 200)  # until it has been started again
     weights = params(mesh, 4)
     nrl.publish(weights, sampler)
     check_agreement(sampler, weights)

@@ -20,7 +20,7 @@ import nrl
 from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Completion, Sampling, Trainer, adamw, fsdp, hf
-from nrl.backends.sampling.pool import ReplicatedSampler
+from nrl.backends.sampling.pool import EnginePool
 from nrl.envs import Environment, Step, by_source, exact, number, single_turn
 from nrl.episodes import rollout, rollouts, run_episode
 from nrl.episodes.summaries import summary
@@ -39,7 +39,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def sampler(cluster: Cluster) -> ReplicatedSampler:
+def sampler(cluster: Cluster) -> EnginePool:
     return hf.sampler(cluster.reserve(1), tiny.model(num_hidden_layers=1), Sampling(max_new_tokens=5))
 
 
@@ -67,7 +67,7 @@ class Scripted:
 # --- rows
 
 
-def test_rows_hold_prompt_and_completion(sampler: ReplicatedSampler) -> None:
+def test_rows_hold_prompt_and_completion(sampler: EnginePool) -> None:
     batch = rollout(sampler, single_turn(exact), TASKS, n=3, seed=5, first_group=7)
     assert batch.is_locked
     assert batch["group_ids"].tolist() == [7, 7, 7, 8, 8, 8]
@@ -88,7 +88,7 @@ def test_rows_hold_prompt_and_completion(sampler: ReplicatedSampler) -> None:
     ]
 
 
-def test_a_row_depends_on_seed_group_and_place_alone(sampler: ReplicatedSampler) -> None:
+def test_a_row_depends_on_seed_group_and_place_alone(sampler: EnginePool) -> None:
     both = rollout(sampler, single_turn(exact), TASKS, n=2, seed=1)
     second = rollout(sampler, single_turn(exact), TASKS[1:], n=2, seed=1, first_group=1)
     width = second["input_ids"].shape[1]
@@ -97,25 +97,25 @@ def test_a_row_depends_on_seed_group_and_place_alone(sampler: ReplicatedSampler)
     assert not torch.equal(nrl.pad(both, 16)["input_ids"], nrl.pad(other, 16)["input_ids"])
 
 
-def test_rows_of_a_group_differ(sampler: ReplicatedSampler) -> None:
+def test_rows_of_a_group_differ(sampler: EnginePool) -> None:
     batch = rollout(sampler, single_turn(exact), TASKS[:1], n=8)
     assert len({tuple(row) for row in batch["input_ids"].tolist()}) > 1
 
 
-def test_sampling_of_the_call_wins(sampler: ReplicatedSampler) -> None:
+def test_sampling_of_the_call_wins(sampler: EnginePool) -> None:
     batch = rollout(sampler, single_turn(exact), TASKS, n=2, sampling=Sampling(temperature=0, max_new_tokens=2))
     assert batch["temperature"].tolist() == [0.0] * 4
     assert batch["input_ids"][0].equal(batch["input_ids"][1])
     assert batch["loss_mask"].sum(1).max() <= 2
 
 
-def test_sources_are_carried(sampler: ReplicatedSampler) -> None:
+def test_sources_are_carried(sampler: EnginePool) -> None:
     tasks: list[dict[str, Any]] = [{**TASKS[0], "source": 3}, TASKS[1]]
     assert rollout(sampler, single_turn(exact), tasks, n=2)["source"].tolist() == [3, 3, 0, 0]
     assert "source" not in rollout(sampler, single_turn(exact), TASKS, n=2).keys()
 
 
-def test_in_a_running_loop(sampler: ReplicatedSampler) -> None:
+def test_in_a_running_loop(sampler: EnginePool) -> None:
     async def notebook() -> nrl.Batch:
         return rollout(sampler, single_turn(exact), TASKS)
 
@@ -131,7 +131,7 @@ def failing(task: Mapping[str, Any], response: str) -> float:
     return 1.0
 
 
-def test_a_verifier_that_raises_makes_the_row_invalid(sampler: ReplicatedSampler) -> None:
+def test_a_verifier_that_raises_makes_the_row_invalid(sampler: EnginePool) -> None:
     with pytest.warns(UserWarning, match="2 of 4 episodes failed .* RuntimeError: the verifier broke"):
         batch = rollout(sampler, single_turn(failing), TASKS, n=2)
     assert batch["valid"].tolist() == [False, False, True, True]
@@ -143,7 +143,7 @@ def test_a_verifier_that_raises_makes_the_row_invalid(sampler: ReplicatedSampler
     assert (advantages(batch)["advantages"][:2] == 0).all()
 
 
-def test_the_run_goes_on_after_a_verifier_has_raised(sampler: ReplicatedSampler, trainer: Trainer) -> None:
+def test_the_run_goes_on_after_a_verifier_has_raised(sampler: EnginePool, trainer: Trainer) -> None:
     with pytest.warns(UserWarning, match="episodes failed"):
         batch = rollout(sampler, single_turn(failing), TASKS, n=2)
     batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
@@ -157,13 +157,13 @@ def test_the_run_goes_on_after_a_verifier_has_raised(sampler: ReplicatedSampler,
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, 1e39, (0.0, -1e39)])
-def test_a_reward_that_is_no_number_makes_the_row_invalid(sampler: ReplicatedSampler, reward: Any) -> None:
+def test_a_reward_that_is_no_number_makes_the_row_invalid(sampler: EnginePool, reward: Any) -> None:
     with pytest.warns(UserWarning, match="EnvError: the reward is"):
         batch = rollout(sampler, single_turn(lambda task, response: reward), TASKS)
     assert not batch["valid"].any()
 
 
-def test_the_largest_rewards_of_float32_count(sampler: ReplicatedSampler) -> None:
+def test_the_largest_rewards_of_float32_count(sampler: EnginePool) -> None:
     batch = rollout(sampler, single_turn(lambda task, response: 3.4e38), TASKS)
     assert batch["rewards"].tolist() == pytest.approx([3.4e38] * 2)
     twice = Environment(lambda task: (0, "1"), lambda state, _: Step(1, 3e38, done=state == 1, observation="2"))
@@ -176,7 +176,7 @@ def test_the_largest_rewards_of_float32_count(sampler: ReplicatedSampler) -> Non
 @pytest.mark.parametrize("error", [SystemExit(), asyncio.CancelledError(), GeneratorExit()])
 @pytest.mark.parametrize("part", ["reset", "step"])
 def test_whatever_an_environment_raises_is_its_rows_failure(
-    sampler: ReplicatedSampler, error: BaseException, part: str
+    sampler: EnginePool, error: BaseException, part: str
 ) -> None:
     def reset(task: Any) -> Any:
         if part == "reset" and task["answer"] == "3":
@@ -193,7 +193,7 @@ def test_whatever_an_environment_raises_is_its_rows_failure(
     assert batch["valid"].tolist() == [False, False, True, True]
 
 
-def test_an_interrupt_of_an_environment_ends_the_rollout(sampler: ReplicatedSampler) -> None:
+def test_an_interrupt_of_an_environment_ends_the_rollout(sampler: EnginePool) -> None:
     def interrupts(task: Any, response: str) -> float:
         raise KeyboardInterrupt
 
@@ -202,7 +202,7 @@ def test_an_interrupt_of_an_environment_ends_the_rollout(sampler: ReplicatedSamp
 
 
 @pytest.mark.parametrize("form", ["plain", "async"])
-def test_a_verifier_that_does_not_return_fails_its_row_alone(sampler: ReplicatedSampler, form: str) -> None:
+def test_a_verifier_that_does_not_return_fails_its_row_alone(sampler: EnginePool, form: str) -> None:
     waits = threading.Event()
 
     def plain(task: Any, response: str) -> float:
@@ -228,7 +228,7 @@ def test_a_verifier_that_does_not_return_fails_its_row_alone(sampler: Replicated
 
 
 def test_what_is_warned_of_is_at_the_users_line_and_masked(
-    sampler: ReplicatedSampler, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    sampler: EnginePool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "correct-horse-battery")
 
@@ -247,7 +247,7 @@ def test_what_is_warned_of_is_at_the_users_line_and_masked(
     assert "correct-horse-battery" not in shown
 
 
-def test_one_thread_is_still_in_a_call(sampler: ReplicatedSampler) -> None:
+def test_one_thread_is_still_in_a_call(sampler: EnginePool) -> None:
     waits = threading.Event()
     with pytest.warns(UserWarning, match="; 1 thread is still in calls that did not return$"):
         rollout(sampler, single_turn(lambda *_: waits.wait(), timeout=0.1), TASKS[:1])
@@ -257,7 +257,7 @@ def test_one_thread_is_still_in_a_call(sampler: ReplicatedSampler) -> None:
         time.sleep(0.01)
 
 
-def test_each_environment_of_a_mixture_keeps_its_own_limit(sampler: ReplicatedSampler) -> None:
+def test_each_environment_of_a_mixture_keeps_its_own_limit(sampler: EnginePool) -> None:
     def slow(task: Any, response: str) -> float:
         time.sleep(0.5)
         return 1.0
@@ -272,7 +272,7 @@ def test_each_environment_of_a_mixture_keeps_its_own_limit(sampler: ReplicatedSa
         time.sleep(0.01)
 
 
-def test_failures_are_counted_by_kind(sampler: ReplicatedSampler) -> None:
+def test_failures_are_counted_by_kind(sampler: EnginePool) -> None:
     def verifier(task: Any, response: str) -> float:
         raise ValueError("a") if task["answer"] == "3" else LookupError("b")
 
@@ -282,12 +282,12 @@ def test_failures_are_counted_by_kind(sampler: ReplicatedSampler) -> None:
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, math.nan])
-def test_a_timeout_is_positive(sampler: ReplicatedSampler, timeout: float) -> None:
+def test_a_timeout_is_positive(sampler: EnginePool, timeout: float) -> None:
     with pytest.raises(ValueError, match=rf"rollout: the environment's timeout is {timeout}; give seconds, or None"):
         rollout(sampler, single_turn(exact, timeout=timeout), TASKS)
 
 
-def test_an_environment_that_says_no_timeout_has_the_default(sampler: ReplicatedSampler) -> None:
+def test_an_environment_that_says_no_timeout_has_the_default(sampler: EnginePool) -> None:
     class Plain:
         def reset(self, task: Any) -> Any:
             return task, task["prompt"]
@@ -299,7 +299,7 @@ def test_an_environment_that_says_no_timeout_has_the_default(sampler: Replicated
     assert Environment(Plain().reset, Plain().step).timeout == 60.0
 
 
-def test_rollouts_that_fail_whole_end_the_stream(sampler: ReplicatedSampler) -> None:
+def test_rollouts_that_fail_whole_end_the_stream(sampler: EnginePool) -> None:
     fails = iter([True, True, False, True, True, True])
 
     def reset(task: Any) -> Any:
@@ -326,7 +326,7 @@ def test_rollouts_that_fail_whole_end_the_stream(sampler: ReplicatedSampler) -> 
         groups.take(2)
 
 
-def test_few_rows_that_fail_are_no_rollout_that_fails(sampler: ReplicatedSampler) -> None:
+def test_few_rows_that_fail_are_no_rollout_that_fails(sampler: EnginePool) -> None:
     """As where `drop_uniform` asks for single groups."""
     fails = iter([False] * 8 + [True] * 10)
     tasks = nrl.stream.counting(lambda index: {**TASKS[0], "fails": next(fails)})
@@ -351,7 +351,7 @@ def test_requests_that_are_lost_throughout_are_the_samplers_fault() -> None:
         rollouts(Lost([]), single_turn(exact), tasks, n=2, patience=0)
 
 
-def test_a_take_that_is_broken_off_has_taken_nothing(sampler: ReplicatedSampler) -> None:
+def test_a_take_that_is_broken_off_has_taken_nothing(sampler: EnginePool) -> None:
     breaks = [False, True, False]
 
     def verifier(task: Any, response: str) -> float:
@@ -379,14 +379,14 @@ def test_a_take_that_is_broken_off_has_taken_nothing(sampler: ReplicatedSampler)
         assert found["input_ids"].tolist() == wanted["input_ids"].tolist()
 
 
-def test_a_task_without_prompt_makes_the_row_invalid(sampler: ReplicatedSampler) -> None:
+def test_a_task_without_prompt_makes_the_row_invalid(sampler: EnginePool) -> None:
     with pytest.warns(UserWarning, match="no 'prompt'"):
         batch = rollout(sampler, single_turn(exact), [{"answer": "3"}, TASKS[1]])
     assert batch["valid"].tolist() == [False, True]
     assert batch["attention_mask"][0].sum() == 0
 
 
-def test_a_prompt_that_fills_the_context_is_counted(sampler: ReplicatedSampler) -> None:
+def test_a_prompt_that_fills_the_context_is_counted(sampler: EnginePool) -> None:
     limit = sampler.context_length
     tasks = [{"prompt": "1" * limit, "answer": "1"}, {"prompt": "1" * (limit - 1), "answer": "1"}]
     with pytest.warns(UserWarning, match=f"1 of 2 .* the prompt has {limit} tokens and fills the context of {limit}"):
@@ -395,13 +395,13 @@ def test_a_prompt_that_fills_the_context_is_counted(sampler: ReplicatedSampler) 
     assert batch["input_ids"].shape[1] == limit
 
 
-def test_all_of_one_call_may_fail_before_they_ask(sampler: ReplicatedSampler) -> None:
+def test_all_of_one_call_may_fail_before_they_ask(sampler: EnginePool) -> None:
     with pytest.warns(UserWarning, match="2 of 2"):
         batch = rollout(sampler, single_turn(exact), [{}, {}])
     assert batch["input_ids"].shape == (2, 1)
 
 
-def test_a_sampler_that_cannot_serve_ends_the_rollout(sampler: ReplicatedSampler) -> None:
+def test_a_sampler_that_cannot_serve_ends_the_rollout(sampler: EnginePool) -> None:
     bad = Environment(lambda task: (task, [10**6]), lambda state, action: Step(state))
     with pytest.warns(UserWarning, match="vocabulary|last is"):  # an id outside of it is the environment's failure
         assert not rollout(sampler, bad, TASKS)["valid"].any()
@@ -410,7 +410,7 @@ def test_a_sampler_that_cannot_serve_ends_the_rollout(sampler: ReplicatedSampler
 
 
 @pytest.mark.parametrize(("tasks", "n"), [([], 1), (TASKS, 0)])
-def test_nothing_to_roll_out(sampler: ReplicatedSampler, tasks: list[Any], n: int) -> None:
+def test_nothing_to_roll_out(sampler: EnginePool, tasks: list[Any], n: int) -> None:
     with pytest.raises(DataError, match=f"rollout: {len(tasks)} tasks with n={n}"):
         rollout(sampler, single_turn(exact), tasks, n=n)
     with pytest.raises(DataError, match="rollouts: n is 0"):
@@ -420,7 +420,7 @@ def test_nothing_to_roll_out(sampler: ReplicatedSampler, tasks: list[Any], n: in
 # --- several turns
 
 
-def test_turns_are_appended_and_observations_not_trained_on(sampler: ReplicatedSampler) -> None:
+def test_turns_are_appended_and_observations_not_trained_on(sampler: EnginePool) -> None:
     turns: list[str] = []
 
     async def step(state: int, action: str) -> Step:
@@ -440,7 +440,7 @@ def test_turns_are_appended_and_observations_not_trained_on(sampler: ReplicatedS
     assert len(turns) == 6
 
 
-def test_later_turns_draw_fresh_noise(sampler: ReplicatedSampler) -> None:
+def test_later_turns_draw_fresh_noise(sampler: EnginePool) -> None:
     seen: list[list[int]] = []
 
     async def generate(tokens: list[int]) -> Any:
@@ -455,7 +455,7 @@ def test_later_turns_draw_fresh_noise(sampler: ReplicatedSampler) -> None:
     assert len({tuple(ids) for ids in seen}) > 5
 
 
-def test_an_episode_ends_where_the_context_does(sampler: ReplicatedSampler) -> None:
+def test_an_episode_ends_where_the_context_does(sampler: EnginePool) -> None:
     env = Environment(lambda task: (0, "1" * 500), lambda state, _: Step(state, 1.0, done=False, observation="22222"))
     batch = rollout(sampler, env, TASKS[:1])
     assert batch["truncated"].all()
@@ -463,13 +463,13 @@ def test_an_episode_ends_where_the_context_does(sampler: ReplicatedSampler) -> N
     assert batch["input_ids"].shape[1] <= sampler.context_length
 
 
-def test_a_step_without_observation_is_a_failure(sampler: ReplicatedSampler) -> None:
+def test_a_step_without_observation_is_a_failure(sampler: EnginePool) -> None:
     env = Environment(lambda task: (0, "1"), lambda state, _: Step(state, done=False))
     with pytest.warns(UserWarning, match="not done, and it has no observation"):
         assert not rollout(sampler, env, TASKS[:1])["valid"].any()
 
 
-def test_several_rewards(sampler: ReplicatedSampler) -> None:
+def test_several_rewards(sampler: EnginePool) -> None:
     batch = rollout(sampler, single_turn(lambda task, response: (1.0, 0.25)), TASKS)
     assert batch["rewards"].tolist() == [[1.0, 0.25]] * 2
     assert finalize(summary(batch))["reward"] == 1.25
@@ -478,7 +478,7 @@ def test_several_rewards(sampler: ReplicatedSampler) -> None:
 # --- streams
 
 
-def test_rollouts_are_groups_and_continue_from_their_state(sampler: ReplicatedSampler) -> None:
+def test_rollouts_are_groups_and_continue_from_their_state(sampler: EnginePool) -> None:
     def stream() -> Any:
         return rollouts(sampler, single_turn(number), data.tasks("arithmetic", seed=1), n=2, seed=4)
 
@@ -519,7 +519,7 @@ def test_a_lag_is_refused_where_the_sampler_shares_the_trainers_gpus(trainer: Tr
         learner = fsdp.trainer(slots[:2], tiny.model(num_hidden_layers=1), adamw(lr=1e-2))
         state = learner.init()
 
-        def lagging(place: Any, lag: int) -> ReplicatedSampler:
+        def lagging(place: Any, lag: int) -> EnginePool:
             sampler = hf.sampler(place, tiny.model(num_hidden_layers=1))
             nrl.ahead(nrl.batched(rollouts(sampler, single_turn(exact), data.tasks("arithmetic"), n=2), 2), lag)
             return sampler
@@ -601,7 +601,7 @@ def test_an_interrupt_is_one_and_comes_at_once(
 
 @pytest.mark.parametrize("temperature", [0.25, 0.5, 1.0, 2.0])
 def test_the_sampler_and_the_trainer_speak_of_one_distribution(
-    sampler: ReplicatedSampler, trainer: Trainer, temperature: float
+    sampler: EnginePool, trainer: Trainer, temperature: float
 ) -> None:
     state = trainer.init()
     nrl.publish(state.params, sampler)
@@ -612,7 +612,7 @@ def test_the_sampler_and_the_trainer_speak_of_one_distribution(
     torch.testing.assert_close(found[mask], batch["rollout_logprobs"][mask], atol=1e-4, rtol=0)
 
 
-def test_under_top_k_the_sampler_speaks_of_the_kept_tokens(sampler: ReplicatedSampler, trainer: Trainer) -> None:
+def test_under_top_k_the_sampler_speaks_of_the_kept_tokens(sampler: EnginePool, trainer: Trainer) -> None:
     state = trainer.init()
     nrl.publish(state.params, sampler)
     sampling = Sampling(top_k=3, max_new_tokens=8)
@@ -657,25 +657,25 @@ def test_what_the_sampler_raises_is_no_failure_of_the_environment() -> None:
         (Step(None, done=False, observation=[{"role": "user", "content": "x"}]), "observation is chat messages"),  # type: ignore[list-item]
     ],
 )
-def test_a_step_that_is_malformed_makes_the_row_invalid(sampler: ReplicatedSampler, step: Any, said: str) -> None:
+def test_a_step_that_is_malformed_makes_the_row_invalid(sampler: EnginePool, step: Any, said: str) -> None:
     env = Environment(lambda task: (0, task["prompt"]), lambda state, action: step)
     with pytest.warns(UserWarning, match=said):
         assert not rollout(sampler, env, TASKS)["valid"].any()
 
 
-def test_rows_have_as_many_rewards_as_the_first(sampler: ReplicatedSampler) -> None:
+def test_rows_have_as_many_rewards_as_the_first(sampler: EnginePool) -> None:
     env = single_turn(lambda task, response: (1.0, 2.0) if task["answer"] == "3" else 1.0)
     with pytest.warns(UserWarning, match="other episodes have 2 rewards"):
         batch = rollout(sampler, env, TASKS)
     assert batch["valid"].tolist() == [True, False]
 
 
-def test_a_source_is_an_integer(sampler: ReplicatedSampler) -> None:
+def test_a_source_is_an_integer(sampler: EnginePool) -> None:
     with pytest.raises(DataError, match="task 0 has the source 'gsm8k'; give an integer"):
         rollout(sampler, single_turn(exact), [{**TASKS[0], "source": "gsm8k"}])
 
 
-def test_the_oldest_version_may_be_0(sampler: ReplicatedSampler) -> None:
+def test_the_oldest_version_may_be_0(sampler: EnginePool) -> None:
     versions = iter([0, 3])
 
     async def generate(tokens: list[int]) -> Completion:
@@ -686,7 +686,7 @@ def test_the_oldest_version_may_be_0(sampler: ReplicatedSampler) -> None:
     assert episode.version == 0
 
 
-def test_dropped_failures_are_counted(sampler: ReplicatedSampler) -> None:
+def test_dropped_failures_are_counted(sampler: EnginePool) -> None:
     count = itertools.count()
     env = single_turn(lambda task, response: float(next(count)) if task["answer"] != "3" else 1 / 0)
     tasks = nrl.stream.counting(lambda index: TASKS[index % 2])

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nrl.backends.engines import Decoded
 from nrl.backends.hf.cache import ATTENTION, Cache, Generic, Preallocated
 from nrl.backends.hf.noise import draw, uniforms
-from nrl.backends.sampling.replica import Decoded, check
+from nrl.backends.sampling.checks import check_prompts
 from nrl.errors import GenerationError
 
 __all__ = ["decode"]
@@ -68,7 +69,7 @@ def decode(
     (5, True)
     """
     vocabulary = module.get_input_embeddings().num_embeddings
-    check(prompts, seeds, stop_token_ids, vocabulary, context_length)
+    check_prompts(prompts, seeds, stop_token_ids, vocabulary, context_length)
     if not prompts:
         return []
     with torch.inference_mode():

@@ -18,8 +18,7 @@ from nrl.backends.models.loading import end_tokens, load_config, load_tokenizer
 from nrl.backends.openai.client import Server, beside, is_private
 from nrl.backends.openai.endpoint import Endpoint, Meaning, probe, served
 from nrl.backends.samplers import Inflight
-from nrl.backends.sampling.replica import check
-from nrl.backends.sampling.truncation import truncates, warn_of_truncation
+from nrl.backends.sampling.checks import check_prompts, truncates, warn_of_truncation
 from nrl.errors import GenerationError
 from nrl.runtime.mesh.futures import Future, gathered
 
@@ -173,7 +172,7 @@ class EndpointSampler:
         where it refuses, or says something else than was asked for.
         """
         chosen = sampling or self.sampling
-        check(prompts, seeds, chosen.stop_token_ids, self.endpoint.vocabulary, self.context_length)
+        check_prompts(prompts, seeds, chosen.stop_token_ids, self.endpoint.vocabulary, self.context_length)
         self.check(chosen)
         warn_of_truncation(_WHO, chosen, self.endpoint.vocabulary)
         bodies = [self.endpoint.request(*each, chosen) for each in zip(prompts, seeds, strict=True)]

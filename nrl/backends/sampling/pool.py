@@ -1,8 +1,9 @@
 """A sampler with a copy of the weights in each of several engines, whichever engine decodes there.
 
-Requests are spread over the engines, and a thread asks each engine as long as that has something to do: what is
-finished goes to whoever waits for it, and new requests join. Weights are received between two such calls. An engine
-that dies is started again and given the weights; its requests are asked again, here or elsewhere.
+A request is asked for (`generate`, `stream`), placed with an engine, and taken by the thread that looks after that
+engine's seat: it lets the engine decode as long as it has something to do, and gives what is finished to whoever waits
+for it, while new requests join. Weights are received between two such calls. An engine that dies is started again and
+given the weights; its requests are asked again, here or elsewhere.
 """
 
 import itertools
@@ -12,29 +13,28 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from nrl.backends.base import Bucket, Completion, Model, Sampling
+from nrl.backends.engines import Decoded, Request, SampleEngine
 from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.samplers import Inflight
-from nrl.backends.sampling.receiving import give, give_again, say
-from nrl.backends.sampling.replica import Replica, Request, check
-from nrl.backends.sampling.routing import Spread
-from nrl.backends.sampling.seat import Asked, Order, Seat
-from nrl.backends.sampling.truncation import warn_of_truncation
-from nrl.errors import DeadlineExceeded, GenerationError, LostRequest, ModelError, WeightMismatch
+from nrl.backends.sampling.checks import check_prompts, warn_of_truncation
+from nrl.backends.sampling.receiving import Weights, give, say
+from nrl.backends.sampling.routing import Router
+from nrl.backends.sampling.seat import Awaited, Seat, SeatState, Work
+from nrl.errors import ConsumedState, DeadlineExceeded, GenerationError, LostRequest, ModelError, WeightMismatch
 from nrl.runtime.mesh.futures import Future, gathered
 from nrl.runtime.mesh.placement import Mesh
 
-__all__ = ["ReplicatedSampler", "StreamingSampler"]
+__all__ = ["EnginePool", "StreamingEnginePool"]
 
 _AFTER = "as where it was started again while a step had consumed its weights; publish those that the step returned"
 _WAITS = "No engine has weights, since a step has consumed them: requests wait for the next publish. "
 _TIMES = 3  # engines that may die with a request; and how often in a row one may die without an answer in between
 
 
-class ReplicatedSampler:
+class EnginePool:
     """A `nrl.backends.Sampler` over engines; `nrl.backends.hf.sampler` makes one.
 
     Args:
@@ -50,68 +50,42 @@ class ReplicatedSampler:
         self,
         name: str,
         meshes: Sequence[Mesh],
-        make: Callable[[], Replica],
+        make: Callable[[], SampleEngine],
         model: Model,
         sampling: Sampling,
         tolerance: float | None = None,
     ) -> None:
         if model.head != "lm":
             raise ModelError(f"{name}: the model has head='{model.head}'; only a language model, head='lm', samples")
-        self._name, self._sampling, self._version, self._tolerance = name, sampling, 0, tolerance
-        self._cluster, self._tokenizer, self._adapter = meshes[0].cluster, load_tokenizer(model), model.adapter
-        self._seats = [Seat(mesh, name, make) for mesh in meshes]
-        self._context_length, self._vocabulary = self._seats[0].about()
+        self.sampling, self.tolerance = sampling, tolerance
+        self.tokenizer = load_tokenizer(model)
+        """The transformers tokenizer of its model."""
+        self.version = 0
+        """How often weights had been published when the ones it holds were."""
+        self.lag = 0
+        """How many publishes early it is asked, by `nrl.ahead`."""
+        self.adapter = model.adapter
+        """`nrl.backends.Model.adapter` of its model: where there is one, it is sent that alone."""
+        self.remote = meshes[0].cluster.remote
+        """Whether it decodes in other processes, so that this one can do something else meanwhile."""
+        self._name, self._cluster = name, meshes[0].cluster
+        self._changed = threading.Condition()  # guards the seats, and is told of whatever somebody may wait for
+        self._seats = [Seat(mesh, name, make, self._changed) for mesh in meshes]
+        self.context_length, self._vocabulary = self._seats[0].about()
         self._engines = [(seat, engine) for seat in self._seats for engine in range(seat.engines)]
         self._places = {each: place for place, each in enumerate(self._engines)}
-        self._spread, self._numbers = Spread(len(self._engines)), itertools.count()
-        self._changed = threading.Condition()  # guards the seats, and is told of whatever somebody may wait for
+        self._router, self._numbers = Router(len(self._engines)), itertools.count()
+        self._tended: set[Seat] = set()  # somebody looks after them
+        self._called: set[Seat] = set()  # and waits for what their engines say
         self._receives = threading.Lock()  # one at a time
-        self._receiving: Inflight | None = None
         self._weights: Iterable[Bucket | Future[Bucket]] | None = None  # for an engine that is started again
         self._broken = ""  # what is wrong with the weights
         self._warned = False
-        self.lag = 0
-        """How many publishes early it is asked, by `nrl.ahead`."""
 
     @property
     def meshes(self) -> list[Mesh]:
         """Where its engines are."""
         return [seat.mesh for seat in self._seats]
-
-    @property
-    def version(self) -> int:
-        """How often weights had been published when the ones it holds were."""
-        return self._version
-
-    @property
-    def tokenizer(self) -> Any:
-        """The transformers tokenizer of its model."""
-        return self._tokenizer
-
-    @property
-    def context_length(self) -> int:
-        """The most tokens that a prompt and its completion may have together."""
-        return self._context_length
-
-    @property
-    def sampling(self) -> Sampling:
-        """What it samples with where a call does not say."""
-        return self._sampling
-
-    @property
-    def adapter(self) -> Any:
-        """`nrl.backends.Model.adapter` of its model: where there is one, it is sent that alone."""
-        return self._adapter
-
-    @property
-    def remote(self) -> bool:
-        """Whether it decodes in other processes, so that this one can do something else meanwhile."""
-        return self._cluster.remote
-
-    @property
-    def tolerance(self) -> float | None:
-        """How far its log-probabilities may be from a trainer's; None: they are computed alike."""
-        return self._tolerance
 
     def generate(
         self,
@@ -142,16 +116,210 @@ class ReplicatedSampler:
 
         Those that are being started again are not waited for, unless no other is left.
         """
-        alive = [place for place, (seat, _) in enumerate(self._engines) if seat.lost is None]
-        load = self._load()
+        load, alive = self._load(), self._alive()
         there = [place for place in alive if math.isfinite(load[place])] or alive
         return gathered(self._ask([prompt] * len(there), None, sampling, there))
+
+    def _ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int] | None,
+        sampling: Sampling | None,
+        engines: Sequence[int] | None = None,
+    ) -> "list[futures.Future[Completion]]":
+        self._cluster.check_open("generate")
+        chosen = sampling or self.sampling
+        self._warned = self._warned or warn_of_truncation(self._name, chosen, self._vocabulary, stacklevel=4)
+        noise = list(range(len(prompts)) if seeds is None else seeds)
+        check_prompts(prompts, noise, chosen.stop_token_ids, self._vocabulary, self.context_length)
+        pairs = zip(prompts, noise, strict=True)
+        asked = [Awaited(Request(next(self._numbers), list(prompt), seed, chosen)) for prompt, seed in pairs]
+        with self._changed:
+            if self._broken:
+                raise self._unfit()
+            self._place(asked, engines)
+        self._work_where_wanted()
+        return [each.answer for each in asked]
+
+    def _place(self, asked: Sequence[Awaited], engines: Sequence[int] | None = None) -> None:
+        """Let them wait for engines."""
+        alive, load = self._alive(), self._load()
+        if not alive:
+            for each in asked:
+                each.fail(cast(BaseException, self._seats[0].error))
+            return
+        if engines is None and min(load) < math.inf:
+            engines = self._router.choose([each.request.prompt for each in asked], load)
+        elif engines is None:  # all that are left are being started again
+            engines = [alive[place % len(alive)] for place in range(len(asked))]
+        for each, chosen in zip(asked, engines, strict=True):
+            seat, engine = self._engines[chosen]
+            seat.waiting[engine].append(each)
+
+    def _load(self) -> list[float]:
+        return [each for seat in self._seats for each in seat.load]
+
+    def _alive(self) -> list[int]:
+        return [place for place, (seat, _) in enumerate(self._engines) if seat.state != "lost"]
+
+    def _in(self, *states: SeatState) -> list[Seat]:
+        return [seat for seat in self._seats if seat.state in states]
+
+    def _work_where_wanted(self) -> None:
+        """Have somebody ask the engines that have something to do: a thread, or where that would not help, this one."""
+        with self._changed:
+            idle = [seat for seat in self._seats if seat.wanted and seat not in self._tended]
+            self._tended.update(idle)
+        for seat in idle:
+            if self.remote:
+                threading.Thread(target=self._work, args=(seat,), name=self._name, daemon=True).start()
+            else:
+                self._work(seat)
+
+    def _work(self, seat: Seat) -> None:
+        """Ask the engines of a seat until nobody waits for an answer, and start them again if they die."""
+        try:
+            while (work := self._next(seat)) is not None:
+                try:
+                    if seat.state != "starting":
+                        self._answer(seat, seat.advance(work))
+                except Exception as error:
+                    if (death := seat.death(error)) is None:
+                        self._fail(seat, error)
+                    else:
+                        seat.die(death)
+                if seat.state == "starting":
+                    self._revive(seat)
+        except BaseException as error:  # an interrupt, or a cluster that was left
+            with self._changed:
+                self._fail(seat, error, waiting=True)
+                self._tended.discard(seat)
+                self._called.discard(seat)
+                self._changed.notify_all()
+            if not (self.remote and isinstance(error, Exception)):
+                raise
+
+    def _next(self, seat: Seat) -> list[Work] | None:
+        """What to tell the engines next, as soon as they may be told something; None: there is nothing."""
+        with self._changed:
+            self._called.discard(seat)
+            self._changed.notify_all()
+            self._until(lambda: seat.free, f"generate: no engine could be asked, {_AFTER}")
+            if seat.state == "starting":
+                return []
+            work = seat.take()
+            if seat.state == "lost" or not (seat.under_way or any(cancelled for _, cancelled in work)):
+                self._tended.discard(seat)
+                seat.show()
+                return None
+            self._called.add(seat)
+            return work
+
+    def _until(self, condition: Callable[[], bool], otherwise: str) -> None:
+        limit = getattr(self._cluster, "deadline", math.inf)
+        began = time.monotonic()
+        while not self._changed.wait_for(condition, 1.0):
+            self._cluster.check_open(otherwise.partition(":")[0])
+            if time.monotonic() - began > limit:
+                raise DeadlineExceeded(f"{otherwise} (within {limit:g} s)")
+
+    def _answer(self, seat: Seat, finished: Sequence[Sequence[tuple[int, Decoded | Exception]]]) -> None:
+        with self._changed:
+            for engine, found in enumerate(finished):
+                for number, answer in found:
+                    if (asked := seat.answered(engine, number, answer)) is None:
+                        continue  # nobody wants it any more
+                    if isinstance(answer, Exception):
+                        asked.fail(answer)
+                    else:
+                        tokens = [*asked.request.prompt, *answer.token_ids.tolist()]
+                        self._router.has_read(self._places[seat, engine], tokens)
+                        asked.give(answer, self.version)
+
+    def _fail(self, seat: Seat, error: BaseException, *, waiting: bool = False) -> None:
+        with self._changed:
+            asked, others = seat.take_back()
+            for each in [*asked, *(others if waiting else [])]:
+                each.fail(error)
+            if not waiting:
+                self._place(others)
+
+    def _unfit(self) -> GenerationError:
+        return GenerationError(
+            f"generate: the sampler's weights {self._broken}; publish a complete set of weights first"
+        )
+
+    def _revive(self, seat: Seat) -> None:
+        """Start an engine that has died anew, and let what it was asked be asked again, here or elsewhere."""
+        self._cluster.check_open("generate")
+        error = seat.error
+        with self._changed:
+            self._called.discard(seat)
+            asked, waiting = seat.take_back()
+            for each in asked:
+                each.deaths += 1
+                if each.deaths >= _TIMES:
+                    each.fail(LostRequest(f"generate: {_TIMES} engines died while they decoded it; the last: {error}"))
+            again = [each for each in asked if each.deaths < _TIMES]
+            self._place([*again, *waiting])
+            self._changed.notify_all()
+        self._work_where_wanted()
+        outcome = "it has been started again"
+        try:
+            seat.restart(_TIMES, lambda: self._renew(seat))
+        except Exception as final:
+            outcome = f"it is not started again: {final}"
+            with self._changed:
+                seat.lose(final)
+                self._place(seat.take_back()[1])
+            self._work_where_wanted()
+        waits = seat.state != "lost" and not self._in("starting", "serving", "receiving")
+        more = f"The sampler's weights {self._broken}. " if self._broken else _WAITS if waits else ""
+        say(
+            f"{self._name}: an engine was lost, and {outcome}; {len(again)} requests were asked again, and "
+            f"{len(asked) - len(again)} given up. {more}{error}"
+        )
+
+    def _renew(self, seat: Seat) -> None:
+        """Give an engine that has been started again the weights, if they are still there; it may serve then."""
+        with self._receives:
+            try:
+                whole = self._given_again(seat)
+            except WeightMismatch as error:
+                whole = all(min(other.load) == math.inf for other in self._seats if other is not seat)
+                if whole:
+                    self.distrust(str(error))
+                else:
+                    say(f"{self._name}: what was started again does not serve before the next publish. {error}")
+            with self._changed:
+                if whole:
+                    seat.serve()
+                else:
+                    seat.lack()
+                    self._place(seat.take_back()[1])
+
+    def _given_again(self, seat: Seat) -> bool:
+        """Whether it has the weights that the others have, and computes with them; not if a step has consumed them."""
+
+        def complete(prompt: Sequence[int], sampling: Sampling) -> list[Completion]:
+            return seat.complete(Request(next(self._numbers), prompt, 0, sampling), self.version)
+
+        if self._weights is None:
+            return self.version == 0
+        try:
+            for death in give([seat], self._weights, self.version).values():
+                raise death
+            if isinstance(self._weights, Weights):
+                self._weights.check(self, self.version, complete)
+        except ConsumedState:
+            return False
+        return True
 
     def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:
         """Replace the weights in place, one bucket after the other; `nrl.publish` calls it.
 
         Args:
-            buckets: tensors by their Hugging Face names, of any dtype and device; of tied weights one name is enough.
+            buckets: as `nrl.backends.Sampler.receive`, of any dtype and device; of tied weights one name is enough.
                 They are kept for engines that are started again, if they can be iterated once more.
             version: stamped from now on on what is sampled.
             inflight: what becomes of requests that are under way; see `nrl.publish`.
@@ -164,29 +332,27 @@ class ReplicatedSampler:
         self._cluster.check_open("receive")
         with self._receives, self._while_none_decodes(inflight):
             self._weights = None if iter(buckets) is buckets else buckets
-            seats = [seat for seat in self._seats if seat.lost is None and seat.died is None]
             try:
-                if all(seat.lost for seat in self._seats):
-                    raise cast(Exception, self._seats[0].lost)
+                for seat in self._in("empty"):
+                    seat.receive()
+                seats = self._in("receiving")
+                if not self._alive():
+                    raise cast(Exception, self._seats[0].error)
                 for seat, error in (give(seats, buckets, version) if seats else {}).items():
                     if self._weights is None:
                         raise error
-                    seat.died = error
+                    seat.die(error)
             except BaseException as error:
                 self._weights = None
                 self._refuse(f"are incomplete since the last receive ({str(error) or type(error).__name__})")
+                for seat in self._in("receiving"):
+                    seat.lack()
                 raise
             with self._changed:
-                self._broken, self._version = "", version
-                for seat in seats:
-                    seat.empty = False
+                self._broken, self.version = "", version
 
     def distrust(self, reason: str) -> None:
-        """Refuse to generate, until a complete set of weights has been received.
-
-        Args:
-            reason: what was found wrong with what it has; errors say it.
-        """
+        """Refuse to generate, for this reason, until a complete set of weights has been received."""
         self._refuse(f"are not to be trusted ({reason})")
 
     def _refuse(self, broken: str) -> None:
@@ -198,212 +364,27 @@ class ReplicatedSampler:
 
     @contextmanager
     def _while_none_decodes(self, inflight: Inflight) -> Iterator[None]:
-        def quiet() -> bool:
-            return not any(seat.busy or (inflight == "wait" and seat.under_way) for seat in self._seats)
-
+        """Let the engines that serve receive, once nobody asks them any more; then they serve again."""
         try:
             with self._changed:
-                self._receiving = inflight
-                self._changed.notify_all()
-                self._until(quiet, "receive: what is under way did not end")
+                for seat in self._in("serving"):
+                    seat.receive(finish=inflight == "wait")
+                self._until(
+                    lambda: not (self._called or any(seat.finishing for seat in self._seats)),
+                    "receive: what is under way did not end",
+                )
                 if inflight == "abort":
                     for seat in self._seats:
-                        asked, waiting = seat.take_back()
-                        self._place([*asked, *waiting])
+                        self._place([*itertools.chain(*seat.take_back())])
             yield
         finally:
             with self._changed:
-                self._receiving = None
-                self._changed.notify_all()
+                for seat in self._in("receiving"):
+                    seat.serve()
             self._work_where_wanted()
 
-    def _until(self, condition: Callable[[], bool], otherwise: str) -> None:
-        limit = getattr(self._cluster, "deadline", math.inf)
-        began = time.monotonic()
-        while not self._changed.wait_for(condition, 1.0):
-            self._cluster.check_open(otherwise.partition(":")[0])
-            if time.monotonic() - began > limit:
-                raise DeadlineExceeded(f"{otherwise} (within {limit:g} s)")
 
-    def _ask(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int] | None,
-        sampling: Sampling | None,
-        engines: Sequence[int] | None = None,
-    ) -> "list[futures.Future[Completion]]":
-        self._cluster.check_open("generate")
-        chosen = sampling or self._sampling
-        self._warned = self._warned or warn_of_truncation(self._name, chosen, self._vocabulary, stacklevel=4)
-        noise = list(range(len(prompts)) if seeds is None else seeds)
-        check(prompts, noise, chosen.stop_token_ids, self._vocabulary, self._context_length)
-        pairs = zip(prompts, noise, strict=True)
-        asked = [Asked(Request(next(self._numbers), list(prompt), seed, chosen)) for prompt, seed in pairs]
-        with self._changed:
-            if self._broken:
-                raise self._unfit()
-            self._place(asked, engines)
-        self._work_where_wanted()
-        return [each.answer for each in asked]
-
-    def _place(self, asked: Sequence[Asked], engines: Sequence[int] | None = None) -> None:
-        """Let them wait for engines."""
-        alive = [place for place, (seat, _) in enumerate(self._engines) if seat.lost is None]
-        if not alive:
-            for each in asked:
-                each.fail(cast(BaseException, self._seats[0].lost))
-            return
-        load = self._load()
-        if engines is None and min(load) < math.inf:
-            engines = self._spread.choose([each.request.prompt for each in asked], load)
-        elif engines is None:  # all that are left are being started again
-            engines = [alive[place % len(alive)] for place in range(len(asked))]
-        for each, chosen in zip(asked, engines, strict=True):
-            seat, engine = self._engines[chosen]
-            seat.waiting[engine].append(each)
-
-    def _load(self) -> list[float]:
-        return [each for seat in self._seats for each in seat.load]
-
-    def _work_where_wanted(self) -> None:
-        """Have somebody ask the engines that have something to do: a thread, or where that would not help, this one."""
-        with self._changed:
-            idle = [seat for seat in self._seats if (seat.wanted or seat.died) and seat.worker is None]
-            for seat in idle:
-                seat.worker = threading.Thread(target=self._work, args=(seat,), name=self._name, daemon=True)
-        for seat in idle:
-            assert seat.worker is not None
-            if self.remote:
-                seat.worker.start()
-            else:
-                self._work(seat)
-
-    def _work(self, seat: Seat) -> None:
-        """Ask the engines of a seat until nobody waits for an answer, and start them again if they die."""
-        try:
-            while (orders := self._next(seat)) is not None:
-                try:
-                    if seat.died is None:
-                        self._answer(seat, seat.advance(orders))
-                except Exception as error:
-                    seat.died = seat.death(error)
-                    if seat.died is None:
-                        self._fail(seat, error)
-                if seat.died is not None:
-                    self._revive(seat, seat.died)
-        except BaseException as error:  # an interrupt, or a cluster that was left
-            with self._changed:
-                self._fail(seat, error, waiting=True)
-                seat.worker, seat.busy = None, False
-                self._changed.notify_all()
-            if not (self.remote and isinstance(error, Exception)):
-                raise
-
-    def _next(self, seat: Seat) -> list[Order] | None:
-        """What to tell the engines next, as soon as they may be told something; None: there is nothing."""
-
-        def free() -> bool:
-            asking = self._receiving is None or (self._receiving == "wait" and seat.under_way)
-            return bool(seat.died) or not seat.wanted or (asking and not seat.empty)
-
-        with self._changed:
-            seat.busy = False
-            self._changed.notify_all()
-            self._until(free, f"generate: no engine could be asked, {_AFTER}")
-            if seat.died is not None:
-                return []
-            orders = seat.order(new=self._receiving is None)
-            if seat.lost or not (seat.under_way or any(cancelled for _, cancelled in orders)):
-                seat.worker = None
-                seat.show()
-                return None
-            seat.busy = True
-            return orders
-
-    def _answer(self, seat: Seat, finished: "Sequence[Sequence[tuple[int, Completion | Exception]]]") -> None:
-        with self._changed:
-            for engine, found in enumerate(finished):
-                for number, answer in found:
-                    asked = seat.asked[engine].pop(number, None)
-                    if asked is None:  # nobody wants it any more
-                        continue
-                    if isinstance(answer, Exception):
-                        asked.fail(answer)
-                        continue
-                    seat.deaths = 0
-                    tokens = [*asked.request.prompt, *answer.token_ids.tolist()]
-                    self._spread.has_read(self._places[seat, engine], tokens)
-                    asked.give(answer)
-
-    def _fail(self, seat: Seat, error: BaseException, *, waiting: bool = False) -> None:
-        with self._changed:
-            asked, others = seat.take_back()
-            for each in [*asked, *(others if waiting else [])]:
-                each.fail(error)
-            if not waiting:
-                self._place(others)
-
-    def _revive(self, seat: Seat, error: Exception) -> None:
-        """Start an engine that has died anew, and let what it was asked be asked again, here or elsewhere."""
-        self._cluster.check_open("generate")
-        with self._changed:
-            seat.busy = False  # nobody has to wait for this
-            asked, waiting = seat.take_back()
-            for each in asked:
-                each.deaths += 1
-            again = [each for each in asked if each.deaths < _TIMES]
-            for each in asked:
-                if each.deaths >= _TIMES:
-                    each.fail(LostRequest(f"generate: {_TIMES} engines died while they decoded it; the last: {error}"))
-            self._place([*again, *waiting])
-            self._changed.notify_all()
-        self._work_where_wanted()
-        outcome = "it has been started again"
-        try:
-            seat.restart(error, _TIMES, partial(self._renew, seat))
-        except Exception as final:
-            outcome = f"it is not started again: {final}"
-            with self._changed:
-                seat.lost, seat.died = final, None
-                _, waiting = seat.take_back()
-                self._place(waiting)
-                self._changed.notify_all()
-            self._work_where_wanted()
-        waits = not seat.lost and all(each.lost or each.empty for each in self._seats)
-        more = f"The sampler's weights {self._broken}. " if self._broken else _WAITS if waits else ""
-        say(
-            f"{self._name}: an engine was lost, and {outcome}; {len(again)} requests were asked again, and "
-            f"{len(asked) - len(again)} given up. {more}{error}"
-        )
-
-    def _renew(self, seat: Seat) -> None:
-        """Give an engine that has been started again the weights, if they are still there; it may serve then."""
-
-        def complete(prompt: Sequence[int], sampling: Sampling) -> list[Completion]:
-            return seat.complete(Request(next(self._numbers), prompt, 0, sampling))
-
-        with self._receives:
-            try:
-                empty = not give_again(seat, self._weights, self._version, self, complete)
-            except WeightMismatch as error:
-                empty = any(min(other.load) < math.inf for other in self._seats if other is not seat)
-                if empty:
-                    say(f"{self._name}: what was started again does not serve before the next publish. {error}")
-                else:
-                    self.distrust(str(error))
-            with self._changed:
-                seat.died, seat.empty = None, empty
-                if empty:
-                    self._place(seat.take_back()[1])
-                self._changed.notify_all()
-
-    def _unfit(self) -> GenerationError:
-        return GenerationError(
-            f"generate: the sampler's weights {self._broken}; publish a complete set of weights first"
-        )
-
-
-class StreamingSampler(ReplicatedSampler):
+class StreamingEnginePool(EnginePool):
     """One whose engines take on requests while they decode others, so that nobody has to wait for a row to ask it.
 
     `nrl.backends.vllm.sampler` makes one.

@@ -2,28 +2,88 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
 
-from nrl.backends.base import Bucket
-from nrl.backends.samplers import Checked, Complete, Probed
+import attrs
+import torch
+from torch import Tensor
+
+from nrl.backends.base import Bucket, Completion, Sampling
 from nrl.backends.sampling.seat import Seat
-from nrl.errors import ConsumedState, CorruptedTransfer, TransferError
-from nrl.runtime.mesh.futures import Coming, Future
+from nrl.backends.training.states import Params
+from nrl.batch import Batch
+from nrl.errors import CorruptedTransfer, TransferError, WeightMismatch
+from nrl.runtime.mesh.futures import Coming, Future, on_its_way
 from nrl.runtime.mesh.placement import Mesh
 
-__all__ = ["give", "give_again", "say"]
+__all__ = ["Weights", "give", "say"]
 
-type _Buckets = Iterable[Bucket | Future[Bucket]]
-
-
-@runtime_checkable
-class _Routed(Protocol):
-    def to(self, meshes: Sequence[Mesh]) -> _Buckets: ...
+_PROBE = 136, 4  # tokens of a prompt that fills a block of cached keys and values, and of its completion
 
 
-def give(seats: Sequence[Seat], buckets: _Buckets, version: int) -> dict[Seat, Exception]:
+@attrs.frozen
+class Weights:
+    """The weights of params, some at a time, as often as they are iterated; `nrl.publish` makes it.
+
+    Args:
+        params: of a trainer. When a step has consumed them, to iterate raises `ConsumedState`.
+        adapter: whether those of their adapter alone.
+    """
+
+    params: Params
+    adapter: bool = False
+
+    def __iter__(self) -> Iterator[Future[Bucket]]:
+        return self.params.buckets("publish", adapter=self.adapter)
+
+    def to(self, meshes: Sequence[Mesh]) -> Iterable[Bucket | Future[Bucket]]:
+        """The same, by the best way to these; see `nrl.runtime.transfer`."""
+        return self.params.buckets("publish", meshes, self.adapter)
+
+    def check(
+        self, sampler: Any, version: int, complete: Callable[[Sequence[int], Sampling], Sequence[Completion]]
+    ) -> None:
+        """Let engines that have them complete a prompt, always the same one, and the trainer say what it thinks.
+
+        Args:
+            sampler: whose engines they are, `nrl.backends.samplers.Probed`.
+            version: that they have to name.
+            complete: asks them.
+
+        Raises:
+            WeightMismatch: they compute something else than the trainer does.
+            ConsumedState: the weights are not there any more.
+        """
+        if sampler.tolerance is None:
+            return
+        length = min(_PROBE[0], sampler.context_length - _PROBE[1])
+        prompt = [(31 * place + 7) % len(sampler.tokenizer) for place in range(length)]
+        found = complete(prompt, Sampling(temperature=0, max_new_tokens=_PROBE[1]))
+        rows = [torch.tensor([*prompt, *each.token_ids.tolist()]) for each in found]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+        batch = Batch({"input_ids": ids, "attention_mask": mask}, batch_size=[len(rows)]).lock_()
+        expected = self.params.trainer.logprobs(self.params, batch).result()[:, length:]
+        for place, (each, values) in enumerate(zip(found, expected, strict=True)):
+            trainers = values[: len(each.logprobs)]
+            apart = float((trainers - each.logprobs).abs().max())
+            if not apart <= sampler.tolerance or each.version != version:
+                raise WeightMismatch(
+                    f"publish: with the weights of version {version}, engine {place} of {len(found)} that were asked "
+                    f"(at version {each.version}) gives the tokens {each.token_ids.tolist()} after a prompt of "
+                    f"{length} the log-probabilities {_rounded(each.logprobs)}, and the trainer {_rounded(trainers)}: "
+                    f"they are {apart:.2g} nats apart, and {sampler.tolerance:g} may be rounding. The engine holds "
+                    "other weights, or keys and values that were computed with older ones; what it samples cannot be "
+                    "trained on"
+                )
+
+
+def _rounded(x: Tensor) -> list[float]:
+    return [round(value, 4) for value in x.tolist()]
+
+
+def give(seats: Sequence[Seat], weights: Iterable[Bucket | Future[Bucket]], version: int) -> dict[Seat, Exception]:
     """Give engines the weights, by the best way that there is to them; where that fails, by value.
 
     Returns:
@@ -36,77 +96,48 @@ def give(seats: Sequence[Seat], buckets: _Buckets, version: int) -> dict[Seat, E
     >>> give([], [], 1)
     {}
     """
-    if isinstance(buckets, _Routed):
+    if isinstance(weights, Weights):
         try:
-            return _give(seats, buckets.to([seat.mesh for seat in seats]), version)
+            return _give(seats, weights.to([seat.mesh for seat in seats]), version)
         except CorruptedTransfer:
             raise
         except TransferError as error:  # as when one of those that are cast to dies: the others wait for it
             say(f"publish: the weights go by value now, which is slower: {error}")
-    return _give(seats, buckets, version)
+    return _give(seats, weights, version)
 
 
-def give_again(seat: Seat, buckets: _Buckets | None, version: int, sampler: Probed, complete: Complete) -> bool:
-    """Give an engine that has been started again the weights that the others have, and see that it computes with them.
-
-    Args:
-        seat: where it is.
-        buckets: the weights; None: they cannot be had again.
-        version: their number; 0: there have been none.
-        sampler: whose engine it is.
-        complete: asks it.
-
-    Returns:
-        Whether it has them; not if a step has consumed them.
-
-    Raises:
-        WeightMismatch: it has others, or computes with others.
-        Exception: what it died of.
-    """
-    if buckets is None:
-        return version == 0
-    try:
-        for death in give([seat], buckets, version).values():
-            raise death
-        if isinstance(buckets, Checked):
-            buckets.check(sampler, version, complete)
-    except ConsumedState:
-        return False
-    return True
-
-
-def _give(seats: Sequence[Seat], buckets: _Buckets, version: int) -> dict[Seat, Exception]:
+def _give(seats: Sequence[Seat], buckets: Iterable[Bucket | Future[Bucket]], version: int) -> dict[Seat, Exception]:
     dead: dict[Seat, Exception] = {}
     refused: list[Exception] = []
 
-    def note(seat: Seat, error: Exception, given: Any) -> None:
+    def note(seat: Seat, error: Exception, given: Any = None) -> None:
         its_own = not (isinstance(given, Coming) and given.failure() is error)  # and not of the mesh that gives
         if its_own and (death := seat.death(error)) is not None:
             dead[seat] = death
         else:
             refused.append(error)
 
-    def each(act: Callable[[Seat], Future[Any]], given: Any = None) -> None:
+    def each(step: Literal["begin", "add", "end"], *given: Any) -> None:
         """All are told before any is waited for, and all are waited for."""
         told = []
         for seat in seats:
             if seat not in dead:
                 try:
-                    told.append((seat, act(seat)))
+                    told.append((seat, seat.load_weights(step, *given)))
                 except Exception as error:
-                    note(seat, error, given)
+                    note(seat, error, *given)
         for seat, reply in told:
             try:
                 reply.result()
             except Exception as error:
-                note(seat, error, given)
+                note(seat, error, *given)
         if refused:
             raise refused[0]
 
-    each(Seat.begin)
+    each("begin")
     for bucket in buckets:
-        each(partial(Seat.add, bucket=bucket), bucket)
-    each(partial(Seat.end, version=version))
+        each("add", on_its_way(bucket))
+    each("end", version)
     return dead
 
 

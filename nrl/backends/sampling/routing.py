@@ -5,14 +5,14 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
-__all__ = ["Spread"]
+__all__ = ["Router"]
 
 _BLOCK = 64  # tokens after which beginnings are compared
 _REMEMBERED = 100_000  # beginnings
 _SLACK = 1.25  # of its share, which an engine may have for the sake of what it has read
 
 
-class Spread:
+class Router:
     """Remembers who has read what.
 
     An engine that has been given a prompt, or one with the same beginning, holds its keys and values; to read it once
@@ -21,8 +21,8 @@ class Spread:
     Args:
         engines: how many there are.
 
-    >>> spread = Spread(2)
-    >>> spread.choose([[1]], [0, 0]), spread.choose([[2]], [1, 0]), spread.choose([[2], [3]], [1, 1])
+    >>> router = Router(2)
+    >>> router.choose([[1]], [0, 0]), router.choose([[2]], [1, 0]), router.choose([[2], [3]], [1, 1])
     ([0], [1], [1, 0])
     """
 

@@ -1,6 +1,20 @@
-"""An engine, as the driver sees it: the mesh that it is on, and what it has been asked and has not answered.
+"""The engines of one mesh, as the driver sees them: the state that they share, and who waits for what from them.
 
-Engines that are on one mesh live and die together, and take turns together.
+Engines on one mesh live and die together and take turns together, so they have one state:
+
+                  serve                 receive
+    +----------+         +---------+             +-----------+
+    | starting | ------> | serving | ----------> | receiving |
+    |          | <------ |         | <---------- |           |
+    +----------+   die   +---------+    serve    +-----------+
+     |  |  ^  ^                                    |  |  ^
+     |  |  |  +-------------- die -----------------+  |  | receive
+     |  |  |                                          |  |
+     |  |  +---- die ----+-------+ <----- lack -------+  |
+     |  +----- lack ---> | empty | ----------------------+
+     | lose              +-------+
+     v
+    lost
 """
 
 import math
@@ -9,29 +23,31 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
-from nrl.backends.base import Bucket, Completion
-from nrl.backends.sampling import replica
-from nrl.backends.sampling.replica import Held, Replica, Request
+from nrl.backends.base import Completion
+from nrl.backends.engines import Decoded, Request, SampleEngine
 from nrl.errors import FailedStart, LostActor, NrlError, PlacementError
 from nrl.runtime.executables.registry import Executable
-from nrl.runtime.mesh.futures import Future, on_its_way
+from nrl.runtime.mesh.futures import Future
 from nrl.runtime.mesh.placement import Mesh, Out, Reply, Slots, as_mesh
 from nrl.runtime.trace import timeline
 
-__all__ = ["Asked", "Order", "Seat", "meshes"]
+__all__ = ["Awaited", "Seat", "SeatState", "Work", "meshes"]
 
 _PAUSE, _LONGEST = 0.05, 10.0  # seconds: of a pause that shows in the timeline, and of a bar
 
-type Order = tuple[list[Request], list[int]]
+type SeatState = Literal["starting", "serving", "receiving", "empty", "lost"]
+"""What the engines of a seat do: they are started (again), answer, are given weights, have none, or are gone."""
+
+type Work = tuple[list[Request], list[int]]
 """What an engine is told: new requests, and the numbers of those that nobody wants any more."""
 
 
 @attrs.define(eq=False)
-class Asked:
+class Awaited:
     """A request that somebody waits for.
 
     Args:
@@ -40,7 +56,7 @@ class Asked:
         times: how often an engine has been asked.
         deaths: how many engines died with it.
 
-    >>> Asked(Request(0, [1], 0, None)).times
+    >>> Awaited(Request(0, [1], 0, None)).times
     0
     """
 
@@ -49,15 +65,21 @@ class Asked:
     times: int = 0
     deaths: int = 0
 
-    def give(self, completion: Completion) -> None:
+    def give(self, decoded: Decoded, version: int) -> None:
         """Answer it."""
         with suppress(futures.InvalidStateError):  # it has been cancelled
-            self.answer.set_result(completion._replace(times=self.times))
+            self.answer.set_result(_completion(decoded, version, self.times))
 
     def fail(self, error: BaseException) -> None:
         """Say why it is not answered."""
         with suppress(futures.InvalidStateError):
             self.answer.set_exception(error)
+
+
+def _completion(decoded: Decoded, version: int, times: int = 1) -> Completion:
+    """What a sampler says of what an engine decoded, with weights of this version unless the engine knows better."""
+    oldest = version if decoded.versions is None else int(decoded.versions.min())
+    return Completion(decoded.token_ids, decoded.logprobs, decoded.truncated, oldest, decoded.versions, times)
 
 
 def meshes(place: Slots | Mesh, executable: str | Executable, tp: int = 1) -> list[Mesh]:
@@ -82,105 +104,153 @@ def meshes(place: Slots | Mesh, executable: str | Executable, tp: int = 1) -> li
 
 
 class Seat:
-    """The engines of a mesh: how many there are, what they do, and what they were asked.
+    """The engines of a mesh: how many there are, what state they are in, and what they were asked.
 
     Args:
         mesh: where they are.
         name: how errors name the sampler.
         make: makes an engine, in each process.
+        changed: guards the state and the queues, and is told of every new state.
     """
 
-    def __init__(self, mesh: Mesh, name: str, make: Callable[[], Replica]) -> None:
+    def __init__(self, mesh: Mesh, name: str, make: Callable[[], SampleEngine], changed: threading.Condition) -> None:
         self.mesh, self._name, self._make = mesh, name, make
         self.engines = 1 if mesh.processes.count == 1 else mesh.dp
-        self.waiting: list[list[Asked]] = [[] for _ in range(self.engines)]
-        self.asked: list[dict[int, Asked]] = [{} for _ in range(self.engines)]
+        self.waiting: list[list[Awaited]] = [[] for _ in range(self.engines)]
+        self.asked: list[dict[int, Awaited]] = [{} for _ in range(self.engines)]
         self._unwanted: list[list[int]] = [[] for _ in range(self.engines)]
-        self.worker: threading.Thread | None = None  # who asks the engines
-        self.busy = False  # a call is under way
-        self.died: Exception | None = None  # of what, until it has been started again
-        self.empty = False  # it has been started again, and there were no weights to give it
-        self.deaths = 0  # since it last answered something
-        self.lost: Exception | None = None  # why it is not started again
-        self._over = False  # its processes have been ended, as far as that can be
+        self._changed = changed
+        self._state: SeatState = "starting"
+        self._error: Exception | None = None
+        self._finishes = False  # what is under way, before it receives
+        self._deaths = 0  # since it last answered something
         self._decoded = 0.0, 0.0  # from when to when, in seconds since the epoch, as far as that is not yet shown
         self._start()
+        self.serve()
+
+    @property
+    def state(self) -> SeatState:
+        """What its engines do; see the picture above."""
+        return self._state
+
+    @property
+    def error(self) -> Exception | None:
+        """Of what they died, while they are starting; why they are lost."""
+        return self._error
+
+    def serve(self) -> None:
+        """They have weights, and answer from now on."""
+        self._become("serving", "starting", "receiving")
+
+    def receive(self, *, finish: bool = False) -> None:
+        """They are given weights, when nobody asks them any more; with ``finish``, after what is under way."""
+        self._become("receiving", "serving", "empty")
+        self._finishes = finish
+
+    def lack(self) -> None:
+        """They have no weights, or only some, and wait for others."""
+        self._become("empty", "starting", "receiving")
+
+    def die(self, error: Exception) -> None:
+        """Their processes are gone, and have to be started again; see `restart`."""
+        self._become("starting", "serving", "receiving", "empty", error=error)
+
+    def lose(self, error: Exception) -> None:
+        """They are not started again."""
+        self._become("lost", "starting", error=error)
+
+    def _become(self, state: SeatState, *since: SeatState, error: Exception | None = None) -> None:
+        with self._changed:
+            if self._state not in since:
+                raise RuntimeError(f"Seat: '{self._state}' cannot become '{state}'; only {', '.join(since)} can")
+            self._state, self._error = state, error
+            self._changed.notify_all()
+
+    @property
+    def load(self) -> list[float]:
+        """For each engine, how many requests it has; infinitely many, while it cannot work on them."""
+        away = 0 if self.state in ("serving", "receiving") else math.inf
+        return [away + len(waiting) + len(asked) for waiting, asked in zip(self.waiting, self.asked, strict=True)]
+
+    @property
+    def under_way(self) -> bool:
+        """Whether they have been asked something that they have not answered."""
+        return any(self.asked)
+
+    @property
+    def finishing(self) -> bool:
+        """Whether they have still to answer something before they receive."""
+        return self.state == "receiving" and self._finishes and self.under_way
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is something to do."""
+        return self.state == "starting" or self.under_way or any(self.waiting)
+
+    @property
+    def free(self) -> bool:
+        """Whether who looks after them may go on, and ask them, start them, or leave; otherwise they need weights."""
+        match self.state:
+            case "receiving":
+                return self.finishing
+            case "empty":
+                return not self.wanted
+            case _:
+                return True
 
     def _start(self) -> None:
         count = self.mesh.processes.count
-        (self._held,) = self.mesh.processes.call(self._name, Held, [[self._make]] * count, Out.kept)
+        (self._there,) = self.mesh.processes.call(self._name, self._make, [[]] * count, Out.kept)
 
-    def restart(self, error: Exception, times: int, ready: Callable[[], None]) -> None:
+    def restart(self, times: int, ready: Callable[[], None]) -> None:
         """Take new processes on the same slots, whose engines have the weights that the model began with.
 
         Args:
-            error: what the last ones died of.
-            times: how often in a row they may die, these included.
+            times: how often in a row they may die, the last time included.
             ready: what else has to be done before they serve; they may die of that.
 
         Raises:
             Exception: they died as often as that, or would do so again.
         """
+        error = self.error
         while True:
-            self.deaths += 1
-            if isinstance(error, FailedStart) or self.deaths >= times:
+            assert error is not None
+            self._deaths += 1
+            if isinstance(error, FailedStart) or self._deaths >= times:
                 raise error
             try:
-                self.mesh, self._over = attrs.evolve(self.mesh), False
+                self.mesh = attrs.evolve(self.mesh)
                 self._unwanted = [[] for _ in range(self.engines)]
                 self._start()
                 self.about()  # they are there
                 return ready()
             except Exception as again:
                 self.mesh.cluster.check_open("generate")
-                if (death := self.death(again)) is None:
+                if (error := self.death(again)) is None:
                     raise
-                error = death
-
-    @property
-    def load(self) -> list[float]:
-        """For each engine, how many requests it has; infinitely many, while it cannot work on them."""
-        away = math.inf if self.lost or self.died or self.empty else 0
-        return [away + len(waiting) + len(asked) for waiting, asked in zip(self.waiting, self.asked, strict=True)]
-
-    @property
-    def ended(self) -> bool:
-        """Whether its processes are gone."""
-        return self._over or self.mesh.processes.ended
 
     def death(self, error: Exception) -> Exception | None:
-        """How to say of what it died, if it has to be started again after this; None: it goes on.
+        """How to say of what they died, if they have to be started again after this; None: they go on.
 
         What nrl did not raise on purpose, such as an error of CUDA, leaves an engine in a state that nobody knows. Its
         processes are ended then, if they are others than this one.
         """
-        if self.ended:
+        if self.mesh.processes.ended:
             return error
         if not self.mesh.cluster.remote or isinstance(error, NrlError):
             return None
         lost = LostActor(self._name, self.mesh.name, None, "?", f"its engine raised {type(error).__name__}: {error}")
         self.mesh.processes.end(lost)
-        self._over = True
         return lost
-
-    @property
-    def under_way(self) -> bool:
-        """Whether engines have been asked something that they have not answered."""
-        return any(self.asked)
-
-    @property
-    def wanted(self) -> bool:
-        """Whether there is something to do."""
-        return self.under_way or any(self.waiting)
 
     def about(self) -> tuple[int, int]:
         """The context length and the vocabulary."""
-        found: tuple[int, int] = self._call(self._name, replica.about, Out.first).then(_only).result()
+        found: tuple[int, int] = self._call(self._name, _about, Out.first).then(_only).result()
         return found
 
-    def order(self, *, new: bool) -> list[Order]:
-        """What to tell each engine: with ``new``, what waits is asked now; and what nobody wants any more."""
-        orders = []
+    def take(self) -> list[Work]:
+        """What to tell each engine: what waits, if it serves; and what nobody wants any more."""
+        work, new = [], self.state == "serving"
         for waiting, asked, unwanted in zip(self.waiting, self.asked, self._unwanted, strict=True):
             gone = [number for number, each in asked.items() if each.answer.cancelled()]
             for number in gone:
@@ -189,26 +259,44 @@ class Seat:
             for each in taken:
                 each.times += 1
                 asked[each.request.number] = each
-            orders.append(([each.request for each in taken], [*unwanted, *gone]))
+            work.append(([each.request for each in taken], [*unwanted, *gone]))
             unwanted.clear()
             if new:
                 waiting.clear()
-        return orders
+        return work
 
-    def advance(self, orders: Sequence[Order]) -> "list[list[tuple[int, Completion | Exception]]]":
+    def take_back(self) -> tuple[list[Awaited], list[Awaited]]:
+        """What engines were asked, which they will be told to forget, and what waits to be asked."""
+        asked = [each for held in self.asked for each in held.values()]
+        waiting = [each for queue in self.waiting for each in queue]
+        for queue, held, unwanted in zip(self.waiting, self.asked, self._unwanted, strict=True):
+            unwanted.extend(held)
+            held.clear()
+            queue.clear()
+        return asked, waiting
+
+    def answered(self, engine: int, number: int, answer: Decoded | Exception) -> Awaited | None:
+        """Who waits for this, no more from now on; None: nobody wants it any more."""
+        awaited = self.asked[engine].pop(number, None)
+        if awaited is not None and not isinstance(answer, Exception):
+            self._deaths = 0
+        return awaited
+
+    def advance(self, work: Sequence[Work]) -> "list[list[tuple[int, Decoded | Exception]]]":
         """Let every engine decode for a while; what each has finished."""
         began = time.time()
         with timeline.unshown():
-            reply = self._call("generate", replica.advance, Out.each, *zip(*orders, strict=True))
-        found: list[list[tuple[int, Completion | Exception]]] = reply.then(list).result()
+            verbs = ["advance"] * self.engines
+            reply = self._call("generate", _do, Out.each, verbs, *zip(*work, strict=True))
+        found: list[list[tuple[int, Decoded | Exception]]] = reply.then(list).result()
         if began - self._decoded[1] > _PAUSE or began - self._decoded[0] > _LONGEST:
             self.show()
             self._decoded = began, began
         self._decoded = self._decoded[0], time.time()
         return found
 
-    def complete(self, request: Request) -> list[Completion]:
-        """Let every engine complete a prompt, while it has nothing else to do."""
+    def complete(self, request: Request, version: int) -> list[Completion]:
+        """Let every engine complete a prompt with these weights, while it has nothing else to do."""
         found: dict[int, Completion] = {}
         requests = [request]
         while len(found) < self.engines:
@@ -216,7 +304,7 @@ class Seat:
                 for _, answer in answers:
                     if isinstance(answer, Exception):
                         raise answer
-                    found[engine] = answer
+                    found[engine] = _completion(answer, version)
             requests = []
         return [found[engine] for engine in range(self.engines)]
 
@@ -227,41 +315,30 @@ class Seat:
             timeline.record(self.mesh.name, rank, "generate", began, ended)
         self._decoded = 0.0, 0.0
 
-    def take_back(self) -> tuple[list[Asked], list[Asked]]:
-        """What engines were asked, which they will be told to forget, and what waits to be asked."""
-        asked = [each for held in self.asked for each in held.values()]
-        waiting = [each for queue in self.waiting for each in queue]
-        for queue, held, unwanted in zip(self.waiting, self.asked, self._unwanted, strict=True):
-            unwanted.extend(held)
-            held.clear()
-            queue.clear()
-        return asked, waiting
-
-    def begin(self) -> Future[Any]:
-        """New weights will come; returns at once, as the next two."""
-        return self._everywhere(replica.begin)
-
-    def add(self, bucket: Bucket | Future[Bucket]) -> Future[Any]:
-        """Some of them."""
-        return self._everywhere(replica.add, on_its_way(bucket))
-
-    def end(self, version: int) -> Future[Any]:
-        """They have come."""
-        return self._everywhere(replica.end, version)
-
-    def _everywhere(self, fn: Callable[..., None], *args: Any) -> Future[Any]:
+    def load_weights(self, step: Literal["begin", "add", "end"], *args: Any) -> Future[Any]:
+        """Let every engine take a step of `nrl.backends.engines.SampleEngine` towards new weights; returns at once."""
+        columns = [[arg] * self.engines for arg in (step, *args)]
         # Where the trainer is on the same device, it stays there: what it sends may lie on it
-        return self._call("receive", fn, Out.each, *([arg] * self.engines for arg in args), turn=False).then(_only)
+        return self._call("receive", _do, Out.each, *columns, turn=False).then(_only)
 
     def _call(self, who: str, fn: Callable[..., Any], out: Out, *columns: Sequence[Any], turn: bool = True) -> Reply:
         """In each process, with the arguments of its engine."""
         self.mesh.cluster.check_open(who)
         count = self.mesh.processes.count
         of_engine: Mapping[int, int] = {rank: 0 if count == 1 else self.mesh.shard_of(rank) for rank in range(count)}
-        args = [[held, *(column[of_engine[rank]] for column in columns)] for rank, held in enumerate(self._held)]
+        args = [[there, *(column[of_engine[rank]] for column in columns)] for rank, there in enumerate(self._there)]
         reply: Reply
         (reply,) = self.mesh.processes.call(who, fn, args, out, turn=turn)
         return reply
+
+
+def _do(engine: SampleEngine, verb: str, *args: Any) -> Any:
+    """Called in the process of an engine, as the next one is."""
+    return getattr(engine, verb)(*args)
+
+
+def _about(engine: SampleEngine) -> tuple[int, int]:
+    return engine.context_length, engine.vocabulary
 
 
 def _only(results: list[Any]) -> Any:

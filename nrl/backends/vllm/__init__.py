@@ -4,10 +4,10 @@ from functools import partial
 from typing import Any
 
 from nrl.backends.base import Model, Sampling
-from nrl.backends.sampling.pool import StreamingSampler
+from nrl.backends.sampling.pool import StreamingEnginePool
 from nrl.backends.sampling.seat import meshes
 from nrl.backends.vllm import settings
-from nrl.backends.vllm.vllm_engine import Engine
+from nrl.backends.vllm.vllm_engine import VllmEngine
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.mesh.placement import Mesh, Slots
 
@@ -27,7 +27,7 @@ def sampler(
     tolerance: float | None = None,
     executable: str | Executable = "vllm",
     **engine: Any,
-) -> StreamingSampler:
+) -> StreamingEnginePool:
     """A sampler whose tokens vLLM draws, by an engine on each slot, over which requests are spread.
 
     Token ids go in and come out. ``rollout_logprobs`` are those of the distribution that was sampled from, as vLLM's
@@ -66,5 +66,5 @@ def sampler(
     settings.check(place, executable, engine)
     dtype = str(engine.get("dtype", model.dtype)).removeprefix("torch.")
     bound = _TOLERANCE.get(_ALIASES.get(dtype, dtype), 0.25) if tolerance is None else tolerance
-    make, places = partial(Engine, model, engine), meshes(place, executable, tp)
-    return StreamingSampler("vllm.sampler", places, make, model, sampling or Sampling(), bound)
+    make, places = partial(VllmEngine, model, engine), meshes(place, executable, tp)
+    return StreamingEnginePool("vllm.sampler", places, make, model, sampling or Sampling(), bound)

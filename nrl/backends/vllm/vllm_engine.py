@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from nrl.backends.base import Bucket, Model
+from nrl.backends.engines import Decoded, Request
 from nrl.backends.models.loading import build, end_tokens, load_tokenizer, save_model
 from nrl.backends.models.named_weights import check_arrived, check_weight
-from nrl.backends.sampling.replica import Decoded, Request
-from nrl.backends.vllm import adapters, ranks, settings, weights
+from nrl.backends.vllm import adapters, settings, tensor_parallel, weight_transfer
 from nrl.errors import ConfigError, GenerationError, ModelError
 from nrl.runtime.transfer import sampled
 
-__all__ = ["Engine"]
+__all__ = ["VllmEngine"]
 
 _SOON, _LATEST = 0.02, 0.03  # seconds of decoding, after which what is finished, or whether anything is, is told
 _WANTED, _UNWANTED = ["*.json", "*.safetensors"], ["original/*", "consolidated*"]  # files on the hub
@@ -34,11 +34,11 @@ _MORE = "; give a smaller max_model_len, or more memory with kv_cache_memory_byt
 _NO_ROOM = "KV cache is needed", "No available memory for the cache"  # how vLLM says so
 
 
-_ALIVE: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+_ALIVE: "weakref.WeakSet[VllmEngine]" = weakref.WeakSet()
 
 
-class Engine:
-    """A `nrl.backends.sampling.replica.Replica`; see `nrl.backends.vllm.sampler` for the arguments."""
+class VllmEngine:
+    """A `nrl.backends.engines.SampleEngine`; see `nrl.backends.vllm.sampler` for the arguments."""
 
     def __init__(self, model: Model, options: Mapping[str, Any]) -> None:
         if _ALIVE:
@@ -88,7 +88,7 @@ class Engine:
         began = time.monotonic()
         while self._engine.has_unfinished_requests():
             found += [(int(each.request_id), _decoded(each.outputs[0])) for each in self._engine.step()]
-            if ranks.agreed(time.monotonic() - began > (_SOON if found else _LATEST)):
+            if tensor_parallel.agreed(time.monotonic() - began > (_SOON if found else _LATEST)):
                 break
         for number in [*cancelled, *(number for number, _ in found)]:
             self._asked.pop(number, None)
@@ -125,7 +125,7 @@ class Engine:
 
     def rest(self) -> None:
         """Leave the device: weights go to the memory of the host, and what was read is read again later."""
-        weights.forget(self._engine)
+        weight_transfer.forget(self._engine)
         self._engine.sleep(level=1, mode="keep")
 
     def wake(self) -> None:
@@ -136,7 +136,7 @@ class Engine:
         """New weights will come: what was computed with the old ones is forgotten."""
         # What broke off has left layers without weights, and vLLM no way to begin anew
         if self._waiting is not None and self._adapter is None:
-            ranks.end(self._engine)
+            tensor_parallel.end(self._engine)
             self._engine = None  # a device may not have room for two
             gc.collect()
             torch.cuda.empty_cache()
@@ -156,7 +156,7 @@ class Engine:
             check_weight(name, tensor, self._shapes, "receive")
             self._waiting.pop(name, None)
             if self._adapter is None and (tensor.ndim == 1 or sampled(name)):
-                self._came[name] = weights.fingerprint(tensor, self._engine.model_config.dtype)
+                self._came[name] = weight_transfer.fingerprint(tensor, self._engine.model_config.dtype)
         if self._adapter is not None:
             self._adapter.add(bucket)
         else:
@@ -170,11 +170,11 @@ class Engine:
             self._adapter.replace(self._engine)
         else:
             self._engine.collective_rpc("finish_weight_update")
-            self._engine.apply_model(weights.check_head)
-            self._engine.apply_model(partial(weights.check_held, self._came, self._engine.model_config.dtype))
+            self._engine.apply_model(weight_transfer.check_head)
+            self._engine.apply_model(partial(weight_transfer.check_held, self._came, self._engine.model_config.dtype))
         self._waiting = None
-        weights.forget(self._engine)
-        weights.check_forgotten(self._engine)
+        weight_transfer.forget(self._engine)
+        weight_transfer.check_forgotten(self._engine)
         self._engine.set_weight_version(str(version))
 
 
@@ -226,8 +226,8 @@ def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, 
             model=str(folder),
             tokenizer=str(tokenizer),
             logprobs_mode="processed_logprobs",
-            **ranks.arguments(),
-            weight_transfer_config=WeightTransferConfig(backend=weights.register()),
+            **tensor_parallel.arguments(),
+            weight_transfer_config=WeightTransferConfig(backend=weight_transfer.register()),
             **settings.given(model, options),
         )
         return LLMEngine.from_engine_args(args)

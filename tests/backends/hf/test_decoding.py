@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from nrl.backends.engines import Decoded
 from nrl.backends.hf import cache
 from nrl.backends.hf.cache import ATTENTION, attend, prepare
 from nrl.backends.hf.decoding import decode
 from nrl.backends.hf.noise import draw, keep_most_probable, uniforms
-from nrl.backends.sampling.replica import Decoded
 from nrl.errors import GenerationError, ModelError
 
 VOCABULARY = 19

@@ -21,9 +21,11 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Sampling, Trainer, adamw, fsdp, hf
-from nrl.backends.sampling.pool import StreamingSampler
-from nrl.backends.sampling.replica import Decoded, Request
-from nrl.backends.sampling.routing import Spread
+from nrl.backends.engines import Decoded, Request
+from nrl.backends.hf.hf_engine import HfEngine
+from nrl.backends.sampling.pool import StreamingEnginePool
+from nrl.backends.sampling.receiving import Weights
+from nrl.backends.sampling.routing import Router
 from nrl.backends.sampling.seat import Seat
 from nrl.backends.training import on_ranks
 from nrl.batch import Batch
@@ -110,9 +112,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         yield entered
 
 
-def sampler_on(entered: Cluster, engines: int = 1) -> StreamingSampler:
+def sampler_on(entered: Cluster, engines: int = 1) -> StreamingEnginePool:
     meshes: list[Mesh] = [entered.reserve(1).mesh(name=f"engine {i}") for i in range(engines)]
-    return StreamingSampler("patient", meshes, Patient, tiny.model(), SHORT)
+    return StreamingEnginePool("patient", meshes, Patient, tiny.model(), SHORT)
 
 
 def tokens(row: Any) -> list[int]:
@@ -129,7 +131,7 @@ def test_requests_are_spread_by_load(here: Cluster) -> None:
 
 
 def test_requests_go_where_their_beginning_has_been_read() -> None:
-    spread = Spread(2)
+    spread = Router(2)
     first, second = list(range(300)), list(range(500, 800))
     assert spread.choose([first], [0, 0]) == [0]
     assert spread.choose([second], [1, 0]) == [1]
@@ -141,7 +143,7 @@ def test_requests_go_where_their_beginning_has_been_read() -> None:
 
 
 class OneByOne:
-    """What `Spread.choose` decides, by looking at every engine for every prompt."""
+    """What `Router.choose` decides, by looking at every engine for every prompt."""
 
     def __init__(self, engines: int) -> None:
         self.engines, self.readers = engines, dict[tuple[int, ...], int]()
@@ -167,7 +169,7 @@ class OneByOne:
 @given(st.data())
 def test_requests_are_placed_as_if_each_were_placed_alone(data: st.DataObject) -> None:
     engines = data.draw(st.integers(1, 6))
-    spread, slow = Spread(engines), OneByOne(engines)
+    spread, slow = Router(engines), OneByOne(engines)
     for _ in range(3):
         load = data.draw(st.lists(st.sampled_from([0, 1, 2, 5, math.inf]), min_size=engines, max_size=engines))
         which = data.draw(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 200)), max_size=20))
@@ -184,7 +186,7 @@ def test_the_load_of_an_engine_is_looked_at_once_for_all_requests(monkeypatch: p
         return load.__get__(seat)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(Seat, "load", property(counted))
-    monkeypatch.setattr(StreamingSampler, "_work_where_wanted", lambda self: None)
+    monkeypatch.setattr(StreamingEnginePool, "_work_where_wanted", lambda self: None)
     with cluster("local") as entered:
         sampler = sampler_on(entered, 8)
         sampler.stream([[place] for place in range(64)], range(64), LONG)
@@ -231,7 +233,7 @@ def test_a_request_that_every_engine_raises_at_is_given_up(here: Cluster) -> Non
     with pytest.raises(LostRequest, match="3 engines died while they decoded it; the last: .*illegal memory access"):
         sampler.stream([[98]], [0])[0].result(10)
     assert len(ENGINES) == 3
-    assert not settled(lambda: sampler._seats[0].worker, 5)
+    assert not settled(lambda: sampler._tended, 5)
     with pytest.raises(LostActor, match="mesh 'engine 0'.* is lost: its engine raised RuntimeError: CUDA error"):
         sampler.generate([[5]]).result(10)
 
@@ -241,7 +243,7 @@ def test_an_engine_that_raises_while_it_receives_is_started_again(here: Cluster)
 
     def received() -> None:
         sampler.receive([{"first": torch.zeros(1)}], 1)
-        assert not settled(lambda: sampler._seats[0].died or sampler._seats[0].worker, 5)
+        assert not settled(lambda: sampler._tended, 5)
 
     with pytest.warns(UserWarning, match="an engine was lost, and it has been started again; .*out of memory"):
         received()
@@ -273,7 +275,7 @@ def test_an_engine_that_raises_on_purpose_while_it_is_started_again_is_given_up(
 
     def asked() -> Any:
         (row,) = sampler.stream([[5]], [0])
-        return row.exception(10), settled(lambda: sampler._seats[0].worker, 5)
+        return row.exception(10), settled(lambda: sampler._tended, 5)
 
     with pytest.warns(UserWarning, match="an engine was lost, and it is not started again: no such model"):
         error, _ = asked()
@@ -282,27 +284,28 @@ def test_an_engine_that_raises_on_purpose_while_it_is_started_again_is_given_up(
 
 
 @pytest.fixture
-def checked(here: Cluster) -> tuple[Any, StreamingSampler]:
+def checked(here: Cluster) -> tuple[Any, StreamingEnginePool]:
     """Params, and a sampler of real engines that have them; one that computes otherwise than the trainer is found."""
     trainer = fsdp.trainer(here.reserve(1), tiny.model(), adamw(lr=1e-3))
     mesh = here.reserve(1).mesh(name="checked")
-    sampler = StreamingSampler("checked", [mesh], partial(hf._Decoder, tiny.model()), tiny.model(), SHORT, 1e-3)
+    sampler = StreamingEnginePool("checked", [mesh], partial(HfEngine, tiny.model()), tiny.model(), SHORT, 1e-3)
     params = trainer.init().params
     nrl.publish(params, sampler)
     return params, sampler
 
 
-def dies(sampler: StreamingSampler, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A row with which its only engine dies; it has been started again."""
+def dies(sampler: StreamingEnginePool, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A row with which an engine dies; it has been started again, and lacks weights if it does not serve."""
 
     def die(*_: Any) -> Any:
-        monkeypatch.setattr(hf._Decoder, "advance", advance)
+        monkeypatch.setattr(HfEngine, "advance", advance)
         raise RuntimeError("no")
 
-    advance = hf._Decoder.advance
-    monkeypatch.setattr(hf._Decoder, "advance", die)
+    advance = HfEngine.advance
+    monkeypatch.setattr(HfEngine, "advance", die)
     (row,) = sampler.stream([[5]], [0])
-    settled(lambda: any(seat.worker for seat in sampler._seats), 20)
+    settled(lambda: sampler._tended and all(seat.state != "empty" for seat in sampler._seats), 20)
+    time.sleep(0.2)  # until that has been said
     return row
 
 
@@ -310,12 +313,12 @@ def test_an_engine_that_is_started_again_is_checked_before_it_serves(
     checked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params, sampler = checked
-    add, checks = hf._Decoder.add, list[int]()
+    add, checks = HfEngine.add, list[int]()
 
     def others(self: Any, bucket: Any) -> None:
         add(self, {name: tensor + 0.01 for name, tensor in bucket.items()})
 
-    monkeypatch.setattr(hf._Decoder, "add", others)
+    monkeypatch.setattr(HfEngine, "add", others)
     wrong = r"it has been started again; 1 requests .*weights are not to be trusted \(publish: .*0\.001 may be rounding"
     with pytest.warns(UserWarning, match=wrong):
         row = dies(sampler, monkeypatch)
@@ -323,7 +326,7 @@ def test_an_engine_that_is_started_again_is_checked_before_it_serves(
         row.result(5)
     with pytest.raises(GenerationError, match="not to be trusted"):
         sampler.generate([[5]])
-    monkeypatch.setattr(hf._Decoder, "add", add)
+    monkeypatch.setattr(HfEngine, "add", add)
     nrl.publish(params, sampler)
     logprobs = Trainer.logprobs
 
@@ -343,18 +346,18 @@ def test_an_engine_that_computes_otherwise_after_a_start_leaves_the_others_alone
     """It serves again after a publish."""
     params = fsdp.trainer(here.reserve(1), tiny.model(), adamw(lr=1e-3)).init().params
     meshes = [here.reserve(1).mesh(name=f"checked {i}") for i in range(2)]
-    sampler = StreamingSampler("checked", meshes, partial(hf._Decoder, tiny.model()), tiny.model(), SHORT, 1e-3)
+    sampler = StreamingEnginePool("checked", meshes, partial(HfEngine, tiny.model()), tiny.model(), SHORT, 1e-3)
     nrl.publish(params, sampler)
-    add = hf._Decoder.add
-    monkeypatch.setattr(hf._Decoder, "add", lambda self, bucket: add(self, {k: x + 0.01 for k, x in bucket.items()}))
+    add = HfEngine.add
+    monkeypatch.setattr(HfEngine, "add", lambda self, bucket: add(self, {k: x + 0.01 for k, x in bucket.items()}))
     does_not_serve = "what was started again does not serve before the next publish. publish: with the weights"
     with pytest.warns(UserWarning, match="an engine was lost"), pytest.warns(UserWarning, match=does_not_serve):
         assert dies(sampler, monkeypatch).result(20).version == 1
-    assert [seat.empty for seat in sampler._seats].count(True) == 1
+    assert sorted(seat.state for seat in sampler._seats) == ["empty", "serving"]
     assert len(sampler.generate([[5], [6], [7]]).result(20)) == 3
-    monkeypatch.setattr(hf._Decoder, "add", add)
+    monkeypatch.setattr(HfEngine, "add", add)
     nrl.publish(params, sampler)
-    assert not any(seat.empty for seat in sampler._seats)
+    assert [seat.state for seat in sampler._seats] == ["serving"] * 2
     assert len(sampler.everywhere([5], SHORT).result(20)) == 2
 
 
@@ -398,16 +401,14 @@ class Failed:
 def test_weights_that_arrive_damaged_are_not_sent_another_way(here: Cluster) -> None:
     """Something is wrong with the memory, or with the way."""
     sampler = sampler_on(here)
+    params = fsdp.trainer(here.reserve(1), tiny.model(), adamw(lr=1e-3)).init().params
 
-    class Damaged:
+    class Damaged(Weights):
         def to(self, meshes: Any) -> Any:
             raise CorruptedTransfer("transfer: 'x' did not arrive as it was sent")
 
-        def __iter__(self) -> Iterator[Any]:
-            return iter([{}])
-
     with pytest.raises(CorruptedTransfer, match="'x' did not arrive"):
-        sampler.receive(Damaged(), 1)
+        sampler.receive(Damaged(params), 1)
     with pytest.raises(GenerationError, match="incomplete since the last receive"):
         sampler.generate([[5]])
 
@@ -416,7 +417,7 @@ def test_what_a_trainer_raises_is_not_taken_for_the_death_of_an_engine(here: Clu
     sampler = sampler_on(here)
     with pytest.raises(RuntimeError, match="the trainer is out of memory"):
         sampler.receive([Failed()], 1)
-    assert (sampler._seats[0].died, len(ENGINES)) == (None, 1)
+    assert (sampler._seats[0].state, len(ENGINES)) == ("empty", 1)
     with pytest.raises(GenerationError, match=r"incomplete since the last receive \(the trainer is out of memory\)"):
         sampler.generate([[5]])
 
@@ -434,11 +435,11 @@ def test_engines_that_are_being_started_are_not_waited_for(here: Cluster, monkey
     ENGINES[0].raises.append(RuntimeError("no"))
     (row,) = sampler._ask([[5]], [0], SHORT, [0])
     assert tokens(row) == [0]  # elsewhere
-    assert sampler._seats[0].died
+    assert sampler._seats[0].state == "starting"
     assert len(sampler.everywhere([5], SHORT).result(5)) == 1
     ENGINES[1].raises.append(RuntimeError("no"))
     both: Any = sampler.everywhere([5], SHORT)
-    settled(lambda: not sampler._seats[1].died, 5)
+    settled(lambda: sampler._seats[1].state != "starting", 5)
     every: Any = sampler.everywhere([5], SHORT)
     time.sleep(0.2)
     assert not both.done()
@@ -454,7 +455,7 @@ def test_engines_without_weights_say_so(here: Cluster) -> None:
 
     def asked() -> Any:
         rows = sampler.stream([[5]], [0])
-        assert not settled(lambda: not sampler._seats[0].empty, 5)
+        assert not settled(lambda: sampler._seats[0].state != "empty", 5)
         time.sleep(0.2)  # until that has been said
         return rows[0]
 
@@ -490,7 +491,7 @@ def test_to_cancel_a_call_is_to_cancel_its_rows(here: Cluster) -> None:
     settled(lambda: len(ENGINES[0].rows) < 2, 5)
     assert rows.cancel()
     assert not settled(lambda: ENGINES[0].rows, 5)
-    assert not settled(lambda: sampler._seats[0].worker, 5)
+    assert not settled(lambda: sampler._tended, 5)
 
 
 @pytest.mark.parametrize(
@@ -547,7 +548,7 @@ def test_many_small_calls_are_one_bar_of_the_timeline(here: Cluster, tmp_path: P
     sampler = sampler_on(here)
     with timeline.recording(tmp_path) as path:
         assert tokens(sampler.stream([[5]], [0], LONG)[0])
-        settled(lambda: sampler._seats[0].worker, 5)
+        settled(lambda: sampler._tended, 5)
         sampler.receive([{}], 1)
     events = [json.loads(line.rstrip(",")) for line in path.read_text().splitlines() if line.startswith("{")]
     bars = [event for event in events if event["ph"] == "X"]
@@ -563,7 +564,7 @@ def test_who_leaves_the_cluster_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
         (row,) = sampler.stream([[5]], [0], Sampling(max_new_tokens=100_000))
     with pytest.raises(ClosedCluster):
         row.result(5)
-    assert not settled(lambda: sampler._seats[0].worker, 5)
+    assert not settled(lambda: sampler._tended, 5)
 
 
 # on Ray, where engines die
@@ -606,9 +607,9 @@ def test_an_engine_that_dies_when_its_weights_are_consumed_gets_the_next(on_ray:
     future: Any = sampler.generate([[5]])
 
     def empty() -> bool:
-        settled(lambda: not sampler._seats[0].empty, 100)
+        settled(lambda: sampler._seats[0].state != "empty", 100)
         time.sleep(0.5)  # until that has been said
-        return sampler._seats[0].empty
+        return sampler._seats[0].state == "empty"
 
     lost = "an engine was lost, and it has been started again; 1 requests were asked.*requests wait for the next pub"
     with pytest.warns(UserWarning, match=lost):
@@ -619,8 +620,7 @@ def test_an_engine_that_dies_when_its_weights_are_consumed_gets_the_next(on_ray:
     kill(mesh)
     with pytest.raises(LostActor, match="faults: trainer"):
         nrl.publish(trainer.load(), sampler)
-    assert sampler._seats[0].lost is None
-    assert sampler._seats[0].died is None
+    assert sampler._seats[0].state == "empty"
     with pytest.raises(GenerationError, match="incomplete since the last receive"):
         sampler.generate([[5]])
 

@@ -17,6 +17,7 @@ from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, Params, Sampler, Sampling, adamw, fsdp, hf, vllm
 from nrl.backends.samplers import Streams
+from nrl.backends.sampling.receiving import Weights
 from nrl.batch import Batch
 from nrl.errors import (
     ClosedCluster,
@@ -91,7 +92,7 @@ def made(on: Cluster, kind: str, tied: bool) -> Made:
 
     def unfinished() -> int:
         (seat,) = sampler._seats
-        found = seat._call("unfinished", lambda held: held.replica._engine.get_num_unfinished_requests(), Out.each)
+        found = seat._call("unfinished", lambda engine: engine._engine.get_num_unfinished_requests(), Out.each)
         return int(max(found.then(list).result()))
 
     return Made(sampler, mesh, trainers, tied, *([unfinished] if kind == "vllm" else []))
@@ -234,13 +235,13 @@ def test_samples_of_a_prompt_share_its_prefill(it: Made) -> None:
     """By vLLM's own counters: all but the first find its full blocks, of 128 tokens, read already."""
     (seat,) = it.sampler._seats
 
-    def count(held: Any) -> None:
+    def count(engine: Any) -> None:
         stats = importlib.import_module("vllm.v1.metrics.stats")
-        manager = held.replica._engine.engine_core.engine_core.scheduler.kv_cache_manager
+        manager = engine._engine.engine_core.engine_core.scheduler.kv_cache_manager
         manager.log_stats, manager.prefix_cache_stats = True, stats.PrefixCacheStats()
 
-    def counted(held: Any) -> tuple[int, int, int]:
-        manager = held.replica._engine.engine_core.engine_core.scheduler.kv_cache_manager
+    def counted(engine: Any) -> tuple[int, int, int]:
+        manager = engine._engine.engine_core.engine_core.scheduler.kv_cache_manager
         manager.log_stats, found = False, manager.prefix_cache_stats
         return found.requests, found.queries, found.hits
 
@@ -316,18 +317,12 @@ def test_new_weights_while_rows_are_under_way(it: Made, inflight: Any) -> None:
     assert begun in seen <= {begun, (1, old)}  # some were finished before
 
 
-@attrs.frozen
-class BreaksOff:
+class BreaksOff(Weights):
     """Weights that can be had by value alone; on a better way the first ones come, and no more."""
 
-    weights: dict[str, torch.Tensor]
-
     def to(self, meshes: Any) -> Iterator[dict[str, torch.Tensor]]:
-        yield dict(list(self.weights.items())[:1])
+        yield dict([next(self.params.tensors())])
         raise TransferError("cast: another engine died")
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return iter([self.weights])
 
 
 @pytest.mark.parametrize("it", kinds("vllm")[:1], indirect=True)
@@ -336,7 +331,7 @@ def test_rows_go_on_where_weights_broke_off(it: Made) -> None:
     params = it.params(8)
     rows, _ = under_way(it)
     with pytest.warns(UserWarning, match="the weights go by value now, which is slower: cast: another engine died"):
-        it.sampler.receive(BreaksOff({name: x.clone() for name, x in params.tensors()}), 99, inflight="keep")
+        it.sampler.receive(BreaksOff(params), 99, inflight="keep")
     found = [row.result(120) for row in rows]
     late = [place for place, row in enumerate(found) if row.version == 99]
     assert late
@@ -373,12 +368,12 @@ def without(it: Made, name: str) -> Iterator[None]:
     """Leave out a step of a transfer, in the processes of the sampler."""
 
     def leave_out() -> None:
-        module = importlib.import_module("nrl.backends.vllm.weights")
+        module = importlib.import_module("nrl.backends.vllm.weight_transfer")
         vars(module)[f"kept {name}"] = getattr(module, name)
         setattr(module, name, lambda _: None)
 
     def put_back() -> None:
-        module = importlib.import_module("nrl.backends.vllm.weights")
+        module = importlib.import_module("nrl.backends.vllm.weight_transfer")
         setattr(module, name, vars(module)[f"kept {name}"])
 
     it.inside(leave_out)
@@ -424,7 +419,7 @@ def nudge() -> None:
     def nudged(model: Any) -> None:
         model.model.norm.weight.data[0] *= 1.01
 
-    importlib.import_module("nrl.backends.vllm.weights").repack = nudged  # type: ignore[attr-defined]
+    importlib.import_module("nrl.backends.vllm.weight_transfer").repack = nudged  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("it", kinds("vllm")[:1], indirect=True)

@@ -16,7 +16,7 @@ from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Params, Sampling, adamw, fsdp, vllm
 from nrl.backends.base import Completion
-from nrl.backends.sampling.pool import StreamingSampler
+from nrl.backends.sampling.pool import StreamingEnginePool
 from nrl.batch import Batch
 from nrl.errors import WeightMismatch
 from nrl.runtime import Cluster, P, shard_map
@@ -43,7 +43,7 @@ def differ(params: Params, rows: Sequence[Completion], versions: int | None = No
     return most
 
 
-def asked(sampler: StreamingSampler) -> list[Completion]:
+def asked(sampler: StreamingEnginePool) -> list[Completion]:
     found: list[Completion] = sampler.generate(PROMPTS, sampling=Sampling(max_new_tokens=6)).result()
     return found
 

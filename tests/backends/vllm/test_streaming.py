@@ -19,8 +19,8 @@ from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Params, Sampling, adamw, fsdp, vllm
 from nrl.backends.base import Completion
-from nrl.backends.sampling.pool import StreamingSampler
-from nrl.backends.sampling.replica import Request
+from nrl.backends.engines import Request
+from nrl.backends.sampling.pool import StreamingEnginePool
 from nrl.backends.sampling.seat import Seat
 from nrl.batch import Batch
 from nrl.envs import Environment, Step, Task
@@ -40,7 +40,7 @@ def model(seed: int = 0) -> Any:
 
 @attrs.frozen
 class Pair:
-    sampler: StreamingSampler
+    sampler: StreamingEnginePool
     params: list[Params]
     """Of two models."""
 
@@ -59,7 +59,7 @@ def _of_the_first(pair: Pair) -> None:
     nrl.publish(pair.params[0], pair.sampler)
 
 
-def decoding(sampler: StreamingSampler) -> None:
+def decoding(sampler: StreamingEnginePool) -> None:
     """Wait until both engines decode."""
     until = time.monotonic() + 60
     while not all(seat.under_way for seat in sampler._seats):
@@ -144,9 +144,9 @@ def test_engines_that_are_killed_are_started_again(
     sampler, old = pair.sampler, pair.params[0]
     complete, checked = Seat.complete, set[Seat]()
 
-    def noted(seat: Seat, request: Request) -> list[Completion]:
+    def noted(seat: Seat, request: Request, version: int) -> list[Completion]:
         checked.add(seat)
-        return complete(seat, request)
+        return complete(seat, request, version)
 
     monkeypatch.setattr(Seat, "complete", noted)
     dead: list[int] = []
@@ -166,7 +166,7 @@ def test_engines_that_are_killed_are_started_again(
 
     def survived() -> Batch:
         batch = nrl.rollout(sampler, env, [{"prompt": PROMPT}], n=64, sampling=LONG)
-        settled(lambda: any(seat.died for seat in sampler._seats), 100)
+        settled(lambda: any(seat.state == "starting" for seat in sampler._seats), 100)
         return batch
 
     with pytest.warns(UserWarning, match=r"an engine was lost, and it has been started again; \d+ requests were asked"):
@@ -192,11 +192,11 @@ def test_what_dies_with_every_engine_is_given_up(pair: Pair, monkeypatch: pytest
     assert not settled(lambda: not pair.sampler._seats[0].under_way, 60)
     kill(pair.sampler._seats[0])
     with pytest.warns(UserWarning, match="an engine was lost, and it is not started again"):
-        settled(lambda: pair.sampler._seats[0].worker is not None, 60)
+        settled(lambda: bool(pair.sampler._tended), 60)
     errors = [error for row in rows if (error := row.exception(0))]
     assert {type(error) for error in errors} == {LostRequest}
     assert re.search(r"1 engines died while they decoded it; the last: .*was killed", str(errors[0]))
-    assert pair.sampler._seats[0].lost is not None
+    assert pair.sampler._seats[0].state == "lost"
     (row,) = pair.sampler.generate([PROMPT], sampling=SHORT).result()  # by the other, which is left
     exactly(pair.params[0], row)
     assert len(pair.sampler.everywhere(PROMPT, SHORT).result()) == 1

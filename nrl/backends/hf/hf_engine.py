@@ -1,0 +1,75 @@
+"""A transformers model in one process, which decodes all that it is asked at once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nrl.backends.base import Bucket, Model
+from nrl.backends.engines import Decoded, Request
+from nrl.backends.hf.cache import prepare
+from nrl.backends.hf.decoding import decode
+from nrl.backends.models import lora
+from nrl.backends.models.loading import context_length, end_tokens, load_tokenizer
+from nrl.backends.models.named_weights import Loading
+from nrl.runtime.mesh.current_process import rest, wake
+
+__all__ = ["HfEngine"]
+
+
+class HfEngine:
+    """A `nrl.backends.engines.SampleEngine`."""
+
+    def __init__(self, model: Model) -> None:
+        module: Any = lora.build(model).eval().requires_grad_(False)
+        tokenizer = self.tokenizer = load_tokenizer(model)
+        self.module = module.to("cuda" if torch.cuda.is_available() else "cpu")
+        self.context_length = min(context_length(module), int(tokenizer.model_max_length))
+        self.vocabulary = int(module.get_input_embeddings().num_embeddings)
+        self.stops = end_tokens(getattr(module, "generation_config", None), tokenizer)
+        self.loading: Loading | None = None
+        prepare(module)
+
+    def rest(self) -> None:
+        """Leave the device; see `nrl.runtime.mesh.current_process.Rests`."""
+        rest(self.module)
+
+    def wake(self) -> None:
+        """Go back to it."""
+        wake(self.module)
+
+    def advance(self, requests: Sequence[Request], cancelled: Sequence[int]) -> Sequence[tuple[int, Decoded]]:
+        """Decode all of them together; none is left for later."""
+        found: list[tuple[int, Decoded]] = []
+        for sampling in dict.fromkeys(request.sampling for request in requests):
+            alike = [request for request in requests if request.sampling == sampling]
+            rows = decode(
+                self.module,
+                [request.prompt for request in alike],
+                [request.seed for request in alike],
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                max_new_tokens=sampling.max_new_tokens,
+                stop_token_ids=(*self.stops, *sampling.stop_token_ids),
+                stop=sampling.stop,
+                tokenizer=self.tokenizer,
+                context_length=self.context_length,
+            )
+            found += [(request.number, row) for request, row in zip(alike, rows, strict=True)]
+        return found
+
+    def begin(self) -> None:
+        """New weights will come."""
+        self.loading = Loading(lora.replaced(self.module), "receive")
+
+    def add(self, bucket: Bucket) -> None:
+        """Some of them."""
+        assert self.loading is not None
+        self.loading.add(bucket.items())
+
+    def end(self, version: int) -> None:
+        """They have come."""
+        assert self.loading is not None
+        self.loading.end()
+        self.loading = None

@@ -1,0 +1,83 @@
+"""What is looked at before anything is sampled: whether prompts can be completed, and what top-k and top-p cut off."""
+
+import warnings
+from collections.abc import Sequence
+
+from nrl.backends.base import Sampling
+from nrl.errors import GenerationError
+
+__all__ = ["check_prompts", "truncates", "warn_of_truncation"]
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    stop_token_ids: Sequence[int],
+    vocabulary: int,
+    context_length: int,
+) -> None:
+    """See that prompts can be completed.
+
+    Raises:
+        GenerationError: one cannot.
+
+    >>> check_prompts([[3, 4]], [0], [], 8, 16)
+    """
+    if len(seeds) != len(prompts):
+        raise GenerationError(f"decode: {len(seeds)} seeds for {len(prompts)} prompts; give one for each")
+    for row, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__") or str in map(type, prompt):
+            raise GenerationError(
+                f"generate: row {row} of the prompts is {prompt!r:.80}; prompts are lists of token ids, such as "
+                "[[5, 6, 7]]; encode texts with the sampler's tokenizer first"
+            )
+        if len(prompt) == 0:
+            raise GenerationError(
+                f"decode: the prompt of row {row} has 0 tokens; give it from 1 to {context_length - 1}, such as the "
+                "tokenizer's beginning-of-sequence token"
+            )
+        if len(prompt) >= context_length:
+            raise GenerationError(
+                f"decode: the prompt of row {row} has {len(prompt)} tokens, which leaves no room in a context "
+                f"of {context_length}; shorten or drop the prompt, or use a model with a longer context"
+            )
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            found = next(token for token in prompt if not 0 <= token < vocabulary)
+            raise GenerationError(
+                f"decode: the prompt of row {row} has the token id {found}, outside of the model's vocabulary of "
+                f"{vocabulary}; encode it with the model's own tokenizer"
+            )
+    for token in stop_token_ids:
+        if not 0 <= token < vocabulary:
+            raise GenerationError(
+                f"decode: the stop token {token} is outside of the model's vocabulary of {vocabulary}; "
+                "give ids of the model's own tokenizer"
+            )
+
+
+def truncates(sampling: Sampling, vocabulary: int) -> bool:
+    """Whether top-k or top-p leave out any of so many tokens.
+
+    >>> truncates(Sampling(top_k=9), 8), truncates(Sampling(top_k=7), 8)
+    (False, True)
+    """
+    return 0 < sampling.top_k < vocabulary or sampling.top_p < 1
+
+
+def warn_of_truncation(who: str, sampling: Sampling, vocabulary: int, stacklevel: int = 3) -> bool:
+    """Warn if log-probabilities of what is sampled are not to be compared with a trainer's; whether it did.
+
+    >>> warn_of_truncation("hf.sampler", Sampling(temperature=0.7), 8)
+    False
+    """
+    if not truncates(sampling, vocabulary) or sampling.temperature == 0:
+        return False
+    warnings.warn(
+        f"{who}: with top_k={sampling.top_k}, top_p={sampling.top_p} the rollout_logprobs are those of the "
+        "truncated distribution q, renormalised over the kept tokens. A trainer's p is over all tokens, so E[p/q] "
+        "is the kept mass and not 1, and ratios to rollout_logprobs are biased. To train on these rollouts sample "
+        "with top_k=0 and top_p=1, or take old_logprobs from trainer.logprobs",
+        UserWarning,
+        stacklevel=stacklevel,
+    )
+    return True
