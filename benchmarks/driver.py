@@ -48,8 +48,8 @@ from nrl.runtime.mesh import mapping
 from nrl.runtime.mesh.local import LocalCluster
 from nrl.runtime.mesh.placement import Mesh, Processes
 from nrl.runtime.ray import processes
+from nrl.runtime.ray.pickling import shipped
 from nrl.runtime.ray.processes import RayProcesses
-from nrl.runtime.ray.shipping import shipped
 from nrl.runtime.ray.worker import Receipt
 
 __all__ = ["Nowhere", "Parts", "Replies", "main", "measure", "options", "report", "skewed", "stood_in"]

@@ -160,7 +160,7 @@ def start(cluster: str, started: str) -> dict[str, float]:
 
     patches = [mock.patch.object(fsdp, "trainer", first_step(fsdp.trainer))]
     if cluster == "ray":
-        from nrl.runtime.ray.entry import enter
+        from nrl.runtime.ray.connection import enter
         from nrl.runtime.ray.nodes import interpreters
 
         patches.append(mock.patch("nrl.runtime.ray.cluster.enter", timed("Ray", enter)))

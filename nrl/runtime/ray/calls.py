@@ -15,8 +15,8 @@ from torch import Tensor
 from nrl.errors import DeadlineExceeded, FailedStart, LostActor, MutatedBatch, PlacementError
 from nrl.log.waits import SILENCE, wait_until
 from nrl.runtime.mesh.local import DIFFER
-from nrl.runtime.ray.raising import Raised
-from nrl.runtime.ray.shipping import opened
+from nrl.runtime.ray.exceptions import Raised
+from nrl.runtime.ray.pickling import opened
 from nrl.runtime.ray.worker import NeverMade, Receipt
 from nrl.runtime.trace import timeline
 

@@ -15,10 +15,11 @@ from tensordict import TensorDict
 from nrl.errors import ClusterError, ForeignState, MutatedBatch, StateError
 from nrl.runtime.executables.registry import executable
 from nrl.runtime.mesh.placement import Donated, Mesh, Out, Rows, nothing
+from nrl.runtime.ray.actor import tail
 from nrl.runtime.ray.calls import Call, Part, Pending, Ref, Reply
 from nrl.runtime.ray.interrupts import deferred
-from nrl.runtime.ray.on_node import by_value, tail
-from nrl.runtime.ray.shipping import shipped, shipper, size, written
+from nrl.runtime.ray.nodes import asked
+from nrl.runtime.ray.pickling import shipped, shipper, size, written
 from nrl.runtime.ray.worker import FUNCTIONS, Argument, Order, folded
 from nrl.runtime.trace import profiles
 
@@ -235,16 +236,13 @@ class RayProcesses:
     def last_lines(self, rank: int, most: int = 20) -> str:
         """What a process wrote last, as far as that can be found out now."""
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         try:
             files = ray.get(self._logs[rank], timeout=1)
             here = ray.get_runtime_context().get_node_id() == self.nodes[rank][0]
             if here:
                 return tail(files, most)
-            there = NodeAffinitySchedulingStrategy(self.nodes[rank][0], soft=False)
-            reading: Any = ray.remote(by_value(tail)).options(num_cpus=0, scheduling_strategy=there)
-            return str(ray.get(reading.remote(files, most), timeout=10))
+            return str(ray.get(asked(self.nodes[rank][0], tail, files, most), timeout=10))
         except ray.exceptions.RayError:  # it, or its node, is gone
             return ""
 

@@ -16,8 +16,8 @@ from tensordict import TensorDict
 
 from nrl.runtime.mesh.current_process import Process, entered, perform, rest, wake
 from nrl.runtime.mesh.placement import Out
-from nrl.runtime.ray.raising import carried
-from nrl.runtime.ray.shipping import Shared, opened, shipped
+from nrl.runtime.ray.exceptions import carried
+from nrl.runtime.ray.pickling import Shared, opened, shipped
 from nrl.runtime.ray.sockets import bind
 from nrl.runtime.trace import profiles
 from nrl.runtime.trace.timeline import stopwatch

@@ -18,9 +18,12 @@ from typing import Any
 import cloudpickle
 import filelock
 
-from nrl.runtime.executables import environments
-from nrl.runtime.executables.environments import Recipe, here, uv
+from nrl.runtime import node
 from nrl.runtime.executables.wheels import Wheel, content_digest
+from nrl.runtime.node import environments
+from nrl.runtime.node.building import provide
+from nrl.runtime.node.environments import Recipe, here
+from nrl.runtime.node.installer import uv
 
 __all__ = ["BACKEND", "bare_builder", "held", "index_of", "project_of", "recipe_of", "slow_source", "wheel_of"]
 
@@ -178,11 +181,11 @@ def bare_builder(recipe: Recipe, folder: Path, scratch: Path, *, prelude: str = 
         site.mkdir(parents=True)
         for package in (cloudpickle, filelock):
             shutil.copytree(Path(str(package.__file__)).parent, site / package.__name__)
-    cloudpickle.register_pickle_by_value(environments)
+    cloudpickle.register_pickle_by_value(node)
     try:
-        shipped = cloudpickle.dumps((environments.provide, recipe))
+        shipped = cloudpickle.dumps((provide, recipe))
     finally:
-        cloudpickle.unregister_pickle_by_value(environments)
+        cloudpickle.unregister_pickle_by_value(node)
     (scratch / "shipped").write_bytes(shipped)
     program = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"

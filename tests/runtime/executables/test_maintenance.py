@@ -11,8 +11,8 @@ import pytest
 from filelock import FileLock
 
 from nrl.command.main import main
-from nrl.runtime.executables.environments import INVENTORY, inventories
 from nrl.runtime.executables.registry import EXECUTABLES
+from nrl.runtime.node.environments import INVENTORY, inventories
 from tests.runtime.executables.recipe_parts import held, index_of, project_of, wheel_of
 
 Run = Callable[..., tuple[int, str, str]]
@@ -61,7 +61,7 @@ def test_from_nothing_to_a_built_environment_that_is_current(nrl: Run, root: Pat
     status, out, _ = nrl("build", "base")
     (env,) = inventories(venvs)
     assert status == 0
-    assert out.splitlines()[0] == f"{env.name}: building it in {venvs}, 3 packages"
+    assert out.splitlines()[0] == f"{env.name}: building it in {venvs}, 1 packages"
     assert nrl("path", "base") == (0, f"{env}/bin/python\n", "")
     assert nrl("check") == (0, f"{env.name}: is complete, and is what the lock and the source say\n", "")
     _, out, _ = nrl("list")
@@ -70,15 +70,14 @@ def test_from_nothing_to_a_built_environment_that_is_current(nrl: Run, root: Pat
     assert row.split()[0] == env.name
     assert row.endswith("just now  just now   current")
     _, out, _ = nrl("list", "base")
-    assert out.splitlines()[1:] == [
-        f"  app 1.0  (local, {digest(env, 'app')})",
-        f"  nrl 1.0  (local, {digest(env, 'nrl')})",
-        "  one 1.0",
+    assert out.splitlines()[1:] == ["  one 1.0"]
+    _, out, _ = nrl("path", "--imports", "base")
+    folders = [Path(folder) for folder in out.rstrip().split(os.pathsep)]
+    assert [(folder.parent, folder.name.split("-")[0]) for folder in folders] == [
+        (venvs / ".sources", "app"),
+        (venvs / ".sources", "nrl"),
     ]
-
-
-def digest(env: Path, package: str) -> str:
-    return str(inventories(env.parent)[env]["packages"][package]["digest"])
+    assert (folders[0] / "app" / "__init__.py").is_file()
 
 
 def test_a_checkout_that_went_on(nrl: Run, root: Path, tmp_path: Path) -> None:

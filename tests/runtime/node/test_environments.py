@@ -17,17 +17,10 @@ from typing import Any
 import pytest
 
 from nrl.errors import DeadlineExceeded, ExecutableError
-from nrl.runtime.executables.environments import (
-    INVENTORY,
-    Recipe,
-    default_folder,
-    difference,
-    inventories,
-    provide,
-    usable,
-    uv,
-)
 from nrl.runtime.executables.wheels import Wheel
+from nrl.runtime.node.building import provide
+from nrl.runtime.node.environments import INVENTORY, Recipe, default_folder, difference, inventories, usable
+from nrl.runtime.node.installer import uv
 from tests.runtime.executables.recipe_parts import bare_builder, held, index_of, recipe_of, slow_source, wheel_of
 
 TINY = wheel_of("tiny", source="x = 1", script=True)
@@ -408,7 +401,8 @@ def test_two_builders_at_once_build_it_once_and_a_third_that_waits_too_long_says
 
 
 def test_who_waits_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nrl.runtime.executables.environments._EVERY", 0.2)
+    for module in ("building", "installer"):
+        monkeypatch.setattr(f"nrl.runtime.node.{module}.EVERY", 0.2)
     recipe = recipe_of(TINY, requirements=[slow_source(tmp_path / "slow")])
     said: dict[str, list[str]] = {"first": [], "second": []}
     threads = []
