@@ -19,7 +19,7 @@ from nrl.backends.sampling.replica import Held, Replica, Request
 from nrl.errors import FailedStart, LostActor, NrlError, PlacementError
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.mesh.futures import Future, on_its_way
-from nrl.runtime.mesh.placement import Mesh, Out, Reply, Slots, as_mesh
+from nrl.runtime.mesh.placement import Mesh, Out, Results, Slots, as_mesh
 from nrl.runtime.trace import timeline
 
 __all__ = ["Asked", "Order", "Seat", "meshes"]
@@ -253,13 +253,13 @@ class Seat:
         # Where the trainer is on the same device, it stays there: what it sends may lie on it
         return self._call("receive", fn, Out.each, *([arg] * self.engines for arg in args), turn=False).then(_only)
 
-    def _call(self, who: str, fn: Callable[..., Any], out: Out, *columns: Sequence[Any], turn: bool = True) -> Reply:
+    def _call(self, who: str, fn: Callable[..., Any], out: Out, *columns: Sequence[Any], turn: bool = True) -> Results:
         """In each process, with the arguments of its engine."""
         self.mesh.cluster.check_open(who)
         count = self.mesh.processes.count
         of_engine: Mapping[int, int] = {rank: 0 if count == 1 else self.mesh.shard_of(rank) for rank in range(count)}
         args = [[held, *(column[of_engine[rank]] for column in columns)] for rank, held in enumerate(self._held)]
-        reply: Reply
+        reply: Results
         (reply,) = self.mesh.processes.call(who, fn, args, out, turn=turn)
         return reply
 

@@ -117,7 +117,7 @@ def _unpack(wheel: bytes, source: Path) -> None:
         with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
             archive.extractall(scratch / "new")
         (scratch / "new" / INVENTORY).write_text(json.dumps({"name": source.name}))
-        if source.exists():  # and is not whole
+        if source.exists() and inventory_of(source) is None:
             source.rename(scratch / "old")
         (scratch / "new").rename(source)
     except OSError:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from nrl.errors import DeadlineExceeded, ExecutableError, LostActor
 from nrl.log.waits import wait_until
-from nrl.runtime import node as on_node
+from nrl.runtime import node as before_nrl
 from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.node.building import provide
@@ -146,6 +146,6 @@ def by_value[T: Callable[..., Any]](fn: T) -> T:
     """
     from ray import cloudpickle
 
-    for module in (on_node, sys.modules[fn.__module__]):
+    for module in (before_nrl, sys.modules[fn.__module__]):
         cloudpickle.register_pickle_by_value(module)
     return fn

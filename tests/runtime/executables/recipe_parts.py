@@ -25,7 +25,17 @@ from nrl.runtime.node.building import provide
 from nrl.runtime.node.environments import Recipe, here
 from nrl.runtime.node.installer import uv
 
-__all__ = ["BACKEND", "bare_builder", "held", "index_of", "project_of", "recipe_of", "slow_source", "wheel_of"]
+__all__ = [
+    "BACKEND",
+    "bare_builder",
+    "held",
+    "index_of",
+    "project_of",
+    "recipe_of",
+    "slow_source",
+    "to_install",
+    "wheel_of",
+]
 
 BASE = str(Path(sys._base_executable).resolve())  # type: ignore[attr-defined]
 
@@ -147,6 +157,13 @@ def project_of(folder: Path) -> Path:
     )
     uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=root)
     return root
+
+
+def to_install(root: Path, file: str = "app.pth") -> None:
+    """Let the project's wheel have a file for which it has to be installed."""
+    mark = '        archive.writestr("app/'
+    text = (root / "backend.py").read_text()
+    (root / "backend.py").write_text(text.replace(mark, f'        archive.writestr("{file}", "")\n{mark}', 1))
 
 
 def slow_source(folder: Path) -> str:

@@ -24,9 +24,9 @@ from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import EXECUTABLES, Executable
 from nrl.runtime.executables.wheels import Wheel, build, content_digest, repack
 from nrl.runtime.node.building import provide
-from nrl.runtime.node.environments import Recipe, here
+from nrl.runtime.node.environments import Recipe, here, sources
 from nrl.runtime.node.installer import uv
-from tests.runtime.executables.recipe_parts import BACKEND, index_of, project_of, wheel_of
+from tests.runtime.executables.recipe_parts import BACKEND, index_of, project_of, to_install, wheel_of
 
 ROOT = Path(__file__).parents[3]
 NAME = re.compile(r"base-[0-9a-f]{12}")
@@ -134,10 +134,9 @@ def test_an_edit_builds_nothing_and_takes_effect(mine: Path) -> None:
     assert recipe("base").sources.keys() == first.sources.keys()  # not a matter of time or place
 
 
-@pytest.mark.parametrize("file", ["{name}-1.0.data/data/share/{name}.txt", "{name}.pth"])
+@pytest.mark.parametrize("file", ["app.pth", "app-1.0.data/data/share/app.txt"])
 def test_a_wheel_that_is_more_than_python_is_installed(mine: Path, file: str) -> None:
-    more = f'        archive.writestr("{file.format(name="app")}", "")\n'
-    edit(mine / "backend.py", '        archive.writestr("app/', more + '        archive.writestr("app/')
+    to_install(mine, file)
     first = recipe("base")
     assert set(first.inventory["packages"]) == {"app", "one"}
     assert [name.split("-")[0] for name in first.sources] == ["nrl"]
@@ -367,9 +366,8 @@ def test_a_recipe_travels(tmp_path: Path) -> None:
     assert NAME.fullmatch(found.name)
     assert pickle.loads(pickle.dumps(found)) == found
     assert ([name.split("-")[0] for name in found.sources], found.wheels) == (["nrl"], {})
-    assert not {"wheels", "sources", "settings", "inventory"} & {
-        *re.findall(r"(\w+)=", repr(found))
-    }  # large, or secret
+    shown = {*re.findall(r"(\w+)=", repr(found))}
+    assert not {"wheels", "sources", "settings", "inventory"} & shown  # large, or secret
 
 
 def test_an_executable_that_a_script_outside_of_the_repository_registers(
