@@ -95,7 +95,7 @@ class Worker:
         return pickle.dumps(Receipt(start, now(), ()))
 
     def call(self, letter: bytes, *arrived: Any) -> Any:
-        """Do what the letter orders; see `nrl.runtime.ray.messages`. A receipt, pickled, and the results that are wanted.
+        """Do what the letter orders, see `messages.folded`: a receipt, pickled, and the results that are wanted.
 
         Raises:
             Raised: the function raised something; values that it was to consume are still there.
