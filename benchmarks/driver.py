@@ -47,10 +47,10 @@ from nrl.runtime.executables.registry import Executable
 from nrl.runtime.mesh import mapping
 from nrl.runtime.mesh.local import LocalCluster
 from nrl.runtime.mesh.placement import Mesh, Processes
-from nrl.runtime.ray import processes
+from nrl.runtime.ray.arguments import Arguments
+from nrl.runtime.ray.messages import Receipt
+from nrl.runtime.ray.pickling import shipped
 from nrl.runtime.ray.processes import RayProcesses
-from nrl.runtime.ray.shipping import shipped
-from nrl.runtime.ray.worker import Receipt
 
 __all__ = ["Nowhere", "Parts", "Replies", "main", "measure", "options", "report", "skewed", "stood_in"]
 
@@ -244,7 +244,6 @@ def stood_in(clock: Parts) -> Iterator[None]:
     ray.put, ray.get = put, lambda refs, timeout=None: [ref.value for ref in refs]
     ray.wait = lambda refs, num_returns=1, timeout=None: (list(refs), [])
     ray.exceptions = types.SimpleNamespace(GetTimeoutError=TimeoutError, RayError=ConnectionError)
-    luggage = processes._Luggage
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(sys.modules, {"ray": ray}))
         for owner, name, part in (
@@ -252,8 +251,8 @@ def stood_in(clock: Parts) -> Iterator[None]:
             (mapping, "deal", "split"),
             (driver_half, "global_weights", "weights"),
             (driver_half, "check_finite", "checks"),
-            (luggage, "__init__", "shards"),
-            (luggage, "load", "shards"),
+            (Arguments, "__init__", "shards"),
+            (Arguments, "load", "shards"),
             (RayProcesses, "call", "calls"),
             (pool.EnginePool, "_ask", "requests"),
         ):

@@ -153,7 +153,7 @@ def start(cluster: str, started: str) -> dict[str, float]:
 
     patches = [mock.patch.object(Trainer, "train_step", timed("actors and engine", waited_for))]
     if cluster == "ray":
-        from nrl.runtime.ray.entry import enter
+        from nrl.runtime.ray.connection import enter
         from nrl.runtime.ray.nodes import interpreters
 
         patches.append(mock.patch("nrl.runtime.ray.cluster.enter", timed("Ray", enter)))

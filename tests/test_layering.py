@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "imports", "files"),
     ("reduce", "batch"),
     ("algos", "config", "log", "envs"),
-    ("runtime.executables", "runtime.preemption", "runtime.threads", "runtime.trace"),
+    ("runtime.executables", "runtime.node", "runtime.preemption", "runtime.threads", "runtime.trace"),
     ("runtime.mesh",),
     ("runtime.ray", "runtime.transfer"),
     ("runtime.clusters",),

@@ -11,7 +11,7 @@ from nrl.command import evaluation
 from nrl.errors import ConfigError
 from nrl.runs.launching import told
 from nrl.runs.reporting import report
-from nrl.runtime.executables import images
+from nrl.runtime.executables import maintenance
 
 __all__ = ["main"]
 
@@ -87,15 +87,21 @@ def _add_venvs(parser: argparse.ArgumentParser) -> None:
         command.set_defaults(do=run)
         return command
 
-    add("build", "build what is not there", lambda given: images.build(given.names), "+")
+    add("build", "build what is not there", lambda given: maintenance.build(given.names), "+")
     add(
         "list",
         "what is there; with names, what they are made of",
-        lambda given: print(images.listing(given.names)),
+        lambda given: print(maintenance.listing(given.names)),
         "*",
     )
-    add("check", "whether what is there is what the lock says", lambda given: images.check(given.names), "*")
-    add("path", "the interpreter of an executable", lambda given: print(*map(images.path, given.names), sep="\n"), "+")
+    add("check", "whether what is there is what the lock says", lambda given: maintenance.check(given.names), "*")
+    command = add(
+        "path",
+        "the interpreter of an executable",
+        lambda given: print(*(maintenance.path(name, imports=given.imports) for name in given.names), sep="\n"),
+        "+",
+    )
+    command.add_argument("--imports", action="store_true", help="what it imports from beside, for PYTHONPATH")
     command = add("prune", "remove what was not used lately", lambda given: _prune(given))
     command.add_argument("--days", type=float, default=30.0, help="not used for so long; 0: all of them (default: 30)")
     command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
@@ -114,5 +120,5 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def _prune(given: argparse.Namespace) -> None:
-    removed = images.prune(given.days, dry=given.dry_run)
+    removed = maintenance.prune(given.days, dry=given.dry_run)
     print(f"{len(removed)} {'would be' if given.dry_run else 'are'} removed")

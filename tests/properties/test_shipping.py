@@ -13,7 +13,7 @@ import nrl
 from nrl.batch import Batch
 from nrl.errors import MutatedBatch
 from nrl.runtime.mesh.placement import Rows
-from nrl.runtime.ray.shipping import opened, shipped, shipper, size
+from nrl.runtime.ray.pickling import opened, shipped, shipper, size
 from nrl.runtime.ray.unpadded import Unpadded
 
 DTYPES = (

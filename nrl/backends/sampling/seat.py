@@ -32,7 +32,7 @@ from nrl.backends.engines import Decoded, Request, SampleEngine
 from nrl.errors import FailedStart, LostActor, NrlError, PlacementError
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.mesh.futures import Future
-from nrl.runtime.mesh.placement import Mesh, Out, Reply, Slots, as_mesh
+from nrl.runtime.mesh.placement import Mesh, Out, Results, Slots, as_mesh
 from nrl.runtime.trace import timeline
 
 __all__ = ["Awaited", "Seat", "SeatState", "Work", "meshes"]
@@ -321,13 +321,13 @@ class Seat:
         # Where the trainer is on the same device, it stays there: what it sends may lie on it
         return self._call("receive", _do, Out.each, *columns, turn=False).then(_only)
 
-    def _call(self, who: str, fn: Callable[..., Any], out: Out, *columns: Sequence[Any], turn: bool = True) -> Reply:
+    def _call(self, who: str, fn: Callable[..., Any], out: Out, *columns: Sequence[Any], turn: bool = True) -> Results:
         """In each process, with the arguments of its engine."""
         self.mesh.cluster.check_open(who)
         count = self.mesh.processes.count
         of_engine: Mapping[int, int] = {rank: 0 if count == 1 else self.mesh.shard_of(rank) for rank in range(count)}
         args = [[there, *(column[of_engine[rank]] for column in columns)] for rank, there in enumerate(self._there)]
-        reply: Reply
+        reply: Results
         (reply,) = self.mesh.processes.call(who, fn, args, out, turn=turn)
         return reply
 

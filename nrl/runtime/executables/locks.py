@@ -22,9 +22,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from nrl.errors import ExecutableError
-from nrl.runtime.executables.environments import here, uv
 from nrl.runtime.executables.pins import Pin, environment_of, pins_of, python_of
 from nrl.runtime.executables.registry import Executable
+from nrl.runtime.node.environments import here
+from nrl.runtime.node.installer import uv
 
 __all__ = ["Project", "locked", "project", "settings"]
 

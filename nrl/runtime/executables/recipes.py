@@ -1,8 +1,10 @@
 """From an executable to the recipe of its virtual environment, on the driver.
 
 A recipe's name is a hash of what is really installed: each package's version and the hashes of its files as the lock
-has them, the content of wheels that are built here, Python, and the platform. So a line of the lock that an executable
-does not have, or a comment, changes nothing.
+has them, Python, and the platform. So a line of the lock that an executable does not have changes nothing. What is in
+the hands of whoever runs the program (nrl, the user's project, the folders that it depends on) changes all the time,
+so it is not installed: it goes beside, under a hash of its content, onto the path of processes. That works for wheels
+of Python alone. A wheel with anything else in it is installed, and its content is part of the hash.
 """
 
 import hashlib
@@ -16,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from nrl.errors import ExecutableError
-from nrl.runtime.executables.environments import Recipe, default_folder, here
 from nrl.runtime.executables.locks import locked, project, settings
 from nrl.runtime.executables.pins import python_of
 from nrl.runtime.executables.registry import Executable, executable
 from nrl.runtime.executables.wheels import build, content_digest, repack
+from nrl.runtime.node.environments import Recipe, default_folder, here
 
 __all__ = ["recipe"]
 
@@ -35,7 +37,7 @@ def recipe(
     Args:
         name: the executable, or its name.
         folder: where the driver keeps environments, and beside them what recipes are made with; None:
-            `nrl.runtime.executables.environments.default_folder`.
+            `nrl.runtime.node.environments.default_folder`.
         say: gets a line now and then while uv resolves or builds something.
 
     Returns:
@@ -60,20 +62,27 @@ def recipe(
     of = project()
     try:
         pins = locked(wanted, of, place / ".resolved", say)
-        wheels = {pin.name: build(pin.path, place / ".wheels", say) for pin in pins.values() if pin.path is not None}
+        wheels = [build(pin.path, place / ".wheels", say) for pin in pins.values() if pin.path is not None]
     except PermissionError as error:
         raise ExecutableError(
             f"recipe: {place} cannot be written ({error}); set NRL_VENV_DIR to a folder that you can write"
         ) from error
     if "nrl" not in pins:
-        wheels["nrl"] = repack(_installed())
+        wheels.append(repack(_installed()))
     packages: dict[str, dict[str, str]] = {}
     for pin in pins.values():
         if pin.path is None:
             source = "index" if pin.line.startswith(f"{pin.name}==") else "url"
             packages[pin.name] = {"version": pin.version, "source": source, "digest": _digest(pin.digest or pin.line)}
-    for key, wheel in wheels.items():
-        packages[key] = {"version": wheel.version, "source": "local", "digest": content_digest(wheel)[:16]}
+    installed: dict[str, bytes] = {}
+    sources: dict[str, bytes] = {}
+    for wheel in wheels:
+        digest = content_digest(wheel)[:16]
+        if wheel.works_anywhere():
+            sources[f"{wheel.package}-{wheel.version}-{digest}"] = wheel.content
+        else:
+            installed[wheel.name] = wheel.content
+            packages[wheel.package] = {"version": wheel.version, "source": "local", "digest": digest}
     inventory: dict[str, Any] = {"format": 1, "python": python_of(wanted), "platform": here()}
     inventory["packages"] = dict(sorted(packages.items()))
     force = os.environ.get("NRL_FORCE_REBUILD_VENVS", "0") not in ("", "0")
@@ -83,7 +92,8 @@ def recipe(
         python=inventory["python"],
         platform=inventory["platform"],
         requirements=tuple(sorted(pin.line for pin in pins.values() if pin.line)),
-        wheels={wheel.name: wheel.content for wheel in wheels.values()},
+        wheels=installed,
+        sources=dict(sorted(sources.items())),
         indexes=tuple(sorted({pin.origin for pin in pins.values() if pin.origin is not None})),
         inventory=inventory,
         settings=settings(),

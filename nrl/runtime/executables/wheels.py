@@ -18,7 +18,8 @@ from pathlib import Path, PurePosixPath
 import attrs
 
 from nrl.errors import ExecutableError
-from nrl.runtime.executables.environments import here, uv
+from nrl.runtime.node.environments import here
+from nrl.runtime.node.installer import uv
 
 __all__ = ["Wheel", "build", "content_digest", "repack"]
 
@@ -35,9 +36,20 @@ class Wheel:
     content: bytes = attrs.field(repr=False)
 
     @property
+    def package(self) -> str:
+        """The package's name, as it is normalised."""
+        return self.name.split("-")[0].lower().replace("_", "-").replace(".", "-")
+
+    @property
     def version(self) -> str:
         """The version in the file's name."""
         return self.name.split("-")[1]
+
+    def works_anywhere(self) -> bool:
+        """Whether its files need no installation: Python alone, and nothing for other places of an environment."""
+        with zipfile.ZipFile(io.BytesIO(self.content)) as archive:
+            elsewhere = [name for name in archive.namelist() if ".data/" in name or name.endswith(".pth")]
+        return self.name.endswith("-none-any.whl") and not elsewhere
 
 
 def build(path: Path, cache: Path, say: Callable[[str], None] | None = None) -> Wheel:
@@ -63,8 +75,8 @@ def build(path: Path, cache: Path, say: Callable[[str], None] | None = None) -> 
     if path == Path(__file__).resolve().parents[3]:  # the nrl that runs here, which so needs no build backend
         with contextlib.suppress(PackageNotFoundError):
             return repack(Distribution.from_name("nrl"), path)
-    # nrl's own wheel on a node needs no locks, and with them any change of the lock would change every environment.
-    hooks = {"HATCH_BUILD_NO_HOOKS": "true"} if (path / "nrl" / "runtime" / "wheels.py").is_file() else {}
+    # nrl's own wheel on a node needs no locks, and with them any change of the lock would change its source.
+    hooks = {"HATCH_BUILD_NO_HOOKS": "true"} if (path / "nrl" / "runtime" / "__init__.py").is_file() else {}
     key = hashlib.sha256(f"{_tree_digest(path)} {sys.version} {here()} {hooks}".encode()).hexdigest()[:16]
     kept = cache / key
     with contextlib.suppress(OSError, zipfile.BadZipFile):  # not there, not whole, or being removed by somebody else

@@ -61,7 +61,7 @@ class _Here:
 
 
 @attrs.frozen
-class _Reply:
+class _Ready:
     results: list[Any]
 
     def then[T](
@@ -120,18 +120,18 @@ def _opened(arg: Any) -> Any:
             return arg
 
 
-def _given(who: str, results: list[Any], kind: Out) -> list[Value] | _Reply:
+def _given(who: str, results: list[Any], kind: Out) -> list[Value] | _Ready:
     match kind:
         case Out.kept:
             return [_Here(result) for result in results]
         case Out.each | Out.all:
-            return _Reply(results)
+            return _Ready(results)
         case Out.first:
-            return _Reply(results[:1])
+            return _Ready(results[:1])
         case Out.same:
             if not all(_same(results[0], other) for other in results[1:]):
                 raise PlacementError(f"{who}: {DIFFER}")
-            return _Reply(results[:1])
+            return _Ready(results[:1])
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -22,7 +22,7 @@ from nrl.runtime.mesh.futures import Coming, on_its_way
 from nrl.runtime.mesh.handles import Handle
 from nrl.runtime.mesh.placement import Donated, Mesh, Out, Rows
 
-__all__ = ["P", "State", "donated", "merged", "microbatched", "resident", "shard_map"]
+__all__ = ["P", "Spec", "donated", "merged", "microbatched", "resident", "shard_map"]
 
 
 class P(tuple[str, ...]):
@@ -50,10 +50,10 @@ class P(tuple[str, ...]):
         return f"P({', '.join(map(repr, self))})"
 
 
-class State(Enum):
+class Spec(Enum):
     """Specs for values that stay on the mesh, and for numbers that are still being added up.
 
-    >>> State.resident is resident
+    >>> Spec.resident is resident
     True
     """
 
@@ -65,18 +65,18 @@ class State(Enum):
         return self.value
 
 
-resident = State.resident
-donated = State.donated
-merged = State.merged
+resident = Spec.resident
+donated = Spec.donated
+merged = Spec.merged
 
-type _Spec = P | State
+type _AnySpec = P | Spec
 
 
 def shard_map(
     fn: Callable[..., Any],
     mesh: Mesh,
-    in_specs: _Spec | Sequence[_Spec],
-    out_specs: _Spec | Sequence[_Spec],
+    in_specs: _AnySpec | Sequence[_AnySpec],
+    out_specs: _AnySpec | Sequence[_AnySpec],
 ) -> Callable[..., Any]:
     """Turn a function of local values into the same function of whole values on a mesh.
 
@@ -124,12 +124,12 @@ def shard_map(
     name = name_of(fn)
     who = f"shard_map({name})"
     local = functools.partial(_watched, fn, name)
-    outs = _out(who, out_specs) if isinstance(out_specs, P | State) else tuple(_out(who, spec) for spec in out_specs)
+    outs = _out(who, out_specs) if isinstance(out_specs, P | Spec) else tuple(_out(who, spec) for spec in out_specs)
 
     @functools.wraps(fn)
     def mapped(*args: Any) -> Any:
         mesh.cluster.check_open(who)
-        specs = [in_specs] * len(args) if isinstance(in_specs, P | State) else list(in_specs)
+        specs = [in_specs] * len(args) if isinstance(in_specs, P | Spec) else list(in_specs)
         if len(specs) != len(args):
             raise PlacementError(f"{who}: {len(specs)} in_specs for {len(args)} arguments; give one for each")
         values = [arg if isinstance(arg, Handle) else on_its_way(arg) for arg in args]
@@ -137,7 +137,7 @@ def shard_map(
         rows = _rows(who, values, specs, mesh.dp)
         columns = [_spread(who, value, spec, rows, mesh) for value, spec in zip(values, specs, strict=True)]
         locals_ = [[column[rank] for column in columns] for rank in range(mesh.size)]
-        kinds = [out_specs] if isinstance(out_specs, P | State) else out_specs
+        kinds = [out_specs] if isinstance(out_specs, P | Spec) else out_specs
         if rows is None and P("dp") in kinds:
             raise PlacementError(f"{who}: out_specs has P('dp'), but no argument was split by rows")
 
@@ -161,7 +161,7 @@ def _watched(fn: Callable[..., Any], name: str, *args: Any) -> Any:
         return fn(*args)
 
 
-def _out(who: str, spec: _Spec) -> Out:
+def _out(who: str, spec: _AnySpec) -> Out:
     if spec is donated:
         raise PlacementError(f"{who}: donated is a spec for arguments; a result that stays on the mesh is resident")
     if spec is resident:
@@ -169,7 +169,7 @@ def _out(who: str, spec: _Spec) -> Out:
     return Out.same if spec == P() else Out.each
 
 
-def _check_handles(who: str, values: Sequence[Any], specs: Sequence[_Spec]) -> None:
+def _check_handles(who: str, values: Sequence[Any], specs: Sequence[_AnySpec]) -> None:
     """Before anything runs: handles only where a spec takes them, and none that is donated is given twice."""
     for value, spec in zip(values, specs, strict=True):
         if isinstance(spec, P) and isinstance(value, Handle):
@@ -178,7 +178,7 @@ def _check_handles(who: str, values: Sequence[Any], specs: Sequence[_Spec]) -> N
             raise ConsumedState(f"{who}: a handle that is donated was given twice in one call; nothing else may use it")
 
 
-def _rows(who: str, values: list[Any], specs: Sequence[_Spec], n: int) -> list[Tensor] | None:
+def _rows(who: str, values: list[Any], specs: Sequence[_AnySpec], n: int) -> list[Tensor] | None:
     """Which rows go to which shard: balanced by tokens if there is a batch, else as evenly as can be.
 
     A value that is still on its way is split as it was computed, if it was computed in ``n`` shards; otherwise it has
@@ -212,7 +212,7 @@ def _length(value: Any) -> int:
     return sum(len(part) for part in value.rows or ()) if isinstance(value, Coming) else len(value)
 
 
-def _spread(who: str, value: Any, spec: _Spec, rows: list[Tensor] | None, mesh: Mesh) -> list[Any]:
+def _spread(who: str, value: Any, spec: _AnySpec, rows: list[Tensor] | None, mesh: Mesh) -> list[Any]:
     """What each rank gets of an argument."""
     if spec == P("dp"):
         assert rows is not None
@@ -230,7 +230,7 @@ def _spread(who: str, value: Any, spec: _Spec, rows: list[Tensor] | None, mesh: 
     return [Donated(each) for each in held] if spec is donated else held
 
 
-def _collect(who: str, result: Any, spec: _Spec, rows: list[Tensor] | None, mesh: Mesh) -> Any:
+def _collect(who: str, result: Any, spec: _AnySpec, rows: list[Tensor] | None, mesh: Mesh) -> Any:
     if spec is resident:
         return Handle(mesh, mesh, f"value of {who}", result)
     if spec is merged:

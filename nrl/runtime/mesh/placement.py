@@ -26,7 +26,7 @@ __all__ = [
     "Mesh",
     "Out",
     "Processes",
-    "Reply",
+    "Results",
     "Rows",
     "Slots",
     "Strategy",
@@ -87,7 +87,7 @@ class Rows:
         return len(self.index) == len(self.whole) and torch.equal(self.index, torch.arange(len(self.whole)))
 
 
-class Reply(Protocol):
+class Results(Protocol):
     """Results on their way from processes, for one of the `Out` of a call."""
 
     def then[T](
@@ -150,7 +150,7 @@ class Processes(Protocol):
                 value to be consumed writes down here that it is.
 
         Returns:
-            For each of ``outs``, a list of `Value` where it is kept, else a `Reply`.
+            For each of ``outs``, a list of `Value` where it is kept, else `Results`.
         """
         ...
 

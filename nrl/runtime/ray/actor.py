@@ -1,21 +1,20 @@
 """What Ray starts as a process of a mesh: it sets its environment, and only then imports what works there.
 
 The values get here as an argument of the actor. Ray writes those of a ``runtime_env`` in clear into logs that everybody
-on the node can read. The class travels by value, with what it uses, and imports the standard library alone, so that
-torch, vLLM and nrl find the variables when they are imported.
+on the node can read. The class travels by value and imports the standard library alone, so that torch, vLLM and nrl
+find the variables when they are imported. nrl is in no environment: its source is put on the path here.
 """
 
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nrl.runtime.executables.environments import hold
-from nrl.runtime.ray.on_node import by_value
+from nrl.runtime.node.environments import hold
 
-__all__ = ["Actor", "actor_class", "split"]
+__all__ = ["Actor", "split", "tail"]
 
 # Read by the loader, the interpreter, OpenMP (numpy's, which Ray imports), the shell that starts it or Ray itself.
 _EARLY = re.compile(r"(LD|DYLD|MALLOC|GLIBC|LC|RAY|OMP|GOMP|KMP|MKL|OPENBLAS)_.*|PYTHON.*|LANG|PATH|TZ")
@@ -31,28 +30,25 @@ def split(env: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     return early, {name: value for name, value in env.items() if name not in early}
 
 
-def actor_class() -> Any:
-    """The class of actors, as Ray takes it."""
-    import ray
-
-    by_value(hold)
-    return ray.remote(by_value(Actor))
-
-
 class Actor:
     """A `nrl.runtime.ray.worker.Worker`, in an environment that has these variables.
 
     Args:
         env: environment variables.
+        sources: folders to import from, beside the environment.
         mesh: the name of the mesh.
         rank: its number there.
         given: the worker's other arguments.
     """
 
-    def __init__(self, env: Mapping[str, str], mesh: str, rank: int, *given: Any) -> None:
+    def __init__(self, env: Mapping[str, str], sources: Sequence[str], mesh: str, rank: int, *given: Any) -> None:
         self._name = f"{mesh}[{rank}]"
-        hold(Path(sys.prefix))
+        for folder in (sys.prefix, *sources):
+            hold(Path(folder))
         os.environ.update(env)
+        sys.path += sources
+        if sources:  # for the processes that this one starts
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), *sources)))
         from nrl.runtime.ray.worker import Worker
 
         self._worker = Worker(mesh, rank, *given)
@@ -79,3 +75,19 @@ class Actor:
     def call(self, *given: Any) -> Any:
         """See `Worker.call`."""
         return self._worker.call(*given)
+
+
+def tail(files: Sequence[str], most: int) -> str:
+    """The last lines of some files, without the marks that Ray makes in them.
+
+    >>> tail(["/nowhere.log"], 3)
+    ''
+    """
+    lines: list[str] = []
+    for path in files:
+        try:
+            text = Path(path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        lines += [line for line in text.splitlines(keepends=True) if not line.startswith(":")][-most:]
+    return "".join(lines[-most:])

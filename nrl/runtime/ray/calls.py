@@ -1,33 +1,27 @@
-"""Calls on Ray actors that are under way: their futures, and what became of them."""
+"""Calls on Ray actors that are under way, and what became of them."""
 
 import contextlib
-import functools
 import pickle
-import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
-
-from torch import Tensor
 
 from nrl.errors import DeadlineExceeded, FailedStart, LostActor, MutatedBatch, PlacementError
 from nrl.log.waits import SILENCE, wait_until
 from nrl.runtime.mesh.local import DIFFER
-from nrl.runtime.ray.raising import Raised
-from nrl.runtime.ray.shipping import opened
-from nrl.runtime.ray.worker import NeverMade, Receipt
+from nrl.runtime.ray.deaths import cause, error_of, is_death, original, raised_at_start
+from nrl.runtime.ray.messages import NeverMade, Receipt
 from nrl.runtime.trace import timeline
 
-__all__ = ["Actors", "Call", "Part", "Pending", "Ref", "Reply"]
+__all__ = ["Actors", "Call", "Ref"]
 
 _ENDING = threading.Lock()  # held for a moment, where a call ends
 _TOLD: deque[BaseException] = deque(maxlen=1000)  # errors that somebody who waited has been given
 
 type Ref = Any  # ray.ObjectRef, which is not imported here
 
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")  # Ray writes its tracebacks in colours
 _GRACE = 10.0  # seconds in which the others of a call may tell what became of them, once one has failed
 
 
@@ -140,7 +134,7 @@ class Call:
 
         if not self.done:
             ready, _ = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=patience)
-            if any(_error_of(ref) for ref in ready):
+            if any(error_of(ref) for ref in ready):
                 self.settle()
         return self.error
 
@@ -155,7 +149,7 @@ class Call:
                 f"{self.who}: a result is ready on mesh '{self.actors.name}', but did not arrive within {timeout:g} s"
             ) from None
         except ray.exceptions.RayError as error:  # the node that held it is gone
-            lost = LostActor(self.who, self.actors.name, None, "?", _cause(error))
+            lost = LostActor(self.who, self.actors.name, None, "?", cause(error))
             self.actors.end(lost)
             raise lost from None
 
@@ -239,12 +233,12 @@ class Call:
             return ended
         errors, silent = self._errors()
         for rank, error in errors.items():
-            if _is_death(error):
+            if is_death(error):
                 lost = self._lost(rank, error)
                 self.actors.end(lost)
                 return lost
         rank, raised = next(iter(errors.items()), (0, failure))
-        found = _original(raised, f"raised in rank {rank} of mesh '{self.actors.name}'")
+        found = original(raised, f"raised in rank {rank} of mesh '{self.actors.name}'")
         if isinstance(found, MutatedBatch):
             self.actors.forget()
             for call in self.read:
@@ -279,10 +273,10 @@ class Call:
             if not ready:
                 break
             rank = ranks.pop(ready[0])
-            error = _error_of(ready[0])
+            error = error_of(ready[0])
             if error is not None:
                 errors[rank] = error
-                if _is_death(error):
+                if is_death(error):
                     break
         return errors, sorted(ranks.values())
 
@@ -291,79 +285,14 @@ class Call:
         import ray
 
         ray.wait(self.receipts, num_returns=len(self.receipts), timeout=_GRACE)
-        errors = [_error_of(ref) for ref in self.receipts]
-        return all(error is not None and not _is_death(error) for error in errors)
+        errors = [error_of(ref) for ref in self.receipts]
+        return all(error is not None and not is_death(error) for error in errors)
 
     def _lost(self, rank: int, error: BaseException) -> LostActor:
-        node, trace = self.actors.nodes[rank][1], _raised_at_start(error)
+        node, trace = self.actors.nodes[rank][1], raised_at_start(error)
         if trace:
             return FailedStart(self.who, self.actors.name, rank, node, f"it raised {trace.splitlines()[-1]}", trace)
-        return LostActor(self.who, self.actors.name, rank, node, _cause(error), self.actors.last_lines(rank))
-
-
-def _is_death(error: BaseException) -> bool:
-    """Whether an error says that the process itself, or its node, is gone."""
-    from ray import exceptions
-
-    gone = exceptions.RayActorError | exceptions.WorkerCrashedError | exceptions.NodeDiedError
-    unstarted = exceptions.OutOfMemoryError | exceptions.RuntimeEnvSetupError | exceptions.ActorPlacementGroupRemoved
-    return isinstance(error, gone | unstarted) and not isinstance(error, exceptions.RayTaskError)
-
-
-def _error_of(receipt: Ref) -> BaseException | None:
-    import ray
-
-    try:
-        ray.get(receipt, timeout=0)
-    except ray.exceptions.GetTimeoutError:
-        return None
-    except ray.exceptions.RayError as error:
-        return error
-    return None
-
-
-def _original(error: BaseException, where: str) -> BaseException:
-    """What a function raised in another process, with a note of where."""
-    from ray.exceptions import RayTaskError
-
-    if not isinstance(error, RayTaskError):
-        return error
-    cause: BaseException | None = error.cause
-    raised = cause if isinstance(cause, Raised) else None
-    text = _ANSI.sub("", str(error)) if raised is None else raised.trace
-    found = raised.original() if raised is not None else cause or RuntimeError(text)
-    found.add_note(f"{where}:\n{text.rstrip()}")
-    return found
-
-
-def _raised_at_start(error: BaseException) -> str:
-    """The traceback of what a constructor raised, or the import of its class; empty where it was not that."""
-    text = _ANSI.sub("", str(error)).partition("\nAn unexpected internal error")[0].rstrip()
-    _, constructor, raised = text.partition("raised in its creation task, ")
-    if constructor:
-        return raised[max(raised.find("  File "), 0) :]
-    _, found, trace = text.rpartition("Traceback (most recent call last):")
-    return f"{found}{trace}" if found else ""
-
-
-def _cause(error: BaseException) -> str:
-    """Why an actor died, on one line: what Ray knows, without its guesses."""
-    from ray.exceptions import ActorUnavailableError
-
-    text = str(error)
-    process = re.search(r"\bpid: (\d+)", text)
-    if "connection error code 2" in text:
-        return f"process {process[1] if process else '?'} was killed, or crashed"
-    if isinstance(error, ActorUnavailableError):
-        return "it cannot be reached any more, as when its node is gone"
-    if code := re.search(r"exit code (\d+)", text):
-        return f"process {process[1] if process else '?'} ended with exit code {code[1]}"
-    for mark in ("Worker exit detail:", "The actor died because", "The actor is dead because"):
-        if mark in text:
-            text = text[text.index(mark) + (len(mark) if mark.endswith(":") else 0) :]
-            break
-    text = text.partition("Some common causes include")[0]  # which are guesses, for anybody
-    return " ".join(_ANSI.sub("", text).split())[:500].rstrip(".")
+        return LostActor(self.who, self.actors.name, rank, node, cause(error), self.actors.last_lines(rank))
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -372,70 +301,3 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.rstrip().splitlines())
-
-
-class Reply:
-    """Satisfies `nrl.runtime.mesh.placement.Reply`."""
-
-    def __init__(self, call: Call, refs: Sequence[Ref]) -> None:
-        self._call, self._refs = call, list(refs)
-
-    def then(
-        self, combine: Callable[[list[Any]], Any], rows: Sequence[Tensor] | None = None, like: Tensor | None = None
-    ) -> "Pending":
-        """A future of what ``combine`` makes of the results."""
-        return Pending(self._call, self._refs, combine, rows, like)
-
-
-class Pending:
-    """A future of a value that is made of what some processes return; satisfies `nrl.runtime.mesh.futures.Coming`."""
-
-    def __init__(
-        self,
-        call: Call,
-        refs: Sequence[Ref],
-        combine: Callable[[list[Any]], Any],
-        rows: Sequence[Tensor] | None,
-        like: Tensor | None,
-    ) -> None:
-        self.call, self.refs, self.combine, self.rows, self.like = call, list(refs), combine, rows, like
-        self._value: list[Any] = []
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Wait for the value and fetch it; see `Call.wait`."""
-        if not self._value:
-            started = time.monotonic()
-            self.call.wait(timeout)
-            left = self.call.actors.deadline - (time.monotonic() - started)
-            copy = self.rows is None  # where rows are put in order that makes a copy anyway
-            parts = [opened(parts, copy=copy)[0] for parts in self.call.fetch(self.refs, left)]
-            self._value.append(self.combine(parts))
-        return self._value[0]
-
-    def failure(self) -> BaseException | None:
-        """What the call that makes it has raised by now."""
-        return self.call.failure()
-
-    @functools.cached_property
-    def by_rows(self) -> dict[bytes, Ref]:
-        """Which result holds just these rows."""
-        held = list(zip(self.rows or (), self.refs, strict=False))
-        return {rows.numpy().tobytes(): ref for rows, ref in reversed(held)}
-
-    def part(self, index: Tensor) -> "Part":
-        """Some rows of the value, as an argument of a call."""
-        return Part(self, index)
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a future is known to its own program only; give it to the call as an argument of its own")
-
-
-class Part:
-    """Rows of a value that is on its way."""
-
-    def __init__(self, whole: Pending, index: Tensor) -> None:
-        self.whole, self.index = whole, index
-
-    def alone(self) -> Ref | None:
-        """The result that holds just these rows, if there is one."""
-        return self.whole.by_rows.get(self.index.numpy().tobytes())

@@ -12,9 +12,9 @@ from nrl.errors import ClosedCluster, PlacementError
 from nrl.log.waits import wait_until
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.mesh.placement import Cluster, Mesh, Processes, Slots, Strategy
-from nrl.runtime.ray.actor import actor_class, split
-from nrl.runtime.ray.entry import enter, leave, stock, target
-from nrl.runtime.ray.nodes import address_of, command, interpreters
+from nrl.runtime.ray.actor import Actor, split
+from nrl.runtime.ray.connection import enter, leave, stock, target
+from nrl.runtime.ray.nodes import address_of, by_value, command, interpreters
 from nrl.runtime.ray.processes import RayProcesses
 
 __all__ = ["RayCluster"]
@@ -92,6 +92,7 @@ class RayCluster(Cluster):
 
     def start(self, mesh: Mesh, executable: Executable) -> Processes:
         """Start an actor in each slot, and let them meet."""
+        import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundles = [self._bundles[index] for index in mesh.slots.indices]
@@ -99,7 +100,7 @@ class RayCluster(Cluster):
         nodes = [where[index] for index in mesh.slots.indices]
         pythons = interpreters(mesh.name, executable, set(nodes), self.deadline, self._sound)
         shares = [sum(other == node for other in where) for node in nodes]
-        commands = {node: command(mesh.name, python) for node, python in pythons.items()}
+        commands = {node: command(mesh.name, each.python) for node, each in pythons.items()}
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if "OMP_NUM_THREADS" in os.environ:
             env["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"]
@@ -107,7 +108,7 @@ class RayCluster(Cluster):
         said = env.get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP allows one number for each level
         threads = int(said) if said.isdecimal() else None
         early, late = split(env)
-        kind = actor_class()
+        kind: Any = ray.remote(by_value(Actor))
         actors: list[Any] = []
         for rank, ((group, place), node) in enumerate(zip(bundles, nodes, strict=True)):
             options: dict[str, Any] = {
@@ -119,7 +120,7 @@ class RayCluster(Cluster):
                 "runtime_env": {"env_vars": early, "py_executable": commands[node]},
             }
             given = (mesh.name, rank, mesh.size, shares[rank], threads, torch.initial_seed())
-            actors.append(kind.options(**options).remote(late, *given))
+            actors.append(kind.options(**options).remote(late, pythons[node].sources, *given))
         places = [(node, address_of(node)) for node in nodes]
         processes = RayProcesses(mesh, actors, places, self.deadline, self._meshes if self.gpus else ())
         self._meshes.append(processes)

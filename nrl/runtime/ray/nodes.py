@@ -1,4 +1,4 @@
-"""Work on the nodes of a Ray cluster: which Python runs the processes of a mesh there."""
+"""Work on the nodes of a Ray cluster: what is asked there, and which Python runs the processes of a mesh."""
 
 import contextlib
 import functools
@@ -6,21 +6,32 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from nrl.errors import DeadlineExceeded, ExecutableError, LostActor
 from nrl.log.waits import wait_until
-from nrl.runtime.executables import environments, recipes
+from nrl.runtime import node as before_nrl
+from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import Executable
-from nrl.runtime.ray import on_node
+from nrl.runtime.node.building import provide
+from nrl.runtime.node.environments import sources
+from nrl.runtime.node.interpreters import fault
 from nrl.runtime.trace import profiles
 
-__all__ = ["address_of", "command", "interpreters"]
+__all__ = ["Interpreter", "address_of", "asked", "by_value", "command", "interpreters"]
+
+
+class Interpreter(NamedTuple):
+    """What runs a process: a Python, and the folders that it imports from beside its environment."""
+
+    python: str
+    sources: list[str]
 
 
 def interpreters(
     mesh: str, executable: Executable, nodes: Collection[str], deadline: float, sound: set[tuple[str, str]]
-) -> dict[str, str]:
+) -> dict[str, Interpreter]:
     """Which Python runs the processes on each node; environments that are not there are built, on all nodes at once.
 
     Args:
@@ -45,30 +56,28 @@ def interpreters(
             "What they send each other can be read by the same version only: leave out python=, or run the driver with "
             f"{asked}"
         )
-    recipe = recipes.recipe(executable, say=print)
-    if recipe.interpreter is not None:
-        found = dict.fromkeys(nodes, recipe.interpreter)
+    made = recipe(executable, say=print)
+    if made.interpreter is not None:
+        found = dict.fromkeys(nodes, made.interpreter)
     else:
-        build = functools.partial(_on_nodes, mesh, recipe.name, "provided", deadline)
-        found = {
-            node: str(python) for node, python in build(environments.provide, dict.fromkeys(nodes, (recipe,))).items()
-        }
+        build = functools.partial(_on_nodes, mesh, made.name, "provided", deadline)
+        found = {node: str(python) for node, python in build(provide, dict.fromkeys(nodes, (made,))).items()}
     new = set(found.items()) - sound
     look = functools.partial(_on_nodes, mesh, f"executable '{executable.name}'", "looked at", deadline)
-    faults = look(on_node.fault, {node: (python, version, ray.__version__) for node, python in new})
-    for node, fault in faults.items():
-        if fault:
+    faults = look(fault, {node: (python, version, ray.__version__) for node, python in new})
+    for node, wrong in faults.items():
+        if wrong:
             hint = (
                 "it is the driver's own interpreter; choose an executable that is built on each node, such as 'base'"
-                if recipe.interpreter is not None
+                if made.interpreter is not None
                 else "build it again with NRL_FORCE_REBUILD_VENVS=1"
             )
             raise ExecutableError(
                 f"mesh '{mesh}': executable '{executable.name}' cannot run on node {address_of(node)}, where it is "
-                f"{found[node]}: {fault}. Hint: {hint}"
+                f"{found[node]}: {wrong}. Hint: {hint}"
             )
     sound |= new
-    return found
+    return {node: Interpreter(python, sources(made, Path(python))) for node, python in found.items()}
 
 
 def command(mesh: str, python: str) -> str:
@@ -85,15 +94,9 @@ def _on_nodes(
 ) -> dict[str, Any]:
     """Call a function on nodes, each with its arguments and ``deadline``; on this one in this process."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     this = ray.get_runtime_context().get_node_id()
-    refs: dict[str, Any] = {}
-    for node in args.keys() - {this}:
-        there = NodeAffinitySchedulingStrategy(node, soft=False)
-        task: Any = ray.remote(on_node.by_value(fn))
-        task = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-        refs[node] = task.remote(*args[node], deadline=deadline)
+    refs = {node: asked(node, fn, *args[node], deadline=deadline) for node in args.keys() - {this}}
     until = time.monotonic() + deadline
     found = {this: fn(*args[this], deadline=deadline)} if this in args else {}
     for node, ref in refs.items():
@@ -123,3 +126,26 @@ def address_of(node_id: str) -> str:
 
     found = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id]
     return str(found[0]) if found else node_id
+
+
+def asked(node: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """A reference to what a function returns on a node, in the Python that Ray runs there."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    task: Any = ray.remote(by_value(fn)).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    return task.remote(*args, **options)
+
+
+def by_value[T: Callable[..., Any]](fn: T) -> T:
+    """The same function or class; Ray sends it as it is, with what it uses of its module and of `nrl.runtime.node`.
+
+    >>> by_value(fault) is fault
+    True
+    """
+    from ray import cloudpickle
+
+    for module in (before_nrl, sys.modules[fn.__module__]):
+        cloudpickle.register_pickle_by_value(module)
+    return fn

@@ -1,45 +1,28 @@
 """The driver's side of a mesh of Ray actors: how a call and its arguments get there."""
 
-import functools
-import hashlib
 import itertools
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
-import attrs
-from tensordict import TensorDict
-
-from nrl.errors import ClusterError, ForeignState, MutatedBatch, StateError
+from nrl.errors import ClusterError, StateError
 from nrl.runtime.executables.registry import executable
-from nrl.runtime.mesh.placement import Donated, Mesh, Out, Rows, nothing
-from nrl.runtime.ray.calls import Call, Part, Pending, Ref, Reply
+from nrl.runtime.mesh.placement import Donated, Mesh, Out, nothing
+from nrl.runtime.ray.actor import tail
+from nrl.runtime.ray.arguments import Arguments, Kept, Sent
+from nrl.runtime.ray.calls import Call, Ref
 from nrl.runtime.ray.interrupts import deferred
-from nrl.runtime.ray.on_node import by_value, tail
-from nrl.runtime.ray.shipping import shipped, shipper, size, written
-from nrl.runtime.ray.worker import FUNCTIONS, Argument, Order, folded
+from nrl.runtime.ray.messages import Order, folded
+from nrl.runtime.ray.nodes import asked
+from nrl.runtime.ray.results import ActorResults
 from nrl.runtime.trace import profiles
 
 __all__ = ["RayProcesses"]
 
-_INLINE = 64 * 1024  # bytes up to which a value travels with the call itself
 _KEYS = itertools.count(1)
 _ORDER = threading.RLock()  # all processes get their calls in the same order, also of meshes that share them
-
-
-@attrs.frozen(eq=False)
-class _There:
-    """A value that an actor keeps; when nobody has this name of it any more, the actor is told with the next call."""
-
-    processes: "RayProcesses"
-    rank: int
-    key: int
-    call: Call
-
-    def __attrs_post_init__(self) -> None:
-        weakref.finalize(self, self.processes.dropped[self.rank].append, self.key).atexit = False
 
 
 class RayProcesses:
@@ -72,8 +55,7 @@ class RayProcesses:
         self._others, self._awake = others, False
         self._open: deque[Call] = deque()
         self._failed: list[Call] = []
-        self._put: dict[Any, Any] = {}
-        self._functions: dict[bytes, Ref] = {}
+        self._sent = Sent()
         ranks = range(mesh.size)
         self._speakers = {next(rank for rank in ranks if mesh.shard_of(rank) == shard) for shard in range(mesh.dp)}
         self._logs = [actor.logs.remote() for actor in actors]
@@ -107,8 +89,8 @@ class RayProcesses:
         kinds = outs if isinstance(outs, tuple) else (outs,)
         wanted = [tuple(self._sends(rank, kind) for kind in kinds) for rank in range(self.count)]
         keys = [tuple(next(_KEYS) if kind is Out.kept else None for kind in kinds) for _ in self.actors]
-        luggage = _Luggage(self, who, fn)
-        loads = [luggage.load(rank, given) for rank, given in enumerate(args)]
+        arguments = Arguments(self, self._sent, who, fn)
+        loads = [arguments.load(rank, given) for rank, given in enumerate(args)]
         trace = profiles.wanted(self.name, who)
         with deferred(), _ORDER:
             if (ended := self.after_end(who)) is not None:
@@ -119,8 +101,8 @@ class RayProcesses:
                 folded(
                     Order(
                         who=who,
-                        function=luggage.digest,
-                        args=arguments,
+                        function=arguments.digest,
+                        args=given,
                         outs=outs,
                         keys=keys[rank],
                         wanted=wanted[rank],
@@ -131,12 +113,12 @@ class RayProcesses:
                     ),
                     beside,
                 )
-                for rank, (arguments, beside) in enumerate(loads)
+                for rank, (given, beside) in enumerate(loads)
             ]
             rested = [ref for other in resting for ref in other.receipts]
             refs = self._send(who, letters, rested, [1 + sum(each) for each in wanted])
-            before = [*luggage.before, *luggage.read, *resting]
-            call = Call(self, who, [given[0] for given in refs], before, luggage.read)
+            before = [*arguments.before, *arguments.read, *resting]
+            call = Call(self, who, [given[0] for given in refs], before, arguments.read)
             consumed = [[arg.value for arg in given if isinstance(arg, Donated)] for given in args]
             if kinds.count(Out.kept) == 1 and all(len(values) == 1 for values in consumed):
                 call.instead = [value for (value,) in consumed]
@@ -145,10 +127,10 @@ class RayProcesses:
             found: list[Any] = []
             for place, kind in enumerate(kinds):
                 if kind is Out.kept:
-                    found.append([_There(self, rank, key[place] or 0, call) for rank, key in enumerate(keys)])
+                    found.append([self._kept(rank, key[place] or 0, call) for rank, key in enumerate(keys)])
                 else:
                     results = [next(refs) for refs, sends in zip(returned, wanted, strict=True) if sends[place]]
-                    found.append(Reply(call, results))
+                    found.append(ActorResults(call, results))
             sent()  # after what was made has its names: without one, the processes would keep it for good
         return found
 
@@ -182,6 +164,12 @@ class RayProcesses:
                 other._awake = False
         return resting
 
+    def _kept(self, rank: int, key: int, call: Call) -> Kept:
+        """When nobody has this name of it any more, the actor is told with the next call."""
+        value = Kept(self, rank, key, call)
+        weakref.finalize(value, self.dropped[rank].append, key).atexit = False
+        return value
+
     def _sends(self, rank: int, kind: Out) -> bool:
         """Whether a rank sends a result: where several hold the same, one of them does."""
         if kind in (Out.kept, Out.all):
@@ -210,41 +198,16 @@ class RayProcesses:
                 error.add_note(f"No result of {call.who} was read, so this is said when the cluster is left.")
                 raise error
 
-    def stored(self, whole: TensorDict, writes: tuple[int, ...], index: bytes | None, pack: Callable[[], Any]) -> Any:
-        """What is packed of ``whole``, or these rows of it: once as long as it lives with so many `written`."""
-        if not whole.is_locked:
-            return pack()
-        key = (id(whole), index, writes)
-        if key not in self._put:
-            self._put[key] = pack()
-            weakref.finalize(whole, self._put.pop, key, None).atexit = False
-        return self._put[key]
-
-    def function(self, digest: bytes, parts: list[Any]) -> Any:
-        """What to send of a function with this hash: a large one is put once, as long as processes remember it, too."""
-        import ray
-
-        if size(parts) <= _INLINE:
-            return parts
-        found = self._functions.pop(digest, None) or ray.put(parts)
-        self._functions[digest] = found  # as the one that was used last
-        for old in list(self._functions)[:-FUNCTIONS]:
-            self._functions.pop(old, None)
-        return found
-
     def last_lines(self, rank: int, most: int = 20) -> str:
         """What a process wrote last, as far as that can be found out now."""
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         try:
             files = ray.get(self._logs[rank], timeout=1)
             here = ray.get_runtime_context().get_node_id() == self.nodes[rank][0]
             if here:
                 return tail(files, most)
-            there = NodeAffinitySchedulingStrategy(self.nodes[rank][0], soft=False)
-            reading: Any = ray.remote(by_value(tail)).options(num_cpus=0, scheduling_strategy=there)
-            return str(ray.get(reading.remote(files, most), timeout=10))
+            return str(ray.get(asked(self.nodes[rank][0], tail, files, most), timeout=10))
         except ray.exceptions.RayError:  # it, or its node, is gone
             return ""
 
@@ -268,114 +231,13 @@ class RayProcesses:
 
     def forget(self) -> None:
         """What is in the object store is not used again: somebody wrote into it."""
-        self._put.clear()
+        self._sent.forget()
 
     def close(self, why: BaseException) -> None:
         """End the processes when the cluster is left."""
         for call in self._open:
             call.poll()
         self.end(why)
-
-
-class _Luggage:
-    """What goes to the processes of a mesh with one call; the same thing is packed once for all of them."""
-
-    def __init__(self, processes: RayProcesses, who: str, fn: Callable[..., Any]) -> None:
-        self.processes, self.who = processes, who
-        self.before: list[Call] = []  # those whose values stay where they are
-        self.read: list[Call] = []  # those whose results are read from the object store
-        self._packed: dict[int, tuple[Any, Any]] = {}  # by identity; what was packed is kept, so that it stays unique
-        self._found: dict[tuple[Any, int], Any] = {}  # of batches, by identity, too
-        function = shipped(fn, who)
-        found = hashlib.blake2b(digest_size=16)
-        for part in function:
-            found.update(part)
-        self.digest = found.digest()
-        self._function = processes.function(self.digest, function)
-
-    def load(self, rank: int, args: Sequence[Any]) -> tuple[tuple[Argument, ...], list[Any]]:
-        """What to say of some arguments, and what to send beside."""
-        beside = [self._function]
-        return tuple(self._argument(rank, arg, beside) for arg in args), beside
-
-    def _argument(self, rank: int, arg: Any, beside: list[Any]) -> Argument:
-        def add(item: Any) -> int:
-            beside.append(item)
-            return len(beside) - 1
-
-        match arg:
-            case _There():
-                return Argument(key=self._key(rank, arg))
-            case Donated(_There() as value):
-                return Argument(key=self._key(rank, value), donated=True)
-            case Pending():
-                self._reads(arg.call)
-                return Argument(parts=tuple(map(add, arg.refs)), combine=add(self._packing(arg.combine)))
-            case Part():
-                self._reads(arg.whole.call)
-                alone = arg.alone()
-                if alone is not None:
-                    return Argument(parts=(add(alone),))
-                parts, combine = tuple(map(add, arg.whole.refs)), add(self._packing(arg.whole.combine))
-                return Argument(parts=parts, combine=combine, rows=add(self._packing(arg.index)))
-            case _:
-                return Argument(parts=(add(self._packing(arg)),))
-
-    def _reads(self, call: Call) -> None:
-        if isinstance(call.error, MutatedBatch):
-            raise call.error.with_traceback(None)
-        self.read.append(call)
-
-    def _key(self, rank: int, value: _There) -> int:
-        if value.processes is not self.processes or value.rank != rank:
-            raise ForeignState(f"{self.who}: a value of mesh '{value.processes.name}' was given to another mesh")
-        while value.call.error is not None and value.call.instead:  # a step that failed has left its state
-            value = value.call.instead[rank]
-        self.before.append(value.call)
-        return value.key
-
-    def _packing(self, value: Any) -> Any:
-        if id(value) not in self._packed:
-            self._packed[id(value)] = value, self._pack(value)
-        return self._packed[id(value)][1]
-
-    def _pack(self, value: Any) -> Any:
-        match value:
-            case Rows() if value.are_all():
-                return self._packing(value.whole)
-            case Rows(whole=TensorDict() as whole):
-                index = value.index.numpy().tobytes()
-                pack = functools.partial(self._rows, value)
-                return self.processes.stored(whole, self._of(written, whole), index, pack)
-            case TensorDict():
-                put = functools.partial(self._put, value)  # however small it is: it is for all
-                return self.processes.stored(value, self._of(written, value), None, put)
-            case Rows():
-                return self._light(shipped(value.open(), self.who))
-            case _:
-                return self._light(shipped(value, self.who))
-
-    def _of[T](self, find: Callable[[TensorDict], T], whole: TensorDict) -> T:
-        """What is the same for all parts of a batch."""
-        key = find, id(whole)
-        if key not in self._found:
-            self._found[key] = find(whole)
-        found: T = self._found[key]
-        return found
-
-    def _rows(self, value: Rows) -> Any:
-        ship = self._of(shipper, cast(TensorDict, value.whole))
-        return self._light(ship(value.index.tolist()) if ship else shipped(value.open(), self.who))
-
-    def _put(self, value: TensorDict) -> Ref:
-        import ray
-
-        return ray.put(shipped(value, self.who))
-
-    def _light(self, parts: list[Any]) -> Any:
-        import ray
-
-        return parts if size(parts) <= _INLINE else ray.put(parts)
 
 
 def _taken(keys: deque[int]) -> tuple[int, ...]:

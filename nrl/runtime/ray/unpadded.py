@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nrl.batch.grouping import remembered
 
-__all__ = ["Layout", "Unpadded", "padded"]
+__all__ = ["BatchLayout", "Unpadded", "padded"]
 
 _BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _ALIGNED = 8  # bytes of which the beginning of a column is a multiple
@@ -37,7 +37,7 @@ class _Column(NamedTuple):
     filler: int | None
 
 
-class Layout(NamedTuple):
+class BatchLayout(NamedTuple):
     """What is the same for any rows of a batch.
 
     Args:
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
     tail: tuple[int, ...]
     across: int
     width: int
-    columns: "dict[str, _Column | Layout]"
+    columns: "dict[str, _Column | BatchLayout]"
 
 
 @attrs.frozen
@@ -70,7 +70,7 @@ class Unpadded:
     [[7, -1, -1]]
     """
 
-    layout: Layout
+    layout: BatchLayout
     count: int
     lengths: tuple[int, ...]
     sources: list[tuple[memoryview, int, int]]
@@ -110,7 +110,7 @@ class Unpadded:
         return b"".join(parts)
 
 
-def padded(layout: Layout, data: Any) -> TensorDict:
+def padded(layout: BatchLayout, data: Any) -> TensorDict:
     """The batch whose rows these are, locked; columns that have no padding lie in ``data``."""
     memory = np.frombuffer(data, dtype=np.uint8)
     count = int(memory[:8].view(np.int64)[0])
@@ -132,8 +132,8 @@ def padded(layout: Layout, data: Any) -> TensorDict:
             return torch.empty((count, *made.tail), dtype=made.dtype)
         return torch.from_numpy(there).view(made.dtype).view(count, *made.tail)
 
-    def batch(made: Layout) -> TensorDict:
-        columns = {name: batch(x) if isinstance(x, Layout) else column(x) for name, x in made.columns.items()}
+    def batch(made: BatchLayout) -> TensorDict:
+        columns = {name: batch(x) if isinstance(x, BatchLayout) else column(x) for name, x in made.columns.items()}
         return TensorDict(columns, batch_size=[count, *made.tail])
 
     whole = batch(layout)
@@ -165,9 +165,9 @@ def _leaves(batch: TensorDict) -> Iterator[Any]:
             yield value
 
 
-def _layout(batch: TensorDict, mask: Tensor, lengths: tuple[int, ...], sources: list[Any]) -> Layout:
+def _layout(batch: TensorDict, mask: Tensor, lengths: tuple[int, ...], sources: list[Any]) -> BatchLayout:
     across, width = math.prod(mask.shape[1:-1]), mask.shape[-1]
-    columns: dict[str, _Column | Layout] = {}
+    columns: dict[str, _Column | BatchLayout] = {}
     value: Any
     for name, value in batch.items():
         if isinstance(value, TensorDict):
@@ -183,7 +183,7 @@ def _layout(batch: TensorDict, mask: Tensor, lengths: tuple[int, ...], sources: 
         stride = plain[0].numel() * value.dtype.itemsize // (1 if filler is None else across)
         memory = memoryview(plain.reshape(-1).view(torch.uint8).numpy())
         sources.append((memory, stride, 0 if filler is None else stride // width))
-    return Layout(tuple(batch.batch_size[1:]), across, width, columns)
+    return BatchLayout(tuple(batch.batch_size[1:]), across, width, columns)
 
 
 def _filler(plain: Tensor, lengths: Sequence[int], width: int) -> int | None:

@@ -32,7 +32,7 @@ _busy = threading.Lock()  # torch has one profiler in a process
 
 
 @attrs.define(eq=False)
-class _Asked:
+class _Profiling:
     """What is asked for in a run."""
 
     folder: Path
@@ -41,7 +41,7 @@ class _Asked:
     traced: dict[str, int] = attrs.field(factory=dict)  # calls
 
 
-_open: list[_Asked] = []  # of the runs that are entered; the last one counts
+_open: list[_Profiling] = []  # of the runs that are entered; the last one counts
 
 
 def parsed(text: str) -> dict[str, list[range]]:
@@ -81,7 +81,7 @@ def asked(folder: Path, environ: Mapping[str, str] = os.environ) -> Iterator[Non
     ...     wanted("trainer", "train_step") is None
     True
     """
-    entered = _Asked(folder.absolute(), parsed(environ.get("NRL_PROFILE", "")))
+    entered = _Profiling(folder.absolute(), parsed(environ.get("NRL_PROFILE", "")))
     _open.append(entered)
     try:
         yield
@@ -91,7 +91,7 @@ def asked(folder: Path, environ: Mapping[str, str] = os.environ) -> Iterator[Non
             print(f"NRL_PROFILE: {line}", flush=True)  # noqa: T201
 
 
-def _told(entered: _Asked) -> Iterator[str]:
+def _told(entered: _Profiling) -> Iterator[str]:
     if entered.traced:
         calls = ", ".join(f"{mesh} {count}" for mesh, count in sorted(entered.traced.items()))
         yield f"traces are in {entered.folder / 'profile'}, of so many calls: {calls}; see https://ui.perfetto.dev"

@@ -18,11 +18,24 @@ from typing import Any
 import cloudpickle
 import filelock
 
-from nrl.runtime.executables import environments
-from nrl.runtime.executables.environments import Recipe, here, uv
+from nrl.runtime import node
 from nrl.runtime.executables.wheels import Wheel, content_digest
+from nrl.runtime.node import environments
+from nrl.runtime.node.building import provide
+from nrl.runtime.node.environments import Recipe, here
+from nrl.runtime.node.installer import uv
 
-__all__ = ["BACKEND", "bare_builder", "held", "index_of", "project_of", "recipe_of", "slow_source", "wheel_of"]
+__all__ = [
+    "BACKEND",
+    "bare_builder",
+    "held",
+    "index_of",
+    "project_of",
+    "recipe_of",
+    "slow_source",
+    "to_install",
+    "wheel_of",
+]
 
 BASE = str(Path(sys._base_executable).resolve())  # type: ignore[attr-defined]
 
@@ -146,6 +159,13 @@ def project_of(folder: Path) -> Path:
     return root
 
 
+def to_install(root: Path, file: str = "app.pth") -> None:
+    """Let the project's wheel have a file for which it has to be installed."""
+    mark = '        archive.writestr("app/'
+    text = (root / "backend.py").read_text()
+    (root / "backend.py").write_text(text.replace(mark, f'        archive.writestr("{file}", "")\n{mark}', 1))
+
+
 def slow_source(folder: Path) -> str:
     """A line of requirements for a package whose build says that it has begun, and then waits for the file `go`."""
     folder.mkdir()
@@ -178,11 +198,11 @@ def bare_builder(recipe: Recipe, folder: Path, scratch: Path, *, prelude: str = 
         site.mkdir(parents=True)
         for package in (cloudpickle, filelock):
             shutil.copytree(Path(str(package.__file__)).parent, site / package.__name__)
-    cloudpickle.register_pickle_by_value(environments)
+    cloudpickle.register_pickle_by_value(node)
     try:
-        shipped = cloudpickle.dumps((environments.provide, recipe))
+        shipped = cloudpickle.dumps((provide, recipe))
     finally:
-        cloudpickle.unregister_pickle_by_value(environments)
+        cloudpickle.unregister_pickle_by_value(node)
     (scratch / "shipped").write_bytes(shipped)
     program = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"

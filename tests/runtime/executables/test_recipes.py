@@ -18,13 +18,15 @@ import pytest
 
 from nrl.errors import ExecutableError
 from nrl.runtime.executables import locks
-from nrl.runtime.executables.environments import Recipe, here, provide, uv
 from nrl.runtime.executables.locks import Project, locked, project, settings
 from nrl.runtime.executables.pins import environment_of, pins_of, python_of
 from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import EXECUTABLES, Executable
 from nrl.runtime.executables.wheels import Wheel, build, content_digest, repack
-from tests.runtime.executables.recipe_parts import BACKEND, index_of, project_of, wheel_of
+from nrl.runtime.node.building import provide
+from nrl.runtime.node.environments import Recipe, here, sources
+from nrl.runtime.node.installer import uv
+from tests.runtime.executables.recipe_parts import BACKEND, index_of, project_of, to_install, wheel_of
 
 ROOT = Path(__file__).parents[3]
 NAME = re.compile(r"base-[0-9a-f]{12}")
@@ -36,6 +38,17 @@ def run(*command: str | Path, **env: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def run_in(made: Recipe, program: str) -> str:
+    """Run a program as a process of the recipe's environment does: with its sources on the path."""
+    python = provide(made)
+    return run(python, "-c", program, PYTHONPATH=os.pathsep.join(sources(made, python)))
+
+
+def source_of(made: Recipe, package: str) -> str:
+    """The name of the folder that has a package's source."""
+    return next(name for name in made.sources if name.startswith(f"{package}-"))
 
 
 # --- a project of its own, small: one package "nrl", another one in a folder, and two extras from an index
@@ -63,50 +76,81 @@ def mine(tmp_path: Path, index: ExitStack, monkeypatch: pytest.MonkeyPatch) -> P
 
 def test_a_users_project_with_its_own_code(mine: Path) -> None:
     assert project() == Project("project", mine)
-    python = provide(recipe("base"))
-    assert run(python, "-c", "import app, nrl, one; print(app.x, nrl.x)") == "1 1"
-    assert run(python, "-c", "from importlib.util import find_spec as f; print(f('two'), f('three'))") == "None None"
-    assert not (python.parents[1] / "lib/python3.12/site-packages/app.pth").exists()  # no editable one
+    made = recipe("base")
+    assert run_in(made, "import app, nrl, one; print(app.x, nrl.x)") == "1 1"
+    assert run_in(made, "from importlib.util import find_spec as f; print(f('two'), f('three'))") == "None None"
+    assert run_in(made, "from importlib.metadata import version as v; print(v('app'), v('nrl'))") == "1.0 1.0"
 
 
 def test_extras_and_groups_are_the_projects(mine: Path) -> None:
-    assert set(recipe(Executable("a")).inventory["packages"]) == {"app", "nrl", "one"}
-    assert set(recipe(Executable("a", extras=["extra"])).inventory["packages"]) == {"app", "nrl", "one", "two"}
-    assert set(recipe(Executable("a", groups=["dev"])).inventory["packages"]) == {"app", "nrl", "one", "three"}
+    assert set(recipe(Executable("a")).inventory["packages"]) == {"one"}
+    assert set(recipe(Executable("a", extras=["extra"])).inventory["packages"]) == {"one", "two"}
+    assert set(recipe(Executable("a", groups=["dev"])).inventory["packages"]) == {"one", "three"}
     with pytest.raises(ExecutableError, match=r"(?s)recipe: the lock of .*/project: .*Group `nope` is not defined"):
         recipe(Executable("a", groups=["nope"]))
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
 
 
 def test_the_name_changes_with_what_is_installed_and_with_nothing_else(mine: Path) -> None:
     def names() -> list[str]:
         return [recipe(Executable("a")).name, recipe(Executable("a", extras=["extra"])).name]
 
-    def edit(path: str, old: str, new: str) -> None:
-        text = (mine / path).read_text()
-        assert old in text
-        (mine / path).write_text(text.replace(old, new, 1))
-
     first = names()
     assert first[0] != first[1]
-    edit("pyproject.toml", "[project]", "# a comment\n[project]")
-    edit("libs/nrl/pyproject.toml", "[project]", "# a comment\n[project]")
-    assert names() == first
-    (mine / "notes.txt").write_text("no package has this file")
+    edit(mine / "pyproject.toml", "[project]", "# a comment\n[project]")
+    edit(mine / "app" / "__init__.py", "x = 1", "x = 3")
     assert names() == first
     lock = tomllib.loads((mine / "uv.lock").read_text())
     files = {each["name"]: each["wheels"][0]["hash"] for each in lock["package"] if "wheels" in each}
-    edit("uv.lock", files["two"], "sha256:" + "0" * 64)  # a line of the lock that only one of them has
+    edit(mine / "uv.lock", files["two"], "sha256:" + "0" * 64)  # a line of the lock that only one of them has
     second = names()
     assert (second[0] == first[0], second[1] == first[1]) == (True, False)
-    edit("libs/nrl/nrl/__init__.py", "x = 1", "x = 2")  # the source of an editable dependency
-    third = names()
-    assert third[0] != second[0]
-    assert third[1] != second[1]
-    edit("app/__init__.py", "x = 1", "x = 3")  # the project's own source
-    assert names()[0] not in (third[0], first[0])
-    edit("libs/nrl/nrl/__init__.py", "x = 2", "x = 1")
-    edit("app/__init__.py", "x = 3", "x = 1")
-    assert names() == second  # not a matter of time or place
+
+
+def test_an_edit_builds_nothing_and_takes_effect(mine: Path) -> None:
+    first = recipe("base")
+    assert run_in(first, "import app, nrl; print(app.x, nrl.x)") == "1 1"
+    said: list[str] = []
+    edit(mine / "libs/nrl/pyproject.toml", "[project]", "# a comment\n[project]")
+    (mine / "notes.txt").write_text("no package has this file")
+    assert recipe("base").sources.keys() == first.sources.keys()
+    edit(mine / "libs/nrl/nrl/__init__.py", "x = 1", "x = 2")  # an editable dependency
+    second = recipe("base")
+    assert source_of(second, "nrl") != source_of(first, "nrl")
+    assert source_of(second, "app") == source_of(first, "app")
+    edit(mine / "app/__init__.py", "x = 1", "x = 3")  # the project itself
+    third = recipe("base")
+    assert provide(third, say=said.append) == provide(first, say=said.append)
+    assert said == []
+    assert run_in(third, "import app, nrl; print(app.x, nrl.x)") == "3 2"
+    assert run_in(first, "import app, nrl; print(app.x, nrl.x)") == "1 1"  # for who runs still
+    edit(mine / "libs/nrl/nrl/__init__.py", "x = 2", "x = 1")
+    edit(mine / "app/__init__.py", "x = 3", "x = 1")
+    assert recipe("base").sources.keys() == first.sources.keys()  # not a matter of time or place
+
+
+@pytest.mark.parametrize("file", ["app.pth", "app-1.0.data/data/share/app.txt"])
+def test_a_wheel_that_is_more_than_python_is_installed(mine: Path, file: str) -> None:
+    to_install(mine, file)
+    first = recipe("base")
+    assert set(first.inventory["packages"]) == {"app", "one"}
+    assert [name.split("-")[0] for name in first.sources] == ["nrl"]
+    assert run(provide(first), "-c", "import app; print(app.x)") == "1"
+    edit(mine / "app/__init__.py", "x = 1", "x = 2")
+    second = recipe("base")
+    assert second.name != first.name
+    assert run(provide(second), "-c", "import app; print(app.x)") == "2"
+
+
+def test_a_wheel_for_one_platform_is_no_source() -> None:
+    wheel = wheel_of("tiny")
+    assert wheel.works_anywhere()
+    assert not Wheel("tiny-1.0-cp312-cp312-linux_x86_64.whl", wheel.content).works_anywhere()
 
 
 def test_an_index_goes_by_its_name_for_the_sake_of_its_credentials(mine: Path) -> None:
@@ -140,8 +184,7 @@ def test_a_file_of_another_platform_changes_no_name(mine: Path) -> None:
 def test_an_additional_requirement_agrees_with_the_lock(mine: Path) -> None:
     found = recipe(Executable("a", requirements=["three>=2"]))
     assert found.inventory["packages"]["three"]["version"] == "3.0"
-    python = provide(found)
-    assert run(python, "-c", "import three, one, app") == ""
+    assert run_in(found, "import three, one, app") == ""
     message = (
         r"(?s)recipe: the requirements one>=2 of executable 'a', with the versions of the lock of .*/project: `uv pip "
         r"compile` fails; its last lines:.*one==1\.0"
@@ -188,8 +231,8 @@ def test_a_folder_as_an_additional_requirement(mine: Path, tmp_path: Path) -> No
     shutil.rmtree(tmp_path / "more" / "__pycache__", ignore_errors=True)
     (tmp_path / "more" / "more" / "__init__.py").write_text("y = 2\n")
     second = recipe(wanted)
-    assert first.name != second.name
-    assert run(provide(second), "-c", "import more; print(more.y)") == "2"
+    assert source_of(first, "more") != source_of(second, "more")
+    assert run_in(second, "import more; print(more.y)") == "2"
 
 
 @pytest.mark.parametrize("line", ["./lib", "-e lib", "two words"])
@@ -322,8 +365,9 @@ def test_a_recipe_travels(tmp_path: Path) -> None:
     found = recipe("base", folder=tmp_path)
     assert NAME.fullmatch(found.name)
     assert pickle.loads(pickle.dumps(found)) == found
-    assert [name.split("-")[0] for name in found.wheels] == ["nrl"]
-    assert not {"wheels", "settings", "inventory"} & {*re.findall(r"(\w+)=", repr(found))}  # large, or secret
+    assert ([name.split("-")[0] for name in found.sources], found.wheels) == (["nrl"], {})
+    shown = {*re.findall(r"(\w+)=", repr(found))}
+    assert not {"wheels", "sources", "settings", "inventory"} & shown  # large, or secret
 
 
 def test_an_executable_that_a_script_outside_of_the_repository_registers(
@@ -339,17 +383,18 @@ def test_an_executable_that_a_script_outside_of_the_repository_registers(
     )
     (tmp_path / "script.py").write_text(
         "from nrl.runtime.executables.registry import Executable, register\n"
-        "from nrl.runtime.executables.environments import provide\n"
+        "from nrl.runtime.node.building import provide\n"
         "from nrl.runtime.executables.recipes import recipe\n"
         f"register(Executable('loud', requirements=['shouting @ {source.as_uri()}']))\n"
-        "python = provide(recipe('loud'))\n"
+        "made = recipe('loud')\n"
+        "python = provide(made)\n"
     )
     monkeypatch.setenv("NRL_VENV_DIR", str(tmp_path / "venvs"))
     monkeypatch.chdir(tmp_path)
-    python = runpy.run_path(str(tmp_path / "script.py"), run_name="__main__")["python"]
-    assert python.is_relative_to(tmp_path / "venvs")
+    made = runpy.run_path(str(tmp_path / "script.py"), run_name="__main__")
+    assert made["python"].is_relative_to(tmp_path / "venvs")
     program = "from importlib.util import find_spec as f; import shouting; print(shouting.shout(f('nrl').origin))"
-    assert run(python, "-c", program).startswith(str(python.parents[1]).upper())
+    assert run_in(made["made"], program).startswith(str(tmp_path / "venvs" / ".sources").upper())
 
 
 # --- from an installed wheel
@@ -382,10 +427,11 @@ from pathlib import Path
 from nrl.errors import ExecutableError
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.executables.locks import project
-from nrl.runtime.executables.environments import provide
+from nrl.runtime.node.building import provide
 from nrl.runtime.executables.recipes import recipe
 assert project().kind == "wheel", project()
-said = {name: recipe(name).inventory["packages"] for name in ("base", "mcore", "gym")}
+made = {name: recipe(name) for name in ("base", "mcore", "gym")}
+said = {name: each.inventory["packages"] | dict.fromkeys(each.sources) for name, each in made.items()}
 said["mine"] = recipe(Executable("mine", extras=["gym", "mcore"])).inventory["packages"]
 for wrong in (Executable("wrong", extras=["tensorboard"]), Executable("wrong", groups=["dev"])):
     try:
@@ -401,8 +447,9 @@ def test_an_installed_wheel_has_the_same_locks(site: Path, tmp_path: Path) -> No
     said = run(sys.executable, tmp_path / "script.py", PYTHONPATH=str(site), NRL_VENV_DIR=str(tmp_path / "venvs"))
     found = json.loads(said)
     for name in ("base", "mcore", "gym"):
-        assert found[name] == recipe(name, folder=tmp_path / "venvs").inventory["packages"]  # nrl's digest, too
-    assert found["mine"] == {**found["gym"], **found["mcore"]}
+        made = recipe(name, folder=tmp_path / "venvs")
+        assert found[name] == made.inventory["packages"] | dict.fromkeys(made.sources)  # nrl's digest, too
+    assert found["mine"].items() <= {**found["gym"], **found["mcore"]}.items()
     assert found["4"].startswith(
         "recipe: the installed nrl has no lock for the extra 'tensorboard'; it has those of gym, mcore, vllm, vllm-cpu"
     )

@@ -18,8 +18,8 @@ from torch import Tensor
 import nrl
 from nrl.errors import ClusterError, LostActor, PlacementError
 from nrl.runtime import Executable, P, process, shard_map
-from nrl.runtime.executables.environments import used
 from nrl.runtime.mesh.placement import Strategy
+from nrl.runtime.node.environments import used
 from tests.children import server
 from tests.processes import descendants, settled, titles
 

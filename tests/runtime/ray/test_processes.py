@@ -15,9 +15,9 @@ from benchmarks.driver import Nowhere, Parts, stood_in
 from nrl.batch import Batch, deal
 from nrl.runtime import P, shard_map
 from nrl.runtime.mesh.placement import Mesh
-from nrl.runtime.ray.calls import Part, Pending
-from nrl.runtime.ray.shipping import opened, shipped
-from nrl.runtime.ray.worker import FUNCTIONS, unfolded
+from nrl.runtime.ray.messages import FUNCTIONS, unfolded
+from nrl.runtime.ray.pickling import opened, shipped
+from nrl.runtime.ray.results import Part, Pending
 
 RANKS = 3
 

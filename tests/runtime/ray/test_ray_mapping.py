@@ -27,7 +27,7 @@ from nrl.errors import (
 from nrl.reduce import Max, Mean, Sum, finalize
 from nrl.runtime import Cluster, Executable, Mesh, P, Slots, donated, merged, process, resident, shard_map
 from nrl.runtime.mesh.placement import Out
-from nrl.runtime.ray.shipping import opened
+from nrl.runtime.ray.pickling import opened
 
 pytestmark = pytest.mark.ray
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nrl.errors import LostActor, MissingColumn
+from nrl.runtime.ray.exceptions import Raised, carried
 from nrl.runtime.ray.logs import Echo
-from nrl.runtime.ray.raising import Raised, carried
 
 
 class Odd(Exception):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,10 @@ from typing import Any
 import pytest
 
 from nrl.errors import DeadlineExceeded, ExecutableError
-from nrl.runtime.executables.environments import (
-    INVENTORY,
-    Recipe,
-    default_folder,
-    difference,
-    inventories,
-    provide,
-    usable,
-    uv,
-)
 from nrl.runtime.executables.wheels import Wheel
+from nrl.runtime.node.building import provide
+from nrl.runtime.node.environments import INVENTORY, Recipe, default_folder, difference, inventories, sources, usable
+from nrl.runtime.node.installer import uv
 from tests.runtime.executables.recipe_parts import bare_builder, held, index_of, recipe_of, slow_source, wheel_of
 
 TINY = wheel_of("tiny", source="x = 1", script=True)
@@ -264,6 +258,67 @@ def test_one_that_a_process_enters_while_it_is_built_anew_is_not_replaced(tmp_pa
     assert hidden(tmp_path) == []
 
 
+# --- sources
+
+
+def sourced(**sources: str) -> Recipe:
+    return changed(
+        recipe_of(TINY), sources={name: wheel_of(name, source=text).content for name, text in sources.items()}
+    )
+
+
+def test_sources_lie_beside_and_one_environment_serves_them_all(tmp_path: Path) -> None:
+    made, after = sourced(ours="x = 1", yours="x = 2"), sourced(theirs="x = 3")
+    python = provide(made, folder=tmp_path)
+    assert sources(made, python) == [str(tmp_path / ".sources" / name) for name in ("ours", "yours")]
+    path = os.pathsep.join(sources(made, python))
+    program = f"import sys; sys.path += {path!r}.split(':'); import ours, tiny, yours; print(ours.x, tiny.x, yours.x)"
+    assert run(python, "-c", program) == "1 1 2"
+    assert provide(after, folder=tmp_path, say=pytest.fail) == python
+    assert sorted(each.name for each in (tmp_path / ".sources").iterdir()) == ["ours", "theirs", "yours"]
+
+
+def test_a_source_that_is_there_and_whole_is_used_as_it_is(tmp_path: Path) -> None:
+    made = sourced(ours="x = 1")
+    (source,) = map(Path, sources(made, provide(made, folder=tmp_path)))
+    (source / "mine").touch()
+    os.utime(source / INVENTORY, (0, 0))
+    provide(changed(made, sources={"ours": b"no zip file"}), folder=tmp_path)
+    assert (source / "mine").exists()
+    assert (source / INVENTORY).stat().st_mtime > time.time() - 60  # the time of its last use
+    (source / INVENTORY).unlink()  # as of one that is half removed
+    provide(made, folder=tmp_path)
+    assert sorted(each.name for each in source.iterdir()) == [INVENTORY, "ours", "ours-1.0.dist-info"]
+    assert [each.name for each in source.parent.iterdir()] == ["ours"]
+
+
+def test_two_that_unpack_a_source_at_once_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = sourced(ours="x = 1")
+    provide(recipe_of(TINY), folder=tmp_path)
+    found = zipfile.ZipFile.extractall
+
+    def late(self: zipfile.ZipFile, to: Path) -> None:
+        monkeypatch.setattr(zipfile.ZipFile, "extractall", found)
+        provide(made, folder=tmp_path)  # another one, which is faster
+        (tmp_path / ".sources" / "ours" / "first").touch()
+        found(self, to)
+
+    monkeypatch.setattr(zipfile.ZipFile, "extractall", late)
+    provide(made, folder=tmp_path)
+    assert (tmp_path / ".sources" / "ours" / "first").exists()
+    assert [each.name for each in (tmp_path / ".sources").iterdir()] == ["ours"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_source_that_cannot_be_written(tmp_path: Path) -> None:
+    made = sourced(ours="x = 1")
+    provide(recipe_of(TINY), folder=tmp_path)
+    (tmp_path / ".sources").symlink_to("/proc/nowhere")
+    message = f"provide: ours is not in {tmp_path}, and cannot be built there .*; set NRL_VENV_DIR to a folder"
+    with pytest.raises(ExecutableError, match=message):
+        provide(made, folder=tmp_path)
+
+
 # --- what is not whole is not used
 
 
@@ -408,7 +463,8 @@ def test_two_builders_at_once_build_it_once_and_a_third_that_waits_too_long_says
 
 
 def test_who_waits_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nrl.runtime.executables.environments._EVERY", 0.2)
+    for module in ("building", "installer"):
+        monkeypatch.setattr(f"nrl.runtime.node.{module}.EVERY", 0.2)
     recipe = recipe_of(TINY, requirements=[slow_source(tmp_path / "slow")])
     said: dict[str, list[str]] = {"first": [], "second": []}
     threads = []

@@ -15,7 +15,7 @@ from torch import nn
 
 from nrl.batch import Batch
 from nrl.errors import MutatedBatch, ShippingError
-from nrl.runtime.ray.shipping import opened, shipped, size
+from nrl.runtime.ray.pickling import opened, shipped, size
 
 BIG = 5000  # more than what travels inside of the pickle
 
@@ -125,8 +125,8 @@ def test_the_users_functions_need_not_be_importable(tmp_path: Path) -> None:
         return scaled(x) + float(offset.sum())
 
     (tmp_path / "parts").write_bytes(pickle.dumps(shipped(closure, "test")))
-    program = "import pickle; from nrl.runtime.ray import shipping\n"
-    program += "print(shipping.opened(pickle.load(open('parts', 'rb')))[0](3))"
+    program = "import pickle; from nrl.runtime.ray import pickling\n"
+    program += "print(pickling.opened(pickle.load(open('parts', 'rb')))[0](3))"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert float(done.stdout) == 30 + 2 * BIG
 

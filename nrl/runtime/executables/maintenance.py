@@ -3,6 +3,7 @@
 import calendar
 import contextlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,18 +14,20 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from nrl.errors import ExecutableError, NrlError
-from nrl.runtime.executables.environments import (
+from nrl.runtime.executables.recipes import recipe
+from nrl.runtime.executables.registry import EXECUTABLES
+from nrl.runtime.node.building import provide
+from nrl.runtime.node.environments import (
     INVENTORY,
     default_folder,
     difference,
     inventories,
-    provide,
+    inventory_of,
+    sources,
     usable,
     used,
-    uv,
 )
-from nrl.runtime.executables.recipes import recipe
-from nrl.runtime.executables.registry import EXECUTABLES
+from nrl.runtime.node.installer import uv
 
 __all__ = ["build", "check", "listing", "path", "prune"]
 
@@ -43,19 +46,24 @@ def build(names: Iterable[str], say: Callable[[str], None] = print) -> list[Path
     return [provide(recipe(name), say=say) for name in names]
 
 
-def path(name: str) -> Path:
+def path(name: str, *, imports: bool = False) -> str:
     """The interpreter of an executable's environment, which has to be there.
+
+    Args:
+        name: of the executable.
+        imports: give instead what such a process has on its path beside, as PYTHONPATH takes it: the sources.
 
     Raises:
         ExecutableError: it is not there.
 
-    >>> path("system").is_absolute()
-    True
+    >>> Path(path("system")).is_absolute(), path("system", imports=True)
+    (True, '')
     """
     wanted = recipe(name)
     if wanted.interpreter is None and not usable(default_folder() / wanted.name):
         raise ExecutableError(f"path: {default_folder()} has no {wanted.name}; build it with `nrl venvs build {name}`")
-    return provide(wanted)
+    python = provide(wanted)
+    return os.pathsep.join(sources(wanted, python)) if imports else str(python)
 
 
 def listing(names: Iterable[str] = (), *, folder: Path | None = None) -> str:
@@ -63,7 +71,7 @@ def listing(names: Iterable[str] = (), *, folder: Path | None = None) -> str:
 
     Args:
         names: of executables or of their environments, to list what these are made of instead.
-        folder: where they are; None: `nrl.runtime.executables.environments.default_folder`.
+        folder: where they are; None: `nrl.runtime.node.environments.default_folder`.
 
     >>> print(listing(folder=Path("/nowhere")))
     /nowhere has no environments; build one with `nrl venvs build base`
@@ -97,7 +105,7 @@ def check(names: Iterable[str] = (), *, folder: Path | None = None, say: Callabl
 
     Args:
         names: the executables; none: those that have an environment, current or not.
-        folder: where they are; None: `nrl.runtime.executables.environments.default_folder`.
+        folder: where they are; None: `nrl.runtime.node.environments.default_folder`.
         say: gets a line for each of them.
 
     Returns:
@@ -139,11 +147,13 @@ def prune(
 ) -> list[Path]:
     """Remove environments that nobody has asked for in some days and that no process runs in, and what builders left.
 
+    Sources, wheels and resolutions that were not asked for in that time go, too.
+
     Args:
         days: how long an environment has not been provided; 0 removes all. One that is current for this process's lock
             is kept unless ``days`` is 0.
         dry: remove nothing, only say.
-        folder: where they are; None: `nrl.runtime.executables.environments.default_folder`.
+        folder: where they are; None: `nrl.runtime.node.environments.default_folder`.
         say: gets a line for each.
 
     Returns:
@@ -172,11 +182,16 @@ def prune(
         except Timeout:
             say(f"{env.name}: is kept, because it is being built")
     if not dry:
-        for kept in (*folder.glob(".wheels/*"), *folder.glob(".resolved/*")):
+        for kept in (*folder.glob(".wheels/*"), *folder.glob(".resolved/*"), *folder.glob(".sources/*")):
             scratch = kept.name.startswith(".") or kept.match(".resolved/tmp*")  # of somebody who is building, perhaps
+            last = kept / INVENTORY if inventory_of(kept) else kept
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - kept.stat().st_mtime >= (max(days, 1.0) if scratch else days) * _DAY:
-                    shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
+                old = time.time() - last.stat().st_mtime >= (max(days, 1.0) if scratch else days) * _DAY
+                if old and not used(kept):
+                    if last.is_file():  # first: of what is half removed nothing is used
+                        last.unlink()
+                    if kept.is_dir():
+                        shutil.rmtree(kept)
     return removed
 
 

@@ -14,7 +14,7 @@ from types import FunctionType, TracebackType
 from typing import Any
 
 from nrl.errors import ShippingError
-from nrl.runtime.ray.shipping import opened, shipped, size
+from nrl.runtime.ray.pickling import opened, shipped, size
 
 __all__ = ["Raised", "carried"]
 

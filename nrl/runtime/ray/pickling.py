@@ -26,7 +26,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from nrl.errors import MutatedBatch, ShippingError
-from nrl.runtime.ray.unpadded import Layout, Unpadded, padded
+from nrl.runtime.ray.unpadded import BatchLayout, Unpadded, padded
 
 __all__ = ["Shared", "Shipped", "opened", "shipped", "shipper", "size", "written"]
 
@@ -164,13 +164,13 @@ def _reduced(tensor: Tensor) -> Any:
 class _Rows:
     """What is pickled of any rows; they themselves are the buffer beside it."""
 
-    layout: Layout
+    layout: BatchLayout
 
     def __reduce__(self) -> Any:
         return _batch, (self.layout, pickle.PickleBuffer(b""))
 
 
-def _batch(layout: Layout, data: Any) -> TensorDict:
+def _batch(layout: BatchLayout, data: Any) -> TensorDict:
     now = getattr(_OPENING, "now", None)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

@@ -11,9 +11,9 @@ import pytest
 from filelock import FileLock
 
 from nrl.command.main import main
-from nrl.runtime.executables.environments import INVENTORY, inventories
 from nrl.runtime.executables.registry import EXECUTABLES
-from tests.runtime.executables.recipe_parts import held, index_of, project_of, wheel_of
+from nrl.runtime.node.environments import INVENTORY, inventories
+from tests.runtime.executables.recipe_parts import held, index_of, project_of, to_install, wheel_of
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -61,7 +61,7 @@ def test_from_nothing_to_a_built_environment_that_is_current(nrl: Run, root: Pat
     status, out, _ = nrl("build", "base")
     (env,) = inventories(venvs)
     assert status == 0
-    assert out.splitlines()[0] == f"{env.name}: building it in {venvs}, 3 packages"
+    assert out.splitlines()[0] == f"{env.name}: building it in {venvs}, 1 packages"
     assert nrl("path", "base") == (0, f"{env}/bin/python\n", "")
     assert nrl("check") == (0, f"{env.name}: is complete, and is what the lock and the source say\n", "")
     _, out, _ = nrl("list")
@@ -70,18 +70,18 @@ def test_from_nothing_to_a_built_environment_that_is_current(nrl: Run, root: Pat
     assert row.split()[0] == env.name
     assert row.endswith("just now  just now   current")
     _, out, _ = nrl("list", "base")
-    assert out.splitlines()[1:] == [
-        f"  app 1.0  (local, {digest(env, 'app')})",
-        f"  nrl 1.0  (local, {digest(env, 'nrl')})",
-        "  one 1.0",
+    assert out.splitlines()[1:] == ["  one 1.0"]
+    _, out, _ = nrl("path", "--imports", "base")
+    folders = [Path(folder) for folder in out.rstrip().split(os.pathsep)]
+    assert [(folder.parent, folder.name.split("-")[0]) for folder in folders] == [
+        (venvs / ".sources", "app"),
+        (venvs / ".sources", "nrl"),
     ]
-
-
-def digest(env: Path, package: str) -> str:
-    return str(inventories(env.parent)[env]["packages"][package]["digest"])
+    assert (folders[0] / "app" / "__init__.py").is_file()
 
 
 def test_a_checkout_that_went_on(nrl: Run, root: Path, tmp_path: Path) -> None:
+    to_install(root)
     nrl("build", "base")
     (old,) = inventories(tmp_path / "venvs")
     (root / "app" / "__init__.py").write_text("x = 2\n")
@@ -106,22 +106,23 @@ def test_executables_of_a_users_own(nrl: Run, root: Path) -> None:
 
 
 def test_an_environment_that_somebody_changed(nrl: Run, root: Path, tmp_path: Path) -> None:
-    nrl("build", "base")
+    nrl("build", "--import", "mine.py", "mine")
     (env,) = inventories(tmp_path / "venvs")
     site = env / "lib/python3.12/site-packages"
-    shutil.copytree(site / "one-1.0.dist-info", site / "two-1.0.dist-info")
-    (site / "two-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: two\nVersion: 1.0\n")
-    (site / "app-1.0.dist-info").rename(site / "app-1.1.dist-info")
-    shutil.rmtree(site / "nrl-1.0.dist-info")
+    shutil.copytree(site / "one-1.0.dist-info", site / "three-1.0.dist-info")
+    (site / "three-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: three\nVersion: 1.0\n")
+    (site / "one-1.0.dist-info").rename(site / "one-1.1.dist-info")
+    shutil.rmtree(site / "two-1.0.dist-info")
     again = "build it again with NRL_FORCE_REBUILD_VENVS=1 or remove it"
     assert nrl("check") == (
         1,
-        f"{env.name}: app is 1.1 instead of 1.0, nrl is missing, two does not belong there; {again}\n",
+        f"{env.name}: one is 1.1 instead of 1.0, three does not belong there, two is missing; {again}\n",
         "",
     )
 
 
 def test_what_is_current_or_lately_used_or_being_built_is_not_removed(nrl: Run, root: Path, tmp_path: Path) -> None:
+    to_install(root)
     venvs = tmp_path / "venvs"
     nrl("build", "base")
     (old,) = inventories(venvs)
@@ -167,8 +168,10 @@ def test_what_recipes_are_made_with_is_kept_while_they_are(nrl: Run, root: Path,
         "register(Executable('more', requirements=['three']))\n"
     )
     assert nrl("build", "--import", "mine.py", "more")[0] == 0
-    kept = [*(tmp_path / "venvs").glob(".wheels/*"), *(tmp_path / "venvs").glob(".resolved/*")]
-    assert len(kept) == 3  # the wheels of the project and of nrl, and a resolution
+    venvs = tmp_path / "venvs"
+    sources = list(venvs.glob(".sources/*"))
+    kept = [*venvs.glob(".wheels/*"), *venvs.glob(".resolved/*"), *(source / INVENTORY for source in sources)]
+    assert len(kept) == 5  # the wheels of the project and of nrl, a resolution, and the sources from these wheels
     for path in kept:
         old(path)
     assert nrl("path", "more")[0] == 0  # which makes the recipe, of what is there
@@ -177,13 +180,19 @@ def test_what_recipes_are_made_with_is_kept_while_they_are(nrl: Run, root: Path,
     EXECUTABLES.pop("more")  # or its recipe would be made to find out what is current
     for path in kept:
         old(path)
+    with held(sources[0]):
+        assert nrl("prune")[0] == 0
+    assert [path.parent for path in kept if path.exists()] == sources[:1]
+    assert list(venvs.glob(".sources/*")) == sources[:1]
     assert nrl("prune")[0] == 0
-    assert not any(path.exists() for path in kept)
+    assert list(venvs.glob(".sources/*")) == []
 
 
 def test_where_somebody_builds_is_not_removed(nrl: Run, root: Path, tmp_path: Path) -> None:
     nrl("build", "base")
-    scratch = [tmp_path / "venvs" / ".wheels" / ".building.abc", tmp_path / "venvs" / ".resolved" / "tmpabc"]
+    scratch = [
+        tmp_path / "venvs" / name for name in (".wheels/.building.abc", ".resolved/tmpabc", ".sources/.a.building")
+    ]
     for folder in scratch:
         folder.mkdir(parents=True, exist_ok=True)
     nrl("prune", "--days", "0")

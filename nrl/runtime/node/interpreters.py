@@ -1,15 +1,8 @@
-"""What is asked of a node other than the driver's, in a task there.
-
-A node's default Python need not have nrl, so this module is also shipped by value: it imports the standard library
-alone.
-"""
+"""Whether an interpreter can run a process of a mesh."""
 
 import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
-__all__ = ["by_value", "fault", "tail"]
+__all__ = ["fault"]
 
 _PATIENCE = 120.0  # seconds in which an interpreter starts, wherever its files are
 _LOOK = """
@@ -55,31 +48,3 @@ def fault(python: str, version: tuple[int, int], ray: str, deadline: float = 60.
     if found[:2] != [str(part) for part in version]:
         return f"it is Python {'.'.join(found[:2])}, and the driver Python {'.'.join(map(str, version))}"
     return "" if found[2] == ray else f"it has Ray {found[2]}, and the driver Ray {ray}"
-
-
-def tail(files: Sequence[str], most: int) -> str:
-    """The last lines of some files, without the marks that Ray makes in them.
-
-    >>> tail(["/nowhere.log"], 3)
-    ''
-    """
-    lines: list[str] = []
-    for path in files:
-        try:
-            text = Path(path).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        lines += [line for line in text.splitlines(keepends=True) if not line.startswith(":")][-most:]
-    return "".join(lines[-most:])
-
-
-def by_value[F: Callable[..., object]](fn: F) -> F:
-    """The same function; Ray sends it, and its module, as they are instead of by name.
-
-    >>> by_value(tail) is tail
-    True
-    """
-    from ray import cloudpickle
-
-    cloudpickle.register_pickle_by_value(sys.modules[fn.__module__])
-    return fn

@@ -1,0 +1,197 @@
+"""What an environment is: the recipe that it is built from, and what its folder says of itself.
+
+`nrl.runtime.executables.recipes` makes recipes, and `nrl.runtime.node.building` environments of them.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "INVENTORY",
+    "Recipe",
+    "default_folder",
+    "difference",
+    "here",
+    "hold",
+    "inventories",
+    "inventory_of",
+    "sources",
+    "usable",
+    "used",
+]
+
+INVENTORY = "nrl-venv.json"
+"""The file in an environment that says what it is made of; it is written last, so that it also says: complete.
+
+>>> INVENTORY
+'nrl-venv.json'
+"""
+
+_held: list[int] = []  # open files; their locks end with this process
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a node needs to build an environment, apart from packages that an index or a git server has.
+
+    Args:
+        name: ``<executable>-<hash>``, the hash over the inventory.
+        executable: the name of the executable.
+        interpreter: a path, where no environment is needed (``system``).
+        python: the version to build with, such as ``"3.12.1"``.
+        platform: what `here` says on nodes that can use it.
+        requirements: lines of pinned requirements with their hashes.
+        wheels: content by file name, of packages that no index has and that have to be installed.
+        sources: wheels by the name of the folder that they are unpacked into, of what works on any path: nrl, the
+            project, and folders that it depends on. They are no part of the environment, nor of its name.
+        indexes: indexes other than the default one from which locked packages come.
+        inventory: what the environment is made of: python, platform, and for each package its version, source and
+            digest.
+        settings: variables for uv where the node has no value of its own, such as ``UV_DEFAULT_INDEX``.
+        force: build anew what was not built for this very value; empty: use what is there.
+
+    >>> Recipe("system", "system", interpreter="/usr/bin/python3").name
+    'system'
+    """
+
+    name: str
+    executable: str
+    interpreter: str | None = None
+    python: str = ""
+    platform: str = ""
+    requirements: tuple[str, ...] = ()
+    wheels: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    sources: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    indexes: tuple[str, ...] = ()
+    inventory: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    settings: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold credentials
+    force: str = ""
+
+
+def here() -> str:
+    """The platform of this node.
+
+    >>> here().split("-")[0] in ("linux", "darwin")
+    True
+    """
+    return f"{sys.platform}-{platform.machine()}"
+
+
+def default_folder() -> Path:
+    """Where this node keeps environments: ``NRL_VENV_DIR``, else a folder in the user's cache.
+
+    >>> default_folder().is_absolute()
+    True
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("NRL_VENV_DIR") or f"{cache}/nrl/venvs").expanduser().absolute()
+
+
+def sources(recipe: Recipe, python: Path) -> list[str]:
+    """The folders with the sources of a recipe, which a process of its environment has on its path.
+
+    >>> sources(Recipe("base-01", "base", sources={"nrl-0.1.0-23": b""}), Path("/venvs/base-01/bin/python"))
+    ['/venvs/.sources/nrl-0.1.0-23']
+    """
+    return [str(python.parents[2] / ".sources" / name) for name in recipe.sources]
+
+
+def usable(env: Path, force: str = "") -> bool:
+    """Whether an environment is complete, and its base interpreter still there.
+
+    >>> usable(Path("/nowhere/base-0123456789ab"))
+    False
+    """
+    inventory = inventory_of(env)
+    return (
+        inventory is not None and (env / "bin" / "python").exists() and (not force or inventory.get("force") == force)
+    )
+
+
+def hold(env: Path) -> None:
+    """Let nobody replace or remove an environment until this process has ended; where there is none, do nothing.
+
+    >>> hold(Path("/nowhere"))
+    """
+    with contextlib.suppress(OSError):  # also where the file system has no locks
+        _held.append(os.open(env / INVENTORY, os.O_RDONLY | os.O_CLOEXEC))
+        fcntl.flock(_held[-1], fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def used(env: Path) -> bool:
+    """Whether a process holds an environment: on this node, or on another one where the file system's locks are shared.
+
+    >>> used(Path("/nowhere"))
+    False
+    """
+    try:
+        file = os.open(env / INVENTORY, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(file)
+    return False
+
+
+def inventory_of(folder: Path) -> dict[str, Any] | None:
+    """What an environment, or the folder of a source, says of itself; None: it is not complete, or was renamed.
+
+    >>> inventory_of(Path("/nowhere")) is None
+    True
+    """
+    try:
+        found = json.loads((folder / INVENTORY).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("name") == folder.name else None
+
+
+def inventories(folder: Path) -> dict[Path, dict[str, Any]]:
+    """The usable environments of a folder, and what they are made of.
+
+    >>> inventories(Path("/nowhere"))
+    {}
+    """
+    if not folder.is_dir():
+        return {}
+    envs = [env for env in sorted(folder.iterdir()) if not env.name.startswith(".") and usable(env)]
+    return {env: found for env in envs if (found := inventory_of(env)) is not None}
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any], most: int = 6) -> str:
+    """What differs between two inventories, in words; empty if nothing does.
+
+    >>> a = {"python": "3.12.1", "packages": {"numpy": {"version": "2.3.4", "source": "index", "digest": "a"}}}
+    >>> b = {"python": "3.12.1", "packages": {"numpy": {"version": "2.3.5", "source": "index", "digest": "b"}}}
+    >>> difference(a, b)
+    'numpy 2.3.4 -> 2.3.5'
+    """
+    found = [
+        f"{key} {old.get(key)} -> {new.get(key)}" for key in ("python", "platform") if old.get(key) != new.get(key)
+    ]
+    before, after = old.get("packages", {}), new.get("packages", {})
+    changed = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    for name in sorted(changed, key=lambda name: (after.get(name, before.get(name))["source"] != "local", name)):
+        a, b = before.get(name), after.get(name)
+        if a is None or b is None:
+            found.append(f"{name} {b['version']} is added" if b else f"{name} {a['version']} is gone")
+        elif a["version"] != b["version"]:
+            found.append(f"{name} {a['version']} -> {b['version']}")
+        else:
+            found.append(f"the source of {name} {b['version']}" if b["source"] == "local" else f"the files of {name}")
+    more = len(found) - most
+    return ", ".join([*found[:most], *([f"and {more} more"] if more > 0 else [])])

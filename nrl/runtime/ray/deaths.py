@@ -1,0 +1,76 @@
+"""What Ray says when a call fails, as what happened: a process has died, or a function has raised."""
+
+import re
+from typing import Any
+
+from nrl.runtime.ray.exceptions import Raised
+
+__all__ = ["cause", "error_of", "is_death", "original", "raised_at_start"]
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")  # Ray writes its tracebacks in colours
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether an error says that the process itself, or its node, is gone."""
+    from ray import exceptions
+
+    gone = exceptions.RayActorError | exceptions.WorkerCrashedError | exceptions.NodeDiedError
+    unstarted = exceptions.OutOfMemoryError | exceptions.RuntimeEnvSetupError | exceptions.ActorPlacementGroupRemoved
+    return isinstance(error, gone | unstarted) and not isinstance(error, exceptions.RayTaskError)
+
+
+def error_of(receipt: Any) -> BaseException | None:
+    """What Ray has in the place of a receipt, if it is an error and is there by now."""
+    import ray
+
+    try:
+        ray.get(receipt, timeout=0)
+    except ray.exceptions.GetTimeoutError:
+        return None
+    except ray.exceptions.RayError as error:
+        return error
+    return None
+
+
+def original(error: BaseException, where: str) -> BaseException:
+    """What a function raised in another process, with a note of where."""
+    from ray.exceptions import RayTaskError
+
+    if not isinstance(error, RayTaskError):
+        return error
+    cause: BaseException | None = error.cause
+    raised = cause if isinstance(cause, Raised) else None
+    text = _ANSI.sub("", str(error)) if raised is None else raised.trace
+    found = raised.original() if raised is not None else cause or RuntimeError(text)
+    found.add_note(f"{where}:\n{text.rstrip()}")
+    return found
+
+
+def raised_at_start(error: BaseException) -> str:
+    """The traceback of what a constructor raised, or the import of its class; empty where it was not that."""
+    text = _ANSI.sub("", str(error)).partition("\nAn unexpected internal error")[0].rstrip()
+    _, constructor, raised = text.partition("raised in its creation task, ")
+    if constructor:
+        return raised[max(raised.find("  File "), 0) :]
+    _, found, trace = text.rpartition("Traceback (most recent call last):")
+    return f"{found}{trace}" if found else ""
+
+
+def cause(error: BaseException) -> str:
+    """Why an actor died, on one line: what Ray knows, without its guesses."""
+    from ray.exceptions import ActorUnavailableError
+
+    text = str(error)
+    process = re.search(r"\bpid: (\d+)", text)
+    if "connection error code 2" in text:
+        return f"process {process[1] if process else '?'} was killed, or crashed"
+    if isinstance(error, ActorUnavailableError):
+        return "it cannot be reached any more, as when its node is gone"
+    if code := re.search(r"exit code (\d+)", text):
+        return f"process {process[1] if process else '?'} ended with exit code {code[1]}"
+    for mark in ("Worker exit detail:", "The actor died because", "The actor is dead because"):
+        if mark in text:
+            text = text[text.index(mark) + (len(mark) if mark.endswith(":") else 0) :]
+            break
+    text = text.partition("Some common causes include")[0]  # which are guesses, for anybody
+    return " ".join(_ANSI.sub("", text).split())[:500].rstrip(".")

@@ -1,0 +1,80 @@
+"""Results of calls on Ray actors, while they are there: futures, which other calls take as arguments."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from nrl.runtime.ray.calls import Call, Ref
+from nrl.runtime.ray.pickling import opened
+
+__all__ = ["ActorResults", "Part", "Pending"]
+
+
+class ActorResults:
+    """Satisfies `nrl.runtime.mesh.placement.Results`."""
+
+    def __init__(self, call: Call, refs: Sequence[Ref]) -> None:
+        self._call, self._refs = call, list(refs)
+
+    def then(
+        self, combine: Callable[[list[Any]], Any], rows: Sequence[Tensor] | None = None, like: Tensor | None = None
+    ) -> "Pending":
+        """A future of what ``combine`` makes of the results."""
+        return Pending(self._call, self._refs, combine, rows, like)
+
+
+class Pending:
+    """A future of a value that is made of what some processes return; satisfies `nrl.runtime.mesh.futures.Coming`."""
+
+    def __init__(
+        self,
+        call: Call,
+        refs: Sequence[Ref],
+        combine: Callable[[list[Any]], Any],
+        rows: Sequence[Tensor] | None,
+        like: Tensor | None,
+    ) -> None:
+        self.call, self.refs, self.combine, self.rows, self.like = call, list(refs), combine, rows, like
+        self._value: list[Any] = []
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the value and fetch it; see `Call.wait`."""
+        if not self._value:
+            started = time.monotonic()
+            self.call.wait(timeout)
+            left = self.call.actors.deadline - (time.monotonic() - started)
+            copy = self.rows is None  # where rows are put in order that makes a copy anyway
+            parts = [opened(parts, copy=copy)[0] for parts in self.call.fetch(self.refs, left)]
+            self._value.append(self.combine(parts))
+        return self._value[0]
+
+    def failure(self) -> BaseException | None:
+        """What the call that makes it has raised by now."""
+        return self.call.failure()
+
+    @functools.cached_property
+    def by_rows(self) -> dict[bytes, Ref]:
+        """Which result holds just these rows."""
+        held = list(zip(self.rows or (), self.refs, strict=False))
+        return {rows.numpy().tobytes(): ref for rows, ref in reversed(held)}
+
+    def part(self, index: Tensor) -> "Part":
+        """Some rows of the value, as an argument of a call."""
+        return Part(self, index)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a future is known to its own program only; give it to the call as an argument of its own")
+
+
+class Part:
+    """Rows of a value that is on its way."""
+
+    def __init__(self, whole: Pending, index: Tensor) -> None:
+        self.whole, self.index = whole, index
+
+    def alone(self) -> Ref | None:
+        """The result that holds just these rows, if there is one."""
+        return self.whole.by_rows.get(self.index.numpy().tobytes())
