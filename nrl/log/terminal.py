@@ -42,7 +42,7 @@ def duration(seconds: float) -> str:
 
 
 @attrs.define(eq=False)
-class _Loop:
+class _Seen:
     """What has been seen of a loop."""
 
     name: str
@@ -91,7 +91,7 @@ class Progress:
 
     def __init__(self, interval: float = 5.0) -> None:
         self._interval = interval
-        self._loops: list[_Loop] = []  # one within the other; the last is the one that is shown
+        self._loops: list[_Seen] = []  # one within the other; the last is the one that is shown
         self._console = Console(file=sys.stdout)
         self._live: Live | None = None
         self._size = self._console.size
@@ -118,7 +118,7 @@ class Progress:
             line = [f"{phase} {step + 1}/{steps}", *metrics, f"{loop.left(now)} left"]
             print(" | ".join(line), flush=True)  # noqa: T201 (this is the module that prints)
 
-    def _loop(self, phase: str, step: int, steps: int, now: float) -> _Loop:
+    def _loop(self, phase: str, step: int, steps: int, now: float) -> _Seen:
         names = [loop.name for loop in self._loops]
         if phase in names:
             del self._loops[names.index(phase) + 1 :]  # loops within one of its steps have ended
@@ -128,7 +128,7 @@ class Progress:
         if len(self._loops) == 1 and self._loops[0].done:
             self._stop()
             self._loops.clear()
-        self._loops.append(_Loop(phase, steps, step, now))
+        self._loops.append(_Seen(phase, steps, step, now))
         return self._loops[-1]
 
     def _can_draw(self) -> bool:
@@ -136,7 +136,7 @@ class Progress:
         unicode = self._console.encoding.startswith("utf")
         return self._console.file.isatty() and unicode and not self._console.is_dumb_terminal
 
-    def _draw(self, loop: _Loop, now: float) -> None:
+    def _draw(self, loop: _Seen, now: float) -> None:
         if self._live is None:
             # What goes to a file stays in the file, though rich would bring it onto the terminal.
             self._live = Live(console=self._console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
@@ -160,7 +160,7 @@ class Progress:
         self._stop()
 
 
-def _panel(loop: _Loop, now: float, width: int) -> Panel:
+def _panel(loop: _Seen, now: float, width: int) -> Panel:
     columns = 2 if width >= _WIDE else 1
     inner = width - 4
     cells = [_cell(key, value, loop.history.get(key, ()), inner // columns) for key, value in loop.chosen.items()]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from nrl.command.main import main
+from nrl.command.cli import main
 from nrl.runtime.executables.environments import INVENTORY, inventories
 from nrl.runtime.executables.registry import EXECUTABLES
 from tests.runtime.executables.recipe_parts import held, index_of, project_of, wheel_of
