@@ -21,8 +21,8 @@ from nrl.episodes.grades import Graded, grade, measure
 from nrl.episodes.summaries import per_source, samples, summary
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed, without
 from nrl.runs import run
+from nrl.runs.exits import launch
 from nrl.runs.fitting import fit, minibatched
-from nrl.runs.launching import launch
 from nrl.runs.retries import retrying
 from nrl.runtime import (
     Executable,

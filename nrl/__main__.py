@@ -2,7 +2,7 @@
 
 import sys
 
-from nrl.command.main import main
+from nrl.command.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

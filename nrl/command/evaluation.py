@@ -6,11 +6,9 @@ place of the sample alone, and what is sampled together is always the same, so a
 again ends with the very results of one that was not.
 """
 
-import hashlib
 import importlib
 import json
 import math
-import os
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,22 +23,21 @@ from rich.box import ROUNDED
 from rich.console import Console
 from rich.table import Table
 
-from nrl import checkpoint, config, data
+from nrl import checkpoint, data
 from nrl.backends import SAMPLERS, Model, Sampler, Sampling, load_tokenizer, openai
+from nrl.command import evaluation_folder
+from nrl.command.evaluation_folder import MARK, asked, digest, digest_of_files
 from nrl.data import ADAPTERS, Adapter
 from nrl.envs import VERIFIERS, Task, Verifier
 from nrl.envs.contract import TIMEOUT
 from nrl.episodes.grades import Graded, grade, measure
 from nrl.errors import ConfigError, DataError, EnvError, ModelError, NrlError
-from nrl.log import JsonLines, Progress, redacted
+from nrl.log import JsonLines, Progress
 from nrl.reduce import Mean, Metrics, finalize, merge
-from nrl.runs import folder
+from nrl.runs import config_file, folder
 from nrl.runtime import cluster
 
 __all__ = ["Evaluation", "exported", "main"]
-
-_MAY_CHANGE = frozenset({"out", "k", "passing", "timeout", "cluster", "samplers", "url", "engine", "trust_remote_code"})
-_MARK = "digest_of_tasks"  # a key of config.yaml that only an evaluation has
 
 
 def _reachable(cfg: Any, field: Any, k: Sequence[int]) -> None:
@@ -142,12 +139,14 @@ def main(cfg: Evaluation) -> Metrics:
     if cfg.out is None:
         load_tokenizer(model)  # no folder is named for a model that is not there
     with ExitStack() as stack:
-        out = stack.enter_context(folder.entered(cfg, _folder))
+        out = stack.enter_context(folder.entered(cfg, evaluation_folder.choose))
         results = out / "results.jsonl"
-        _settle(out, cfg, {_MARK: _digest(tasks), "digest_of_model": _digest_of_files(str(model.source))})
-        done = _read(results, len(tasks), together)
-        _say(
-            f"eval: {len(done)} of {len(tasks)} tasks are done in {out}; the same command with out={out} goes on there"
+        digests = {MARK: digest(tasks), "digest_of_model": digest_of_files(str(model.source))}
+        evaluation_folder.settle(out, cfg, digests)
+        done = evaluation_folder.read(results, len(tasks), together)
+        print(
+            f"eval: {len(done)} of {len(tasks)} tasks are done in {out}; the same command with out={out} goes on there",
+            flush=True,
         )
         if len(done) < len(tasks):
             sampler, so_far = _sampler(cfg, model, stack), measure(done)
@@ -161,8 +160,8 @@ def main(cfg: Evaluation) -> Metrics:
                 shown = _shown(so_far, graded, monotonic() - began)
                 progress.show("eval", start // together, -(-len(tasks) // together), shown)
         # From what was written, so that the number of attempts does not matter
-        metrics = measure(_read(results, len(tasks), together), cfg.k, passing=cfg.passing)
-        _write(out / "metrics.json", json.dumps(_summary(metrics, len(tasks)), indent=1) + "\n")
+        metrics = measure(evaluation_folder.read(results, len(tasks), together), cfg.k, passing=cfg.passing)
+        config_file.replace(out / "metrics.json", json.dumps(_summary(metrics, len(tasks)), indent=1) + "\n")
     Console().print(_table(metrics, cfg))
     return metrics
 
@@ -187,7 +186,7 @@ def exported(model: str) -> str:
         if (root / name / "config.json").is_file():
             return str(root / name)
     found = checkpoint.checkpoints(root / "checkpoints" / "train")
-    if not found and (_MARK in _asked(root) or not (root / "config.yaml").is_file()):
+    if not found and (MARK in asked(root) or not (root / "config.yaml").is_file()):
         there = ", ".join(sorted(path.name for path in root.iterdir())[:8]) or "nothing"
         raise ModelError(
             f"eval: {root} is neither the folder of a model, which has a config.json, nor of a run; it holds {there}"
@@ -271,84 +270,6 @@ def _sampler(cfg: Evaluation, model: Model, stack: ExitStack) -> Sampler:
         raise ConfigError(f"eval: sampler={cfg.sampler}: {error}") from error
 
 
-# --- the folder
-
-
-def _folder(cfg: Evaluation) -> Path:
-    if cfg.out is None:
-        return folder.choose(cfg)
-    out = Path(cfg.out)
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"eval: out={out} is a file; give a folder, or leave it out to make a new one")
-    there = sorted(path.name for path in out.glob("[!.]*")) if out.exists() else []
-    if there and _MARK not in _asked(out):
-        raise ConfigError(
-            f"eval: out={out} holds something else than an evaluation ({', '.join(there[:8])}); give another folder"
-        )
-    return out
-
-
-def _asked(out: Path) -> Mapping[str, Any]:
-    """The configuration of the evaluation in a folder; empty where there is none."""
-    return folder.read(out / "config.yaml") or {}
-
-
-def _settle(out: Path, cfg: Evaluation, found: Mapping[str, Any]) -> None:
-    """Write what is asked for, unless the folder holds results of something else."""
-    text = config.dump(cfg, redacted) + yaml.safe_dump(dict(found))
-    old, new = _asked(out), yaml.safe_load(text)
-    changed = [key for key in old | new if old.get(key) != new.get(key) and key not in _MAY_CHANGE]
-    if old and changed:
-        raise ConfigError(
-            f"eval: out={out} holds an evaluation of something else ("
-            + "; ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in changed)
-            + "); give another folder, or remove that one"
-        )
-    _write(out / "config.yaml", text)
-
-
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _digest_of_files(model: str) -> str | None:
-    """Changes when a model's files do, by their sizes and times; None: it is not in a folder here."""
-    found = [(path.name, path.stat()) for path in sorted(Path(model).glob("*")) if path.is_file()]
-    return _digest([(name, each.st_size, each.st_mtime_ns) for name, each in found]) if found else None
-
-
-def _read(path: Path, total: int, together: int) -> list[Graded]:
-    """The tasks that are done. Some alone of those that are sampled together do not count, and are cut off."""
-    if not path.exists():
-        return []
-    graded, ends = list[Graded](), [0]
-    for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            break  # it was being written
-        try:
-            record = json.loads(line)
-            if record.pop("task") != len(graded):
-                raise ValueError
-            graded.append(Graded(**record))
-        except (ValueError, TypeError, AttributeError, LookupError):
-            raise DataError(
-                f"eval: {path}, line {len(graded) + 1} is not the result of task {len(graded)}; mend it, or remove it "
-                "and all that follows to sample those again"
-            ) from None
-        ends.append(ends[-1] + len(line))
-    whole = len(graded) if len(graded) == total else len(graded) // together * together
-    os.truncate(path, ends[whole])
-    return graded[:whole]
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
 # --- what is shown
 
 
@@ -380,7 +301,3 @@ def _table(metrics: Metrics, cfg: Evaluation) -> Table:
         over = f"{int(value.weight)} {what}" if isinstance(value, Mean) else ""
         table.add_row(key, f"{number:.4f}" if over else f"{number:g}", over)
     return table
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201

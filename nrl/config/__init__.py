@@ -20,15 +20,15 @@ import difflib
 import inspect
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import attrs
 import yaml
 
-from nrl.config._comments import comments
-from nrl.config._typed import Unknown, default_of, fields, found, name, sections, structure
+from nrl.config._typed import Unknown, fields, found, structure
+from nrl.config._usage import keys, usage
 from nrl.config._yaml import Problems, Word, mapping, parse, write
 from nrl.errors import ConfigError
 
@@ -123,7 +123,7 @@ def load[T](cls: type[T], args: Sequence[str] | None = None, *, program: str | N
         raise ConfigError(f"load: expected an attrs class, got {cls!r}; decorate it with @attrs.frozen")
     args = sys.argv[1:] if args is None else args
     if "-h" in args or "--help" in args:
-        sys.stdout.write(_usage(cls, program or Path(sys.argv[0]).name) + "\n")
+        sys.stdout.write(usage(cls, program or Path(sys.argv[0]).name) + "\n")
         raise SystemExit(0)
     layers, problems = _layers(cls, args)
     if not problems:
@@ -236,7 +236,7 @@ def _explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[_Laye
         *above, last = map(str, path)
         near = [".".join([*above, key]) for key in difflib.get_close_matches(last, text.siblings, 1)]
         if not near:  # perhaps it belongs into another section
-            elsewhere = {key.rpartition(".")[2]: key for key, _, _ in _keys(cls)}
+            elsewhere = {key.rpartition(".")[2]: key for key, _, _ in keys(cls)}
             near = [elsewhere[key] for key in difflib.get_close_matches(last, elsewhere, 1)]
         hint = f"did you mean '{near[0]}'?" if near else f"the keys here are {', '.join(text.siblings)}"
         text = f"{text}; {hint}"
@@ -255,42 +255,3 @@ def _origin(path: tuple[Any, ...], layer: _Layer) -> str:
         except (LookupError, TypeError):
             return ""
     return f"; from {layer.source}" + (f", line {line}" if line else "") if path else ""
-
-
-def _keys(cls: type, instance: Any = attrs.NOTHING, above: tuple[type, ...] = ()) -> Iterator[tuple[str, Any, Any]]:
-    """Every key, dotted, with its field and default; a section before what is in it."""
-    notes = comments(cls)
-    for field in fields(cls):
-        value = default_of(field) if instance is attrs.NOTHING else getattr(instance, field.name)
-        if field.name in notes and "help" not in field.metadata:
-            field = field.evolve(metadata={"help": notes[field.name]})
-        yield field.alias, field, value
-        for section in sections(field.type):
-            if section not in (cls, *above):
-                inner = value if type(value) is section else attrs.NOTHING
-                for key, *rest in _keys(section, inner, (cls, *above)):
-                    yield f"{field.alias}.{key}", *rest
-
-
-def _usage(cls: type, program: str) -> str:
-    lines = [f"usage: {program} [FILE.yaml | FILE.toml | config=FILE ...] [key=value ...]", ""]
-    lines += [inspect.cleandoc(cls.__doc__).split("\n\n")[0], ""] if cls.__doc__ else []
-    try:
-        defaults = cls()  # so that defaults which depend on others are shown as they are
-    except Exception:  # something is required
-        defaults = attrs.NOTHING
-    for key, field, value in _keys(cls, defaults):
-        if value is attrs.NOTHING:
-            shown = " (required)" if field.default is attrs.NOTHING else " (computed)"
-        else:
-            shown = "" if attrs.has(type(value)) else f" = {_inline(value)}"
-        lines += [f"  {key}: {name(field.type)}{shown}"]
-        lines += [f"      {field.metadata['help']}"] if "help" in field.metadata else []
-    return "\n".join(lines)
-
-
-def _inline(value: Any) -> str:
-    try:
-        return write(value, inline=True).removesuffix("...\n").strip()
-    except yaml.YAMLError:
-        return repr(value)

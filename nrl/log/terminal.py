@@ -3,7 +3,8 @@
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Self
 
 import attrs
@@ -41,7 +42,7 @@ def duration(seconds: float) -> str:
 
 
 @attrs.define(eq=False)
-class _Loop:
+class _Seen:
     """What has been seen of a loop."""
 
     name: str
@@ -49,8 +50,7 @@ class _Loop:
     first: int
     start: float
     step: int = -1
-    printed: float = -math.inf
-    drawn: float = -math.inf
+    shown: float = -math.inf  # when
     numbers: dict[str, float] = attrs.field(factory=dict)
     history: dict[str, list[float]] = attrs.field(factory=dict)
 
@@ -65,7 +65,7 @@ class _Loop:
         return self.step >= self.steps - 1
 
     @property
-    def shown(self) -> dict[str, float]:
+    def chosen(self) -> dict[str, float]:
         found = ((key, self.numbers[key]) for key in _SHOWN if key in self.numbers)
         return {key: value for key, value in found if value != 0 or key not in _QUIET_AT_ZERO}
 
@@ -91,9 +91,8 @@ class Progress:
 
     def __init__(self, interval: float = 5.0) -> None:
         self._interval = interval
-        self._loops: list[_Loop] = []  # one within the other; the last is the one that is shown
-        self._stream = sys.stdout
-        self._console = Console(file=self._stream)
+        self._loops: list[_Seen] = []  # one within the other; the last is the one that is shown
+        self._console = Console(file=sys.stdout)
         self._live: Live | None = None
         self._size = self._console.size
 
@@ -106,20 +105,20 @@ class Progress:
             steps: of the loop, in all.
             numbers: all that was measured; what to show is chosen here.
         """
-        now = time.monotonic()
+        now, draws = time.monotonic(), self._can_draw()
         loop = self._loop(phase, step, steps, now)
         loop.add(step, steps, numbers)
-        if self._can_draw():
-            if now - loop.drawn >= _REST or loop.done:
-                loop.drawn = now
-                self._draw(loop, now)
-        elif now - loop.printed >= self._interval or loop.done:
-            loop.printed = now
-            shown = (f"{key} {value:.4g}" for key, value in loop.shown.items())
-            line = [f"{phase} {step + 1}/{steps}", *shown, f"{loop.left(now)} left"]
+        if now - loop.shown < (_REST if draws else self._interval) and not loop.done:
+            return
+        loop.shown = now
+        if draws:
+            self._draw(loop, now)
+        else:
+            metrics = (f"{key} {value:.4g}" for key, value in loop.chosen.items())
+            line = [f"{phase} {step + 1}/{steps}", *metrics, f"{loop.left(now)} left"]
             print(" | ".join(line), flush=True)  # noqa: T201 (this is the module that prints)
 
-    def _loop(self, phase: str, step: int, steps: int, now: float) -> _Loop:
+    def _loop(self, phase: str, step: int, steps: int, now: float) -> _Seen:
         names = [loop.name for loop in self._loops]
         if phase in names:
             del self._loops[names.index(phase) + 1 :]  # loops within one of its steps have ended
@@ -129,16 +128,15 @@ class Progress:
         if len(self._loops) == 1 and self._loops[0].done:
             self._stop()
             self._loops.clear()
-        self._loops.append(_Loop(phase, steps, step, now))
+        self._loops.append(_Seen(phase, steps, step, now))
         return self._loops[-1]
 
     def _can_draw(self) -> bool:
-        # rich also calls a file a terminal where FORCE_COLOR is set, and raises where a character has no encoding. The
-        # stream is the one from before the panel: while that is shown, sys.stdout is rich's own, without an encoding.
-        unicode = (self._stream.encoding or "").lower().startswith("utf")
-        return self._stream.isatty() and unicode and not self._console.is_dumb_terminal
+        # rich also calls a file a terminal where FORCE_COLOR is set, and raises where a character has no encoding.
+        unicode = self._console.encoding.startswith("utf")
+        return self._console.file.isatty() and unicode and not self._console.is_dumb_terminal
 
-    def _draw(self, loop: _Loop, now: float) -> None:
+    def _draw(self, loop: _Seen, now: float) -> None:
         if self._live is None:
             # What goes to a file stays in the file, though rich would bring it onto the terminal.
             self._live = Live(console=self._console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
@@ -152,8 +150,8 @@ class Progress:
 
     def _stop(self) -> None:
         if self._live is not None:
-            live, self._live = self._live, None
-            live.stop()
+            self._live.stop()
+            self._live = None
 
     def __enter__(self) -> Self:
         return self
@@ -162,10 +160,10 @@ class Progress:
         self._stop()
 
 
-def _panel(loop: _Loop, now: float, width: int) -> Panel:
+def _panel(loop: _Seen, now: float, width: int) -> Panel:
     columns = 2 if width >= _WIDE else 1
     inner = width - 4
-    cells = [_cell(key, value, loop.history.get(key, ()), inner // columns) for key, value in loop.shown.items()]
+    cells = [_cell(key, value, loop.history.get(key, ()), inner // columns) for key, value in loop.chosen.items()]
     metrics = Table.grid(padding=(0, 2), expand=True)
     for _ in range(columns):
         metrics.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
@@ -209,13 +207,8 @@ def _sparkline(values: Sequence[float], width: int) -> str:
     """Means of equal stretches, from lowest to highest."""
     if len(values) < 2 or width < 4:
         return ""
-    means = list(_stretches(values, min(width, len(values))))
+    count, size = min(width, len(values)), len(values)
+    means = [fmean(values[place * size // count : (place + 1) * size // count]) for place in range(count)]
     low, high = min(means), max(means)
     scale = (len(_LEVELS) - 1) / (high - low) if high > low else 0.0
     return "".join(_LEVELS[round((mean - low) * scale)] for mean in means)
-
-
-def _stretches(values: Sequence[float], count: int) -> Iterator[float]:
-    for place in range(count):
-        stretch = values[place * len(values) // count : (place + 1) * len(values) // count]
-        yield sum(stretch) / len(stretch)

@@ -1,12 +1,10 @@
-"""The folder of a run before its first step: which one, whose it is, and what was asked for.
+"""The folder of a run before its first step: which one, and whose it is.
 
-One process at a time is in a folder. Its ``config.yaml`` is the configuration of the last start; a resumed run may
-change some of it, and the former one is kept. A start that fails before there is anything worth keeping leaves no
-folder, or the one that was there as it was.
+One process at a time is in a folder. A start that fails before there is anything worth keeping leaves no folder, or the
+one that was there as it was.
 """
 
 import contextlib
-import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,13 +15,10 @@ from typing import Any
 
 import attrs
 import filelock
-import numpy as np
-import torch
-import yaml
 
 from nrl.errors import ConfigError
 
-__all__ = ["Folders", "begun", "choose", "claim", "dead_end", "entered", "plant", "read", "reusing", "settle"]
+__all__ = ["Folders", "begun", "choose", "claim", "dead_end", "entered", "reusing"]
 
 _KEPT_BY_NRL = frozenset(  # of itself, whatever becomes of the run
     {
@@ -38,8 +33,6 @@ _KEPT_BY_NRL = frozenset(  # of itself, whatever becomes of the run
         "wandb-run",
     }
 )
-_WIDEST = 80  # characters of a value in a message
-_MAY_CHANGE = frozenset({"out", "steps", "checkpoints", "sinks", "cluster", "optimizer"})
 
 
 def choose(cfg: Any) -> Path:
@@ -92,7 +85,7 @@ def entered(cfg: Any, choose: Callable[[Any], Path] = choose) -> Iterator[Path]:
     ...     out: str = f"{tempfile.mkdtemp()}/new"
     >>> try:
     ...     with entered(Config()) as out:
-    ...         settle(out, "model: there-is-none")
+    ...         _ = (out / "config.yaml").write_text("model: there-is-none")
     ...         raise ConfigError("no such model")
     ... except ConfigError:
     ...     out.exists()
@@ -223,96 +216,6 @@ def claim(out: Path, stack: ExitStack) -> None:
         raise ConfigError(
             f"run: another process is running in out={out}; wait for it, or give another folder"
         ) from None
-
-
-def settle(out: Path, text: str) -> None:
-    """Write a configuration to ``config.yaml``, whole or not at all; what a resumed run asks for differently is said.
-
-    Args:
-        out: the folder.
-        text: the configuration, in which secrets are masked: another secret is no other configuration.
-
-    Raises:
-        ConfigError: the folder holds checkpoints of another configuration, or of nobody knows which.
-
-    >>> import tempfile
-    >>> out = Path(tempfile.mkdtemp())
-    >>> for steps in (3, 4):
-    ...     settle(out, f"steps: {steps}")
-    run: going on with another configuration: steps: 3 -> 4
-    >>> sorted(path.name for path in out.iterdir())
-    ['config.1.yaml', 'config.yaml']
-    """
-    path = out / "config.yaml"
-    if path.exists() and (before := path.read_bytes()) != text.encode():
-        old, new, there = read(path), yaml.safe_load(text), (out / "checkpoints").exists()
-        if old is None and there:
-            raise ConfigError(
-                f"run: {path} is empty or damaged, so nobody knows which configuration the checkpoints in out={out} "
-                "are of; give another folder. If they are of this one, remove that file"
-            )
-        was = new if old is None else old
-        changed = _differences(was, new)
-        refused = {key: said for key, said in changed.items() if key.partition(".")[0] not in _MAY_CHANGE}
-        if refused and there:
-            raise ConfigError(
-                f"run: out={out} holds a run with another {', '.join(refused)} ("
-                + "; ".join(refused.values())
-                + f"), so its state and its streams would not fit; give another folder. If you mean it, remove {path}"
-            )
-        number = next(i for i in range(1, 10**6) if not path.with_suffix(f".{i}.yaml").exists())
-        aside = path.with_suffix(f".{number}.yaml")
-        aside.write_bytes(before)
-        if old is None:
-            print(f"run: {path} is empty or damaged; it is {aside.name} now", flush=True)  # noqa: T201
-        else:
-            print(f"run: going on with another configuration: {'; '.join(changed.values())}", flush=True)  # noqa: T201
-    temporary = path.with_name(".config.yaml")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
-def _differences(was: dict[str, Any], new: dict[str, Any], above: str = "") -> dict[str, str]:
-    """By dotted key, what was there and what is, cut short."""
-    found: dict[str, str] = {}
-    for key in was | new:
-        old, now = was.get(key), new.get(key)
-        if isinstance(old, dict) and isinstance(now, dict):
-            found |= _differences(old, now, f"{above}{key}.")
-        elif old != now:
-            found[f"{above}{key}"] = f"{above}{key}: {_short(old)} -> {_short(now)}"
-    return found
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."
-
-
-def read(path: Path) -> dict[str, Any] | None:
-    """What a ``config.yaml`` holds; None: it is empty, damaged, or something else.
-
-    >>> read(Path("there/is/none/config.yaml"))
-    """
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def plant(seed: int) -> None:
-    """Seed the global generators. Nrl's own randomness has explicit seeds; this is for what a program draws besides.
-
-    >>> plant(0)
-    >>> first = random.random()
-    >>> plant(0)
-    >>> random.random() == first
-    True
-    """
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 @attrs.define(eq=False)

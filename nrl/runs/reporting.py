@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -23,7 +24,7 @@ from nrl.runs import charts
 from nrl.runs.charts import Array, Histogram, Series, number
 from nrl.runtime.trace import timeline
 
-__all__ = ["report"]
+__all__ = ["report", "report_at_end"]
 
 _ROWS = 4  # of a step's samples, at most
 _TOKENS, _CHARACTERS = (1500, 500), (3000, 1000)  # of a response and of a prompt, from its beginning and its end
@@ -89,6 +90,18 @@ def report(out: str | Path) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def report_at_end(out: Path) -> None:
+    """Write the report of a run that has logged something, however it ends; what ended it is not hidden by this.
+
+    >>> report_at_end(Path("there/is/none"))
+    """
+    try:
+        if any(path.stat().st_size for path in out.glob("*.jsonl")):
+            report(out)
+    except Exception as error:
+        warnings.warn(f"run: {out}/report.html could not be written: {type(error).__name__}: {error}", stacklevel=2)
 
 
 @functools.cache

@@ -89,8 +89,8 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
             wait = min(pause * 2 ** (failures - 1), _LONGEST)
             steps = (f"after step {step} of '{root.name}' in {root.parents[1]}" for root, step in reached.items())
             where = ", ".join(steps) or "from the beginning"
-            print(f"retrying: {said}", flush=True)  # noqa: T201
-            print(  # noqa: T201
+            print(f"retrying: {said}", flush=True)
+            print(
                 f"retrying: attempt {attempt} begins in {wait:g} s, {where}; retry {failures} of {times} since the "
                 "last new checkpoint",
                 flush=True,

@@ -18,8 +18,8 @@ import nrl
 from nrl import checkpoint, tiny
 from nrl.backends import Sampling, adamw, fsdp, hf
 from nrl.checkpoint import Checkpoints
+from nrl.command.cli import main
 from nrl.command.evaluation import Evaluation, exported
-from nrl.command.main import main
 from nrl.errors import ModelError
 from nrl.runs.folder import claim
 from tests.backends.openai.test_openai import Served, serving

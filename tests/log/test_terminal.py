@@ -1,18 +1,14 @@
-import fcntl
+import io
 import math
 import os
 import pty
 import re
-import struct
 import subprocess
 import sys
 import termios
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from types import SimpleNamespace
-from typing import Any
 
 import pyte
 import pytest
@@ -44,9 +40,6 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
 
 
-# --- duration
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0:00"), (0.4, "0:00"), (9, "0:09"), (59.6, "1:00"), (75, "1:15"), (3599.7, "1:00:00"), (36061, "10:01:01")],
@@ -55,75 +48,35 @@ def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-# --- Progress
+# --- plain lines, where there is no terminal
 
 
-def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
-    with Progress() as progress:
-        for step in range(3):
-            progress.show("train", step, 3, {"reward": 0.25, "loss": 1.23456789})
-            clock.now += 10
-    assert capsys.readouterr().out == (
-        "train 1/3 | reward 0.25 | loss 1.235 | ? left\n"
-        "train 2/3 | reward 0.25 | loss 1.235 | 0:10 left\n"
-        "train 3/3 | reward 0.25 | loss 1.235 | 0:00 left\n"
-    )
-
-
-def test_a_line_every_so_many_seconds_and_for_the_first_and_the_last_step(
-    capsys: pytest.CaptureFixture[str], clock: Clock
-) -> None:
-    with Progress(interval=5.0) as progress:
-        for step in range(14):
-            progress.show("train", step, 14, {})
-            clock.now += 1
-    shown = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
-    assert shown == ["1/14", "6/14", "11/14", "14/14"]
-
-
-def test_each_loop_has_its_first_line_and_its_own_time(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
-    with Progress(interval=1000.0) as progress:
-        for step in range(3):
-            progress.show("warmup", step, 3, {})
-            clock.now += 100
-        for step in range(3):
-            progress.show("train", step, 3, {})
-            clock.now += 1
-    assert capsys.readouterr().out.splitlines() == [
-        "warmup 1/3 | ? left",
-        "warmup 3/3 | 0:00 left",
-        "train 1/3 | ? left",
-        "train 3/3 | 0:00 left",
-    ]
-
-
-def test_the_time_left_is_counted_from_the_step_that_came_first(
+def test_the_numbers_that_say_most_and_trouble_where_there_is_some(
     capsys: pytest.CaptureFixture[str], clock: Clock
 ) -> None:
     with Progress(interval=0.0) as progress:
-        progress.show("train", 10, 20, {})
+        progress.show("train", 10, 20, {"mine": 9, "tokens_per_second": 1234.5, "loss": 1.23456789, "reward": 0.0})
         clock.now += 4
-        progress.show("train", 12, 20, {})
-    assert capsys.readouterr().out.splitlines() == ["train 11/20 | ? left", "train 13/20 | 0:14 left"]
+        progress.show("train", 12, 20, {"lag": 0.0, "invalid": 0.0, "skipped": 0.0, "time/total": 1.0})
+        progress.show("train", 19, 20, {"lag": 1.0, "invalid": 2.0, "skipped": 3.0, "loss": math.nan})
+    assert capsys.readouterr().out.splitlines() == [
+        "train 11/20 | reward 0 | loss 1.235 | tokens_per_second 1234 | ? left",
+        "train 13/20 | 0:14 left",
+        "train 20/20 | loss nan | lag 1 | invalid 2 | skipped 3 | 0:00 left",
+    ]
 
 
-# --- the plain line chooses what to show
-
-
-def test_the_numbers_that_say_most_in_a_fixed_order(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
-    numbers = {"step": 0, "mine": 9.0, "tokens_per_second": 1234.5, "loss": 0.5, "reward": 0.25, "time/total": 1.0}
-    with Progress() as progress:
-        progress.show("train", 0, 2, numbers)
-    assert capsys.readouterr().out == "train 1/2 | reward 0.25 | loss 0.5 | tokens_per_second 1234 | ? left\n"
-
-
-def test_trouble_only_where_there_is_some(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
-    with Progress(interval=0) as progress:
-        progress.show("train", 0, 2, {"lag": 0.0, "invalid": 0.0, "skipped": 0.0, "loss": 0.0})
-        progress.show("train", 1, 2, {"lag": 1.0, "invalid": 2.0, "skipped": 3.0, "loss": math.nan})
-    assert capsys.readouterr().out == (
-        "train 1/2 | loss 0 | ? left\ntrain 2/2 | loss nan | lag 1 | invalid 2 | skipped 3 | 0:00 left\n"
-    )
+def test_a_line_every_so_many_seconds_and_for_the_first_and_last_step_of_a_loop(
+    capsys: pytest.CaptureFixture[str], clock: Clock
+) -> None:
+    with Progress(interval=5.0) as progress:
+        assert capsys.readouterr().out == ""
+        for loop in ("warmup", "train"):
+            for step in range(14):
+                progress.show(loop, step, 14, {})
+                clock.now += 1
+    steps = ["1/14 | ? left", "6/14 | 0:08 left", "11/14 | 0:03 left", "14/14 | 0:00 left"]
+    assert capsys.readouterr().out.splitlines() == [f"{loop} {step}" for loop in ("warmup", "train") for step in steps]
 
 
 def test_a_loop_within_a_step_leaves_the_outer_one_its_time(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
@@ -141,58 +94,37 @@ def test_a_loop_within_a_step_leaves_the_outer_one_its_time(capsys: pytest.Captu
     ]
 
 
-def test_nothing_shown_is_nothing_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress():
-        pass
-    assert capsys.readouterr().out == ""
+# --- the panel
 
 
-# --- the panel, on a real pseudo-terminal
+class Terminal(io.StringIO):
+    """A standard stream that is a terminal, with a screen that shows what is written to it."""
 
+    encoding = "utf-8"
 
-class Terminal:
-    """A pseudo-terminal that stands in for the standard streams, and a screen that shows what arrives there."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.screen = pyte.Screen(80, 24)
+        self.screen.set_mode(pyte.modes.LNM)  # as the system does: a new line begins on the left
+        self._stream = pyte.Stream(self.screen)
 
-    def __init__(self, columns: int, rows: int) -> None:
-        self.screen = pyte.Screen(columns, rows)
-        self.received = b""
-        self.master, self.slave = pty.openpty()
-        self._feed = pyte.ByteStream(self.screen)
-        self._tell(columns, rows)
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
+    def isatty(self) -> bool:
+        return True
 
-    def _tell(self, columns: int, rows: int) -> None:
-        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    def write(self, text: str) -> int:
+        self._stream.feed(text)
+        return super().write(text)
 
-    def _read(self) -> None:
-        while data := self._some():
-            self._feed.feed(data)
-            self.received += data
+    @contextmanager
+    def progress(self) -> Iterator[Progress]:
+        with redirect_stdout(self), redirect_stderr(self), Progress() as progress:
+            yield progress
 
-    def _some(self) -> bytes:
-        try:
-            return os.read(self.master, 65536)
-        except OSError:  # the other side has been closed
-            return b""
-
-    def resize(self, columns: int, rows: int) -> None:
-        self.settle()
+    def resize(self, columns: int, rows: int = 24) -> None:
         self.screen.resize(rows, columns)
-        self._tell(columns, rows)
-
-    def settle(self) -> None:
-        """Wait until all that was written is on the screen: until the terminal has answered a mark."""
-        mark = f"\x1b]0;mark {time.perf_counter_ns()}\x07".encode()
-        os.write(self.slave, mark)
-        deadline = time.monotonic() + 10
-        while mark not in self.received:
-            assert time.monotonic() < deadline, "the terminal does not read"
-            time.sleep(0.002)
 
     def lines(self) -> list[str]:
         """What is on the screen, without what is empty below."""
-        self.settle()
         return "\n".join(line.rstrip() for line in self.screen.display).rstrip().split("\n")
 
     def panels(self) -> list[list[str]]:
@@ -203,55 +135,11 @@ class Terminal:
                 found.append([line])
             elif found and not found[-1][-1].startswith("╰"):
                 found[-1].append(line)
+        assert all(is_whole(panel, self.screen.columns) for panel in found), "\n".join(self.lines())
         return found
 
-    def close(self) -> None:
-        os.close(self.slave)
-        self._reader.join(10)
-        os.close(self.master)
-
-
-@contextmanager
-def opened(capfd: pytest.CaptureFixture[str], columns: int, rows: int = 24) -> Iterator[Terminal]:
-    with capfd.disabled():
-        terminal = Terminal(columns, rows)
-        saved = [os.dup(number) for number in range(3)]
-        streams = sys.stdout, sys.stderr
-        for number in range(3):
-            os.dup2(terminal.slave, number)
-        sys.stdout = os.fdopen(os.dup(terminal.slave), "w", buffering=1, encoding="utf-8")
-        sys.stderr = os.fdopen(os.dup(terminal.slave), "w", buffering=1, encoding="utf-8")
-        try:
-            yield terminal
-        finally:
-            sys.stdout.close()
-            sys.stderr.close()
-            sys.stdout, sys.stderr = streams
-            for number, before in enumerate(saved):
-                os.dup2(before, number)
-                os.close(before)
-            terminal.close()
-
-
-def numbers(step: int) -> dict[str, float]:
-    """As a real run has them: many, of which the panel shows some."""
-    return {
-        "step": step,
-        "loss": 1 / (step + 1),
-        "grad_norm": 0.5,
-        "kl": 0.001,
-        "mismatch/kl": 1.48e-13,
-        "mismatch/ess": 0.99,
-        "reward": step / 10,
-        "length": 12.3,
-        "invalid": 0.0,
-        "tokens": 12345.0,
-        "tokens_per_second": 12345.6,
-        "time/rollout": 0.5,
-        "time/train": 0.4,
-        "time/total": 1.0,
-        **{f"env/a_rather_long_name_of_a_number_that_an_environment_reports/{place}": 1.0 for place in range(60)},
-    }
+    def titles(self) -> list[str]:
+        return [panel[0].split("─")[1].strip() for panel in self.panels()]
 
 
 def is_whole(panel: list[str], columns: int) -> bool:
@@ -261,18 +149,52 @@ def is_whole(panel: list[str], columns: int) -> bool:
     )
 
 
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Terminal:
+    seen = Terminal()
+    monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((seen.screen.columns, seen.screen.lines)))
+    return seen
+
+
+@pytest.fixture
+def show(clock: Clock) -> Callable[..., None]:
+    """A step as a real run has it, of many numbers of which the panel shows some, and a second after it."""
+
+    def one(progress: Progress, loop: str, step: int, steps: int = 40) -> None:
+        numbers = {
+            "step": step,
+            "loss": 1 / (step + 1),
+            "grad_norm": 0.5,
+            "kl": 0.001,
+            "mismatch/kl": 1.48e-13,
+            "mismatch/ess": 0.99,
+            "reward": step / 10,
+            "length": 12.3,
+            "invalid": 0.0,
+            "tokens": 12345.0,
+            "tokens_per_second": 12345.6,
+            "time/rollout": 0.5,
+            "time/train": 0.4,
+            "time/total": 1.0,
+            **{f"env/a_rather_long_name_of_a_number_that_an_environment_reports/{at}": 1.0 for at in range(60)},
+        }
+        progress.show(loop, step, steps, numbers)
+        clock.now += 1
+
+    return one
+
+
 @pytest.mark.parametrize("columns", [80, 40, 200])
-def test_one_panel_with_what_says_most(capfd: pytest.CaptureFixture[str], clock: Clock, columns: int) -> None:
-    with opened(capfd, columns) as seen, Progress() as progress:
+def test_one_panel_with_what_says_most(seen: Terminal, show: Callable[..., None], columns: int) -> None:
+    seen.resize(columns)
+    with seen.progress() as progress:
         for step in range(11):
-            progress.show("train", step, 40, numbers(step))
-            clock.now += 2
+            show(progress, "train", step)
         (panel,) = seen.panels()
-        assert is_whole(panel, columns)
         assert seen.lines() == panel
     text = "\n".join(panel)
     assert panel[0].startswith("╭─ train 11/40 ─")
-    assert "0:20 · 0:58 left" in text  # 20 seconds for ten steps, 29 to go
+    assert "0:10 · 0:29 left" in text
     for expected in (
         "reward +1 ",
         "loss +0.09091 ",
@@ -291,115 +213,75 @@ def test_one_panel_with_what_says_most(capfd: pytest.CaptureFixture[str], clock:
     assert [line for line in sparklines if len(line) > 3][:2] == (["▁▂▂▃▄▅▅▆▇▇█", "█▄▃▂▂▂▁▁▁▁▁"]), sparklines
 
 
-def test_a_resized_terminal_has_one_panel_of_the_new_width(capfd: pytest.CaptureFixture[str], clock: Clock) -> None:
-    with opened(capfd, 80) as seen, Progress() as progress:
+def test_a_resized_terminal_has_one_panel_of_the_new_width(seen: Terminal, show: Callable[..., None]) -> None:
+    with seen.progress() as progress:
         for step, columns in enumerate([80, 80, 40, 40, 100, 60, 80]):
-            seen.resize(columns, 24)
-            progress.show("train", step, 40, numbers(step))
-            clock.now += 1
+            seen.resize(columns)
+            show(progress, "train", step)
             (panel,) = seen.panels()
-            assert is_whole(panel, columns), "\n".join(seen.lines())
             assert seen.lines() == panel
 
 
-def test_what_is_printed_goes_above(capfd: pytest.CaptureFixture[str], clock: Clock) -> None:
-    with opened(capfd, 80) as seen, Progress() as progress:
-        for step in range(5):
-            progress.show("train", step, 40, numbers(step))
-            clock.now += 1
-            if step == 2:
-                print("a line of the user's own")
-                print("an error", file=sys.stderr)
-        lines = seen.lines()
-        (panel,) = seen.panels()
-    assert lines == ["a line of the user's own", "an error", *panel]
-    assert panel[0].startswith("╭─ train 5/40 ─")
-    assert is_whole(panel, 80)
-
-
-def test_another_loop_has_a_panel_of_its_own(capfd: pytest.CaptureFixture[str], clock: Clock) -> None:
-    with opened(capfd, 80) as seen, Progress() as progress:
-        for step in range(3):
-            progress.show("warmup", step, 3, {"loss": 3.0 - step})
-            clock.now += 1
+def test_a_small_terminal_loses_lines_and_nothing_else(seen: Terminal, show: Callable[..., None]) -> None:
+    seen.resize(30, rows=6)
+    with seen.progress() as progress:
         for step in range(4):
-            progress.show("train", step, 9, numbers(step))
-            clock.now += 1
-        assert [panel[0].split("─")[1] for panel in seen.panels()] == [" warmup 3/3 ", " train 4/9 "]
-        assert all(is_whole(panel, 80) for panel in seen.panels())
+            show(progress, "train", step)
+        assert seen.lines()[0].startswith("╭─ train 4/40 ─")
 
 
-def test_a_loop_within_a_step_takes_the_panels_place_and_gives_it_back(
-    capfd: pytest.CaptureFixture[str], clock: Clock
+def test_what_is_printed_goes_above(seen: Terminal, show: Callable[..., None]) -> None:
+    with seen.progress() as progress:
+        show(progress, "train", 0)
+        print("a line of the user's own")
+        print("an error", file=sys.stderr)
+        show(progress, "train", 1)
+        (panel,) = seen.panels()
+    assert seen.lines() == ["a line of the user's own", "an error", *panel]
+
+
+def test_what_is_sent_to_a_file_stays_there(seen: Terminal, show: Callable[..., None]) -> None:
+    with redirect_stdout(seen), redirect_stderr(io.StringIO()) as file, Progress() as progress:
+        show(progress, "train", 0)
+        print("this is an error", file=sys.stderr)
+    assert file.getvalue() == "this is an error\n"
+    assert not any("this is an error" in line for line in seen.lines())
+
+
+def test_each_loop_has_a_panel_of_its_own_and_one_within_a_step_gives_its_place_back(
+    seen: Terminal, show: Callable[..., None]
 ) -> None:
-    titles = []
-    with opened(capfd, 80) as seen, Progress() as progress:
+    with seen.progress() as progress:
         for step in range(3):
-            progress.show("train", step, 9, numbers(step))
-            clock.now += 1
+            show(progress, "warmup", step, 3)
+        for step in range(2):
+            show(progress, "train", step)
             for inner in range(2):
-                progress.show("eval", inner, 2, {"reward": 0.5})
-                clock.now += 1
-                titles.append([panel[0].split("─")[1] for panel in seen.panels()])
-        progress.show("train", 3, 9, numbers(3))
-        titles.append([panel[0].split("─")[1] for panel in seen.panels()])
-    assert titles == [[" eval 1/2 "], [" eval 2/2 "]] * 3 + [[" train 4/9 "]]
+                show(progress, "eval", inner, 2)
+                assert seen.titles() == ["warmup 3/3", f"eval {inner + 1}/2"]
+        show(progress, "train", 2)
+        assert seen.titles() == ["warmup 3/3", "train 3/40"]
 
 
-def test_the_panel_is_drawn_ten_times_a_second_at_most_and_at_the_end(
-    capfd: pytest.CaptureFixture[str], clock: Clock
-) -> None:
-    with opened(capfd, 80) as seen, Progress() as progress:
+def test_the_panel_is_drawn_ten_times_a_second_at_most_and_at_the_end(seen: Terminal, clock: Clock) -> None:
+    with seen.progress() as progress:
         for step in range(100):
             progress.show("train", step, 100, {"loss": 1.0})
             clock.now += 0.011
-        seen.settle()
-        drawn = re.findall(rb"train\x1b\[0m\x1b\[34m (\d+)/100", seen.received)
+    drawn = re.findall(r"train\x1b\[0m\x1b\[34m (\d+)/100", seen.getvalue())
     assert 10 <= len(drawn) <= 12
-    assert drawn[-1] == b"100"
+    assert drawn[-1] == "100"
 
 
-def test_a_small_terminal_loses_lines_and_nothing_else(capfd: pytest.CaptureFixture[str], clock: Clock) -> None:
-    with opened(capfd, 30, rows=6) as seen, Progress() as progress:
-        for step in range(4):
-            progress.show("train", step, 9, numbers(step))
-            clock.now += 1
-        assert seen.lines()[0].startswith("╭─ train 4/9 ─")
-        assert len(seen.lines()) <= 6
-
-
-@pytest.mark.parametrize(("variable", "value"), [("TERM", "dumb"), ("TERM", "unknown")])
-def test_a_terminal_that_cannot_move_its_cursor_has_plain_lines(
-    capfd: pytest.CaptureFixture[str], clock: Clock, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
-) -> None:
-    monkeypatch.setenv(variable, value)
-    with opened(capfd, 80) as seen, Progress() as progress:
+@pytest.mark.parametrize("cannot", ["move its cursor", "write unicode"])
+def test_a_terminal_that_cannot_has_plain_lines(seen: Terminal, monkeypatch: pytest.MonkeyPatch, cannot: str) -> None:
+    if cannot == "write unicode":
+        monkeypatch.setattr(seen, "encoding", "ascii")
+    else:
+        monkeypatch.setenv("TERM", "dumb")
+    with seen.progress() as progress:
         progress.show("train", 0, 9, {"reward": 0.25})
-        assert seen.lines() == ["train 1/9 | reward 0.25 | ? left"]
-
-
-def test_so_has_one_that_knows_no_unicode(capfd: pytest.CaptureFixture[str], clock: Clock) -> None:
-    with opened(capfd, 80) as seen:
-        sys.stdout.reconfigure(encoding="ascii")  # type: ignore[union-attr]
-        with Progress() as progress:
-            progress.show("train", 0, 9, {"reward": 0.25})
-        assert seen.lines() == ["train 1/9 | reward 0.25 | ? left"]
-
-
-def test_what_was_sent_to_a_file_stays_there(
-    capfd: pytest.CaptureFixture[str], clock: Clock, tmp_path: os.PathLike[str]
-) -> None:
-    path = os.path.join(tmp_path, "errors")  # noqa: PTH118
-    with opened(capfd, 80) as seen, open(path, "w", encoding="utf-8") as file:  # noqa: PTH123
-        before, sys.stderr = sys.stderr, file
-        with Progress() as progress:
-            progress.show("train", 0, 9, numbers(0))
-            print("this is an error", file=sys.stderr)
-            progress.show("train", 8, 9, numbers(8))
-        sys.stderr = before
-        assert not any("this is an error" in line for line in seen.lines())
-    with open(path, encoding="utf-8") as file:  # noqa: PTH123
-        assert file.read() == "this is an error\n"
+    assert seen.lines() == ["train 1/9 | reward 0.25 | ? left"]
 
 
 PROGRAM = """
@@ -414,18 +296,24 @@ with Progress() as progress:
 
 
 def test_a_warning_goes_above_and_an_error_leaves_the_terminal_as_it_was() -> None:
-    seen = Terminal(80, 24)
-    before = termios.tcgetattr(seen.slave)
-    streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), seen.slave)
-    done = subprocess.run([sys.executable, "-c", PROGRAM], **streams, check=False, timeout=120)
-    lines = seen.lines()
-    assert done.returncode == 1
-    assert termios.tcgetattr(seen.slave) == before
+    """On a real pseudo-terminal."""
+    seen, (ours, theirs) = Terminal(), pty.openpty()
+    termios.tcsetwinsize(ours, (24, 80))
+    before = termios.tcgetattr(ours)
+    done = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    with open(ours, encoding="utf-8", newline="", closefd=False) as file:
+        try:
+            for line in file:
+                seen.write(line)
+        except OSError:  # the program has ended
+            pass
+    assert done.wait(60) == 1
+    assert termios.tcgetattr(ours) == before
+    os.close(ours)
     assert not seen.screen.cursor.hidden
-    (panel,) = seen.panels()
-    assert is_whole(panel, 80)
+    lines, (panel,) = seen.lines(), seen.panels()
     top, below = lines.index(panel[0]), lines.index(panel[-1])
     assert "UserWarning: something is odd" in "\n".join(lines[:top])
     assert lines[below + 1] == "Traceback (most recent call last):"
     assert lines[-1] == "RuntimeError: it ends here"
-    seen.close()

@@ -24,7 +24,7 @@ from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 from nrl.errors import CheckpointError, ConfigError, LostActor
 from nrl.reduce import Max, Mean, Metrics, Sum
-from nrl.runs import Run, folder, run
+from nrl.runs import Run, config_file, run
 from nrl.runs.reporting import report
 from nrl.runtime import done
 from nrl.runtime.trace import timeline
@@ -587,13 +587,13 @@ def test_a_folder_is_not_searched_through(tmp_path: Path) -> None:
 def test_another_configuration_is_told_by_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = {f"option{i}": "x" * 40 for i in range(40)} | {"deep": {"er": 1, "same": 2}}
     texts = [nrl.config.dump(Engine(each)) for each in (engine, engine | {"deep": {"er": "y" * 500, "same": 2}})]
-    folder.settle(tmp_path, texts[0])
-    folder.settle(tmp_path, texts[1])
+    config_file.settle(tmp_path, texts[0])
+    config_file.settle(tmp_path, texts[1])
     said = capsys.readouterr().out
     assert said == f"run: going on with another configuration: engine.deep.er: 1 -> {'y' * 80}...\n"
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match=r"with another engine.deep.er \(engine.deep.er: y+... -> 1\), so"):
-        folder.settle(tmp_path, texts[0])
+        config_file.settle(tmp_path, texts[0])
 
 
 @attrs.frozen

@@ -14,7 +14,7 @@ import pytest
 
 import nrl
 from nrl.errors import ConfigError, DataError, LostActor, ModelError
-from nrl.runs.launching import told
+from nrl.runs.exits import told
 
 
 @attrs.frozen
@@ -67,7 +67,7 @@ def test_a_mistake_is_told_in_a_few_lines(
     said = capsys.readouterr()
     *first, place = said.err.splitlines()
     assert (said.out, first) == ("", [f"it.py: {lines[0]}", *lines[1:]])
-    assert f"{Path('tests', 'test_launching.py')}, line " in place
+    assert f"{Path('tests', 'runs', 'test_exits.py')}, line " in place
     assert place.endswith("in program; NRL_TRACEBACK=1 shows the traceback")
 
 
@@ -124,7 +124,7 @@ def test_a_program_is_called_with_its_configuration(
 @pytest.mark.parametrize(("variables", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
 def test_it_is_in_colour_on_a_terminal(variables: dict[str, str], coloured: bool) -> None:
     above, below = pty.openpty()
-    program = "from nrl.runs.launching import told; import nrl.errors\n"
+    program = "from nrl.runs.exits import told; import nrl.errors\n"
     program += "def f(): raise nrl.errors.DataError('no')\ntold(f, 'it')"
     environment = {**os.environ, "TERM": "xterm", **variables}
     with subprocess.Popen([sys.executable, "-c", program], stderr=below, env=environment) as child:

@@ -1,4 +1,12 @@
-"""How a program ends: by a user's mistake in a few lines that say what to do, by a bug with its traceback."""
+"""Why a program stopped, and what its exit status says of that.
+
+- 0: it has done its steps.
+- 1: a bug. Its traceback is shown.
+- 2: a mistake, which is an error of nrl's, or of the system's about a file. It is told here, in a few lines that say
+  what to do. A lost process of a mesh is one of these, unless `nrl.runs.retries` begins again.
+- 130: Ctrl-C.
+- 143: SIGTERM, which `nrl.runtime.preemption` catches; `Run.steps` and `Run.save` heed it.
+"""
 
 import os
 import sys
@@ -77,7 +85,7 @@ def told(program: Callable[[], int | None], name: str) -> int:
         elif not interrupted and (place := _place(error.__traceback__)):
             said.append(f"  at {place}; NRL_TRACEBACK=1 shows the traceback")
         sys.stdout.flush()
-        print(_coloured(name, redact("\n".join(said))), file=sys.stderr, flush=True)  # noqa: T201
+        print(_coloured(name, redact("\n".join(said))), file=sys.stderr, flush=True)
         return _INTERRUPTED if interrupted else _MISTAKE
 
 

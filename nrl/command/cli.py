@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from nrl import config
 from nrl.command import evaluation
 from nrl.errors import ConfigError
-from nrl.runs.launching import told
+from nrl.runs.exits import told
 from nrl.runs.reporting import report
 from nrl.runtime.executables import maintenance
 

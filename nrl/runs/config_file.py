@@ -1,0 +1,103 @@
+"""The ``config.yaml`` of a run's folder: what was asked for at the last start, and what may differ at the next one.
+
+The configuration of an earlier start is kept beside it, as ``config.1.yaml`` and so on.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nrl.errors import ConfigError
+
+__all__ = ["read", "replace", "settle"]
+
+_WIDEST = 80  # characters of a value in a message
+_MAY_CHANGE = frozenset({"out", "steps", "checkpoints", "sinks", "cluster", "optimizer"})
+
+
+def settle(out: Path, text: str) -> None:
+    """Write a configuration to ``config.yaml``, whole or not at all; what a resumed run asks for differently is said.
+
+    Args:
+        out: the folder.
+        text: the configuration, in which secrets are masked: another secret is no other configuration.
+
+    Raises:
+        ConfigError: the folder holds checkpoints of another configuration, or of nobody knows which.
+
+    >>> import tempfile
+    >>> out = Path(tempfile.mkdtemp())
+    >>> for steps in (3, 4):
+    ...     settle(out, f"steps: {steps}")
+    run: going on with another configuration: steps: 3 -> 4
+    >>> sorted(path.name for path in out.iterdir())
+    ['config.1.yaml', 'config.yaml']
+    """
+    path = out / "config.yaml"
+    if path.exists() and (before := path.read_bytes()) != text.encode():
+        old, new, there = read(path), yaml.safe_load(text), (out / "checkpoints").exists()
+        if old is None and there:
+            raise ConfigError(
+                f"run: {path} is empty or damaged, so nobody knows which configuration the checkpoints in out={out} "
+                "are of; give another folder. If they are of this one, remove that file"
+            )
+        was = new if old is None else old
+        changed = _differences(was, new)
+        refused = {key: said for key, said in changed.items() if key.partition(".")[0] not in _MAY_CHANGE}
+        if refused and there:
+            raise ConfigError(
+                f"run: out={out} holds a run with another {', '.join(refused)} ("
+                + "; ".join(refused.values())
+                + f"), so its state and its streams would not fit; give another folder. If you mean it, remove {path}"
+            )
+        number = next(i for i in range(1, 10**6) if not path.with_suffix(f".{i}.yaml").exists())
+        aside = path.with_suffix(f".{number}.yaml")
+        aside.write_bytes(before)
+        if old is None:
+            print(f"run: {path} is empty or damaged; it is {aside.name} now", flush=True)
+        else:
+            print(f"run: going on with another configuration: {'; '.join(changed.values())}", flush=True)
+    replace(path, text)
+
+
+def _differences(was: dict[str, Any], new: dict[str, Any], above: str = "") -> dict[str, str]:
+    """By dotted key, what was there and what is, cut short."""
+    found: dict[str, str] = {}
+    for key in was | new:
+        old, now = was.get(key), new.get(key)
+        if isinstance(old, dict) and isinstance(now, dict):
+            found |= _differences(old, now, f"{above}{key}.")
+        elif old != now:
+            found[f"{above}{key}"] = f"{above}{key}: {_short(old)} -> {_short(now)}"
+    return found
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """What a ``config.yaml`` holds; None: it is empty, damaged, or something else.
+
+    >>> read(Path("there/is/none/config.yaml"))
+    """
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file, all of it or nothing.
+
+    >>> import tempfile
+    >>> replace(path := Path(tempfile.mkdtemp()) / "config.yaml", "steps: 3")
+    >>> path.read_text()
+    'steps: 3'
+    """
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,141 @@
+"""What a run knows of its loops, and their files: a line for each step, cut back to where the loop goes on from."""
+
+import math
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from nrl.log import JsonLines
+
+__all__ = ["Given", "Loop", "LoopFiles", "Step"]
+
+
+@attrs.define(eq=False)
+class Step:
+    """The step that is running.
+
+    >>> Step().saved
+    False
+    """
+
+    asked: float = 0.0  # when its batch was asked for
+    pulled: float = 0.0  # when it came
+    published: float = 0.0  # seconds that publishing had taken before
+    numbers: dict[str, float] = attrs.field(factory=dict)  # once it is logged
+    saved: bool = False
+
+
+@attrs.define(eq=False)
+class Given:
+    """What the program gave to `Run.save` at the end of a step.
+
+    >>> Given(3, {"total": 10}, {"loss": 0.5}).step
+    3
+    """
+
+    step: int
+    named: Mapping[str, Any]
+    numbers: Mapping[str, float]  # that it had logged
+    folder: Path | None = None  # of the checkpoint, if one was due
+
+
+@attrs.define(eq=False)
+class Loop:
+    """What a run knows of a loop.
+
+    >>> Loop("warmup", Path("runs/a/checkpoints/warmup")).begins is None
+    True
+    """
+
+    name: str
+    checkpoints: Path
+    begins: int | None = None  # the step at which it goes on; None: it was not restored, or has gone on since
+    names: frozenset[str] | None = None  # of what it restores and saves
+    best: float = -math.inf  # the score of its best checkpoint
+    # Each time it runs:
+    steps: int = 0
+    file: str = ""  # without its suffix: a loop within a loop other than the main one bears that one's name too
+    checked: bool = False  # what it saves
+    step: Step = attrs.field(factory=Step)
+    given: Given | None = None  # at the end of the step before, until there is a batch: the next step may consume it
+
+
+class LoopFiles:
+    """The JSONL files in a run's folder.
+
+    A loop that has checkpoints has ``<name>.jsonl`` and what else begins with its name; all others are of the main
+    loop, ``train``, whose metrics are in ``metrics.jsonl``.
+
+    Args:
+        out: the folder.
+        stack: closes the files.
+
+    >>> import tempfile
+    >>> with ExitStack() as stack:
+    ...     files = LoopFiles(Path(tempfile.mkdtemp()), stack)
+    ...     files.write("metrics", {"step": 0})
+    ...     files.sizes("train"), files.sizes("warmup")
+    ({'metrics.jsonl': 12}, {})
+    """
+
+    def __init__(self, out: Path, stack: ExitStack) -> None:
+        self._out, self._stack = out, stack
+        self._open: dict[str, JsonLines] = {}
+
+    def write(self, name: str, record: Mapping[str, Any]) -> None:
+        """Write a line.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        path = self._path(name)
+        try:
+            if name not in self._open:
+                self._open[name] = self._stack.enter_context(JsonLines(path))
+            self._open[name].write(record)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"run.log: {path} could not be written ({error.strerror}); make room, and start the same command again",
+            ) from error
+
+    def left_over(self, name: str) -> bool:
+        """Whether a file holds lines, none of them of this process."""
+        path = self._path(name)
+        return name not in self._open and path.exists() and path.stat().st_size > 0
+
+    def sizes(self, loop: str) -> dict[str, int]:
+        """The bytes of each file of a loop, all on the disk: no checkpoint outlives its lines where power fails."""
+        return {path.name: _synced_size(path) for path in self._of(loop)}
+
+    def cut(self, loop: str, sizes: Mapping[str, int]) -> None:
+        """Cut the files of a loop back to sizes that they had; what is shorter than it was is said."""
+        for path in self._of(loop):
+            if path.stem not in self._open and path.stat().st_size > sizes.get(path.name, 0):
+                os.truncate(path, sizes.get(path.name, 0))
+        for name, size in sizes.items():
+            path = self._out / name
+            if not path.exists() or path.stat().st_size < size:
+                print(f"{loop}: {name} is shorter than at the checkpoint; lines that were in it are lost", flush=True)
+
+    def _path(self, name: str) -> Path:
+        return self._out / f"{name}.jsonl"
+
+    def _of(self, loop: str) -> list[Path]:
+        """The files of a loop and of those within it, which begin with its name."""
+        loops = {loop, *(path.name for path in self._out.glob("checkpoints/*"))} - {"train"}
+
+        def owner(path: Path) -> str:
+            return next((name for name in loops if path.name.startswith(f"{name}.")), "train")
+
+        return [path for path in sorted(self._out.glob("*.jsonl")) if owner(path) == loop]
+
+
+def _synced_size(path: Path) -> int:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
