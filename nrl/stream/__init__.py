@@ -5,8 +5,8 @@ of how the stream is pulled alone. Its ``state()`` is the cursor after what was 
 ``restore`` continues from there.
 """
 
+from nrl.stream.cursors import Source, Stream, counting, whole
 from nrl.stream.prefetch import ahead
-from nrl.stream.sources import Source, Stream, counting, whole
 from nrl.stream.transforms import Versioned, batched, drop_uniform, filtered, fresh
 
 __all__ = [

@@ -11,7 +11,7 @@ from nrl.errors import DataError
 from nrl.runtime.mesh.futures import done
 from nrl.runtime.preemption import patience
 from nrl.runtime.threads import Daemons
-from nrl.stream.sources import Source, Stream
+from nrl.stream.cursors import Source, Stream
 
 __all__ = ["ahead"]
 

@@ -9,7 +9,7 @@ from nrl.algos._rows import check_finite, valid_rows
 from nrl.algos.protocol import name_of
 from nrl.batch import Batch, assign, concatenate, require
 from nrl.errors import DataError
-from nrl.stream.sources import Source, Stream, derived
+from nrl.stream.cursors import Source, Stream, derived
 
 __all__ = ["Versioned", "batched", "drop_uniform", "filtered", "fresh"]
 
