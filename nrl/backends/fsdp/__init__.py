@@ -57,10 +57,10 @@ def trainer(
     """
     from nrl.backends.training.trainer import make_trainer
     from nrl.batch import microbatches
-    from nrl.batch.prefixes import together
+    from nrl.batch.prefixes import microbatches_by_prefix
     from nrl.runtime import as_mesh
 
-    name, parts_of = f"fsdp.trainer {next(_NUMBERS)}", together if packed else microbatches
+    name, parts_of = f"fsdp.trainer {next(_NUMBERS)}", microbatches_by_prefix if packed else microbatches
     make_engine = partial(_make_engine, model, optimizer, packed, checkpointing, compile, device)
     return make_trainer(
         as_mesh(place, "base", "trainer"),

@@ -22,7 +22,7 @@ from nrl.backends.training import in_process, shared_folders
 from nrl.backends.training.law import check_law
 from nrl.backends.training.terms import LOGPROBS, global_weights
 from nrl.batch import Batch, assign, deal, microbatches, restore
-from nrl.batch.grouping import remembered
+from nrl.batch.values import remembered
 from nrl.errors import CheckpointError, ColumnError, MissingColumn, MissingOutput, ModelError, NotFinite
 from nrl.files import Written, check_sizes, flush, write
 from nrl.reduce import Mean, Metrics, Sum
