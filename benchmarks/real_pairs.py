@@ -87,7 +87,7 @@ def pretrained(texts: str, folder: Path, steps: int) -> Path:
     with nrl.cluster("local") as cluster:
         trainer = fsdp.trainer(cluster.reserve(1), model, adamw(lr=2e-3))
         step, state = trainer.train_step(sft_loss), trainer.init()
-        tasks = data.tasks(texts, chat=False, adapter="gsm8k", collate=data.supervised)
+        tasks = data.tasks(texts, chat=False, format="gsm8k", collate=data.supervised)
         stream = nrl.batched(tasks, 32, collate=partial(data.supervised, tokenizer=tokenizer))
         for i in range(steps):
             state, metrics = step(state, stream.take(1)[0])

@@ -32,7 +32,7 @@ class Config:
     teacher: str | None = None  # a folder or a hub name, with the student's tokenizer; none: a larger tiny model
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
     data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
-    adapter: str | None = None  # from the rows of a well-known dataset
+    format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 150
     seed: int = 0
@@ -60,7 +60,7 @@ def main(cfg: Config) -> None:
     if cfg.model and not cfg.teacher:
         raise ConfigError(f"distill: model={cfg.model} needs teacher=, a larger model with its tokenizer")
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
+        tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
         given = {"dtype": cfg.dtype, "trust_remote_code": cfg.trust_remote_code}

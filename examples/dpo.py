@@ -22,7 +22,7 @@ class Config:
     lora: str | Mapping[str, Any] | None = None  # arguments of peft.LoraConfig, or a folder in its format
     data: str = "arithmetic"  # rows with "prompt", "chosen" and "rejected"
     held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/* is over
-    adapter: str | None = None  # from the rows of a well-known dataset
+    format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 100
     seed: int = 0
@@ -54,7 +54,7 @@ def main(cfg: Config) -> None:
             return nrl.assign(batch, ref_logprobs=trainer.logprobs(reference, batch))
 
         collate = partial(data.preferences, tokenizer=tokenizer)
-        tasks = partial(data.tasks, adapter=cfg.adapter, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
+        tasks = partial(data.tasks, format=cfg.format, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
         tasks = partial(tasks, collate=data.preferences)
         stream = nrl.batched(tasks(cfg.data, seed=cfg.seed), cfg.pairs, collate=collate)
         held_out = tasks(cfg.held_out, seed=cfg.seed + 1).take(cfg.evaluate_pairs) if cfg.held_out else None

@@ -24,7 +24,7 @@ class Config:
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
     lora: str | Mapping[str, Any] | None = None  # arguments of peft.LoraConfig, or a folder in its format
     data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
-    adapter: str | None = None  # from the rows of a well-known dataset
+    format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     verifier: Literal["number", "number_or_wrong", "exact"] = "number"  # _or_wrong: where the right answer is no number
     held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/reward is over
@@ -59,7 +59,7 @@ class Config:
 
 def warm_up(cfg: Config, run: Run, trainer: Trainer, tokenizer: Any) -> TrainState:
     """Supervised steps, so that the main loop has a reward to start from."""
-    tasks = data.tasks(cfg.data, seed=cfg.seed + 1, adapter=cfg.adapter, chat=cfg.chat)
+    tasks = data.tasks(cfg.data, seed=cfg.seed + 1, format=cfg.format, chat=cfg.chat)
     stream = nrl.batched(tasks, cfg.warmup_rows, collate=lambda rows: data.supervised(rows, tokenizer))
     return nrl.fit(run, "warmup", trainer, sft_loss, stream, cfg.warmup)
 
@@ -68,7 +68,7 @@ def evaluate(cfg: Config, sampler: Sampler, i: int) -> nrl.reduce.Metrics:
     """The mean reward of the most probable answers to another draw of prompts, now and then and after the last step."""
     if cfg.held_out is None or ((i + 1) % cfg.evaluate_every and i + 1 != cfg.steps):
         return {}
-    tasks = data.tasks(cfg.held_out, seed=cfg.seed + 2, adapter=cfg.adapter, chat=cfg.chat)
+    tasks = data.tasks(cfg.held_out, seed=cfg.seed + 2, format=cfg.format, chat=cfg.chat)
     some, greedy = data.epoch(tasks, cfg.evaluate_prompts), attrs.evolve(cfg.sampling, temperature=0.0)
     return nrl.measure(nrl.grade(sampler, VERIFIERS[cfg.verifier], some, sampling=greedy))
 
@@ -76,7 +76,7 @@ def evaluate(cfg: Config, sampler: Sampler, i: int) -> nrl.reduce.Metrics:
 def main(cfg: Config) -> None:
     """The whole of GRPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
+        tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, lora=cfg.lora, trust_remote_code=cfg.trust_remote_code)

@@ -20,7 +20,7 @@ class Config:
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
     data: str = "arithmetic"  # rows with "prompt", "response" and "label", or pairs, whose sides become two rows
     held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/* is over
-    adapter: str | None = None  # from the rows of a well-known dataset
+    format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 100
     seed: int = 0
@@ -58,7 +58,7 @@ def main(cfg: Config) -> None:
             return nrl.assign(batch, ref_logprobs=trainer.logprobs(reference, batch), reference_point=point)
 
         collate = partial(data.labelled, tokenizer=tokenizer)
-        tasks = partial(data.tasks, adapter=cfg.adapter, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
+        tasks = partial(data.tasks, format=cfg.format, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
         tasks = partial(tasks, collate=data.labelled)
         stream = nrl.batched(tasks(cfg.data, seed=cfg.seed), cfg.rows, collate=collate)
         held_out = tasks(cfg.held_out, seed=cfg.seed + 1).take(cfg.evaluate_rows) if cfg.held_out else None

@@ -29,7 +29,7 @@ class Config:
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
     critic: str | None = None  # a folder or a hub name, such as a reward model's; none: the policy's, with another head
     data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
-    adapter: str | None = None  # from the rows of a well-known dataset
+    format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 150
     seed: int = 0
@@ -59,7 +59,7 @@ class Config:
 def main(cfg: Config) -> None:
     """The whole of PPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
+        tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)

@@ -23,7 +23,7 @@ class Config:
     reward: str | None = None  # a folder or a hub name of a reward model; none: one that is trained here, on sums
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
     data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages")
-    adapter: str | None = None  # from the rows of a well-known dataset
+    format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 100
     seed: int = 0
@@ -52,7 +52,7 @@ def main(cfg: Config) -> None:
     if cfg.model and not cfg.reward:
         raise ConfigError(f"rlhf: model={cfg.model} needs reward=, what examples/reward_model.py has exported")
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        tasks = data.tasks(cfg.data, seed=cfg.seed, adapter=cfg.adapter, chat=cfg.chat)
+        tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
         slots = cluster.reserve(cfg.dp + cfg.samplers)
         mesh = slots[: cfg.dp].mesh(name="trainer")
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)

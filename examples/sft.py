@@ -21,7 +21,7 @@ class Config:
     lora: str | Mapping[str, Any] | None = None  # arguments of peft.LoraConfig, or a folder in its format
     data: str = "arithmetic"  # rows with a prompt and a "response", or with "messages" that end with the assistant's
     held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/loss is over
-    adapter: str | None = None  # from the rows of a well-known dataset
+    format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 200
     seed: int = 0
@@ -50,7 +50,7 @@ def main(cfg: Config) -> None:
         step = trainer.train_step(sft_loss)
 
         collate = partial(data.supervised, tokenizer=tokenizer)
-        tasks = partial(data.tasks, adapter=cfg.adapter, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
+        tasks = partial(data.tasks, format=cfg.format, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
         tasks = partial(tasks, collate=data.supervised)
         stream = nrl.batched(tasks(cfg.data, seed=cfg.seed), cfg.rows, collate=collate)
         held_out = collate(tasks(cfg.held_out, seed=cfg.seed + 1).take(cfg.evaluate_rows)) if cfg.held_out else None

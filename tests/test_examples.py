@@ -268,7 +268,7 @@ def test_sft_on_gsm8k_begins_at_a_uniform_guess_and_learns(real_model: Path, tmp
     held_out = tmp_path / "test.jsonl"
     held_out.write_text("".join(rows[-8:]))
     cfg = sft.Config(
-        model=str(real_model), data=str(data), held_out=str(held_out), adapter="gsm8k", steps=30, rows=8,
+        model=str(real_model), data=str(data), held_out=str(held_out), format="gsm8k", steps=30, rows=8,
         evaluate_rows=8, evaluate_every=29, max_length=512, optimizer=adamw(lr=3e-3), out=str(tmp_path / "run"),
     )  # fmt: skip
     sft.main(cfg)

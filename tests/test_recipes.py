@@ -17,14 +17,14 @@ from tests.test_examples import load
 
 RECIPES = sorted((Path(__file__).parent.parent / "examples" / "configs").glob("*.yaml"))
 SAMPLES = Path(__file__).parent / "data"
-OPENMATH = {"adapter": "openmathinstruct2", "warmup": 0, "aggregate": "token_mean", "evaluate_every": 10}
+OPENMATH = {"format": "openmathinstruct2", "warmup": 0, "aggregate": "token_mean", "evaluate_every": 10}
 MEANT: dict[str, dict[str, Any]] = {
-    "dpo_helpsteer3_llama3.2_1b": {"beta": 0.05, "pairs": 128, "adapter": "helpsteer3"},
+    "dpo_helpsteer3_llama3.2_1b": {"beta": 0.05, "pairs": 128, "format": "helpsteer3"},
     "grpo_openmath_llama3.1_8b": OPENMATH
     | {"prompts": 64, "group_size": 32, "updates": 4}
     | {"cluster": "auto", "dp": 8, "samplers": 0, "sampler": "vllm", "checkpointing": True},
     "grpo_openmath_llama3.2_1b": OPENMATH | {"prompts": 32, "group_size": 16, "updates": 1},
-    "sft_squad_llama3.2_1b": {"rows": 32, "chat": False, "adapter": "squad"},
+    "sft_squad_llama3.2_1b": {"rows": 32, "chat": False, "format": "squad"},
 }
 TEMPLATES = {"Llama-3.1-8B-Instruct": "llama3_1", "Llama-3.2-1B-Instruct": "llama3_2", "Llama-3.2-1B": None}
 """Of the models that the recipes are for; a base model has none."""
@@ -50,7 +50,7 @@ def test_every_recipe_is_checked() -> None:
 def test_a_recipe_loads(recipe: Path) -> None:
     found = config.load(program(recipe).Config, [str(recipe)])
     assert {key: getattr(found, key) for key in MEANT[recipe.stem]} == MEANT[recipe.stem]
-    assert found.adapter in data.ADAPTERS
+    assert found.format in data.FORMATS
     assert found.model.removeprefix("meta-llama/") in TEMPLATES
     assert found.dtype == "bfloat16"
 

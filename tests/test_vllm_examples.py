@@ -37,7 +37,7 @@ def test_a_hundred_million_parameters_answer_questions(on_ray: Cluster, tmp_path
     cfg = grpo.Config(
         model=str(tmp_path / "model"),
         data=str(Path(__file__).parent / "data" / "gsm8k_sample.jsonl"),
-        adapter="gsm8k",
+        format="gsm8k",
         chat=False,
         out=str(tmp_path / "run"),
         cluster="ray",

@@ -115,7 +115,7 @@ def blocks(widths: Sequence[int], cost: int = _BLOCK_COST) -> list[tuple[int, in
     return cut[::-1]
 
 
-class _Piece(NamedTuple):
+class _Planned(NamedTuple):
     """A block while it is planned: of which row of the batch each of its rows is, from which token up to which."""
 
     block: Block
@@ -147,25 +147,25 @@ def pack(batch: TensorDict, *, ends: Tensor | None = None, share: bool | None = 
     rows = ids.reshape(-1, ids.shape[-1]).cpu().numpy()
     sizes = (lengths(batch) if ends is None else ends).flatten().cpu().numpy()
     stem, shared = np.arange(len(sizes)), sizes
-    pieces = _plan(sizes, stem, shared)
+    pieces = _planned(sizes, stem, shared)
     if share is not False:
         common = common_prefixes(rows, sizes)
         if bool((common[0] != stem).any()):
-            other = _plan(sizes, *common)
+            other = _planned(sizes, *common)
             if share or _cost(other) < _cost(pieces):
                 pieces, (stem, shared) = other, common
     return _lay(ids, rows, sizes, pieces, stem, shared)
 
 
-def _cost(pieces: Sequence[_Piece]) -> int:
+def _cost(pieces: Sequence[_Planned]) -> int:
     return sum(piece.block.rows * piece.block.width + _BLOCK_COST for piece in pieces)
 
 
-def _plan(sizes: np.ndarray, stem: np.ndarray, shared: np.ndarray) -> list[_Piece]:
+def _planned(sizes: np.ndarray, stem: np.ndarray, shared: np.ndarray) -> list[_Planned]:
     """Blocks for the first ``shared`` tokens of each row, in the row ``stem`` for all, and then for what follows."""
     pieces = []
     for block, members in _blocks(np.unique(stem[sizes > 0]), shared):
-        pieces.append(_Piece(block, members, np.zeros_like(members), shared[members]))
+        pieces.append(_Planned(block, members, np.zeros_like(members), shared[members]))
     rank = np.zeros_like(stem)
     for number in range(len(pieces)):
         stems = pieces[number].owner
@@ -173,7 +173,7 @@ def _plan(sizes: np.ndarray, stem: np.ndarray, shared: np.ndarray) -> list[_Piec
         tails = np.flatnonzero(np.isin(stem, stems) & (sizes > shared))
         for block, members in _blocks(tails, sizes - shared):
             after = After(number, torch.from_numpy(rank[stem[members]]), torch.from_numpy(shared[members]))
-            pieces.append(_Piece(block._replace(after=after), members, shared[members], sizes[members]))
+            pieces.append(_Planned(block._replace(after=after), members, shared[members], sizes[members]))
     return pieces
 
 
@@ -186,7 +186,7 @@ def _blocks(rows: np.ndarray, widths: np.ndarray) -> list[tuple[Block, np.ndarra
 
 
 def _lay(
-    ids: Tensor, rows: np.ndarray, sizes: np.ndarray, pieces: Sequence[_Piece], stem: np.ndarray, shared: np.ndarray
+    ids: Tensor, rows: np.ndarray, sizes: np.ndarray, pieces: Sequence[_Planned], stem: np.ndarray, shared: np.ndarray
 ) -> Packed:
     width, end = rows.shape[1], 0
     none = np.zeros(0, dtype=np.int64)

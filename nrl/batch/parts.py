@@ -1,5 +1,6 @@
 """Splitting batches into parts, and putting parts together."""
 
+import heapq
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -8,11 +9,21 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.batch.columns import COLUMNS
-from nrl.batch.grouping import dealt, plan, remembered
-from nrl.batch.values import Batch, lengths, require
+from nrl.batch.values import Batch, lengths, remembered, require
 from nrl.errors import BatchError
 
-__all__ = ["Parts", "concatenate", "deal", "microbatches", "minibatches", "pad", "restore", "shard"]
+__all__ = [
+    "Parts",
+    "concatenate",
+    "deal",
+    "microbatches",
+    "minibatches",
+    "pad",
+    "restore",
+    "rows_of_microbatches",
+    "rows_of_shards",
+    "shard",
+]
 
 
 class Parts(list[Batch]):
@@ -131,10 +142,32 @@ def deal(batch: TensorDict, n: int) -> list[Tensor]:
     def rows() -> list[Tensor]:
         each = lengths(batch)
         tokens = each.flatten(1).sum(1) if each.ndim > 1 else each
-        return [torch.tensor(part, dtype=torch.int64) for part in dealt(tokens.tolist(), n)]
+        return [torch.tensor(part, dtype=torch.int64) for part in rows_of_shards(tokens.tolist(), n)]
 
     tells = batch["attention_mask" if "attention_mask" in batch.keys() else "input_ids"]  # all that lengths look at
     return list(remembered(tells, ("deal", n), rows))
+
+
+def rows_of_shards(tokens: Sequence[int], n: int) -> list[list[int]]:
+    """Deal rows to ``n`` parts: longest first, each to the part with the fewest tokens, then rows, then the first.
+
+    Args:
+        tokens: of each row.
+        n: at least 1.
+
+    Returns:
+        The rows of each part, in their order.
+
+    >>> rows_of_shards([1, 3, 1, 2], 2)
+    [[1, 2], [0, 3]]
+    """
+    rows: list[list[int]] = [[] for _ in range(n)]
+    parts = [(0, 0, part) for part in range(n)]  # a heap: tokens, rows, which
+    for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):
+        load, count, part = parts[0]
+        rows[part].append(row)
+        heapq.heapreplace(parts, (load + tokens[row], count + 1, part))
+    return [sorted(part) for part in rows]
 
 
 def _check_rows(who: str, batch: TensorDict) -> None:
@@ -159,7 +192,39 @@ def microbatches(batch: TensorDict, *, max_tokens: int) -> Parts:
     _check_rows("microbatches", batch)
     each = lengths(batch).flatten(1) if batch.ndim > 1 else lengths(batch).unsqueeze(1)
     widths = (each.amax(1).clamp(min=1) * each.shape[1]).tolist() if len(each) else []
-    return Parts(batch, [torch.tensor(rows) for rows in plan(widths, max_tokens)], trim=True)
+    return Parts(batch, [torch.tensor(rows) for rows in rows_of_microbatches(widths, max_tokens)], trim=True)
+
+
+def rows_of_microbatches(widths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Choose the rows of each micro-batch: at most ``max_tokens`` tokens, padding counted, and rows of like width.
+
+    Args:
+        widths: what each row takes, in tokens.
+        max_tokens: bound on rows times the widest of them.
+
+    Returns:
+        Row numbers of each rectangle, widest first, so that the one that needs the most memory comes first.
+
+    Raises:
+        BatchError: a row alone is wider than ``max_tokens``.
+
+    >>> rows_of_microbatches([3, 1, 2, 1], max_tokens=4)
+    [[0], [2, 1], [3]]
+    """
+    order = sorted(range(len(widths)), key=lambda row: (-widths[row], row))
+    if order and widths[order[0]] > max_tokens:
+        raise BatchError(
+            f"microbatches: row {order[0]} has {widths[order[0]]} tokens, more than max_tokens={max_tokens}; "
+            "raise max_tokens, or leave out rows that long"
+        )
+    groups: list[list[int]] = []
+    widest = 0
+    for row in order:
+        if not groups or (len(groups[-1]) + 1) * widest > max_tokens:
+            groups.append([])
+            widest = max(1, widths[row])
+        groups[-1].append(row)
+    return groups
 
 
 def minibatches(batch: TensorDict, n: int, seed: int) -> list[Batch]:

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from nrl.batch import Parts, lengths, microbatches
 
-__all__ = ["common_prefixes", "together"]
+__all__ = ["common_prefixes", "microbatches_by_prefix"]
 
 _PART_COST = 500
 """What one more micro-batch costs, in tokens."""
@@ -71,7 +71,7 @@ def _in_common(ids: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return common
 
 
-def together(batch: TensorDict, *, max_tokens: int) -> Parts:
+def microbatches_by_prefix(batch: TensorDict, *, max_tokens: int) -> Parts:
     """Split a batch as `nrl.microbatches` does, but with rows that begin alike in one part where that saves tokens.
 
     Rows of like length go together in `nrl.microbatches`, which spreads the answers to a prompt over all parts. Where
@@ -88,7 +88,7 @@ def together(batch: TensorDict, *, max_tokens: int) -> Parts:
     >>> ids = torch.arange(4)[:, None] // 2 * torch.ones(1, 600, dtype=torch.int64)
     >>> mask = torch.arange(600) < torch.tensor([[599], [600], [600], [599]])
     >>> batch = TensorDict({"input_ids": ids, "attention_mask": mask}, batch_size=[4])
-    >>> [rows.tolist() for rows in together(batch, max_tokens=1200).rows]
+    >>> [rows.tolist() for rows in microbatches_by_prefix(batch, max_tokens=1200).rows]
     [[1, 0], [2, 3]]
     """
     parts = microbatches(batch, max_tokens=max_tokens)

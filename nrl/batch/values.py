@@ -6,18 +6,21 @@ is not in it is carried along, and counts as per-token if its shape is ``[*B, T,
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nrl.batch.columns import COLUMNS
 from nrl.errors import ColumnError, MissingColumn, MutatedBatch
 
-__all__ = ["Batch", "assign", "lengths", "require", "unchanged"]
+__all__ = ["Batch", "assign", "lengths", "remembered", "require", "unchanged"]
+
+_ANSWERS: Any = WeakTensorKeyDictionary()  # of `remembered`
 
 Batch = TensorDict
 """An immutable batch; an alias of TensorDict, so that losses take any, locked or not.
@@ -174,3 +177,27 @@ def unchanged(batch: TensorDict, who: str) -> Iterator[None]:
 
 def _leaves(batch: TensorDict) -> dict[str, Tensor]:
     return {str(key): cast(Tensor, value) for key, value in batch.items(include_nested=True, leaves_only=True)}
+
+
+def remembered[T](tensor: Tensor, what: Hashable, find: Callable[[], T]) -> T:
+    """What ``find`` finds out about a tensor: once as long as nobody writes into it, whatever batches hold it.
+
+    Args:
+        tensor: all that ``find`` looks at.
+        what: names the question.
+        find: answers it; nobody may change the answer.
+
+    >>> mask = torch.ones(2, 3, dtype=torch.bool)
+    >>> remembered(mask, "tokens", lambda: int(mask.sum())), remembered(mask, "tokens", lambda: 0)
+    (6, 6)
+    """
+    if tensor.is_inference():  # its writes are not counted
+        return find()
+    written, answers = _ANSWERS.get(tensor, (-1, {}))
+    if written != tensor._version:
+        answers = {}
+        _ANSWERS[tensor] = tensor._version, answers
+    if what not in answers:
+        answers[what] = find()
+    answer: T = answers[what]
+    return answer

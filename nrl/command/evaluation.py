@@ -27,7 +27,7 @@ from nrl import checkpoint, data
 from nrl.backends import SAMPLERS, Model, Sampler, Sampling, load_tokenizer, openai
 from nrl.command import evaluation_folder
 from nrl.command.evaluation_folder import MARK, asked, digest, digest_of_files
-from nrl.data import ADAPTERS, Adapter
+from nrl.data import FORMATS, Format
 from nrl.envs import VERIFIERS, Task, Verifier
 from nrl.envs.contract import TIMEOUT
 from nrl.episodes.grades import Graded, grade, measure
@@ -91,7 +91,7 @@ class Evaluation:
     trust_remote_code: bool = False  # let Python files that lie with the model run
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     samplers: int = attrs.field(default=1, validator=_positive)  # processes that sample
-    adapter: str | None = None  # from the rows of a well-known dataset
+    format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     limit: int | None = attrs.field(default=None, validator=attrs.validators.optional(_positive))  # so many tasks
     shuffle: bool = False  # false: the tasks in the order of the file
@@ -231,20 +231,20 @@ def _verifier(name: str) -> Verifier:
 
 def _tasks(cfg: Evaluation, verifier: Verifier) -> list[Task]:
     """The tasks, once; those of a verifier that is known by name have an answer that it can work with."""
-    adapter: Any = cfg.adapter
-    if cfg.verifier in VERIFIERS and cfg.tasks != "arithmetic" and (adapter is None or adapter in ADAPTERS):
-        adapter = _answered(verifier, ADAPTERS.get(adapter, lambda row: row))
-    made = data.tasks(cfg.tasks, seed=cfg.seed, adapter=adapter, chat=cfg.chat, shuffle=cfg.shuffle)
+    format: Any = cfg.format
+    if cfg.verifier in VERIFIERS and cfg.tasks != "arithmetic" and (format is None or format in FORMATS):
+        format = _answered(verifier, FORMATS.get(format, lambda row: row))
+    made = data.tasks(cfg.tasks, seed=cfg.seed, format=format, chat=cfg.chat, shuffle=cfg.shuffle)
     if made.size is None and cfg.limit is None:
         raise ConfigError(f"eval: {cfg.tasks} has no end; say how many tasks, such as limit=256")
     return data.epoch(made, cfg.limit)
 
 
-def _answered(verifier: Verifier, adapter: Adapter) -> Adapter:
-    """The adapter, which also lets the verifier look at each answer: as an adapter, since errors then name the row."""
+def _answered(verifier: Verifier, format: Format) -> Format:
+    """The format, which also lets the verifier look at each answer: as a format, since errors then name the row."""
 
     def checked(row: Mapping[str, Any]) -> Any:
-        found = adapter(row)
+        found = format(row)
         for each in [found] if isinstance(found, Mapping) else found or ():
             try:
                 verifier(each, "")

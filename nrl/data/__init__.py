@@ -6,7 +6,7 @@ batches.
 """
 
 from nrl.data.collating import labelled, preferences, supervised
-from nrl.data.formats import ADAPTERS, Adapter, gsm8k, helpsteer3, openmathinstruct2, squad, turns, ultrafeedback
+from nrl.data.formats import FORMATS, Format, gsm8k, helpsteer3, openmathinstruct2, squad, turns, ultrafeedback
 from nrl.data.mixtures import mixture
 from nrl.data.prompts import PROMPT_KEYS, rows
 from nrl.data.readers import read_csv, read_jsonl, read_parquet
@@ -14,9 +14,9 @@ from nrl.data.rendering import render
 from nrl.data.task_streams import Tasks, epoch, tasks
 
 __all__ = [
-    "ADAPTERS",
+    "FORMATS",
     "PROMPT_KEYS",
-    "Adapter",
+    "Format",
     "Tasks",
     "epoch",
     "gsm8k",

@@ -62,8 +62,8 @@ def _lesson(row: Task, response: str, place: str) -> tuple[Prompt, str | Sequenc
     missing = [field for field in ("prompt", response) if field not in row]
     if missing:
         raise DataError(
-            f"{place} has no '{missing[0]}'; it has {fields(row)}. Rows of a well-known dataset need their adapter, "
-            "such as adapter='gsm8k'"
+            f"{place} has no '{missing[0]}'; it has {fields(row)}. Rows of a well-known dataset need their format, "
+            "such as format='gsm8k'"
         )
     return row["prompt"], _answer(row[response], f"{place}: '{response}'")
 
@@ -173,8 +173,8 @@ def sides(row: Task, place: str) -> tuple[Prompt, str | Sequence[Message], str |
     for field in ("chosen", "rejected"):
         if field not in row:
             raise DataError(
-                f"{place} has no '{field}'; it has {fields(row)}. Rows of a well-known dataset need their adapter, "
-                "such as adapter='helpsteer3'"
+                f"{place} has no '{field}'; it has {fields(row)}. Rows of a well-known dataset need their format, "
+                "such as format='helpsteer3'"
             )
     chosen, rejected = (_answer(row[field], f"{place}: '{field}'") for field in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):

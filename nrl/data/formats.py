@@ -1,6 +1,6 @@
-"""Adapters: from the rows of well-known datasets to rows with a prompt and what answers it.
+"""Formats: from the rows of well-known datasets to rows with a prompt and what answers it.
 
-An adapter is a function of one row that returns a row, several in a list, or None, where the row is of no use. What
+A format is a function of one row that returns a row, several in a list, or None, where the row is of no use. What
 it returns has ``prompt`` or ``messages``, and ``answer``, which verifiers read, ``response``, which `supervised`
 teaches, or ``chosen`` and ``rejected``.
 """
@@ -13,8 +13,8 @@ from nrl.envs.contract import Task
 from nrl.errors import DataError
 
 __all__ = [
-    "ADAPTERS",
-    "Adapter",
+    "FORMATS",
+    "Format",
     "gsm8k",
     "helpsteer3",
     "openmathinstruct2",
@@ -23,7 +23,7 @@ __all__ = [
     "ultrafeedback",
 ]
 
-type Adapter = Callable[[Task], Task | Sequence[Task] | None]
+type Format = Callable[[Task], Task | Sequence[Task] | None]
 """From one row to a row, several, or none."""
 
 
@@ -188,7 +188,7 @@ def turns(row: Task) -> list[Task]:
     return found
 
 
-ADAPTERS: Mapping[str, Adapter] = {
+FORMATS: Mapping[str, Format] = {
     "gsm8k": gsm8k,
     "helpsteer3": helpsteer3,
     "openmathinstruct2": openmathinstruct2,
@@ -196,17 +196,17 @@ ADAPTERS: Mapping[str, Adapter] = {
     "turns": turns,
     "ultrafeedback": ultrafeedback,
 }
-"""The adapters that a configuration can name.
+"""The formats that a configuration can name.
 
->>> ADAPTERS["gsm8k"] is gsm8k
+>>> FORMATS["gsm8k"] is gsm8k
 True
 """
 
 
-def _texts(adapter: str, row: Task, *names: str) -> list[str]:
+def _texts(format: str, row: Task, *names: str) -> list[str]:
     for name in names:
         if name not in row:
-            raise DataError(f"{adapter}: the row has no '{name}'; it has {fields(row)}")
+            raise DataError(f"{format}: the row has no '{name}'; it has {fields(row)}")
         if not isinstance(row[name], str):
-            raise DataError(f"{adapter}: '{name}' is {kind(row[name])}; give a text")
+            raise DataError(f"{format}: '{name}' is {kind(row[name])}; give a text")
     return [row[name] for name in names]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nrl.data.checks import shown
-from nrl.data.readers import Table, exists
+from nrl.data.tables import Table, exists
 from nrl.errors import DataError
 
 __all__ = ["load"]

@@ -11,7 +11,7 @@ import numpy as np
 from nrl.data.task_streams import Tasks, check_seed, tasks
 from nrl.envs.contract import Task
 from nrl.errors import DataError
-from nrl.stream import Stream
+from nrl.stream import Stream, counting, whole
 
 __all__ = ["mixture"]
 
@@ -66,37 +66,27 @@ def mixture(streams: Mapping[str, float | tuple[Stream[Task], float]], *, seed: 
     ends = [int(end / sum(weights) * _CIRCLE) for end in accumulate(weights)]
     ends[-1] = _CIRCLE
     offset = int.from_bytes(np.random.default_rng([seed, len(names)]).bytes(16), "little")
-    cursor = 0
+    draws = counting(name="mixture")
 
-    def given(draws: int) -> list[int]:
+    def given(count: int) -> list[int]:
         """How many of the first draws came from each stream."""
-        below = [_count_below(draws, end, offset) for end in ends]
+        below = [_count_below(count, end, offset) for end in ends]
         return [end - start for start, end in zip([0, *below], below, strict=False)]
 
     def take(n: int) -> list[Task]:
-        nonlocal cursor
-        if n < 0:
-            raise DataError(f"mixture: take({n}); the number of tasks cannot be negative")
-        which = [bisect_right(ends, (offset + k * _STEP) % _CIRCLE) for k in range(cursor, cursor + n)]
+        before = given(draws.state()["cursor"])
+        which = [bisect_right(ends, (offset + k * _STEP) % _CIRCLE) for k in draws.take(n)]
         drawn = []
-        for number, (part, before) in enumerate(zip(parts, given(cursor), strict=True)):
-            part.restore({"cursor": before})
+        for number, part in enumerate(parts):
+            part.restore({"cursor": before[number]})
             drawn.append(iter(part.take(which.count(number))))
-        cursor += n
         return [{**next(drawn[number]), "source": number} for number in which]
-
-    def restore(state: Mapping[str, Any]) -> None:
-        nonlocal cursor
-        found = state.get("cursor") if isinstance(state, Mapping) else None
-        if isinstance(found, bool) or not isinstance(found, int) or found < 0:
-            raise DataError(f"mixture: restore({state!r}); give what state() returned, such as {{'cursor': 0}}")
-        cursor = found
 
     dropped: dict[str, int] = {}
     for part in parts:
         for reason, count in getattr(part, "dropped", {}).items():
             dropped[reason] = dropped.get(reason, 0) + count
-    return Tasks(take, lambda: {"cursor": cursor}, restore, names, None, dropped)
+    return Tasks(*whole(draws._replace(take=take))[:3], names, None, dropped)
 
 
 def _weight(name: str, weight: Any) -> Fraction:

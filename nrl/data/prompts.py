@@ -1,4 +1,4 @@
-"""What a row's prompt is, and which rows an adapter makes of it."""
+"""What a row's prompt is, and which rows a format makes of it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import Any
 from nrl.algos import name_of
 from nrl.data.checks import check_messages, check_prompt, fields, kind, shown
 from nrl.data.collating import shared
-from nrl.data.formats import ADAPTERS, Adapter
-from nrl.data.readers import read
+from nrl.data.formats import FORMATS, Format
+from nrl.data.sources import read
 from nrl.envs.contract import Task
 from nrl.errors import DataError
 
-__all__ = ["PROMPT_KEYS", "adapted", "rows"]
+__all__ = ["PROMPT_KEYS", "rows", "tasks_of_row"]
 
 PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 """Where a row's prompt is looked for; the first that the row has is taken.
@@ -25,7 +25,7 @@ PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 def rows(
     source: str | Path | Sequence[Task],
     *,
-    adapter: str | Adapter | None = None,
+    format: str | Format | None = None,
     template: str | None = None,
     chat: bool = True,
 ) -> list[Task]:
@@ -39,8 +39,8 @@ def rows(
 
     Args:
         source: a file (JSON Lines, Parquet, CSV), a folder, a dataset of the Hugging Face hub such as
-            ``"openai/gsm8k/main:train"``, or mappings; see `nrl.data.readers.read`.
-        adapter: first makes of each row a row, several or none: a function, or its name in `ADAPTERS`.
+            ``"openai/gsm8k/main:train"``, or mappings; see `nrl.data.sources.read`.
+        format: first makes of each row a row, several or none: a function, or its name in `FORMATS`.
         template: makes the text of the prompt from the fields of the row instead, as `str.format` does:
             ``"Q: {question}\\nA:"``. A brace that stands for itself is doubled.
         chat: whether a text becomes a chat.
@@ -49,7 +49,7 @@ def rows(
         A new dict for each row: its fields and ``"prompt"``.
 
     Raises:
-        DataError: no rows, a row that the adapter refuses, without a prompt or with one that is none of the three, or a
+        DataError: no rows, a row that the format refuses, without a prompt or with one that is none of the three, or a
             template that does not fit; it names the row.
 
     >>> rows([{"question": "1+1=", "answer": "2"}])[0]["prompt"]
@@ -58,26 +58,26 @@ def rows(
     'Q: 1+1='
     """
     table = read(source)
-    made = adapted(adapter, template, chat)
+    made = tasks_of_row(format, template, chat)
     found = [task for index, row in enumerate(table.rows) for task in made(row, table.place(index))]
     if not found:
-        kept = " that the adapter keeps" if adapter else ""
+        kept = " that the format keeps" if format else ""
         raise DataError(f"tasks: {table.name} has no rows{kept}; give at least one")
     return found
 
 
-def adapted(adapter: str | Adapter | None, template: str | None, chat: bool) -> Callable[[Any, str], list[Task]]:
+def tasks_of_row(format: str | Format | None, template: str | None, chat: bool) -> Callable[[Any, str], list[Task]]:
     """The function that makes the tasks of a row, given where it stands; see `rows`.
 
     Raises:
-        DataError: there is no adapter of this name.
+        DataError: there is no format of this name.
 
-    >>> adapted(None, None, False)({"question": "1+1="}, "row 0")
+    >>> tasks_of_row(None, None, False)({"question": "1+1="}, "row 0")
     [{'question': '1+1=', 'prompt': '1+1='}]
     """
-    if isinstance(adapter, str) and adapter not in ADAPTERS:
-        raise DataError(f"tasks: there is no adapter '{adapter}'; there are {', '.join(ADAPTERS)}, or give a function")
-    function = ADAPTERS[adapter] if isinstance(adapter, str) else adapter
+    if isinstance(format, str) and format not in FORMATS:
+        raise DataError(f"tasks: there is no format '{format}'; there are {', '.join(FORMATS)}, or give a function")
+    function = FORMATS[format] if isinstance(format, str) else format
 
     def made(row: Any, place: str) -> list[Task]:
         if not isinstance(row, Mapping):
@@ -90,11 +90,11 @@ def adapted(adapter: str | Adapter | None, template: str | None, chat: bool) -> 
             raise DataError(f"tasks: {place}: {error}") from error
         except Exception as error:
             fault = shown(f"{type(error).__name__}: {error}")
-            raise DataError(f"tasks: {place}: the adapter {name_of(function)} raised {fault}") from error
+            raise DataError(f"tasks: {place}: the format {name_of(function)} raised {fault}") from error
         several = [found] if isinstance(found, Mapping) else [] if found is None else found
         if not isinstance(several, Sequence) or not all(isinstance(each, Mapping) for each in several):
             raise DataError(
-                f"tasks: {place}: the adapter {name_of(function)} returned {kind(found)}; return a mapping, a list of "
+                f"tasks: {place}: the format {name_of(function)} returned {kind(found)}; return a mapping, a list of "
                 "mappings, or None to leave the row out"
             )
         return [_task(each, place, template, chat) for each in several]

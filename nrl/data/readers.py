@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders and names of the Hugging Face hub, each as a table of rows.
+"""Files as rows: JSON Lines, CSV and Parquet.
 
 Every fault of a file is a `DataError` that names the file, the line or row, and what is wrong there.
 """
@@ -6,62 +6,32 @@ Every fault of a file is a `DataError` that names the file, the line or row, and
 import csv
 import io
 import json
-import os.path
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from nrl.data.checks import kind, shown
+from nrl.data.tables import Table
 from nrl.envs.contract import Task
 from nrl.errors import DataError
 
-__all__ = ["Table", "exists", "read", "read_csv", "read_jsonl", "read_parquet"]
+__all__ = ["read_csv", "read_file", "read_jsonl", "read_parquet"]
 
 
-class Table(NamedTuple):
-    """Rows, which may be made only when they are asked for, and where each of them stands.
-
-    Args:
-        name: of the source.
-        rows: by index from 0.
-        place: of the row of an index, as errors say it.
-
-    >>> Table("sums", [{"question": "1+1="}], "row {}".format).place(0)
-    'row 0'
-    """
-
-    name: str
-    rows: Sequence[Any]
-    place: Callable[[int], str]
-
-
-def read(source: str | Path | Sequence[Task]) -> Table:
-    """The table of a source: the ending of a file's name says how it is read.
-
-    Args:
-        source: a file (``.parquet``, ``.csv``, ``.tsv``, any other: JSON Lines); a folder that
-            ``datasets.save_to_disk`` wrote, or one of data files; the name of a dataset on the Hugging Face hub with
-            its split, ``"owner/name:split"`` or ``"owner/name/config:split"`` (a folder takes ``":split"`` too; a
-            split may be cut, ``"train[:100]"``); or mappings.
+def read_file(path: Path) -> Table:
+    """The table of a file, whose ending says how it is read: ``.parquet``, ``.csv``, ``.tsv``, any other: JSON Lines.
 
     Raises:
-        DataError: nothing of the kind is there, or it cannot be read.
+        DataError: there is none, or it cannot be read.
 
-    >>> read([{"question": "1+1="}]).rows[0]
-    {'question': '1+1='}
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "sums.tsv"
+    ...     _ = path.write_text("question\\tanswer\\n1+1=\\t2\\n")
+    ...     read_file(path).rows
+    [{'question': '1+1=', 'answer': '2'}]
     """
-    if not isinstance(source, str | Path):
-        return Table("the source", source, "row {}".format)
-    path = Path(source)
-    if not exists(path) and ":" in str(source):
-        from nrl.data.hub import load
-
-        return load(str(source))
-    if os.path.isdir(path):  # noqa: PTH112 - false, and no error, for what may not be looked at
-        from nrl.data.hub import load
-
-        return load(str(source))
     match path.suffix.lower():
         case ".parquet":
             return read_parquet(path)
@@ -70,20 +40,6 @@ def read(source: str | Path | Sequence[Task]) -> Table:
         case ".tsv":
             return _listed(path, _separated(path, "\t"))
     return _listed(path, _lines(path))
-
-
-def exists(path: Path) -> bool:
-    """Whether there is a file or folder of this name; a text that no file could be named by is none.
-
-    >>> exists(Path("a" * 5000))
-    False
-    """
-    try:
-        return path.exists()
-    except PermissionError:
-        return True  # whoever reads it says so
-    except (OSError, ValueError):  # a name that is too long for a file, or has a NUL
-        return False
 
 
 def _listed(path: Path, found: Sequence[tuple[int, Task]]) -> Table:

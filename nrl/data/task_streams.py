@@ -11,10 +11,11 @@ import numpy as np
 
 from nrl.batch import Batch
 from nrl.data.checks import shown
-from nrl.data.formats import Adapter
-from nrl.data.prompts import adapted
-from nrl.data.readers import exists, read
+from nrl.data.formats import Format
+from nrl.data.prompts import tasks_of_row
 from nrl.data.rendering import render
+from nrl.data.sources import read
+from nrl.data.tables import exists
 from nrl.envs import arithmetic, reversal
 from nrl.envs.contract import Task
 from nrl.errors import DataError
@@ -37,7 +38,7 @@ class Tasks(NamedTuple):
         restore: continue from a state.
         names: of the sources, by their number in ``source``.
         size: tasks in an epoch; None: there are no epochs.
-        dropped: rows of the sources that are left out, by reason: ``"adapter"``, ``"max_tokens"``.
+        dropped: rows of the sources that are left out, by reason: ``"format"``, ``"max_tokens"``.
 
     >>> tasks([{"prompt": "a"}, {"prompt": "b"}]).size
     2
@@ -55,7 +56,7 @@ def tasks(
     source: str | Path | Sequence[Task],
     *,
     seed: int = 0,
-    adapter: str | Adapter | None = None,
+    format: str | Format | None = None,
     template: str | None = None,
     chat: bool = True,
     shuffle: bool = True,
@@ -73,7 +74,7 @@ def tasks(
             ``"openai/gsm8k/main:train"``, mappings, or ``"arithmetic"`` or ``"reversal"``, the generated tasks of
             `nrl.envs.arithmetic` and `nrl.envs.reversal`, whose prompts stay plain text.
         seed: of the order; of the sums themselves, where they are generated.
-        adapter: see `rows`.
+        format: see `rows`.
         template: see `rows`.
         chat: see `rows`.
         shuffle: False: every epoch in the order of the source.
@@ -101,7 +102,7 @@ def tasks(
         missing = "max_tokens" if max_tokens is None else "tokenizer"
         raise DataError(f"tasks: to leave long rows out, give both tokenizer and max_tokens; {missing} is missing")
     if isinstance(source, str) and source in _GENERATED:
-        given = {"adapter": adapter, "template": template}
+        given = {"format": format, "template": template}
         wrong = next((name for name, value in given.items() if value is not None), None)
         if wrong:
             raise DataError(f"tasks: '{source}' makes its own prompts, so it takes no {wrong}; leave it out")
@@ -116,7 +117,7 @@ def tasks(
         )
     with waiting(f"data: reading {shown(str(source), 300)}" if isinstance(source, str | Path) else "data: reading"):
         table = read(source)
-    made = adapted(adapter, template, chat)
+    made = tasks_of_row(format, template, chat)
     length = _length(tokenizer, collate)
     kept = array("q")  # of each task its row, and its number among those of the row
     total = unused = long = 0
@@ -139,7 +140,7 @@ def tasks(
             raise DataError(f"tasks: {said}, so none is left; raise max_tokens")
         print(f"data: {said} and are left out", flush=True)  # noqa: T201
     if not kept:
-        that = " that the adapter keeps" if unused else ""
+        that = " that the format keeps" if unused else ""
         raise DataError(f"tasks: {table.name} has no rows{that}; give at least one")
     which = np.frombuffer(kept, dtype=np.int64).reshape(-1, 2)
 
@@ -152,7 +153,7 @@ def tasks(
         index, number = map(int, order(epoch)[within])
         return made(table.rows[index], table.place(index))[number]
 
-    dropped = {"adapter": unused} if adapter is not None else {}
+    dropped = {"format": unused} if format is not None else {}
     dropped |= {"max_tokens": long} if max_tokens is not None else {}
     return Tasks(*counting(at, name="data.tasks")[:3], (table.name,), len(which), dropped)
 

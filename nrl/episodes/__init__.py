@@ -1,7 +1,9 @@
 """Episodes: from tasks, by a sampler and an environment, to rows of a batch, and what is said of them."""
 
-from nrl.episodes.episode import Episode, rollout, rollouts, run_episode
+from nrl.episodes.episode import Episode, run_episode
 from nrl.episodes.grades import Graded, grade, measure
+from nrl.episodes.rollout_batch import rollout
+from nrl.episodes.rollout_stream import rollouts
 from nrl.episodes.summaries import per_source, samples, summary
 
 __all__ = [

@@ -13,7 +13,7 @@ from nrl.backends.base import Sampling
 from nrl.backends.samplers import Sampler
 from nrl.data import render
 from nrl.envs import Task, Verifier, extractor, single_turn
-from nrl.episodes.episode import rollout
+from nrl.episodes.rollout_batch import rollout
 from nrl.errors import DataError, NrlError
 from nrl.reduce import Mean, Metrics, Sum
 

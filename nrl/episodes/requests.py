@@ -1,17 +1,17 @@
 """How the episodes of a rollout ask the sampler: all of them at once, or each as soon as it has something to ask."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nrl.backends.base import Completion, Sampling
 from nrl.backends.samplers import Sampler, Streams
 
-__all__ = ["asker"]
+__all__ = ["Asker", "asker"]
 
 
-class _Asker(Protocol):
+class Asker(Protocol):
     """Asks a sampler for the episodes of a rollout."""
 
     async def generate(self, index: int, tokens: list[int]) -> Completion:
@@ -23,11 +23,32 @@ class _Asker(Protocol):
         ...
 
 
-def asker(sampler: Sampler, sampling: Sampling | None, seeds: Sequence[int]) -> _Asker:
+def asker(sampler: Sampler, sampling: Sampling | None, seeds: Sequence[int]) -> Asker:
     """What asks this sampler, for as many episodes as there are seeds."""
     if isinstance(sampler, Streams):
         return _AsTheyCome(sampler, sampling, seeds)
     return _Together(sampler, sampling, seeds)
+
+
+class _Request(NamedTuple):
+    tokens: list[int]
+    seed: int
+    answer: "asyncio.Future[Any]"
+
+
+def _ask(requests: Sequence[_Request], sampler: Callable[[list[list[int]], list[int]], Sequence[Any]]) -> None:
+    """Ask for all of them in one call, but for those of episodes that an interrupt has cancelled meanwhile."""
+    asked = [request for request in requests if not request.answer.done()]
+    if not asked:
+        return
+    try:
+        found = sampler([request.tokens for request in asked], [request.seed for request in asked])
+    except Exception as error:
+        for request in asked:
+            request.answer.set_exception(error)
+        return
+    for request, value in zip(asked, found, strict=True):
+        request.answer.set_result(value)
 
 
 class _Together:
@@ -39,37 +60,28 @@ class _Together:
     def __init__(self, sampler: Sampler, sampling: Sampling | None, seeds: Sequence[int]) -> None:
         self.sampler, self.sampling, self.seeds = sampler, sampling, seeds
         self.live = len(seeds)
-        self.waiting: dict[int, tuple[list[int], asyncio.Future[Completion]]] = {}
+        self.waiting: dict[int, _Request] = {}
 
     async def generate(self, index: int, tokens: list[int]) -> Completion:
         """Continue the tokens of an episode."""
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.waiting[index] = (list(tokens), answer)
-        self._ask()
+        self.waiting[index] = _Request(list(tokens), self.seeds[index], answer)
+        self._ask_once_all_wait()
         return await answer
 
     def leave(self) -> None:
         """An episode has ended."""
         self.live -= 1
-        self._ask()
+        self._ask_once_all_wait()
 
-    def _ask(self) -> None:
-        if not self.waiting or len(self.waiting) < self.live:
+    def _ask_once_all_wait(self) -> None:
+        if len(self.waiting) < self.live:
             return
-        # An interrupted rollout cancels its episodes, one after the other
-        asked, self.waiting = [each for each in sorted(self.waiting.items()) if not each[1][1].done()], {}
-        if not asked:
-            return
-        prompts = [tokens for _, (tokens, _) in asked]
-        try:
-            seeds = [self.seeds[index] for index, _ in asked]
-            completions = self.sampler.generate(prompts, seeds=seeds, sampling=self.sampling).result()
-        except Exception as error:
-            for _, (_, answer) in asked:
-                answer.set_exception(error)
-            return
-        for (_, (_, answer)), completion in zip(asked, completions, strict=True):
-            answer.set_result(completion)
+        waiting, self.waiting = self.waiting, {}
+        _ask([waiting[index] for index in sorted(waiting)], self._completions)
+
+    def _completions(self, prompts: list[list[int]], seeds: list[int]) -> Sequence[Completion]:
+        return self.sampler.generate(prompts, seeds=seeds, sampling=self.sampling).result()
 
 
 class _AsTheyCome:
@@ -77,29 +89,20 @@ class _AsTheyCome:
 
     def __init__(self, sampler: Streams, sampling: Sampling | None, seeds: Sequence[int]) -> None:
         self.sampler, self.sampling, self.seeds = sampler, sampling, seeds
-        self.waiting: list[tuple[int, list[int], asyncio.Future[futures.Future[Completion]]]] = []
+        self.waiting: list[_Request] = []
 
     async def generate(self, index: int, tokens: list[int]) -> Completion:
         """Continue the tokens of an episode."""
         loop = asyncio.get_running_loop()
         if not self.waiting:
-            loop.call_soon(self._ask)
-        self.waiting.append((index, list(tokens), loop.create_future()))
-        return await asyncio.wrap_future(await self.waiting[-1][2])
+            loop.call_soon(self._ask_now)
+        answer: asyncio.Future[futures.Future[Completion]] = loop.create_future()
+        self.waiting.append(_Request(list(tokens), self.seeds[index], answer))
+        return await asyncio.wrap_future(await answer)
 
     def leave(self) -> None:
         """An episode has ended; nobody waits for it."""
 
-    def _ask(self) -> None:
-        asked, self.waiting = [each for each in self.waiting if not each[2].done()], []
-        if not asked:
-            return
-        try:
-            seeds = [self.seeds[index] for index, _, _ in asked]
-            rows = self.sampler.stream([tokens for _, tokens, _ in asked], seeds, self.sampling)
-        except Exception as error:
-            for _, _, answer in asked:
-                answer.set_exception(error)
-            return
-        for (_, _, answer), row in zip(asked, rows, strict=True):
-            answer.set_result(row)
+    def _ask_now(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        _ask(waiting, lambda prompts, seeds: self.sampler.stream(prompts, seeds, self.sampling))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nrl.batch import Batch, lengths, microbatches
 from nrl.batch.packing import Block, Packed, blocks, pack, packed, unpack
-from nrl.batch.prefixes import common_prefixes, together
+from nrl.batch.prefixes import common_prefixes, microbatches_by_prefix
 from nrl.errors import BatchError, MissingColumn
 
 quick = settings(max_examples=50)
@@ -373,7 +373,7 @@ def laid_out(parts: Sequence[Batch]) -> int:
 def test_answers_to_long_prompts_stay_together() -> None:
     """Six prompts of 500 tokens with four answers each; four rows of the longest fit into a part."""
     batch = answers(6, 4, 500, [10, 40, 70, 100, 20, 50, 80])
-    found, apart = together(batch, max_tokens=2400), microbatches(batch, max_tokens=2400)
+    found, apart = microbatches_by_prefix(batch, max_tokens=2400), microbatches(batch, max_tokens=2400)
     assert len(found) == 6
     assert all(len(set((rows % 6).tolist())) == 1 for rows in found.rows)
     assert laid_out(found) < 0.5 * laid_out(apart)
@@ -381,7 +381,7 @@ def test_answers_to_long_prompts_stay_together() -> None:
 
 def test_answers_to_short_prompts_go_by_length() -> None:
     batch = answers(6, 4, 5, [10, 400, 70, 600, 20, 50, 80])
-    found, apart = together(batch, max_tokens=2400), microbatches(batch, max_tokens=2400)
+    found, apart = microbatches_by_prefix(batch, max_tokens=2400), microbatches(batch, max_tokens=2400)
     assert [rows.tolist() for rows in found.rows] == [rows.tolist() for rows in apart.rows]
 
 
@@ -391,7 +391,7 @@ def test_parts_hold_every_row_once_and_are_bounded(rows: list[list[int]], max_to
     batch = rows_of(rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nrl.batch.prefixes._PART_COST", cost)
-        parts = together(batch, max_tokens=max_tokens)
+        parts = microbatches_by_prefix(batch, max_tokens=max_tokens)
     assert sorted(row for part in parts.rows for row in part.tolist()) == list(range(len(rows)))
     for part in parts:
         assert len(part) * part["input_ids"].shape[-1] <= max_tokens
@@ -402,10 +402,10 @@ def test_parts_hold_every_row_once_and_are_bounded(rows: list[list[int]], max_to
 
 def test_pairs_go_by_length() -> None:
     batch = of_lengths([7, 2, 7, 7], shape=(2, 2))
-    found, apart = together(batch, max_tokens=14), microbatches(batch, max_tokens=14)
+    found, apart = microbatches_by_prefix(batch, max_tokens=14), microbatches(batch, max_tokens=14)
     assert [rows.tolist() for rows in found.rows] == [rows.tolist() for rows in apart.rows]
 
 
 def test_a_row_that_fits_in_no_part() -> None:
     with pytest.raises(BatchError, match="7 tokens, more than max_tokens=6"):
-        together(of_lengths([7, 2]), max_tokens=6)
+        microbatches_by_prefix(of_lengths([7, 2]), max_tokens=6)

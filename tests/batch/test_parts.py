@@ -1,4 +1,4 @@
-"""Splitting a batch and putting it back: shard, microbatches, plan, minibatches, restore."""
+"""Splitting a batch and putting it back: shard, microbatches, minibatches, restore."""
 
 import gc
 import itertools
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nrl.batch import Batch, Parts, assign, deal, lengths, microbatches, minibatches, restore, shard
-from nrl.batch.grouping import plan
+from nrl.batch.parts import rows_of_microbatches
 from nrl.errors import BatchError, MissingColumn
 
 quick = settings(max_examples=40)
@@ -209,13 +209,13 @@ def test_the_number_of_shards_is_positive(n: int) -> None:
         shard(of_lengths([1]), n)
 
 
-# --- plan, microbatches
+# --- microbatches
 
 
 @quick
 @given(row_lengths, st.integers(9, 30))
 def test_a_plan_takes_every_row_once_within_the_bound_widest_first(widths: list[int], max_tokens: int) -> None:
-    groups = plan(widths, max_tokens)
+    groups = rows_of_microbatches(widths, max_tokens)
     assert sorted(itertools.chain(*groups)) == list(range(len(widths)))
     assert all(len(group) * max(widths[row] for row in group) <= max_tokens for group in groups)
     flat = [widths[row] for group in groups for row in group]
@@ -225,13 +225,13 @@ def test_a_plan_takes_every_row_once_within_the_bound_widest_first(widths: list[
 @quick
 @given(row_lengths, st.integers(9, 30))
 def test_a_plan_has_no_rectangle_that_could_take_the_next_row(widths: list[int], max_tokens: int) -> None:
-    groups = plan(widths, max_tokens)
+    groups = rows_of_microbatches(widths, max_tokens)
     for group in groups[:-1]:
         assert (len(group) + 1) * max(1, *(widths[row] for row in group)) > max_tokens
 
 
 def test_a_plan_of_nothing() -> None:
-    assert plan([], 10) == []
+    assert rows_of_microbatches([], 10) == []
 
 
 @quick

@@ -144,9 +144,9 @@ def test_how_tokens_are_drawn() -> None:
     assert asked.sampling == Sampling(0.7, top_k=3, top_p=0.9, max_new_tokens=7, stop=("END",))
 
 
-def test_rows_go_through_an_adapter(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_go_through_a_format(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     write(here / "gsm8k.jsonl", [{"question": "7+12=", "answer": "7+12=19\n#### 19"}])
-    said(capsys, "gsm8k.jsonl", "adapter=gsm8k", f"model={model}", *SMALL)
+    said(capsys, "gsm8k.jsonl", "format=gsm8k", f"model={model}", *SMALL)
     assert [line["answer"] for line in lines(here / "out" / "results.jsonl")] == ["19"]
 
 
@@ -342,10 +342,10 @@ def test_two_at_once_are_refused(here: Path, model: str, capsys: pytest.CaptureF
         (["wordy.jsonl"], "wordy.jsonl, line 1: number: task['answer'] is 'many', from which no number can be read"),
         (["unanswered.jsonl", "verifier=exact"], "unanswered.jsonl, line 2: exact: the task has no 'answer'"),
         (
-            ["unanswered.jsonl", "adapter=gsm8k"],
+            ["unanswered.jsonl", "format=gsm8k"],
             "unanswered.jsonl, line 1: gsm8k: 'answer' has no number",
         ),
-        (["tasks.jsonl", "adapter=gsm9k"], "nrl: tasks: there is no adapter 'gsm9k'; there are gsm8k, "),
+        (["tasks.jsonl", "format=gsm9k"], "nrl: tasks: there is no format 'gsm9k'; there are gsm8k, "),
         (["tasks.jsonl", "n=4", "k=1,8"], "k: 8 of n=4 samples cannot be drawn; give k from 1 to n, or a larger n"),
         (["tasks.jsonl", "k=0"], "k: 0 of n=1 samples cannot be drawn"),
         (["tasks.jsonl", "k=2.5"], "k.0: expected int, found 2.5"),

@@ -1,4 +1,4 @@
-"""Adapters, on rows with the columns of the datasets that they are for."""
+"""Formats, on rows with the columns of the datasets that they are for."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ def user(text: str) -> list[dict[str, str]]:
 
 
 def sample(name: str) -> list[dict[str, Any]]:
-    return [dict(row) for row in data.rows(SAMPLES / f"{name}_sample.jsonl", adapter=name)]
+    return [dict(row) for row in data.rows(SAMPLES / f"{name}_sample.jsonl", format=name)]
 
 
 def test_gsm8k() -> None:
@@ -64,8 +64,8 @@ def test_helpsteer3() -> None:
 
 
 def test_ties_are_dropped_and_counted() -> None:
-    stream = data.tasks(SAMPLES / "helpsteer3_sample.jsonl", adapter="helpsteer3")
-    assert (stream.size, stream.dropped) == (3, {"adapter": 2})
+    stream = data.tasks(SAMPLES / "helpsteer3_sample.jsonl", format="helpsteer3")
+    assert (stream.size, stream.dropped) == (3, {"format": 2})
     assert len({task["prompt"][-1]["content"] for task in stream.take(3)}) == 2
 
 
@@ -104,7 +104,7 @@ def test_rows_with_responses_are_taught(name: str) -> None:
 def test_a_base_model_reads_squad_as_a_text_whose_answer_stands_apart(family: str) -> None:
     """The tokens are those of the whole text, in which prompt and answer meet at the end of a line."""
     of = tokenizer(family)
-    rows = data.rows(SAMPLES / "squad_sample.jsonl", adapter="squad", chat=False)
+    rows = data.rows(SAMPLES / "squad_sample.jsonl", format="squad", chat=False)
     batch = data.supervised(rows, of)
     for row, ids, mask, real in zip(rows, batch["input_ids"], batch["loss_mask"], batch["attention_mask"], strict=True):
         assert "".join(strings(ids[real & ~mask], of)).endswith("?\n\nAnswer:\n")
@@ -112,25 +112,25 @@ def test_a_base_model_reads_squad_as_a_text_whose_answer_stands_apart(family: st
         assert ids[real].tolist() == of.encode(row["prompt"] + row["response"] + of.eos_token)
 
 
-def test_an_adapter_may_make_several_rows() -> None:
+def test_a_format_may_make_several_rows() -> None:
     chat = [*user("a"), {"role": "assistant", "content": "b"}, *user("c"), {"role": "assistant", "content": "d"}]
-    stream = data.tasks([{"messages": chat}, {"messages": chat[:2]}], adapter="turns", shuffle=False)
+    stream = data.tasks([{"messages": chat}, {"messages": chat[:2]}], format="turns", shuffle=False)
     assert stream.size == 3
     assert [task["response"][0]["content"] for task in stream.take(4)] == ["b", "d", "b", "b"]
 
 
-def test_an_adapter_may_be_any_function() -> None:
+def test_a_format_may_be_any_function() -> None:
     rows = [{"q": "a"}, {"q": ""}, {"q": "b"}]
-    stream = data.tasks(rows, adapter=lambda row: {"prompt": row["q"]} if row["q"] else None, chat=False, shuffle=False)
+    stream = data.tasks(rows, format=lambda row: {"prompt": row["q"]} if row["q"] else None, chat=False, shuffle=False)
     assert [task["prompt"] for task in stream.take(3)] == ["a", "b", "a"]
-    assert stream.dropped == {"adapter": 1}
-    assert data.rows(rows[:1], adapter=lambda row: {"x": row["q"]}, template="Q: {x}", chat=False) == [
+    assert stream.dropped == {"format": 1}
+    assert data.rows(rows[:1], format=lambda row: {"x": row["q"]}, template="Q: {x}", chat=False) == [
         {"x": "a", "prompt": "Q: a"}
     ]
 
 
 @pytest.mark.parametrize(
-    ("adapter", "row", "match"),
+    ("format", "row", "match"),
     [
         ("gsm8k", {"question": "a"}, "gsm8k: the row has no 'answer'; it has question"),
         ("gsm8k", {"question": "a", "answer": 2}, "gsm8k: 'answer' is a int; give a text"),
@@ -166,23 +166,23 @@ def test_an_adapter_may_be_any_function() -> None:
             "ultrafeedback: 'chosen' and 'rejected' do not begin with the same message",
         ),
         ("turns", {"prompt": "a"}, "turns: the row has no 'messages'; it has prompt"),
-        (lambda row: row["text"], {"a": 1}, "the adapter <lambda> raised KeyError: 'text'"),
-        (lambda row: 3, {"a": 1}, "the adapter <lambda> returned a int; return a mapping, a list of mappings, or None"),
-        (lambda row: ["a"], {"a": 1}, "the adapter <lambda> returned a list; return a mapping"),
+        (lambda row: row["text"], {"a": 1}, "the format <lambda> raised KeyError: 'text'"),
+        (lambda row: 3, {"a": 1}, "the format <lambda> returned a int; return a mapping, a list of mappings, or None"),
+        (lambda row: ["a"], {"a": 1}, "the format <lambda> returned a list; return a mapping"),
         (lambda row: {"x": 1}, {"a": 1}, "has none of prompt, messages, question, problem; it has x"),
     ],
 )
-def test_rows_that_an_adapter_cannot_use(adapter: Any, row: Any, match: str) -> None:
+def test_rows_that_a_format_cannot_use(format: Any, row: Any, match: str) -> None:
     with pytest.raises(DataError, match="tasks: row 0:? " + match):
-        data.tasks([row], adapter=adapter)
+        data.tasks([row], format=format)
 
 
-def test_adapters_are_named() -> None:
+def test_formats_are_named() -> None:
     with pytest.raises(
-        DataError, match="tasks: there is no adapter 'gsm'; there are gsm8k, helpsteer3, .* or give a fu"
+        DataError, match="tasks: there is no format 'gsm'; there are gsm8k, helpsteer3, .* or give a fu"
     ):
-        data.rows([{"prompt": "a"}], adapter="gsm")
-    with pytest.raises(DataError, match="tasks: the source has no rows that the adapter keeps; give at least one"):
-        data.tasks([{"prompt": "a"}], adapter=lambda row: None)
-    with pytest.raises(DataError, match="tasks: 'arithmetic' makes its own prompts, so it takes no adapter"):
-        data.tasks("arithmetic", adapter="gsm8k")
+        data.rows([{"prompt": "a"}], format="gsm")
+    with pytest.raises(DataError, match="tasks: the source has no rows that the format keeps; give at least one"):
+        data.tasks([{"prompt": "a"}], format=lambda row: None)
+    with pytest.raises(DataError, match="tasks: 'arithmetic' makes its own prompts, so it takes no format"):
+        data.tasks("arithmetic", format="gsm8k")

@@ -144,7 +144,7 @@ def test_mixtures_that_cannot_be_made(streams: Any, match: str) -> None:
 def test_a_mixture_checks_what_it_is_given() -> None:
     with pytest.raises(DataError, match="mixture: seed is -1; it must be an integer"):
         data.mixture({"a": (letters("a"), 1)}, seed=-1)
-    with pytest.raises(DataError, match=r"mixture: take\(-1\); the number of tasks cannot be negative"):
+    with pytest.raises(DataError, match=r"mixture: take\(-1\); the number of items cannot be negative"):
         mixed([1]).take(-1)
     for state in ({}, {"cursor": -1}, {"cursor": True}, {"cursor": 1.0}, None):
         with pytest.raises(DataError, match=r"mixture: restore\(.*\); give what state\(\) returned"):

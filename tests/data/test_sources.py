@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nrl import data, tiny
-from nrl.data.readers import read
+from nrl.data.sources import read
 from nrl.errors import DataError
 
 ROWS = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(5)]
@@ -103,8 +103,8 @@ def test_csv_has_values_of_any_length(tmp_path: Path, ending: str) -> None:
 def test_rows_are_named_by_where_they_stand(tmp_path: Path) -> None:
     for ending, place in ((".jsonl", "line 2"), (".csv", "line 3"), (".parquet", "row 1")):
         path = write(tmp_path, ending)
-        with pytest.raises(DataError, match=rf"tasks: .*rows{ending}, {place}: the adapter .* raised KeyError: 'none'"):
-            data.tasks(path, adapter=lambda row: row if row["answer"] == "1" else row["none"])
+        with pytest.raises(DataError, match=rf"tasks: .*rows{ending}, {place}: the format .* raised KeyError: 'none'"):
+            data.tasks(path, format=lambda row: row if row["answer"] == "1" else row["none"])
 
 
 def test_a_table_of_the_datasets_library_is_a_source() -> None:
@@ -343,11 +343,11 @@ CHATS = tiny.bpe(["user assistant"], vocab_size=270)
 
 
 @settings(max_examples=400)
-@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5), st.sampled_from([None, *data.ADAPTERS]))
-def test_any_row_is_used_or_a_data_error(row: dict[str, Any], adapter: str | None) -> None:
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5), st.sampled_from([None, *data.FORMATS]))
+def test_any_row_is_used_or_a_data_error(row: dict[str, Any], format: str | None) -> None:
     for use in (
-        lambda: data.tasks([row], adapter=adapter).take(1),
-        lambda: data.tasks([row], adapter=adapter, tokenizer=CHATS, max_tokens=50).take(1),
+        lambda: data.tasks([row], format=format).take(1),
+        lambda: data.tasks([row], format=format, tokenizer=CHATS, max_tokens=50).take(1),
         lambda: data.supervised([row], CHATS),
         lambda: data.preferences([row], CHATS),
     ):

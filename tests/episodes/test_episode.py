@@ -23,8 +23,8 @@ from nrl.backends import Completion, Sampling, Trainer, adamw, fsdp, hf
 from nrl.backends.sampling.pool import EnginePool
 from nrl.envs import Environment, Step, by_source, exact, number, single_turn
 from nrl.episodes import rollout, rollouts, run_episode
+from nrl.episodes.call_threads import stuck
 from nrl.episodes.summaries import summary
-from nrl.episodes.user_code import stuck
 from nrl.errors import DataError, EnvError, GenerationError, LostRequest, PlacementError
 from nrl.reduce import finalize
 from nrl.runtime import Cluster

@@ -4,7 +4,6 @@ A batch here is small, so blocks and micro-batches are made free: then all that 
 is shared, and rows that begin alike are kept together.
 """
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,7 +55,7 @@ def laid_out() -> Iterator[list[Packed]]:
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.import_module("nrl.pack"), "_BLOCK_COST", 0)
+        patch.setattr("nrl.batch.packing._BLOCK_COST", 0)
         patch.setattr("nrl.batch.prefixes._PART_COST", 0)
         patch.setattr(plans, "pack", recorded)
         yield made

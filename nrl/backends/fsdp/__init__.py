@@ -9,7 +9,7 @@ from nrl.backends.engines import TrainEngine
 from nrl.backends.training.optimizers import Optimizer
 from nrl.backends.training.trainer import Trainer, make_trainer
 from nrl.batch import microbatches
-from nrl.batch.prefixes import together
+from nrl.batch.prefixes import microbatches_by_prefix
 from nrl.runtime import Mesh, Slots, as_mesh
 
 __all__ = ["trainer"]
@@ -58,7 +58,7 @@ def trainer(
     ...     policy.init().step
     0
     """
-    name, parts_of = f"fsdp.trainer {next(_NUMBERS)}", together if packed else microbatches
+    name, parts_of = f"fsdp.trainer {next(_NUMBERS)}", microbatches_by_prefix if packed else microbatches
     make_engine = partial(_make_engine, model, optimizer, packed, checkpointing, compile, device)
     return make_trainer(
         as_mesh(place, "base", "trainer"),

@@ -9,7 +9,7 @@ from torch import Tensor
 from nrl.algos import Loss
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch, assign
-from nrl.batch.grouping import remembered
+from nrl.batch.values import remembered
 from nrl.errors import ColumnError, MissingColumn, NotFinite
 from nrl.reduce import Mean, Metrics
 from nrl.runtime import Future

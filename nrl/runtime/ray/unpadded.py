@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.batch.grouping import remembered
+from nrl.batch.values import remembered
 
 __all__ = ["BatchLayout", "Unpadded", "padded"]
 

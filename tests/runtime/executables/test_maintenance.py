@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-<<<<<<< HEAD:tests/runtime/executables/test_maintenance.py
-from nrl.command.main import main
-=======
 from nrl.command.cli import main
-from nrl.runtime.executables.environments import INVENTORY, inventories
->>>>>>> part-runs:tests/runtime/executables/test_images.py
 from nrl.runtime.executables.registry import EXECUTABLES
 from nrl.runtime.node.environments import INVENTORY, inventories
 from tests.runtime.executables.recipe_parts import held, index_of, project_of, to_install, wheel_of

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from nrl.envs import number, single_turn
-from nrl.episodes.user_code import Calls, Failed, said, stuck
+from nrl.episodes.call_threads import stuck
+from nrl.episodes.user_errors import Failed, said
+from nrl.episodes.verifier_calls import Calls
 from nrl.runtime.threads import Daemons
 
 WHO = contextvars.ContextVar("who", default="nobody")
@@ -149,7 +151,7 @@ def test_where_it_hangs_is_shown_once(capfd: pytest.CaptureFixture[str]) -> None
     failed(hangs, hangs, timeout=0.1)
     shown = capfd.readouterr().err
     assert shown.count("in hangs\n    LONG.wait()") == 1
-    assert "nrl/episodes/user_code.py" not in shown
+    assert "nrl/episodes/" not in shown
 
 
 def test_a_coroutine_that_takes_too_long_is_cancelled() -> None:
@@ -311,7 +313,7 @@ def test_a_traceback_is_shown_once_with_the_frames_of_the_user(capfd: pytest.Cap
     shown = capfd.readouterr().err
     assert shown.count("LookupError: not there") == 1
     assert "in verify\n    raise LookupError" in shown
-    assert "nrl/episodes/user_code.py" not in shown
+    assert "nrl/episodes/" not in shown
 
 
 def test_an_error_of_nrl_itself_has_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
@@ -325,7 +327,7 @@ def test_messages() -> None:
 
 PROGRAM = """
 import asyncio, contextvars, time
-from nrl.episodes.user_code import Calls
+from nrl.episodes.verifier_calls import Calls
 
 async def hangs_in_a_thread_of_its_own():
     await asyncio.to_thread(time.sleep, 600)

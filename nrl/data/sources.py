@@ -1,0 +1,36 @@
+"""Where rows come from: mappings, files, folders and names of the Hugging Face hub, each as a table of rows."""
+
+import os.path
+from collections.abc import Sequence
+from pathlib import Path
+
+from nrl.data.hub import load
+from nrl.data.readers import read_file
+from nrl.data.tables import Table, exists
+from nrl.envs.contract import Task
+
+__all__ = ["read"]
+
+
+def read(source: str | Path | Sequence[Task]) -> Table:
+    """The table of a source: the ending of a file's name says how it is read.
+
+    Args:
+        source: a file (``.parquet``, ``.csv``, ``.tsv``, any other: JSON Lines); a folder that
+            ``datasets.save_to_disk`` wrote, or one of data files; the name of a dataset on the Hugging Face hub with
+            its split, ``"owner/name:split"`` or ``"owner/name/config:split"`` (a folder takes ``":split"`` too; a
+            split may be cut, ``"train[:100]"``); or mappings.
+
+    Raises:
+        DataError: nothing of the kind is there, or it cannot be read.
+
+    >>> read([{"question": "1+1="}]).rows[0]
+    {'question': '1+1='}
+    """
+    if not isinstance(source, str | Path):
+        return Table("the source", source, "row {}".format)
+    path = Path(source)
+    named = not exists(path) and ":" in str(source)
+    if named or os.path.isdir(path):  # noqa: PTH112 - false, and no error, for what may not be looked at
+        return load(str(source))
+    return read_file(path)

@@ -1,0 +1,234 @@
+"""Many episodes at once, and their rows as a batch."""
+
+import asyncio
+import hashlib
+import math
+import warnings
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from concurrent import futures
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nrl.backends.base import Sampling
+from nrl.backends.samplers import Sampler, Streams
+from nrl.batch import Batch, assign
+from nrl.data import render
+from nrl.envs import Env, Task
+from nrl.envs.contract import Prompt
+from nrl.episodes.call_threads import stuck
+from nrl.episodes.episode import Episode, play
+from nrl.episodes.requests import asker
+from nrl.episodes.verifier_calls import Caller, calling
+from nrl.errors import DataError
+from nrl.runtime.threads import Daemons
+
+__all__ = ["rollout", "rows_and_failures"]
+
+
+def rollout(
+    sampler: Sampler,
+    env: Env,
+    tasks: Sequence[Task],
+    *,
+    n: int = 1,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    first_group: int = 0,
+) -> Batch:
+    """Run ``n`` episodes of each task and return them as rows, group after group.
+
+    Args:
+        sampler: the policy.
+        env: the environment; see `nrl.envs`.
+        tasks: each is a group.
+        n: episodes of each task.
+        sampling: instead of the sampler's own.
+        seed: of the noise; a row's noise is a function of the seed, its group and its place in the group.
+        first_group: the number of the first group, which has to be unique in the run.
+
+    Returns:
+        A batch ``[len(tasks) * n, T]`` with ``input_ids``, ``attention_mask``, ``loss_mask``, ``rollout_logprobs``,
+        ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``, ``truncated``, with
+        ``source`` where tasks have one, ``env/<name>`` for the environment's own numbers, and of a sampler that streams
+        ``versions`` (of each token; -1 where it was not sampled) and ``asked_again``.
+
+    Raises:
+        DataError: there are no tasks, or ``n`` is not positive.
+        GenerationError: the sampler could not serve a request; whatever else it raises is passed on, too.
+
+    >>> import nrl
+    >>> from nrl import tiny
+    >>> from nrl.backends import hf
+    >>> from nrl.envs import exact, single_turn
+    >>> with nrl.cluster("local") as cluster:
+    ...     sampler = hf.sampler(cluster.reserve(1), tiny.model(), nrl.Sampling(max_new_tokens=3))
+    ...     batch = rollout(sampler, single_turn(exact), [{"prompt": "1+1=", "answer": "2"}], n=4)
+    >>> batch["group_ids"].tolist()
+    [0, 0, 0, 0]
+    """
+    return rows_and_failures(sampler, env, tasks, n, sampling, seed, first_group)[0]
+
+
+def rows_and_failures(
+    sampler: Sampler, env: Env, tasks: Sequence[Task], n: int, sampling: Sampling | None, seed: int, first_group: int
+) -> tuple[Batch, list[str]]:
+    """What `rollout` returns, and why some of the rows failed.
+
+    >>> import nrl
+    >>> from nrl import tiny
+    >>> from nrl.backends import hf
+    >>> from nrl.envs import exact, single_turn
+    >>> with nrl.cluster("local") as cluster:
+    ...     sampler = hf.sampler(cluster.reserve(1), tiny.model(), nrl.Sampling(max_new_tokens=3))
+    ...     batch, failures = rows_and_failures(
+    ...         sampler, single_turn(exact), [{"prompt": "a", "answer": "b"}], 2, None, 0, 0
+    ...     )
+    >>> len(batch), failures
+    (2, [])
+    """
+    if not tasks or n < 1:
+        raise DataError(f"rollout: {len(tasks)} tasks with n={n}; there must be at least one of each")
+    seeds = [_seed(seed, first_group + group, place) for group in range(len(tasks)) for place in range(n)]
+    streams = isinstance(sampler, Streams)
+    asking = asker(sampler, sampling, seeds)
+    rendered: dict[str, list[int]] = {}
+
+    def once(prompt: Prompt, tokenizer: Any) -> list[int]:
+        """Rows of a group answer one prompt."""
+        key = repr(prompt)
+        if key not in rendered:
+            rendered[key] = render(prompt, tokenizer)
+        return rendered[key]
+
+    async def one(index: int, call: Caller) -> Episode:
+        generate = partial(asking.generate, index)
+        task = tasks[index // n]
+        episode = await play(generate, env, task, sampler.tokenizer, sampler.context_length, render=once, call=call)
+        asking.leave()  # not where something was raised, which ends them all: nothing is to be asked any more
+        return episode
+
+    async def every() -> list[Episode]:
+        with calling(env) as caller_of:
+            calls = [caller_of(tasks[index // n]) for index in range(len(seeds))]
+            running = [asyncio.create_task(one(index, call)) for index, call in enumerate(calls)]
+            try:
+                await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+                return [episode.result() for episode in running if episode.done()]
+            finally:  # an interrupt is raised by one of them, past this; it must not be said again when they are gone
+                for episode in running:
+                    if episode.done() and not episode.cancelled():
+                        episode.exception()
+
+    sources = _sources(tasks)
+    episodes = _run(every())
+    _check_rewards(episodes)
+    failures = [episode.failure for episode in episodes if episode.failure]
+    _warn(failures, len(episodes))
+    temperature = (sampling or sampler.sampling).temperature
+    batch = _rows(episodes, sampler.version, temperature)
+    groups = torch.arange(first_group, first_group + len(tasks)).repeat_interleave(n)
+    columns: dict[str, Tensor] = {"group_ids": groups}
+    if streams:
+        columns |= _streamed(episodes, batch)
+    if sources is not None:
+        columns["source"] = torch.tensor(sources).repeat_interleave(n)
+    return assign(batch, **columns), failures
+
+
+def _sources(tasks: Sequence[Task]) -> list[int] | None:
+    if not any("source" in task for task in tasks):
+        return None
+    for number, task in enumerate(tasks):
+        if not isinstance(task.get("source", 0), int):
+            raise DataError(
+                f"rollout: task {number} has the source {task['source']!r}; give an integer for each source"
+            )
+    return [task.get("source", 0) for task in tasks]
+
+
+def _check_rewards(episodes: Sequence[Episode]) -> None:
+    """Rows of a batch have the same number of rewards; those that differ from the first valid one are failures."""
+    sizes = [np.size(episode.reward) if isinstance(episode.reward, tuple) else 0 for episode in episodes]
+    first = next((size for size, episode in zip(sizes, episodes, strict=True) if episode.failure is None), 0)
+    for size, episode in zip(sizes, episodes, strict=True):
+        if episode.failure is None and size != first:
+            episode.failure = (
+                f"EnvError: the reward is {episode.reward}, and other episodes have "
+                f"{f'{first} rewards' if first else 'one number'}; give every episode as many"
+            )
+
+
+def _seed(*parts: int) -> int:
+    """63 bits that depend on all parts; a hash, so that neighbours have nothing in common."""
+    digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _run[T](work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end; in a thread of its own where a loop is running already, as in a notebook."""
+    try:
+        inside = asyncio.get_running_loop().is_running()
+    except RuntimeError:
+        inside = False
+    if not inside:
+        # Not `asyncio.run`, for which Ctrl-C is a wish: it would be granted when the sampler has decoded its last row
+        with asyncio.Runner() as runner:
+            return runner.get_loop().run_until_complete(work)
+    beside: futures.Future[T] = Daemons(1).submit(_run, work)
+    return beside.result()
+
+
+def _warn(failures: Sequence[str], total: int) -> None:
+    if not failures:
+        return
+    kinds = Counter(failure.partition(":")[0] for failure in failures)
+    counted = f" ({', '.join(f'{count} {kind}' for kind, count in kinds.items())})" if len(kinds) > 1 else ""
+    left = stuck()
+    hung = f"; {left} {'thread is' if left == 1 else 'threads are'} still in calls that did not return" if left else ""
+    warnings.warn(
+        f"rollout: {len(failures)} of {total} episodes failed{counted} and are not trained on; the first: "
+        f"{failures[0]}{hung}",
+        skip_file_prefixes=(str(Path(__file__).parents[1]),),  # it is of the line that asked for rows
+    )
+
+
+def _rows(episodes: Sequence[Episode], version: int, temperature: float) -> Batch:
+    size, width = len(episodes), max(1, *(len(episode.token_ids) for episode in episodes))
+    ids = np.zeros((size, width), dtype=np.int64)
+    real, sampled = np.zeros((size, width), dtype=bool), np.zeros((size, width), dtype=bool)
+    logprobs = np.zeros((size, width), dtype=np.float32)
+    for row, episode in enumerate(episodes):
+        length = len(episode.token_ids)
+        ids[row, :length], real[row, :length] = episode.token_ids, True
+        sampled[row, :length], logprobs[row, :length] = episode.sampled, episode.logprobs
+    valid = torch.tensor([episode.failure is None for episode in episodes])
+    several = max((len(e.reward) for e in episodes if isinstance(e.reward, tuple) and not e.failure), default=0)
+    nothing: Any = (math.nan,) * several if several else math.nan
+    columns = {
+        "input_ids": torch.from_numpy(ids),
+        "attention_mask": torch.from_numpy(real),
+        "loss_mask": torch.from_numpy(sampled),
+        "rollout_logprobs": torch.from_numpy(logprobs),
+        "temperature": torch.full((size,), temperature, dtype=torch.float32),
+        "rewards": torch.tensor([nothing if e.failure else e.reward for e in episodes], dtype=torch.float32),
+        "version": torch.tensor([version if e.version is None else e.version for e in episodes]),
+        "valid": valid,
+        "truncated": torch.tensor([episode.truncated for episode in episodes]),
+    }
+    for key in sorted({key for episode in episodes for key in episode.info}):
+        columns[f"env/{key}"] = torch.tensor([float(e.info.get(key, math.nan)) for e in episodes])
+    return assign(Batch({}, batch_size=[size]), **columns)
+
+
+def _streamed(episodes: Sequence[Episode], batch: Batch) -> dict[str, Tensor]:
+    """What else there is to say where engines are given weights while they decode, and may die one by one."""
+    versions = torch.full_like(batch["input_ids"], -1)
+    for row, episode in enumerate(episodes):
+        versions[row, : len(episode.versions)] = torch.tensor(episode.versions, dtype=torch.int64)
+    return {"versions": versions, "asked_again": torch.tensor([episode.again for episode in episodes])}

@@ -1,0 +1,263 @@
+"""Where verifiers and environments are called: user code, which may raise whatever there is, and may never return.
+
+Plain functions run in daemon threads: one after the other, in their order, as long as they are quick, and side by side
+where they are not. Coroutines run on an event loop of their own. So the program's own loop waits for nothing but
+answers. What does not answer in time is given up.
+"""
+
+import asyncio
+import contextvars
+import inspect
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from nrl.envs.contract import Env, Task, asynchronous, limit
+from nrl.episodes.call_threads import Call, LoopThread, give_up
+from nrl.episodes.user_errors import Failed, hangs_at
+
+__all__ = ["Caller", "Calls", "calling"]
+
+_TICK = 0.05  # seconds: how often one looks for calls that are slow
+_WORKERS = 32  # plain calls at once, besides those that were given up; loops, where one was blocked to the limit
+
+type Caller = Callable[..., Awaitable[Any]]
+"""``(fn, *args)`` -> what the function of an environment returns; raises `Failed`."""
+
+
+@contextmanager
+def calling(env: Env) -> Iterator[Callable[[Task], Caller]]:
+    """For the episode of a task, how the functions of its environment are called: with its limit, in its context.
+
+    >>> from nrl.envs import exact, single_turn
+    >>> env, task = single_turn(exact), {"prompt": "1+1=", "answer": "2"}
+    >>> async def once():
+    ...     with calling(env) as caller_of:
+    ...         return await caller_of(task)(env.step, task, "2")
+    >>> asyncio.run(once()).reward
+    1.0
+    """
+    calls = Calls()
+    try:
+        yield lambda task: partial(calls.call, timeout=limit(env, task), context=contextvars.copy_context())
+    finally:
+        calls.close()
+
+
+class Calls:
+    """Calls of user code for the episodes of a rollout; made, used and closed on its loop.
+
+    >>> async def once():
+    ...     calls = Calls()
+    ...     try:
+    ...         return await calls.call(len, "abc", timeout=1.0, context=contextvars.copy_context())
+    ...     finally:
+    ...         calls.close()
+    >>> asyncio.run(once())
+    3
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()  # whether a call is over or given up
+        self._new: list[Call] = []
+        self._open: dict[Call, None] = {}
+        self._over: deque[Call] = deque()
+        self._queue: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._workers = 0
+        self._loops: list[LoopThread] = []  # the last one is where coroutines begin
+        self._looked = 0.0
+        self._next: asyncio.TimerHandle | None = None
+
+    async def call(
+        self, fn: Callable[..., Any], *args: Any, timeout: float | None, context: contextvars.Context
+    ) -> Any:
+        """What a function returns, or the coroutine that it makes.
+
+        Args:
+            fn: plain or ``async``.
+            *args: its arguments.
+            timeout: seconds that it may take; None: no limit.
+            context: in which it runs; no two calls at a time have the same.
+
+        Raises:
+            Failed: it raised, whatever that was (but for Ctrl-C), or did not return in time.
+        """
+        call = Call(fn, args, timeout, context, self._loop.create_future())
+        if not self._new:
+            self._loop.call_soon(self._begin)  # with those of all episodes that come to one now
+        self._new.append(call)
+        return await call.answer
+
+    def close(self) -> None:
+        """Let go of the threads; those that are in a call end after it."""
+        if self._next is not None:
+            self._next.cancel()
+        for _ in range(self._workers):
+            self._queue.put(None)
+        for loop in self._loops:
+            loop.end()
+        until = time.monotonic() + _TICK * 4  # so that only what is really stuck is said to be
+        for loop in self._loops:
+            loop.join(until)
+
+    # --- Calls begin: plain functions in threads, coroutines on the last loop.
+
+    def _begin(self) -> None:
+        new, self._new = self._new, []
+        now = time.monotonic()
+        coroutines = []
+        for call in new:
+            call.asked = now
+            self._open[call] = None
+            if asynchronous(call.fn):
+                coroutines.append(call)
+            else:
+                self._queue.put(call)
+        if len(coroutines) < len(new) and not self._workers:
+            self._hire()
+        self._begin_on_loop(coroutines)
+        if self._next is None and self._open:
+            self._next = self._loop.call_later(_TICK, self._look)
+
+    def _hire(self) -> None:
+        self._workers += 1
+        threading.Thread(target=self._work, name="environment", daemon=True).start()
+
+    def _work(self) -> None:
+        """In a thread."""
+        while (call := self._queue.get()) is not None:
+            if call.answer.cancelled():
+                continue
+            call.thread, call.began = threading.current_thread(), time.monotonic()
+            call.run()
+            with self._lock:
+                call.over = True
+            if call.given_up:
+                return
+            self._over.append(call)
+            if self._queue.empty():  # else who collects would be woken once a call
+                self._wake()
+
+    def _begin_on_loop(self, calls: Sequence[Call]) -> None:
+        """All of them together, so that what they do at the same moment does not depend on threads."""
+        if not calls:
+            return
+        if not self._loops or self._loops[-1].cancelling:
+            self._loops.append(LoopThread())
+        for call in calls:
+            call.began, call.used = None, 0.0
+        self._loops[-1].begin(calls, self._claim, self._ended)
+
+    def _claim(self, call: Call, loop: LoopThread) -> bool:
+        """In the thread of a loop: whether the call is to begin there; it may have been moved."""
+        with self._lock:
+            claimed = call.loop is loop and call.began is None
+            if claimed:
+                call.began = time.monotonic()
+        return claimed
+
+    def _ended(self, call: Call) -> None:
+        """In the thread of a loop."""
+        with self._lock:
+            call.over = True
+        self._over.append(call)
+        self._wake()
+
+    # --- Calls end.
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody wants to know
+            self._loop.call_soon_threadsafe(self._collect)
+
+    def _collect(self) -> None:
+        coroutines = []
+        while self._over:
+            call = self._over.popleft()
+            if call.answer.done():
+                self._open.pop(call, None)
+            elif call.error is None and call.loop is None and inspect.isawaitable(call.value):
+                call.fn, call.args, call.over = _awaited, (call.value,), False
+                coroutines.append(call)
+            else:
+                self._answer(call)
+        self._begin_on_loop(coroutines)
+
+    def _answer(self, call: Call) -> None:
+        self._open.pop(call, None)
+        if call.shown:
+            print(call.shown, file=sys.stderr, flush=True)  # noqa: T201
+        if call.error is None:
+            call.answer.set_result(call.value)
+        else:
+            call.answer.set_exception(call.error)
+
+    # --- Calls take too long.
+
+    def _look(self) -> None:
+        """Now and then, while there are calls: who is late, and is somebody waiting in vain."""
+        self._collect()
+        now, waits = time.monotonic(), False
+        tasks = {call.task for call in self._open}
+        for loop in self._loops:
+            loop.look(tasks)
+        for call in list(self._open):
+            if call.answer.done():  # cancelled
+                self._open.pop(call)
+            elif call.loop is not None:
+                if call.loop.blocked_by in (None, call.task):
+                    call.used += now - max(self._looked, call.began or call.asked)
+                if call.late and call.began is None:
+                    self._move(call.loop)
+                elif call.late:
+                    self._give_up(call)
+            elif call.began is None:
+                waits = waits or now - call.asked > _TICK / 2
+            else:
+                call.used = now - call.began
+                if call.late:
+                    self._give_up(call)
+        self._looked = now
+        if waits and self._workers < _WORKERS:
+            self._hire()
+        self._next = self._loop.call_later(_TICK, self._look) if self._open else None
+
+    def _move(self, blocked: LoopThread) -> None:
+        """What has not begun on a loop that is blocked to the limit goes to several, since more of it may block."""
+        calls = [call for call in self._open if call.loop is blocked and call.began is None]
+        loops = [LoopThread() for _ in calls[:_WORKERS]]
+        with self._lock:
+            calls = [call for call in calls if call.began is None]
+            for number, call in enumerate(calls):
+                call.loop, call.used = loops[number % len(loops)], 0.0
+        for number, loop in enumerate(loops):
+            loop.begin(calls[number :: len(loops)], self._claim, self._ended)
+        self._loops += loops
+
+    def _give_up(self, call: Call) -> None:
+        with self._lock:
+            if call.over:
+                return
+            give_up(call)
+        if call.loop is not None:
+            call.loop.cancel(call)
+            if call.loop.blocked:
+                self._move(call.loop)
+        elif call.thread is not None:
+            self._workers -= 1
+            call.shown = hangs_at(sys._current_frames().get(call.thread.ident or 0))
+        call.error = Failed(
+            f"TimeoutError: {call.name} did not return within {call.timeout:g} s; mend it, or give the environment "
+            "another timeout"
+        )
+        self._answer(call)
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable

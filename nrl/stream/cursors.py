@@ -1,0 +1,132 @@
+"""A stream is a record of functions; `counting` is the one whose whole state is a cursor."""
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from nrl.errors import DataError
+
+__all__ = ["Source", "Stream", "counting", "derived", "whole"]
+
+
+class Stream[T](Protocol):
+    """What every stream can do; see `counting` for a small one."""
+
+    @property
+    def take(self) -> Callable[[int], list[T]]:
+        """The next ``n`` items."""
+        ...
+
+    @property
+    def state(self) -> Callable[[], dict[str, Any]]:
+        """All that ``restore`` needs to continue after what has been taken."""
+        ...
+
+    @property
+    def restore(self) -> Callable[[Mapping[str, Any]], None]:
+        """Continue from a state."""
+        ...
+
+
+class Source[T](NamedTuple):
+    """A stream as a record of functions.
+
+    Args:
+        take: as `Stream`'s, and the next two.
+        state: all that ``restore`` needs.
+        restore: continue from a state.
+        remote: other processes make its items.
+        mark: remembers, at no cost, where the stream is; what it returns puts the stream back there, whatever has been
+            taken since, or broken off. None: that cannot be done.
+        sampler: that makes its items, if one does.
+
+    >>> numbers = counting()
+    >>> numbers.take(2), numbers.state()
+    ([0, 1], {'cursor': 2})
+    """
+
+    take: Callable[[int], list[T]]
+    state: Callable[[], dict[str, Any]]
+    restore: Callable[[Mapping[str, Any]], None]
+    remote: bool = False
+    mark: Callable[[], Callable[[], None]] | None = None
+    sampler: Any = None
+
+
+def whole[T](source: Source[T]) -> Source[T]:
+    """The same stream, of which a ``take`` that raises has taken nothing: Ctrl-C, too.
+
+    >>> def broken(n):
+    ...     numbers.take(n)
+    ...     raise KeyboardInterrupt
+    >>> numbers = counting()
+    >>> try:
+    ...     whole(numbers._replace(take=broken)).take(2)
+    ... except KeyboardInterrupt:
+    ...     numbers.state()
+    {'cursor': 0}
+    """
+    if source.mark is None:
+        return source
+    mark = source.mark
+
+    def take(n: int) -> list[T]:
+        back = mark()
+        try:
+            return source.take(n)
+        except BaseException:
+            back()
+            raise
+
+    return source._replace(take=take)
+
+
+def derived[T](stream: Stream[Any], take: Callable[[int], list[T]]) -> Source[T]:
+    """A stream whose state is that of another, from which it takes.
+
+    >>> numbers = counting()
+    >>> pairs = derived(numbers, lambda n: [tuple(numbers.take(2)) for _ in range(n)])
+    >>> pairs.take(2), pairs.state()
+    ([(0, 1), (2, 3)], {'cursor': 4})
+    """
+    remote = bool(getattr(stream, "remote", False))
+    mark, sampler = getattr(stream, "mark", None), getattr(stream, "sampler", None)
+    return whole(Source(take, stream.state, stream.restore, remote, mark, sampler))
+
+
+def counting(item: Callable[[int], Any] = operator.index, *, name: str = "counting") -> Source[Any]:
+    """The endless stream ``item(0), item(1), ...``, whose whole state is a cursor.
+
+    Args:
+        item: a pure function of the index.
+        name: how errors name the stream.
+
+    Raises:
+        DataError: (when taken from) a negative number of items; (when restored) a state that is none.
+
+    >>> squares = counting(lambda index: index**2)
+    >>> squares.restore({"cursor": 3})
+    >>> squares.take(2)
+    [9, 16]
+    """
+    cursor = 0
+
+    def take(n: int) -> list[Any]:
+        nonlocal cursor
+        if n < 0:
+            raise DataError(f"{name}: take({n}); the number of items cannot be negative")
+        cursor += n
+        return [item(index) for index in range(cursor - n, cursor)]
+
+    def restore(state: Mapping[str, Any]) -> None:
+        nonlocal cursor
+        found = state.get("cursor") if isinstance(state, Mapping) else None
+        if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+            raise DataError(f"{name}: restore({state!r}); give what state() returned, such as {{'cursor': 0}}")
+        cursor = found
+
+    def mark() -> Callable[[], None]:
+        before = {"cursor": cursor}
+        return lambda: restore(before)
+
+    return Source(take, lambda: {"cursor": cursor}, restore, mark=mark)

@@ -1,0 +1,131 @@
+"""Items that are produced before they are asked for, while the program trains."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+from nrl.errors import DataError
+from nrl.runtime.mesh.futures import done
+from nrl.runtime.preemption import patience
+from nrl.runtime.threads import Daemons
+from nrl.stream.cursors import Source, Stream
+
+__all__ = ["ahead"]
+
+_LOOK = 1.0  # seconds: how often one who waits looks whether there is still time to
+
+
+def ahead[T](stream: Stream[T], n: int) -> Source[T]:
+    """Items up to ``n`` versions early: pull ``k`` gets what was produced before pull ``max(k - n, 0)`` returned.
+
+    Before each pull returns, production catches up to ``n`` items beyond what is handed out, so a row's lag is at most
+    ``n``; where weights are published once a pull, the lag of pull ``k`` is exactly ``min(k, n)`` on the local cluster.
+    With ``n=0`` nothing is early, and the loop is synchronous. Where other processes make the items, as a sampler on a
+    Ray mesh does, a pull waits for its own item only: the others are produced, one after the other, while the program
+    goes on and trains. The lag is at most ``n`` then, too; who asks for the state waits for what is pending.
+
+    A sampler on a Ray mesh that shares GPUs with the trainer cannot work while that trains: `nrl.publish` refuses it.
+
+    Args:
+        stream: what is produced.
+        n: how many items may be waiting.
+
+    Raises:
+        DataError: ``n`` is negative.
+
+    >>> from nrl.stream import counting
+    >>> early = ahead(counting(), 2)
+    >>> early.take(1), early.state()["pending"]
+    ([0], [1, 2])
+    """
+    if n < 0:
+        raise DataError(f"ahead: n is {n}; it must not be negative")
+    sampler: Any = getattr(stream, "sampler", None)
+    if n and hasattr(sampler, "lag"):
+        sampler.lag = max(n, sampler.lag)
+    mark_source = getattr(stream, "mark", None)
+    made: deque[tuple[futures.Future[T], list[dict[str, Any]]]] = deque()  # where others work: with the state before it
+    handed = 0  # how many of these have been handed out, by the last pull
+    beside = Daemons(1, "ahead") if n and getattr(stream, "remote", False) else None
+
+    def one() -> T:
+        return stream.take(1)[0]
+
+    def work() -> None:
+        """In the thread beside: make what has not been begun."""
+        for future, before in list(made):
+            if future.running() or future.done():
+                continue
+            future.set_running_or_notify_cancel()
+            try:
+                before.append(stream.state())
+                future.set_result(one())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def produce() -> None:
+        # An interrupt may come between any two calls: what is in `made` will be made, and nothing else has been
+        if beside is not None:
+            made.append((futures.Future(), []))
+            beside.submit(work)
+            return
+        back, size = mark_source() if mark_source else None, len(made)
+        try:
+            made.append((done(one()), []))
+        except BaseException:
+            if back and len(made) == size:
+                back()
+            raise
+
+    def settle() -> None:
+        """No item that was handed out can come back any more."""
+        nonlocal made, handed
+        made, handed = deque(islice(made, handed, None)), 0
+
+    def take(count: int) -> list[T]:
+        nonlocal handed
+        settle()
+        taken = []
+        for place in range(count):
+            while len(made) <= place + n:
+                produce()
+            taken.append(made[place][0].result())
+        handed = count  # in one step: an interrupt may come at any moment
+        return taken
+
+    def mark() -> Callable[[], None]:
+        settle()
+
+        def back() -> None:
+            nonlocal handed
+            handed = 0
+
+        return back
+
+    def state() -> dict[str, Any]:
+        pending: list[T] = []
+        if beside is not None:
+            beside.submit(work)
+        for future, before in islice(list(made), handed, None):  # before the source is asked where it is
+            while not future.done():
+                left = patience()  # which may begin to count meanwhile
+                futures.wait([future], timeout=_LOOK if left is None else left)
+                if left is not None and not future.done() and before:
+                    return {"source": before[0], "pending": pending}  # what is under way is made anew
+            pending.append(future.result())
+        return {"source": stream.state(), "pending": pending}
+
+    def restore(state: Mapping[str, Any]) -> None:
+        nonlocal made, handed
+        for future, _ in made:
+            with suppress(Exception):  # nobody wants it any more
+                future.result()
+        stream.restore(state["source"])
+        made, handed = deque((done(each), []) for each in state["pending"]), 0
+
+    return Source(
+        take, state, restore, getattr(stream, "remote", False), mark if mark_source or beside else None, sampler
+    )

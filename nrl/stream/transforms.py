@@ -1,0 +1,207 @@
+"""Groups as batches, and streams without what teaches nothing, is not wanted, or is too old."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+
+from nrl.algos._rows import check_finite, valid_rows
+from nrl.algos.protocol import name_of
+from nrl.batch import Batch, assign, concatenate, require
+from nrl.errors import DataError
+from nrl.stream.cursors import Source, Stream, derived
+
+__all__ = ["Versioned", "batched", "drop_uniform", "filtered", "fresh"]
+
+
+class Versioned(Protocol):
+    """Whatever has a ``version``: a sampler, a train state."""
+
+    @property
+    def version(self) -> int:
+        """How often weights had been published."""
+        ...
+
+
+_concatenate = cast(Callable[[Sequence[Any]], Batch], concatenate)
+
+
+def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch] = _concatenate) -> Source[Batch]:
+    """Batches of ``n`` items; they are asked for at once, so that a sampler decodes them together.
+
+    Args:
+        stream: of groups, or of rows that ``collate`` understands.
+        n: items in a batch.
+        collate: from ``n`` items to a batch.
+
+    Raises:
+        DataError: ``n`` is not positive.
+
+    >>> from nrl.stream import counting
+    >>> batched(counting(), 3, collate=tuple).take(2)
+    [(0, 1, 2), (3, 4, 5)]
+    """
+    if n < 1:
+        raise DataError(f"batched: n is {n}; a batch needs at least one item")
+
+    def take(count: int) -> list[Batch]:
+        return [collate(stream.take(n)) for _ in range(count)]
+
+    return derived(stream, take)
+
+
+def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
+    """Groups without those whose rewards are all equal, which teach nothing; what is missing is asked for again.
+
+    What was dropped is not lost: the next group that is kept carries it, in the columns ``dropped`` (the number of
+    valid rows), ``dropped_rewards`` (their sum) and ``dropped_invalid`` (the number of failed rows), which add up over
+    rows. A group with fewer than two valid rows is uniform. A reward that is NaN or infinite is refused, since it is
+    equal to nothing: a row whose reward could not be computed has to be invalid, as `nrl.rollout` makes it.
+
+    Args:
+        stream: of groups.
+        patience: how many draws in a row may be dropped whole.
+
+    Raises:
+        DataError: so many draws held no group that teaches anything, or ``patience`` is not positive.
+        NotFinite: the reward of a valid row is NaN or infinite.
+
+    Source: dynamic sampling, Yu et al., 2025 (2503.14476), section 3.2.
+
+    >>> from nrl.stream import counting
+    >>> def group(index):
+    ...     rewards = torch.tensor([0.0, float(index % 2)])
+    ...     return Batch({"input_ids": torch.zeros(2, 3, dtype=torch.int64), "rewards": rewards}, batch_size=[2])
+    >>> kept = drop_uniform(counting(group)).take(2)
+    >>> [int(batch["dropped"].sum()) for batch in kept]
+    [2, 2]
+    """
+
+    def teaches(group: Batch) -> bool:
+        require(group, "rewards", reader="drop_uniform")
+        check_finite(group, "rewards", reader="drop_uniform")
+        rewards = group["rewards"][valid_rows(group)]
+        return len(rewards) > 1 and not bool((rewards == rewards[0]).all())
+
+    def complain(draws: int, groups: int) -> str:
+        return (
+            f"drop_uniform: {draws} draws in a row ({groups} groups) had equal rewards or failed throughout, so there "
+            "is nothing to learn; look for warnings of failed episodes, use other tasks, or sample more answers to each"
+        )
+
+    return _filtered("drop_uniform", stream, teaches, patience, complain)
+
+
+def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int = 32) -> Source[Batch]:
+    """Groups or batches that a predicate lets through; what is missing is asked for again.
+
+    What was dropped is carried in columns, as by `drop_uniform`, so that the metrics count it.
+
+    Args:
+        stream: of groups or batches.
+        keep: whether to keep one; it must not change it.
+        patience: how many draws in a row may be dropped whole.
+
+    Raises:
+        DataError: so many draws held nothing to keep, or ``patience`` is not positive.
+
+    >>> from nrl.stream import counting
+    >>> def group(index):
+    ...     rewards = torch.tensor([0.0, float(index)])
+    ...     return Batch({"input_ids": torch.zeros(2, 3, dtype=torch.int64), "rewards": rewards}, batch_size=[2])
+    >>> solved = filtered(counting(group), lambda group: bool((group["rewards"] > 1).any()))
+    >>> solved.take(1)[0]["rewards"].tolist()
+    [0.0, 2.0]
+    """
+
+    def complain(draws: int, groups: int) -> str:
+        return (
+            f"filtered: {name_of(keep)} let nothing through in {draws} draws in a row ({groups} items); ask for less, "
+            "use other tasks, or sample more answers to each"
+        )
+
+    return _filtered("filtered", stream, keep, patience, complain)
+
+
+def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 32) -> Source[Batch]:
+    """Groups or batches without those that have a row older than ``lag`` versions; others are pulled in their place.
+
+    What was dropped is carried in columns, as by `drop_uniform`.
+
+    Args:
+        stream: of groups or batches, with ``version``.
+        lag: how many publishes ago a row may have been sampled.
+        sampler: whose version is the present.
+        patience: how many draws in a row may be dropped whole.
+
+    Raises:
+        DataError: so many draws were too old, ``lag`` is negative, or ``patience`` is not positive.
+
+    >>> from nrl.stream import counting
+    >>> class Now:
+    ...     version = 5
+    >>> def group(index):
+    ...     version = torch.tensor([index])
+    ...     return Batch({"input_ids": torch.zeros(1, 3, dtype=torch.int64), "version": version}, batch_size=[1])
+    >>> fresh(counting(group), 1, Now()).take(1)[0]["version"].tolist()
+    [4]
+    """
+    if lag < 0:
+        raise DataError(f"fresh: lag is {lag}; it must not be negative")
+
+    def is_fresh(batch: Batch) -> bool:
+        require(batch, "version", reader="fresh")
+        return int(batch["version"].min()) >= sampler.version - lag
+
+    def complain(draws: int, _: int) -> str:
+        return (
+            f"fresh: {draws} draws in a row were more than {lag} versions old; allow a larger lag, or sample fewer "
+            "batches ahead"
+        )
+
+    return _filtered("fresh", stream, is_fresh, patience, complain)
+
+
+def _filtered(
+    who: str, stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int, complain: Callable[[int, int], str]
+) -> Source[Batch]:
+    """What ``keep`` lets through; as much as was dropped is asked for again, and what is kept carries it."""
+    if patience < 1:
+        raise DataError(f"{who}: patience is {patience}; it must be at least 1")
+
+    def take(n: int) -> list[Batch]:
+        kept: list[Batch] = []
+        dropped: list[Batch] = []
+        empty = 0
+        while len(kept) < n:
+            before = len(kept)
+            for item in stream.take(n - len(kept)):
+                if keep(item):
+                    kept.append(_carrying(item, dropped))
+                    dropped = []
+                else:
+                    dropped.append(item)
+            empty = empty + 1 if len(kept) == before else 0
+            if empty >= patience:
+                raise DataError(complain(empty, len(dropped)))
+        return kept
+
+    return derived(stream, take)
+
+
+def _carrying(batch: Batch, dropped: Iterable[Batch]) -> Batch:
+    """The batch with what was dropped before it added to its first row."""
+    carried = {
+        "dropped": torch.zeros(batch.batch_size, dtype=torch.int64),
+        "dropped_invalid": torch.zeros(batch.batch_size, dtype=torch.int64),
+        "dropped_rewards": torch.zeros(batch.batch_size),
+    }
+    for other in dropped:
+        valid = valid_rows(other)
+        carried["dropped"].view(-1)[0] += valid.sum()
+        carried["dropped_invalid"].view(-1)[0] += (~valid).sum()
+        if "rewards" in other.keys():
+            carried["dropped_rewards"].view(-1)[0] += other["rewards"][valid].sum()
+        for name in carried.keys() & set(other.keys()):
+            carried[name].view(-1)[0] += other[name].sum()
+    return assign(batch, **{name: x + batch[name] if name in batch.keys() else x for name, x in carried.items()})
