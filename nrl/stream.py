@@ -1,4 +1,4 @@
-"""Streams: endless sources that are pulled, and the transforms that turn one into another.
+"""Streams: endless sources that are pulled, and the transforms between them.
 
 A stream is pulled by ``take(n)`` and produces nothing that was not asked for, so what is sampled together is a function
 of how the stream is pulled alone. Its ``state()`` is the cursor after what was consumed, with what is pending, and

@@ -1,4 +1,4 @@
-"""What every backend agrees on: models, samplings, completions, train states, and the records of functions over them.
+"""The records of all backends: models, samplings, completions, train states, and trainers as records of functions.
 
 A `Trainer` is a record of functions that are already mapped onto a mesh. A `TrainState` is linear: a step consumes it
 and returns the next. A `Sampler` holds weights in a versioned cell that `publish` replaces in place, because rollouts

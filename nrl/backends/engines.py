@@ -1,4 +1,4 @@
-"""What the author of a trainer writes: an engine, which runs in each process of a mesh."""
+"""The protocol of a train engine, which runs in each process of a mesh; authors of trainers implement it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How the weights of a trainer get into a sampler, and how it is seen that they did."""
+"""`publish`: moves the weights of a trainer into a sampler, and checks that they arrived."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which rows go together: pure functions of how long they are."""
+"""Grouping rows by length: into shards, micro-batches and blocks."""
 
 import heapq
 from collections.abc import Callable, Hashable, Sequence

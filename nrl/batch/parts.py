@@ -1,4 +1,4 @@
-"""Splitting batches into parts, and putting parts together."""
+"""Splitting batches into parts and joining them again."""
 
 from collections.abc import Sequence
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what is in it, the size and the checksum of every file, and a checksum of itself."""
+"""The manifest of a checkpoint: its contents, the size and checksum of every file, and a checksum of itself."""
 
 import hashlib
 import json

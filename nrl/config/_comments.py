@@ -1,4 +1,4 @@
-"""What a class says of its fields in comments at the ends of their lines."""
+"""The comments at the ends of a class's lines, as help for its fields."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""Adapters: from the rows of well-known datasets to rows with a prompt and what answers it.
+"""The formats of well-known datasets: functions from their rows to rows with a prompt and an answer.
 
 An adapter is a function of one row that returns a row, several in a list, or None, where the row is of no use. What
 it returns has ``prompt`` or ``messages``, and ``answer``, which verifiers read, ``response``, which `supervised`

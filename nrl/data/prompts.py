@@ -1,4 +1,4 @@
-"""What a row's prompt is, and which rows an adapter makes of it."""
+"""Rows to tasks: each row through its format, and its prompt."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders and names of the Hugging Face hub, each as a table of rows.
+"""Reading files, folders and Hugging Face datasets as tables of rows.
 
 Every fault of a file is a `DataError` that names the file, the line or row, and what is wrong there.
 """

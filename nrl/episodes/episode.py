@@ -1,4 +1,4 @@
-"""Episodes: a policy and an environment take turns, and what happened becomes rows of a batch.
+"""Episodes: a policy and an environment take turns, and the trace becomes rows of a batch.
 
 An episode is kept as token ids from first to last. What was sampled is never decoded and encoded again; a turn only
 appends.

@@ -1,4 +1,4 @@
-"""How an episode calls user code, which is anybody's: it may raise whatever there is, and it may never return.
+"""Calling user code, which may raise anything and may never return: threads, loops and time limits.
 
 Plain functions run in daemon threads: one after the other, in their order, as long as they are quick, and side by side
 where they are not. Coroutines run on an event loop of their own. So the program's own loop waits for nothing but

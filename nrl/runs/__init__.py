@@ -1,4 +1,4 @@
-"""A run: its folder, its loops and what it logs, saves and reports; and how a program that holds one ends."""
+"""Runs: their folder, loops, logs, checkpoints and report, and the end of a program."""
 
 from nrl.runs.lifecycle import Run, run
 

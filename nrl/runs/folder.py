@@ -1,4 +1,4 @@
-"""The folder of a run before its first step: which one, whose it is, and what was asked for.
+"""The folder of a run before its first step: choosing it, locking it, comparing its configuration.
 
 One process at a time is in a folder. Its ``config.yaml`` is the configuration of the last start; a resumed run may
 change some of it, and the former one is kept. A start that fails before there is anything worth keeping leaves no

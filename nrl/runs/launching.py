@@ -1,4 +1,4 @@
-"""How a program ends: by a user's mistake in a few lines that say what to do, by a bug with its traceback."""
+"""`launch`: runs a program and reports its end; a user's mistake in a few lines, a bug with its traceback."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A sampler with a copy of the weights in each of several engines, whichever engine decodes there.
+"""A sampler over a pool of engines of any kind, each with a copy of the weights.
 
 Requests are spread over the engines, and a thread asks each engine as long as that has something to do: what is
 finished goes to whoever waits for it, and new requests join. Weights are received between two such calls. An engine

@@ -1,4 +1,4 @@
-"""An inference engine in one process of a mesh, and what a sampler has it do there.
+"""The protocol of an inference engine, and the calls that a sampler makes on it in its process.
 
 An engine that satisfies `Replica` is all that a sampler needs beside `nrl.backends.sampling.pool`; those of
 `nrl.backends.hf` and `nrl.backends.vllm` are two of them.

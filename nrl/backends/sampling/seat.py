@@ -1,4 +1,4 @@
-"""An engine, as the driver sees it: the mesh that it is on, and what it has been asked and has not answered.
+"""An engine from the driver's side: its mesh, its state, and the requests that it has not answered.
 
 Engines that are on one mesh live and die together, and take turns together.
 """

@@ -1,4 +1,4 @@
-"""Distributions that are cut off: what top-k and top-p do to log-probabilities."""
+"""Log-probabilities under top-k and top-p."""
 
 import warnings
 

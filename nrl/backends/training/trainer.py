@@ -1,4 +1,4 @@
-"""The driver's half of training: what happens to a batch before it is split, and to the sums after."""
+"""The driver's half of training: everything before a batch is split and after its sums return."""
 
 import functools
 import json

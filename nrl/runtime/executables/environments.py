@@ -1,4 +1,4 @@
-"""From a recipe to a virtual environment, on the node where it is used.
+"""Building virtual environments from recipes, on the node that uses them.
 
 A node's default Python need not have nrl, so this module is also shipped by value: it imports the standard library
 alone, and filelock where it locks. `nrl.runtime.executables.recipes` makes recipes.

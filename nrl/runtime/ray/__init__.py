@@ -1,1 +1,1 @@
-"""Meshes of Ray actors. What runs on the driver, and, in `worker` and `actor`, in the processes."""
+"""Meshes of Ray actors: the driver's side, and, in `worker` and `actor`, the side of the processes."""

@@ -1,4 +1,4 @@
-"""Calls on Ray actors that are under way: their futures, and what became of them."""
+"""Calls under way on Ray actors: their futures, results and failures."""
 
 import contextlib
 import functools

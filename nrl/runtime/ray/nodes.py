@@ -1,4 +1,4 @@
-"""Work on the nodes of a Ray cluster: which Python runs the processes of a mesh there."""
+"""Preparing the nodes of a Ray cluster: the Python that runs the processes of a mesh there."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""What is asked of a node other than the driver's, in a task there.
+"""Tasks on other nodes than the driver's.
 
 A node's default Python need not have nrl, so this module is also shipped by value: it imports the standard library
 alone.
