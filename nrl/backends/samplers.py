@@ -1,4 +1,4 @@
-"""The protocol of a sampler, which rollouts and `nrl.publish` use."""
+"""The protocols of a sampler, which rollouts and `nrl.publish` use."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures

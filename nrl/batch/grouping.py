@@ -1,4 +1,4 @@
-"""Grouping rows by length: into shards, micro-batches and blocks."""
+"""Grouping rows by length: dealing them to shards, and planning groups of at most so many tokens."""
 
 import heapq
 from collections.abc import Callable, Hashable, Sequence

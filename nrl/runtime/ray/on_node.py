@@ -1,4 +1,4 @@
-"""Tasks on other nodes than the driver's.
+"""Tasks on nodes other than the driver's: checking an interpreter, reading the ends of logs.
 
 A node's default Python need not have nrl, so this module is also shipped by value: it imports the standard library
 alone.
