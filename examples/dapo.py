@@ -1,4 +1,7 @@
-"""DAPO: `python examples/dapo.py` samples until each group can teach something; `model=<folder> data=<file>`: real."""
+"""DAPO: `python examples/dapo.py` samples until every group of a batch can teach something.
+
+`model=<folder> data=<file>` trains a real model.
+"""
 
 from typing import Any, Literal
 

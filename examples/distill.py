@@ -1,4 +1,7 @@
-"""On-policy distillation: `python examples/distill.py`, or with real models, `model=<folder> teacher=<folder>`."""
+"""On-policy distillation: `python examples/distill.py` trains a student on its own answers, with a teacher.
+
+`model=<folder> teacher=<folder>` takes real models.
+"""
 
 from typing import Any, Literal
 

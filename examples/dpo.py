@@ -1,4 +1,7 @@
-"""DPO: `python examples/dpo.py` makes a tiny model prefer right sums; `model=<folder> data=<source>` a real one."""
+"""DPO: `python examples/dpo.py` teaches a tiny model to prefer right sums.
+
+`model=<folder> data=<source>` trains a real model.
+"""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,4 +1,7 @@
-"""KTO: `python examples/kto.py` learns from answers that are good or bad; `model=<folder> data=<file>`: real ones."""
+"""KTO: `python examples/kto.py` teaches a tiny model from answers that are labelled good or bad.
+
+`model=<folder> data=<file>` trains a real model.
+"""
 
 from functools import partial
 from typing import Literal

@@ -1,4 +1,7 @@
-"""PPO: `python examples/ppo.py` teaches a tiny model to add, with a critic; `model=<folder> data=<file>` a real one."""
+"""PPO: `python examples/ppo.py` teaches a tiny model to add, with a critic.
+
+`model=<folder> data=<file>` trains a real model.
+"""
 
 from typing import Any, Literal
 

@@ -1,4 +1,7 @@
-"""A reward model: `python examples/reward_model.py` learns which sums are right; `model=<folder> data=<file>`: real."""
+"""A reward model: `python examples/reward_model.py` learns from pairs which sums are right.
+
+`model=<folder> data=<file>` trains a real model.
+"""
 
 from functools import partial
 from typing import Literal
