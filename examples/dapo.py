@@ -1,7 +1,4 @@
-"""DAPO: `python examples/dapo.py` samples until every group of a batch can teach something.
-
-`model=<folder> data=<file>` trains a real model.
-"""
+"""DAPO: `python examples/dapo.py` samples until every group can teach; `model=<folder> data=<file>` takes a real one."""
 
 from typing import Any, Literal
 

@@ -1,7 +1,4 @@
-"""On-policy distillation: `python examples/distill.py` trains a student on its own answers, with a teacher.
-
-`model=<folder> teacher=<folder>` takes real models.
-"""
+"""On-policy distillation: `python examples/distill.py`; `model=<folder> teacher=<folder>` takes real models."""
 
 from typing import Any, Literal
 

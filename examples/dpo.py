@@ -1,7 +1,4 @@
-"""DPO: `python examples/dpo.py` teaches a tiny model to prefer right sums.
-
-`model=<folder> data=<source>` trains a real model.
-"""
+"""DPO: `python examples/dpo.py` makes a tiny model prefer right sums; `model=<folder> data=<source>` takes real ones."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,4 @@
-"""GRPO: `python examples/grpo.py` teaches a tiny model to add.
-
-`model=<folder or name> data=<file>` trains a real model.
-"""
+"""GRPO: `python examples/grpo.py` teaches a tiny model to add; `model=<name> data=<file>` trains a real model."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,4 @@
-"""KTO: `python examples/kto.py` teaches a tiny model from answers that are labelled good or bad.
-
-`model=<folder> data=<file>` trains a real model.
-"""
+"""KTO: `python examples/kto.py` learns from good and bad answers; `model=<folder> data=<file>` takes real ones."""
 
 from functools import partial
 from typing import Literal

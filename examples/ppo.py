@@ -1,7 +1,4 @@
-"""PPO: `python examples/ppo.py` teaches a tiny model to add, with a critic.
-
-`model=<folder> data=<file>` trains a real model.
-"""
+"""PPO: `python examples/ppo.py` teaches a tiny model with a critic; `model=<folder> data=<file>` trains a real one."""
 
 from typing import Any, Literal
 
