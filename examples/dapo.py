@@ -1,4 +1,4 @@
-"""DAPO: `python examples/dapo.py` samples until every group can teach; `model=<folder> data=<file>` takes a real one."""
+"""DAPO: `python examples/dapo.py` samples until every group teaches; `model=<folder> data=<file>` for a real one."""
 
 from typing import Any, Literal
 
