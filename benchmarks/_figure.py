@@ -1,4 +1,4 @@
-"""Curves over steps as one SVG, for a page of the documentation. Needs numpy alone."""
+"""Draw curves over steps as one SVG, for a page of the documentation. Needs numpy alone."""
 
 import statistics
 from collections.abc import Mapping, Sequence

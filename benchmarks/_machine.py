@@ -1,4 +1,4 @@
-"""What the machine did meanwhile, and what a process holds. The standard library alone."""
+"""Measure the load of the machine and the memory of a process. Needs the standard library alone."""
 
 import os
 from collections.abc import Iterator

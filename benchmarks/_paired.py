@@ -1,8 +1,7 @@
-"""Two programs that take turns: workers that obey lines, and the statistics of pairs. The standard library alone.
+"""Run two programs in turns: workers that obey lines, and the statistics of pairs. Needs the standard library alone.
 
-A shared machine is never equally fast for two minutes. So both sides are alive from the start, one step of the one is
-followed by one step of the other, which of them is first alternates, and what is reported is the ratio within each
-pair.
+A shared machine is never equally fast for two minutes. So both sides are alive from the start, and one step of one
+follows one step of the other. The order alternates, and the result is the ratio within each pair.
 """
 
 import json

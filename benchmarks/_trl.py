@@ -1,6 +1,6 @@
-"""TRL's side of `vs_trl.py`: a GRPOTrainer that takes a step when it is told to. It runs in TRL's own environment.
+"""TRL's side of `vs_trl.py`: a GRPOTrainer that takes a step when told to, in TRL's own environment.
 
-Its methods are wrapped to be timed, and nothing of what they do is changed.
+It wraps the trainer's methods to time them, and changes nothing in what they do.
 """
 
 import json

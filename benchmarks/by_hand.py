@@ -1,15 +1,17 @@
-"""nrl's train step against the same loop written by hand in plain torch, taking turns.
+"""Compare nrl's train step with the same loop written by hand in plain torch, in turns.
 
     python benchmarks/by_hand.py              # two minutes on a CPU core
     python benchmarks/by_hand.py --quick      # does it run?
 
-What a step of nrl costs above its arithmetic: the weights of the loss, micro-batches, packing, checks, metrics. So the
-work is made the same: rows have different prompts (nothing can be shared) and nearly equal lengths (there is no
-padding to leave out), and the two losses are compared in every step. ``--spread`` is how far lengths differ, in tokens.
+The ratio shows the cost of nrl's step above its arithmetic: the weights of the loss, micro-batches, packing, checks,
+metrics. So both sides do the same work: rows have different prompts (nothing can be shared) and nearly equal lengths
+(there is no padding to leave out), and every step compares the two losses. ``--spread`` is how far lengths differ, in
+tokens.
 
-With a spread of 0 the loop by hand has the best layout there is, a rectangle without a mask, which is also how nrl lays
-such rows out: the ratio is what nrl adds. With a spread, the loop by hand sorts rows by length and gives transformers a
-padding mask, as anybody would; that switches the causal kernel off and nrl keeps it, so the ratio is smaller.
+With a spread of 0 the loop by hand has the best possible layout, a rectangle without a mask. nrl uses the same layout
+for such rows, so the ratio is what nrl adds. With a spread, the loop by hand sorts rows by length and gives
+transformers a padding mask, as anybody would. That switches the causal kernel off; nrl keeps it, so the ratio is
+smaller.
 """
 
 import argparse

@@ -1,17 +1,16 @@
-"""What a step costs the program itself, as processes are added: CPU seconds by part.
+"""Measure the CPU seconds that a step costs the program itself, by part, as processes are added.
 
     python benchmarks/driver.py             # two minutes on one CPU core
     python benchmarks/driver.py --quick     # does it run?
 
-The program is nrl's own: batches, a trainer's half on the driver, calls on a mesh, a sampler that spreads requests.
-Behind it stands nobody: actors take what they are sent and say what was put into their mouths, so that a thousand of
-them fit here. To send and to put something costs what it costs to serialise and to copy it. A step is:
-log-probabilities of a fresh batch and back, a train step with its metrics, a function whose sums come from every
-process, and requests for the next batch that are spread over as many engines. Rows are few and long, and of very
-different lengths: most of what a padded batch holds is padding.
+The program is nrl's own: batches, a trainer's half on the driver, calls on a mesh, a sampler that spreads requests. The
+processes behind it are fakes: actors accept what they are sent and return prepared answers, so a thousand of them fit
+here. Sending or putting an object costs its serialisation and its copy. A step is: log-probabilities of a fresh batch
+and back, a train step with its metrics, a function whose sums come from every process, and requests for the next batch,
+spread over as many engines. Rows are few, long, and of very different lengths: most of a padded batch is padding.
 
-**What is left out**: Ray's own work for each call and object (0.1 to 0.2 ms each: `benchmarks/ray_calls.py`), networks,
-threads that ask engines, memory that nobody has touched before, and everything that the processes do.
+**This leaves out** Ray's own work for each call and object (0.1 to 0.2 ms each: `benchmarks/ray_calls.py`), networks,
+threads that ask engines, memory that nobody has touched before, and all work of the processes.
 """
 
 import argparse

@@ -1,24 +1,24 @@
-"""What GRPO with truncated importance sampling (TIS) learns from rollouts that are 0, 1 and 4 publishes old.
+"""Measure what GRPO with truncated importance sampling (TIS) learns from rollouts 0, 1 and 4 publishes old.
 
     python benchmarks/lag.py            # about a quarter of an hour on one CPU core
     python benchmarks/lag.py --quick    # does it run?
 
-The task, the model, the warm-up and every setting are those of ``examples/grpo.py``, on the local cluster, where step k
-with a lag of n gets rollouts that are exactly min(k, n) publishes old. The variants of a seed start from the same
-weights and see the same prompts; seeds differ in their prompts. A variant is a lag, a loss and what it takes as
+The task, the model, the warm-up and every setting are those of ``examples/grpo.py``, on the local cluster. There, step
+k with a lag of n gets rollouts that are exactly min(k, n) publishes old. The variants of a seed start from the same
+weights and see the same prompts; seeds differ in their prompts. A variant is a lag, a loss and a choice of
 ``old_logprobs``:
 
-- TIS: ``policy_loss(clip(0.2), correction=truncate(2.0), aggregate=seq_mean)``, with the trainer's log-probabilities,
-  of the policy that the step starts from, as old ones. The correction's weight is min(old/rollout, 2), and the clip has
+- TIS: ``policy_loss(clip(0.2), correction=truncate(2.0), aggregate=seq_mean)``. The old log-probabilities are the
+  trainer's, of the policy that the step starts from. The correction's weight is min(old/rollout, 2), and the clip has
   nothing to do, since there is one update a batch. With the sampler's log-probabilities as old ones it would be the
-  other way round: every weight would be 1, and the clip alone would see how old the rollouts are.
-  One variant has a smaller learning rate than the example.
-- uncorrected: the same without the correction. Rollouts are trained on as if they had just been sampled.
+  other way round: every weight would be 1, and the clip alone would see how old the rollouts are. One variant has a
+  smaller learning rate than the example.
+- uncorrected: the same without the correction. It trains on rollouts as if they had just been sampled.
 - clip: ``grpo_loss`` with the sampler's log-probabilities as old ones, as in the example.
 
-``reward`` is the mean over the samples of a step, which come from weights as old as the lag; ``greedy`` is that of the
-most probable answers of the last weights, on another draw of the same 400 sums. ``mismatch/kl`` is how far the policy
-of the step is from that of the rollouts.
+``reward`` is the mean over the samples of a step, which come from weights as old as the lag. ``greedy`` is that of the
+most probable answers of the last weights, on another draw of the same 400 sums. ``mismatch/kl`` measures the distance
+of the policy of the step from that of the rollouts.
 """
 
 import argparse

@@ -1,12 +1,13 @@
-"""Memory and time of `nrl.backends.training.fused_logprobs` against ``log_softmax`` and ``gather`` on the whole matrix.
+"""Measure memory and time of `fused_logprobs` against ``log_softmax`` and ``gather`` on the whole matrix.
 
     python benchmarks/linear_logprobs.py                        # the README's row: a few minutes on two CPU cores
     python benchmarks/linear_logprobs.py --tokens 512           # a quick look
     python benchmarks/linear_logprobs.py --device cuda
 
-Each variant runs in its own process, so that none inherits another's memory. The peak is what a forward and a backward
-need above hidden states, weight and targets (their gradients included): resident memory on a CPU (Linux only), what
-torch's allocator gave out on a GPU. Seconds are the process's CPU seconds on a CPU, and wall-clock seconds on a GPU.
+The functions are those of `nrl.backends.training.fused_logprobs`. Each variant runs in its own process, so that none
+inherits another's memory. The peak is the memory of a forward and a backward above hidden states, weight and targets
+(their gradients included): resident memory on a CPU (Linux only), memory given out by torch's allocator on a GPU.
+Seconds are the process's CPU seconds on a CPU, and wall-clock seconds on a GPU.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""How far apart trainer and sampler say that they are, where one knows why: what `mismatch/*` looks like.
+"""Measure the mismatch of trainer and sampler in cases whose cause is known: examples of `mismatch/*`.
 
     python benchmarks/mismatch.py            # two minutes on one CPU core
     python benchmarks/mismatch.py --quick    # does it run?
 
-The tiny model of the examples, after the 40 supervised steps that they begin with, answers sums on the local cluster;
-a step of GRPO on the answers reports the metrics, which are over all sampled tokens. What differs is one thing a row.
-The row of a lag is `examples/grpo.py lag=1` itself: medians of its first 10 steps and of the others.
+The tiny model of the examples, after their 40 supervised steps, answers sums on the local cluster. A step of GRPO on
+the answers reports the metrics, over all sampled tokens. Each row changes one thing. The row of a lag is
+`examples/grpo.py lag=1` itself: medians of its first 10 steps and of the others.
 """
 
 import argparse

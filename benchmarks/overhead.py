@@ -1,12 +1,12 @@
-"""What a step of ``examples/grpo.py`` spends outside of rollout and training.
+"""Measure the time of a step of ``examples/grpo.py`` outside of rollout and training.
 
     python benchmarks/overhead.py             # half a minute on one CPU core
     python benchmarks/overhead.py --quick     # does it run?
 
-The example itself is run, on the tiny model that comes with nrl, with its functions wrapped to be timed. A step is what
-lies between two ends of ``run.log``. The table shows each part in milliseconds of CPU time and of wall-clock time, and
-the former as a share of a step of one second: but for ``publish``, which copies the weights, and longer rows, these
-parts cost the same whatever the model.
+This runs the example itself, on the tiny model that comes with nrl, with its functions wrapped to be timed. A step lies
+between two ends of ``run.log``. The table shows each part in milliseconds of CPU time and of wall-clock time, and the
+former as a share of a step of one second. Except for ``publish``, which copies the weights, and longer rows, these
+parts cost the same for every model.
 """
 
 import argparse

@@ -1,21 +1,22 @@
-"""What a lag of 1 saves where rollouts and training are real work, each in a process of its own with one thread.
+"""Measure what a lag of 1 saves when rollouts and training are real work, in a process of one thread each.
 
     python benchmarks/overlap.py            # some minutes; two CPU cores that are otherwise idle
     python benchmarks/overlap.py --sampler vllm-cpu
     python benchmarks/overlap.py --quick    # does it run?
 
 A trainer and a sampler, plain PyTorch's or vLLM's, have a process each on a Ray cluster of this machine. The loop is
-that of GRPO: a rollout, a step that is waited for, a publish. First the number of rows is chosen so that rollout and
-training take about equally long, from a few steps of each candidate with a lag of 0. Then rounds of some steps with a
-lag of 0 and with a lag of 1 take turns, from the same weights and with the same prompts; the first step of each, in
-which nothing can overlap, does not count. Reported are, over the rounds:
+that of GRPO: a rollout, a step that is waited for, a publish. First the benchmark chooses the number of rows so that
+rollout and training take about equally long, from a few steps of each candidate with a lag of 0. Then rounds of some
+steps with a lag of 0 and with a lag of 1 take turns, from the same weights and with the same prompts. The first step of
+each, in which nothing can overlap, does not count. The numbers, over the rounds:
 
 - lag 1 / lag 0: the ratio of the wall-clock times of a step.
-- longer / step: the longer of rollout and training, as it is with a lag of 0, over a step with a lag of 0, which is
-  what the first column could be at best, about 0.5 with equal halves; and over a step with a lag of 1, where 1 means
-  that the shorter one is hidden entirely. What is missing is publishing, what the program does in between, and the
-  cores: the program is a third process, and two that work at once have less cache, and of a core that others want.
-- rollout / training: with a lag of 0. Lengths are what the sampler draws, so the ratio of tokens is shown, too.
+- longer / step: the longer of rollout and training, as it is with a lag of 0. Over a step with a lag of 0 it is the
+  best possible value of the first column, about 0.5 with equal halves. Over a step with a lag of 1, a value of 1 means
+  that the shorter one is hidden entirely. The rest is publishing, the work of the program in between, and the cores:
+  the program is a third process, and two processes that work at once have less cache, and less of a core that others
+  want.
+- rollout / training: with a lag of 0. The sampler draws the lengths, so the ratio of tokens is shown, too.
 """
 
 import argparse

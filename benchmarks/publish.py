@@ -1,12 +1,12 @@
-"""What it costs to give a sampler new weights, against one copy of them in memory.
+"""Measure the cost of giving a sampler new weights, against one copy of them in memory.
 
     python benchmarks/publish.py            # a quarter of an hour; 16 GB of memory
     python benchmarks/publish.py --quick    # does it run?
 
 A trainer and a sampler have a process each on a Ray cluster of this machine. `nrl.publish` takes turns with a copy of
-as many bytes from one place in the memory of this process to another, by one thread; what is reported is the ratio of
-their wall-clock times. While it lasts the sampler decodes nothing. Then the loop runs some steps of GRPO, without a
-reward to speak of, and what it spends in publishing is reported as a share of a step.
+as many bytes from one place in the memory of this process to another, by one thread. The first result is the ratio of
+their wall-clock times; meanwhile the sampler decodes nothing. Then the loop runs some steps of GRPO, with a trivial
+reward. The second result is the share of a step that it spends in publishing.
 """
 
 import argparse

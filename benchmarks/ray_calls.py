@@ -1,16 +1,17 @@
-"""What a call on a mesh of Ray actors costs, beyond Ray itself, and what a large batch costs on its way.
+"""Measure the cost of a call on a mesh of Ray actors beyond Ray itself, and of a large batch on its way.
 
     python benchmarks/ray_calls.py            # some minutes
     python benchmarks/ray_calls.py --quick    # does it run?
 
 **Calls.** A function that does nothing, mapped by `nrl.shard_map` over a mesh, takes turns with a method that does
-nothing of as many plain Ray actors. What is reported is the difference of wall-clock time within each such pair, and
-how long the program is busy until it can go on, since a call returns before it has run; that of a train step, too.
+nothing of as many plain Ray actors. The result is the difference of wall-clock time within each pair, and how long the
+program is busy until it can go on, since a call returns before it has run. The latter is also measured for a train
+step.
 
-**Batches.** A locked batch of token columns goes to the processes of a mesh, whose function looks at nothing of it:
-for the first time, when it has to be brought into the shared memory of the node, and again, when it is there already.
-Then its rows come back as the result. Each time is divided by that of one copy of as many bytes in this process, which
-is made in the same round.
+**Batches.** A locked batch of token columns goes to the processes of a mesh, whose function looks at nothing of it: a
+first time, when it has to be brought into the shared memory of the node, and again, when it is there already. Then its
+rows come back as the result. Each time is divided by that of one copy of as many bytes in this process, made in the
+same round.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""What a run on Ray needs beside its actors: memory of the program, and time until the first step.
+"""Measure the needs of a run on Ray beside its actors: memory of the program, and time until the first step.
 
     python benchmarks/ray_runs.py             # some minutes
     python benchmarks/ray_runs.py --quick     # does it run?
 
 **Memory.** A program trains a model of 20 million parameters on a mesh of 1, 2 or 4 processes, publishes the weights to
-a sampler on a mesh of its own, and computes log-probabilities. What is reported is how much the program's own resident
-memory, and the shared memory that it has looked at, grew from the moment when the actors were there. Each number of
+a sampler on a mesh of its own, and computes log-probabilities. The result is the growth of the program's own resident
+memory, and of the shared memory that it has looked at, from the moment when the actors are there. Each number of
 processes has a program of its own.
 
 **Start.** ``examples/sft.py`` runs on the local cluster; on Ray, in an environment that is built then; and on Ray, in
-the same environment again. What is reported are the seconds from the start of Python to the end of the first step, and
+the same environment again. The results are the seconds from the start of Python to the end of the first step, and those
 of its parts. The three take turns.
 """
 

@@ -1,13 +1,13 @@
-"""How often a small reward model is right about pairs of real answers that it has not seen.
+"""Measure how often a small reward model is right about pairs of real answers that it has not seen.
 
     python benchmarks/real_pairs.py pairs.jsonl --texts questions.jsonl    # a quarter of an hour on one CPU core
     python benchmarks/real_pairs.py pairs.jsonl --texts questions.jsonl --quick    # does it run?
 
-There is no pretrained model in it: a tokenizer of 2,000 byte pairs and a Qwen3 of about two million parameters are made
-and trained on ``--texts`` (rows with "question" and "answer") as a language model. From there
-`examples/reward_model.py` learns on all pairs but a hundred, which are those of other prompts, and is asked about
-these. A seed is another choice of the hundred. Reported are the share of them that it ranks as they are labelled and
-the same of the pairs that it was trained on. With 100 pairs one standard error is 0.05.
+This uses no pretrained model. It makes a tokenizer of 2,000 byte pairs and a Qwen3 of about two million parameters, and
+trains them on ``--texts`` (rows with "question" and "answer") as a language model. From there
+`examples/reward_model.py` learns on all pairs but a hundred, which are those of other prompts, and ranks these. A seed
+is another choice of the hundred. The results are the share of them that it ranks as they are labelled, and the same
+share of the pairs that it was trained on. With 100 pairs one standard error is 0.05.
 """
 
 import argparse

@@ -1,30 +1,30 @@
-"""nrl's GRPO step against TRL's, on a CPU, taking turns.
+"""Compare nrl's GRPO step with TRL's, on a CPU, in turns.
 
     python benchmarks/vs_trl.py                                # 0.8M parameters, both regimes of lengths: a few minutes
     python benchmarks/vs_trl.py --sizes 0.8M 5M --out times.json
     python benchmarks/vs_trl.py --quick                        # does it run?
 
-Both sides load one folder: a Qwen3-shaped model with float32 weights and a tokenizer. Both read the same prompts in the
-same order (32 a step, 8 samples each), take one AdamW step a batch with the same learning rate and clipping, no
-penalty, and the same reward. Each is a process of its own with the same number of threads; they take turns, and the
-ratio is taken within each pair of steps (see `_paired.py`). CPU seconds are what a shared machine disturbs least.
+Both sides load one folder: a Qwen3-shaped model with float32 weights, and a tokenizer. Both read the same prompts in
+the same order (32 a step, 8 samples each), and take one AdamW step a batch with the same learning rate and clipping, no
+penalty, and the same reward. Each is a process of its own with the same number of threads. They take turns, and the
+ratio is taken within each pair of steps (see `_paired.py`). A shared machine disturbs CPU seconds least.
 
-**Lengths.** In the regime ``short`` the model never ends a sequence, so that every completion has 8 tokens. In
-``skewed`` its weights make the length of a completion a draw from a known distribution: one prompt in 32 asks for long
-answers (geometric with mean 400), all others for the sum of two geometric draws with mean 17; the limit is 256. That is
-a mean of about 39, a 95th percentile of about 96, and one row in sixty at the limit. Both sides sample for themselves;
-where means differ by more than ``--tolerance`` (or 95th percentiles by twice that), up to as many steps again are
-taken; where they still do, no ratio is printed.
+**Lengths.** In the regime ``short`` the model never ends a sequence, so every completion has 8 tokens. In ``skewed``
+its weights make the length of a completion a draw from a known distribution: one prompt in 32 asks for long answers
+(geometric with mean 400), all others for the sum of two geometric draws with mean 17; the limit is 256. That is a mean
+of about 39, a 95th percentile of about 96, and one row in sixty at the limit. Both sides sample for themselves. If
+means differ by more than ``--tolerance`` (or 95th percentiles by twice that), the benchmark takes up to as many steps
+again. If they still differ, it prints no ratio.
 
 **TRL** is `GRPOTrainer` of TRL 1.16 with torch and transformers of nrl's versions, in a virtual environment that uv
-makes once, in the user's cache. It is set as fast as was found here: no logging, saving or progress bar, no
+makes once, in the user's cache. It has the fastest settings found here: no logging, saving or progress bar, no
 checkpointing of activations, no reference model; all rows of a step in one forward for short rows and 64 for skewed
 ones (``--trl-rows``; 32 and 256 are slower), transformers' dynamic cache (``--trl-cache static`` is slower). With one
-update a batch it computes no old log-probabilities: passes are counted, and one that training does not need is an
-error. Its total is what lies between its callbacks at the beginning and at the end of a step; fetching prompts is not
-in it.
+update a batch it computes no old log-probabilities: the benchmark counts passes, and a pass that training does not need
+is an error. Its total is the time between its callbacks at the beginning and at the end of a step, which leaves out
+fetching prompts.
 
-**nrl** is the loop of ``examples/grpo.py``, with that example's defaults; its total is all of it, with the wait for the
+**nrl** is the loop of ``examples/grpo.py``, with that example's defaults. Its total is all of it, with the wait for the
 prompts, writing weights to the sampler, and logging.
 """
 

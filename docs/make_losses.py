@@ -4,9 +4,10 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import nrl.algos
 
@@ -27,13 +28,13 @@ SECTIONS = {
     "Measures of an evaluation": ("measures",),
 }
 OTHERS = ("masking", "protocol")
-"""Modules that hold no method."""
+"""Modules without a method."""
 
 HEAD = """# Methods
 
-Every loss, estimator, shaping and measure of `nrl.algos`, with its equation and where it is from. Made from the
-docstrings by `python docs/make_losses.py`; `help(nrl.algos.<name>)` has arguments, shapes, an example, what libraries
-do otherwise.
+This page lists every loss, estimator, shaping and measure of `nrl.algos`, with its equation and source. It is made from
+the docstrings by `python docs/make_losses.py`. `help(nrl.algos.<name>)` adds arguments, shapes, an example, and what
+other libraries do differently.
 
 A method of the field is a composition of these, on the driver and in the step:
 
@@ -44,12 +45,16 @@ batch = narrowing(batch)                              # rows and tokens left out
 state, metrics = trainer.train_step(loss)(state, batch)
 ```
 
-Rows are what losses count: an episode of several turns that had to be cut into several rows is several, in 1/B and in
-the ratio of a row, while advantages and shaping count it once.
+Losses count rows. If an episode of several turns takes several rows, it counts several times in 1/B and in the ratio of
+a row. Advantages and shaping count it once.
 
-Losses of a language model see `logprobs`, `entropy` and a teacher's tokens; those of a model with `head="value"` or
-`head="reward"` see `values` or `rewards`. Columns come from the same trainers: `critic.values(params, batch)` for
+Losses of a language model read `logprobs`, `entropy` and a teacher's tokens. Losses of a model with `head="value"` or
+`head="reward"` read `values` or `rewards`. The same trainers compute the columns: `critic.values(params, batch)` for
 `gae`, `teacher.top_k(params, batch, k)` for `distillation_loss`.
+
+## Compositions
+
+Each line names the estimator (where the method has one), the loss, and what else the method needs.
 """
 
 RECIPES = {
@@ -58,18 +63,18 @@ RECIPES = {
     "DAPO": (
         "from_rewards(group_normalize)",
         "dapo_loss",
-        "nrl.drop_uniform around the stream; overlong_penalty(20480, 4096) before",
+        "`overlong_penalty(20480, 4096)` before, and `nrl.drop_uniform` around the stream",
     ),
     "GSPO": ("from_rewards(group_normalize)", "gspo_loss", ""),
     "CISPO": ("from_rewards(group_normalize)", "cispo_loss", ""),
-    "RLOO": ("from_rewards(leave_one_out)", "reinforce_loss", "penalized_rewards(batch, kl(k1, 0.03)) before"),
-    "REINFORCE++": ("reinforce_plus_plus", "policy_loss(clip(0.2))", "token_rewards(batch, kl(k1, 0.01)) before"),
+    "RLOO": ("from_rewards(leave_one_out)", "reinforce_loss", "`penalized_rewards(batch, kl(k1, 0.03))` before"),
+    "REINFORCE++": ("reinforce_plus_plus", "policy_loss(clip(0.2))", "`token_rewards(batch, kl(k1, 0.01))` before"),
     "REINFORCE++, with a baseline": (
         "whitened(from_rewards(group_center))",
         "policy_loss(clip(0.2), penalty=kl(k2, 0.001))",
         "",
     ),
-    "ReMax": ("greedy_baseline", "reinforce_loss", "a greedy row in each group; mask_greedy after"),
+    "ReMax": ("greedy_baseline", "reinforce_loss", "a greedy row in each group, and `mask_greedy` after"),
     "GMPO": ("from_rewards(group_normalize)", "gmpo_loss", ""),
     "SAPO": ("from_rewards(group_normalize)", "sapo_loss", ""),
     "GDPO": ("gdpo(weights=(1.0, 0.5))", "policy_loss(clip(0.2), aggregate=seq_mean)", "several rewards a row"),
@@ -79,23 +84,31 @@ RECIPES = {
     "PPO, with a critic": (
         "",
         "policy_loss(clip(0.2))",
-        "token_rewards(batch, kl(k1, 0.01)) and gae before; value_loss(clip=0.2) for the critic",
+        "`token_rewards(batch, kl(k1, 0.01))` and `gae` before, and `value_loss(clip=0.2)` for the critic",
     ),
     "PPO, dual clip": ("from_rewards(group_normalize)", "policy_loss(clip(0.2, dual=3.0))", ""),
     "DPPO": ("from_rewards(group_center)", "dppo_loss", ""),
     "VESPO": ("from_rewards(group_center)", "vespo_loss", ""),
-    "decoupled PPO": ("from_rewards(group_normalize)", "decoupled_ppo_loss", "old_logprobs from trainer.logprobs"),
-    "TIS": ("from_rewards(group_normalize)", "policy_loss(clip(0.2), correction=truncate(2.0))", "likewise"),
+    "decoupled PPO": ("from_rewards(group_normalize)", "decoupled_ppo_loss", "`old_logprobs` from `trainer.logprobs`"),
+    "TIS": (
+        "from_rewards(group_normalize)",
+        "policy_loss(clip(0.2), correction=truncate(2.0))",
+        "`old_logprobs` from `trainer.logprobs`",
+    ),
     "sequence TIS": (
         "from_rewards(group_normalize)",
         "policy_loss(clip(0.2), correction=sequence_truncate(2.0))",
-        "likewise",
+        "`old_logprobs` from `trainer.logprobs`",
     ),
-    "IcePop": ("from_rewards(group_normalize)", "policy_loss(clip(0.2), correction=icepop(0.5, 5.0))", "likewise"),
+    "IcePop": (
+        "from_rewards(group_normalize)",
+        "policy_loss(clip(0.2), correction=icepop(0.5, 5.0))",
+        "`old_logprobs` from `trainer.logprobs`",
+    ),
     "geometric rejection": (
         "from_rewards(group_normalize)",
         "policy_loss(clip(0.2), correction=times(truncate(2.0), sequence_mask(0.999, 1.002)))",
-        "likewise",
+        "`old_logprobs` from `trainer.logprobs`",
     ),
     "OPSM": ("from_rewards(group_normalize)", "policy_loss(clip(0.2), keep=opsm(0.5))", ""),
     "unbiased KL": (
@@ -104,32 +117,32 @@ RECIPES = {
         "",
     ),
     "entropy bonus": ("from_rewards(group_normalize)", "add((1.0, grpo_loss), (-0.01, entropy_loss))", ""),
-    "the 80/20 rule": ("from_rewards(group_normalize)", "dapo_loss", "top_entropy(0.2) after"),
+    "the 80/20 rule": ("from_rewards(group_normalize)", "dapo_loss", "`top_entropy(0.2)` after"),
     "on-policy distillation": (
         "on_policy_distillation",
         "policy_loss(reinforce, ratio=on_policy_ratio)",
-        "teacher_logprobs; one update a batch",
+        "`teacher_logprobs`, and one update a batch",
     ),
-    "GKD": ("", "distillation_loss(jsd(0.5))", "teacher_ids, teacher_topk_logprobs"),
-    "KTO": ("", "kto_loss(0.1)", "ref_logprobs; reference_point, of mismatched answers"),
-    "rejection-sampling fine-tuning": ("", "sft_loss", "keep_at_least(1.0) or keep_best before"),
+    "GKD": ("", "distillation_loss(jsd(0.5))", "`teacher_ids` and `teacher_topk_logprobs`"),
+    "KTO": ("", "kto_loss(0.1)", "`ref_logprobs`, and `reference_point` of mismatched answers"),
+    "rejection-sampling fine-tuning": ("", "sft_loss", "`keep_at_least(1.0)` or `keep_best` before"),
 }
-"""Of a method: what its advantages are, its loss, and what is around them."""
+"""Of each method: its estimator, its loss, and the other steps or columns that it needs."""
 
 
 def recipes() -> Iterator[str]:
-    """A table of them; each expression is evaluated, so that none names what is not there."""
-    yield "| method | advantages | loss | around them |\n|---|---|---|---|"
+    """A list of the methods; evaluates each expression, so that every name in it exists."""
     for method, (estimator, loss, around) in RECIPES.items():
         for expression in filter(None, (estimator, loss)):
             assert callable(eval(expression, {"nrl": nrl} | vars(nrl.algos))), expression
-        shown = (f"`{text}`" if text else "" for text in (estimator, loss))
-        yield f"| {method} | {' | '.join(shown)} | {around} |"
+        parts = [f"`{estimator}`"] if estimator else []
+        text = f"- **{method}**: {', '.join([*parts, f'`{loss}`'])}."
+        yield from lines(f"{text} Needs {around}." if around else text, hanging="  ")
     yield ""
 
 
 def main(check: bool) -> int:
-    """Write the page, or say whether it is as it would be written."""
+    """Write the page, or check that it is up to date."""
     page = "\n".join([HEAD, *recipes(), *written()]) + "\n"
     if not check:
         PAGE.write_text(page)
@@ -140,44 +153,65 @@ def main(check: bool) -> int:
     return 1
 
 
-def written() -> Iterator[str]:
-    """The lines of all sections."""
+class Entry(NamedTuple):
+    """A method as its docstring describes it."""
+
+    name: str
+    arguments: str
+    summary: str
+    equation: str
+    source: str
+
+
+def sections() -> Iterator[tuple[str, list[Entry]]]:
+    """The methods under each title."""
     folder = Path(__file__).parents[1] / "nrl" / "algos"
     there = {path.stem for path in folder.glob("[!_]*.py")} - {*OTHERS}
     listed = [module for modules in SECTIONS.values() for module in modules]
     if missing := there ^ set(listed):
         raise SystemExit(f"docs/make_losses.py: SECTIONS and nrl/algos/ differ in {', '.join(sorted(missing))}")
     for title, modules in SECTIONS.items():
-        yield f"## {title}\n"
-        yield "| | | equation | source |\n|---|---|---|---|"
-        for name in modules:
-            module = importlib.import_module(f"nrl.algos.{name}")
-            for public in module.__all__:
-                value = getattr(module, public)
-                if callable(value) and not isinstance(value, type):
-                    yield row(public, value)
-        yield ""
+        loaded = [importlib.import_module(f"nrl.algos.{name}") for name in modules]
+        values = [(public, getattr(module, public)) for module in loaded for public in module.__all__]
+        yield title, [entry(name, value) for name, value in values if callable(value) and not isinstance(value, type)]
 
 
-def row(name: str, value: Any) -> str:
-    """A line of a table."""
+def entry(name: str, value: Any) -> Entry:
+    """Read a docstring: its first line, its first indented block, and its source."""
     doc = inspect.cleandoc(value.__doc__ or "")
     summary, _, rest = doc.partition("\n")
     equations = re.findall(r"(?:^    .*\n?)+", rest.split("\nArgs:")[0].split("\n>>>")[0], re.MULTILINE)
-    lines = [line.strip() for block in equations[:1] for line in block.strip("\n").splitlines()]
+    equation = inspect.cleandoc(equations[0]).replace("``", "") if equations else ""
     found = re.search(r"^Sources?: (.+?)(?:\n\n|\Z)", doc, re.MULTILINE | re.DOTALL)
-    source = " ".join(found[1].split()) if found else ""
-    cells = (
-        f"`{name}{arguments(value)}`",
-        marked(summary),
-        "<br>".join(f"`{line.replace('``', '').replace('|', '∣').replace('](', '] (')}`" for line in lines),
-        re.sub(r"https?://(?:www\.)?(?:arxiv\.org/abs/)?([^\s,;]+)", link, marked(source)),
-    )
-    return f"| {' | '.join(cells)} |"
+    return Entry(name, arguments(value), summary, equation, " ".join(found[1].split()) if found else "")
+
+
+def written() -> Iterator[str]:
+    """The lines of all sections."""
+    for title, entries in sections():
+        yield f"## {title}\n"
+        yield from lines(", ".join(f"[`{each.name}`](#{each.name})" for each in entries) + ".")
+        for each in entries:
+            yield f"\n### `{each.name}`\n"
+            signature = f"`{each.name}{each.arguments}`: " if each.arguments else ""
+            yield from lines(signature + each.summary.replace("``", "`"))
+            if each.equation:
+                yield f"\n```text\n{each.equation}\n```"
+            if each.source:
+                yield ""
+                yield from lines(f"Source: {linked(each.source)}")
+        yield ""
+
+
+def lines(text: str, hanging: str = "") -> list[str]:
+    """Text in lines of 120 columns that break no code."""
+    whole = re.sub(r"`[^`]*`", lambda found: found[0].replace(" ", "\0"), text)
+    wrapped = textwrap.wrap(whole, 120, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in wrapped]
 
 
 def arguments(value: Any) -> str:
-    """What a factory takes; nothing for a function that is a part or a loss itself."""
+    """The arguments of a factory; nothing for a function that is a part or a loss itself."""
     parameters = inspect.signature(value).parameters.values()
     names = {each.name for each in parameters}
     if names & {"out", "batch", "logprobs", "log_ratio", "x", "rewards", "student"}:
@@ -185,13 +219,13 @@ def arguments(value: Any) -> str:
     return f"({', '.join(each.name for each in parameters)})"
 
 
-def marked(text: str) -> str:
-    """A docstring's line as Markdown."""
-    return text.replace("``", "`").replace("|", "\\|")
+def linked(text: str) -> str:
+    """A source as Markdown."""
+    return re.sub(r"https?://(?:www\.)?(?:arxiv\.org/abs/)?([^\s,;]+)", link, text.replace("``", "`"))
 
 
 def link(found: re.Match[str]) -> str:
-    """A web address, short where it is arXiv's."""
+    """A web address, shortened if it is arXiv's."""
     address, short = found[0].rstrip("."), found[1].rstrip(".")
     shown = f"arXiv:{short}" if "arxiv.org/abs" in address else short
     return f"[{shown}]({address}){'.' if found[0].endswith('.') else ''}"

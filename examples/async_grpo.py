@@ -1,4 +1,4 @@
-"""Asynchronous GRPO: `python examples/async_grpo.py` samples up to two updates ahead, and corrects for it."""
+"""Asynchronous GRPO: `python examples/async_grpo.py` samples up to two updates ahead and corrects for the lag."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""A new algorithm: its loss in ten lines, a unit test without a model, and a run. `python examples/custom_loss.py`."""
+"""A new algorithm: `python examples/custom_loss.py` writes a loss in ten lines, unit-tests it and runs it."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""DAPO: `python examples/dapo.py` samples until each group can teach something; `model=<folder> data=<file>`: real."""
+"""DAPO: `python examples/dapo.py` samples until every group teaches; `model=<folder> data=<file>` for a real one."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""On-policy distillation: `python examples/distill.py`, or with real models, `model=<folder> teacher=<folder>`."""
+"""On-policy distillation: `python examples/distill.py`; `model=<folder> teacher=<folder>` takes real models."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""DPO: `python examples/dpo.py` makes a tiny model prefer right sums; `model=<folder> data=<source>` a real one."""
+"""DPO: `python examples/dpo.py` makes a tiny model prefer right sums; `model=<folder> data=<source>`: real ones."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""GRPO: `python examples/grpo.py` teaches a tiny model to add; `model=<folder or name> data=<file>` a real one more."""
+"""GRPO: `python examples/grpo.py` teaches a tiny model to add; `model=<name> data=<file>` trains a real model."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""KTO: `python examples/kto.py` learns from answers that are good or bad; `model=<folder> data=<file>`: real ones."""
+"""KTO: `python examples/kto.py` learns from good and bad answers; `model=<folder> data=<file>` takes real ones."""
 
 from functools import partial
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Two tasks at once: `python examples/multi_task.py` learns to add and to write backwards, measured each by itself."""
+"""Two tasks at once: `python examples/multi_task.py` learns to add and to write backwards, and measures each."""
 
 from functools import partial
 from typing import Any, Literal

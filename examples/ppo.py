@@ -1,4 +1,4 @@
-"""PPO: `python examples/ppo.py` teaches a tiny model to add, with a critic; `model=<folder> data=<file>` a real one."""
+"""PPO: `python examples/ppo.py` teaches a tiny model with a critic; `model=<folder> data=<file>` trains a real one."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""A reward model: `python examples/reward_model.py` learns which sums are right; `model=<folder> data=<file>`: real."""
+"""A reward model: `python examples/reward_model.py` ranks sums; `model=<folder> data=<file>` trains a real one."""
 
 from functools import partial
 from typing import Literal

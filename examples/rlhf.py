@@ -1,6 +1,6 @@
-"""RLHF: `python examples/rlhf.py` learns a reward from pairs, and to earn it; `model=<folder> reward=<folder>`: real.
+"""RLHF: `python examples/rlhf.py` learns a reward model from pairs, and then trains a policy on it.
 
-The reward model of a run with a real model is what `examples/reward_model.py` has exported.
+`model=<folder> reward=<folder>` takes real models; `reward` is what `examples/reward_model.py` exported.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""SFT: `python examples/sft.py` teaches a tiny model sums; `model=<folder or name> data=<source>` a real one more."""
+"""SFT: `python examples/sft.py` teaches a tiny model sums; `model=<name> data=<source>` trains a real model."""
 
 from collections.abc import Mapping
 from functools import partial

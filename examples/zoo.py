@@ -1,4 +1,4 @@
-"""The zoo: `python examples/zoo.py algo=all` trains by each method from one start, and compares what they reach."""
+"""The zoo: `python examples/zoo.py algo=all` trains with each method from one start and compares the results."""
 
 import json
 import statistics

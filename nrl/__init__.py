@@ -1,6 +1,6 @@
 """nrl: a composable functional library for LLM post-training.
 
-Algorithms are written from pure functions over immutable batches; a runtime maps them onto meshes.
+Write algorithms from pure functions over immutable batches; the runtime maps them onto meshes.
 
 >>> import nrl, torch
 >>> with nrl.cluster("local") as cluster:

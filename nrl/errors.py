@@ -80,7 +80,7 @@ class NrlError(Exception):
 
 
 class BatchError(NrlError, ValueError):
-    """A batch or one of its columns is not what a function can work with."""
+    """A function cannot work with a batch or one of its columns."""
 
 
 class MissingColumn(BatchError, KeyError):
@@ -156,22 +156,22 @@ class ClosedCluster(StateError):
 
 
 class PlacementError(NrlError, ValueError):
-    """Slots, meshes and executables that do not fit together."""
+    """Slots, meshes and executables do not fit together."""
 
 
 class ClusterError(NrlError):
-    """Work that other processes do cannot be done, for a reason that is not in the program."""
+    """Other processes cannot do their work, for a reason outside of the program."""
 
 
 class LostActor(ClusterError):
     """A process of a mesh died. `nrl.retrying` catches it, and the run goes on from its last checkpoint.
 
     Args:
-        who: what was being waited for, as a user would name it.
+        who: the call that waited, as a user would name it.
         mesh: the name of its mesh.
         rank: its rank there; None where that is not known, as when a whole node is gone.
         node: the address of its node.
-        cause: how it ended, such as ``"killed by signal 9"``.
+        cause: of its end, such as ``"killed by signal 9"``.
         log: the last lines that it wrote, or empty.
 
     >>> print(LostActor("train_step(grpo_loss)", "trainer", 1, "10.0.0.3", "killed by signal 9", "loading\\n"))
@@ -251,8 +251,8 @@ class RolloutMismatch(NrlError):
         ess: ``mismatch/ess``, a fraction.
         max_abs: ``mismatch/max_abs``, nats.
         lag: of the step, in publishes; None where versions are not known.
-        bound: what ``kl`` may be at most, nats a token.
-        diagnosis: what these numbers point to, and what to do; sentences.
+        bound: the largest ``kl`` allowed, nats a token.
+        diagnosis: the likely cause, and what to do; sentences.
 
     >>> print(RolloutMismatch(0.5, 0.25, 6.0, 2.0, 0.1, "Sample with less lag."))
     check_mismatch: trainer and sampler disagree: mismatch/kl is 0.5 nats a token, and the bound is 0.1 \

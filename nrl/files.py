@@ -34,7 +34,7 @@ type Buffer = bytes | bytearray | memoryview
 
 
 class Written(NamedTuple):
-    """What was written to a file.
+    """The size and checksum of a written file.
 
     Args:
         size: in bytes.
@@ -64,7 +64,7 @@ class Saved(NamedTuple):
 
 
 def write(path: Path, parts: Iterable[Buffer]) -> Written:
-    """Write a file from its parts, which are hashed on their way; it is on the disk when this returns.
+    """Write a file from its parts and hash them on the way; the file is on the disk when this returns.
 
     Its folder is not: see `flush`.
 
@@ -90,7 +90,7 @@ def write(path: Path, parts: Iterable[Buffer]) -> Written:
 
 
 def flush(folder: Path) -> None:
-    """Bring the names in a folder to the disk.
+    """Flush the names in a folder to the disk.
 
     >>> import tempfile
     >>> flush(Path(tempfile.mkdtemp()))
@@ -103,7 +103,7 @@ def flush(folder: Path) -> None:
 
 
 def check_sizes(folder: Path, files: Mapping[str, Written]) -> None:
-    """See that files are there and as long as they were written; nothing is read.
+    """Check that files exist and have the size that was written, without reading them.
 
     Raises:
         CheckpointError: one is missing, or has another size.
@@ -121,7 +121,7 @@ def check_sizes(folder: Path, files: Mapping[str, Written]) -> None:
 
 
 def check_sums(folder: Path, files: Mapping[str, Written]) -> None:
-    """Read files, several at once, and compare what is in them with what was written.
+    """Read files, several at once, and compare their content with what was written.
 
     Raises:
         CheckpointError: one was altered.

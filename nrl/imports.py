@@ -1,7 +1,7 @@
 """Importing tensordict without torch's compiler, which takes longer to import than torch and all of nrl.
 
 tensordict marks a few functions for the compiler when it is imported, and the marks import it. Most processes never
-compile anything, so here the marks wait until the compiler is imported, if it ever is. To import this module is enough.
+compile anything, so here the marks wait until the compiler is imported, if it ever is. Importing this module is enough.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ _MARKS = ("allow_in_graph", "assume_constant_result")  # functions of torch.comp
 
 
 class _Waiting(MetaPathFinder):
-    """Marks that are made as soon as the compiler has been imported."""
+    """Marks to make as soon as the compiler is imported."""
 
     def __init__(self) -> None:
         self.marks: list[tuple[Callable[[Any], Any], Any]] = []
@@ -38,7 +38,7 @@ class _Waiting(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Called for every module; the compiler is found as it would be without this, and marks follow its import."""
+        """Called for every module: finds the compiler as usual, and makes the marks after its import."""
         if name != _COMPILER:
             return None
         sys.meta_path.remove(self)
@@ -56,7 +56,7 @@ class _Waiting(MetaPathFinder):
 
 
 def import_tensordict() -> None:
-    """Import tensordict, and with it the compiler only if it is there already.
+    """Import tensordict, and the compiler with it only if it is already imported.
 
     >>> import_tensordict()
     >>> "tensordict" in sys.modules

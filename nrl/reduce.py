@@ -1,7 +1,7 @@
-"""Numbers that are still being added up.
+"""Metrics as sums: `Mean`, `Sum`, `Max`, `Min` and `Ess`, with `merge` and `finalize`.
 
-A reduced number stays ``(total, weight)`` until somebody reads it, so adding up over rows, micro-batches, ranks or
-steps in any order gives the same value. `merge` is the only rule by which metrics combine, `finalize` the only place
+A reduced number stays ``(total, weight)`` until somebody reads it. So adding up over rows, micro-batches, ranks or
+steps gives the same value in any order. `merge` is the only rule that combines metrics, and `finalize` the only place
 that divides.
 """
 
@@ -15,11 +15,11 @@ __all__ = ["Ess", "Max", "Mean", "Metrics", "Min", "Reduced", "Sum", "finalize",
 
 
 class Mean(NamedTuple):
-    """A mean that has not been divided yet: ``total / weight``.
+    """A mean before its division: ``total / weight``.
 
     Args:
         total: scalar, the weighted sum.
-        weight: scalar, what it will be divided by. A loss's weight is a function of the batch alone.
+        weight: scalar, the divisor. A loss's weight is a function of the batch alone.
 
     >>> finalize({"loss": Mean(torch.tensor(6.0), torch.tensor(4.0))})
     {'loss': 1.5}
@@ -40,7 +40,7 @@ class Sum(NamedTuple):
 
 
 class Max(NamedTuple):
-    """The largest of the numbers seen; of none, minus infinity.
+    """The largest of the numbers; minus infinity of none.
 
     >>> finalize(merge({"ratio": Max(torch.tensor(3.0))}, {"ratio": Max(torch.tensor(4.0))}))
     {'ratio': 4.0}
@@ -50,7 +50,7 @@ class Max(NamedTuple):
 
 
 class Min(NamedTuple):
-    """The smallest of the numbers seen; of none, infinity.
+    """The smallest of the numbers; infinity of none.
 
     >>> finalize(merge({"ratio": Min(torch.tensor(3.0))}, {"ratio": Min(torch.tensor(4.0))}))
     {'ratio': 3.0}
@@ -64,8 +64,7 @@ class Ess(NamedTuple):
 
         total² / (weight squares),   total = Σ w,   squares = Σ w²
 
-    1 where all weights are alike, 1 / weight where one sample has all the weight. It does not change when all weights
-    are multiplied by the same number.
+    1 if all weights are equal, 1 / weight if one sample has all the weight. Scaling all weights does not change it.
 
     Args:
         total: scalar, the sum of the weights, none of which is negative.
@@ -95,7 +94,7 @@ type Metrics = dict[str, Mean | Sum | Max | Min | Ess]
 
 
 def merge(a: Mapping[str, Reduced], b: Mapping[str, Reduced]) -> Metrics:
-    """Combine two sets of metrics; a key that only one of them has is kept as it is.
+    """Combine two sets of metrics; a key of only one set stays as it is.
 
     Associative and commutative (to rounding), with ``{}`` as its identity.
 
@@ -113,7 +112,7 @@ def merge(a: Mapping[str, Reduced], b: Mapping[str, Reduced]) -> Metrics:
 
 
 def prefixed(prefix: str, metrics: Mapping[str, Reduced]) -> Metrics:
-    """The same metrics under longer names, to tell those of two models or sources apart.
+    """Add a prefix to the names of metrics, to tell two models or sources apart.
 
     >>> finalize(prefixed("critic/", {"loss": Sum(torch.tensor(2.0))}))
     {'critic/loss': 2.0}
@@ -122,7 +121,7 @@ def prefixed(prefix: str, metrics: Mapping[str, Reduced]) -> Metrics:
 
 
 def without(prefix: str, metrics: Mapping[str, Reduced]) -> Metrics:
-    """The metrics whose names do not begin so; as ``"mismatch/"``, which only a batch's first update can measure.
+    """Drop the metrics with a prefix, such as ``"mismatch/"``, which only a batch's first update can measure.
 
     >>> finalize(without("mismatch/", {"loss": Sum(torch.tensor(2.0)), "mismatch/kl": Sum(torch.tensor(1.0))}))
     {'loss': 2.0}

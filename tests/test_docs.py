@@ -1,4 +1,4 @@
-"""The Python in README.md and docs/ runs, and links between pages lead somewhere.
+"""The Python in README.md and docs/ runs, links between pages lead somewhere, and lines are short.
 
 The blocks of a page run from top to bottom in one namespace. A block that is not meant to run on its own is fenced as
 ` ```python notest`.
@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+FILES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"]
+PAGES = sorted(str(path.relative_to(ROOT)) for path in FILES)
+LONG_LINES = re.compile(r"docs/(decisions/.*|architecture|nightly)\.md")
+"""Pages with lines that are not yet wrapped."""
 FENCE = re.compile(r"^```(\S*)[ \t]*([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
 def blocks(text: str) -> list[str]:
@@ -26,13 +30,29 @@ def blocks(text: str) -> list[str]:
     ]
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = HEADING.findall(FENCE.sub("", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def dead_links(page: Path) -> list[str]:
-    targets = LINK.findall(FENCE.sub("", page.read_text()))
-    return [
-        each
-        for each in targets
-        if "://" not in each and not each.startswith("mailto:") and not (page.parent / each).exists()
-    ]
+    """The links of a page whose file, or whose heading in it, does not exist."""
+    dead = []
+    for path, anchor in LINK.findall(FENCE.sub("", page.read_text())):
+        if "://" in path or path.startswith("mailto:"):
+            continue
+        target = page.parent / path if path else page
+        if not target.exists():
+            dead.append(path)
+        elif anchor and anchor not in anchors(target):
+            dead.append(f"{path}#{anchor}")
+    return dead
+
+
+def long_lines(text: str) -> list[str]:
+    """The lines of more than 120 columns."""
+    return [line for line in text.splitlines() if len(line) > 120]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -48,6 +68,11 @@ def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
     assert dead_links(ROOT / page) == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if not LONG_LINES.fullmatch(page)])
+def test_the_lines_of_a_page_have_at_most_120_columns(page: str) -> None:
+    assert long_lines((ROOT / page).read_text()) == []
+
+
 def test_only_python_blocks_that_are_meant_to_run_are_taken() -> None:
     text = "# A\n```python\nx = 1\n```\n```python notest\nboom\n```\n```bash\nls\n```\n```python\nassert x == 1\n```\n"
     assert blocks(text) == ["\n\nx = 1\n", "\n" * 11 + "assert x == 1\n"]
@@ -55,11 +80,18 @@ def test_only_python_blocks_that_are_meant_to_run_are_taken() -> None:
 
 def test_a_dead_link_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("[a](page.md#top) [b](gone.md) [c](https://example.org/x)\n```md\n[d](also-gone.md)\n```\n")
-    assert dead_links(page) == ["gone.md"]
+    page.write_text(
+        "# The `top` of it\n[a](page.md#the-top-of-it) [b](gone.md) [c](https://example.org/x#y) [d](#the-end)\n"
+        "```md\n# The end\n[e](also-gone.md)\n```\n"
+    )
+    assert dead_links(page) == ["gone.md", "#the-end"]
 
 
-def test_the_table_of_methods_is_what_the_docstrings_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_line_is_seen() -> None:
+    assert long_lines(f"{'a' * 120}\n| {'b' * 118} |\n") == [f"| {'b' * 118} |"]
+
+
+def test_the_page_of_methods_is_what_the_docstrings_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     make = importlib.import_module("make_losses")
     assert make.main(check=True) == 0
@@ -77,12 +109,10 @@ NO_SOURCE = {"bounded", "policy_loss", "preference_loss", "scale_rewards", "weig
 def test_every_method_has_its_equation_and_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     make = importlib.import_module("make_losses")
-    rows = [line.strip("| ").split(" | ") for line in make.written() if line.startswith("| `")]
-    names = {cells[0].strip("`").partition("(")[0]: cells for cells in rows}
-    assert len(names) > 60
-    for name, cells in names.items():
+    entries = {each.name: each for _, found in make.sections() for each in found}
+    assert len(entries) > 60
+    for name, each in entries.items():
         if name not in APPLIES | NO_SOURCE:
-            assert len(cells) == 4, name
-            assert cells[3].strip(), name
+            assert each.source, name
         loss_of_a_policy = name.endswith("_loss")
-        assert not loss_of_a_policy or cells[2].startswith("`"), name
+        assert not loss_of_a_policy or each.equation, name

@@ -1,6 +1,6 @@
-"""Algorithms as parts that compose.
+"""Algorithms as pure functions that compose.
 
-Shaping, estimators, ratios, surrogates, divergences, corrections, aggregates, losses.
+Shaping and estimators make advantages; ratios, surrogates, divergences, corrections and aggregates make losses.
 """
 
 from nrl.algos.aggregate import Aggregate, seq_mean, seq_sum, token_mean

@@ -1,4 +1,4 @@
-"""What the factories of losses and their parts demand of their numbers, in the same words everywhere."""
+"""Checks of the arguments of losses and their parts, with the same messages everywhere."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ __all__ = ["in_unit_interval", "not_negative", "positive", "smoothing_below_half
 
 
 def positive(reader: str, name: str, value: float) -> None:
-    """Say who was given which number, unless it is positive and finite.
+    """Check that a number is positive and finite.
 
     Raises:
         ValueError: it is not.
@@ -19,7 +19,7 @@ def positive(reader: str, name: str, value: float) -> None:
 
 
 def not_negative(reader: str, name: str, value: float) -> None:
-    """Say who was given which number, unless it is finite and at least 0.
+    """Check that a number is finite and at least 0.
 
     Raises:
         ValueError: it is not.
@@ -31,7 +31,7 @@ def not_negative(reader: str, name: str, value: float) -> None:
 
 
 def in_unit_interval(reader: str, name: str, value: float) -> None:
-    """Say who was given which number, unless it is between 0 and 1.
+    """Check that a number is between 0 and 1.
 
     Raises:
         ValueError: it is not.
@@ -43,7 +43,7 @@ def in_unit_interval(reader: str, name: str, value: float) -> None:
 
 
 def weighted(reader: str, what: str, terms: tuple[Any, ...]) -> None:
-    """Say who was given which term, unless all are pairs of a finite coefficient and a function.
+    """Check that every term is a pair of a finite coefficient and a function.
 
     Raises:
         ValueError: there are no terms, or a coefficient is not finite.
@@ -61,7 +61,7 @@ def weighted(reader: str, what: str, terms: tuple[Any, ...]) -> None:
 
 
 def smoothing_below_half(reader: str, value: float) -> None:
-    """Say who was given which probability of a wrong label, unless labels are right more often than wrong.
+    """Check the probability of a wrong label: labels must be right more often than wrong.
 
     Raises:
         ValueError: they are not, or it is not a probability.

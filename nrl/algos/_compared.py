@@ -1,4 +1,4 @@
-"""Which pairs of answers count, and what the differences of their scores cost."""
+"""Comparing pairs of answers: which pairs count, and the loss on the differences of their scores."""
 
 from torch import Tensor
 
@@ -13,11 +13,11 @@ __all__ = ["compared", "counted_pairs"]
 
 
 def counted_pairs(batch: Batch, reader: str) -> Tensor:
-    """The pairs of which both rows have a token: a pair with an answer missing compares nothing.
+    """The pairs whose rows both have a token: a pair with a missing answer compares nothing.
 
     Args:
         batch: has ``loss_mask`` ``[P, 2, T]``.
-        reader: who asks, as a user would name it; for the error.
+        reader: the function that asks, as a user would name it; for the error.
 
     Returns:
         ``[P]`` bool.
@@ -42,7 +42,7 @@ def counted_pairs(batch: Batch, reader: str) -> Tensor:
 
 
 def compared(scores: Tensor, counted: Tensor, link: Link) -> tuple[Mean, Metrics]:
-    """What the differences of scores cost, and what there is to say about them, over the pairs that count.
+    """The loss on the differences of scores, and their metrics, over the pairs that count.
 
     Args:
         scores: ``[P, 2]``, chosen first.
@@ -50,7 +50,7 @@ def compared(scores: Tensor, counted: Tensor, link: Link) -> tuple[Mean, Metrics
         link: ``margin [P] -> loss [P]``.
 
     Returns:
-        The sum of the costs over the number of pairs; the metrics of `preference_loss`.
+        The sum of the losses over the number of pairs; the metrics of `preference_loss`.
 
     >>> import torch
     >>> scores = torch.tensor([[3.0, 1.0], [0.0, 2.0], [float("nan"), 0.0]])

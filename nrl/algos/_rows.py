@@ -1,7 +1,7 @@
-"""The valid episodes of a batch: what estimators and shaping count once, however many rows it takes.
+"""The valid episodes of a batch; estimators and shaping count each of them once, however many rows it takes.
 
-A row that ``valid`` marks false is seen by no statistic. Rows with one number in ``episode_ids`` are one episode, which
-has one reward, and one place in its group.
+No statistic sees a row that ``valid`` marks false. Rows with one number in ``episode_ids`` are one episode, which has
+one reward, and one place in its group.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ __all__ = ["Episodes", "check_finite", "episodes", "row_rewards", "trained_token
 
 
 def valid_rows(batch: TensorDict) -> Tensor:
-    """Which rows are valid: the column, or all of them where it is absent. ``[*B]`` bool.
+    """The rows that are valid: the column, or all rows where it is absent. ``[*B]`` bool.
 
     >>> valid_rows(TensorDict({"rewards": torch.zeros(2)}, batch_size=[2])).tolist()
     [True, True]
@@ -31,7 +31,7 @@ def valid_rows(batch: TensorDict) -> Tensor:
 def trained_tokens(batch: TensorDict) -> Tensor:
     """``loss_mask`` in valid rows: ``[*B, T]`` bool.
 
-    `assign` keeps the mask of invalid rows empty, so this differs only in batches that were put together by hand.
+    `assign` keeps the mask of invalid rows empty, so this differs only in batches made by hand.
 
     >>> batch = TensorDict({"loss_mask": torch.tensor([[True], [True]]), "valid": torch.tensor([True, False])}, [2])
     >>> trained_tokens(batch).tolist()
@@ -67,7 +67,7 @@ def row_rewards(batch: TensorDict, reader: str) -> Tensor:
 
 
 def check_finite(batch: TensorDict, column: str, reader: str) -> None:
-    """Refuse a column that is NaN or infinite where it counts: in a valid row, and there, if per token, in the mask.
+    """Reject a column that is NaN or infinite where it counts: in valid rows, and if per token, in the mask.
 
     Args:
         batch: ``[B]``, has ``column``, and ``loss_mask`` if that is per token.

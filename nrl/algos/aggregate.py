@@ -1,7 +1,7 @@
-"""How per-token numbers become one `Mean`: ``(x, mask) -> Mean``.
+"""Aggregates: per-token numbers to one `Mean`, ``(x, mask) -> Mean``.
 
 Each adds up over rows and has a weight that depends on the mask alone, so the value is the same however a batch is
-split. What is masked is not seen; a row without a token adds 0 to the total and 0 to the weight.
+split. Masked tokens have no effect; a row without a token adds 0 to the total and 0 to the weight.
 """
 
 import math
@@ -16,7 +16,7 @@ from nrl.reduce import Mean
 __all__ = ["Aggregate", "seq_mean", "seq_sum", "token_mean"]
 
 type Aggregate = Callable[[Tensor, Tensor], Mean]
-"""``(x [*B, T], mask [*B, T]) -> Mean``: how per-token numbers become one."""
+"""``(x [*B, T], mask [*B, T]) -> Mean``: per-token numbers to one."""
 
 
 def _sums(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ def seq_mean(x: Tensor, mask: Tensor) -> Mean:
 
 
 def seq_sum(norm: float) -> Aggregate:
-    """The mean over rows of each row's sum over a constant: length does not change what a token counts.
+    """The mean over rows of each row's sum over a constant: a token counts the same in rows of any length.
 
         1/B Σ_i 1/L Σ_t x_{i,t}
 

@@ -20,10 +20,10 @@ def optimal_baseline(batch: Batch) -> Tensor:
 
         A_i = r_i - Σ_j l_j r_j / Σ_j l_j,   j over i's group, l the number of trained tokens
 
-    The baseline of least variance where every token's gradient is about as large and they are orthogonal. An episode of
-    several rows has the tokens of all of them. Exactly 0 in a group whose rewards are all equal, so also in a group of
-    one, where verl leaves the bare reward; with equal lengths it is `group_center`. Lengths are read from
-    ``loss_mask``, so narrow that afterwards.
+    This baseline has the least variance if the gradients of tokens are about equally large and orthogonal. An episode
+    of several rows has the tokens of all of them. Exactly 0 in a group whose rewards are all equal, so also in a group
+    of one, where verl leaves the bare reward; with equal lengths it is `group_center`. It reads lengths from
+    ``loss_mask``, so narrow the mask afterwards.
 
     Args:
         batch: has ``rewards``, ``group_ids`` and ``loss_mask``.
@@ -61,10 +61,10 @@ def greedy_baseline(batch: Batch) -> Tensor:
 
         A_i = r_i - r(greedy answer of i's group)
 
-    The greedy answers are the group's rows of ``temperature`` 0, of several their mean. They have advantage 0, and
-    `mask_greedy` takes them out of the loss, whose denominator would count them. Where a group has no valid greedy row,
-    because none was sampled or it failed, there is no baseline and all its advantages are 0. Exactly 0 in a group whose
-    rewards are all equal. verl samples the greedy answer apart and passes its reward in a column.
+    The greedy answers are the group's rows of ``temperature`` 0; the baseline is the mean of several. They have
+    advantage 0, and `mask_greedy` takes them out of the loss, whose denominator would count them. A group without a
+    valid greedy row, because none was sampled or it failed, has no baseline, and all its advantages are 0. Exactly 0 in
+    a group whose rewards are all equal. verl samples the greedy answer separately and passes its reward in a column.
 
     Args:
         batch: has ``rewards``, ``group_ids``, ``temperature`` and ``loss_mask``.
@@ -104,10 +104,10 @@ def gdpo(weights: Sequence[float] | None = None) -> Estimator:
         A_i = (S_i - mean S) / (std S + 1e-6),   S_i = Σ_k w_k (r_ik - mean_k) / (std_k + 1e-6)
 
     mean_k and std_k are those of reward k in i's group, mean S and std S those of all valid episodes of the batch, all
-    with n - 1. Adding rewards first would let the one that varies most hide the others. Exactly 0 where all S are
+    with n - 1. If rewards were added first, the one that varies most would hide the others. Exactly 0 where all S are
     equal. With one reward it is `group_normalize`, over the deviation of these in the batch. The libraries differ: the
     paper and TRL take the last statistics over episodes as here, verl over tokens; NeMo RL leaves the row itself out of
-    mean_k, and adds nothing to std S. A reward that counts only where another is reached is one line before:
+    mean_k, and adds nothing to std S. To count one reward only where another is reached, change the column first:
     ``assign(batch, rewards=...)``.
 
     Args:

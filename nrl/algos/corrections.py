@@ -1,4 +1,4 @@
-"""Weights for tokens that another program sampled: ``(log_ratio, mask) -> weight``, all ``[*B, T]``, without gradient.
+"""Corrections for tokens of another program: ``(log_ratio, mask) -> weight``, all ``[*B, T]``, without gradient.
 
 An inference engine and a trainer with the same parameters do not compute the same probabilities. `policy_loss` gives a
 correction the log-ratio old/rollout, or theta/rollout where the batch has no ``old_logprobs``, and multiplies each
@@ -43,7 +43,7 @@ def truncate(c: float) -> Correction:
 
         min(r, c),   r = exp(log_ratio)
 
-    Only the upper end is bounded; implementations that also clamp small ratios are another method.
+    This bounds the upper end alone; implementations that also clamp small ratios are another method.
 
     Args:
         c: the largest weight, greater than 0; often 2.
@@ -102,7 +102,7 @@ def icepop(low: float, high: float) -> Correction:
 
 
 def importance_mask(c: float) -> Correction:
-    """Masked importance sampling (MIS): tokens whose ratio is too large are left out, where `truncate` bounds them.
+    """Masked importance sampling (MIS): leave out tokens whose ratio is too large, which `truncate` would bound.
 
         r  where r <= c,  0 elsewhere,   r = exp(log_ratio)
 
@@ -139,7 +139,7 @@ def sequence_truncate(c: float) -> Correction:
 
         min(Π_t r_t, c),   r = exp(log_ratio)
 
-    Not the geometric mean, which some libraries call by the same name.
+    Some libraries give the same name to the geometric mean.
 
     Args:
         c: the largest weight, greater than 0; often 2.
@@ -171,7 +171,7 @@ def sequence_mask(low: float, high: float) -> Correction:
 
         1  where low <= (Π_t r_t)^(1/|y|) <= high,  0 elsewhere,   r = exp(log_ratio)
 
-    A rejection alone: the rows that are kept have weight 1. `times` weighs them as well.
+    This only rejects: the rows that it keeps have weight 1. Use `times` to weigh them as well.
 
     Args:
         low: the smallest geometric mean that counts, at least 0; often 0.999.
@@ -203,7 +203,7 @@ def sequence_mask(low: float, high: float) -> Correction:
 
 
 def times(*corrections: Correction) -> Correction:
-    """The product of several corrections, as of a weight and a rejection.
+    """The product of several corrections, such as a weight and a rejection.
 
     Args:
         corrections: each ``(log_ratio, mask) -> weight``.

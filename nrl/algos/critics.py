@@ -1,4 +1,4 @@
-"""The critic of actor-critic methods: what its values cost, and how much of the returns they foresee."""
+"""The critic of actor-critic methods: the loss on its values, and how well they predict the returns."""
 
 import torch
 from tensordict import TensorDict
@@ -14,12 +14,12 @@ __all__ = ["explained_variance", "value_loss"]
 
 
 def value_loss(clip: float | None = None, *, aggregate: Aggregate = token_mean) -> MeanLoss:
-    """How far the values are from the returns.
+    """The squared error of the values against the returns, optionally clipped.
 
         ½ aggregate( (V_t - R_t)² ),   with clip: ½ aggregate( max((V_t - R_t)², (V°_t + clamp(V_t - V°_t, ±c) - R_t)²))
 
-    V° are the values that the returns were computed with. Clipped, a value gains nothing by going further from V° than
-    c; where that already errs on the other side, the larger error counts, so that it can come back.
+    V° are the values that the returns were computed with. With the clip, a value gains nothing by moving further from
+    V° than c. The larger error counts, so a value that errs on the other side can come back.
 
     Args:
         clip: c > 0, in units of the return; None: not clipped.
@@ -68,17 +68,17 @@ def value_loss(clip: float | None = None, *, aggregate: Aggregate = token_mean) 
 
 
 def explained_variance(batch: Batch) -> Mean:
-    """How much of the returns' variance over the whole batch the values foresee; for the driver.
+    """The share of the returns' variance over the whole batch that the values explain; for the driver.
 
         1 - Var(R - V) / Var(R)
 
-    1: all of it; 0: as much as a constant; below: less.
+    1 means all of it; 0, as much as a constant explains; a negative number, less than that.
 
     Args:
         batch: has ``values``, ``returns`` and ``loss_mask``, ``[*B, T]`` each.
 
     Returns:
-        A metric of weight 1; of weight 0 where all returns are the same, so that there is nothing to foresee.
+        A metric of weight 1, or of weight 0 where all returns are equal and there is nothing to explain.
 
     Raises:
         MissingColumn: the batch lacks one of them.

@@ -1,6 +1,6 @@
-"""Learning from a teacher's distribution at each token, of which the most probable tokens are known.
+"""Distillation from a teacher's most probable tokens at each position.
 
-What the teacher gives to all other tokens is one more event, the tail, so that nothing is renormalised and no mass is
+The teacher's probability of all other tokens is one more event, the tail, so nothing is renormalised and no mass is
 lost: a divergence of these k + 1 events is at most the one over the vocabulary, by the data processing inequality.
 """
 
@@ -29,12 +29,12 @@ type Distance = Callable[[Tensor, Tensor], Tensor]
 
 
 def with_tail(logprobs: Tensor) -> Tensor:
-    """Append what is left to all other tokens.
+    """Append the log-probability of all other tokens together.
 
         log(1 - Σ_j exp(x_j))
 
     Args:
-        logprobs: ``[*, k]``, nats, of different tokens. A sum above 1, as rounding makes it, counts as 1 - 1e-7.
+        logprobs: ``[*, k]``, nats, of different tokens. A sum above 1, which rounding can cause, counts as 1 - 1e-7.
 
     Returns:
         ``[*, k + 1]``.
@@ -92,8 +92,8 @@ def jsd(beta: float) -> Distance:
 
         β KL(p ‖ m) + (1 - β) KL(q ‖ m),   m = β p + (1 - β) q,   p the teacher's, q the student's
 
-    Over β it tends to the forward KL as β goes to 0, over 1 - β to the reverse one as β goes to 1. It is at most log 2.
-    Libraries that mix with the weights exchanged call this β 1 - β.
+    Divided by β it tends to the forward KL as β goes to 0; divided by 1 - β, to the reverse KL as β goes to 1. It is at
+    most log 2. Libraries that exchange the weights of the mixture write 1 - β for this β.
 
     Args:
         beta: β, between 0 and 1 and neither; 0.5 is the Jensen-Shannon divergence itself.
@@ -121,7 +121,7 @@ def jsd(beta: float) -> Distance:
 
 
 def distillation_loss(distance: Distance = forward_kl, *, aggregate: Aggregate = token_mean) -> MeanLoss:
-    """How far the student is from the teacher, at each token of ``loss_mask``.
+    """The distance of the student from the teacher, at each token of ``loss_mask``.
 
         aggregate_t( distance(q(· | y_<t), p(· | y_<t)) ),   over the teacher's k tokens and the tail
 
@@ -163,7 +163,7 @@ def distillation_loss(distance: Distance = forward_kl, *, aggregate: Aggregate =
                 f"{list(known.shape)} and the student's log-probabilities {list(student.shape)}; all are [*B, T, k]"
             )
         every = mask.unsqueeze(-1).expand(student.shape)
-        # Outside the mask anything may stand, so any distribution will do there
+        # Outside the mask the columns may hold anything, so any distribution will do there
         some = -math.log(2 * student.shape[-1])
         known = known.detach().to(student.dtype).clamp(min=_LEAST)
         student, teacher = (torch.where(every, x, some) for x in (student, known))

@@ -1,7 +1,7 @@
-"""Estimators of the divergence from a reference, at each sampled token, and the penalty made of one.
+"""Estimators of the divergence from a reference at each sampled token, and penalties made of them.
 
-As *values*, k1 and k3 are unbiased for the reverse KL(π_θ ‖ π_ref) under samples of π_θ. As terms of a *loss* they are
-differentiated, and the gradient of an estimator need not estimate the gradient: each function says which it has.
+As *values*, k1 and k3 are unbiased for the reverse KL(π_θ ‖ π_ref) under samples of π_θ. A *loss* differentiates them,
+and the gradient of an estimator need not estimate the gradient: each function says which gradient it has.
 Source: J. Schulman, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; on the gradients,
 https://arxiv.org/abs/2506.09477.
 """
@@ -86,7 +86,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         exp(x) - 1 - x,   x = log π_ref - log π_θ
 
     Gradient in a loss: that of the *forward* KL(π_ref ‖ π_θ) on average, although the value estimates the reverse one.
-    x is `bounded`: where the reference is more than e^20 times as likely there is no gradient.
+    x is `bounded`: where the reference is more than e^20 times as likely, the gradient is 0.
 
     Args:
         logprobs: ``[*B, T]``, nats.
@@ -102,7 +102,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """The logarithm of what probability is left, log(1 - exp(x)), without cancellation at either end.
+    """The logarithm of the remaining probability, log(1 - exp(x)), without cancellation at either end.
 
     Args:
         x: any shape, nats, at most 0; those above -1e-7 count as that, so that the result and its gradient are finite.
@@ -163,11 +163,11 @@ def binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 
 
 def kl(estimator: Divergence, coef: float) -> Penalty:
-    """A penalty for leaving the reference, ``coef`` times a divergence, as an argument of `policy_loss`.
+    """A penalty on the divergence from the reference, ``coef`` times an estimator, for `policy_loss`.
 
     Args:
         estimator: `k1`, `k2`, `k3`, or any ``(logprobs, ref_logprobs) -> per-token``.
-        coef: what it is multiplied by, at least 0.
+        coef: the factor, at least 0.
 
     Returns:
         ``(logprobs, batch) -> per-token penalty [*B, T]``, which reads ``ref_logprobs``.
@@ -191,12 +191,12 @@ def kl(estimator: Divergence, coef: float) -> Penalty:
 
 
 def importance_weighted(penalty: Penalty, ratio: Ratio = token_ratio) -> Penalty:
-    """A penalty whose tokens count as often as theta would sample them.
+    """A penalty with importance weights, as if theta had sampled the tokens.
 
         r_t penalty_t,   r = exp(ratio)
 
-    The gradient flows through r, too. With `k1` or `k3` that makes it the gradient of the reverse KL(π_θ ‖ π_ref), also
-    where the tokens are an older policy's, which neither has alone.
+    The gradient also flows through r. With `k1` or `k3` this gives the gradient of the reverse KL(π_θ ‖ π_ref), even
+    for tokens of an older policy; neither estimator alone has that gradient.
 
     Args:
         penalty: ``kl(k3, coef)``, or any ``(logprobs, batch) -> per-token``.
@@ -222,7 +222,7 @@ def importance_weighted(penalty: Penalty, ratio: Ratio = token_ratio) -> Penalty
 
 
 class Controller(NamedTuple):
-    """A coefficient that follows what is measured: two functions, and the state is the coefficient itself.
+    """A coefficient that follows a measurement: two functions, whose state is the coefficient itself.
 
     Args:
         init: ``() -> coef``.
@@ -241,8 +241,9 @@ def adaptive_kl(init: float, target: float, horizon: float) -> Controller:
 
         coef' = coef (1 + clamp(kl/target - 1, -0.2, 0.2) min(samples/horizon, 1))
 
-    A whole-batch number, so it is for a penalty in the rewards, on the driver. A KL that is NaN or infinite, as that of
-    a batch without a token, leaves it as it is. The paper writes a constant for samples/horizon, which is its code's.
+    This reads the whole batch, so use it for a penalty in the rewards, on the driver. A KL that is NaN or infinite,
+    such as that of a batch without a token, does not change the coefficient. The paper writes a constant for
+    samples/horizon, which comes from its code.
 
     Args:
         init: the first coefficient, greater than 0; often 0.2.

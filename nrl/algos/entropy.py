@@ -12,12 +12,12 @@ __all__ = ["entropy_loss"]
 
 @needs("entropy")
 def entropy_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
-    """The mean entropy over tokens, in nats; with a negative coefficient a bonus for it.
+    """The mean entropy over tokens, in nats; with a negative coefficient, an entropy bonus.
 
         1/N Σ_i Σ_t H(π_θ(· | y_{i,<t}))
 
-    As ``add((1.0, grpo_loss), (-0.01, entropy_loss))``. It is the entropy at each token's place given what was sampled
-    before, whose gradient leaves out how the policy changes which places are reached.
+    Use it as ``add((1.0, grpo_loss), (-0.01, entropy_loss))``. This is the entropy at each token's position given the
+    tokens before it. Its gradient leaves out how the policy changes which positions are reached.
 
     Args:
         out: has ``entropy`` ``[*B, T]``, nats.

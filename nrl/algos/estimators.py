@@ -1,4 +1,4 @@
-"""Advantages, on the driver, where the whole batch can be seen: ``batch -> advantages [B, T]``.
+"""Estimators of advantages on the whole batch, on the driver: ``batch -> advantages [B, T]``.
 
 `from_rewards` makes an estimator of a function of groups, `from_token_rewards` one of rewards at tokens; `whitened` and
 `weighted_sum` compose them, and `advantages` writes the column.
@@ -35,10 +35,10 @@ type Estimator = Callable[[TensorDict], Tensor]
 
 
 def from_rewards(fn: GroupFunction) -> Estimator:
-    """Make a function of rewards and groups one of the batch.
+    """Turn a function of rewards and groups into an estimator.
 
-    Leaves out the rows that ``valid`` marks false, gives ``fn`` each episode once (``episode_ids``; absent, every row
-    is one), and spreads what it returns over all rows of the episode and all tokens of ``loss_mask``.
+    It leaves out the rows that ``valid`` marks false, gives ``fn`` each episode once (``episode_ids``; without that
+    column, every row is one), and spreads the result over all rows of the episode and all tokens of ``loss_mask``.
 
     Args:
         fn: ``(rewards [n], group_ids [n]) -> [n]``, such as `group_normalize`; n is the number of valid episodes.
@@ -93,7 +93,7 @@ def advantages(batch: Batch, estimator: Estimator = _NORMALIZED) -> Batch:
     """Add the column ``advantages``; by default GRPO's, ``from_rewards(group_normalize)``.
 
     Args:
-        batch: what the estimator reads; it is left as it is.
+        batch: has the columns that the estimator reads; it does not change.
         estimator: ``batch -> [B, T]``.
 
     Raises:
@@ -119,12 +119,12 @@ def advantages(batch: Batch, estimator: Estimator = _NORMALIZED) -> Batch:
 
 
 def from_token_rewards(gamma: float = 1.0) -> Estimator:
-    """Make an estimator of rewards at tokens: what each token and those after it earned, with no baseline.
+    """An estimator from token rewards: the discounted return of each token, without a baseline.
 
         A_k = Σ_{j≥k} γ^(j-k) r_j,   k and j count the tokens of ``loss_mask``
 
-    The tokens of a tool's answer are stepped over, and what is earned after them counts before them. So do verl's
-    returns since August 2026 (its pull request 7300); until then they started anew there.
+    Time skips the tokens of a tool's answer, and rewards after them count before them. verl's returns have done the
+    same since August 2026 (its pull request 7300); until then they started anew there.
 
     Args:
         gamma: discount, in [0, 1].
@@ -159,7 +159,7 @@ def from_token_rewards(gamma: float = 1.0) -> Estimator:
 def whitened(estimator: Estimator) -> Estimator:
     """Shift and scale another estimator's advantages to mean 0 and deviation 1 over the batch's tokens, by `whiten`.
 
-    Of ``from_rewards(group_center)`` this makes the baseline form of REINFORCE++ (eq. 6 and 7), whose loss has
+    Applied to ``from_rewards(group_center)``, this is the baseline form of REINFORCE++ (eq. 6 and 7), whose loss has
     ``kl(k2, coef)`` as its penalty (eq. 8). The statistics are over tokens, as in every library, so a long row counts
     more than a short one; the paper writes them over rows.
 
@@ -226,12 +226,13 @@ _REINFORCE_PLUS_PLUS = whitened(from_token_rewards())
 
 
 def on_policy_distillation(batch: Batch) -> Tensor:
-    """How much likelier the teacher finds each sampled token: on-policy distillation.
+    """On-policy distillation: the log-ratio of teacher and policy at each sampled token.
 
         A_t = log π_teacher(y_t) - log π_old(y_t)
 
-    On average over samples of the policy the policy gradient is minus that of the reverse KL(π_θ ‖ π_teacher) at each
-    token, given those before it: what a token does to later ones is not seen (γ = 0). Add rewards with `weighted_sum`.
+    On average over samples of the policy, the policy gradient is minus that of the reverse KL(π_θ ‖ π_teacher) at each
+    token, given those before it. It ignores the effect of a token on later ones (γ = 0). Add rewards with
+    `weighted_sum`.
 
     Args:
         batch: has ``teacher_logprobs``, ``loss_mask``, and ``old_logprobs`` or else ``rollout_logprobs``.
@@ -260,7 +261,7 @@ def on_policy_distillation(batch: Batch) -> Tensor:
 
 
 def weighted_sum(*terms: tuple[float, Estimator]) -> Estimator:
-    """Add up estimators, such as rewards and a teacher.
+    """A weighted sum of estimators, such as rewards and a teacher.
 
         A = Σ_k c_k A_k
 

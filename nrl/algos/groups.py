@@ -1,8 +1,7 @@
 """Functions of the rewards of groups, ``(rewards [B], group_ids [B]) -> [B]``; `from_rewards` makes estimators of them.
 
-Statistics are two-pass and in float64, and rewards that are all equal are compared rather than subtracted, so that
-rounding cannot become an advantage. A group of one teaches nothing: its advantage is 0, where some libraries (verl)
-leave it the bare reward.
+Statistics are two-pass and in float64. Equal rewards are compared rather than subtracted, so rounding cannot become an
+advantage. A group of one teaches nothing: its advantage is 0, where some libraries (verl) leave it the bare reward.
 """
 
 from collections.abc import Callable
@@ -42,7 +41,7 @@ class _Centred(NamedTuple):
     rewards: Tensor  # less their group's mean, in float64
     means: Tensor  # of each row's group
     groups: Tensor  # the number of each row's group
-    sizes: Tensor  # how many rows each row's group has
+    sizes: Tensor  # the size of each row's group
 
 
 def _center(reader: str, rewards: Tensor, group_ids: Tensor) -> _Centred:
@@ -151,10 +150,10 @@ def group_center_batch_std(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
         A_i = (r_i - mean(r of i's group)) / (std(all r) + 1e-6),   std with n - 1
 
-    An easy or hard group, whose own deviation is small, is not blown up as by `group_normalize`. Exactly 0 in a group
-    whose rewards are all equal, so also in a group of one.
+    This does not blow up an easy or hard group, whose own deviation is small, as `group_normalize` does. Exactly 0 in a
+    group whose rewards are all equal, so also in a group of one.
 
-    Three things go by this name: this one, which TRL calls ``scale_rewards="batch"`` (with 1e-4), takes the deviation
+    Three methods go by this name: this one, which TRL calls ``scale_rewards="batch"`` (with 1e-4), takes the deviation
     of the rewards; ``whitened(from_rewards(group_center))`` that of the centred rewards, once a token; NeMo RL's
     REINFORCE++ the latter with n instead of n - 1.
 

@@ -1,9 +1,9 @@
-"""The penalty for leaving the reference, taken from the rewards instead of added to the loss: ``batch -> batch``.
+"""KL penalties in the rewards instead of in the loss: ``batch -> batch``.
 
 A reward is held fixed and reaches the gradient through log π alone. With `k1` the expected policy gradient is that of
-the reward less coef times the true reverse KL(π_θ ‖ π_ref). Not so with the others: `k3`, although its value is
-unbiased, gives the gradient of the reverse less that of the forward KL, and `k2` that of no divergence. This is the
-other way round than in a loss, where `k1` is the one to avoid. Source: https://arxiv.org/abs/2506.09477.
+the reward less coef times the true reverse KL(π_θ ‖ π_ref). The others differ: `k3`, although its value is unbiased,
+gives the gradient of the reverse less that of the forward KL, and `k2` that of no divergence. A loss is the opposite
+case: there, avoid `k1`. Source: https://arxiv.org/abs/2506.09477.
 """
 
 from tensordict import TensorDict
@@ -55,8 +55,8 @@ def token_rewards(batch: Batch, penalty: Penalty | None = None) -> Batch:
 
         r_t = [t is the row's last token] r - penalty_t
 
-    The penalty is of the policy that sampled: ``old_logprobs``, else ``rollout_logprobs``. All rows of an episode end
-    in its reward. A row without a trained token has none, whatever its reward was; invalid rows have 0.
+    The penalty applies to the policy that sampled: ``old_logprobs``, else ``rollout_logprobs``. All rows of an episode
+    end in its reward. A row without a trained token has none, whatever its reward was; invalid rows have 0.
 
     Args:
         batch: has ``rewards``, ``loss_mask``, and what the penalty reads.
@@ -90,7 +90,7 @@ def token_rewards(batch: Batch, penalty: Penalty | None = None) -> Batch:
 
 
 def penalized_rewards(batch: Batch, penalty: Penalty) -> Batch:
-    """Take the penalties of all of an episode's tokens from its reward, for estimators of one reward a row.
+    """Subtract the penalties of all of an episode's tokens from its reward, for estimators of one reward a row.
 
         r - Σ_t penalty_t
 

@@ -1,4 +1,4 @@
-"""What a difference of two scores costs: ``margin [P] -> loss [P]``, element by element.
+"""Links: the loss on a difference of two scores, ``margin [P] -> loss [P]``, element by element.
 
 All are finite, and have finite gradients, at any finite margin (the square up to 1e19 in float32).
 """
@@ -24,7 +24,7 @@ def log_sigmoid(margin: float = 0.0, smoothing: float = 0.0) -> Link:
 
     Args:
         margin: γ >= 0, subtracted from the difference.
-        smoothing: ε in [0, 0.5), how probable it is that a label is wrong. The loss is least where
+        smoothing: ε in [0, 0.5), the probability that a label is wrong. The loss is least where
             σ(m - γ) = 1 - ε, so the difference is not driven to infinity.
 
     Returns:
@@ -52,11 +52,11 @@ def log_sigmoid(margin: float = 0.0, smoothing: float = 0.0) -> Link:
 
 
 def robust_log_sigmoid(smoothing: float) -> Link:
-    """The negative log-likelihood that, over labels that are flipped at random, is that of the right ones on average.
+    """A negative log-likelihood for labels flipped at random: on average it is that of the right labels.
 
         [-(1 - ε) log σ(m) + ε log σ(-m)] / (1 - 2 ε)
 
-    It is not bounded below: each nat of a large difference gains ε / (1 - 2 ε).
+    It has no lower bound: each nat of a large difference gains ε / (1 - 2 ε).
 
     Args:
         smoothing: ε in [0, 0.5), how probable it is that a label is wrong.
@@ -83,7 +83,7 @@ def robust_log_sigmoid(smoothing: float) -> Link:
 
 
 def squared(target: float) -> Link:
-    """The squared distance of a difference from where it should be, neither less nor more.
+    """The squared distance of a difference from its target.
 
         (m - target)²
 
@@ -112,7 +112,7 @@ def squared(target: float) -> Link:
 
 
 def hinge(margin: float = 1.0) -> Link:
-    """What a difference lacks of a margin; nothing, and no gradient, beyond it.
+    """The shortfall of a difference from a margin; beyond the margin, loss and gradient are 0.
 
         max(0, δ - m)
 

@@ -1,4 +1,4 @@
-"""Policy-gradient losses, made of the parts in the other modules, and ready-made ones."""
+"""Policy-gradient losses: `policy_loss` composes the parts in the other modules; the rest are compositions."""
 
 import math
 
@@ -51,11 +51,11 @@ def policy_loss(
     keep: Selection | None = None,
     aggregate: Aggregate = token_mean,
 ) -> MeanLoss:
-    """A policy-gradient loss, put together from its parts.
+    """A policy-gradient loss, composed from its parts.
 
         aggregate_t( w_t m_t surrogate(ratio, log π_θ, A)_t + penalty_t )
 
-    with w the correction's weight and m that of ``keep``, 1 without one. The penalty is not weighted.
+    w is the correction's weight and m that of ``keep``, 1 without one. Neither weighs the penalty.
 
     Args:
         surrogate: `clip`, `cispo`, `reinforce`, or any ``(log_ratio, logprobs, advantages) -> per-token loss``.
@@ -211,7 +211,7 @@ gspo_loss = named(
         -1/B Σ_i min(s_i A_i, clamp(s_i, 1 - 3e-4, 1 + 4e-4) A_i),   s_i = (Π_t π_θ/π_old)^(1/|y_i|)
 
     Reads ``advantages``, ``old_logprobs`` and ``loss_mask``. The bounds are for a ratio that is a mean over a row, and
-    so far closer to 1 than a token's. Where rows have a token each it is GRPO's loss with these bounds.
+    so is far closer to 1 than a token's. For rows of one token this is GRPO's loss with these bounds.
 
     Source: GSPO, https://arxiv.org/abs/2507.18071, eq. 5 and 7; the bounds: section 5.1.
 
@@ -253,7 +253,7 @@ reinforce_loss = named(
         -1/B Σ_i Σ_t A_{i,t} log π_θ(y_{i,t} | y_{i,<t})
 
     Reads ``advantages``, ``loss_mask``, and for a metric ``old_logprobs`` where it is there. The gradient is that of
-    the log-probability of a row, a sum over its tokens: a mean over tokens would be another method. The methods differ
+    the log-probability of a row, a sum over its tokens. A mean over tokens would be another method. The methods differ
     in their advantages: `leave_one_out`, `greedy_baseline` and `optimal_baseline`.
 
     Source: RLOO, https://arxiv.org/abs/2402.14740, section 3.3; ReMax, https://arxiv.org/abs/2310.10505; OPO,
@@ -316,7 +316,7 @@ dppo_loss = named(
         -1/Σ_i|y_i| Σ_i Σ_t stop_gradient(M_{i,t} r_{i,t}) A_{i,t} log π_θ,   r_{i,t} = π_θ/π_rollout
         M = 0 where |π_θ - π_rollout| > 0.2 and the step would make it more, 1 elsewhere
 
-    Reads ``advantages``, ``rollout_logprobs`` and ``loss_mask``. It is anchored to the sampler, so it takes no
+    Reads ``advantages``, ``rollout_logprobs`` and ``loss_mask``. The ratio is to the sampler, so the loss needs no
     correction for the mismatch with it. The paper's objective is a sum over the tokens of a row, which the mean over
     all tokens of a batch is up to the size of the step.
 
@@ -340,7 +340,7 @@ vespo_loss = named(
         φ(W) = W² e^(3 (1 - W)) where A >= 0, W³ e^(2 (1 - W)) where A < 0
 
     Reads ``advantages``, ``rollout_logprobs`` and ``loss_mask``. The method's advantages are those of `group_center`.
-    The mean over all tokens of a batch is a choice of its implementations; the paper's gradient is of whole rows.
+    Its implementations choose the mean over all tokens of a batch; the paper's gradient is of whole rows.
 
     Source: VESPO, https://arxiv.org/abs/2602.10693, eq. 17 and 20.
 

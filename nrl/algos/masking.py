@@ -1,7 +1,8 @@
-"""Reading per-token tensors so that nothing outside the mask can be seen.
+"""Masking per-token tensors, so that nothing outside the mask has an effect.
 
-Positions that are not trained on may hold anything, NaN included. Zeroing a *result* there is not enough, because the
-gradient of the arithmetic before it would still be NaN times zero. So inputs are zeroed before the arithmetic.
+Positions outside the mask may hold anything, NaN included. It is not enough to zero a *result* there, because the
+gradient of the arithmetic before it would still be NaN times zero. So these functions zero inputs before the
+arithmetic.
 """
 
 import torch
@@ -38,7 +39,7 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_column(batch: TensorDict, column: str, reader: str) -> Tensor:
-    """A per-token column as a constant, 0 where ``loss_mask`` is false: how every part of a loss reads the batch.
+    """A per-token column as a constant, 0 where ``loss_mask`` is false; every part of a loss reads the batch by it.
 
     Args:
         batch: has ``loss_mask`` and ``column``, both ``[*B, T]``.

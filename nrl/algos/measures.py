@@ -1,7 +1,7 @@
-"""Measures of an evaluation: of several samples to each task, how many tasks are solved by k of them, or by a vote.
+"""Measures of an evaluation with several samples a task: pass@k, and the majority vote.
 
-Each is a mean over groups, still ``(total, weight)``: of batches that split no group, the sums add up to those of the
-whole. Rows whose verifier failed say nothing of the policy: leave them out before, as `nrl.measure` does.
+Each is a mean over groups, still ``(total, weight)``. If batches split no group, their sums add up to those of the
+whole. Rows whose verifier failed say nothing about the policy: leave them out first, as `nrl.measure` does.
 """
 
 import math
@@ -18,15 +18,15 @@ __all__ = ["majority", "pass_at_k"]
 
 
 def pass_at_k(passed: Tensor, group_ids: Tensor, k: int) -> Mean:
-    """How probable it is that one of k samples passes, estimated without bias from the n that each group has.
+    """The probability that one of k samples passes, estimated without bias from the n samples of each group.
 
         pass@k = mean over groups of 1 - C(n - c, k) / C(n, k),   c of the n rows of a group passed
 
-    This is the share of the subsets of k rows that hold one which passed. Groups may differ in size, and each counts
-    once, with its own n. Of a group of fewer than k rows nothing can be said without bias: it is left out, so the
-    weight says how many were measured. Binomial coefficients are integers here, so nothing overflows or cancels.
+    This is the share of the subsets of k rows that hold a row that passed. Groups may differ in size, and each counts
+    once, with its own n. A group of fewer than k rows has no unbiased estimate and is left out; the weight counts the
+    groups that were measured. Binomial coefficients are integers here, so nothing overflows or cancels.
 
-    The other estimate that goes by this name, 1 - (1 - c/n)^k, is biased: on average too low for k above 1.
+    The other estimate of this name, 1 - (1 - c/n)^k, is biased: on average it is too low for k above 1.
 
     Args:
         passed: ``[B]`` bool.
@@ -57,13 +57,13 @@ def pass_at_k(passed: Tensor, group_ids: Tensor, k: int) -> Mean:
 
 
 def majority(passed: Tensor, group_ids: Tensor, answers: Sequence[Hashable | None]) -> Mean:
-    """How often the answer that most samples of a group give is right.
+    """How often the most frequent answer of a group is right.
 
         maj = mean over groups of 1/|W| Σ_{a in W} [a passes],   W the most frequent answers of a group
 
-    Rows without an answer have no vote. Of answers with equally many votes one is drawn, so what counts is the mean
-    over them. A group in which no row has an answer is wrong. Groups may differ in size, and each counts once. Where
-    rows of one answer do not agree in whether they passed, the share of them that did is what the answer counts.
+    Rows without an answer have no vote. A tie is a draw between its answers, so the measure takes the mean over them. A
+    group in which no row has an answer is wrong. Groups may differ in size, and each counts once. If only some rows of
+    an answer passed, the answer counts as their share.
 
     Args:
         passed: ``[B]`` bool.
@@ -88,14 +88,14 @@ def majority(passed: Tensor, group_ids: Tensor, answers: Sequence[Hashable | Non
         raise BatchError(f"majority: there are {len(answers)} answers for {len(passed)} rows; give one a row, or None")
     votes: dict[int, dict[Hashable, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for right, group, answer in zip(passed.tolist(), group_ids.tolist(), answers, strict=True):
-        ballots = votes[group]  # a group is there also where nobody votes
+        ballots = votes[group]  # a group counts even if nobody votes
         if answer is not None:
             ballots[answer].append(right)
     return _mean(math.fsum(_elected(list(ballots.values())) for ballots in votes.values()), len(votes))
 
 
 def _elected(ballots: Sequence[Sequence[bool]]) -> float:
-    """Of the answers with the most votes, how probable it is that one of them is right."""
+    """The probability that an answer drawn from those with the most votes is right."""
     most = max(map(len, ballots), default=0)
     first = [each for each in ballots if len(each) == most]
     return sum(map(sum, first)) / (len(first) * most) if first else 0.0

@@ -1,7 +1,7 @@
-"""How far trainer and sampler disagree about the tokens that were sampled, and how far they may.
+"""The mismatch of trainer and sampler on the sampled tokens: its metrics, and a bound on it.
 
-Both say how likely each token was, ``rollout_logprobs`` when it was sampled and theta when it is trained on. Their
-difference is what a policy-gradient method takes for the policy's own change, whatever its reason is.
+Both compute the log-probability of each token: the sampler when it draws the token (``rollout_logprobs``), and theta
+when it trains on it. A policy-gradient method takes their difference for the policy's own change, whatever its cause.
 """
 
 import math
@@ -23,7 +23,7 @@ _NAMES = ("mismatch/kl", "mismatch/ess", "mismatch/max_abs", "mismatch/chi2", "m
 
 
 def mismatch_metrics(out: TensorDict | Mapping[str, Tensor], batch: Batch) -> Metrics:
-    """How far theta is from the policy that sampled, over the tokens of ``loss_mask`` in valid rows.
+    """Metrics of the mismatch of theta and the policy that sampled, over the tokens of ``loss_mask`` in valid rows.
 
         x_t = log π_θ(y_t | y_<t) - log π_rollout(y_t | y_<t),   r_t = exp(x_t)
 
@@ -34,9 +34,9 @@ def mismatch_metrics(out: TensorDict | Mapping[str, Tensor], batch: Batch) -> Me
         mismatch/max_ratio  max_t r_t
 
     ``kl`` is the k3 estimate of KL(π_rollout ‖ π_θ) from tokens of π_rollout: never negative, of low variance, and
-    unbiased where π_θ gives no probability to what π_rollout cannot sample. Under top-k or top-p it does: then the mean
-    of r is the kept mass and not 1. ``ess`` is the fraction of the tokens that are left in effect when they are
-    weighted by r.
+    unbiased where π_θ gives no probability to tokens that π_rollout cannot sample. Under top-k or top-p it does give
+    them some: then the mean of r is the kept mass and not 1. ``ess`` is the effective share of the tokens after
+    weighting by r.
 
     Nothing is bounded: a log-probability that is NaN or infinite makes ``kl`` NaN or infinite. Sums are in float64,
     without a gradient, and `train_step` reports them for every batch that has ``rollout_logprobs``.
@@ -89,11 +89,11 @@ def _largest(x: Tensor, mask: Tensor) -> Max:
 
 
 def check_mismatch(numbers: Mapping[str, float], bound: float) -> None:
-    """Stop a run whose trainer and sampler disagree by more than a bound, and say what the numbers point to.
+    """Stop a run whose trainer and sampler disagree by more than a bound, and name the likely cause.
 
         mismatch/kl <= bound
 
-    A step that was skipped measured nothing, and passes.
+    A skipped step measured nothing, and passes.
 
     Args:
         numbers: of a step, as ``run.log`` returns them.
@@ -128,11 +128,11 @@ def check_mismatch(numbers: Mapping[str, float], bound: float) -> None:
 
 
 _ALIKE, _FEW = 4.0, 20.0
-"""How many times the typical log-ratio the largest one is: below, where all tokens disagree alike, as top-p makes them;
-above, where few tokens make the whole of the KL. Other weights, another temperature and rounding give 5 to 10."""
+"""Bounds on the largest log-ratio over the typical one. Below the first, all tokens disagree alike, as under top-p;
+above the second, few tokens make up the whole KL. Other weights, another temperature and rounding give 5 to 10."""
 
 _MUCH = 0.5
-"""Nats, above which neither rounding nor a distribution that was cut off is an explanation."""
+"""In nats. Above it, neither rounding nor a truncated distribution explains the mismatch."""
 
 
 def _diagnosis(kl: float, largest: float, lag: float | None) -> str:

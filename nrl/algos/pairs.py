@@ -1,6 +1,6 @@
-"""Losses on pairs of answers, the chosen one first, and what they are made of.
+"""Losses on pairs of answers, the chosen one first: `preference_loss`, and `chosen_nll` to add to it.
 
-A pair of which a row has no token, because it is invalid or empty, compares nothing and is not seen by any of them.
+A pair with a row that has no token, because it is invalid or empty, compares nothing, and every loss ignores it.
 """
 
 from tensordict import TensorDict
@@ -29,8 +29,8 @@ def preference_loss(score: Score, link: Link) -> MeanLoss:
         link: `log_sigmoid`, `squared`, `hinge`, or any ``margin [P] -> loss [P]``, element by element.
 
     Returns:
-        A loss on batches of size ``[P, 2]``, chosen first. Weight: the pairs of which both rows have a token; others
-        are not seen. Metrics, over pairs: ``accuracy`` (how often the chosen one scores higher), ``margin``,
+        A loss on batches of size ``[P, 2]``, chosen first. Weight: the pairs whose rows both have a token; the loss
+        ignores others. Metrics, over pairs: ``accuracy`` (how often the chosen one scores higher), ``margin``,
         ``chosen_score``, ``rejected_score``.
 
     Raises:
@@ -67,7 +67,7 @@ def chosen_nll(aggregate: Aggregate = token_mean) -> MeanLoss:
 
         -aggregate( log π_θ(y_w) )
 
-    Papers and programs divide by different things, which the aggregate says: `token_mean`, all tokens of the chosen
+    Papers and programs divide by different numbers; the aggregate selects one: `token_mean`, all tokens of the chosen
     answers (the code of CPO and of ORPO, TRL); `seq_mean`, each answer's own length, and then the pairs (the papers of
     ORPO and RPO); ``seq_sum(1)``, the pairs alone (the paper of CPO). Here the prompt never counts.
 

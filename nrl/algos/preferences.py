@@ -1,6 +1,6 @@
-"""Ready-made losses on answers that somebody has compared: a score of each answer, and a link from their difference.
+"""Ready-made preference losses: a score of each answer, and a link on the difference of two scores.
 
-Each is a `preference_loss`, or the sum of one and of supervised fine-tuning on the chosen answers.
+Each is a `preference_loss`, or the sum of one and supervised fine-tuning on the chosen answers.
 """
 
 from nrl.algos._arguments import not_negative, positive, smoothing_below_half
@@ -97,7 +97,7 @@ def length_normalized_dpo_loss(beta: float) -> MeanLoss:
 
 
 def cdpo_loss(beta: float, smoothing: float) -> MeanLoss:
-    """Conservative DPO, which expects labels to be wrong now and then: DPO with smoothed labels.
+    """Conservative DPO: DPO with smoothed labels, for labels that are sometimes wrong.
 
         -(1 - ε) log σ(m) - ε log σ(-m),   m the difference of the implicit rewards, as in `dpo_loss`
 
@@ -130,11 +130,11 @@ def cdpo_loss(beta: float, smoothing: float) -> MeanLoss:
 
 
 def robust_dpo_loss(beta: float, smoothing: float) -> MeanLoss:
-    """Robust DPO (rDPO): on labels of which some are flipped, its expectation is DPO's on the right ones.
+    """Robust DPO (rDPO): with some labels flipped, its expectation is that of DPO on the right labels.
 
         [-(1 - ε) log σ(m) + ε log σ(-m)] / (1 - 2 ε),   m the difference of the implicit rewards, as in `dpo_loss`
 
-    It is not bounded below: ε / (1 - 2 ε) is gained with each unit of a large margin.
+    It has no lower bound: each unit of a large margin gains ε / (1 - 2 ε).
 
     Args:
         beta: β > 0; often 0.1.
@@ -162,7 +162,7 @@ def robust_dpo_loss(beta: float, smoothing: float) -> MeanLoss:
 
 
 def ipo_loss(beta: float) -> MeanLoss:
-    """Identity preference optimization: a difference of log-ratios to arrive at, rather than to exceed.
+    """Identity preference optimization: a target for the difference of log-ratios, rather than a lower bound.
 
         (Σ_t [log π_θ/π_ref](chosen) - Σ_t [log π_θ/π_ref](rejected) - 1/(2β))²
 
@@ -198,7 +198,7 @@ def length_normalized_ipo_loss(beta: float) -> MeanLoss:
 
         (1/|y_w| Σ_t [log π_θ/π_ref](chosen) - 1/|y_l| Σ_t [log π_θ/π_ref](rejected) - 1/(2β))²
 
-    TRL's ``loss_type="ipo"``; its authors asked those of the paper, where this is not said.
+    TRL's ``loss_type="ipo"``. TRL's authors asked the paper's authors; the paper itself does not say this.
 
     Args:
         beta: β > 0, the paper's τ; often 0.1.
@@ -230,8 +230,8 @@ def hinge_loss(beta: float) -> MeanLoss:
 
         max(0, 1 - m),   m the difference of the implicit rewards, as in `dpo_loss`
 
-    1 where theta is the reference; no gradient from pairs of which the margin is reached. TRL's ``loss_type="hinge"``.
-    SLiC-HF has no reference, a margin δ and supervised fine-tuning beside it, which is
+    1 where theta is the reference. Pairs that reach the margin give no gradient. TRL's ``loss_type="hinge"``. SLiC-HF
+    has no reference, but a margin δ and supervised fine-tuning beside it:
     ``add((1.0, preference_loss(log_likelihood(1.0), hinge(delta))), (coef, chosen_nll()))``.
 
     Args:
@@ -263,7 +263,7 @@ def simpo_loss(beta: float, gamma: float) -> MeanLoss:
 
         -log σ(β/|y_w| Σ_t log π_θ(chosen) - β/|y_l| Σ_t log π_θ(rejected) - γ)
 
-    γ is subtracted from the scaled difference, as in the paper; where a library gives the ratio γ/β, multiply it by β.
+    This subtracts γ from the scaled difference, as in the paper. If a library gives the ratio γ/β, multiply it by β.
 
     Args:
         beta: β > 0; often 2 to 2.5.
@@ -330,8 +330,8 @@ def orpo_loss(coef: float, aggregate: Aggregate = seq_mean) -> Loss:
 
         -aggregate( log π_θ(chosen) ) - λ log σ(log odds(chosen) - log odds(rejected))
 
-    with `log_odds` of the mean log-likelihood. The paper's first term is a mean over pairs of means over tokens, as
-    here; its code and TRL divide by the tokens (`token_mean`), and count those of the prompt.
+    The log odds are `log_odds`, of the mean log-likelihood. The paper's first term is a mean over pairs of means over
+    tokens, as here; its code and TRL divide by the tokens (`token_mean`), and count those of the prompt.
 
     Args:
         coef: λ >= 0; often 0.1.
@@ -360,12 +360,13 @@ def orpo_loss(coef: float, aggregate: Aggregate = seq_mean) -> Loss:
 
 
 def rpo_loss(beta: float, alpha: float = 1.0, aggregate: Aggregate = seq_mean) -> Loss:
-    """DPO and supervised fine-tuning on the chosen answers, of iterative reasoning preference optimization.
+    """Iterative reasoning preference optimization: DPO and supervised fine-tuning on the chosen answers.
 
         DPO - α aggregate( log π_θ(chosen) )
 
     The paper divides the second term by the length of each answer, its reasoning included, as here; TRL, as a sum of
-    the losses ``sigmoid`` and ``sft``, by the tokens of the batch (`token_mean`). NVIDIA's reward-aware RPO is another.
+    the losses ``sigmoid`` and ``sft``, by the tokens of the batch (`token_mean`). NVIDIA's reward-aware RPO is another
+    method.
 
     Args:
         beta: β > 0; often 0.1.

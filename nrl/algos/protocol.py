@@ -1,8 +1,8 @@
-"""What a loss is, what it needs, and how losses add up.
+"""The protocol of losses: their signature, the outputs that they need, and their sums.
 
-A loss sees what a model put out, ``out["logprobs"]`` ``[*B, T]`` and what else it `needs`, never the model. Gradients
-flow through ``out`` alone, weights depend on the batch alone, and all sums run over rows, so no loss can see how a
-batch was split.
+A loss sees the outputs of a model, ``out["logprobs"]`` ``[*B, T]`` and others that it `needs`, but never the model.
+Gradients flow through ``out`` alone, weights depend on the batch alone, and all sums run over rows. So no loss can see
+how a batch was split.
 """
 
 import functools
@@ -35,7 +35,7 @@ _AT = "logprobs_at("
 
 
 class Loss(Protocol):
-    """What a model's outputs cost on a batch.
+    """A loss: a function of a model's outputs and a batch.
 
     Returns one `Mean`, or one for each term under its own key, and metrics. The loss is the sum of total / weight over
     the terms. Gradients flow only through ``out``; weights are functions of the batch alone.
@@ -56,7 +56,7 @@ type MeanLoss = Callable[[TensorDict, Batch], tuple[Mean, Metrics]]
 
 
 def needs[F: Callable[..., Any]](*outputs: str) -> Callable[[F], F]:
-    """Say which outputs a loss reads besides ``logprobs``, so that a backend computes them, or says that it cannot.
+    """Declare the outputs that a loss reads besides ``logprobs``; a backend computes them, or says that it cannot.
 
     Args:
         outputs: names, such as ``"entropy"`` or ``"values"``; `output_shape` says their shapes. They add to what the
@@ -95,7 +95,7 @@ def logprobs_at(column: str) -> str:
 
 
 def ids_column(output: str) -> str:
-    """The column that an output `logprobs_at` is for.
+    """The column of ids of a `logprobs_at` output.
 
     >>> ids_column("logprobs_at(teacher_ids)")
     'teacher_ids'
@@ -104,7 +104,7 @@ def ids_column(output: str) -> str:
 
 
 def output_kind(output: str) -> str:
-    """What sort of output a name is of; backends say which they provide.
+    """The kind of output that a name stands for; backends list the kinds that they provide.
 
     >>> output_kind("entropy"), output_kind("logprobs_at(teacher_ids)")
     ('entropy', 'logprobs_at')
@@ -113,7 +113,7 @@ def output_kind(output: str) -> str:
 
 
 def output_shape(output: str, batch: Batch) -> torch.Size:
-    """The shape that an output has for a batch.
+    """The shape of an output for a batch.
 
         logprobs, entropy, values    [*B, T]
         rewards                      [*B]
@@ -141,7 +141,7 @@ def output_shape(output: str, batch: Batch) -> torch.Size:
 
 
 def needed(*fns: Callable[..., Any] | None) -> frozenset[str]:
-    """The outputs that functions need besides ``logprobs``, all together; None and functions that do not say need none.
+    """All outputs that functions need besides ``logprobs``; None, and functions without a declaration, need none.
 
     >>> sorted(needed(needs("entropy")(lambda out, batch: ...), needs("values")(lambda out, batch: ...), None))
     ['entropy', 'values']
@@ -151,7 +151,7 @@ def needed(*fns: Callable[..., Any] | None) -> frozenset[str]:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """How errors and metrics speak of a function.
+    """The name of a function in errors and metrics.
 
     >>> name_of(add), name_of(functools.partial(add))
     ('add', 'partial')
@@ -160,7 +160,7 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def named[F: Callable[..., Any]](name: str, doc: str, fn: F) -> F:
-    """Give a function that another one made the name that errors and metrics use, and a docstring.
+    """Give a function made by another one a name, which errors and metrics use, and a docstring.
 
     >>> double = named("double", "Twice.", lambda x: 2 * x)
     >>> double.__name__, double.__doc__
@@ -176,8 +176,8 @@ def add(*terms: tuple[float, Loss]) -> Loss:
 
         Σ_k c_k total_k / weight_k
 
-    Terms are named by their losses; those of a nested `add` keep their names. A name that is taken, of a term or a
-    metric, gets the suffix ``_2``, ``_3``, ...
+    Losses name their terms; terms of a nested `add` keep their names. A name of a term or a metric that is taken gets
+    the suffix ``_2``, ``_3``, ...
 
     Args:
         terms: pairs ``(coefficient, loss)``.

@@ -1,7 +1,7 @@
 """Log-ratios of two policies: ``(logprobs, batch) -> log-ratio``, all ``[*B, T]`` in nats.
 
-``logprobs`` are those of theta, the policy that is trained, and carry the gradient. Log-ratios are 0 outside
-``loss_mask`` and `bounded`, so that their ``exp`` is finite.
+``logprobs`` are those of theta, the policy in training, and carry the gradient. Log-ratios are 0 outside ``loss_mask``
+and `bounded`, so that their ``exp`` is finite.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ _BOUND = 20.0
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """A log-ratio of at most 20 nats, whose ``exp`` (at most 4.9e8) is finite; without a gradient beyond that.
+    """A log-ratio of at most 20 nats, so that its ``exp`` (at most 4.9e8) is finite; beyond that its gradient is 0.
 
         min(x, 20)
 
@@ -71,11 +71,11 @@ def token_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
 
 
 def rollout_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
-    """Each token's log-ratio of theta to the policy that sampled it, whatever lies between them.
+    """Each token's log-ratio of theta to the policy that sampled it.
 
         log π_θ(y_t | y_<t) - log π_rollout(y_t | y_<t)
 
-    Methods that bound how far theta may be from the sampler, rather than correct for it, anchor here.
+    Methods that bound the distance of theta from the sampler, rather than correct for it, use this ratio.
 
     Args:
         logprobs: ``[*B, T]``, nats.
@@ -100,7 +100,8 @@ def on_policy_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
 
         log π_θ(y_t | y_<t) - stop_gradient(log π_θ(y_t | y_<t))
 
-    For one update a batch, where theta is the policy that the step started from and ``old_logprobs`` are not needed.
+    Use it with one update a batch, where theta is the policy that the step started from, and ``old_logprobs`` are not
+    needed.
 
     Args:
         logprobs: ``[*B, T]``, nats.
@@ -153,8 +154,8 @@ def product_ratio(ratio: Ratio) -> Ratio:
 
         log W_i = Σ_t log r_{i,t}
 
-    Without the length normalisation of `sequence_ratio`, so its spread grows with the length of a row. The tokens' own
-    ratios are `bounded`, and so is their product.
+    It has no length normalisation, unlike `sequence_ratio`, so its spread grows with the length of a row. The tokens'
+    own ratios are `bounded`, and so is their product.
 
     Args:
         ratio: of the tokens: `token_ratio`, `rollout_ratio`, or another.
@@ -182,8 +183,8 @@ def geometric_ratio(low: float, high: float | None = None) -> Ratio:
 
         log ρ_i = 1/|y_i| Σ_t s min(s x_t, s clamp(x_t, -low, high)),   x_t = log r_{i,t},   s = sign(A_{i,t})
 
-    Every token is clipped before the mean is taken, so that no single one can move the row far. The method is that of
-    `nrl.algos.gmpo_loss`, for advantages that are the same over a row.
+    Each token is clipped before the mean, so that no single token can move the row far. `nrl.algos.gmpo_loss` uses it,
+    for advantages that are the same over a row.
 
     Args:
         low: nats that a token may lose, at least 0; 0.4 in the paper. Not a distance from 1.

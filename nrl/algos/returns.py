@@ -1,4 +1,4 @@
-"""What tokens earned over time: advantages and returns over the mask's tokens in their order."""
+"""Advantages and returns over time, which runs over the mask's tokens in their order."""
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 
         δ_k = r_k + γ V_{k+1} - V_k,   A_k = δ_k + γ λ A_{k+1},   R_k = A_k + V_k
 
-    k counts the mask's tokens: those between (a tool's output, padding) are skipped without decay, and their rewards
-    and values are not seen. After the last token both V and A are 0.
+    k counts the mask's tokens. Time skips the tokens between them (a tool's output, padding) without decay, and ignores
+    their rewards and values. After the last token both V and A are 0.
 
     Args:
         rewards: ``[*B, T]``; what each token earned.
@@ -55,7 +55,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
-    """What each token and those after it earned, discounted; time runs over the mask's tokens as in `gae`.
+    """The discounted rewards of each token and those after it; time runs over the mask's tokens as in `gae`.
 
         R_k = r_k + γ R_{k+1}
 
@@ -88,8 +88,8 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
         (x - mean) / (std + 1e-6),   std with n - 1
 
-    Exactly 0 where they are all equal. A statistic of the whole batch, so for the driver. In PPO's first code each
-    minibatch was whitened by itself, with n; that for language models has sqrt(var + 1e-8) below, as verl has.
+    Exactly 0 where they are all equal. The statistics are of the whole batch, so whiten on the driver. PPO's first code
+    whitened each minibatch by itself, with n; the code for language models divides by sqrt(var + 1e-8), as verl does.
 
     Args:
         x: ``[*B, T]`` float.

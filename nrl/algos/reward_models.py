@@ -1,4 +1,4 @@
-"""Losses that teach a model to give rewards, from pairs of answers that somebody has compared."""
+"""Losses of reward models, on pairs of answers."""
 
 from tensordict import TensorDict
 from torch import Tensor
@@ -20,8 +20,8 @@ def bradley_terry_loss(centering: float = 0.0) -> MeanLoss:
 
         -log σ(r_w - r_l - m) + η (r_w + r_l)²,   mean over pairs
 
-    with m the chosen row's ``margin`` where the batch has that column, and 0 elsewhere. A preference says nothing of
-    where 0 is; η does. log 2 where both rewards are 0 and there is no margin.
+    m is the chosen row's ``margin`` where the batch has that column, and 0 elsewhere. Preferences do not fix where 0
+    is; η does. log 2 where both rewards are 0 and there is no margin.
 
     Args:
         centering: η >= 0; 0.01 in the paper.
@@ -70,7 +70,7 @@ def bradley_terry_loss(centering: float = 0.0) -> MeanLoss:
 
 reward_model_loss = named(
     "reward_model_loss",
-    """Rewards from pairs, which may be anywhere: ``bradley_terry_loss()``.
+    """Bradley-Terry without centering: ``bradley_terry_loss()``.
 
         -log σ(r_w - r_l - m),   mean over pairs
 

@@ -1,7 +1,7 @@
-"""How good a model finds an answer: ``(logprobs, batch) -> [P, 2]``, a number a row.
+"""Scores of answers: ``(logprobs, batch) -> [P, 2]``, a number a row.
 
-The log-probabilities are 0 outside ``loss_mask``, which is how `preference_loss` gives them. A row without a token has
-score 0. None of this knows of pairs: any batch shape ``[*B]`` will do.
+`preference_loss` gives them log-probabilities that are 0 outside ``loss_mask``. A row without a token has score 0. The
+scores know nothing of pairs: any batch shape ``[*B]`` will do.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from nrl.batch import Batch, require
 __all__ = ["Score", "implicit_reward", "log_likelihood", "log_odds", "mean_implicit_reward", "mean_log_likelihood"]
 
 type Score = Callable[[Tensor, TensorDict], Tensor]
-"""``(logprobs [P, 2, T], batch) -> [P, 2]``: how good an answer is, as the model sees it."""
+"""``(logprobs [P, 2, T], batch) -> [P, 2]``: the model's score of each answer."""
 
 _CERTAIN = -1e-6
 """Nearer to 0 a mean of float32 log-probabilities is rounding, and the gradient of its odds, 1 / (1 - P), unbounded."""
@@ -29,11 +29,11 @@ def _mean(x: Tensor, batch: TensorDict, reader: str) -> Tensor:
 
 
 def implicit_reward(beta: float) -> Score:
-    """The reward under which a policy is the best that a KL penalty of weight β to the reference allows.
+    """DPO's implicit reward: the reward under which theta is optimal, given a KL penalty of weight β to the reference.
 
         β Σ_t [log π_θ(y_t) - log π_ref(y_t)]
 
-    Up to a constant of the prompt, which a difference of two answers does not see.
+    It leaves out a constant of the prompt, which cancels in the difference of two answers.
 
     Args:
         beta: β > 0.
@@ -61,7 +61,7 @@ def implicit_reward(beta: float) -> Score:
 
 
 def mean_implicit_reward(beta: float) -> Score:
-    """The implicit reward a token, so that long answers do not count more.
+    """The implicit reward per token, so that long answers do not count more.
 
         β/|y| Σ_t [log π_θ(y_t) - log π_ref(y_t)]
 
@@ -92,7 +92,7 @@ def mean_implicit_reward(beta: float) -> Score:
 
 
 def log_likelihood(beta: float) -> Score:
-    """How probable an answer is, without a reference.
+    """The log-likelihood of an answer, without a reference.
 
         β Σ_t log π_θ(y_t)
 
@@ -121,7 +121,7 @@ def log_likelihood(beta: float) -> Score:
 
 
 def mean_log_likelihood(beta: float) -> Score:
-    """How probable an answer is a token, without a reference.
+    """The log-likelihood of an answer per token, without a reference.
 
         β/|y| Σ_t log π_θ(y_t)
 
@@ -150,12 +150,12 @@ def mean_log_likelihood(beta: float) -> Score:
 
 
 def log_odds(logprobs: Tensor, batch: Batch) -> Tensor:
-    """The odds of an answer, by the geometric mean of its tokens' probabilities.
+    """The log-odds of an answer, by the geometric mean of its tokens' probabilities.
 
         log (P / (1 - P)),   log P = 1/|y| Σ_t log π_θ(y_t)
 
-    Where log P > -1e-6, and so in a row without a token, it is that of -1e-6, 13.8 nats, without a gradient: the odds
-    of what is certain would be infinite.
+    Where log P > -1e-6, and so in a row without a token, the score is that of -1e-6, 13.8 nats, without a gradient: the
+    odds of a certain answer would be infinite.
 
     Args:
         logprobs: ``[P, 2, T]``, nats, 0 outside ``loss_mask``.

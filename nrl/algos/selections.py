@@ -1,6 +1,6 @@
-"""Which tokens a policy loss is made of: ``(logprobs, batch) -> weight``, ``[*B, T]``, without gradient.
+"""Selections of the tokens of a policy loss: ``(logprobs, batch) -> weight``, ``[*B, T]``, without gradient.
 
-A selection sees theta and the whole batch, advantages too, where a correction sees a log-ratio alone. It multiplies the
+A selection sees theta and the whole batch, advantages too; a correction sees only a log-ratio. It multiplies the
 surrogate and not the penalty. Tokens of weight 0 stay in the denominator.
 """
 
@@ -20,11 +20,11 @@ type Selection = Callable[[Tensor, TensorDict], Tensor]
 
 
 def opsm(delta: float) -> Selection:
-    """Off-policy sequence masking: leave out bad rows that theta has left behind.
+    """Off-policy sequence masking: leave out bad rows that have become unlikely under theta.
 
         0  where A_t < 0 and 1/|y| Σ_t log(π_rollout/π_θ) > delta,  1 elsewhere
 
-    A row that is no longer likely teaches little by how it was bad. Good rows are kept, however far theta is.
+    An unlikely bad row teaches little. Good rows stay, however far theta is.
 
     Args:
         delta: nats a token, at least 0.

@@ -1,10 +1,9 @@
-"""Rewards reshaped, and rows and tokens taken out of the loss, on the driver: ``batch -> batch``.
+"""Shaping on the driver: changing rewards, and taking rows and tokens out of the loss, ``batch -> batch``.
 
-What reshapes rewards comes before `advantages`, what narrows ``loss_mask`` after it, so that the rows that leave the
-loss stay in the statistics of their group. Reshaped rewards are no longer those that `nrl.drop_uniform` and the metrics
-mean: filter and measure before. Rewards of rows that are not valid are reshaped or not, nobody reads them; a NaN stays
-one, for the estimator to refuse. The length of an answer is the number of its trained tokens, those of all valid rows
-of its episode together.
+Reshape rewards before `advantages`, and narrow ``loss_mask`` after it, so that the rows that leave the loss stay in the
+statistics of their group. `nrl.drop_uniform` and the metrics mean the original rewards: filter and measure before
+reshaping. Rewards of invalid rows may or may not be reshaped, since nobody reads them. A NaN stays NaN, and the
+estimator rejects it. The length of an answer is the number of its trained tokens, over all valid rows of its episode.
 """
 
 import math
@@ -37,7 +36,7 @@ type Shaping = Callable[[Batch], Batch]
 
 
 def scale_rewards(factor: float, offset: float = 0.0) -> Shaping:
-    """Multiply rewards, then add a number.
+    """Multiply rewards by a factor, then add an offset.
 
         factor r + offset
 
@@ -68,7 +67,7 @@ def scale_rewards(factor: float, offset: float = 0.0) -> Shaping:
 
 
 def clip_rewards(low: float, high: float) -> Shaping:
-    """Bound rewards, so that no single one of them can move the parameters far.
+    """Bound rewards, so that no single reward can move the parameters far.
 
         min(max(r, low), high)
 
@@ -106,8 +105,8 @@ def overlong_penalty(limit: int, buffer: int) -> Shaping:
         r - (|y| - (limit - buffer)) / buffer in the buffer
         r - 1                                 beyond the limit
 
-    Capped at -1 as in the paper and in TRL; verl and NeMo RL do not cap, so that an answer that is longer than the
-    limit, such as one of several turns, may lose more, and have a factor, here `scale_rewards`.
+    The penalty is capped at -1, as in the paper and in TRL. verl and NeMo RL do not cap it, so an answer beyond the
+    limit, such as one of several turns, may lose more. They also have a factor; here, use `scale_rewards`.
 
     Args:
         limit: the longest answer, in trained tokens.
@@ -140,18 +139,18 @@ def overlong_penalty(limit: int, buffer: int) -> Shaping:
 
 
 def _lengths(batch: Batch, reader: str) -> tuple[Tensor, Tensor]:
-    """Each row's reward, and how many trained tokens its episode has; 0 on invalid rows."""
+    """Each row's reward, and the number of trained tokens of its episode; 0 on invalid rows."""
     require(batch, "rewards", "loss_mask", reader=reader)
     each = episodes(batch, reader=reader)
     return row_rewards(batch, reader=reader), each.rows(each.sums(batch["loss_mask"].sum(-1).double()))
 
 
 def stop_properly(coef: float) -> Shaping:
-    """Multiply the rewards of truncated episodes, so that it pays to come to an end (NeMo RL).
+    """Multiply the rewards of truncated episodes by a factor, so that it pays to finish (NeMo RL).
 
         coef r   where truncated
 
-    A negative reward becomes better that way: for rewards that are at least 0.
+    This would improve a negative reward, so use it for rewards that are at least 0.
 
     Args:
         coef: in [0, 1]; 0 takes the whole reward, 1 changes nothing.
@@ -182,7 +181,7 @@ def stop_properly(coef: float) -> Shaping:
 
 
 def _anywhere(batch: Batch, marked: Tensor, reader: str) -> Tensor:
-    """The rows of episodes of which a valid row is marked."""
+    """The rows of episodes with a marked valid row."""
     each = episodes(batch, reader=reader)
     return each.rows(each.sums(marked.long())) > 0
 
@@ -238,10 +237,10 @@ def length_penalty(weight: float, threshold: float = 0.0) -> Shaping:
 
 
 def mask_truncated(batch: Batch) -> Batch:
-    """Take episodes that were cut off out of the loss, after `advantages` (overlong filtering).
+    """Take truncated episodes out of the loss, after `advantages` (overlong filtering).
 
     Their rewards stay in the statistics of their group, as in DAPO and TRL. ``assign(batch, valid=~truncated)`` before
-    `advantages` would take them out of these and of the metrics too.
+    `advantages` would also take them out of these and of the metrics.
 
     Args:
         batch: has ``truncated`` and ``loss_mask``. An episode is truncated if one of its valid rows is.
@@ -284,15 +283,15 @@ def mask_greedy(batch: Batch) -> Batch:
 
 
 def top_entropy(fraction: float) -> Shaping:
-    """Train on the tokens alone at which the policy was least certain, after `advantages`.
+    """Train only on the tokens at which the policy was least certain, after `advantages`.
 
         loss_mask_t and H_t >= τ,   τ the n-th largest H of the batch, n = fraction of its trained tokens
 
-    n is rounded, and at least 1; ties at τ are all kept. τ is that of the whole batch, where TRL takes a quantile
-    within each micro-batch. H is a column, and so that of the policy that the step starts from, where the paper's and
-    TRL's is that of the policy in training; in the first update of a batch they are one. The other tokens leave the
-    whole loss, denominator and penalty included. In TRL they stay in both, which makes the step about ``fraction`` as
-    large; for that, clear their advantages instead.
+    n is rounded, and at least 1; all ties at τ stay. τ is that of the whole batch; TRL takes a quantile within each
+    micro-batch. H is a column, so it is that of the policy that the step starts from; the paper and TRL take the policy
+    in training, which is the same in the first update of a batch. The other tokens leave the whole loss, denominator
+    and penalty included. In TRL they stay in both, which makes the step about ``fraction`` as large. For that, clear
+    their advantages instead.
 
     Args:
         fraction: in (0, 1]; 0.2 in the paper.
@@ -329,13 +328,13 @@ def top_entropy(fraction: float) -> Shaping:
 
 
 def keep_at_least(threshold: float) -> Shaping:
-    """Mark the rows invalid whose reward is too small, for supervised fine-tuning on the others (rejection sampling).
+    """Mark rows with too small a reward invalid, for supervised fine-tuning on the others (rejection sampling).
 
-    With `sft_loss` this is rejection-sampling fine-tuning (RFT, STaR). What is marked leaves the loss, statistics and
-    metrics alike, so summarise before; for groups that keep none, see `nrl.filtered`.
+    With `sft_loss` this is rejection-sampling fine-tuning (RFT, STaR). Marked rows leave the loss, statistics and
+    metrics alike, so summarise first. For groups that keep no row, see `nrl.filtered`.
 
     Args:
-        threshold: the smallest reward that is kept.
+        threshold: the smallest reward to keep.
 
     Returns:
         ``batch -> batch``, with ``valid``. It reads ``rewards`` and, where it is there, ``valid``.
@@ -364,11 +363,11 @@ def keep_at_least(threshold: float) -> Shaping:
 
 
 def keep_best(batch: Batch) -> Batch:
-    """Mark all rows invalid but those with the best reward of their group, for supervised fine-tuning on these (RAFT).
+    """Mark all rows but the best of each group invalid, for supervised fine-tuning on the best (RAFT).
 
-    Ties are all kept, so that the order of rows does not matter: where all rewards are equal, bad ones too, the whole
-    group stays; `keep_at_least` besides. What is marked leaves the loss, statistics and metrics alike, so summarise
-    before.
+    All ties stay, so that the order of rows does not matter. Where all rewards are equal, bad ones too, the whole group
+    stays: combine it with `keep_at_least`. Marked rows leave the loss, statistics and metrics alike, so summarise
+    first.
 
     Args:
         batch: has ``rewards`` and ``group_ids``.

@@ -1,4 +1,4 @@
-"""Losses on tokens that somebody has written or chosen."""
+"""Supervised losses, on given tokens."""
 
 from tensordict import TensorDict
 
@@ -35,13 +35,13 @@ def sft_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
 
 
 def weighted_sft_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
-    """Supervised fine-tuning on rows that count more or less: the weighted mean over tokens.
+    """Supervised fine-tuning with a weight for each row: the weighted mean over tokens.
 
         -Σ_i w_i Σ_t log π_θ(y_{i,t}) / Σ_i w_i |y_i|
 
-    Weights are relative: twice as much for all rows changes nothing, 1 for all is `sft_loss`, 0 leaves a row out. Where
-    all that have a token are 0, nothing is learned. Over Σ_i |y_i| instead, so that small weights make small steps:
-    ``policy_loss(reinforce, ratio=on_policy_ratio)`` on ``advantages`` that are the weights.
+    Weights are relative: doubling all of them changes nothing, 1 for all is `sft_loss`, 0 leaves a row out. If all rows
+    with a token have weight 0, the step learns nothing. To divide by Σ_i |y_i| instead, so that small weights make
+    small steps: ``policy_loss(reinforce, ratio=on_policy_ratio)`` on ``advantages`` that are the weights.
 
     Args:
         out: has ``logprobs`` ``[*B, T]``.
@@ -66,6 +66,6 @@ def weighted_sft_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
     require(batch, "loss_mask", "weights", reader="weighted_sft_loss")
     mask = batch["loss_mask"]
     weights = masked(batch["weights"].detach().unsqueeze(-1).expand_as(mask), mask).to(out["logprobs"].dtype)
-    # Masked before the product: what is not trained on may be infinite, and times 0 it would be NaN
+    # Masked before the product: tokens outside the mask may be infinite, and times 0 they would be NaN
     total, _ = token_mean(-weights * masked(out["logprobs"], mask), mask)
     return Mean(total, weights.sum(dtype=total.dtype)), {}

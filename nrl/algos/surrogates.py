@@ -1,7 +1,7 @@
-"""What is minimised at each token: ``(log_ratio, logprobs, advantages) -> per-token loss``, all ``[*B, T]``.
+"""Surrogates: the loss at each token, ``(log_ratio, logprobs, advantages) -> per-token loss``, all ``[*B, T]``.
 
-``log_ratio`` and ``logprobs`` carry the gradient, ``advantages`` are constants. A surrogate may have an attribute
-``clipped``, a function of the same arguments ``-> bool [*B, T]`` that says where it clips; `policy_loss` then reports
+``log_ratio`` and ``logprobs`` carry the gradient; ``advantages`` are constants. A surrogate may have an attribute
+``clipped``, a function of the same arguments ``-> bool [*B, T]`` that marks where it clips. `policy_loss` then reports
 the metric ``clip_fraction``.
 """
 
@@ -76,12 +76,12 @@ def clip(low: float, high: float | None = None, dual: float | None = None) -> Su
 
 
 def cispo(high: float, low: float | None = None) -> Surrogate:
-    """REINFORCE, weighted by a clamped ratio that has no gradient of its own.
+    """REINFORCE, weighted by a clamped ratio without a gradient.
 
         -stop_gradient(clamp(r, 1 - low, 1 + high)) A log π_θ,   r = exp(log_ratio)
 
-    No token loses its gradient, however far its ratio is. The paper's experiments use the upper bound alone, as here
-    unless ``low`` is given. Libraries disagree on how to write that bound: here it is a distance from 1, as in the
+    Every token keeps its gradient, however far its ratio is. The paper's experiments use the upper bound alone, and so
+    does this unless you give ``low``. Libraries write that bound differently: here it is a distance from 1, as in the
     paper, and not the largest ratio itself (a bound of 5 on the ratio is ``high=4``).
 
     Args:
@@ -117,15 +117,15 @@ def cispo(high: float, low: float | None = None) -> Surrogate:
 
 
 def sapo(positive: float = 1.0, negative: float = 1.05) -> Surrogate:
-    """A soft gate in place of a clip: the further the ratio is from 1, the less a token counts, on either side.
+    """A soft gate instead of a clip: the further the ratio is from 1, on either side, the less a token counts.
 
         -4/τ σ(τ (r - 1)) A,   τ = positive where A > 0, else negative,   r = exp(log_ratio)
 
-    At r = 1 the gradient is that of `reinforce`; the value is not, it is -2 A / τ.
+    At r = 1 the gradient is that of `reinforce`, but the value is -2 A / τ.
 
     Args:
         positive: temperature τ of the gate for tokens that are encouraged, greater than 0.
-        negative: for those that are discouraged; larger, since what they push up are all other tokens.
+        negative: for discouraged tokens; larger, since discouraging a token pushes up all others.
 
     Raises:
         ValueError: a temperature is not positive and finite.
@@ -151,13 +151,13 @@ def sapo(positive: float = 1.0, negative: float = 1.05) -> Surrogate:
 def dppo(
     low: float, high: float | None = None, *, divergence: Divergence = binary_tv, cap: float = math.inf
 ) -> Surrogate:
-    """Leave out a token where the step would take theta further from a policy that it is too far from already.
+    """A trust region: leave out a token that would take theta further from a policy that it is already too far from.
 
         -stop_gradient(M min(r, cap)) A log π_θ,   r = exp(log_ratio)
         M = 0 where A > 0, r > 1 and D > high, or where A < 0, r < 1 and D > low;   1 elsewhere
 
-    D is a divergence of two distributions over {this token, any other}, so that a rare token whose ratio is large is
-    not left out, and a common one whose ratio is close to 1 is. With ``cap`` infinite the gradient is that of -M r A.
+    D is a divergence of two distributions over {this token, any other}. So a rare token with a large ratio stays, and a
+    common token with a ratio close to 1 may not. With ``cap`` infinite the gradient is that of -M r A.
 
     Args:
         low: the largest D at which a token may still be discouraged, at least 0: of `binary_tv` often 0.15 to 0.2, of
@@ -201,7 +201,7 @@ def dppo(
 
 
 def vespo(positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0)) -> Surrogate:
-    """REINFORCE, weighted by a smooth function of the ratio that is 1 at 1 and falls off to both sides.
+    """REINFORCE, weighted by a smooth function of the ratio that is 1 at 1 and decreases on both sides.
 
         -stop_gradient(φ(W)) A log π_θ,   φ(W) = W^a exp(b (1 - W)),   W = exp(log_ratio)
 
@@ -237,7 +237,7 @@ def vespo(positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, flo
 
 
 def reinforce(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """The score-function surrogate, which assumes that theta sampled the tokens.
+    """The score-function surrogate, for tokens that theta sampled.
 
         -A log π_θ
 

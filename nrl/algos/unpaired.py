@@ -1,7 +1,7 @@
-"""KTO: learning from answers that somebody found good or bad, each by itself, and the driver's half of it.
+"""KTO: the loss on single answers labelled good or bad, and the reference point that the driver computes for it.
 
-The reference point, how far the policy is from the reference on answers to other prompts, sees the whole batch, so it
-is computed before a batch is split and is a column. Two forwards over mismatched answers give it:
+The reference point is the divergence of the policy from the reference on answers to other prompts. It depends on the
+whole batch, so the driver computes it before the split, as a column, with two forwards over mismatched answers:
 
     other = mismatched(batch)
     ours, theirs = (trainer.logprobs(params, other).result() for params in (state.params, reference))
@@ -30,9 +30,9 @@ def kto_loss(beta: float, desirable: float = 1.0, undesirable: float = 1.0) -> M
         λ_D (1 - σ(β (r - z_0)))   of a desirable answer,   λ_U (1 - σ(β (z_0 - r)))   of an undesirable one,
         r = Σ_t log π_θ/π_ref(y_t),   mean over rows
 
-    with z_0 the column ``reference_point``, a constant; see `mismatched`. It is that of the weights it was computed
-    with, where the paper and TRL compute it anew for each micro-batch. λ/2 a row where theta is the reference. A batch
-    of only desirable, or only undesirable, answers is one like any other.
+    z_0 is the column ``reference_point``, a constant; see `mismatched`. It belongs to the weights that it was computed
+    with; the paper and TRL compute it anew for each micro-batch. λ/2 a row where theta is the reference. A batch may
+    hold only desirable, or only undesirable, answers.
 
     Args:
         beta: β > 0; often 0.1.
@@ -42,7 +42,7 @@ def kto_loss(beta: float, desirable: float = 1.0, undesirable: float = 1.0) -> M
 
     Returns:
         A loss on rows ``[B]``, which reads ``desirable``, ``reference_point``, ``ref_logprobs`` and ``loss_mask``.
-        Weight: the rows that have a token; others are not seen. Metrics: ``desirable_score`` and
+        Weight: the rows that have a token; the loss ignores others. Metrics: ``desirable_score`` and
         ``undesirable_score``, β r over the rows of either kind; ``reference_point``, over all rows.
 
     Raises:
@@ -83,18 +83,18 @@ def kto_loss(beta: float, desirable: float = 1.0, undesirable: float = 1.0) -> M
 
 
 def mismatched(batch: Batch) -> Batch:
-    """Each prompt with the answer to the next one, the last with the first's: what `reference_point` is measured on.
+    """Pair each prompt with the answer to the next one, and the last with the first's, for `reference_point`.
 
-    The prompt of a row is what precedes its first token of ``loss_mask``, its answer all that follows. Rows without
-    such a token, invalid ones among them, are passed over: they stay as they are, with nothing to measure. So does a
-    row that is the only one. Neighbours should have different prompts: shuffle where several answers share one.
+    The prompt of a row precedes its first token of ``loss_mask``; its answer is the rest. Rows without such a token,
+    invalid ones among them, stay as they are, with nothing to measure, and so does a single row. Neighbours should have
+    different prompts: shuffle if several answers share one.
 
     Args:
         batch: of size ``[B]``, with ``input_ids``, ``attention_mask`` and ``loss_mask`` ``[B, T]``, right-padded.
 
     Returns:
-        As many rows, with these columns alone, and ``temperature`` if there is one; as wide as the longest, which may
-        be longer than any was.
+        As many rows, with these columns alone, and ``temperature`` if there is one; as wide as the longest new row,
+        which may be longer than any old one.
 
     Raises:
         MissingColumn: the batch lacks a column.
@@ -135,12 +135,12 @@ def mismatched(batch: Batch) -> Batch:
 
 
 def reference_point(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """How much more probable the policy finds answers than the reference does, where that is more: z_0 of KTO.
+    """KTO's z_0: the mean log-ratio of the policy to the reference over rows, at least 0.
 
         max(0, mean over rows of Σ_t [log π_θ(y_t) - log π_ref(y_t)])
 
-    On `mismatched` answers a biased estimate of the divergence of the policy from the reference, cheap and never
-    negative.
+    On `mismatched` answers this is a biased estimate of the divergence of the policy from the reference, cheap and
+    never negative.
 
     Args:
         logprobs: ``[B, T]``, nats, of the policy.

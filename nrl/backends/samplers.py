@@ -1,4 +1,4 @@
-"""What rollouts and `nrl.publish` need of a sampler."""
+"""The protocols of a sampler, which rollouts and `nrl.publish` use."""
 
 from collections.abc import Iterable, Sequence
 from concurrent import futures

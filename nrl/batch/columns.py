@@ -1,4 +1,4 @@
-"""The vocabulary of batches: one name for one thing, in code, documentation, metrics and errors."""
+"""The vocabulary of batches: the name, shape and dtype of each column."""
 
 from typing import Literal, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Between padded rows and flat tokens: the linear layers see each token once, attention sees whole rows.
+"""Packing: padded rows to flat tokens and back, so that linear layers see each token once.
 
 A batch ``[B, T]`` is packed into ``N`` tokens in a row. Rows are sorted by length and laid out in blocks, rectangles of
 rows of like length. Inside of a block, causal attention over right-padded rows is exact, since no real token comes

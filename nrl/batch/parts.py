@@ -1,4 +1,4 @@
-"""Splitting batches into parts, and putting parts together."""
+"""Splitting batches into parts and joining them again."""
 
 import heapq
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Which rows begin alike, and how to keep them together, so that what they have in common is computed once.
+"""Rows with a common beginning: finding them and keeping them together, so that it is computed once.
 
 Rows that answer one prompt begin with the same tokens. That is found from the tokens themselves, so it needs no group
 numbers, holds for any order of the rows, and is exact for whatever else happens to be equal.

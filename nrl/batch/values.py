@@ -1,4 +1,4 @@
-"""Batches are values: locked TensorDicts of concrete tensors that no function changes.
+"""Batches as values: locked TensorDicts of concrete tensors that no function changes.
 
 A column at position ``t`` describes token ``t``. Rows are right-padded. `nrl.COLUMNS` is the vocabulary; a column that
 is not in it is carried along, and counts as per-token if its shape is ``[*B, T, ...]``, where ``T`` is the width of

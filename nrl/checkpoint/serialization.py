@@ -1,4 +1,4 @@
-"""Plain data as what ``torch.load(weights_only=True)`` reads, and back: nothing that is stored is code.
+"""Plain data to the form that ``torch.load(weights_only=True)`` reads, and back: no stored value is code.
 
 Plain data is None, numbers, texts, bytes, tensors, batches, NumPy arrays and scalars, and dicts, lists, tuples, named
 tuples and attrs instances of these. It comes back equal, of the same types. A class is not stored, only the names of

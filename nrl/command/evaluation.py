@@ -1,4 +1,4 @@
-"""The command ``nrl eval``: samples of a file of tasks, verified and measured, in a folder that can be gone on from.
+"""The command ``nrl eval``: samples a file of tasks, verifies and measures the answers, and resumes.
 
 The folder holds ``config.yaml``, what was asked for; ``results.jsonl``, a line for each task, written as soon as what
 is sampled together has been verified; and in the end ``metrics.json``. Noise depends on the seed, the task and the

@@ -1,4 +1,4 @@
-"""Values of a type from what YAML or the command line holds; the machinery below `nrl.config`.
+"""Converting values from YAML or the command line to the types of fields; the machinery below `nrl.config`.
 
 Text on the command line is a `Word` and is read only here, because what it means depends on the type that it is for.
 """

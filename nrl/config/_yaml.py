@@ -1,4 +1,4 @@
-"""The YAML that `nrl.config` reads and writes: plain scalars by the rules of YAML 1.2, typed or left as text."""
+"""Reading and writing YAML for `nrl.config`: plain scalars by the rules of YAML 1.2, typed or left as text."""
 
 import re
 from collections.abc import Mapping, Sequence

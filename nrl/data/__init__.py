@@ -1,4 +1,4 @@
-"""Data: rows of files as endless streams of tasks, and their rendering into tokens.
+"""Data: rows of files become endless streams of tasks, and tokens.
 
 A row is a mapping. What its ``"prompt"`` is, is decided here, once: chat messages, plain text or token ids. `render`
 turns any of the three into token ids; `supervised`, `preferences` and `labelled` turn rows that have responses into

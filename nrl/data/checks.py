@@ -1,4 +1,4 @@
-"""What a prompt and a chat must look like, and how errors show what they are instead."""
+"""Checks of prompts and chats, and the words that errors describe them with."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rows into batches to train on: `supervised` rows, `preferences`, and `labelled` ones."""
+"""Rows to batches: `supervised` rows, `preferences`, and `labelled` ones."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""Several streams as one, in fixed proportions."""
+"""Mixtures: several streams as one, in fixed proportions."""
 
 from bisect import bisect_right
 from collections.abc import Mapping

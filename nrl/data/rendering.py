@@ -1,4 +1,4 @@
-"""Rendering: prompts and conversations into token ids, and which of the tokens are the assistant's.
+"""Rendering prompts and conversations into token ids, and marking the assistant's tokens.
 
 All goes through the tokenizer's own chat template, as text. What the assistant writes in a turn is what the template
 puts behind its generation prompt, up to the token that ends the turn.

@@ -1,4 +1,4 @@
-"""Environments and verifiers. In this process, elsewhere and behind HTTP are ways to call the same functions.
+"""Environments and verifiers: ordinary functions, called in this process, elsewhere or behind HTTP.
 
 >>> from nrl.envs import Task, number, single_turn
 >>> env = single_turn(number)

@@ -1,4 +1,4 @@
-"""Sums of two small numbers, generated without end: what the examples learn on a laptop with no download.
+"""The generated task `arithmetic`: sums of two small numbers, which the examples learn on a laptop.
 
 A task is a function of ``(seed, index)`` alone, so the state of the stream is one integer.
 """

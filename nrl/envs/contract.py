@@ -1,4 +1,4 @@
-"""Environments and verifiers: what an episode is made of.
+"""The contract of environments and verifiers: the types that an episode is made of.
 
 An environment is two functions over explicit state, `reset` and `step`, each plain or ``async``; nothing is kept
 between calls but the state that they hand on. A verifier is one function of a task and a response. `single_turn` makes

@@ -1,4 +1,4 @@
-"""Digits to be written backwards, generated without end: another task for a tiny model, beside `arithmetic`.
+"""The generated task `reversal`: digits to write backwards, another task for a tiny model.
 
 A task is a function of ``(seed, index)`` alone, so the state of the stream is one integer.
 """

@@ -1,4 +1,4 @@
-"""A model as a verifier: what answers are worth to a reward model."""
+"""A reward model as a verifier."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -1,4 +1,4 @@
-r"""Verifiers of answers that are known: `exact` compares text, `number` and `number_or_wrong` compare numbers.
+r"""Verifiers for tasks with a known answer: `exact` compares text, `number` and `number_or_wrong` compare numbers.
 
 Each says, by `extracts`, how the answer that it compares is taken out of a response: for votes among several samples.
 

@@ -1,4 +1,4 @@
-"""Episodes: from tasks, by a sampler and an environment, to rows of a batch, and what is said of them."""
+"""Episodes: a sampler and an environment turn tasks into rows of a batch; summaries of them."""
 
 from nrl.episodes.episode import Episode, run_episode
 from nrl.episodes.grades import Graded, grade, measure

@@ -1,4 +1,4 @@
-"""Samples of tasks, verified: what an evaluation looks at, and the numbers that it gives."""
+"""Grading: samples of tasks, their verification, and the metrics of an evaluation."""
 
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""How the episodes of a rollout ask the sampler: all of them at once, or each as soon as it has something to ask."""
+"""The requests of a rollout's episodes to the sampler: all at once, or each as soon as it is ready."""
 
 import asyncio
 from collections.abc import Callable, Sequence

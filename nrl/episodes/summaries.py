@@ -1,4 +1,4 @@
-"""What happened in a rollout: numbers, and rows to look at."""
+"""Summaries of a rollout: metrics, and rows to look at."""
 
 import codecs
 import math

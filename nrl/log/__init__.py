@@ -1,4 +1,4 @@
-"""What a run says of itself: to JSONL files, to the terminal, to Weights & Biases, TensorBoard and MLflow."""
+"""Logging: metrics and samples to JSONL files, the terminal, Weights & Biases, TensorBoard and MLflow."""
 
 from nrl.log.jsonlines import JsonLines
 from nrl.log.redaction import redact, redacted

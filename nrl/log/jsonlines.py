@@ -1,4 +1,4 @@
-"""A file of one JSON object a line."""
+"""Writing JSON Lines files: one object a line."""
 
 import json
 import math

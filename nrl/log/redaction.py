@@ -1,4 +1,4 @@
-"""What is written down holds no secrets."""
+"""Masking secrets in everything that is written down."""
 
 import functools
 import netrc

@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases, TensorBoard and MLflow, besides the JSONL files that every run has."""
+"""Sinks for metrics besides the JSONL files: Weights & Biases, TensorBoard and MLflow."""
 
 import math
 import os

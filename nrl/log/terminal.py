@@ -1,4 +1,4 @@
-"""Where a run is, on the terminal: a live panel, or plain lines where there is none."""
+"""The progress of a run on the terminal: a live panel, or plain lines where there is no terminal."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Waits that may be long, and blocks that may: they say what for, after a while and then less and less often."""
+"""Long waits and slow blocks that report themselves, after a while and then less and less often."""
 
 import math
 import threading

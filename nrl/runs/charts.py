@@ -1,4 +1,4 @@
-"""Charts as SVG: where lines, areas and shades go, from numbers.
+"""Charts as SVG: numbers to lines, areas and shades.
 
 A chart is what `report.html.jinja` writes down: paths and ticks in the chart's own units, and the numbers themselves,
 for the script that shows them under the pointer.

@@ -1,4 +1,4 @@
-"""The plain loop over a loss that many runs begin with, and some are all of; several steps on one batch."""
+"""`fit`: the plain training loop over a loss; `minibatched`: several optimizer steps on one batch."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""One run's folder: what was asked for, what was measured, how far it is, and how to go on from there.
+"""`run`: the steps of a run, with logging, saving and resuming.
 
 A run leaves behind ``config.yaml``, resolved; ``metrics.jsonl``, one object for each step of the main loop, flushed
 when the step ends; ``rollouts.jsonl``, samples; ``report.html``, made of these; and ``checkpoints/``. Other loops, such

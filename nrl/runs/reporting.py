@@ -1,4 +1,4 @@
-"""One page that shows a run: ``report.html``, which needs nothing but a browser, and no network.
+"""The report of a run: ``report.html``, one page that needs only a browser and no network.
 
 Charts are SVG that is computed here and written down by ``report.html.jinja``, so they are there without scripts too; a
 short script in that page adds what the pointer shows. A library for charts would weigh more than all the rest: 4.5 MB a

@@ -1,4 +1,4 @@
-"""Going on by itself when a process of a mesh has died."""
+"""`retrying`: resumes a program after a process of a mesh has died."""
 
 import functools
 import gc

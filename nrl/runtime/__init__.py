@@ -1,4 +1,4 @@
-"""Where things run, and the transforms that map functions onto it."""
+"""The runtime: clusters, slots and meshes, and the transforms that map functions onto them."""
 
 from nrl.runtime.clusters import cluster
 from nrl.runtime.executables.registry import Executable, register

@@ -1,4 +1,4 @@
-"""SIGTERM: a machine is wanted back. The run saves what it has and ends, in the time that it is given.
+"""SIGTERM: saves a run and ends it in the time that the scheduler grants.
 
 Where it waits for a batch it is broken off at once, by an exception, and what the last step left is saved. In the
 middle of a step, when the state has been consumed, it goes on to the end of that step. What takes too long is ended.

@@ -1,4 +1,4 @@
-"""Threads that nobody waits for, neither at the end of the process."""
+"""Threads that nothing waits for, not even the end of the process."""
 
 import threading
 from collections import deque

@@ -1,4 +1,4 @@
-"""How tensors get from the processes of one mesh to those of others, by where these are.
+"""Moving tensors between the processes of two meshes, by the way that their placement allows.
 
 By value, through the object store, which the processes of a node read without a copy; lent where they lie, to
 processes on the same GPUs (CUDA IPC); or, between GPUs, cast to all at once (a broadcast over NCCL). Whichever way they

@@ -1,4 +1,4 @@
-"""The torch backend: one process, or several between which a model is sharded."""
+"""The torch backend: trains a model in one process, or sharded over several."""
 
 import itertools
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a transformers model says about the tokens of a plan."""
+"""The outputs of a transformers model at the tokens of a plan: log-probabilities, entropy, values, rewards."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a model must be so that the torch engine computes it rightly, found out once when it is built.
+"""Checks at construction that the torch engine computes a model's own numbers; models that fail are rejected.
 
 transformers has hundreds of architectures, and many ignore silently what they do not know. So nothing is taken from a
 list of names: small forwards show whether the engine's way gives the model's own numbers.

@@ -1,4 +1,4 @@
-"""One model in several processes: each holds a part of every parameter, and whole layers only while they compute.
+"""Sharding a model over processes: each holds a part of every parameter, and whole layers only while they compute.
 
 torch's ``fully_shard`` does the work. It gathers a module's parameters before the forward and again before the
 backward, and adds up their gradients after it. A sharded module cannot be copied, so what it was is remembered.

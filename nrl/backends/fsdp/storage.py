@@ -1,4 +1,4 @@
-"""Tensors in a folder, from any number of processes to any other: each writes, and reads, the parts that it holds.
+"""Reading and writing sharded tensors in a folder: each process handles its own parts, for any number of processes.
 
 The files are safetensors, one a process, in the form of torch.distributed.checkpoint (DCP), which says at which offsets
 of its whole tensor each part begins. They are written here and not by DCP: its writer makes a copy of all parts in

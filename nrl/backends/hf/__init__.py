@@ -1,4 +1,4 @@
-"""The plain PyTorch sampler: exact, and fast for small models, from any Hugging Face causal language model."""
+"""The plain PyTorch sampler for any Hugging Face causal language model: exact, and fast for small models."""
 
 from functools import partial
 from typing import Any

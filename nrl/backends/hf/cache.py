@@ -1,4 +1,4 @@
-"""Keys and values while decoding: who holds them, and the forward passes over them.
+"""The cache of keys and values while decoding, and the forward passes that use it.
 
 Two caches with the same three functions. `Preallocated` writes into memory that is there already, prefills without a
 mask, and shares key-value heads between query heads at each step; it needs a module that `prepare` has switched to its

@@ -1,4 +1,4 @@
-"""Drawing tokens: counter-based noise, and the distribution that it is turned into tokens of.
+"""Drawing tokens from a distribution with counter-based noise.
 
 A row's noise is a function of its seed and of the position of the token, and of nothing else: neither what else is in
 the batch, nor the order of rows, nor how many calls an episode was sampled in.

@@ -1,4 +1,4 @@
-"""A server with an OpenAI-compatible endpoint, such as vLLM's or SGLang's, as a sampler.
+"""A sampler over any server with an OpenAI-compatible endpoint, such as vLLM's or SGLang's.
 
 It is a fixed policy, for evaluation or as a teacher: weights cannot be put into it through this interface. Token ids go
 in and come out; the text that a server sends along is not looked at.

@@ -1,4 +1,4 @@
-"""Asking a server many things at once over HTTP, in a thread beside the program; every wait ends."""
+"""An HTTP client in a thread beside the program: many requests at once, each with a deadline."""
 
 import asyncio
 import functools

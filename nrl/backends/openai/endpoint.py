@@ -1,4 +1,4 @@
-"""What is asked of an OpenAI-compatible endpoint, what its answers hold, and what they mean."""
+"""The requests and answers of an OpenAI-compatible endpoint: how they are made, checked and read."""
 
 import math
 import warnings

@@ -1,1 +1,1 @@
-"""What every sampler shares: a pool of engines, how requests and weights reach them, and how they come back."""
+"""The parts that all samplers share: the pool of engines, routing of requests, receiving of weights."""

@@ -1,4 +1,4 @@
-"""A sampler with a copy of the weights in each of several engines, whichever engine decodes there.
+"""A sampler over a pool of engines of any kind, each with a copy of the weights.
 
 A request is asked for (`generate`, `stream`), placed with an engine, and taken by the thread that looks after that
 engine's seat: it lets the engine decode as long as it has something to do, and gives what is finished to whoever waits

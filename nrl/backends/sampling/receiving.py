@@ -1,4 +1,4 @@
-"""How engines are given weights: bucket by bucket, so that nobody holds a second copy of the model."""
+"""Giving weights to engines, bucket by bucket, so that nobody holds a second copy of the model."""
 
 import sys
 import warnings

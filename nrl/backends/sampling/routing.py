@@ -1,4 +1,4 @@
-"""Which of several engines completes a prompt: one that has read its beginning already, if it is not too busy."""
+"""Routing requests to engines: to one that has read the beginning of the prompt already, if it is not too busy."""
 
 import heapq
 import math

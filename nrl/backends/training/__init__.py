@@ -1,1 +1,1 @@
-"""What every train engine shares: the half of a step on the driver, the half in processes, terms, plans, outputs."""
+"""The parts that all train engines share: both halves of a step, terms of a loss, plans of micro-batches."""

@@ -1,4 +1,4 @@
-"""What one process finds, all of them know before any of them acts: numbers, decisions, errors.
+"""Agreement between processes on numbers, decisions and errors, before any of them acts.
 
 A process that raised while the others wait in a collective would leave them hanging. So an error is held back, the
 process goes on with its part of the collectives, and at a place where all meet, all of them raise.

@@ -1,4 +1,4 @@
-"""A loss on the outputs of one micro-batch: its value, its gradient, and whether it reads outputs that are not there.
+"""The value and gradient of a loss on one micro-batch, and whether it reads outputs that were not computed.
 
 The model's head is the dearest part of small models, and most losses read its outputs only where ``loss_mask`` is true.
 A loss is any function, so that is found and not assumed: it is called twice on the real outputs, with two different

@@ -1,4 +1,4 @@
-"""Whether what a loss makes of a row depends on that row alone, so that no split of a batch changes the gradient.
+"""Checks that a loss treats each row alone, so that no split of a batch changes the gradient.
 
 A loss is any function, so the driver tries it: on outputs that differ in each row and at each token, its gradient for
 some rows together has to be that for their halves, and its weight may not look at outputs or padding.

@@ -1,4 +1,4 @@
-"""A loss as a measurement: forward only, on rows that are not trained on."""
+"""A loss as a measurement: forward only, on rows that are held out."""
 
 from tensordict import TensorDict
 

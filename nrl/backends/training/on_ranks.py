@@ -1,4 +1,4 @@
-"""The processes' half of training: what the driver calls in each of them, around an engine."""
+"""The half of training that runs in each process: the calls that the driver makes around an engine."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""The plan of a micro-batch: which tokens go through a model for the outputs that are read, and no others.
+"""The plan of a micro-batch: the tokens that go through the model for the outputs that are read.
 
 A language model predicts a token from the hidden state before it, and a critic values what is to come from there. A
 reward model reads the last token of a row.

@@ -1,4 +1,4 @@
-"""A folder that the program and the processes of a trainer have in common, or else lose what is written there.
+"""Checks that the program and all processes of a trainer see the same folder.
 
 Nobody can tell from a path whether two nodes have the same disk behind it. So the program leaves a note in the folder,
 each process that finds it leaves an answer, and the program looks for those.

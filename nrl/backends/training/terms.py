@@ -1,4 +1,4 @@
-"""The terms of a loss: what it returns, and the weight that each of them has over a whole batch.
+"""The terms of a loss, and the weight of each over a whole batch.
 
 The weight of each term of a loss is a function of the batch alone, so the driver learns it by calling the loss on
 outputs of zeros, before the first forward. The engine divides each micro-batch's total by it: sums all the way.

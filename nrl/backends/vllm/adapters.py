@@ -1,4 +1,4 @@
-"""An adapter that vLLM computes with beside the weights, and that is replaced in place."""
+"""LoRA adapters in vLLM: computed beside the weights and replaced in place."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What vLLM is told before it is imported, and which of its arguments are whose."""
+"""vLLM's settings: the variables set before it is imported, and the arguments that belong to nrl or the user."""
 
 import importlib.util
 import logging

@@ -1,4 +1,4 @@
-"""One engine in several processes of a mesh, each with a part of every layer: tensor parallelism.
+"""Tensor parallelism: one engine over several processes of a mesh, each with a part of every layer.
 
 Each process runs all of vLLM, is told the same, and schedules the same; they meet inside of the layers. Only a clock
 could tell them apart, so they agree on what it says.

@@ -1,4 +1,4 @@
-"""How weights get into a running vLLM engine: a backend of vLLM's own weight transfer, for tensors at hand."""
+"""Loading weights into a running vLLM engine, as a backend of vLLM's own weight transfer."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an executable consists of, by the lock file that applies to this process.
+"""The packages of an executable, from the lock file that applies to this process.
 
 There are three. A user's own uv project that depends on nrl has its lock; a checkout of nrl has nrl's; and an nrl
 that was installed from a wheel carries selections of the lock that it was built from, as ``nrl/pylocks``.

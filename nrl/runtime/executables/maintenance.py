@@ -1,4 +1,4 @@
-"""What `nrl venvs` does: prepares the environments of an image or a node, and explains those that are there."""
+"""The command ``nrl venvs``: builds, lists, checks and prunes the environments of an image or a node."""
 
 import calendar
 import contextlib

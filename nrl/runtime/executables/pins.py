@@ -1,4 +1,4 @@
-"""The packages of a ``pylock.toml`` (PEP 751) that this platform gets, as lines that any index can serve.
+"""The packages of a ``pylock.toml`` (PEP 751) for this platform, as requirements that any index can serve.
 
 A line has a version and hashes instead of a URL: so what is configured to stand in for PyPI, on the driver or a node,
 is where packages come from, and the host of an index is in no recipe.

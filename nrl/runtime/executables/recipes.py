@@ -1,4 +1,4 @@
-"""From an executable to the recipe of its virtual environment, on the driver.
+"""Recipes of virtual environments, made from executables on the driver.
 
 A recipe's name is a hash of what is really installed: each package's version and the hashes of its files as the lock
 has them, Python, and the platform. So a line of the lock that an executable does not have changes nothing. What is in

@@ -1,4 +1,4 @@
-"""Executables: the Python environments that meshes run in, as data.
+"""The registry of executables: the Python environments of meshes, as data.
 
 On Ray each of them becomes a virtual environment (`nrl.runtime.executables.recipes`). On the local cluster every mesh
 runs in this process, so an executable is usable exactly if this process can import what the executable is for.

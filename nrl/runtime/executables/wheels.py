@@ -1,4 +1,4 @@
-"""Wheels of what no index has: nrl itself, a user's project, and the folders that it depends on."""
+"""Building wheels that no index has: nrl itself, a user's project, and the folders that it depends on."""
 
 import base64
 import contextlib

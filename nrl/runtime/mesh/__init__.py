@@ -1,1 +1,1 @@
-"""Meshes: slots and the processes on them, functions mapped over them, and the cluster that is this process."""
+"""Meshes: slots, the processes on them, functions mapped over them, and the local cluster."""

@@ -1,4 +1,4 @@
-"""What a function can know of the process that it runs in, and how it is called there."""
+"""The process that a function runs in: its rank, its device mesh, and the calls on it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

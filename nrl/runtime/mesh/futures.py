@@ -1,4 +1,4 @@
-"""Values that may not be there yet."""
+"""Futures: values that may not exist yet."""
 
 import itertools
 from collections.abc import Sequence

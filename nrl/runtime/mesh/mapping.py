@@ -1,4 +1,4 @@
-"""Mapping functions of local values over a mesh.
+"""`shard_map`: maps functions of local values over a mesh.
 
 `shard_map` turns a function that a process runs on what is local to it into the same function of whole batches. The
 specs say how each argument gets there and how each result comes back.

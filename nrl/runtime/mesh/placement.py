@@ -1,4 +1,4 @@
-"""Places: clusters, the slots that they lend, and meshes over slots.
+"""Clusters, the slots that they lend, and meshes over slots.
 
 What differs between clusters is a `Cluster` (how slots are reserved and processes started) and its `Processes` (how a
 function is called in each of them). Everything above, from `nrl.shard_map` to a trainer, is written over these two.

@@ -1,4 +1,4 @@
-"""What Ray starts as a process of a mesh: it sets its environment, and only then imports what works there.
+"""The actor that Ray starts as a process of a mesh: sets its environment before it imports anything else.
 
 The values get here as an argument of the actor. Ray writes those of a ``runtime_env`` in clear into logs that everybody
 on the node can read. The class travels by value and imports the standard library alone, so that torch, vLLM and nrl

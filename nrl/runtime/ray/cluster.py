@@ -1,4 +1,4 @@
-"""A Ray cluster: placement groups on it, and actors in them."""
+"""The Ray cluster: placement groups, and actors in them."""
 
 import contextlib
 import os

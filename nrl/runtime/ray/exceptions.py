@@ -1,4 +1,4 @@
-"""What a function raises in another process, on its way to the one that waits for it.
+"""Exceptions on their way from the process that raises to the one that waits.
 
 Ray sends an exception only if plain pickle can, which a class of the user's own script is not for. Here it travels as
 functions do, so that it arrives as what it was, and ``except MyError`` catches it; what cannot be sent or opened

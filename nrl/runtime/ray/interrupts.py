@@ -1,4 +1,4 @@
-"""What must not be left half done when somebody presses Ctrl-C."""
+"""Deferring Ctrl-C and SIGTERM around work that must not stop halfway."""
 
 import signal
 import threading

@@ -1,4 +1,4 @@
-"""What processes write, on the driver's terminal: each line with its mesh and rank, and said once."""
+"""The output of processes on the driver's terminal: each line with its mesh and rank, printed once."""
 
 import logging
 import os

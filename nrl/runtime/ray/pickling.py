@@ -1,4 +1,4 @@
-"""Sending values to other processes: pickled, with tensors beside and not inside of it.
+"""Serializing values for other processes: pickled, with tensors beside the pickle.
 
 What is sent is a list: some bytes, and a buffer for each large tensor, which Ray puts into shared memory and every
 process of a node reads where it lies. Such memory is mapped writable, so a write into it would change what others read

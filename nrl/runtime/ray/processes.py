@@ -1,4 +1,4 @@
-"""The driver's side of a mesh of Ray actors: how a call and its arguments get there."""
+"""The driver's side of a mesh of Ray actors: sending calls and their arguments."""
 
 import itertools
 import threading

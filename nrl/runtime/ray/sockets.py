@@ -1,4 +1,4 @@
-"""The network interface that the processes of a mesh meet over."""
+"""Choosing the network interface over which the processes of a mesh meet."""
 
 import os
 from collections.abc import MutableMapping

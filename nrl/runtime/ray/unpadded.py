@@ -1,4 +1,4 @@
-"""Batches on their way: rows as long as they are, and padding that is made again where they arrive.
+"""Sending batches without padding: rows travel as long as they are, and the receiver pads them again.
 
 A column of a batch is as wide as its longest row. Beyond its tokens a row nearly always holds one number, mostly zero:
 that number travels once. Nothing is guessed from a name. A column whose padding holds anything else travels whole, and

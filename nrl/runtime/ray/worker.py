@@ -1,4 +1,4 @@
-"""What runs inside of an actor: a process of a mesh, which keeps values and calls functions on them."""
+"""A process of a mesh inside its actor: keeps values and calls functions on them."""
 
 import os
 import pickle

@@ -1,1 +1,1 @@
-"""What took how long: the timeline of all calls, and profiles of single steps."""
+"""Tracing: the timeline of all calls, and profiles of single steps."""

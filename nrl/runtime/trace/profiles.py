@@ -1,4 +1,4 @@
-"""Profiles of single steps: traces of torch's profiler, and Nsight Systems, asked for by environment variables.
+"""Profiles of single steps by torch's profiler and Nsight Systems, selected by environment variables.
 
 ``NRL_PROFILE=trainer:3`` writes what the processes of the mesh ``trainer`` do in the calls of step 3, each process its
 own trace, into the run's folder. ``NRL_NSIGHT=trainer`` starts those processes under ``nsys``.

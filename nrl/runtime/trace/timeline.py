@@ -1,4 +1,4 @@
-"""When every call on every mesh began and ended: ``timeline.json``, in Chrome's trace format, so that bubbles show.
+"""The timeline of all calls on all meshes: ``timeline.json``, in Chrome's trace format.
 
 The file is an array with an event a line. It is appended to and never rewritten; its format lets the closing bracket be
 missing, so it can be opened while the run goes on, and after it was killed. Viewers: https://ui.perfetto.dev and
