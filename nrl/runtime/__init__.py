@@ -1,7 +1,7 @@
 """Where things run, and the transforms that map functions onto it.
 
 `mesh` has slots, meshes, functions mapped over them, and the cluster that is this process; `ray` the meshes of actors;
-`executables` what their Python environments consist of, and `node` how a node gets one; `trace` says what took how long;
+`executables` what their Python environments consist of, and `node` how a node gets one; `trace` what took how long;
 `transfer` how tensors get from one mesh to others; `preemption` what SIGTERM does.
 """
 
