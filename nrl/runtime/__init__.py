@@ -1,4 +1,9 @@
-"""The runtime: clusters, slots and meshes, and the transforms that map functions onto them."""
+"""The runtime: clusters, slots and meshes, and the transforms that map functions onto them.
+
+`mesh` has slots, meshes, functions mapped over them, and the cluster that is this process; `ray` the meshes of actors;
+`executables` what their Python environments consist of, and `node` how a node gets one; `trace` what took how long;
+`transfer` how tensors get from one mesh to others; `preemption` what SIGTERM does.
+"""
 
 from nrl.runtime.clusters import cluster
 from nrl.runtime.executables.registry import Executable, register

@@ -12,11 +12,6 @@ __all__ = ["Echo", "echo", "hushed"]
 
 _KNOWN = 10_000  # lines that are remembered
 _ACTOR = re.compile(r"(?P<mesh>.+)\[\d+\]")
-# What Ray says of a worker that died: whoever waits for it is told, with less guessing.
-_EXPECTED = (
-    r"^A worker died or was killed while executing a task|\(raylet\) worker\.cc:\d+: "
-    r"|^Traceback \(most recent call last\):\n  File \"python/ray/_raylet"
-)
 
 
 class Echo:
@@ -73,9 +68,6 @@ def echo() -> None:
     for handler in ours:
         streams.remove_handler(name)
         streams.add_handler(name, Echo(handler))
-    for deduplicator in (ray_logging.stdout_deduplicator, ray_logging.stderr_deduplicator):
-        if deduplicator.skip_re is None:  # RAY_DEDUP_LOGS_SKIP_REGEX
-            deduplicator.skip_re = re.compile(_EXPECTED)
 
 
 def hushed() -> None:

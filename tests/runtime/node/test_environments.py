@@ -61,6 +61,10 @@ def test_an_environment_has_what_its_recipe_says(tmp_path: Path) -> None:
     assert said[0] == f"{recipe.name}: building it in {tmp_path}, 2 packages"
     assert said[1].startswith(f"{recipe.name}: built in ")
     assert hidden(tmp_path) == []
+    ((env, found),) = inventories(tmp_path).items()
+    assert env == python.parents[1]
+    assert found["packages"] == recipe.inventory["packages"]
+    assert (found["name"], found["executable"], found["python"]) == (recipe.name, "tiny", recipe.python)
 
 
 def test_scripts_and_pyvenv_cfg_are_right_after_the_renaming(tmp_path: Path) -> None:
@@ -101,27 +105,12 @@ def changed(recipe: Recipe, **changes: Any) -> Recipe:
     return Recipe(**{**recipe.__dict__, **changes})
 
 
-def test_the_inventory_is_readable_and_complete(tmp_path: Path) -> None:
-    recipe = recipe_of(TINY)
-    env = provide(recipe, folder=tmp_path).parents[1]
-    found = json.loads((env / INVENTORY).read_text())
-    assert found["packages"] == recipe.inventory["packages"]
-    assert (found["name"], found["executable"], found["python"]) == (recipe.name, "tiny", recipe.python)
-    assert inventories(tmp_path) == {env: found}
-
-
 def test_the_folder_is_nrl_venv_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_VENV_DIR", str(tmp_path / "deep" / "venvs"))
     assert provide(recipe_of(TINY)).is_relative_to(tmp_path / "deep" / "venvs")
     monkeypatch.delenv("NRL_VENV_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "nrl" / "venvs"
-
-
-def test_uv_caches_where_uv_cache_dir_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
-    provide(recipe_of(TINY), folder=tmp_path / "venvs")
-    assert (tmp_path / "cache" / "archive-v0").is_dir()
 
 
 def test_an_environment_variable_of_another_environment_changes_nothing(

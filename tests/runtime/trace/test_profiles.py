@@ -66,12 +66,7 @@ def test_what_cannot_be_read_is_refused_with_the_grammar(text: str) -> None:
 
 def test_a_run_refuses_it_before_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_PROFILE", "trainer=3")
-
-    @attrs.frozen
-    class Config:
-        out: str = str(tmp_path)
-
-    with pytest.raises(ConfigError, match="NRL_PROFILE: 'trainer=3' cannot be read"), nrl.run(Config()):
+    with pytest.raises(ConfigError, match="NRL_PROFILE: 'trainer=3' cannot be read"), nrl.run(Config(str(tmp_path))):
         pass
 
 
@@ -259,12 +254,3 @@ def test_the_interpreter_is_started_under_nsys(tmp_path: Path, monkeypatch: pyte
         "2",
     ]
     assert (tmp_path / "a run" / "profile").is_dir()
-
-
-def test_an_interpreter_starts_whatever_its_path(tmp_path: Path) -> None:
-    """Ray gives the text to a shell, after `exec`."""
-    python = tmp_path / "a $(venv); 'of' \"mine\" & *" / "python"
-    python.parent.mkdir()
-    python.symlink_to(sys.executable)
-    text = f"exec {command('trainer', str(python))} -c {shlex.quote('print(1 + 1)')}"
-    assert subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True).stdout == "2\n"
