@@ -49,6 +49,7 @@ class Import(NamedTuple):
     target: str
     line: int
     lazy: bool  # inside a function, or for the type checker alone
+    typing: bool  # for the type checker alone
 
 
 def sources(root: Path = ROOT) -> dict[str, str]:
@@ -63,7 +64,7 @@ def imports(importer: str, source: str, modules: Iterable[str]) -> Iterator[Impo
     """Every import, `import_module("literal")` included; `from a import b` counts as `a.b` where that is a module."""
     known = frozenset(modules)
 
-    def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
+    def walk(node: ast.AST, lazy: bool, typing: bool = False) -> Iterator[Import]:
         targets: list[str] = []
         match node:
             case ast.Import(names):
@@ -78,13 +79,13 @@ def imports(importer: str, source: str, modules: Iterable[str]) -> Iterator[Impo
                 [ast.Constant(str(name)), *_],
             ):
                 targets = [name]
-        yield from (Import(importer, target, getattr(node, "lineno", 0), lazy) for target in targets)
+        yield from (Import(importer, target, getattr(node, "lineno", 0), lazy, typing) for target in targets)
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            yield from (found for child in node.body for found in walk(child, True))
-            yield from (found for child in node.orelse for found in walk(child, lazy))
+            yield from (found for child in node.body for found in walk(child, True, True))
+            yield from (found for child in node.orelse for found in walk(child, lazy, typing))
             return
         lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        yield from (found for child in ast.iter_child_nodes(node) for found in walk(child, lazy))
+        yield from (found for child in ast.iter_child_nodes(node) for found in walk(child, lazy, typing))
 
     return walk(ast.parse(source), False)
 
@@ -122,7 +123,7 @@ def violations(files: Mapping[str, str], lazy_modules: Mapping[str, frozenset[st
     rank = {name: height for height, names in enumerate(LAYERS) for name in names}
     found = [each for name, source in files.items() for each in imports(name, source, files)]
     wrong = [f"{name}: no layer is given for this room" for name in files if room(name) not in rank]
-    for importer, target, line, lazy in found:
+    for importer, target, line, lazy, _ in found:
         top = target.split(".")[0]
         where = f"{importer}:{line}"
         if target == ".":
@@ -140,8 +141,8 @@ def violations(files: Mapping[str, str], lazy_modules: Mapping[str, frozenset[st
 
     modules: dict[str, set[str]] = {}
     rooms: dict[str, set[str]] = {}
-    for importer, target, *_ in found:
-        if not inside(target, "nrl"):
+    for importer, target, _, _, typing in found:
+        if not inside(target, "nrl") or typing:
             continue
         modules.setdefault(importer, set()).add(target)
         if room(importer) != room(target):
@@ -215,6 +216,7 @@ def test_the_checker_finds(files: dict[str, str], message: str) -> None:
             "nrl.backends.fsdp.rank": "import nrl.backends.base",
         },
         {"nrl.batch": "def f():\n    import nrl.reduce", "nrl.reduce": ""},
+        {"nrl.batch": "if TYPE_CHECKING:\n    import nrl.reduce", "nrl.reduce": "import nrl.batch"},
     ],
 )
 def test_the_checker_allows(files: dict[str, str]) -> None:
