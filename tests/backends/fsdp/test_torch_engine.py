@@ -1,6 +1,5 @@
 """The torch backend against transformers' own forward, torch's own AdamW, and itself."""
 
-import importlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -818,14 +817,13 @@ def test_the_mismatch_is_that_of_the_weights_that_the_step_starts_from(slots: Sl
 
 
 def test_the_mismatch_takes_no_forward_of_its_own(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("nrl.backends.fsdp.torch_engine")
-    forwards, compute = [], module.compute
+    forwards, compute = [], torch_engine.compute
 
     def counted(*args: Any) -> Any:
         forwards.append(args)
         return compute(*args)
 
-    monkeypatch.setattr(module, "compute", counted)
+    monkeypatch.setattr(torch_engine, "compute", counted)
     whole = batch_of([9, 5, 7])
     for batch in (whole, whole.exclude("rollout_logprobs").lock_()):
         trainer = make(slots, max_tokens=9)
@@ -920,7 +918,7 @@ def test_common_first_tokens_give_the_logprobs_of_each_row_alone(
     slots: Slots, stock: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For every architecture, sliding windows among them: two prompts of 9 and 6 tokens with five answers each."""
-    monkeypatch.setattr(importlib.import_module("nrl.pack"), "_BLOCK_COST", 0)
+    monkeypatch.setattr("nrl.batch.packing._BLOCK_COST", 0)
     module, folder = stock
     batch = batch_of([14, 9, 17, 12, 11, 10, 7, 17, 8, 6])
     ids = batch["input_ids"].clone()
