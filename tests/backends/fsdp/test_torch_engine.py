@@ -20,6 +20,7 @@ from nrl import algos, tiny
 from nrl.algos import needs, sft_loss, token_mean
 from nrl.backends import Model, Optimizer, Schedule, Trainer, TrainState, adamw, fsdp, learning_rate, publish
 from nrl.backends.fsdp import torch_engine
+from nrl.backends.fsdp.outputs import compute
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading, named_weights
 from nrl.backends.training.terms import global_weights
@@ -817,13 +818,13 @@ def test_the_mismatch_is_that_of_the_weights_that_the_step_starts_from(slots: Sl
 
 
 def test_the_mismatch_takes_no_forward_of_its_own(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
-    forwards, compute = [], torch_engine.compute
+    forwards = []
 
     def counted(*args: Any) -> Any:
         forwards.append(args)
         return compute(*args)
 
-    monkeypatch.setattr(torch_engine, "compute", counted)
+    monkeypatch.setattr("nrl.backends.fsdp.torch_engine.compute", counted)
     whole = batch_of([9, 5, 7])
     for batch in (whole, whole.exclude("rollout_logprobs").lock_()):
         trainer = make(slots, max_tokens=9)
