@@ -21,7 +21,7 @@ __all__ = ["check_finite", "lag", "told_of_no_advantages", "with_columns"]
 def with_columns(
     who: str, batch: Batch, columns: Mapping[str, Tensor | Future[Tensor]]
 ) -> tuple[Batch, Batch, dict[str, Coming]]:
-    """A batch with the columns that are here, and with what stands for those that are not; and the latter."""
+    """A batch with the columns that are here; the same with what stands for those on their way; and these by name."""
     if not columns:
         return batch, batch, {}
     coming = {name: x for name, x in columns.items() if isinstance(x, Coming) and x.rows and x.like is not None}

@@ -1,6 +1,5 @@
 """The torch backend against transformers' own forward, torch's own AdamW, and itself."""
 
-import importlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from nrl import algos, tiny
 from nrl.algos import needs, sft_loss, token_mean
 from nrl.backends import Model, Optimizer, Schedule, Trainer, TrainState, adamw, fsdp, learning_rate, publish
 from nrl.backends.fsdp import torch_engine
+from nrl.backends.fsdp.outputs import compute
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading, named_weights
 from nrl.backends.training.terms import global_weights
@@ -818,14 +818,13 @@ def test_the_mismatch_is_that_of_the_weights_that_the_step_starts_from(slots: Sl
 
 
 def test_the_mismatch_takes_no_forward_of_its_own(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("nrl.backends.fsdp.torch_engine")
-    forwards, compute = [], module.compute
+    forwards = []
 
     def counted(*args: Any) -> Any:
         forwards.append(args)
         return compute(*args)
 
-    monkeypatch.setattr(module, "compute", counted)
+    monkeypatch.setattr("nrl.backends.fsdp.torch_engine.compute", counted)
     whole = batch_of([9, 5, 7])
     for batch in (whole, whole.exclude("rollout_logprobs").lock_()):
         trainer = make(slots, max_tokens=9)
@@ -920,7 +919,7 @@ def test_common_first_tokens_give_the_logprobs_of_each_row_alone(
     slots: Slots, stock: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For every architecture, sliding windows among them: two prompts of 9 and 6 tokens with five answers each."""
-    monkeypatch.setattr(importlib.import_module("nrl.pack"), "_BLOCK_COST", 0)
+    monkeypatch.setattr("nrl.batch.packing._BLOCK_COST", 0)
     module, folder = stock
     batch = batch_of([14, 9, 17, 12, 11, 10, 7, 17, 8, 6])
     ids = batch["input_ids"].clone()

@@ -225,6 +225,16 @@ def test_half_of_what_was_saved_is_not_restored(trainer: Trainer, tmp_path: Path
         trainer.restore(tmp_path)
 
 
+def test_the_processes_see_for_themselves_before_they_restore(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.save(trainer.init(), tmp_path)
+    asked: list[tuple[Path, list[str]]] = []
+    monkeypatch.setattr(shared_folders, "see", lambda folder, files: asked.append((folder, sorted(files))))
+    trainer.restore(tmp_path)
+    assert asked == [(tmp_path, ["table.pt"])]
+
+
 def test_the_processes_of_a_trainer_read_what_it_wrote(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,16 +139,19 @@ def test_global_weights_gives_a_loss_numbers_of_rows() -> None:
     assert global_weights(nrl.algos.reward_model_loss, pairs) == {"loss": 2.0}
 
 
-def test_a_missing_column_of_a_custom_loss_is_named() -> None:
+@pytest.mark.parametrize(
+    ("column", "hint"), [("advantages", "nrl.algos.advantages"), ("teacher_logprobs", "teacher.logprobs")]
+)
+def test_a_missing_column_of_a_custom_loss_is_named(column: str, hint: str) -> None:
     def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
-        return token_mean(out["logprobs"] * batch["advantages"], batch["loss_mask"]), {}
+        return token_mean(out["logprobs"] * batch[column], batch["loss_mask"]), {}
 
     with pytest.raises(
-        MissingColumn, match="my_loss reads the column 'advantages', which this batch does not have"
+        MissingColumn, match=f"my_loss reads the column '{column}', which this batch does not have"
     ) as e:
         global_weights(my_loss, batch_of())
-    assert e.value.column == "advantages"
-    assert "nrl.algos.advantages" in str(e.value)
+    assert e.value.column == column
+    assert hint in str(e.value)
     assert "loss_mask" in str(e.value)
 
 
