@@ -15,7 +15,7 @@ from nrl.runtime.ray.arguments import Arguments, Kept, Stored
 from nrl.runtime.ray.calls import Call, Ref
 from nrl.runtime.ray.interrupts import deferred
 from nrl.runtime.ray.messages import Order, folded
-from nrl.runtime.ray.nodes import asked
+from nrl.runtime.ray.nodes import on_node
 from nrl.runtime.ray.results import ActorResults
 from nrl.runtime.trace import profiles
 
@@ -207,7 +207,7 @@ class RayProcesses:
             here = ray.get_runtime_context().get_node_id() == self.nodes[rank][0]
             if here:
                 return tail(files, most)
-            return str(ray.get(asked(self.nodes[rank][0], tail, files, most), timeout=10))
+            return str(ray.get(on_node(self.nodes[rank][0], tail, files, most), timeout=10))
         except ray.exceptions.RayError:  # it, or its node, is gone
             return ""
 
