@@ -16,7 +16,7 @@ from nrl.runtime.ray.messages import FUNCTIONS, Argument
 from nrl.runtime.ray.pickling import shipped, shipper, size, written
 from nrl.runtime.ray.results import Part, Pending
 
-__all__ = ["Arguments", "Kept", "Sent"]
+__all__ = ["Arguments", "Kept", "Stored"]
 
 _INLINE = 64 * 1024  # bytes up to which a value travels with the call itself
 
@@ -31,22 +31,22 @@ class Kept:
     call: Call
 
 
-class Sent:
+class Stored:
     """What is in Ray's object store for the processes of a mesh, as long as it may be sent again."""
 
     def __init__(self) -> None:
-        self._put: dict[Any, Any] = {}
-        self._functions: dict[bytes, Ref] = {}
+        self.batches: dict[Any, Any] = {}
+        self.functions: dict[bytes, Ref] = {}
 
-    def stored(self, whole: TensorDict, writes: tuple[int, ...], index: bytes | None, pack: Callable[[], Any]) -> Any:
+    def batch(self, whole: TensorDict, writes: tuple[int, ...], index: bytes | None, pack: Callable[[], Any]) -> Any:
         """What is packed of ``whole``, or these rows of it: once as long as it lives with so many `written`."""
         if not whole.is_locked:
             return pack()
         key = (id(whole), index, writes)
-        if key not in self._put:
-            self._put[key] = pack()
-            weakref.finalize(whole, self._put.pop, key, None).atexit = False
-        return self._put[key]
+        if key not in self.batches:
+            self.batches[key] = pack()
+            weakref.finalize(whole, self.batches.pop, key, None).atexit = False
+        return self.batches[key]
 
     def function(self, digest: bytes, parts: list[Any]) -> Any:
         """What to send of a function with this hash: a large one is put once, as long as processes remember it, too."""
@@ -54,15 +54,15 @@ class Sent:
 
         if size(parts) <= _INLINE:
             return parts
-        found = self._functions.pop(digest, None) or ray.put(parts)
-        self._functions[digest] = found  # as the one that was used last
-        for old in list(self._functions)[:-FUNCTIONS]:
-            self._functions.pop(old, None)
+        found = self.functions.pop(digest, None) or ray.put(parts)
+        self.functions[digest] = found  # as the one that was used last
+        for old in list(self.functions)[:-FUNCTIONS]:
+            self.functions.pop(old, None)
         return found
 
     def forget(self) -> None:
         """Nothing is used again: somebody wrote into it."""
-        self._put.clear()
+        self.batches.clear()
 
 
 class Arguments:
@@ -70,13 +70,13 @@ class Arguments:
 
     Args:
         actors: the processes.
-        sent: what they have been sent before.
+        stored: what they have been sent before.
         who: how errors name the call.
         fn: what is called.
     """
 
-    def __init__(self, actors: Actors, sent: Sent, who: str, fn: Callable[..., Any]) -> None:
-        self.actors, self.sent, self.who = actors, sent, who
+    def __init__(self, actors: Actors, stored: Stored, who: str, fn: Callable[..., Any]) -> None:
+        self.actors, self.stored, self.who = actors, stored, who
         self.before: list[Call] = []  # those whose values stay where they are
         self.read: list[Call] = []  # those whose results are read from the object store
         self._packed: dict[int, tuple[Any, Any]] = {}  # by identity; what was packed is kept, so that it stays unique
@@ -86,7 +86,7 @@ class Arguments:
         for part in function:
             found.update(part)
         self.digest = found.digest()
-        self._function = sent.function(self.digest, function)
+        self._function = stored.function(self.digest, function)
 
     def load(self, rank: int, args: Sequence[Any]) -> tuple[tuple[Argument, ...], list[Any]]:
         """What to say of some arguments, and what to send beside."""
@@ -141,10 +141,10 @@ class Arguments:
             case Rows(whole=TensorDict() as whole):
                 index = value.index.numpy().tobytes()
                 pack = functools.partial(self._rows, value)
-                return self.sent.stored(whole, self._of(written, whole), index, pack)
+                return self.stored.batch(whole, self._of(written, whole), index, pack)
             case TensorDict():
                 put = functools.partial(self._put, value)  # however small it is: it is for all
-                return self.sent.stored(value, self._of(written, value), None, put)
+                return self.stored.batch(value, self._of(written, value), None, put)
             case Rows():
                 return self._light(shipped(value.open(), self.who))
             case _:

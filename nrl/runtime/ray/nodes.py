@@ -19,7 +19,7 @@ from nrl.runtime.node.environments import sources
 from nrl.runtime.node.interpreters import fault
 from nrl.runtime.trace import profiles
 
-__all__ = ["Interpreter", "address_of", "asked", "by_value", "command", "interpreters"]
+__all__ = ["Interpreter", "address_of", "by_value", "command", "interpreters", "on_node"]
 
 
 class Interpreter(NamedTuple):
@@ -96,7 +96,7 @@ def _on_nodes(
     import ray
 
     this = ray.get_runtime_context().get_node_id()
-    refs = {node: asked(node, fn, *args[node], deadline=deadline) for node in args.keys() - {this}}
+    refs = {node: on_node(node, fn, *args[node], deadline=deadline) for node in args.keys() - {this}}
     until = time.monotonic() + deadline
     found = {this: fn(*args[this], deadline=deadline)} if this in args else {}
     for node, ref in refs.items():
@@ -128,7 +128,7 @@ def address_of(node_id: str) -> str:
     return str(found[0]) if found else node_id
 
 
-def asked(node: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def on_node(node: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """A reference to what a function returns on a node, in the Python that Ray runs there."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

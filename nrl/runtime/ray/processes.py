@@ -11,11 +11,11 @@ from nrl.errors import ClusterError, StateError
 from nrl.runtime.executables.registry import executable
 from nrl.runtime.mesh.placement import Donated, Mesh, Out, nothing
 from nrl.runtime.ray.actor import tail
-from nrl.runtime.ray.arguments import Arguments, Kept, Sent
+from nrl.runtime.ray.arguments import Arguments, Kept, Stored
 from nrl.runtime.ray.calls import Call, Ref
 from nrl.runtime.ray.interrupts import deferred
 from nrl.runtime.ray.messages import Order, folded
-from nrl.runtime.ray.nodes import asked
+from nrl.runtime.ray.nodes import on_node
 from nrl.runtime.ray.results import ActorResults
 from nrl.runtime.trace import profiles
 
@@ -55,7 +55,7 @@ class RayProcesses:
         self._others, self._awake = others, False
         self._open: deque[Call] = deque()
         self._failed: list[Call] = []
-        self._sent = Sent()
+        self.stored = Stored()
         ranks = range(mesh.size)
         self._speakers = {next(rank for rank in ranks if mesh.shard_of(rank) == shard) for shard in range(mesh.dp)}
         self._logs = [actor.logs.remote() for actor in actors]
@@ -89,7 +89,7 @@ class RayProcesses:
         kinds = outs if isinstance(outs, tuple) else (outs,)
         wanted = [tuple(self._sends(rank, kind) for kind in kinds) for rank in range(self.count)]
         keys = [tuple(next(_KEYS) if kind is Out.kept else None for kind in kinds) for _ in self.actors]
-        arguments = Arguments(self, self._sent, who, fn)
+        arguments = Arguments(self, self.stored, who, fn)
         loads = [arguments.load(rank, given) for rank, given in enumerate(args)]
         trace = profiles.wanted(self.name, who)
         with deferred(), _ORDER:
@@ -207,7 +207,7 @@ class RayProcesses:
             here = ray.get_runtime_context().get_node_id() == self.nodes[rank][0]
             if here:
                 return tail(files, most)
-            return str(ray.get(asked(self.nodes[rank][0], tail, files, most), timeout=10))
+            return str(ray.get(on_node(self.nodes[rank][0], tail, files, most), timeout=10))
         except ray.exceptions.RayError:  # it, or its node, is gone
             return ""
 
@@ -231,7 +231,7 @@ class RayProcesses:
 
     def forget(self) -> None:
         """What is in the object store is not used again: somebody wrote into it."""
-        self._sent.forget()
+        self.stored.forget()
 
     def close(self, why: BaseException) -> None:
         """End the processes when the cluster is left."""

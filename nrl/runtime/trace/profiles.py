@@ -112,7 +112,7 @@ def wanted(mesh: str, name: str) -> str | None:
     Returns:
         An absolute path, for `tracing`, which puts the rank in place of ``{rank}``; or None.
 
-    >>> from nrl.runtime import timeline
+    >>> from nrl.runtime.trace import timeline
     >>> with asked(Path("run"), {"NRL_PROFILE": "trainer:0"}):
     ...     timeline.step(0)
     ...     Path(wanted("trainer", "train_step(grpo_loss)")).name, wanted("sampler", "generate")

@@ -63,7 +63,7 @@ def test_a_large_function_is_put_once(mesh: Mesh, puts: list[Any]) -> None:
 
 
 def test_as_many_large_functions_are_kept_as_processes_remember(mesh: Mesh, puts: list[Any]) -> None:
-    kept: Any = mesh.processes._functions  # type: ignore[attr-defined]
+    kept: Any = mesh.processes.stored.functions  # type: ignore[attr-defined]
     first = partial(add, torch.full((20_000,), -1.0))
     for number in range(FUNCTIONS + 3):
         shard_map(partial(add, torch.full((20_000,), float(number))), mesh, P("dp"), P())(torch.zeros(6))
@@ -100,7 +100,7 @@ def test_shards_travel_without_padding_and_arrive_whole(cluster: Nowhere, mesh: 
 
 
 def test_shards_are_packed_once_for_a_batch(mesh: Mesh) -> None:
-    stored: Any = mesh.processes._put  # type: ignore[attr-defined]
+    stored: Any = mesh.processes.stored.batches  # type: ignore[attr-defined]
     batch = skewed()
     for _ in range(2):
         shard_map(lambda shard: None, mesh, P("dp"), P())(batch)

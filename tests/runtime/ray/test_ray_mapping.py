@@ -251,7 +251,7 @@ def test_thread_counts_are_set(slots: Slots) -> None:
 def test_a_batch_is_put_into_the_store_once(mesh: Mesh, alone: Mesh) -> None:
     batch = batch_of([8] * 4)
     lengths = shard_map(lambda b: b["attention_mask"].sum(-1), mesh, P("dp"), P("dp"))
-    stored: Any = mesh.processes._put  # type: ignore[attr-defined]
+    stored: Any = mesh.processes.stored.batches  # type: ignore[attr-defined]
     before = len(stored)
     for _ in range(3):
         assert lengths(batch).result().tolist() == [8] * 4
@@ -263,7 +263,7 @@ def test_a_batch_is_put_into_the_store_once(mesh: Mesh, alone: Mesh) -> None:
 
 def test_all_rows_of_a_batch_are_not_put_a_second_time(alone: Mesh) -> None:
     batch = batch_of([8, 3, 5])
-    stored: Any = alone.processes._put  # type: ignore[attr-defined]
+    stored: Any = alone.processes.stored.batches  # type: ignore[attr-defined]
     before = len(stored)
     for spec in (P("dp"), P()):
         assert shard_map(lambda b: b["attention_mask"].sum(), alone, spec, P())(batch).result() == 16
