@@ -74,9 +74,9 @@ def settle(out: Path, cfg: Any, found: Mapping[str, Any]) -> None:
         ConfigError: it does.
 
     >>> import attrs, tempfile
-    >>> settle(out := Path(tempfile.mkdtemp()), attrs.make_class("Config", {})(), {MARK: "0f"})
+    >>> settle(out := Path(tempfile.mkdtemp()), attrs.make_class("Config", ["tasks"])("sums"), {MARK: "0f"})
     >>> asked(out)
-    {'digest_of_tasks': '0f'}
+    {'tasks': 'sums', 'digest_of_tasks': '0f'}
     """
     text = config.dump(cfg, redacted) + yaml.safe_dump(dict(found))
     old, new = asked(out), yaml.safe_load(text)

@@ -237,11 +237,12 @@ _attempt: ContextVar[_Attempt | None] = ContextVar("_attempt", default=None)
 def _new_folder() -> Path:
     """A folder that no other run has, also when two start in the same second."""
     stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
-    for attempt in range(1000):
-        out = Path("runs") / (stamp if attempt == 0 else f"{stamp}-{attempt}")
+    out, attempt = Path("runs") / stamp, 0
+    while True:
         try:
             out.mkdir(parents=True)
         except FileExistsError:
-            continue
-        return out
-    raise ConfigError(f"run: no new folder could be made under {Path('runs').absolute()}")
+            attempt += 1
+            out = out.with_name(f"{stamp}-{attempt}")
+        else:
+            return out

@@ -1,164 +1,32 @@
 import contextlib
-import json
 import math
-import os
-import random
 import re
 import resource
-import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 import torch
 
 import nrl
 import nrl.config
 from nrl import checkpoint
-from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
-from nrl.errors import CheckpointError, ConfigError, LostActor
-from nrl.reduce import Max, Mean, Metrics, Sum
-from nrl.runs import Run, config_file, run
-from nrl.runs.reporting import report
+from nrl.errors import CheckpointError, ConfigError
+from nrl.reduce import Max, Metrics, Sum
+from nrl.runs import run
 from nrl.runtime import done
 from nrl.runtime.trace import timeline
-from nrl.stream import Source, ahead, counting
+from nrl.stream import ahead, counting
 from tests.children import child
 from tests.disks import small_disk_at
+from tests.runs.programs import Config, Resumable, batches, mean, names, read, walk
 
 ALWAYS = {"step", "loss", "grad_norm", "tokens_per_second", "time/rollout", "time/train", "time/total"}
-
-
-@attrs.frozen
-class Optimizer:
-    lr: float = 1e-3
-
-
-@attrs.frozen
-class Config:
-    steps: int = 3
-    out: Path | None = None
-    optimizer: Optimizer = Optimizer()
-
-
-@pytest.fixture(autouse=True)
-def not_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def batches() -> Source[Batch]:
-    return counting(lambda index: Batch({"rewards": torch.tensor([float(index)])}, batch_size=[1]))
-
-
-def mean(total: float, weight: float = 1.0) -> Mean:
-    return Mean(torch.tensor(total), torch.tensor(weight))
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def names(out: Path) -> list[str]:
-    return sorted(path.name for path in out.iterdir() if path.name not in (".lock", "report.html"))
-
-
-# --- the folder
-
-
-def test_a_run_writes_down_what_was_asked_for(tmp_path: Path) -> None:
-    cfg = Config(steps=7, out=tmp_path / "deep" / "run")
-    with run(cfg) as entered:
-        assert isinstance(entered, Run)
-        assert entered.total == 7
-        assert entered.out == tmp_path / "deep" / "run"
-        written = entered.out / "config.yaml"
-        assert nrl.config.load(Config, [str(written)]) == cfg
-    assert names(tmp_path / "deep" / "run") == ["config.yaml"]
-
-
-def test_the_folder_may_be_there_and_hold_other_things(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with run(Config(out=tmp_path)):
-        pass
-    assert names(tmp_path) == ["config.yaml", "notes.txt"]
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-def test_every_run_without_a_folder_has_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    seen = []
-    for _ in range(3):
-        with run(Config()) as entered:
-            seen.append(entered.out.resolve())
-    assert len(set(seen)) == 3
-    assert all(out.parent == (tmp_path / "runs").resolve() for out in seen)
-    assert all(re.fullmatch(r"\d{8}-\d{6}(-\d+)?", out.name) for out in seen)
-
-
-def test_no_new_folder_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken(*_: object, **__: object) -> None:
-        raise FileExistsError
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Path, "mkdir", taken)
-    with pytest.raises(ConfigError, match="run: no new folder could be made under .*runs"):  # noqa: SIM117
-        with run(Config()):
-            pass
-
-
-def test_a_config_needs_no_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    @attrs.frozen
-    class Small:
-        steps: int = 1
-
-    monkeypatch.chdir(tmp_path)
-    with run(Small()) as entered:
-        assert entered.out.parent.name == "runs"
-
-
-def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("mine")
-    with pytest.raises(ConfigError, match=r"run: out=.*file is a file; give a folder, or leave it out"):  # noqa: SIM117
-        with run(Config(out=path)):
-            pass
-    assert path.read_text() == "mine"
-
-
-def test_a_folder_that_holds_a_run(tmp_path: Path) -> None:
-    with run(Config(out=tmp_path, steps=1)):
-        pass
-    (tmp_path / "metrics.jsonl").write_text("{}\n")  # a start that failed before its first step leaves none
-    before = (tmp_path / "config.yaml").read_text()
-    message = r"run: out=.* holds a run already, which has no checkpoints to go on from; give another folder, or remove"
-    with pytest.raises(ConfigError, match=message):  # noqa: SIM117
-        with run(Config(out=tmp_path, steps=2)):
-            pass
-    assert (tmp_path / "config.yaml").read_text() == before
-
-
-def test_a_config_that_cannot_be_written_leaves_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="dump: expected an instance of an attrs class"):  # noqa: SIM117
-        with run({"out": tmp_path / "run"}):
-            pass
-
-    @attrs.frozen
-    class Odd:
-        out: Path
-        what: object
-
-    odd = Odd(tmp_path / "odd", object())
-    with pytest.raises(ConfigError, match="dump"):  # noqa: SIM117
-        with run(odd):
-            pass
-    assert not (tmp_path / "odd" / "config.yaml").exists()
 
 
 def test_a_run_says_where_its_metrics_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,63 +187,6 @@ class Killed(BaseException):
     """Ends a program where it is raised."""
 
 
-class Controller(NamedTuple):
-    mean: float
-    seen: torch.Tensor
-
-
-@attrs.frozen
-class Resumable:
-    out: Path
-    steps: int = 7
-    checkpoints: Checkpoints = Checkpoints(every=3)
-    lr: float = 0.5
-
-
-def drawn(index: int) -> Batch:
-    return Batch({"rewards": torch.rand(2) + index}, batch_size=[2])
-
-
-def walk(cfg: Resumable, at: Callable[[str, int], None] = lambda place, step: None) -> tuple[float, Controller]:
-    """A program with a warm-up, evaluations within both loops, samples, and randomness of all kinds.
-
-    Args:
-        cfg: its configuration.
-        at: is told of each place that the program passes.
-    """
-    total, kl = 0.0, Controller(0.0, torch.zeros(1, dtype=torch.float64))
-
-    def evaluate(entered: Run, step: int, where: str) -> dict[str, Mean]:
-        for j, batch in entered.steps(batches(), 2, name="eval"):
-            entered.log(j, {"loss": mean(float(batch["rewards"]) + step)})
-            at(f"{where} eval", step)
-        return {"eval/loss": mean((step - 4.0) ** 2)}
-
-    with run(cfg) as entered:
-        at("entered", 0)
-        total, stream = entered.restore("warmup", total=total, stream=counting(drawn))
-        for i, batch in entered.steps(stream, 4, name="warmup"):
-            total += float(batch["rewards"].sum())
-            evaluate(entered, i, "warmup")
-            entered.log(i, {"loss": mean(total)}, samples={"text": "warm"})
-            at("warmup logged", i)
-            entered.save(i, total=total, stream=stream)
-            at("warmup saved", i)
-        at("between", 0)
-        total, kl, stream = entered.restore(total=total, kl=kl, stream=ahead(counting(drawn), 2))
-        for i, batch in entered.steps(stream):
-            at("pulled", i)
-            noise = random.random() + float(np.random.normal()) + float(torch.rand(1))
-            total += float(batch["rewards"].sum()) + noise
-            kl = Controller(kl.mean + noise, kl.seen + total)
-            metrics = evaluate(entered, i, "train") if i % 2 else {}
-            entered.log(i, {"loss": mean(total), **metrics}, samples={"text": f"{i}"})
-            at("logged", i)
-            entered.save(i, total=total, kl=kl, stream=stream)
-            at("saved", i)
-    return total, kl
-
-
 def logs(out: Path) -> dict[str, list[dict[str, Any]]]:
     """All that was written but times."""
     timed = ("time/", "tokens_per_second")
@@ -470,180 +281,6 @@ def test_more_steps_may_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "run: going on with another configuration: steps: 4 -> 9" in capsys.readouterr().out
     assert (cfg.out / "config.1.yaml").read_text() == before
     assert nrl.config.load(Resumable, [str(cfg.out / "config.yaml")]).steps == 9
-
-
-def test_another_configuration_is_refused(tmp_path: Path) -> None:
-    cfg = Resumable(tmp_path)
-    walk(cfg)
-    before = (tmp_path / "config.yaml").read_text()
-    with pytest.raises(
-        ConfigError, match=r"holds a run with another lr \(lr: .* -> 0.25\), so its state and its streams"
-    ):
-        walk(attrs.evolve(cfg, lr=0.25))
-    assert (tmp_path / "config.yaml").read_text() == before
-    assert not (tmp_path / "config.1.yaml").exists()
-    (tmp_path / "config.yaml").unlink()
-    walk(attrs.evolve(cfg, lr=0.25))
-
-
-def test_the_folder_of_another_program(tmp_path: Path) -> None:
-    walk(Resumable(tmp_path))
-    with pytest.raises(ConfigError, match="holds a run with another .*lr"), run(Config(out=tmp_path)):
-        pass
-
-
-def failing(cfg: Any, error: type[BaseException] = ConfigError) -> None:
-    """A program that finds its model wrong, after it has restored."""
-    with pytest.raises(error), run(cfg) as entered:  # noqa: PT012
-        entered.restore(stream=batches())
-        raise error
-
-
-def everything(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else b"" for path in root.rglob("*")}
-
-
-@pytest.mark.parametrize("error", [ConfigError, TypeError, KeyboardInterrupt, SystemExit])
-def test_a_start_that_failed_leaves_no_folder(
-    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    failing(Config(), error)
-    failing(Config(out=Path("a/b/c")), error)
-    assert everything(tmp_path) == {}
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "a").mkdir()
-    failing(Config(), error)
-    failing(Config(out=Path("a/b/c")), error)
-    assert everything(tmp_path) == {"runs": b"", "a": b""}
-    with pytest.raises(ConfigError, match="steps=-1"), run(Config(steps=-1)):
-        pass
-    assert everything(tmp_path) == {"runs": b"", "a": b""}
-
-
-def test_a_start_that_failed_leaves_a_folder_as_it_was(tmp_path: Path) -> None:
-    failing(Config(out=tmp_path))
-    assert set(everything(tmp_path)) <= {".lock", "timeline.json"}
-    cfg = Resumable(tmp_path / "run")
-    walk(cfg)
-    (cfg.out / "timeline.json").unlink()
-    before = everything(cfg.out)
-    with pytest.raises(ConfigError, match="no such model"), run(attrs.evolve(cfg, steps=9)):  # as `steps` may change
-        raise ConfigError("no such model")
-    after = everything(cfg.out)
-    for made_anew in ("timeline.json", "report.html"):
-        after.pop(made_anew, None), before.pop(made_anew, None)
-    assert after == before
-
-
-def test_what_is_worth_keeping_stays(tmp_path: Path) -> None:
-    for name, keep in (("metrics", "metrics.jsonl"), ("model", "model/config.json"), ("notes", "notes.txt")):
-        with pytest.raises(ConfigError), run(Config(out=tmp_path / name)):  # noqa: PT012
-            path = tmp_path / name / keep
-            path.parent.mkdir(exist_ok=True)
-            path.write_text("{}")
-            raise ConfigError
-        assert (tmp_path / name / keep).read_text() == "{}"
-        assert (tmp_path / name / "config.yaml").is_file()
-
-
-def test_what_others_wrote_about_a_run_that_began_stays(tmp_path: Path) -> None:
-    """A bug or no memory in the first step is just what one wants to look at the profile for."""
-    for attempt in range(2):
-        out = tmp_path / f"a{attempt}" / "run"
-        with pytest.raises(MemoryError), run(Config(out=out)) as entered:  # noqa: PT012
-            for name in ("wandb", "tensorboard", "profile") if attempt == 0 else ("profile",):
-                (out / name).mkdir()
-                (out / name / "events").write_bytes(b"x")
-            if attempt == 0:
-                for _ in entered.steps(batches()):
-                    raise MemoryError
-            raise MemoryError  # a profile is asked for
-        assert {path.name for path in out.iterdir()} >= {"config.yaml", "profile"}
-    assert {"wandb", "tensorboard"} <= {path.name for path in (tmp_path / "a0" / "run").iterdir()}
-    with pytest.raises(MemoryError), run(Config(out=tmp_path / "new")):  # noqa: PT012
-        (tmp_path / "new" / "wandb").mkdir()
-        (tmp_path / "new" / "wandb" / "header").write_bytes(b"x")  # a tracker that has been started, and no more
-        raise MemoryError
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_folder_is_not_searched_through(tmp_path: Path) -> None:
-    """It may be a home: what is in folders within it is not looked at, and what goes meanwhile hides no error."""
-    (tmp_path / "deep" / "er").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "gone")
-    (tmp_path / "deep" / "er").chmod(0)
-    try:
-        with pytest.raises(MemoryError), run(Config(out=tmp_path)):
-            raise MemoryError
-        with pytest.raises(MemoryError), run(Config(out=tmp_path / "new")):  # noqa: PT012
-            shutil.rmtree(tmp_path / "new")
-            raise MemoryError
-    finally:
-        (tmp_path / "deep" / "er").chmod(0o700)
-    assert not (tmp_path / "config.yaml").exists()
-
-
-def test_another_configuration_is_told_by_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    engine = {f"option{i}": "x" * 40 for i in range(40)} | {"deep": {"er": 1, "same": 2}}
-    texts = [nrl.config.dump(Engine(each)) for each in (engine, engine | {"deep": {"er": "y" * 500, "same": 2}})]
-    config_file.settle(tmp_path, texts[0])
-    config_file.settle(tmp_path, texts[1])
-    said = capsys.readouterr().out
-    assert said == f"run: going on with another configuration: engine.deep.er: 1 -> {'y' * 80}...\n"
-    (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ConfigError, match=r"with another engine.deep.er \(engine.deep.er: y+... -> 1\), so"):
-        config_file.settle(tmp_path, texts[0])
-
-
-@attrs.frozen
-class Engine:
-    engine: dict[str, Any]
-
-
-def test_a_folder_that_is_gone_is_made_again_by_a_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    outs: list[Path] = []
-
-    def main(cfg: Config) -> None:
-        with run(cfg) as entered:
-            outs.append(entered.out)
-            if len(outs) < 3:
-                raise LostActor("step", "trainer", 0, "here", "killed")
-
-    nrl.retrying(main, pause=0)(Config())
-    assert len(outs) == 3
-    assert len(set(outs)) == 1
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == [outs[0].name]
-
-
-@pytest.mark.parametrize("content", [b"", b"\n", b"- 1\n", b"note: ***\n", b"lr: [0.1", b"\xff\xfe\x00", b"a: b: c"])
-def test_a_configuration_that_cannot_be_read(
-    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nobody knows what the checkpoints are of; where there are none, nothing is lost but a text."""
-    cfg, damaged = Resumable(tmp_path / "run"), tmp_path / "run" / "config.yaml"
-    walk(cfg)
-    damaged.write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"run: {damaged} is empty or damaged, .*another folder.* remove that file"):
-        walk(cfg)
-    assert damaged.read_bytes() == content
-    assert report(tmp_path / "run").stat().st_size > 1000
-    damaged.unlink()
-    walk(cfg)
-    new = tmp_path / "new"
-    new.mkdir()
-    (new / "config.yaml").write_bytes(content)
-    with run(Config(out=new)):
-        pass
-    assert f"run: {new / 'config.yaml'} is empty or damaged; it is config.1.yaml now" in capsys.readouterr().out
-    assert (new / "config.1.yaml").read_bytes() == content
-    assert nrl.config.load(Config, [str(new / "config.yaml")]).steps == 3
-
-
-def test_a_negative_number_of_steps(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="run: steps=-3; give 0 or more"), run(Config(steps=-3, out=tmp_path)):
-        pass
 
 
 def test_a_best_metric_that_was_never_logged_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -773,32 +410,6 @@ def test_what_this_run_wrote_before_it_restores_is_not_cut(tmp_path: Path) -> No
             entered.log(i, {"loss": mean(1.0)})
         entered.restore(x=1)
         assert len(read(tmp_path / "baseline.jsonl")) == 2
-
-
-def test_a_folder_that_is_in_use(tmp_path: Path) -> None:
-    cfg = Resumable(tmp_path)
-    message = r"run: another process is running in out=.*; wait for it, or give another folder"
-    with run(cfg):
-        assert child(refused, cfg, message) == 0
-        with pytest.raises(ConfigError, match=message):
-            walk(cfg)
-    walk(cfg)
-
-
-def refused(cfg: Resumable, message: str) -> None:
-    before = (cfg.out / "config.yaml").read_text()
-    with pytest.raises(ConfigError, match=message):
-        walk(attrs.evolve(cfg, lr=9.0))
-    assert (cfg.out / "config.yaml").read_text() == before
-
-
-def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
-    assert child(leaves_at_once, Resumable(tmp_path)) == 7
-    walk(Resumable(tmp_path))
-
-
-def leaves_at_once(cfg: Resumable) -> None:
-    walk(cfg, lambda place, step: os._exit(7) if (place, step) == ("logged", 4) else None)
 
 
 def test_names_are_compared_at_the_first_step(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import math
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from playwright.sync_api import Browser, FloatRect, Locator, Page, sync_playwright
 
 from nrl import tiny
 from nrl.batch import Batch
@@ -40,10 +39,10 @@ EVIL = (
 type Opened = Callable[..., Page]
 
 
-def chromium(environ: Mapping[str, str] = os.environ) -> str:
+def chromium() -> str:
     """Where a browser is: ``$NRL_CHROMIUM``, or on PATH."""
-    for name in (environ.get("NRL_CHROMIUM"), "chromium", "chromium-browser", "google-chrome"):
-        if name and (found := shutil.which(name, path=environ.get("PATH"))):
+    for name in (os.environ.get("NRL_CHROMIUM"), "chromium", "chromium-browser", "google-chrome"):
+        if name and (found := shutil.which(name)):
             return found
     pytest.fail("no Chromium or Chrome: install one (apt-get install chromium), or set NRL_CHROMIUM to its executable")
 
@@ -118,6 +117,12 @@ def titles(page: Page) -> list[str]:
     return [title_of(each) for each in page.locator("figure").all()]
 
 
+def box(locator: Locator) -> FloatRect:
+    found = locator.bounding_box()
+    assert found is not None
+    return found
+
+
 def points(figure: Locator, path: str = ".line") -> list[tuple[float, float]]:
     drawn = figure.locator(path).first.get_attribute("d") or ""
     return [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.-]+) ([\d.-]+)", drawn)]
@@ -140,6 +145,7 @@ def out(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
     metrics = [
         {"step": i, "lag": 0.0, "grad_norm": rng.random(), "length": 3 + rng.random(), "loss": 1 / (i + 1)}
+        | {"mine": i, "mismatch/kl": i / 1000, "mismatch/ess": 1 - i / 100, "approx_kl": i / 1000}
         | {"reward": i / 19, "time/rollout": 1.0, "time/train": 2.0, "time/total": 3.0}
         | ({"eval/accuracy": i / 20} if i % 5 == 0 else {})
         for i in range(20)
@@ -151,13 +157,13 @@ def out(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_run_is_shown(out: Path, opened: Opened, tmp_path: Path) -> None:
+def test_a_run_is_shown(out: Path, opened: Opened) -> None:
     page = opened(out)
     assert page.title() == "first-run"
     assert page.locator("h1").inner_text() == "first-run"
     assert page.locator("h2").all_inner_texts() == ["Train", "Warmup"]
-    first = ["reward", "loss", "eval/accuracy", "length", "rewards", "lengths", "time, s"]
-    assert titles(page) == [*first, "grad_norm", "loss"]
+    first = ["reward", "loss", "eval/accuracy", "mismatch/kl", "mismatch/ess", "approx_kl", "length"]
+    assert titles(page) == [*first, "rewards", "lengths", "time, s", "grad_norm", "mine", "loss"]
     assert page.locator(".constant").inner_text() == "Always the same: lag 0"
     tiles = page.locator("#loop-1 .tile").all_inner_texts()
     assert [re.split(r"\s*\n\s*", tile.strip()) for tile in tiles] == [
@@ -167,16 +173,16 @@ def test_a_run_is_shown(out: Path, opened: Opened, tmp_path: Path) -> None:
         ["loss", "0.05", "at first 1"],
         ["time", "1:00", "3 s a step"],
     ]
-    assert page.screenshot(path=tmp_path / "page.png", full_page=True)[:4] == b"\x89PNG"
+    assert page.locator(".timeline, .busy").count() == 0
+    assert (out / "report.html").stat().st_size < 60_000
 
 
 def test_curves_are_drawn(out: Path, opened: Opened) -> None:
     page = opened(out)
     for figure in page.locator("figure:has(.line)").all():
-        box = figure.locator(".line").bounding_box()
-        assert box is not None
-        assert box["width"] > 200
-        assert box["height"] > 80
+        drawn = box(figure.locator(".line"))
+        assert drawn["width"] > 200
+        assert drawn["height"] > 80
     reward = points(chart(page, "reward"))
     assert len(reward) == 20
     assert np.allclose(np.diff(reward, axis=0), np.diff(reward, axis=0)[0], atol=0.11)  # a straight line
@@ -187,9 +193,7 @@ def test_curves_are_drawn(out: Path, opened: Opened) -> None:
 
 def test_phases_are_stacked(out: Path, opened: Opened) -> None:
     figure = chart(opened(out), "time, s")
-    rollout, train = (figure.locator(f"path.area{i}").bounding_box() for i in (0, 1))
-    assert rollout is not None
-    assert train is not None
+    rollout, train = (box(figure.locator(f"path.area{i}")) for i in (0, 1))
     assert train["height"] == pytest.approx(2 * rollout["height"], rel=0.02)  # 2 s and 1 s
     assert train["y"] + train["height"] == pytest.approx(rollout["y"], abs=0.5)
 
@@ -216,25 +220,17 @@ def test_how_busy_the_meshes_were_is_shown_with_a_link_to_the_timeline(out: Path
         timeline.record(timeline.DRIVER, 0, "train 0", 100.0, 110.0, loop="train")
     page = opened(out)
     assert busy(page, 1) == "Busy during its steps: trainer 40% sampler <b> 61%"
-    trainer, sampler = (each.bounding_box() for each in page.locator("#loop-1 .meter i").all())
-    assert trainer is not None
-    assert sampler is not None
+    trainer, sampler = map(box, page.locator("#loop-1 .meter i").all())
     assert sampler["width"] / trainer["width"] == pytest.approx(61 / 40, rel=0.02)
     assert busy(page, 2) == "Busy during its steps: trainer 0% sampler <b> 0%"
     link = page.locator(".timeline a").first
-    assert link.get_attribute("href") == "timeline.json"
-    assert link.bounding_box() is not None
+    assert link.is_visible()
     assert link.evaluate("each => each.href") == (out / "timeline.json").as_uri()
     assert "to open in ui.perfetto.dev or chrome://tracing" in page.locator(".timeline").inner_text()
 
 
 def busy(page: Page, loop: int) -> str:
     return " ".join(page.locator(f"#loop-{loop} .busy").inner_text().split())
-
-
-def test_without_a_timeline_nothing_is_said_of_it(out: Path, opened: Opened) -> None:
-    page = opened(out)
-    assert page.locator(".timeline, .busy").count() == 0
 
 
 def test_a_timeline_that_is_no_timeline_does_no_harm(out: Path, opened: Opened) -> None:
@@ -266,15 +262,14 @@ def test_the_pointer_tells_the_values_of_all_charts_at_a_step(out: Path, opened:
     page = opened(out)
     said = chart(page, "reward").locator("output")
     assert said.inner_text() == "1"
-    box = chart(page, "reward").locator(".line").bounding_box()
-    assert box is not None
-    page.mouse.move(box["x"] + box["width"] * 10.2 / 19, box["y"] + 20)
+    line = box(chart(page, "reward").locator(".line"))
+    page.mouse.move(line["x"] + line["width"] * 10.2 / 19, line["y"] + 20)
     assert said.inner_text() == "step 10 · 0.5263"
     assert chart(page, "eval/accuracy").locator("output").inner_text() == "step 10 · 0.5"
     assert chart(page, "time, s").locator("output").inner_text() == "step 10 · rollout 1 s · train 2 s"
     assert chart(page, "loss", loop=2).locator("output").inner_text() == "0"  # of another loop
-    heat = chart(page, "rewards").locator("svg").bounding_box()
-    assert heat is not None
+    chart(page, "rewards").scroll_into_view_if_needed()
+    heat = box(chart(page, "rewards").locator("svg"))
     across, down = (50 / 360) * heat["width"] + 3, heat["height"] * 156 / 180
     page.mouse.move(heat["x"] + across, heat["y"] + down)
     assert chart(page, "rewards").locator("output").inner_text() == "step 0 · 0 to 0.05: 75 %"
@@ -287,9 +282,7 @@ def test_distributions_are_shaded_by_share(out: Path, opened: Opened) -> None:
     shades = figure.locator(".shade")
     # a quarter at the top, three quarters at the bottom, in 8 shades of the root of the share
     assert [each.get_attribute("opacity") for each in shades.all()] == ["0.5", "0.875"]
-    top, bottom = (each.bounding_box() for each in shades.all())
-    assert top is not None
-    assert bottom is not None
+    top, bottom = map(box, shades.all())
     assert top["width"] == bottom["width"] > 250
     assert bottom["y"] > top["y"] + 100
 
@@ -316,25 +309,7 @@ def test_characters_that_are_not_seen_get_a_sign(tmp_path: Path, opened: Opened)
     page = opened(tmp_path)
     shown = page.locator(".t").evaluate_all("all => all.map(each => each.textContent)")
     assert shown == ["a↵\nb", "⇥\t", "␍", "U+202E", "U+0000", "", "👩\u200d🚀", "U+D800"]
-    empty = page.locator(".t").nth(5).bounding_box()
-    assert empty is not None
-    assert empty["width"] > 2  # something to point at
-
-
-def test_long_runs_are_thinned_out_but_keep_their_extremes(tmp_path: Path, opened: Opened) -> None:
-    values = [math.sin(i / 300) + (5.0 if i == 4321 else -5.0 if i == 7654 else 0.0) for i in range(10_000)]
-    write(tmp_path / "metrics.jsonl", [{"step": i, "loss": value} for i, value in enumerate(values)])
-    page = opened(tmp_path)
-    figure = chart(page, "loss")
-    drawn = points(figure)
-    assert 900 < len(drawn) <= 1000
-    data = figure.locator("svg")
-    steps, kept = ((data.get_attribute(name) or "").split() for name in ("data-steps", "data-series"))
-    known = dict(zip(map(int, steps), map(float, kept), strict=True))
-    assert {0, 4321, 7654, 9999} <= known.keys()
-    assert known[4321] == max(known.values())
-    assert known[7654] == min(known.values())
-    assert (tmp_path / "report.html").stat().st_size < 100_000
+    assert box(page.locator(".t").nth(5))["width"] > 2  # something to point at
 
 
 def test_a_gap_is_where_values_are_not_finite(tmp_path: Path, opened: Opened) -> None:
@@ -448,16 +423,6 @@ def test_the_page_is_replaced_in_one_go(out: Path, monkeypatch: pytest.MonkeyPat
     assert report(out).read_text() != before
 
 
-def test_a_small_run_costs_little(out: Path) -> None:
-    took = []
-    for _ in range(3):
-        start = time.process_time()
-        report(out)
-        took.append(time.process_time() - start)
-    assert min(took) < 0.3
-    assert (out / "report.html").stat().st_size < 60_000
-
-
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"report: out=.*/gone is not a folder; give the folder of a run"):
         report(tmp_path / "gone")
@@ -465,29 +430,13 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         report(tmp_path)
 
 
-def test_without_a_browser_it_is_said_how_to_get_one(tmp_path: Path) -> None:
-    with pytest.raises(pytest.fail.Exception, match="apt-get install chromium"):
-        chromium({"PATH": str(tmp_path)})
-    mine = tmp_path / "my-browser"
-    mine.touch(mode=0o755)
-    assert chromium({"PATH": "", "NRL_CHROMIUM": str(mine)}) == str(mine)
-
-
-def test_how_far_trainer_and_sampler_disagree_stands_together(tmp_path: Path, opened: Opened) -> None:
-    lines = [
-        {"step": i, "mine": i, "mismatch/kl": i / 1000, "mismatch/ess": 1 - i / 100, "mismatch/max_abs": i / 10}
-        | {"approx_kl": i / 1000, "reward": i}
-        for i in range(4)
-    ]
-    write(tmp_path / "metrics.jsonl", lines)
-    shown = ["reward", "mismatch/kl", "mismatch/ess", "mismatch/max_abs", "approx_kl", "mine"]
-    assert titles(opened(report(tmp_path).parent)) == shown
-
-
 def test_thinning_keeps_the_lowest_and_the_highest_of_each_part() -> None:
     values = np.random.default_rng(0).normal(size=5000)
     values[1000:1100] = np.nan
-    kept = charts.curve("loss", np.arange(5000.0), values, charts.Axis(0, 4999, 0, 1))["steps"].split()
+    curve = charts.curve("loss", np.arange(5000.0), values, charts.Axis(0, 4999, 0, 1))
+    kept = curve["steps"].split()
+    assert 900 < len(kept) <= 1000
+    assert {"0", "4999"} <= set(kept)
     for part in np.array_split(np.arange(5000), 499):
         if np.isfinite(values[part]).any():
             assert {str(part[np.nanargmin(values[part])]), str(part[np.nanargmax(values[part])])} <= set(kept)
