@@ -18,16 +18,16 @@ import attrs
 from nrl.episodes.user_errors import Failed, raised_at, said
 from nrl.runtime.threads import Daemons
 
-__all__ = ["Call", "LoopThread", "give_up", "stuck"]
+__all__ = ["LoopThread", "UserCall", "give_up", "stuck"]
 
-_given_up: "list[Call]" = []
+_given_up: "list[UserCall]" = []
 
 
-def give_up(call: "Call") -> None:
+def give_up(call: "UserCall") -> None:
     """Count it as given up, until it is over.
 
     >>> async def hangs():
-    ...     call = Call(len, (), None, contextvars.copy_context(), asyncio.get_running_loop().create_future())
+    ...     call = UserCall(len, (), None, contextvars.copy_context(), asyncio.get_running_loop().create_future())
     ...     give_up(call)
     ...     before = stuck()
     ...     call.over = True
@@ -50,11 +50,12 @@ def stuck() -> int:
 
 
 @attrs.define(eq=False)
-class Call:
+class UserCall:
     """A call of user code, and what came of it.
 
     >>> async def quick():
-    ...     call = Call(len, ("abc",), None, contextvars.copy_context(), asyncio.get_running_loop().create_future())
+    ...     answer = asyncio.get_running_loop().create_future()
+    ...     call = UserCall(len, ("abc",), None, contextvars.copy_context(), answer)
     ...     call.run()
     ...     return call.value
     >>> asyncio.run(quick())
@@ -142,15 +143,18 @@ class LoopThread:
             self._loop.close()
 
     def begin(
-        self, calls: Sequence[Call], claim: Callable[[Call, "LoopThread"], bool], ended: Callable[[Call], None]
+        self,
+        calls: Sequence[UserCall],
+        claim: Callable[[UserCall, "LoopThread"], bool],
+        ended: Callable[[UserCall], None],
     ) -> None:
         """Start those that are still to begin here, and say when each has ended."""
 
-        async def run(call: Call) -> None:
+        async def run(call: UserCall) -> None:
             await call.wait()
             ended(call)  # here, and not by a callback, which would wait for what others do
 
-        def start(call: Call) -> None:
+        def start(call: UserCall) -> None:
             if claim(call, self):  # and it begins at once, so that until then it may be moved
                 asyncio.Task(run(call), loop=self._loop, context=call.context, eager_start=True)
 
@@ -174,7 +178,7 @@ class LoopThread:
             self._answered = False
             self._loop.call_soon_threadsafe(lambda: setattr(self, "_answered", True))
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: UserCall) -> None:
         """Ask a coroutine to end."""
 
         def ask() -> None:

@@ -30,25 +30,25 @@ def asker(sampler: Sampler, sampling: Sampling | None, seeds: Sequence[int]) -> 
     return _Together(sampler, sampling, seeds)
 
 
-class _Request(NamedTuple):
+class _Waiting(NamedTuple):
     tokens: list[int]
     seed: int
     answer: "asyncio.Future[Any]"
 
 
-def _ask(requests: Sequence[_Request], sampler: Callable[[list[list[int]], list[int]], Sequence[Any]]) -> None:
+def _ask(waiting: Sequence[_Waiting], call: Callable[[list[list[int]], list[int]], Sequence[Any]]) -> None:
     """Ask for all of them in one call, but for those of episodes that an interrupt has cancelled meanwhile."""
-    asked = [request for request in requests if not request.answer.done()]
+    asked = [each for each in waiting if not each.answer.done()]
     if not asked:
         return
     try:
-        found = sampler([request.tokens for request in asked], [request.seed for request in asked])
+        found = call([each.tokens for each in asked], [each.seed for each in asked])
     except Exception as error:
-        for request in asked:
-            request.answer.set_exception(error)
+        for each in asked:
+            each.answer.set_exception(error)
         return
-    for request, value in zip(asked, found, strict=True):
-        request.answer.set_result(value)
+    for each, value in zip(asked, found, strict=True):
+        each.answer.set_result(value)
 
 
 class _Together:
@@ -60,12 +60,12 @@ class _Together:
     def __init__(self, sampler: Sampler, sampling: Sampling | None, seeds: Sequence[int]) -> None:
         self.sampler, self.sampling, self.seeds = sampler, sampling, seeds
         self.live = len(seeds)
-        self.waiting: dict[int, _Request] = {}
+        self.waiting: dict[int, _Waiting] = {}
 
     async def generate(self, index: int, tokens: list[int]) -> Completion:
         """Continue the tokens of an episode."""
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.waiting[index] = _Request(list(tokens), self.seeds[index], answer)
+        self.waiting[index] = _Waiting(list(tokens), self.seeds[index], answer)
         self._ask_once_all_wait()
         return await answer
 
@@ -89,7 +89,7 @@ class _AsTheyCome:
 
     def __init__(self, sampler: Streams, sampling: Sampling | None, seeds: Sequence[int]) -> None:
         self.sampler, self.sampling, self.seeds = sampler, sampling, seeds
-        self.waiting: list[_Request] = []
+        self.waiting: list[_Waiting] = []
 
     async def generate(self, index: int, tokens: list[int]) -> Completion:
         """Continue the tokens of an episode."""
@@ -97,7 +97,7 @@ class _AsTheyCome:
         if not self.waiting:
             loop.call_soon(self._ask_now)
         answer: asyncio.Future[futures.Future[Completion]] = loop.create_future()
-        self.waiting.append(_Request(list(tokens), self.seeds[index], answer))
+        self.waiting.append(_Waiting(list(tokens), self.seeds[index], answer))
         return await asyncio.wrap_future(await answer)
 
     def leave(self) -> None:

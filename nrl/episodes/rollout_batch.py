@@ -86,9 +86,8 @@ def rows_and_failures(
     >>> from nrl.envs import exact, single_turn
     >>> with nrl.cluster("local") as cluster:
     ...     sampler = hf.sampler(cluster.reserve(1), tiny.model(), nrl.Sampling(max_new_tokens=3))
-    ...     batch, failures = rows_and_failures(
-    ...         sampler, single_turn(exact), [{"prompt": "a", "answer": "b"}], 2, None, 0, 0
-    ...     )
+    ...     tasks = [{"prompt": "1+1=", "answer": "2"}]
+    ...     batch, failures = rows_and_failures(sampler, single_turn(exact), tasks, 2, None, 0, 0)
     >>> len(batch), failures
     (2, [])
     """

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from nrl.envs.contract import Env, Task, asynchronous, limit
-from nrl.episodes.call_threads import Call, LoopThread, give_up
+from nrl.episodes.call_threads import LoopThread, UserCall, give_up
 from nrl.episodes.user_errors import Failed, hangs_at
 
 __all__ = ["Caller", "Calls", "calling"]
@@ -66,10 +66,10 @@ class Calls:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # whether a call is over or given up
-        self._new: list[Call] = []
-        self._open: dict[Call, None] = {}
-        self._over: deque[Call] = deque()
-        self._queue: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._new: list[UserCall] = []
+        self._open: dict[UserCall, None] = {}
+        self._over: deque[UserCall] = deque()
+        self._queue: queue.SimpleQueue[UserCall | None] = queue.SimpleQueue()
         self._workers = 0
         self._loops: list[LoopThread] = []  # the last one is where coroutines begin
         self._looked = 0.0
@@ -89,7 +89,7 @@ class Calls:
         Raises:
             Failed: it raised, whatever that was (but for Ctrl-C), or did not return in time.
         """
-        call = Call(fn, args, timeout, context, self._loop.create_future())
+        call = UserCall(fn, args, timeout, context, self._loop.create_future())
         if not self._new:
             self._loop.call_soon(self._begin)  # with those of all episodes that come to one now
         self._new.append(call)
@@ -145,7 +145,7 @@ class Calls:
             if self._queue.empty():  # else who collects would be woken once a call
                 self._wake()
 
-    def _begin_on_loop(self, calls: Sequence[Call]) -> None:
+    def _begin_on_loop(self, calls: Sequence[UserCall]) -> None:
         """All of them together, so that what they do at the same moment does not depend on threads."""
         if not calls:
             return
@@ -155,7 +155,7 @@ class Calls:
             call.began, call.used = None, 0.0
         self._loops[-1].begin(calls, self._claim, self._ended)
 
-    def _claim(self, call: Call, loop: LoopThread) -> bool:
+    def _claim(self, call: UserCall, loop: LoopThread) -> bool:
         """In the thread of a loop: whether the call is to begin there; it may have been moved."""
         with self._lock:
             claimed = call.loop is loop and call.began is None
@@ -163,7 +163,7 @@ class Calls:
                 call.began = time.monotonic()
         return claimed
 
-    def _ended(self, call: Call) -> None:
+    def _ended(self, call: UserCall) -> None:
         """In the thread of a loop."""
         with self._lock:
             call.over = True
@@ -189,7 +189,7 @@ class Calls:
                 self._answer(call)
         self._begin_on_loop(coroutines)
 
-    def _answer(self, call: Call) -> None:
+    def _answer(self, call: UserCall) -> None:
         self._open.pop(call, None)
         if call.shown:
             print(call.shown, file=sys.stderr, flush=True)  # noqa: T201
@@ -240,7 +240,7 @@ class Calls:
             loop.begin(calls[number :: len(loops)], self._claim, self._ended)
         self._loops += loops
 
-    def _give_up(self, call: Call) -> None:
+    def _give_up(self, call: UserCall) -> None:
         with self._lock:
             if call.over:
                 return
