@@ -1,9 +1,10 @@
-"""What every test runs under: no network, one thread, the same examples each time."""
+"""What every test runs under: no network, one thread, the same examples each time; and on how many cores they run."""
 
 import os
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported, which reads it once
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of what tests start, too: each core has a test of its own
 
 import hypothesis
 import pytest
@@ -16,6 +17,12 @@ torch.set_num_threads(1)  # small tensors: more threads cost more than they give
 
 hypothesis.settings.register_profile("nrl", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("nrl")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """All cores for the whole suite. What is chosen by a path, `-k` or `-m` runs in this process: it starts sooner."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    return None if whole and not {"-k", "-m"} & set(config.invocation_params.args) else 0
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ The order of `__all__` is ruff's to check (RUF022), which can also mend it.
 
 import ast
 import doctest
+import functools
 import importlib
 import inspect
 import itertools
@@ -110,15 +111,19 @@ def problems_of_examples(name: str, value: object, homes: Sequence[types.ModuleT
     return [] if used else [f"no example in {' or '.join(home.__name__ for home in homes)} uses {name}"]
 
 
+@functools.cache
+def definitions() -> dict[str, set[str]]:
+    """The names that each module of nrl defines."""
+    return {
+        module: {name for name, imported in bound(ast.parse(path.read_text()).body) if not imported}
+        for module, path in module_files().items()
+    }
+
+
 def home_modules(name: str, value: object) -> list[types.ModuleType]:
     """The modules of nrl that define this value under this name."""
-    found = []
-    for module, path in module_files().items():
-        if (name, False) in bound(ast.parse(path.read_text()).body):
-            loaded = importlib.import_module(module)
-            if getattr(loaded, name, None) is value:
-                found.append(loaded)
-    return found
+    homes = [importlib.import_module(module) for module, defined in definitions().items() if name in defined]
+    return [home for home in homes if getattr(home, name, None) is value]
 
 
 @pytest.mark.parametrize("module", module_files())
