@@ -6,13 +6,14 @@ Text on the command line is a `Word` and is read only here, because what it mean
 import contextlib
 import itertools
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from enum import Enum
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, NewType, TypeAliasType, Union, get_args, get_origin
 
 import attrs
+import cattrs
 
 from nrl.config._yaml import Found, Problems, Word, mapping, parse, word_items
 
@@ -125,6 +126,8 @@ def _anything(value: Any, _: Any = Any) -> Any:
 
 
 def _scalar(value: Any, kind: Any) -> Any:
+    if issubclass(kind, Enum):  # an enumeration of strings is a str too
+        return _choice(value, kind)
     if isinstance(value, Word):
         value = str(value) if kind is str else _reading(value)
     small = type(value) is int and abs(value) < 2**1023
@@ -276,26 +279,32 @@ def _refuse(value: Any, kind: Any) -> Any:
     raise Problems(((), f"a {name(kind)} cannot be written in a configuration; set it in Python"))
 
 
-def _is_a(*bases: type) -> Callable[[Any], bool]:
-    return lambda kind: isinstance(kind, type) and issubclass(kind, bases)
+def _origin(kind: Any) -> Any:
+    return get_origin(kind) or kind
 
 
-def _is_generic(*origins: Any) -> Callable[[Any], bool]:
-    return lambda kind: (get_origin(kind) or kind) in origins
+def _is_class(kind: Any, base: type) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base)
 
 
-_HOOKS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Any], Any]], ...] = (  # the first that holds for a type
-    (lambda kind: kind in (Any, object, None), _anything),
-    (_is_a(Enum), _choice),  # before the scalars: one of strings is a str too
-    (_is_generic(Literal), _choice),
-    (lambda kind: kind in (bool, int, float, str), _scalar),
-    (_is_a(PurePath), _path),
-    (_is_generic(*_UNIONS), _union),
-    (_is_generic(list, tuple, Sequence), _sequence),
-    (_is_generic(dict, Mapping, MutableMapping), _table),
-    (lambda kind: isinstance(kind, type) and attrs.has(kind), _section),
+_CONVERTER = cattrs.Converter()
+for _holds, _hook in (  # the last that holds for a type is asked
     (lambda kind: True, _refuse),
-)
+    (lambda kind: _bare(kind) is not kind, lambda value, kind: structure(value, _bare(kind))),
+    (lambda kind: kind in (Any, object, None), _anything),
+    (lambda kind: _origin(kind) is Literal, _choice),
+    (lambda kind: _origin(kind) in _UNIONS, _union),
+    (lambda kind: _origin(kind) in (list, tuple, Sequence), _sequence),
+    (lambda kind: _origin(kind) in (dict, Mapping, MutableMapping), _table),
+    (lambda kind: _is_class(kind, object) and attrs.has(kind), _section),
+    (lambda kind: _is_class(kind, Enum), _choice),
+    (lambda kind: _is_class(kind, PurePath), _path),
+):
+    _CONVERTER.register_structure_hook_func(_holds, _hook)
+for _kind in (bool, int, float, str):  # these, Path and bytes have hooks of cattrs' own, which convert
+    _CONVERTER.register_structure_hook(_kind, _scalar)
+_CONVERTER.register_structure_hook(Path, _path)
+_CONVERTER.register_structure_hook(bytes, _refuse)
 
 
 def structure(value: Any, kind: Any) -> Any:
@@ -307,5 +316,4 @@ def structure(value: Any, kind: Any) -> Any:
     Traceback (most recent call last):
     nrl.config._yaml.Problems: ((0,), "expected int, found '1' (a str)")
     """
-    kind = _bare(kind)
-    return next(hook for holds, hook in _HOOKS if holds(kind))(value, kind)
+    return _CONVERTER.structure(value, kind)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import cast
 
 from nrl.backends.base import Bucket, Completion, Model, Sampling
-from nrl.backends.engines import Decoded, Request, SampleEngine
+from nrl.backends.engines import Request, SampleEngine
 from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.samplers import Inflight
 from nrl.backends.sampling.checks import check_prompts, warn_of_truncation
@@ -182,7 +182,7 @@ class EnginePool:
             while (work := self._next(seat)) is not None:
                 try:
                     if seat.state != "starting":
-                        self._answer(seat, seat.advance(work))
+                        self._answer(seat, seat.advance(work, self.version))
                 except Exception as error:
                     if (death := seat.death(error)) is None:
                         self._fail(seat, error)
@@ -223,7 +223,7 @@ class EnginePool:
             if time.monotonic() - began > limit:
                 raise DeadlineExceeded(f"{otherwise} (within {limit:g} s)")
 
-    def _answer(self, seat: Seat, finished: Sequence[Sequence[tuple[int, Decoded | Exception]]]) -> None:
+    def _answer(self, seat: Seat, finished: Sequence[Sequence[tuple[int, Completion | Exception]]]) -> None:
         with self._changed:
             for engine, found in enumerate(finished):
                 for number, answer in found:
@@ -234,7 +234,7 @@ class EnginePool:
                     else:
                         tokens = [*asked.request.prompt, *answer.token_ids.tolist()]
                         self._router.has_read(self._places[seat, engine], tokens)
-                        asked.give(answer, self.version)
+                        asked.give(answer)
 
     def _fail(self, seat: Seat, error: BaseException, *, waiting: bool = False) -> None:
         with self._changed:

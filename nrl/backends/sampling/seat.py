@@ -65,21 +65,15 @@ class Awaited:
     times: int = 0
     deaths: int = 0
 
-    def give(self, decoded: Decoded, version: int) -> None:
+    def give(self, completion: Completion) -> None:
         """Answer it."""
         with suppress(futures.InvalidStateError):  # it has been cancelled
-            self.answer.set_result(_completion(decoded, version, self.times))
+            self.answer.set_result(completion._replace(times=self.times))
 
     def fail(self, error: BaseException) -> None:
         """Say why it is not answered."""
         with suppress(futures.InvalidStateError):
             self.answer.set_exception(error)
-
-
-def _completion(decoded: Decoded, version: int, times: int = 1) -> Completion:
-    """What a sampler says of what an engine decoded, with weights of this version unless the engine knows better."""
-    oldest = version if decoded.versions is None else int(decoded.versions.min())
-    return Completion(decoded.token_ids, decoded.logprobs, decoded.truncated, oldest, decoded.versions, times)
 
 
 def meshes(place: Slots | Mesh, executable: str | Executable, tp: int = 1) -> list[Mesh]:
@@ -275,36 +269,36 @@ class Seat:
             queue.clear()
         return asked, waiting
 
-    def answered(self, engine: int, number: int, answer: Decoded | Exception) -> Awaited | None:
+    def answered(self, engine: int, number: int, answer: Completion | Exception) -> Awaited | None:
         """Who waits for this, no more from now on; None: nobody wants it any more."""
         awaited = self.asked[engine].pop(number, None)
         if awaited is not None and not isinstance(answer, Exception):
             self._deaths = 0
         return awaited
 
-    def advance(self, work: Sequence[Work]) -> "list[list[tuple[int, Decoded | Exception]]]":
-        """Let every engine decode for a while; what each has finished."""
+    def advance(self, work: Sequence[Work], version: int) -> list[list[tuple[int, Completion | Exception]]]:
+        """Let every engine decode for a while, with weights of this version; what each has finished."""
         began = time.time()
         with timeline.unshown():
             verbs = ["advance"] * self.engines
             reply = self._call("generate", _do, Out.each, verbs, *zip(*work, strict=True))
-        found: list[list[tuple[int, Decoded | Exception]]] = reply.then(list).result()
+        found: list[Sequence[tuple[int, Decoded | Exception]]] = reply.then(list).result()
         if began - self._decoded[1] > _PAUSE or began - self._decoded[0] > _LONGEST:
             self.show()
             self._decoded = began, began
         self._decoded = self._decoded[0], time.time()
-        return found
+        return [[(number, _stamped(answer, version)) for number, answer in each] for each in found]
 
     def complete(self, request: Request, version: int) -> list[Completion]:
-        """Let every engine complete a prompt with these weights, while it has nothing else to do."""
+        """Let every engine complete a prompt, while it has nothing else to do."""
         found: dict[int, Completion] = {}
         requests = [request]
         while len(found) < self.engines:
-            for engine, answers in enumerate(self.advance([(requests, [])] * self.engines)):
+            for engine, answers in enumerate(self.advance([(requests, [])] * self.engines, version)):
                 for _, answer in answers:
                     if isinstance(answer, Exception):
                         raise answer
-                    found[engine] = _completion(answer, version)
+                    found[engine] = answer
             requests = []
         return [found[engine] for engine in range(self.engines)]
 
@@ -339,6 +333,13 @@ def _do(engine: SampleEngine, verb: str, *args: Any) -> Any:
 
 def _about(engine: SampleEngine) -> tuple[int, int]:
     return engine.context_length, engine.vocabulary
+
+
+def _stamped(answer: Decoded | Exception, version: int) -> Completion | Exception:
+    if isinstance(answer, Exception):
+        return answer
+    oldest = version if answer.versions is None else int(answer.versions.min())
+    return Completion(answer.token_ids, answer.logprobs, answer.truncated, oldest, answer.versions)
 
 
 def _only(results: list[Any]) -> Any:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from nrl import tiny
@@ -13,7 +12,7 @@ from nrl.backends.base import Completion, Model, Sampling
 from nrl.backends.hf.cache import ATTENTION
 from nrl.backends.models.loading import build
 from nrl.backends.models.named_weights import named_tensors
-from nrl.errors import ClosedCluster, ConfigError, GenerationError, ModelError
+from nrl.errors import ConfigError, GenerationError, ModelError
 from nrl.runtime import cluster
 
 WORDS = ["<pad>", "<bos>", "<eos>", *"abcdefghijklmnopqrst"]
@@ -63,17 +62,6 @@ def weights(**changes: Any) -> dict[str, Tensor]:
     return dict(named_tensors(build(model(**changes))))
 
 
-def full(tensors: dict[str, Tensor], prompt: list[int], completion: Completion, **changes: Any) -> Tensor:
-    """The log-probabilities of a completion by one forward pass of another model with these weights."""
-    module: Any = build(model(**changes)).eval()
-    module.load_state_dict(tensors, strict=False)
-    module.tie_weights()
-    sequence = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
-    logits = module(input_ids=sequence).logits[0, len(prompt) - 1 : -1]
-    logprobs: Tensor = logits.log_softmax(-1).gather(1, completion.token_ids[:, None])[:, 0].detach()
-    return logprobs
-
-
 # --- what it says of itself -------------------------------------------------------------------------------------------
 
 
@@ -111,23 +99,6 @@ def test_a_model_without_a_tokenizer_is_an_error(slots: Any) -> None:
 # --- generating -------------------------------------------------------------------------------------------------------
 
 
-def test_completions_carry_logprobs_and_the_version(slots: Any) -> None:
-    sampler = hf.sampler(slots, model(), Sampling(max_new_tokens=8))
-    rows = sampler.generate(PROMPTS, seeds=[5, 6, 7]).result()
-    for prompt, row in zip(PROMPTS, rows, strict=True):
-        assert isinstance(row, Completion)
-        assert row.version == 0
-        torch.testing.assert_close(row.logprobs, full(weights(), prompt, row), atol=1e-5, rtol=0)
-
-
-def test_seeds_default_to_the_row_and_sampling_is_per_call(slots: Any) -> None:
-    sampler = hf.sampler(slots, model(), Sampling(max_new_tokens=8))
-    assert ids(sampler.generate(PROMPTS).result()) == ids(sampler.generate(PROMPTS, seeds=[0, 1, 2]).result())
-    assert ids(sampler.generate(PROMPTS).result()) != ids(sampler.generate(PROMPTS, seeds=[3, 4, 5]).result())
-    short = sampler.generate(PROMPTS, sampling=Sampling(max_new_tokens=1)).result()
-    assert [len(row.token_ids) for row in short] == [1, 1, 1]
-
-
 def test_it_stops_at_the_end_tokens_of_tokenizer_and_generation_config_and_at_those_of_the_call(slots: Any) -> None:
     sampler = hf.sampler(slots, model(eos_token_id=[9, 10]), Sampling(max_new_tokens=200))
     rows = sampler.generate([[3]] * 40).result()
@@ -148,25 +119,6 @@ def test_its_module_alone_has_the_decoding_attention(slots: Any) -> None:
     assert module_of(sampler).config._attn_implementation == ATTENTION
     other: Any = build(model())
     assert other.config._attn_implementation != ATTENTION
-
-
-def test_models_of_other_types_work(slots: Any) -> None:
-    changes = {"model_type": "mistral", "sliding_window": 4}
-    sampler = hf.sampler(slots, model(**changes), Sampling(max_new_tokens=8))
-    for prompt, row in zip(PROMPTS, sampler.generate(PROMPTS).result(), strict=True):
-        torch.testing.assert_close(row.logprobs, full(weights(**changes), prompt, row, **changes), atol=1e-5, rtol=0)
-
-
-def test_a_prompt_that_fills_the_context_is_an_error(slots: Any) -> None:
-    with pytest.raises(GenerationError, match="row 1 has 256 tokens"):
-        hf.sampler(slots, model()).generate([[3], [3] * 256])
-
-
-def test_a_cluster_that_was_left_is_an_error() -> None:
-    with cluster("local") as here:
-        sampler = hf.sampler(here.reserve(1), model())
-    with pytest.raises(ClosedCluster, match="generate"):
-        sampler.generate([[3]])
 
 
 def test_one_stop_is_one_stop() -> None:
@@ -196,25 +148,6 @@ def test_sampling_that_truncates_nothing_does_not_warn(slots: Any, sampling: Sam
 # --- receiving weights ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_received_weights_are_those_that_it_samples_with(slots: Any, tied: bool) -> None:
-    changes = {"tie_word_embeddings": tied}
-    sampler = hf.sampler(slots, model(**changes), Sampling(max_new_tokens=10))
-    prompts = [*PROMPTS, [3 + i % 20 for i in range(150)]]
-    before = sampler.generate(prompts).result()
-    new = {name: tensor * 0.9 + 0.05 * tensor.roll(1) for name, tensor in weights(**changes).items()}
-    assert ("lm_head.weight" in new) != tied
-    sampler.receive(iter([new]), 7)
-    after = sampler.generate(prompts).result()
-    assert sampler.version == 7
-    assert ids(after) != ids(before)
-    for prompt, row in zip(prompts, after, strict=True):
-        assert row.version == 7
-        torch.testing.assert_close(row.logprobs, full(new, prompt, row, **changes), atol=1e-5, rtol=0)
-    embeddings = module_of(sampler).get_input_embeddings().weight, module_of(sampler).get_output_embeddings().weight
-    assert (embeddings[0] is embeddings[1]) == tied
-
-
 def test_receiving_copies_and_converts(slots: Any) -> None:
     sampler = hf.sampler(slots, model(), Sampling(max_new_tokens=4))
     new = {name: tensor.double() for name, tensor in weights().items()}
@@ -232,33 +165,6 @@ def test_tied_weights_may_come_under_both_names_if_they_agree(slots: Any) -> Non
     sampler.receive([{**new, "lm_head.weight": embedding.clone()}], 1)
     with pytest.raises(ModelError, match=r"'lm_head.weight' came twice with different values, or is tied"):
         sampler.receive([{**new, "lm_head.weight": embedding + 1}], 2)
-
-
-def without(name: str) -> dict[str, Tensor]:
-    return {key: tensor for key, tensor in weights().items() if key != name}
-
-
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        ({**weights(), "model.extra": torch.zeros(1)}, r"no weight 'model.extra'; it has .* more; build both sides"),
-        (without("model.norm.weight"), r"1 weights did not arrive: model.norm.weight; send all"),
-        (
-            {**weights(), "model.norm.weight": torch.zeros(3)},
-            r"'model.norm.weight' has shape \[3\], and here it is \[16\]",
-        ),
-        ({}, r"did not arrive: .* and \d+ more"),
-    ],
-)
-def test_weights_that_do_not_fit_are_an_error_and_stop_it(slots: Any, tensors: dict[str, Tensor], message: str) -> None:
-    sampler = hf.sampler(slots, model(), Sampling(max_new_tokens=4))
-    with pytest.raises(ModelError, match=message):
-        sampler.receive([tensors], 3)
-    assert sampler.version == 0
-    with pytest.raises(GenerationError, match=r"weights are incomplete since the last receive \(receive: .*publish"):
-        sampler.generate([[3]])
-    sampler.receive([weights()], 4)
-    assert sampler.generate([[3]]).result()[0].version == 4
 
 
 def test_a_sender_that_fails_midway_stops_it(slots: Any) -> None:
