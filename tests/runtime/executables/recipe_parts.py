@@ -2,10 +2,12 @@
 
 import base64
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import http.server
 import io
+import os
 import shutil
 import subprocess
 import sys
@@ -28,10 +30,13 @@ from nrl.runtime.node.installer import uv
 __all__ = [
     "BACKEND",
     "bare_builder",
+    "changed",
     "held",
+    "hidden",
     "index_of",
     "project_of",
     "recipe_of",
+    "run",
     "slow_source",
     "to_install",
     "wheel_of",
@@ -82,6 +87,25 @@ def recipe_of(*wheels: Wheel, executable: str = "tiny", requirements: Iterable[s
         inventory=inventory,
         **more,
     )
+
+
+def run(*command: str | Path, **env: str) -> str:
+    """What a command prints that ends well."""
+    done = subprocess.run(
+        [str(each) for each in command], capture_output=True, text=True, timeout=120, env={**os.environ, **env}, cwd="/"
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def changed(recipe: Recipe, **changes: Any) -> Recipe:
+    """A recipe but for some of its fields."""
+    return dataclasses.replace(recipe, **changes)
+
+
+def hidden(folder: Path) -> list[str]:
+    """What builders left in the folder, but for locks."""
+    return [each.name for each in folder.iterdir() if each.name.startswith(".") and not each.name.endswith(".lock")]
 
 
 class _Server(http.server.ThreadingHTTPServer):
