@@ -238,6 +238,15 @@ def test_a_request_that_every_engine_raises_at_is_given_up(here: Cluster) -> Non
         sampler.generate([[5]]).result(10)
 
 
+@pytest.mark.filterwarnings("ignore:.*an engine was lost")
+def test_deaths_with_answers_in_between_are_not_in_a_row(here: Cluster) -> None:
+    sampler = sampler_on(here)
+    for _ in range(3):
+        ENGINES[-1].raises.append(RuntimeError("no"))
+        assert tokens(sampler.stream([[5]], [0])[0]) == [0]
+    assert len(ENGINES) == 4
+
+
 def test_an_engine_that_raises_while_it_receives_is_started_again(here: Cluster) -> None:
     sampler = sampler_on(here, 2)
 
