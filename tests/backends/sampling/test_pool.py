@@ -238,6 +238,15 @@ def test_a_request_that_every_engine_raises_at_is_given_up(here: Cluster) -> Non
         sampler.generate([[5]]).result(10)
 
 
+@pytest.mark.filterwarnings("ignore:.*an engine was lost")
+def test_deaths_with_answers_in_between_are_not_in_a_row(here: Cluster) -> None:
+    sampler = sampler_on(here)
+    for _ in range(3):
+        ENGINES[-1].raises.append(RuntimeError("no"))
+        assert tokens(sampler.stream([[5]], [0])[0]) == [0]
+    assert len(ENGINES) == 4
+
+
 def test_an_engine_that_raises_while_it_receives_is_started_again(here: Cluster) -> None:
     sampler = sampler_on(here, 2)
 
@@ -424,7 +433,7 @@ def test_what_a_trainer_raises_is_not_taken_for_the_death_of_an_engine(here: Clu
 
 @pytest.mark.filterwarnings("ignore:.*an engine was lost")
 def test_engines_that_are_being_started_are_not_waited_for(here: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless there is no other."""
+    """Neither by those who publish, nor by those who ask, unless there is no other."""
     sampler, again, restart = sampler_on(here, 2), threading.Event(), Seat.restart
 
     def late(seat: Seat, *args: Any) -> None:
@@ -435,7 +444,8 @@ def test_engines_that_are_being_started_are_not_waited_for(here: Cluster, monkey
     ENGINES[0].raises.append(RuntimeError("no"))
     (row,) = sampler._ask([[5]], [0], SHORT, [0])
     assert tokens(row) == [0]  # elsewhere
-    assert sampler._seats[0].state == "starting"
+    sampler.receive([{}], 1)
+    assert [seat.state for seat in sampler._seats] == ["starting", "serving"]
     assert len(sampler.everywhere([5], SHORT).result(5)) == 1
     ENGINES[1].raises.append(RuntimeError("no"))
     both: Any = sampler.everywhere([5], SHORT)

@@ -85,3 +85,10 @@ def test_what_follows_from_a_state(
     assert [each.wanted for each in found] == wanted
     (new, _) = waits.take()[0]
     assert [each.number for each in new] == ([0] if state == "serving" else [])
+
+
+def test_who_waits_no_more_is_not_asked_for() -> None:
+    it, gone = seat(), Awaited(Request(0, [5], 0, Sampling()))
+    it.waiting[0].append(gone)
+    gone.answer.cancel()
+    assert (it.take(), it.wanted, gone.times) == ([([], [])], False, 0)
