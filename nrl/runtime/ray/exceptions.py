@@ -141,4 +141,4 @@ def _of_user(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _passes_on(file: Path) -> bool:
-    return Path(__file__).parents[1] in file.parents or "ray" in file.parts
+    return Path(__file__).parents[1] in file.parents

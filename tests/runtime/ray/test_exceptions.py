@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +58,12 @@ def test_an_exception_arrives_as_itself(error: Exception) -> None:
     assert (type(found), str(found), repr(found.args)) == (type(error), str(error), repr(error.args))
     assert vars(found) == vars(error)
     assert ", in sent\n" in on_its_way.trace
+
+
+def test_a_traceback_begins_with_the_users_code_also_in_a_folder_named_ray() -> None:
+    _, on_its_way = sent(ValueError("no"))
+    assert "ray" in Path(__file__).parts
+    assert on_its_way.trace.startswith(f'Traceback (most recent call last):\n  File "{__file__}"')
 
 
 def test_what_hangs_on_it_and_cannot_be_sent_stays_behind() -> None:

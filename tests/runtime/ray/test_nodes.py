@@ -147,7 +147,7 @@ def where(x: Tensor) -> Tensor:
         dist.all_reduce(total)
     source = Path(nrl.__file__).parents[1]
     program = "from importlib.util import find_spec; print(find_spec('nrl').origin)"
-    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    child = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
     here = sys.prefix.startswith(folder) and cowsay.__file__.startswith(folder) and used(Path(sys.prefix))
     here = here and source.parent == Path(folder) / ".sources" and used(source) and child.stdout.strip() == nrl.__file__
     return torch.tensor([["ab".index(Path(folder).name), float(here), float(total)]]).expand(len(x), 3).clone()
@@ -157,6 +157,7 @@ def builds(address: str, say: Callable[[Any], None], folder: str) -> None:
     def built() -> list[int]:
         return [len(list((Path(folder) / name).glob("small-*"))) for name in "ab"]
 
+    os.chdir(folder)  # which Ray puts on the path of processes before everything else
     with nrl.cluster(address, deadline=400) as cluster:
         slots = cluster.reserve(2, strategy="STRICT_SPREAD")
         for n in (1, 2):
