@@ -174,15 +174,15 @@ def dump(config: Any, mask: Callable[[Any], Any] | None = None) -> str:
         raise ConfigError(f"dump({type(config).__name__}): a value has no form in YAML: {reason}") from None
 
 
-class _Layer(NamedTuple):
+class _Settings(NamedTuple):
     source: str
     values: Any
 
 
-def _layers(cls: type, args: Sequence[str]) -> tuple[list[_Layer], list[str]]:
+def _layers(cls: type, args: Sequence[str]) -> tuple[list[_Settings], list[str]]:
     """The files, then the pairs; and what is wrong with either."""
-    files: list[_Layer] = []
-    pairs: list[_Layer] = []
+    files: list[_Settings] = []
+    pairs: list[_Settings] = []
     problems: list[str] = []
     config_is_file = all(field.alias != "config" for field in fields(cls))
     for arg in args:
@@ -193,13 +193,13 @@ def _layers(cls: type, args: Sequence[str]) -> tuple[list[_Layer], list[str]]:
             values: Any = Word(text)
             for part in reversed(key.split(".")):
                 values = {Word(part): values}
-            pairs.append(_Layer("the command line", values))
+            pairs.append(_Settings("the command line", values))
             if not all(key.split(".")):
                 problems.append(f"{arg}: a part of the key is empty; write key=value or key.sub=value")
         else:
             path = text if equals and key == "config" else arg
             try:
-                files.append(_Layer(path, _read(Path(path))))
+                files.append(_Settings(path, _read(Path(path))))
             except OSError as error:
                 problems.append(f"{path}: cannot be read: {error.strerror}")
             except ValueError as error:  # TOML or UTF-8 that cannot be decoded
@@ -229,7 +229,7 @@ def _merge(base: Any, over: Any) -> Any:
     return {**old, **{key: _merge(old[key], value) if key in old else value for key, value in new.items()}}
 
 
-def _explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[_Layer]) -> str:
+def _explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[_Settings]) -> str:
     """One problem in one line: where, what, from where."""
     dotted = ".".join(map(str, path))
     if isinstance(text, Unknown):
@@ -244,7 +244,7 @@ def _explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[_Laye
     return f"{dotted or cls.__name__}: {text}{origin}"
 
 
-def _origin(path: tuple[Any, ...], layer: _Layer) -> str:
+def _origin(path: tuple[Any, ...], layer: _Settings) -> str:
     """Where a layer sets the value at a path; empty if it does not."""
     value, line = layer.values, None
     for key in path:

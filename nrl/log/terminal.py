@@ -1,4 +1,8 @@
-"""The progress of a run on the terminal: a live panel, or plain lines where there is no terminal."""
+"""Where a run is, on the terminal: a live panel, or plain lines where there is none.
+
+The panel is made of rich's parts. Its `rich.progress` is not among them: that takes the time left from the last 30
+seconds, so it has none where steps are longer, and shows bars and no metrics.
+"""
 
 import math
 import sys

@@ -11,14 +11,14 @@ import attrs
 
 from nrl.log import JsonLines
 
-__all__ = ["Given", "Loop", "LoopFiles", "Step"]
+__all__ = ["Given", "Loop", "LoopFiles", "RunningStep"]
 
 
 @attrs.define(eq=False)
-class Step:
+class RunningStep:
     """The step that is running.
 
-    >>> Step().saved
+    >>> RunningStep().saved
     False
     """
 
@@ -60,7 +60,7 @@ class Loop:
     steps: int = 0
     file: str = ""  # without its suffix: a loop within a loop other than the main one bears that one's name too
     checked: bool = False  # what it saves
-    step: Step = attrs.field(factory=Step)
+    step: RunningStep = attrs.field(factory=RunningStep)
     given: Given | None = None  # at the end of the step before, until there is a batch: the next step may consume it
 
 
