@@ -1,5 +1,6 @@
 """What every test runs under: no network, one thread, the same examples each time; and on how many cores they run."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -23,6 +24,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """All cores for the whole suite. What is chosen by a path, `-k` or `-m` runs in this process: it starts sooner."""
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     return None if whole and not {"-k", "-m"} & set(config.invocation_params.args) else 0
+
+
+def pytest_collection_finish() -> None:
+    """Half a million objects are there by now and stay: no search for garbage looks at them again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -281,7 +281,7 @@ def test_dpo_on_64_real_pairs(real_model: Path, tmp_path: Path) -> None:
     dpo = load("dpo")
     pairs = str(ROOT / "tests" / "data" / "gsm8k_preferences.jsonl")
     cfg = dpo.Config(
-        model=str(real_model), data=pairs, held_out=pairs, steps=12, pairs=32, evaluate_pairs=64, evaluate_every=100,
+        model=str(real_model), data=pairs, held_out=pairs, steps=8, pairs=16, evaluate_pairs=64, evaluate_every=100,
         optimizer=adamw(lr=1e-3), out=str(tmp_path / "run"),
     )  # fmt: skip
     dpo.main(cfg)
@@ -303,12 +303,14 @@ def test_on_real_pairs(name: str, size: str, real_model: Path, tmp_path: Path) -
 
 
 @pytest.mark.timeout(600)
-def test_grpo_learns_to_add(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("steps", "least"), [(100, 0.6), pytest.param(300, 0.8, marks=pytest.mark.slow)])
+def test_grpo_learns_to_add(steps: int, least: float, tmp_path: Path) -> None:
+    """With its defaults, which make 300 steps."""
     done = subprocess.run(
-        [sys.executable, "examples/grpo.py", f"out={tmp_path / 'run'}"],
+        [sys.executable, "examples/grpo.py", f"steps={steps}", f"out={tmp_path / 'run'}"],
         cwd=ROOT, capture_output=True, text=True, timeout=580,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rewards = [line["reward"] for line in lines(tmp_path / "run" / "metrics.jsonl")]
     assert sum(rewards[:5]) / 5 < 0.4
-    assert sum(rewards[-5:]) / 5 > 0.8
+    assert sum(rewards[-5:]) / 5 > least
