@@ -41,6 +41,7 @@ from nrl.backends.sampling import pool
 from nrl.backends.training import trainer as driver_half
 from nrl.batch import Batch, deal
 from nrl.reduce import Mean, Sum
+from nrl.runs.loops import collector_spared
 from nrl.runtime import P, cluster, merged, shard_map
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.mesh import mapping
@@ -141,7 +142,7 @@ def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps
     """CPU seconds of each step by part, with ``whole``, on a mesh of ``ranks`` and as many engines."""
     clock = Parts()
     found: list[dict[str, float]] = []
-    with Nowhere("nowhere") as here, cluster("local") as local, stood_in(clock):
+    with Nowhere("nowhere") as here, cluster("local") as local, stood_in(clock), ExitStack() as stack:
         mesh = here.reserve(ranks).mesh(dp=ranks, executable="system", name="trainer")
         sampler = _sampler(local, ranks)
         trainer = driver_half.make_trainer(mesh, _nothing, name="nobody", max_tokens=width)
@@ -149,6 +150,7 @@ def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps
         here.replies.each = partial(_all, provided)
         step, state = trainer.train_step(grpo_loss), trainer.init()
         count = shard_map(_nothing, mesh, P("dp"), merged)
+        stack.enter_context(collector_spared())  # as `run.steps` does
         for number in range(steps + 1):
             batch = skewed(rows, tokens, width, number)
             prompts = _prompts(requests)

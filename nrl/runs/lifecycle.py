@@ -26,7 +26,7 @@ from nrl.errors import CheckpointError, ConfigError
 from nrl.log import Progress, Sink, duration, open_sinks, redacted
 from nrl.reduce import Metrics, finalize, merge
 from nrl.runs import config_file, folder
-from nrl.runs.loops import Given, Loop, LoopFiles, RunningStep
+from nrl.runs.loops import Given, Loop, LoopFiles, RunningStep, collector_spared
 from nrl.runs.reporting import report_at_end
 from nrl.runtime.mesh.futures import Future
 from nrl.runtime.preemption import Preemption, Terminated, heeded
@@ -144,16 +144,17 @@ class Run:
         loop.file, loop.steps, loop.begins, loop.checked, loop.given = file, steps, None, False, None
         self._running.append(loop)
         try:
-            for step in range(begins, steps):
-                if main:
-                    timeline.step(step)
-                with timeline.span(f"{shown} {step}", loop=shown):
-                    loop.step = RunningStep(asked=time.perf_counter(), published=timeline.spent("publish"))
-                    with timeline.span("take"):
-                        batch = self._pull(loop, stream)
-                    loop.step.pulled = time.perf_counter()
-                    folder.begun(self.out)
-                    yield step, batch
+            with collector_spared():
+                for step in range(begins, steps):
+                    if main:
+                        timeline.step(step)
+                    with timeline.span(f"{shown} {step}", loop=shown):
+                        loop.step = RunningStep(asked=time.perf_counter(), published=timeline.spent("publish"))
+                        with timeline.span("take"):
+                            batch = self._pull(loop, stream)
+                        loop.step.pulled = time.perf_counter()
+                        folder.begun(self.out)
+                        yield step, batch
         finally:
             self._running.remove(loop)
             if not self._running:

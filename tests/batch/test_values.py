@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nrl.batch import Batch, assign, concatenate, lengths, pad, require, unchanged
 from nrl.batch.columns import COLUMNS
+from nrl.batch.values import remembered
 from nrl.errors import BatchError, ColumnError, MissingColumn, MutatedBatch
 
 MASK = torch.tensor([[True, True, True], [True, True, False]])
@@ -492,3 +493,18 @@ def test_without_the_variable_nothing_is_checked(monkeypatch: pytest.MonkeyPatch
     batch = small(rewards=torch.zeros(2))
     with unchanged(batch, "my_loss"):
         batch["rewards"].add_(1)
+
+
+def test_what_was_found_of_a_tensor_is_looked_up_until_somebody_writes_into_it() -> None:
+    mask = torch.ones(2, 3)
+    assert [remembered(mask, "sum", mask.sum) for _ in range(2)] == [6, 6]
+    mask[0] = 0
+    assert remembered(mask, "sum", mask.sum) == 3
+
+
+def test_of_a_tensor_whose_writes_are_not_counted_nothing_is_remembered() -> None:
+    with torch.inference_mode():
+        mask = torch.ones(2, 3)
+        assert remembered(mask, "sum", lambda: float(mask.sum())) == 6
+        mask[0] = 0
+        assert remembered(mask, "sum", lambda: float(mask.sum())) == 3
