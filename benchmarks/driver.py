@@ -47,7 +47,7 @@ from nrl.runtime.executables.registry import Executable
 from nrl.runtime.mesh import mapping
 from nrl.runtime.mesh.local import LocalCluster
 from nrl.runtime.mesh.placement import Mesh, Processes
-from nrl.runtime.ray.arguments import Arguments
+from nrl.runtime.ray.call_arguments import Arguments
 from nrl.runtime.ray.messages import Receipt
 from nrl.runtime.ray.pickling import shipped
 from nrl.runtime.ray.processes import RayProcesses
@@ -358,7 +358,8 @@ def _nothing(*_: Any) -> Any:
 def _sampler(local: Any, engines: int) -> Any:
     slots = local.reserve(engines)
     meshes = [slots[place].mesh(name=f"engine {place}") for place in range(engines)]
-    return pool.StreamingEnginePool("nobody", meshes, _Nobody, tiny.model(), Sampling(max_new_tokens=8))  # type: ignore[arg-type]
+    made: Any = _Nobody
+    return pool.StreamingEnginePool("nobody", meshes, made, tiny.model(), Sampling(max_new_tokens=8))
 
 
 def _prompts(requests: int, group: int = 8, width: int = 256) -> list[list[int]]:

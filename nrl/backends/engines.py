@@ -168,7 +168,7 @@ class SampleEngine(Protocol):
         alone.
 
         Args:
-            requests: new ones, which `nrl.backends.sampling.checks.check_prompts` has found fit.
+            requests: new ones, which `nrl.backends.sampling.request_checks.check_prompts` has found fit.
             cancelled: numbers of earlier ones that nobody waits for any more; some may be finished already.
 
         Returns:

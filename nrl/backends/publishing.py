@@ -1,13 +1,13 @@
 """How the weights of a trainer get into a sampler.
 
-`publish` gives the params to ``sampler.receive``, as `nrl.backends.sampling.receiving.Weights`. A pool of engines tells
+`publish` gives the params to ``sampler.receive``, as `nrl.backends.sampling.weights.Weights`. A pool of engines tells
 each of them ``begin``, then ``add`` for each bucket that the trainer's processes send (`nrl.runtime.transfer`), then
-``end`` (`nrl.backends.engines.SampleEngine`); into vLLM they go as `nrl.backends.vllm.weight_transfer` says. Then each
+``end`` (`nrl.backends.engines.SampleEngine`); into vLLM they go as `nrl.backends.vllm.weight_loading` says. Then each
 engine completes a prompt, and the trainer says what it thinks of that.
 """
 
 from nrl.backends.samplers import Inflight, Probed, Sampler
-from nrl.backends.sampling.receiving import Weights
+from nrl.backends.sampling.weights import Weights
 from nrl.backends.training.states import Params
 from nrl.errors import ConsumedState, ModelError, PlacementError, WeightMismatch
 from nrl.runtime.mesh.placement import Mesh

@@ -30,13 +30,13 @@ def asker(sampler: Sampler, sampling: Sampling | None, seeds: Sequence[int]) -> 
     return _Together(sampler, sampling, seeds)
 
 
-class _Waiting(NamedTuple):
+class _Unanswered(NamedTuple):
     tokens: list[int]
     seed: int
     answer: "asyncio.Future[Any]"
 
 
-def _ask(waiting: Sequence[_Waiting], call: Callable[[list[list[int]], list[int]], Sequence[Any]]) -> None:
+def _ask(waiting: Sequence[_Unanswered], call: Callable[[list[list[int]], list[int]], Sequence[Any]]) -> None:
     """Ask for all of them in one call, but for those of episodes that an interrupt has cancelled meanwhile."""
     asked = [each for each in waiting if not each.answer.done()]
     if not asked:
@@ -60,12 +60,12 @@ class _Together:
     def __init__(self, sampler: Sampler, sampling: Sampling | None, seeds: Sequence[int]) -> None:
         self.sampler, self.sampling, self.seeds = sampler, sampling, seeds
         self.live = len(seeds)
-        self.waiting: dict[int, _Waiting] = {}
+        self.waiting: dict[int, _Unanswered] = {}
 
     async def generate(self, index: int, tokens: list[int]) -> Completion:
         """Continue the tokens of an episode."""
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.waiting[index] = _Waiting(list(tokens), self.seeds[index], answer)
+        self.waiting[index] = _Unanswered(list(tokens), self.seeds[index], answer)
         self._ask_once_all_wait()
         return await answer
 
@@ -89,7 +89,7 @@ class _AsTheyCome:
 
     def __init__(self, sampler: Streams, sampling: Sampling | None, seeds: Sequence[int]) -> None:
         self.sampler, self.sampling, self.seeds = sampler, sampling, seeds
-        self.waiting: list[_Waiting] = []
+        self.waiting: list[_Unanswered] = []
 
     async def generate(self, index: int, tokens: list[int]) -> Completion:
         """Continue the tokens of an episode."""
@@ -97,7 +97,7 @@ class _AsTheyCome:
         if not self.waiting:
             loop.call_soon(self._ask_now)
         answer: asyncio.Future[futures.Future[Completion]] = loop.create_future()
-        self.waiting.append(_Waiting(list(tokens), self.seeds[index], answer))
+        self.waiting.append(_Unanswered(list(tokens), self.seeds[index], answer))
         return await asyncio.wrap_future(await answer)
 
     def leave(self) -> None:

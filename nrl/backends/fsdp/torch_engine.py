@@ -23,9 +23,9 @@ from nrl.backends.fsdp import attention, probe, sharding, storage
 from nrl.backends.fsdp.outputs import compute
 from nrl.backends.models import loading, lora
 from nrl.backends.training.agreement import HeldError, Peers
-from nrl.backends.training.micro_batches import IDLE, StepSums, check_norm, evened
 from nrl.backends.training.optimizers import Optimizer, learning_rate
 from nrl.backends.training.plans import Outputs, Plan, last, plan, predicted
+from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened
 from nrl.batch import Batch
 from nrl.errors import ModelError
 from nrl.files import Saved

@@ -10,7 +10,7 @@ from torch import Tensor
 from nrl.backends.engines import Decoded
 from nrl.backends.hf.cache import ATTENTION, Cache, Generic, Preallocated
 from nrl.backends.hf.noise import draw, uniforms
-from nrl.backends.sampling.checks import check_prompts
+from nrl.backends.sampling.request_checks import check_prompts
 from nrl.errors import GenerationError
 
 __all__ = ["decode"]

@@ -18,7 +18,7 @@ from nrl.backends.models.loading import end_tokens, load_config, load_tokenizer
 from nrl.backends.openai.client import Server, beside, is_private
 from nrl.backends.openai.endpoint import Endpoint, Meaning, probe, served
 from nrl.backends.samplers import Inflight
-from nrl.backends.sampling.checks import check_prompts, truncates, warn_of_truncation
+from nrl.backends.sampling.request_checks import check_prompts, truncates, warn_of_truncation
 from nrl.errors import GenerationError
 from nrl.runtime.mesh.futures import Future, gathered
 

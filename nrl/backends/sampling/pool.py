@@ -19,10 +19,10 @@ from nrl.backends.base import Bucket, Completion, Model, Sampling
 from nrl.backends.engines import Request, SampleEngine
 from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.samplers import Inflight
-from nrl.backends.sampling.checks import check_prompts, warn_of_truncation
-from nrl.backends.sampling.receiving import Weights, give, say
+from nrl.backends.sampling.request_checks import check_prompts, warn_of_truncation
 from nrl.backends.sampling.routing import Router
 from nrl.backends.sampling.seat import Awaited, Seat, SeatState, Work
+from nrl.backends.sampling.weights import Weights, give, say
 from nrl.errors import ConsumedState, DeadlineExceeded, GenerationError, LostRequest, ModelError, WeightMismatch
 from nrl.runtime.mesh.futures import Future, gathered
 from nrl.runtime.mesh.placement import Mesh

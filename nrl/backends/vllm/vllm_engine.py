@@ -21,7 +21,7 @@ from nrl.backends.base import Bucket, Model
 from nrl.backends.engines import Decoded, Request
 from nrl.backends.models.loading import build, end_tokens, load_tokenizer, save_model
 from nrl.backends.models.named_weights import check_arrived, check_weight
-from nrl.backends.vllm import adapters, settings, tensor_parallel, weight_transfer
+from nrl.backends.vllm import adapters, settings, tensor_parallel, weight_loading
 from nrl.errors import ConfigError, GenerationError, ModelError
 from nrl.runtime.transfer import sampled
 
@@ -125,7 +125,7 @@ class VllmEngine:
 
     def rest(self) -> None:
         """Leave the device: weights go to the memory of the host, and what was read is read again later."""
-        weight_transfer.forget(self._engine)
+        weight_loading.forget(self._engine)
         self._engine.sleep(level=1, mode="keep")
 
     def wake(self) -> None:
@@ -156,7 +156,7 @@ class VllmEngine:
             check_weight(name, tensor, self._shapes, "receive")
             self._waiting.pop(name, None)
             if self._adapter is None and (tensor.ndim == 1 or sampled(name)):
-                self._came[name] = weight_transfer.fingerprint(tensor, self._engine.model_config.dtype)
+                self._came[name] = weight_loading.fingerprint(tensor, self._engine.model_config.dtype)
         if self._adapter is not None:
             self._adapter.add(bucket)
         else:
@@ -170,11 +170,11 @@ class VllmEngine:
             self._adapter.replace(self._engine)
         else:
             self._engine.collective_rpc("finish_weight_update")
-            self._engine.apply_model(weight_transfer.check_head)
-            self._engine.apply_model(partial(weight_transfer.check_held, self._came, self._engine.model_config.dtype))
+            self._engine.apply_model(weight_loading.check_head)
+            self._engine.apply_model(partial(weight_loading.check_held, self._came, self._engine.model_config.dtype))
         self._waiting = None
-        weight_transfer.forget(self._engine)
-        weight_transfer.check_forgotten(self._engine)
+        weight_loading.forget(self._engine)
+        weight_loading.check_forgotten(self._engine)
         self._engine.set_weight_version(str(version))
 
 
@@ -227,7 +227,7 @@ def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, 
             tokenizer=str(tokenizer),
             logprobs_mode="processed_logprobs",
             **tensor_parallel.arguments(),
-            weight_transfer_config=WeightTransferConfig(backend=weight_transfer.register()),
+            weight_transfer_config=WeightTransferConfig(backend=weight_loading.register()),
             **settings.given(model, options),
         )
         return LLMEngine.from_engine_args(args)

@@ -11,7 +11,7 @@ from nrl.errors import ClusterError, StateError
 from nrl.runtime.executables.registry import executable
 from nrl.runtime.mesh.placement import Donated, Mesh, Out, nothing
 from nrl.runtime.ray.actor import tail
-from nrl.runtime.ray.arguments import Arguments, Kept, Stored
+from nrl.runtime.ray.call_arguments import Arguments, Kept, Stored
 from nrl.runtime.ray.calls import Call, Ref
 from nrl.runtime.ray.interrupts import deferred
 from nrl.runtime.ray.messages import Order, folded

@@ -24,9 +24,9 @@ from nrl.backends import Sampling, Trainer, adamw, fsdp, hf
 from nrl.backends.engines import Decoded, Request
 from nrl.backends.hf.hf_engine import HfEngine
 from nrl.backends.sampling.pool import StreamingEnginePool
-from nrl.backends.sampling.receiving import Weights
 from nrl.backends.sampling.routing import Router
 from nrl.backends.sampling.seat import Seat
+from nrl.backends.sampling.weights import Weights
 from nrl.backends.training import on_ranks
 from nrl.batch import Batch
 from nrl.errors import (

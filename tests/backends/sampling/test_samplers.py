@@ -17,7 +17,7 @@ from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, Params, Sampler, Sampling, adamw, fsdp, hf, vllm
 from nrl.backends.samplers import Streams
-from nrl.backends.sampling.receiving import Weights
+from nrl.backends.sampling.weights import Weights
 from nrl.batch import Batch
 from nrl.errors import (
     ClosedCluster,
@@ -369,12 +369,12 @@ def without(it: Made, name: str) -> Iterator[None]:
     """Leave out a step of a transfer, in the processes of the sampler."""
 
     def leave_out() -> None:
-        module = importlib.import_module("nrl.backends.vllm.weight_transfer")
+        module = importlib.import_module("nrl.backends.vllm.weight_loading")
         vars(module)[f"kept {name}"] = getattr(module, name)
         setattr(module, name, lambda _: None)
 
     def put_back() -> None:
-        module = importlib.import_module("nrl.backends.vllm.weight_transfer")
+        module = importlib.import_module("nrl.backends.vllm.weight_loading")
         setattr(module, name, vars(module)[f"kept {name}"])
 
     it.inside(leave_out)
@@ -420,7 +420,7 @@ def nudge() -> None:
     def nudged(model: Any) -> None:
         model.model.norm.weight.data[0] *= 1.01
 
-    importlib.import_module("nrl.backends.vllm.weight_transfer").repack = nudged  # type: ignore[attr-defined]
+    importlib.import_module("nrl.backends.vllm.weight_loading").repack = nudged  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("it", kinds("vllm")[:1], indirect=True)
