@@ -14,8 +14,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in FILES)
-LONG_LINES = re.compile(r"docs/decisions/.*\.md")
-"""Pages with lines that are not yet wrapped."""
 FENCE = re.compile(r"^```(\S*)[ \t]*([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -68,7 +66,7 @@ def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
     assert dead_links(ROOT / page) == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if not LONG_LINES.fullmatch(page)])
+@pytest.mark.parametrize("page", PAGES)
 def test_the_lines_of_a_page_have_at_most_120_columns(page: str) -> None:
     assert long_lines((ROOT / page).read_text()) == []
 
