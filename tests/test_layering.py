@@ -40,9 +40,6 @@ HEAVY = frozenset(
 OWNERS = {"megatron": "nrl.backends.megatron", "ray": "nrl.runtime", "vllm": "nrl.backends.vllm", "wandb": "nrl.log"}
 OUTSIDE = frozenset({"benchmarks", "examples", "tests"})
 
-# Modules that run only in an executable of their own, so that they are imported inside functions: their heavy imports.
-LAZY: dict[str, frozenset[str]] = {}
-
 
 class Import(NamedTuple):
     importer: str
@@ -118,7 +115,7 @@ def circle(edges: Mapping[str, Iterable[str]]) -> list[str]:
     return next((found for name in sorted(edges) if (found := visit(name, []))), [])
 
 
-def violations(files: Mapping[str, str], lazy_modules: Mapping[str, frozenset[str]] = LAZY) -> list[str]:
+def violations(files: Mapping[str, str]) -> list[str]:
     """What is wrong with the imports of a package, given as {module: source}; one sentence each."""
     rank = {name: height for height, names in enumerate(LAYERS) for name in names}
     found = [each for name, source in files.items() for each in imports(name, source, files)]
@@ -134,10 +131,8 @@ def violations(files: Mapping[str, str], lazy_modules: Mapping[str, frozenset[st
             wrong.append(f"{where}: {room(importer) or 'nrl'} is below {room(target) or 'nrl'}, which it imports")
         if top in OWNERS and not inside(importer, OWNERS[top]):
             wrong.append(f"{where}: {top} is imported only in {OWNERS[top]}")
-        if top in HEAVY and not lazy and top not in lazy_modules.get(importer, ()):
+        if top in HEAVY and not lazy:
             wrong.append(f"{where}: {top} is imported at module level; import it inside the function that needs it")
-        if target in lazy_modules and not lazy and importer not in lazy_modules:
-            wrong.append(f"{where}: {target} is imported only inside functions")
 
     modules: dict[str, set[str]] = {}
     rooms: dict[str, set[str]] = {}
@@ -154,10 +149,6 @@ def violations(files: Mapping[str, str], lazy_modules: Mapping[str, frozenset[st
 
 def test_the_package_keeps_to_its_layers() -> None:
     assert violations(sources()) == []
-
-
-def test_every_lazy_module_exists() -> None:
-    assert set(LAZY) <= set(sources())
 
 
 @pytest.mark.parametrize(
@@ -223,19 +214,6 @@ def test_the_checker_allows(files: dict[str, str]) -> None:
     assert violations(files) == []
 
 
-def test_a_lazy_module_may_import_what_it_runs_beside_and_is_itself_imported_in_functions() -> None:
-    lazy = {"nrl.backends.vllm.worker": frozenset({"vllm"})}
-    files = {
-        "nrl.backends.vllm.worker": "import vllm",
-        "nrl.backends.vllm": "def f():\n    import nrl.backends.vllm.worker",
-    }
-    assert violations(files, lazy) == []
-    files["nrl.backends.vllm"] = "import nrl.backends.vllm.worker"
-    assert violations(files, lazy) == [
-        "nrl.backends.vllm:1: nrl.backends.vllm.worker is imported only inside functions"
-    ]
-
-
 def loaded_by(statement: str, *, path: Path | None = None) -> set[str]:
     """The heavy packages that a fresh interpreter has loaded after the statement."""
     program = f"import sys\n{statement}\nprint(*sorted({set(HEAVY)!r} & set(sys.modules)))"
@@ -246,7 +224,7 @@ def loaded_by(statement: str, *, path: Path | None = None) -> set[str]:
 
 
 def test_importing_nrl_loads_nothing_heavy() -> None:
-    modules = [name for name in sources() if name not in LAZY and not name.endswith("__main__")]
+    modules = [name for name in sources() if not name.endswith("__main__")]
     assert loaded_by("import " + ", ".join(modules)) == set()  # all of them: nrl, nrl.algos and each backend's front
 
 

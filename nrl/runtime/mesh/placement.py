@@ -8,7 +8,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, Protocol
 
 import attrs
 import torch
@@ -240,10 +240,6 @@ class Slots:
     def __len__(self) -> int:
         return len(self.indices)
 
-    @overload
-    def __getitem__(self, index: int) -> "Slots": ...
-    @overload
-    def __getitem__(self, index: slice) -> "Slots": ...
     def __getitem__(self, index: int | slice) -> "Slots":
         """Some of the slots; a single index gives a single slot."""
         chosen = self.indices[index]
