@@ -1,4 +1,4 @@
-"""Files whose size and checksum are known from the moment they are written, so that nobody reads them back for that.
+"""Files that are hashed while they are written, so that nobody reads them back for their checksum.
 
 All that was written into a folder, and into those within it, stands in one manifest, which is written last.
 """

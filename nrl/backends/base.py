@@ -1,6 +1,6 @@
-"""What every backend agrees on: models, samplings, completions, and the names of outputs.
+"""The records of all backends: models, samplings, completions, and the names of outputs.
 
-What backend authors write is in `nrl.backends.engines`.
+Authors of backends implement the protocols of `nrl.backends.engines`.
 """
 
 from collections.abc import Collection, Iterable, Mapping

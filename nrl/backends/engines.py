@@ -1,4 +1,4 @@
-"""What the author of a backend writes: an engine that trains or one that samples, made in each process of a mesh."""
+"""The protocols that authors of backends implement: an engine that trains, and one that samples."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How the weights of a trainer get into a sampler.
+"""`publish`: moves the weights of a trainer into a sampler, and checks that they arrived.
 
 `publish` gives the params to ``sampler.receive``, as `nrl.backends.sampling.weights.Weights`. A pool of engines tells
 each of them ``begin``, then ``add`` for each bucket that the trainer's processes send (`nrl.runtime.transfer`), then

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, and which of them a run keeps."""
+"""Finding the checkpoints of a run, and choosing those to keep."""
 
 import math
 from collections.abc import Mapping

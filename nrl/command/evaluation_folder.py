@@ -1,4 +1,4 @@
-"""The folder of an evaluation: what was asked for, and the results that are there already."""
+"""The folder of an evaluation: its configuration, and the results so far."""
 
 import hashlib
 import json

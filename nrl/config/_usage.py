@@ -1,4 +1,4 @@
-"""What ``--help`` prints: every key of a configuration with its type, its default and what is said of it."""
+"""What ``--help`` prints: every key of a configuration with its type, its default and its comment."""
 
 import ast
 import inspect

@@ -1,6 +1,6 @@
 """Data: rows of files become endless streams of tasks, and tokens.
 
-A row is a mapping. What its ``"prompt"`` is, is decided here, once: chat messages, plain text or token ids. `render`
+A row is a mapping. Its ``"prompt"`` is chat messages, plain text or token ids, decided here, once. `render`
 turns any of the three into token ids; `supervised`, `preferences` and `labelled` turn rows that have responses into
 batches.
 """

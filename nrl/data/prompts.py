@@ -1,4 +1,4 @@
-"""What a row's prompt is, and which rows a format makes of it."""
+"""The prompt of a row, and the rows that a format makes of it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -67,7 +67,7 @@ def tasks(
     """An endless stream of tasks, each epoch in a new order, which is a function of ``(seed, epoch)``.
 
     Every row is looked at once when the stream is made, so that a fault is found then. With ``max_tokens``, rows that
-    are longer are left out; how many is said once, and kept in ``dropped``.
+    are longer are left out; it prints how many, once, and keeps the number in ``dropped``.
 
     Args:
         source: a file (JSON Lines, Parquet, CSV), a folder, a dataset of the Hugging Face hub such as

@@ -1,4 +1,4 @@
-"""What errors of user code say: masked, of a bounded length, and each place shown once."""
+"""Errors of user code: masked, cut to a bounded length, each place shown once."""
 
 import asyncio
 import threading

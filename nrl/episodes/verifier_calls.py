@@ -1,4 +1,7 @@
-"""Where verifiers and environments are called: user code, which may raise whatever there is, and may never return.
+"""Calls of verifiers and environments: user code, which may raise anything, and may never return.
+
+`nrl.episodes.episode` asks for a call of ``env.reset`` or ``env.step``; in `nrl.envs.single_turn` the step calls the
+verifier. `nrl.episodes.call_threads` has the thread that the call is in.
 
 Plain functions run in daemon threads: one after the other, in their order, as long as they are quick, and side by side
 where they are not. Coroutines run on an event loop of their own. So the program's own loop waits for nothing but

@@ -1,4 +1,4 @@
-"""The ``config.yaml`` of a run's folder: what was asked for at the last start, and what may differ at the next one.
+"""The ``config.yaml`` of a run's folder: the configuration of the last start, and the keys that may change.
 
 The configuration of an earlier start is kept beside it, as ``config.1.yaml`` and so on.
 """
@@ -17,7 +17,7 @@ _MAY_CHANGE = frozenset({"out", "steps", "checkpoints", "sinks", "cluster", "opt
 
 
 def settle(out: Path, text: str) -> None:
-    """Write a configuration to ``config.yaml``, whole or not at all; what a resumed run asks for differently is said.
+    """Write a configuration to ``config.yaml``, whole or not at all, and report what a resumed run changes.
 
     Args:
         out: the folder.

@@ -43,7 +43,7 @@ class Run:
         out: its folder.
         total: steps of the main loop.
         keep: when checkpoints are written, and which are kept.
-        sink: what else is told of metrics, besides the terminal and the JSONL files.
+        sink: where metrics go besides the terminal and the JSONL files.
         preemption: whether SIGTERM has come.
         stack: of what ends with the run.
     """
@@ -64,7 +64,7 @@ class Run:
         """The named values as the newest checkpoint of a loop has them; without a checkpoint, as they are.
 
         The loop's files are cut back to the checkpoint, and the next `steps` of that loop goes on after it. A
-        checkpoint that is not what was written, by its checksums, is said and set aside, and the one before is used.
+        checkpoint whose checksums differ is reported and set aside, and the one before is used.
 
         Args:
             loop: the ``name`` of `steps`.
@@ -257,7 +257,7 @@ class Run:
             self._preemption.say(f"step {given.step} of '{loop.name}' is saved in {given.folder}")
 
     def _check(self, loop: Loop, named: Mapping[str, Any]) -> None:
-        """What could not be saved or restored is said at the first step, not where the first checkpoint is due."""
+        """Report what could not be saved or restored at the first step, not when the first checkpoint is due."""
         if loop.names is None:
             loop.names = frozenset(named)
         if loop.names != named.keys():

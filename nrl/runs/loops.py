@@ -1,4 +1,4 @@
-"""What a run knows of its loops, and their files: a line for each step, cut back to where the loop goes on from."""
+"""The loops of a run and their files: one line a step, cut back to the checkpoint on resuming."""
 
 import gc
 import math
@@ -114,7 +114,7 @@ class LoopFiles:
         return {path.name: _synced_size(path) for path in self._of(loop)}
 
     def cut(self, loop: str, sizes: Mapping[str, int]) -> None:
-        """Cut the files of a loop back to sizes that they had; what is shorter than it was is said."""
+        """Cut the files of a loop back to sizes that they had, and report those that are shorter by now."""
         for path in self._of(loop):
             if path.stem not in self._open and path.stat().st_size > sizes.get(path.name, 0):
                 os.truncate(path, sizes.get(path.name, 0))

@@ -12,7 +12,7 @@ from nrl.runtime.mesh.placement import Cluster
 __all__ = ["cluster"]
 
 _DEADLINE = 3600.0
-"""Seconds that a single wait may take, where nothing else is said."""
+"""Seconds that a single wait may take by default."""
 
 
 _RAY_SETTINGS = {

@@ -1,4 +1,4 @@
-"""Items that are produced before they are asked for, while the program trains."""
+"""`ahead`: produces the items of a stream early, while the program trains."""
 
 from collections import deque
 from collections.abc import Callable, Mapping

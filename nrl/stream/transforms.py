@@ -1,4 +1,4 @@
-"""Groups as batches, and streams without what teaches nothing, is not wanted, or is too old."""
+"""Transforms of streams: `batched`, `drop_uniform`, `filtered` and `fresh`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast

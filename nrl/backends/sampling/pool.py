@@ -69,7 +69,7 @@ class EnginePool:
         self.remote = meshes[0].cluster.remote
         """Whether it decodes in other processes, so that this one can do something else meanwhile."""
         self._name, self._cluster = name, meshes[0].cluster
-        self._changed = threading.Condition()  # guards the seats, and is told of whatever somebody may wait for
+        self._changed = threading.Condition()  # guards the seats; whatever somebody may wait for notifies it
         self._seats = [Seat(mesh, name, make, self._changed) for mesh in meshes]
         self.context_length, self._vocabulary = self._seats[0].about()
         self._engines = [(seat, engine) for seat in self._seats for engine in range(seat.engines)]

@@ -1,4 +1,4 @@
-"""What is looked at before anything is sampled: whether prompts can be completed, and what top-k and top-p cut off."""
+"""Checks before anything is sampled: prompts that can be completed, and what top-k and top-p cut off."""
 
 import warnings
 from collections.abc import Sequence

@@ -43,7 +43,7 @@ type SeatState = Literal["starting", "serving", "receiving", "empty", "lost"]
 """What the engines of a seat do: they are started (again), answer, are given weights, have none, or are gone."""
 
 type Work = tuple[list[Request], list[int]]
-"""What an engine is told: new requests, and the numbers of those that nobody wants any more."""
+"""The work for an engine: new requests, and the numbers of those that nobody wants any more."""
 
 
 @attrs.define(eq=False)
@@ -104,7 +104,7 @@ class Seat:
         mesh: where they are.
         name: how errors name the sampler.
         make: makes an engine, in each process.
-        changed: guards the state and the queues, and is told of every new state.
+        changed: guards the state and the queues; every new state notifies it.
     """
 
     def __init__(self, mesh: Mesh, name: str, make: Callable[[], SampleEngine], changed: threading.Condition) -> None:

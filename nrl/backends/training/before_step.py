@@ -1,4 +1,4 @@
-"""What the driver makes of a batch, and says of it, before a step."""
+"""The batch before a step: added columns, its lag, values that are not finite, advantages that teach nothing."""
 
 import sys
 from collections.abc import Collection, Mapping

@@ -1,4 +1,4 @@
-"""How the program calls a function in each process of a mesh, and waits for what they say."""
+"""Calling a function in each process of a mesh, and waiting for the results of the first or of all."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What a trainer gives to the program: train states, which a step consumes, and the params that are in them."""
+"""Train states, which a step consumes, and params, which are borrowed from them or frozen."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any

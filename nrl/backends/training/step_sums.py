@@ -1,4 +1,4 @@
-"""What processes that train together do with their micro-batches: as many of them each, and sums over all of them."""
+"""The sums of a step over micro-batches and processes, and as many micro-batches in each process."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What Ray says when a call fails, as what happened: a process has died, or a function has raised."""
+"""Why a call on Ray failed: a process has died, or a function has raised."""
 
 import re
 from typing import Any

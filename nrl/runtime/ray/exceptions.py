@@ -2,8 +2,7 @@
 
 Ray sends an exception only if plain pickle can, which a class of the user's own script is not for. Here it travels as
 functions do, so that it arrives as what it was, and ``except MyError`` catches it; what cannot be sent or opened
-arrives as a `RuntimeError` that says what it was. It is told to people, and so it is small: data that hang on it stay
-behind.
+arrives as a `RuntimeError` that says what it was. It is small, since people read it: data that hang on it stay behind.
 """
 
 import traceback

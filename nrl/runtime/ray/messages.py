@@ -1,4 +1,4 @@
-"""What the driver and the processes of a mesh say to each other: an order and what comes beside it, and a receipt."""
+"""Messages between the driver and the processes of a mesh: orders and receipts."""
 
 import pickle
 from collections.abc import Sequence

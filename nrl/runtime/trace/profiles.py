@@ -68,7 +68,7 @@ def parsed(text: str) -> dict[str, list[range]]:
 def asked(folder: Path, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """While entered, calls may be profiled into ``folder/profile``; `nrl.run` enters it.
 
-    On leaving, it is said where the traces are, and which meshes that were asked for had none.
+    On leaving, it prints where the traces are, and which of the requested meshes had none.
 
     Args:
         folder: of the run.
@@ -141,7 +141,7 @@ def tracing(path: str | None, rank: int = 0) -> Iterator[None]:
     """Profile the block with torch's profiler, and write a Chrome trace; in the process that does the work.
 
     CPU operators are recorded, and CUDA's where there is a GPU. A call within a call that is being profiled is in that
-    one's trace. A file that cannot be written is said, and the call goes on.
+    one's trace. If the file cannot be written, it says so, and the call goes on.
 
     Args:
         path: from `wanted`; None: nothing is done.

@@ -164,7 +164,7 @@ def recording(folder: Path, limit: int = _LIMIT) -> Iterator[Path]:
 
     Args:
         folder: of the run.
-        limit: bytes; once the file is as large, that is said, and nothing more is written.
+        limit: bytes; once the file is as large, it says so and writes nothing more.
 
     Yields:
         The file.
