@@ -23,12 +23,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import attrs
 
 from nrl.backends.base import Completion
 from nrl.backends.engines import Decoded, Request, SampleEngine
+from nrl.backends.training.on_mesh import only
+from nrl.backends.training.on_ranks import method
 from nrl.errors import FailedStart, LostActor, NrlError, PlacementError
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.mesh.futures import Future
@@ -239,7 +242,7 @@ class Seat:
 
     def about(self) -> tuple[int, int]:
         """The context length and the vocabulary."""
-        found: tuple[int, int] = self._call(self._name, _about, Out.first).then(_only).result()
+        found: tuple[int, int] = self._call(self._name, _about, Out.first).then(only).result()
         return found
 
     def take(self) -> list[Work]:
@@ -280,8 +283,7 @@ class Seat:
         """Let every engine decode for a while, with weights of this version; what each has finished."""
         began = time.time()
         with timeline.unshown():
-            verbs = ["advance"] * self.engines
-            reply = self._call("generate", _do, Out.each, verbs, *zip(*work, strict=True))
+            reply = self._call("generate", partial(method, "advance"), Out.each, *zip(*work, strict=True))
         found: list[Sequence[tuple[int, Decoded | Exception]]] = reply.then(list).result()
         if began - self._decoded[1] > _PAUSE or began - self._decoded[0] > _LONGEST:
             self.show()
@@ -311,9 +313,9 @@ class Seat:
 
     def load_weights(self, step: Literal["begin", "add", "end"], *args: Any) -> Future[Any]:
         """Let every engine take a step of `nrl.backends.engines.SampleEngine` towards new weights; returns at once."""
-        columns = [[arg] * self.engines for arg in (step, *args)]
+        columns = [[arg] * self.engines for arg in args]
         # Where the trainer is on the same device, it stays there: what it sends may lie on it
-        return self._call("receive", _do, Out.each, *columns, turn=False).then(_only)
+        return self._call("receive", partial(method, step), Out.each, *columns, turn=False).then(only)
 
     def _call(self, who: str, fn: Callable[..., Any], out: Out, *columns: Sequence[Any], turn: bool = True) -> Results:
         """In each process, with the arguments of its engine."""
@@ -326,11 +328,6 @@ class Seat:
         return reply
 
 
-def _do(engine: SampleEngine, verb: str, *args: Any) -> Any:
-    """Called in the process of an engine, as the next one is."""
-    return getattr(engine, verb)(*args)
-
-
 def _about(engine: SampleEngine) -> tuple[int, int]:
     return engine.context_length, engine.vocabulary
 
@@ -340,7 +337,3 @@ def _stamped(answer: Decoded | Exception, version: int) -> Completion | Exceptio
         return answer
     oldest = version if answer.versions is None else int(answer.versions.min())
     return Completion(answer.token_ids, answer.logprobs, answer.truncated, oldest, answer.versions)
-
-
-def _only(results: list[Any]) -> Any:
-    return results[0]
