@@ -95,10 +95,10 @@ def test_an_adapter_is_replaced_in_place(on_ray: Cluster, tied: bool, tp: int, t
     assert differ(state.params, rows, 3) < 1e-4
 
     inside = sampler._seats[0].mesh
-    shard_map(lambda: leave_out("vllm.weight_transfer", "forget"), inside, (), P())().result()
+    shard_map(lambda: leave_out("vllm.weight_loading", "forget"), inside, (), P())().result()
     with pytest.raises(WeightMismatch, match=r"\d+ blocks of keys and values that were computed with older weights"):
         nrl.publish(trainer.load(), sampler)
-    shard_map(lambda: leave_out("vllm.weight_transfer", "check_forgotten"), inside, (), P())().result()
+    shard_map(lambda: leave_out("vllm.weight_loading", "check_forgotten"), inside, (), P())().result()
     nrl.publish(state.params, sampler)  # each version has a folder of its own, by which vLLM finds keys and values
     assert differ(state.params, asked(sampler)) < 1e-4
     shard_map(lambda: leave_out("vllm.adapters", "Adapter", "replace"), inside, (), P())().result()
