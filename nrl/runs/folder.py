@@ -69,8 +69,8 @@ def choose(cfg: Any) -> Path:
 def entered(cfg: Any, choose: Callable[[Any], Path] = choose) -> Iterator[Path]:
     """Be alone in the folder that a configuration asks for.
 
-    An error that comes before a step has `begun` and before there is anything worth keeping, such as a model, leaves
-    no folder where there was none, and else no other ``config.yaml`` than there was.
+    An error that comes in the first step or before, while there is nothing worth keeping, such as a model, leaves no
+    folder where there was none, and else no other ``config.yaml`` than there was.
 
     Args:
         cfg: what has an ``out``, or has not.
@@ -102,7 +102,7 @@ def entered(cfg: Any, choose: Callable[[Any], Path] = choose) -> Iterator[Path]:
 
 
 def begun(out: Path) -> None:
-    """A step has a batch: whatever comes now, what trackers and profilers wrote about this run stays.
+    """A step is done, not only asked of actors that may not start: from now on all stays, whatever comes.
 
     >>> begun(Path("there/is/none"))
     """
@@ -128,9 +128,6 @@ def _undone(out: Path, made: Sequence[Path]) -> Iterator[None]:
 
 
 def _undo(out: Path, made: Sequence[Path], before: dict[str, int], configs: dict[Path, bytes]) -> None:
-    for folder in sorted(out.glob("checkpoints/**/"), reverse=True):
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # if it is empty
     if (after := _worth_keeping(out)) and (made or after != before):
         return
     if made:
@@ -138,6 +135,9 @@ def _undo(out: Path, made: Sequence[Path], before: dict[str, int], configs: dict
         for path in made[1:]:
             path.rmdir()  # others may have come to be in it
         return
+    for folder in sorted(out.glob("checkpoints/**/"), reverse=True):
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # if it is empty
     for path in _configs(out):
         if path not in configs:
             path.unlink()
@@ -155,7 +155,11 @@ def _worth_keeping(out: Path) -> dict[str, int]:
     for path in set(out.iterdir()) - set(_configs(out)):
         with contextlib.suppress(OSError):  # it is gone, or not ours to read
             about = path.stat()
-            if path.name not in _KEPT_BY_NRL and (any(path.iterdir()) if path.is_dir() else about.st_size):
+            if path.name == "checkpoints":
+                holds = any(each.is_file() for each in path.rglob("*"))
+            else:
+                holds = any(path.iterdir()) if path.is_dir() else about.st_size > 0
+            if path.name not in _KEPT_BY_NRL and holds:
                 found[path.name] = 0 if path.name == "checkpoints" else about.st_mtime_ns
     return found
 

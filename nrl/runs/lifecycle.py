@@ -153,8 +153,8 @@ class Run:
                         with timeline.span("take"):
                             batch = self._pull(loop, stream)
                         loop.step.pulled = time.perf_counter()
-                        folder.begun(self.out)
                         yield step, batch
+                    folder.begun(self.out)
         finally:
             self._running.remove(loop)
             if not self._running:

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import re
 import shutil
@@ -175,7 +176,6 @@ def test_what_is_worth_keeping_stays(tmp_path: Path) -> None:
 
 
 def test_what_others_wrote_about_a_run_that_began_stays(tmp_path: Path) -> None:
-    """A bug or no memory in the first step is just what one wants to look at the profile for."""
     for attempt in range(2):
         out = tmp_path / f"a{attempt}" / "run"
         with pytest.raises(MemoryError), run(Config(out=out)) as entered:  # noqa: PT012
@@ -183,16 +183,34 @@ def test_what_others_wrote_about_a_run_that_began_stays(tmp_path: Path) -> None:
                 (out / name).mkdir()
                 (out / name / "events").write_bytes(b"x")
             if attempt == 0:
-                for _ in entered.steps(batches()):
-                    raise MemoryError
-            raise MemoryError  # a profile is asked for
-        assert {path.name for path in out.iterdir()} >= {"config.yaml", "profile"}
+                next(steps := entered.steps(batches()))
+                next(steps)
+                (out / "profile" / "events").unlink()
+            raise MemoryError  # which is just what one wants to look at a profile for
+        assert {path.name for path in out.iterdir()} >= {"config.yaml", "profile"}, attempt
     assert {"wandb", "tensorboard"} <= {path.name for path in (tmp_path / "a0" / "run").iterdir()}
     with pytest.raises(MemoryError), run(Config(out=tmp_path / "new")):  # noqa: PT012
         (tmp_path / "new" / "wandb").mkdir()
         (tmp_path / "new" / "wandb" / "header").write_bytes(b"x")  # a tracker that has been started, and no more
         raise MemoryError
     assert not (tmp_path / "new").exists()
+    with pytest.raises(MemoryError), run(Config(out=tmp_path / "new")) as entered:  # noqa: PT012
+        entered.restore(stream=batches())
+        for _ in entered.steps(batches()):
+            raise MemoryError  # as an actor that cannot start raises where its first result is asked for
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_fails_before_its_first_checkpoint_can_be_started_again(tmp_path: Path) -> None:
+    cfg = Config(out=tmp_path / "run", steps=2)
+    for attempt in range(2):
+        with contextlib.suppress(MemoryError), run(cfg) as entered:
+            entered.restore(stream=batches())
+            for i, _ in entered.steps(batches()):
+                entered.log(i, {})
+                if attempt == 0:
+                    raise MemoryError
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_folder_is_not_searched_through(tmp_path: Path) -> None:
