@@ -12,7 +12,7 @@ from nrl.backends.samplers import Sampler
 from nrl.backends.training.measurement import evaluate
 from nrl.backends.training.optimizers import Optimizer, Schedule, adamw, learning_rate
 from nrl.backends.training.states import Params, TrainState
-from nrl.backends.training.trainer import Trainer
+from nrl.backends.training.trainer import Trainer, TrainStep
 
 __all__ = [
     "SAMPLERS",
@@ -26,6 +26,7 @@ __all__ = [
     "Schedule",
     "TrainEngine",
     "TrainState",
+    "TrainStep",
     "Trainer",
     "adamw",
     "evaluate",

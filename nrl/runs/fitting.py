@@ -1,10 +1,9 @@
 """`fit`: the plain training loop over a loss; `minibatched`: several optimizer steps on one batch."""
 
-from collections.abc import Callable
 from typing import Any
 
 from nrl.algos import Loss
-from nrl.backends import Trainer, TrainState
+from nrl.backends import Trainer, TrainState, TrainStep
 from nrl.batch import Batch, assign, minibatches
 from nrl.errors import ConfigError
 from nrl.reduce import Metrics, merge, without
@@ -13,8 +12,6 @@ from nrl.runtime import Future, done
 from nrl.stream import Stream
 
 __all__ = ["fit", "minibatched"]
-
-type _Step = Callable[..., tuple[TrainState, Future[Metrics]]]
 
 
 def fit(run: Run, name: str, trainer: Trainer, loss: Loss, stream: Stream[Batch], steps: int) -> TrainState:
@@ -56,7 +53,7 @@ def fit(run: Run, name: str, trainer: Trainer, loss: Loss, stream: Stream[Batch]
     return state
 
 
-def minibatched(step: _Step, n: int, seed: int = 0) -> _Step:
+def minibatched(step: TrainStep, n: int, seed: int = 0) -> TrainStep:
     """Make of a train step one that takes ``n`` optimizer steps on a batch, each on a part of its rows.
 
     Statistics of the whole batch, such as advantages, are columns by then. The parts are `nrl.minibatches`, drawn by

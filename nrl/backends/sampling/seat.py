@@ -20,7 +20,7 @@ Engines on one mesh live and die together and take turns together, so they have 
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from functools import partial
@@ -30,10 +30,9 @@ import attrs
 
 from nrl.backends.base import Completion
 from nrl.backends.engines import Decoded, Request, SampleEngine
-from nrl.backends.training.on_mesh import only
-from nrl.backends.training.on_ranks import method
 from nrl.errors import FailedStart, LostActor, NrlError, PlacementError
 from nrl.runtime.executables.registry import Executable
+from nrl.runtime.mesh.calling import Each, call, from_first, method, only
 from nrl.runtime.mesh.futures import Future
 from nrl.runtime.mesh.placement import Mesh, Out, Results, Slots, as_mesh
 from nrl.runtime.trace import timeline
@@ -196,8 +195,7 @@ class Seat:
                 return True
 
     def _start(self) -> None:
-        count = self.mesh.processes.count
-        (self._there,) = self.mesh.processes.call(self._name, self._make, [[]] * count, Out.kept)
+        self._there = Each(call(self.mesh, self._name, self._make))
 
     def restart(self, times: int, ready: Callable[[], None]) -> None:
         """Take new processes on the same slots, whose engines have the weights that the model began with.
@@ -242,7 +240,7 @@ class Seat:
 
     def about(self) -> tuple[int, int]:
         """The context length and the vocabulary."""
-        found: tuple[int, int] = self._call(self._name, _about, Out.first).then(only).result()
+        found: tuple[int, int] = from_first(self.mesh, self._name, _about, self._there)
         return found
 
     def take(self) -> list[Work]:
@@ -283,7 +281,7 @@ class Seat:
         """Let every engine decode for a while, with weights of this version; what each has finished."""
         began = time.time()
         with timeline.unshown():
-            reply = self._call("generate", partial(method, "advance"), Out.each, *zip(*work, strict=True))
+            reply = self._call("generate", "advance", *zip(*work, strict=True))
         found: list[Sequence[tuple[int, Decoded | Exception]]] = reply.then(list).result()
         if began - self._decoded[1] > _PAUSE or began - self._decoded[0] > _LONGEST:
             self.show()
@@ -315,16 +313,14 @@ class Seat:
         """Let every engine take a step of `nrl.backends.engines.SampleEngine` towards new weights; returns at once."""
         columns = [[arg] * self.engines for arg in args]
         # Where the trainer is on the same device, it stays there: what it sends may lie on it
-        return self._call("receive", partial(method, step), Out.each, *columns, turn=False).then(only)
+        return self._call("receive", step, *columns, turn=False).then(only)
 
-    def _call(self, who: str, fn: Callable[..., Any], out: Out, *columns: Sequence[Any], turn: bool = True) -> Results:
-        """In each process, with the arguments of its engine."""
-        self.mesh.cluster.check_open(who)
+    def _call(self, who: str, name: str, *columns: Sequence[Any], turn: bool = True) -> Results:
+        """A method of the engine in each process, with the arguments of its engine."""
         count = self.mesh.processes.count
-        of_engine: Mapping[int, int] = {rank: 0 if count == 1 else self.mesh.shard_of(rank) for rank in range(count)}
-        args = [[there, *(column[of_engine[rank]] for column in columns)] for rank, there in enumerate(self._there)]
-        reply: Results
-        (reply,) = self.mesh.processes.call(who, fn, args, out, turn=turn)
+        engines = [0 if count == 1 else self.mesh.shard_of(rank) for rank in range(count)]
+        args = (Each([column[engine] for engine in engines]) for column in columns)
+        reply: Results = call(self.mesh, who, partial(method, name), self._there, *args, outs=Out.each, turn=turn)
         return reply
 
 

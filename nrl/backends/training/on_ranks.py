@@ -15,18 +15,13 @@ from nrl.batch import Batch, assign
 from nrl.reduce import Metrics
 from nrl.runtime.transfer import Tensors, sent
 
-__all__ = ["forward", "init", "method", "next_bucket", "train", "with_params"]
+__all__ = ["forward", "init", "next_bucket", "train", "with_params"]
 
 type _Engine = TrainEngine[Any, Any]
 type _Split = Callable[[Batch], Sequence[Batch]]
 
 _BUCKET = 256 * 2**20
 """Bytes of weights that travel at once, unless one tensor alone is larger."""
-
-
-def method(name: str, engine: Any, *args: Any) -> Any:
-    """Call a method of an engine, of one that samples, too."""
-    return getattr(engine, name)(*args)
 
 
 def with_params(name: str, frozen: bool, engine: _Engine, value: Any, *args: Any) -> Any:

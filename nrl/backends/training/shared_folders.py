@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from nrl.backends.training.on_mesh import from_all
 from nrl.errors import CheckpointError
 from nrl.files import Written, check_sizes, check_sums
+from nrl.runtime.mesh.calling import from_all
 from nrl.runtime.mesh.current_process import process
 from nrl.runtime.mesh.placement import Mesh
 

@@ -19,7 +19,6 @@ from nrl.backends.engines import TrainEngine
 from nrl.backends.training import on_ranks, shared_folders
 from nrl.backends.training.before_step import check_finite, lag, told_of_no_advantages, with_columns
 from nrl.backends.training.law import check_law
-from nrl.backends.training.on_mesh import Each, call, from_all, from_first, only
 from nrl.backends.training.states import Params, TrainState
 from nrl.backends.training.terms import LOGPROBS, global_weights
 from nrl.batch import Batch, deal, microbatches, restore
@@ -27,14 +26,15 @@ from nrl.errors import CheckpointError, MissingOutput, ModelError
 from nrl.files import MANIFEST, Saved, Written, check_sizes, flush, saved_in, write_manifest
 from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Future, Handle, Mesh, done
+from nrl.runtime.mesh.calling import Each, call, from_all, from_first, method, only
 from nrl.runtime.mesh.futures import Coming, on_its_way
 from nrl.runtime.mesh.placement import Donated, Out, Rows, Value
 from nrl.runtime.transfer import opened, route
 
-__all__ = ["Trainer", "make_trainer"]
+__all__ = ["TrainStep", "Trainer", "make_trainer"]
 
-type _Step = Callable[..., tuple[TrainState, Future[Metrics]]]
-"""What `Trainer.train_step` makes of a loss."""
+type TrainStep = Callable[..., tuple[TrainState, Future[Metrics]]]
+"""What `Trainer.train_step` makes of a loss: ``(state, batch, **columns) -> (state, Future[Metrics])``."""
 
 
 def make_trainer(
@@ -113,7 +113,7 @@ class Trainer:
 
     def load(self, source: str | None = None) -> Params:
         """Frozen params, for a reference or a teacher; None: those of the model itself."""
-        values = self._call("load", partial(on_ranks.method, "load"), source)
+        values = self._call("load", partial(method, "load"), source)
         return self._params(values, 0, False, self.adapter if source is None else None)
 
     def freeze(self, params: Params) -> Params:
@@ -206,7 +206,7 @@ class Trainer:
 
     # --- steps
 
-    def train_step(self, loss: Loss) -> _Step:
+    def train_step(self, loss: Loss) -> TrainStep:
         """``step(state, batch, **columns) -> (state, Future[Metrics])``: one optimizer step on this loss.
 
         Columns are added as by `nrl.assign`, but for futures of other meshes: these go from there to the trainer's
@@ -267,7 +267,7 @@ class Trainer:
         alone = params.adapter is not None
         record = {"version": params.version, "published": params.published, "adapter": alone}
         if isinstance(value, TrainState):
-            fn: Callable[..., Any] = partial(on_ranks.method, "save")
+            fn: Callable[..., Any] = partial(method, "save")
             values = Each(params.handle.borrow(self, "save"))
             record |= {"step": value.step}
         else:
@@ -302,7 +302,7 @@ class Trainer:
         check_sizes(folder, files)
         from_first(self.mesh, "restore", shared_folders.see, folder, files, turn=False)
         name = "restore" if "step" in record else "restore_params"
-        values = self._call("restore", partial(on_ranks.method, name), folder, record["engine"])
+        values = self._call("restore", partial(method, name), folder, record["engine"])
         told = record["version"], record["published"], self.adapter if record["adapter"] else None
         return self._state(values, record["step"], *told) if "step" in record else self._params(values, *told)
 
@@ -336,7 +336,7 @@ class Trainer:
     # --- calls
 
     def _call(self, who: str, fn: Callable[..., Any], *args: Any, **how: Any) -> Any:
-        """Call ``fn(engine, *args)`` in each process; see `nrl.backends.training.on_mesh.call`."""
+        """Call ``fn(engine, *args)`` in each process; see `nrl.runtime.mesh.calling.call`."""
         return call(self.mesh, who, fn, self._engines, *args, **how)
 
     def _borrow(self, params: Params, who: str) -> Each:

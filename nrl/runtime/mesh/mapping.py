@@ -18,6 +18,7 @@ from nrl.algos import name_of
 from nrl.batch import Batch, deal, microbatches, restore, unchanged
 from nrl.errors import ConsumedState, PlacementError
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, merge
+from nrl.runtime.mesh.calling import only
 from nrl.runtime.mesh.futures import Coming, on_its_way
 from nrl.runtime.mesh.handles import Handle
 from nrl.runtime.mesh.placement import Donated, Mesh, Out, Rows
@@ -236,13 +237,9 @@ def _collect(who: str, result: Any, spec: _AnySpec, rows: list[Tensor] | None, m
     if spec is merged:
         return result.then(functools.partial(_sum, who))
     if spec == P():
-        return result.then(_first)
+        return result.then(only)
     assert rows is not None
     return result.then(functools.partial(restore, rows, who=who), rows)
-
-
-def _first(results: list[Any]) -> Any:
-    return results[0]
 
 
 def _sum(who: str, results: list[Any]) -> Metrics:

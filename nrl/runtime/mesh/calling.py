@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from nrl.runtime.mesh.placement import Mesh, Out, nothing
 
-__all__ = ["Each", "call", "from_all", "from_first", "only"]
+__all__ = ["Each", "call", "from_all", "from_first", "method", "only"]
 
 
 class Each(NamedTuple):
@@ -63,6 +63,15 @@ def from_all(mesh: Mesh, who: str, fn: Callable[..., Any], *args: Any, turn: boo
     """
     found: list[Any] = call(mesh, who, fn, *args, outs=Out.all, turn=turn).then(list).result()
     return found
+
+
+def method(name: str, value: Any, *args: Any) -> Any:
+    """Call a method of a value; ``partial(method, "size")`` is what a process calls on the value that it holds.
+
+    >>> method("upper", "a")
+    'A'
+    """
+    return getattr(value, name)(*args)
 
 
 def only(results: list[Any]) -> Any:
