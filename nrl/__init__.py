@@ -13,7 +13,7 @@ Write algorithms from pure functions over immutable batches; the runtime maps th
 import nrl.imports  # isort: skip  # noqa: F401  # before any other module imports tensordict
 from nrl.backends import Model, Sampling, adamw, evaluate, publish
 from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibatches, pad, require, shard
-from nrl.batch.columns import COLUMNS
+from nrl.batch.columns import COLUMNS, declare
 from nrl.batch.packing import pack, packed, unpack
 from nrl.envs.scoring import scored_by
 from nrl.episodes import rollout, rollouts, run_episode
@@ -58,6 +58,7 @@ __all__ = [
     "batched",
     "cluster",
     "concatenate",
+    "declare",
     "donated",
     "drop_uniform",
     "evaluate",

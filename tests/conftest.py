@@ -5,7 +5,14 @@ from collections.abc import Iterator
 import pytest
 
 import nrl
+from nrl.batch import columns
 from nrl.runtime import Cluster
+
+
+@pytest.fixture(autouse=True)
+def declare_for_this_test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test declares holds for it alone."""
+    monkeypatch.setattr(columns, "_DECLARED", dict(columns.declared()))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nrl.algos.masking import masked
 from nrl.batch import require
-from nrl.batch.columns import COLUMNS
+from nrl.batch.columns import kind_of
 from nrl.errors import BatchError, NotFinite
 
 __all__ = ["Episodes", "check_finite", "episodes", "row_rewards", "trained_tokens", "valid_rows"]
@@ -83,7 +83,7 @@ def check_finite(batch: TensorDict, column: str, reader: str) -> None:
     ... )
     """
     values: Tensor = batch[column]
-    per_token = column in COLUMNS and COLUMNS[column].per == "token"
+    per_token = kind_of(column, values, batch.ndim, None, reader) == "token"
     counts = trained_tokens(batch) if per_token else valid_rows(batch)
     wrong = ~values.isfinite() & (counts if counts.ndim == values.ndim else counts.unsqueeze(-1))
     bad = (wrong.any(-1) if wrong.ndim > 1 else wrong).nonzero().squeeze(-1).tolist()

@@ -1,6 +1,6 @@
 """Batches: values with named columns, split into parts and put together, packed and unpacked."""
 
-from nrl.batch.columns import COLUMNS
+from nrl.batch.columns import COLUMNS, declare
 from nrl.batch.parts import Parts, concatenate, deal, microbatches, minibatches, pad, restore, shard
 from nrl.batch.values import Batch, assign, lengths, require, unchanged
 
@@ -11,6 +11,7 @@ __all__ = [
     "assign",
     "concatenate",
     "deal",
+    "declare",
     "lengths",
     "microbatches",
     "minibatches",

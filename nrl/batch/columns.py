@@ -1,24 +1,40 @@
-"""The vocabulary of batches: the name, shape and dtype of each column."""
+"""The vocabulary of batches: what each column is for, its shape and dtype.
 
-from typing import Literal, NamedTuple
+A column has one entry for each row, one for each token, or as many entries a row as that row needs (ragged). Its name
+says which: it stands in `COLUMNS`, or a program declares it. A shape says nothing, because ``[B, K]`` may be K numbers
+a row or one number for each of K tokens.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
+from tensordict import TensorDict
 
-__all__ = ["COLUMNS", "Column"]
+from nrl.batch.ragged import is_ragged
+from nrl.errors import ColumnError
+
+__all__ = ["COLUMNS", "Column", "Kind", "declare", "declared", "declaring", "kind_of"]
+
+type Kind = Literal["row", "token", "ragged"]
+"""What a column has entries for: each row, each token, or whatever a row has several of."""
 
 
 class Column(NamedTuple):
-    """What is known of a column: per row or per token, its dtype, what missing entries are, how to get it.
+    """What is known of a column: what it has entries for, its dtype, how to get it, what missing entries are.
 
     >>> COLUMNS["advantages"].per, COLUMNS["advantages"].dtype
     ('token', torch.float32)
     """
 
-    per: Literal["row", "token"]
-    dtype: torch.dtype
+    per: Kind
+    dtype: torch.dtype | None
+    """None: any."""
     hint: str
     default: bool | int | float | None = None
     """The value that an absent column stands for; None where absence has no meaning."""
+    entry: tuple[int, int] = (0, 0)
+    """How many dimensions an entry may have, from and to."""
 
 
 def _from_trainer(call: str, column: str) -> str:
@@ -63,7 +79,20 @@ COLUMNS: dict[str, Column] = {
         torch.float32,
         _from_trainer("critic.values(state.params, batch)", "values") + " V before each token.",
     ),
-    "rewards": Column("row", torch.float32, "The environment writes it, in rollout."),
+    "teacher_ids": Column(
+        "token",
+        torch.int64,
+        _from_trainer("teacher.top_k(params, batch, k)['teacher_ids']", "teacher_ids"),
+        entry=(1, 1),
+    ),
+    "teacher_topk_logprobs": Column(
+        "token",
+        torch.float32,
+        _from_trainer("teacher.top_k(params, batch, k)['teacher_topk_logprobs']", "teacher_topk_logprobs"),
+        entry=(1, 1),
+    ),
+    "media": Column("ragged", None, "Data writes it, for inputs that are not tokens."),
+    "rewards": Column("row", torch.float32, "The environment writes it, in rollout.", entry=(0, 1)),
     "token_rewards": Column("token", torch.float32, "Add it with nrl.algos.token_rewards(batch, penalty)."),
     "advantages": Column("token", torch.float32, "Add it with nrl.algos.advantages(batch)."),
     "returns": Column("token", torch.float32, "Add it with nrl.algos.gae."),
@@ -100,3 +129,70 @@ COLUMNS: dict[str, Column] = {
 >>> sorted(COLUMNS)[:3]
 ['advantages', 'attention_mask', 'desirable']
 """
+
+_DECLARED: dict[str, Kind] = {}
+
+
+def declare(**kinds: Kind) -> None:
+    """Say what columns of your own have entries for; needed where a shape could mean two things.
+
+    A column that nobody declares is per row. If it has the shape of one that is per token, ``[*B, T, ...]``, functions
+    that would have to know raise. A declaration holds in this program and in the processes that it calls.
+
+    Args:
+        **kinds: ``"row"``, ``"token"`` (shape ``[*B, T, ...]``; cut and padded with the tokens) or ``"ragged"`` (a
+            jagged nested tensor ``[B, j, ...]``, or a nested batch of them), by the names of the columns.
+
+    Raises:
+        ColumnError: nrl knows the column, or it has been declared to be something else.
+
+    >>> declare(sentence_scores="row", token_scores="token")
+    """
+    for name, kind in kinds.items():
+        if kind not in ("row", "token", "ragged"):
+            raise ColumnError(f"declare: '{name}' is declared as {kind!r}; a column is 'row', 'token' or 'ragged'")
+        known = COLUMNS[name].per if name in COLUMNS else _DECLARED.get(name, kind)
+        if known != kind:
+            raise ColumnError(
+                f"declare: the column '{name}' is '{known}' already, and cannot be '{kind}'; take another name"
+            )
+    _DECLARED.update({name: kind for name, kind in kinds.items() if name not in COLUMNS})
+
+
+def declared() -> dict[str, Kind]:
+    """What this program has declared."""
+    return dict(_DECLARED)
+
+
+def declaring(kinds: Mapping[str, Kind], fn: Callable[..., Any], *args: Any) -> Any:
+    """Call a function where another program's declarations hold."""
+    declare(**kinds)
+    return fn(*args)
+
+
+def kind_of(name: str, value: Any, dim: int, width: int | None, who: str) -> Kind:
+    """What a column has entries for.
+
+    Args:
+        name: of the column.
+        value: the column.
+        dim: the number of dimensions of the batch size.
+        width: how many tokens wide the batch is; None: it has none.
+        who: how errors name the caller.
+
+    Raises:
+        ColumnError: neither nrl nor the program says so, and the shape allows two.
+    """
+    if name in COLUMNS:
+        return COLUMNS[name].per
+    if name in _DECLARED:
+        return _DECLARED[name]
+    if is_ragged(value):
+        return "ragged"
+    if isinstance(value, TensorDict) or width is None or value.ndim <= dim or value.shape[dim] != width:
+        return "row"
+    raise ColumnError(
+        f"{who}: column '{name}' has shape {list(value.shape)}, and the batch is {width} tokens wide, so it may hold "
+        f"an entry for each token or {width} numbers for each row; say which, once in your program: "
+        f"nrl.declare({name}='token') or nrl.declare({name}='row')"
+    )

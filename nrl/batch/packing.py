@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.batch import lengths, require
-from nrl.batch.prefixes import common_prefixes
+from nrl.batch.prefixes import common_prefixes, media_numbers
 
 __all__ = ["After", "Block", "Packed", "blocks", "pack", "packed", "unpack"]
 
@@ -149,7 +149,7 @@ def pack(batch: TensorDict, *, ends: Tensor | None = None, share: bool | None = 
     stem, shared = np.arange(len(sizes)), sizes
     pieces = _planned(sizes, stem, shared)
     if share is not False:
-        common = common_prefixes(rows, sizes)
+        common = common_prefixes(rows, sizes, media_numbers(batch))
         if bool((common[0] != stem).any()):
             other = _planned(sizes, *common)
             if share or _cost(other) < _cost(pieces):

@@ -8,7 +8,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.batch.columns import COLUMNS
+from nrl.batch.columns import COLUMNS, kind_of
+from nrl.batch.ragged import is_ragged, ragged, rows_of
 from nrl.batch.values import Batch, lengths, remembered, require
 from nrl.errors import BatchError
 
@@ -81,6 +82,9 @@ def _put_together(rows: Sequence[Tensor], outputs: Sequence[Any]) -> Any:
     if all(_alike(each, first) for each in outputs):
         columns = {name: _put_together(rows, [each[name] for each in outputs]) for name in first.keys()}
         return TensorDict(columns, batch_size=[sum(map(len, rows)), *first.batch_size[1:]])
+    if isinstance(first, Tensor) and all(map(is_ragged, outputs)):
+        each = [row for output in outputs for row in rows_of(output)]
+        return ragged([each[place] for place in torch.argsort(torch.cat(list(rows))).tolist()])
     if len({_kind(each) for each in outputs}) == 1 and isinstance(first, Tensor):
         whole = first.new_empty((sum(map(len, rows)), *first.shape[1:]))
         for index, output in zip(rows, outputs, strict=True):
@@ -105,7 +109,7 @@ def _plain(value: Any) -> bool:
 
 def _take(batch: TensorDict, rows: Tensor, each: Tensor | None) -> Batch:
     if each is not None and len(rows) > 0:  # cut before rows are copied, so that no padding is
-        batch = _resize(batch, max(1, int(each[rows].max())))
+        batch = _resize(batch, max(1, int(each[rows].max())), "microbatches")
     return cast(Batch, batch[rows].lock_())
 
 
@@ -248,6 +252,7 @@ def pad(batch: TensorDict, width: int) -> Batch:
 
     Raises:
         BatchError: the batch is wider than that.
+        ColumnError: of a column nobody has said whether it is per token; see `nrl.declare`.
 
     >>> pad(Batch({"input_ids": torch.tensor([[5, 6]])}, batch_size=[1]), 3)["input_ids"].tolist()
     [[5, 6, 0]]
@@ -255,27 +260,21 @@ def pad(batch: TensorDict, width: int) -> Batch:
     require(batch, "input_ids", reader="pad")
     if batch["input_ids"].shape[-1] > width:
         raise BatchError(f"pad: the batch is {batch['input_ids'].shape[-1]} tokens wide, more than width={width}")
-    return cast(Batch, _resize(batch, width).lock_())
+    return cast(Batch, _resize(batch, width, "pad").lock_())
 
 
-def _resize(batch: TensorDict, width: int) -> TensorDict:
-    """Cut or pad the per-token columns on the right."""
+def _resize(batch: TensorDict, width: int, who: str) -> TensorDict:
+    """Cut or pad the columns that are per token, on the right."""
     old, dim = batch["input_ids"].shape[-1], batch.ndim
     out = batch.copy()
     if "attention_mask" not in batch.keys() and width > old:
         out.set("attention_mask", torch.ones_like(batch["input_ids"], dtype=torch.bool))
     for name, value in out.items():
-        if isinstance(value, Tensor) and _per_token(name, value, dim, old):
+        if kind_of(str(name), value, dim, old, who) == "token":
             short = value.narrow(dim, 0, min(old, width))
             filler = short.new_zeros((*short.shape[:dim], width - short.shape[dim], *short.shape[dim + 1 :]))
             out.set(name, torch.cat([short, filler], dim) if width > old else short)
     return out
-
-
-def _per_token(name: str, value: Tensor, dim: int, width: int) -> bool:
-    if name in COLUMNS:
-        return COLUMNS[name].per == "token"
-    return value.ndim > dim and value.shape[dim] == width
 
 
 def concatenate(batches: Sequence[TensorDict]) -> Batch:
@@ -302,13 +301,13 @@ def concatenate(batches: Sequence[TensorDict]) -> Batch:
         (batch["input_ids"].shape[-1] for batch in batches if "input_ids" in batch.keys()),
         default=0,
     )
-    if width and any(_ragged(batch, width) for batch in batches):
+    if width and any(_uneven(batch, width) for batch in batches):
         names = sorted({*names, "attention_mask"})
     filled = [_filled(batch, names, width) for batch in batches]
     return cast(Batch, torch.cat(cast(Any, filled)).lock_())  # type: ignore[attr-defined]
 
 
-def _ragged(batch: TensorDict, width: int) -> bool:
+def _uneven(batch: TensorDict, width: int) -> bool:
     return "attention_mask" in batch.keys() or ("input_ids" in batch.keys() and batch["input_ids"].shape[-1] < width)
 
 
@@ -329,4 +328,4 @@ def _filled(batch: TensorDict, names: Sequence[str], width: int) -> TensorDict:
             raise BatchError(
                 f"concatenate: one batch has the column '{name}' and another has not; assign it to all of them first"
             )
-    return _resize(out, width) if width and "input_ids" in out.keys() else out
+    return _resize(out, width, "concatenate") if width and "input_ids" in out.keys() else out

@@ -1,7 +1,8 @@
 """Rows with a common beginning: finding them and keeping them together, so that it is computed once.
 
 Rows that answer one prompt begin with the same tokens. That is found from the tokens themselves, so it needs no group
-numbers, holds for any order of the rows, and is exact for whatever else happens to be equal.
+numbers, holds for any order of the rows, and is exact for whatever else happens to be equal. Rows with different media
+have nothing in common, because the same tokens stand for different things.
 """
 
 from collections.abc import Sequence
@@ -11,14 +12,17 @@ import torch
 from tensordict import TensorDict
 
 from nrl.batch import Parts, lengths, microbatches
+from nrl.batch.ragged import numbered
 
-__all__ = ["common_prefixes", "microbatches_by_prefix"]
+__all__ = ["common_prefixes", "media_numbers", "microbatches_by_prefix"]
 
 _PART_COST = 500
 """What one more micro-batch costs, in tokens."""
 
 
-def common_prefixes(ids: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def common_prefixes(
+    ids: np.ndarray, sizes: np.ndarray, media: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Put rows into sets that begin alike, so that laying out each set's common first tokens once saves much.
 
     Sorted rows that have their first k tokens in common are neighbours, so the candidates form a tree: a set either
@@ -29,6 +33,8 @@ def common_prefixes(ids: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.
     Args:
         ids: ``[B, T]`` integers, right-padded.
         sizes: ``[B]`` integers, the tokens of each row that count.
+        media: ``[B]`` integers, different where what stands for tokens that are not text differs: equal tokens of such
+            rows are not the same beginning. None: there is nothing of the kind.
 
     Returns:
         stem: ``[B]`` int64, a row of the same set, the same one for all of the set.
@@ -38,9 +44,10 @@ def common_prefixes(ids: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.
     >>> common_prefixes(ids, np.array([4, 4, 3]))
     (array([0, 1, 0]), array([2, 4, 2]))
     """
-    keys = ids.astype(">i8")
-    order = np.array(sorted(range(len(ids)), key=lambda row: keys[row, : sizes[row]].tobytes()), dtype=np.int64)
-    alike = _in_common(ids[order], sizes[order])
+    keys, media = ids.astype(">i8"), np.zeros(len(ids), np.int64) if media is None else media
+    found = sorted(range(len(ids)), key=lambda row: (media[row], keys[row, : sizes[row]].tobytes()))
+    order = np.array(found, dtype=np.int64)
+    alike = np.where(np.diff(media[order]) == 0, _in_common(ids[order], sizes[order]), 0)
     # A set of sorted rows is known by its first and its last one, which know each other
     last, first = list(range(len(ids))), list(range(len(ids)))
     saved = [0] * len(ids)  # of the set that begins here
@@ -71,6 +78,18 @@ def _in_common(ids: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return common
 
 
+def media_numbers(batch: TensorDict) -> np.ndarray | None:
+    """What `common_prefixes` has to know of the rows' media: rows with equal media, and no others, have equal numbers.
+
+    Returns:
+        ``[B]`` int64; None where the batch has none.
+    """
+    if "media" not in batch.keys():
+        return None
+    media = batch["media"]
+    return numbered(media.reshape(-1) if batch.ndim > 1 else media)
+
+
 def microbatches_by_prefix(batch: TensorDict, *, max_tokens: int) -> Parts:
     """Split a batch as `nrl.microbatches` does, but with rows that begin alike in one part where that saves tokens.
 
@@ -95,7 +114,7 @@ def microbatches_by_prefix(batch: TensorDict, *, max_tokens: int) -> Parts:
     if len(parts) < 2 or batch.ndim > 1:
         return parts
     sizes = lengths(batch).cpu().numpy()
-    stem, shared = common_prefixes(batch["input_ids"].cpu().numpy(), sizes)
+    stem, shared = common_prefixes(batch["input_ids"].cpu().numpy(), sizes, media_numbers(batch))
 
     def cost(plan: Sequence[np.ndarray]) -> int:
         beginnings = sum(int(shared[np.unique(stem[rows])].sum()) for rows in plan)

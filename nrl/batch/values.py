@@ -1,8 +1,7 @@
 """Batches as values: locked TensorDicts of concrete tensors that no function changes.
 
-A column at position ``t`` describes token ``t``. Rows are right-padded. `nrl.COLUMNS` is the vocabulary; a column that
-is not in it is carried along, and counts as per-token if its shape is ``[*B, T, ...]``, where ``T`` is the width of
-``input_ids``.
+A column at position ``t`` describes token ``t``. Rows are right-padded. `nrl.COLUMNS` is the vocabulary. Other columns
+are carried along, as `nrl.declare` says.
 """
 
 import os
@@ -15,7 +14,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nrl.batch.columns import COLUMNS
+from nrl.batch.columns import COLUMNS, Column, kind_of
+from nrl.batch.ragged import is_ragged, parts_of
 from nrl.errors import ColumnError, MissingColumn, MutatedBatch
 
 __all__ = ["Batch", "assign", "lengths", "remembered", "require", "unchanged"]
@@ -40,10 +40,12 @@ def assign(batch: TensorDict, **columns: Any) -> Batch:
 
     Args:
         batch: any TensorDict; it is left as it is.
-        **columns: tensors, or futures of tensors. Those in `COLUMNS` are checked for dtype and shape.
+        **columns: tensors, or futures of tensors. Those in `COLUMNS` are checked for dtype and shape. Columns that are
+            ragged are jagged nested tensors, or nested batches of them.
 
     Raises:
-        ColumnError: a column has the wrong type, dtype or shape, or ``attention_mask`` is not right-padded.
+        ColumnError: a column has the wrong type, dtype or shape; or a shape that may mean two things, and nobody has
+            declared which (see `nrl.declare`); or ``attention_mask`` is not right-padded.
 
     >>> batch = Batch({"input_ids": torch.tensor([[5, 6]])}, batch_size=[1])
     >>> sorted(assign(batch, rewards=torch.tensor([1.0])).keys())
@@ -55,7 +57,7 @@ def assign(batch: TensorDict, **columns: Any) -> Batch:
         _check(name, value, batch.batch_size, width)
     if "input_ids" in values:
         for name, value in batch.items():
-            if str(name) in COLUMNS and str(name) not in values:
+            if str(name) not in values:
                 _check(str(name), value, batch.batch_size, width)
     out = batch.copy()
     for name, value in values.items():
@@ -86,30 +88,42 @@ def _constant(name: str, value: Any) -> Any:
 
 
 def _check(name: str, value: Any, size: torch.Size, width: int | None) -> None:
+    ragged = is_ragged(value)
+    if not isinstance(value, TensorDict) and value.is_nested and not (ragged and len(size) == 1):
+        raise ColumnError(
+            f"assign: column '{name}' is a nested tensor, of the layout {value.layout}, and the batch has batch size "
+            f"{list(size)}; it must be torch.nested.nested_tensor(rows, layout=torch.jagged), with an entry for each "
+            "row of a batch size [B]"
+        )
+    shape = [value.shape[0], "j", *value.shape[2:]] if ragged else list(value.shape)
+    found = f"assign: column '{name}' has shape {shape}"
     if value.shape[: len(size)] != size:
         raise ColumnError(
-            f"assign: column '{name}' has shape {list(value.shape)}, but the batch has batch size {list(size)}; "
-            "its first dimensions must be the batch's"
+            f"{found}, but the batch has batch size {list(size)}; its first dimensions must be the batch's"
         )
-    column = COLUMNS.get(name)
-    if column is None:
+    kind = kind_of(name, value, len(size), width, "assign")
+    if (kind == "ragged") != ragged and not isinstance(value, TensorDict):
+        raise ColumnError(
+            f"{found}, and it is {'' if kind == 'ragged' else 'per '}{kind}; ragged columns, and no others, are "
+            "jagged nested tensors (torch.nested.nested_tensor(rows, layout=torch.jagged)), or batches of them"
+        )
+    if kind == "ragged" or (name not in COLUMNS and kind == "row"):
         return
+    column = COLUMNS.get(name, Column(kind, None, "", entry=(0, value.ndim)))
     dtypes = (column.dtype, torch.float64) if column.dtype == torch.float32 else (column.dtype,)
-    if value.dtype not in dtypes:
+    if column.dtype is not None and value.dtype not in dtypes:
         raise ColumnError(
             f"assign: column '{name}' has dtype {value.dtype}; it must be {column.dtype} "
             f"(convert it with .to({column.dtype}))"
         )
-    rest = list(value.shape[len(size) :])
-    if column.per == "token" and (len(rest) != 1 or (width is not None and rest[0] != width)):
-        raise ColumnError(
-            f"assign: column '{name}' has shape {list(value.shape)}; it is per token, so it must have shape "
-            f"{[*size, 'T' if width is None else width]}, as wide as input_ids"
-        )
-    if column.per == "row" and len(rest) > (1 if name == "rewards" else 0):
-        raise ColumnError(
-            f"assign: column '{name}' has shape {list(value.shape)}; it is per row, so it must have shape {list(size)}"
-        )
+    least, most = column.entry
+    per_token, rest = kind == "token", shape[len(size) :]
+    wrong = not least <= len(rest) - per_token <= most
+    if per_token and (wrong or (width is not None and rest[0] != width)):
+        expected = [*size, "T" if width is None else width, *"k" * least]
+        raise ColumnError(f"{found}; it is per token, so it must have shape {expected}, as wide as input_ids")
+    if wrong:
+        raise ColumnError(f"{found}; it is per row, so it must have shape {list(size)}")
     if name == "attention_mask" and bool((value[..., 1:] & ~value[..., :-1]).any()):
         raise ColumnError(
             "assign: 'attention_mask' has a false before a true; rows are right-padded, so move the padding to the end"
@@ -176,7 +190,8 @@ def unchanged(batch: TensorDict, who: str) -> Iterator[None]:
 
 
 def _leaves(batch: TensorDict) -> dict[str, Tensor]:
-    return {str(key): cast(Tensor, value) for key, value in batch.items(include_nested=True, leaves_only=True)}
+    leaves = {str(key): cast(Tensor, value) for key, value in batch.items(include_nested=True, leaves_only=True)}
+    return {key: parts_of(value)[0] if is_ragged(value) else value for key, value in leaves.items()}
 
 
 def remembered[T](tensor: Tensor, what: Hashable, find: Callable[[], T]) -> T:

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.batch.ragged import is_ragged, of_values, parts_of
 from nrl.errors import CheckpointError
 
 __all__ = ["decode", "encode"]
@@ -42,6 +43,8 @@ def encode(value: Any, name: str, *, classes: bool = True) -> Any:
         return value
     if type(value) is bytes:
         return {"bytes": value.hex()}
+    if is_ragged(value):
+        return {"ragged": [encode(part, name) for part in parts_of(value)]}
     if isinstance(value, Tensor):  # a view would bring the whole of its storage along
         return value if value.untyped_storage().nbytes() <= value.nbytes else value.clone()
     if isinstance(value, np.ndarray | np.generic):
@@ -86,6 +89,8 @@ def decode(stored: Any, like: Any, name: str) -> Any:
             return bytes.fromhex(text)
         case {"ndarray": tensor, "scalar": scalar}:
             return tensor.numpy()[()] if scalar else tensor.numpy()
+        case {"ragged": [values, offsets]}:
+            return of_values(values, offsets)
         case {"batch": columns, "batch_size": size, "locked": locked}:
             made = TensorDict({key: decode(x, None, name) for key, x in columns.items()}, batch_size=size)
             return made.lock_() if locked else made

@@ -2,6 +2,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nrl.batch import Batch, lengths, microbatches
+from nrl.batch import Batch, assign, lengths, microbatches
 from nrl.batch.packing import Block, Packed, blocks, pack, packed, unpack
 from nrl.batch.prefixes import common_prefixes, microbatches_by_prefix
+from nrl.batch.ragged import ragged
 from nrl.errors import BatchError, MissingColumn
 
 quick = settings(max_examples=50)
@@ -250,6 +252,53 @@ def rows_of(rows: Sequence[Sequence[int]], width: int = 6) -> Batch:
 
 def in_common(rows: Sequence[Sequence[int]]) -> int:
     return next((t for t, column in enumerate(zip(*rows, strict=False)) if len(set(column)) > 1), min(map(len, rows)))
+
+
+def pictures(numbers: Sequence[int]) -> Tensor:
+    """For each row one picture, of two values."""
+    return ragged([torch.tensor([[number, 0]]) for number in numbers])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_equal_tokens_that_stand_for_other_pictures_are_not_shared(nested: bool) -> None:
+    media: Any = pictures([1, 2, 1])
+    batch = assign(rows_of([[5, 6, 7]] * 3), media=Batch({"pixels": media}, [3]) if nested else media)
+    found = pack(batch, share=True)
+    assert sorted(found.input_ids.tolist()) == [5, 5, 6, 6, 7, 7]  # of the first and the last row, and of the second
+    first, second, third = found.place.view(3, -1)[:, :3].tolist()
+    assert first == third
+    assert not set(first) & set(second)
+    apart = assign(batch, media=pictures([1, 2, 3]))
+    assert len(pack(apart, share=True).input_ids) == 9
+    pairs = Batch({"input_ids": torch.full((1, 2, 3), 5)}, [1, 2])
+    pairs["media"] = Batch({"pixels": torch.tensor([[1, 2]])}, [1, 2])
+    assert len(pack(pairs, share=True).input_ids) == 6
+
+
+def test_rows_with_other_pictures_need_not_be_in_one_micro_batch() -> None:
+    width = 600
+    ids = torch.ones(4, width, dtype=torch.int64)
+    mask = torch.arange(width) < torch.tensor([[width - 1], [width], [width], [width - 1]])
+    batch = assign(Batch({}, batch_size=[4]), input_ids=ids, attention_mask=mask, media=pictures([1, 1, 2, 2]))
+    parts = microbatches_by_prefix(batch, max_tokens=2 * width)
+    assert sorted(sorted(rows.tolist()) for rows in parts.rows) == [[0, 1], [2, 3]]
+
+
+@quick
+@given(alike, st.data())
+def test_what_rows_have_in_common_is_tokens_and_media(rows: list[list[int]], data: st.DataObject) -> None:
+    """As if the media were a first token that is not counted."""
+    media = data.draw(st.lists(st.integers(1, 2), min_size=len(rows), max_size=len(rows)))
+    batch = rows_of(rows)
+    sizes = lengths(batch).numpy()
+    stem, shared = common_prefixes(batch["input_ids"].numpy(), sizes, np.array(media, np.int64))
+    for row, other in enumerate(stem.tolist()):
+        assert media[row] == media[other]
+        assert rows[row][: shared[row]] == rows[other][: shared[row]]
+    for number in set(media):
+        alone = [row for row in range(len(rows)) if media[row] == number]
+        expected = common_prefixes(batch["input_ids"].numpy()[alone], sizes[alone])[1]
+        assert shared[alone].tolist() == expected.tolist()
 
 
 @quick

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import nrl
 from nrl.batch import Batch, Parts, assign, deal, lengths, microbatches, minibatches, restore, shard
 from nrl.batch.parts import rows_of_microbatches
 from nrl.errors import BatchError, MissingColumn
@@ -259,6 +260,7 @@ def test_microbatches_without_a_mask_have_the_whole_width() -> None:
 
 
 def test_microbatches_cut_every_column_per_token_and_no_other() -> None:
+    nrl.declare(mine="token", four="row")
     mask = torch.tensor([[True, True, False, False]])
     batch = Batch(
         {
@@ -267,6 +269,7 @@ def test_microbatches_cut_every_column_per_token_and_no_other() -> None:
             "advantages": torch.ones(1, 4),
             "mine": torch.ones(1, 4, 3),
             "rewards": torch.ones(1, 4),
+            "four": torch.ones(1, 4),
             "row": torch.ones(1),
         },
         batch_size=[1],
@@ -278,6 +281,7 @@ def test_microbatches_cut_every_column_per_token_and_no_other() -> None:
         "advantages": (1, 2),
         "mine": (1, 2, 3),
         "rewards": (1, 4),
+        "four": (1, 4),
         "row": (1,),
     }
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import nrl
 from nrl.batch import Batch, assign, concatenate, lengths, pad, require, unchanged
 from nrl.batch.columns import COLUMNS
 from nrl.batch.values import remembered
@@ -25,7 +26,10 @@ def media() -> Batch:
 
 def of_dtype(name: str, dtype: torch.dtype) -> Tensor:
     shape = (2, 3) if COLUMNS[name].per == "token" else (2,)
-    return torch.ones(shape).to(dtype)
+    return torch.ones(*shape, *[4] * COLUMNS[name].entry[0]).to(dtype)
+
+
+PLAIN = {name: column.dtype for name, column in COLUMNS.items() if column.dtype is not None}
 
 
 # --- assign
@@ -107,12 +111,12 @@ def test_nested_entries_need_the_rows_of_the_batch() -> None:
         assign(small(), media=Batch({"pixels": torch.zeros(3, 4)}, batch_size=[3]))
 
 
-@pytest.mark.parametrize("name", sorted(COLUMNS))
+@pytest.mark.parametrize("name", sorted(PLAIN))
 def test_every_known_column_is_accepted_in_its_own_dtype(name: str) -> None:
-    assert assign(small(), **{name: of_dtype(name, COLUMNS[name].dtype)})[name].dtype == COLUMNS[name].dtype
+    assert assign(small(), **{name: of_dtype(name, PLAIN[name])})[name].dtype == PLAIN[name]
 
 
-FLOATS = sorted(name for name, column in COLUMNS.items() if column.dtype == torch.float32)
+FLOATS = sorted(name for name, dtype in PLAIN.items() if dtype == torch.float32)
 
 
 @pytest.mark.parametrize("name", FLOATS)
@@ -128,15 +132,17 @@ def test_numbers_may_not_be_of_half_precision_or_whole(name: str, dtype: torch.d
         assign(small(), **{name: of_dtype(name, dtype)})
 
 
-@pytest.mark.parametrize("name", sorted(set(COLUMNS) - set(FLOATS)))
+@pytest.mark.parametrize("name", sorted(set(PLAIN) - set(FLOATS)))
 def test_masks_and_numbers_of_things_are_not_floats(name: str) -> None:
     with pytest.raises(ColumnError, match=f"assign: column '{name}' has dtype torch.float32; it must be torch"):
         assign(small(), **{name: of_dtype(name, torch.float32)})
 
 
 def test_an_unknown_column_may_have_any_dtype_and_trailing_shape() -> None:
-    batch = assign(small(), mine=torch.ones(2, 3, 4, 5, dtype=torch.float16), other=torch.zeros(2))
-    assert batch["mine"].shape == (2, 3, 4, 5)
+    batch = assign(small(), mine=torch.ones(2, 6, 4, 5, dtype=torch.float16), other=torch.zeros(2))
+    assert batch["mine"].shape == (2, 6, 4, 5)
+    nrl.declare(own="token")
+    assert assign(small(), own=torch.ones(2, 3, 4, 5, dtype=torch.float16))["own"].shape == (2, 3, 4, 5)
 
 
 def test_a_column_that_is_not_a_tensor() -> None:
@@ -283,6 +289,7 @@ def test_lengths_of_what_has_no_tokens() -> None:
 
 
 def test_pad_adds_zeros_on_the_right_of_every_column_per_token() -> None:
+    nrl.declare(mine="token")
     batch = assign(
         small(), loss_mask=MASK, advantages=torch.ones(2, 3), rewards=torch.ones(2), mine=torch.ones(2, 3, 2)
     )

@@ -118,6 +118,7 @@ def test_what_travels_is_the_tokens() -> None:
     for parts in (shipped(batch, "test"), ship(None)):
         assert tokens * entry < size(parts) < 1.05 * tokens * entry
     assert size(ship([3, 5])) < 200 * entry + 2000
+    nrl.declare(odd="token")
     odd = nrl.assign(batch, odd=torch.arange(64 * 4096).view(64, 4096))
     assert 0 <= size(shipped(odd, "test")) - size(shipped(batch, "test")) - 64 * 4096 * 8 < 100  # whole, as it is
 

@@ -260,6 +260,7 @@ def test_a_loss_that_reads_other_outputs_gets_them(loss: Loss, slots: Slots, mon
     def told(out: TensorDict, renamed: Batch) -> tuple[Any, Metrics]:
         return loss(out, nrl.assign(renamed, loss_mask=renamed["own"]))
 
+    nrl.declare(own="token")
     renamed = nrl.assign(batch, own=batch["loss_mask"], loss_mask=plans.predicted(batch))
     counts = spy(monkeypatch)
     expected = run(trainer(slots), told, renamed)

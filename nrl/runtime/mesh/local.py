@@ -11,6 +11,7 @@ import attrs
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.batch.ragged import is_ragged, parts_of
 from nrl.errors import PlacementError
 from nrl.runtime.executables.registry import Executable, check_importable
 from nrl.runtime.mesh.current_process import Process, entered, perform
@@ -137,6 +138,8 @@ def _given(who: str, results: list[Any], kind: Out) -> list[Value] | _Ready:
 def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
+    if is_ragged(a) and is_ragged(b):
+        return _same(parts_of(a), parts_of(b))
     if isinstance(a, Tensor):
         alike = a.shape == b.shape and a.dtype == b.dtype
         return alike and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is the same as NaN here

@@ -9,6 +9,7 @@ from typing import Any, cast
 import attrs
 from tensordict import TensorDict
 
+from nrl.batch.columns import declared, declaring
 from nrl.errors import ForeignState, MutatedBatch
 from nrl.runtime.mesh.placement import Donated, Rows
 from nrl.runtime.ray.calls import Actors, Call, Ref
@@ -81,7 +82,8 @@ class Arguments:
         self.read: list[Call] = []  # those whose results are read from the object store
         self._packed: dict[int, tuple[Any, Any]] = {}  # by identity; what was packed is kept, so that it stays unique
         self._found: dict[tuple[Any, int], Any] = {}  # of batches, by identity, too
-        function = shipped(fn, who)
+        kinds = declared()
+        function = shipped(functools.partial(declaring, kinds, fn) if kinds else fn, who)
         found = hashlib.blake2b(digest_size=16)
         for part in function:
             found.update(part)

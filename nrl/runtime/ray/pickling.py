@@ -25,6 +25,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from nrl.batch.ragged import is_ragged, of_values, parts_of
 from nrl.errors import MutatedBatch, ShippingError
 from nrl.runtime.ray.unpadded import BatchLayout, Unpadded, padded
 
@@ -93,8 +94,9 @@ def written(batch: TensorDict) -> tuple[int, ...]:
     >>> written(batch) == before
     False
     """
-    tensors = batch.values(include_nested=True, leaves_only=True)
-    return tuple(x._version for x in tensors if isinstance(x, Tensor) and not x.is_inference())
+    leaves = [x for x in batch.values(include_nested=True, leaves_only=True) if isinstance(x, Tensor)]
+    tensors = [parts_of(x)[0] if is_ragged(x) else x for x in leaves]
+    return tuple(x._version for x in tensors if not x.is_inference())
 
 
 @attrs.frozen
@@ -176,7 +178,8 @@ def _batch(layout: BatchLayout, data: Any) -> TensorDict:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         made = padded(layout, bytearray(data) if now is None else data)
     if now is not None:
-        now.tensors.extend(made.values(include_nested=True, leaves_only=True))
+        leaves: Any = made.values(include_nested=True, leaves_only=True)
+        now.tensors.extend(parts_of(x)[0] if is_ragged(x) else x for x in leaves)
     return made
 
 
@@ -191,6 +194,8 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided and not obj.is_quantized:
             return _reduced(obj)
+        if is_ragged(obj):
+            return of_values, tuple(part.detach() for part in parts_of(obj))
         if type(obj) is TensorDict:
             if obj.is_locked and (found := Unpadded.of(obj)) is not None:
                 return _batch, (found.layout, pickle.PickleBuffer(found.rows()))

@@ -2,7 +2,7 @@
 
 A column of a batch is as wide as its longest row. Beyond its tokens a row nearly always holds one number, mostly zero:
 that number travels once. Nothing is guessed from a name. A column whose padding holds anything else travels whole, and
-so does one that has no entry for each token.
+so does one that has no entry for each token. Of a ragged column each row brings its own entries.
 """
 
 import functools
@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.batch.ragged import is_ragged, of_values, parts_of
 from nrl.batch.values import remembered
 
 __all__ = ["BatchLayout", "Unpadded", "padded"]
@@ -37,6 +38,21 @@ class _Column(NamedTuple):
     filler: int | None
 
 
+class _Ragged(NamedTuple):
+    """How a ragged column arrives: the dtype and the shape of an entry."""
+
+    dtype: torch.dtype
+    tail: tuple[int, ...]
+
+
+class _Entries(NamedTuple):
+    """The memory of a ragged column, the bytes of an entry, and where the entries of each row begin and end."""
+
+    memory: memoryview
+    size: int
+    ends: list[int]
+
+
 class BatchLayout(NamedTuple):
     """What is the same for any rows of a batch.
 
@@ -50,7 +66,7 @@ class BatchLayout(NamedTuple):
     tail: tuple[int, ...]
     across: int
     width: int
-    columns: "dict[str, _Column | BatchLayout]"
+    columns: "dict[str, _Column | _Ragged | BatchLayout]"
 
 
 @attrs.frozen
@@ -62,6 +78,7 @@ class Unpadded:
         count: how many rows it has.
         lengths: of each row of tokens.
         sources: for each column, in order: its memory, the bytes of a row, and of an entry of a token; 0: it has none.
+            Or, of a ragged column, its entries.
 
     >>> mask = torch.tensor([[True, True, False], [True, False, False]])
     >>> batch = TensorDict({"attention_mask": mask, "versions": torch.where(mask, 7, -1)}, batch_size=[2])
@@ -73,7 +90,7 @@ class Unpadded:
     layout: BatchLayout
     count: int
     lengths: tuple[int, ...]
-    sources: list[tuple[memoryview, int, int]]
+    sources: list[tuple[memoryview, int, int] | _Entries]
 
     @classmethod
     def of(cls, batch: TensorDict) -> Self | None:
@@ -87,7 +104,7 @@ class Unpadded:
         )
         if min(lengths) == mask.shape[-1]:
             return None
-        sources: list[tuple[memoryview, int, int]] = []
+        sources: list[tuple[memoryview, int, int] | _Entries] = []
         return cls(_layout(batch, mask, lengths, sources), len(batch), lengths, sources)
 
     def rows(self, index: Sequence[int] | None = None) -> bytes:
@@ -98,7 +115,11 @@ class Unpadded:
         lengths = [self.lengths[row] for row in each]
         parts: list[Any] = [struct.pack(f"<{1 + len(each)}q", len(chosen), *lengths)]
         tokens = sum(lengths)
-        for memory, stride, size in self.sources:
+        for source in self.sources:
+            if isinstance(source, _Entries):
+                parts += _ragged_rows(source, chosen)
+                continue
+            memory, stride, size = source
             if size:
                 starts = [row * stride for row in each]
                 ends = [start + length * size for start, length in zip(starts, lengths, strict=True)]
@@ -108,6 +129,16 @@ class Unpadded:
                 parts += [memory[row * stride : (row + 1) * stride] for row in chosen]
                 parts.append(bytes(-len(chosen) * stride % _ALIGNED))
         return b"".join(parts)
+
+
+def _ragged_rows(source: _Entries, chosen: Sequence[int]) -> Iterator[Any]:
+    """How many entries each row has, and they."""
+    memory, size, ends = source
+    counts = [ends[row + 1] - ends[row] for row in chosen]
+    yield struct.pack(f"<{len(counts)}q", *counts)
+    for row in chosen:
+        yield memory[ends[row] * size : ends[row + 1] * size]
+    yield bytes(-sum(counts) * size % _ALIGNED)
 
 
 def padded(layout: BatchLayout, data: Any) -> TensorDict:
@@ -132,8 +163,28 @@ def padded(layout: BatchLayout, data: Any) -> TensorDict:
             return torch.empty((count, *made.tail), dtype=made.dtype)
         return torch.from_numpy(there).view(made.dtype).view(count, *made.tail)
 
+    def entries(made: _Ragged) -> Tensor:
+        nonlocal at
+        offsets = torch.zeros(1 + count, dtype=torch.int64)
+        offsets[1:] = torch.from_numpy(memory[at : at + 8 * count].view(np.int64)).cumsum(0)
+        at += 8 * count
+        taken = int(offsets[-1]) * math.prod(made.tail) * made.dtype.itemsize
+        there = memory[at : at + taken]
+        at += taken + -taken % _ALIGNED
+        shape = int(offsets[-1]), *made.tail
+        values = torch.from_numpy(there).view(made.dtype).view(shape) if taken else torch.empty(shape, dtype=made.dtype)
+        return of_values(values, offsets)
+
     def batch(made: BatchLayout) -> TensorDict:
-        columns = {name: batch(x) if isinstance(x, BatchLayout) else column(x) for name, x in made.columns.items()}
+        columns: dict[str, Tensor | TensorDict] = {}
+        for name, x in made.columns.items():
+            match x:
+                case BatchLayout():
+                    columns[name] = batch(x)
+                case _Ragged():
+                    columns[name] = entries(x)
+                case _Column():
+                    columns[name] = column(x)
         return TensorDict(columns, batch_size=[count, *made.tail])
 
     whole = batch(layout)
@@ -154,6 +205,7 @@ def _padded(data: Any, lengths: Sequence[int], row: int, size: int, item: int, f
 
 
 def _plain(value: Any) -> bool:
+    value = parts_of(value)[0] if is_ragged(value) else value
     return type(value) is Tensor and value.layout is torch.strided and not (value.is_quantized or value.requires_grad)
 
 
@@ -167,13 +219,19 @@ def _leaves(batch: TensorDict) -> Iterator[Any]:
 
 def _layout(batch: TensorDict, mask: Tensor, lengths: tuple[int, ...], sources: list[Any]) -> BatchLayout:
     across, width = math.prod(mask.shape[1:-1]), mask.shape[-1]
-    columns: dict[str, _Column | BatchLayout] = {}
+    columns: dict[str, _Column | _Ragged | BatchLayout] = {}
     value: Any
     for name, value in batch.items():
         if isinstance(value, TensorDict):
             columns[str(name)] = _layout(value, mask, lengths, sources)
             continue
-        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        if is_ragged(value):
+            values, offsets = parts_of(value)
+            columns[str(name)] = _Ragged(values.dtype, tuple(values.shape[1:]))
+            memory = memoryview(_contiguous(values).reshape(-1).view(torch.uint8).numpy())
+            sources.append(_Entries(memory, math.prod(values.shape[1:]) * values.dtype.itemsize, offsets.tolist()))
+            continue
+        plain = _contiguous(value)
         per_token = value.shape[: mask.ndim] == mask.shape and value.dtype.itemsize in _BITS and value.numel() > 0
         filler: int | None = None
         if per_token:
@@ -184,6 +242,10 @@ def _layout(batch: TensorDict, mask: Tensor, lengths: tuple[int, ...], sources: 
         memory = memoryview(plain.reshape(-1).view(torch.uint8).numpy())
         sources.append((memory, stride, 0 if filler is None else stride // width))
     return BatchLayout(tuple(batch.batch_size[1:]), across, width, columns)
+
+
+def _contiguous(value: Tensor) -> Tensor:
+    return value.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _filler(plain: Tensor, lengths: Sequence[int], width: int) -> int | None:

@@ -13,6 +13,7 @@ import torch
 import xxhash
 from tensordict import TensorDict
 
+from nrl.batch.ragged import is_ragged, parts_of
 from nrl.runtime.mesh.current_process import Process, entered, perform, rest, wake
 from nrl.runtime.ray.exceptions import carried
 from nrl.runtime.ray.messages import FUNCTIONS, Argument, NeverMade, Order, Receipt, unfolded
@@ -169,6 +170,8 @@ def _digest(value: Any) -> bytes:
 
 def _pieces(value: Any) -> Iterator[Any]:
     match value:
+        case torch.Tensor() if is_ragged(value):
+            yield from _pieces(parts_of(value))
         case torch.Tensor():
             yield f"{value.dtype} {tuple(value.shape)}".encode()
             plain = value.detach().cpu().contiguous()

@@ -1,0 +1,97 @@
+"""Ragged columns: as many entries a row as the row has of something, such as images.
+
+They are torch's nested tensors of the layout ``torch.jagged``, ``[B, j, ...]``. TensorDict cuts, joins and locks them.
+Here is what torch does not do with one alone.
+"""
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+__all__ = ["is_ragged", "numbered", "of_values", "parts_of", "ragged", "rows_of"]
+
+
+# Where the first nested tensor is made, torch warns of something that concerns torch.fx alone
+logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing" not in str(record.msg))
+
+
+def is_ragged(value: Any) -> bool:
+    """Whether it is a jagged nested tensor whose rows are its first dimension.
+
+    >>> is_ragged(ragged([torch.zeros(2, 3), torch.zeros(0, 3)])), is_ragged(torch.zeros(2))
+    (True, False)
+    """
+    return isinstance(value, Tensor) and value.layout is torch.jagged and value._ragged_idx == 1  # type: ignore[attr-defined]
+
+
+def ragged(rows: Sequence[Tensor]) -> Tensor:
+    """The entries of all rows as one column.
+
+    Args:
+        rows: for each its entries, ``[j, ...]``; j differs, and may be 0.
+
+    >>> ragged([torch.tensor([1, 2]), torch.tensor([3])]).offsets().tolist()
+    [0, 2, 3]
+    """
+    offsets = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
+    return of_values(torch.cat(list(rows)), offsets)
+
+
+def of_values(values: Tensor, offsets: Tensor) -> Tensor:
+    """A ragged column from its parts, in their memory.
+
+    Args:
+        values: ``[N, ...]``, the entries of all rows, one row after the other.
+        offsets: ``[B + 1]`` int64, where each row begins, and N.
+    """
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+def parts_of(column: Tensor) -> tuple[Tensor, Tensor]:
+    """What `of_values` made it of; the values are the very tensor, by which a write into them is known.
+
+    >>> [part.tolist() for part in parts_of(ragged([torch.tensor([1, 2]), torch.tensor([3])]))]
+    [[1, 2, 3], [0, 2, 3]]
+    """
+    whole: Any = column
+    return whole._values, whole._offsets
+
+
+def rows_of(column: Tensor) -> list[Tensor]:
+    """For each row its entries.
+
+    >>> [row.tolist() for row in rows_of(ragged([torch.tensor([1, 2]), torch.tensor([3])]))]
+    [[1, 2], [3]]
+    """
+    values, offsets = parts_of(column)
+    ends: list[int] = offsets.tolist()
+    return [values[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def numbered(value: Tensor | TensorDict) -> np.ndarray:
+    """Number the rows of a column so that equal rows, and no others, have the same number.
+
+    Args:
+        value: of B rows: ragged, plain, or a batch of such columns.
+
+    Returns:
+        ``[B]`` int64.
+
+    >>> numbered(ragged([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([1, 2])])).tolist()
+    [0, 1, 0]
+    """
+    leaves = list(value.values(True, True, sort=True)) if isinstance(value, TensorDict) else [value]
+    each = [rows_of(leaf) if is_ragged(leaf) else list(leaf) for leaf in cast(list[Tensor], leaves)]
+    parts = [map(_content, rows) for rows in each]
+    known: dict[tuple[Any, ...], int] = {}
+    return np.array([known.setdefault(row, len(known)) for row in zip(*parts, strict=True)], dtype=np.int64)
+
+
+def _content(row: Tensor) -> tuple[tuple[int, ...], bytes]:
+    return tuple(row.shape), row.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
