@@ -92,6 +92,7 @@ COLUMNS: dict[str, Column] = {
         entry=(1, 1),
     ),
     "media": Column("ragged", None, "Data writes it, for inputs that are not tokens."),
+    "info": Column("ragged", None, "rollout writes it, where the environment reports numbers."),
     "rewards": Column("row", torch.float32, "The environment writes it, in rollout.", entry=(0, 1)),
     "token_rewards": Column("token", torch.float32, "Add it with nrl.algos.token_rewards(batch, penalty)."),
     "advantages": Column("token", torch.float32, "Add it with nrl.algos.advantages(batch)."),

@@ -7,7 +7,7 @@
 1.0
 """
 
-from nrl.envs.contract import Env, Environment, Message, Prompt, Step, Task, Verifier, by_source, single_turn
+from nrl.envs.contract import Env, Environment, Message, Prompt, Step, Task, Turn, Verifier, by_source, single_turn
 from nrl.envs.verifiers import (
     VERIFIERS,
     Extractor,
@@ -28,6 +28,7 @@ __all__ = [
     "Prompt",
     "Step",
     "Task",
+    "Turn",
     "Verifier",
     "by_source",
     "exact",

@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from nrl.errors import EnvError
 
@@ -21,6 +21,7 @@ __all__ = [
     "Prompt",
     "Step",
     "Task",
+    "Turn",
     "Verifier",
     "asynchronous",
     "by_source",
@@ -44,6 +45,38 @@ type Verifier = Callable[[Task, str], float | Sequence[float] | Awaitable[float 
 """``(task, response) -> reward``, or several rewards; plain or ``async``. A failure is an exception, never a 0."""
 
 
+class Turn(str):
+    """What the model wrote in one turn, as `step` is given it: a text, which knows the tokens that were sampled.
+
+    A test may give a plain text in its place.
+
+    Args:
+        text: without special tokens.
+        token_ids: what was sampled, with the token that ended it; decode them where special tokens mean something.
+        stop_reason: ``"stop"``, a token or text that ends a turn; ``"length"``, a limit.
+
+    >>> turn = Turn("4", token_ids=[19, 2], stop_reason="stop")
+    >>> turn == "4", int(turn), turn.token_ids
+    (True, 4, (19, 2))
+    """
+
+    token_ids: tuple[int, ...]
+    stop_reason: Literal["stop", "length"]
+
+    def __new__(
+        cls, text: str = "", token_ids: Sequence[int] = (), stop_reason: Literal["stop", "length"] = "stop"
+    ) -> "Turn":
+        """A turn of these."""
+        made = super().__new__(cls, text)
+        made.token_ids, made.stop_reason = tuple(token_ids), stop_reason
+        return made
+
+    @property
+    def text(self) -> str:
+        """The text alone."""
+        return str.__str__(self)
+
+
 class Step(NamedTuple):
     """What `step` returns.
 
@@ -52,7 +85,7 @@ class Step(NamedTuple):
         reward: of this turn; an episode's is the sum over its turns. Several rewards have the same number every turn.
         done: whether the episode ends here.
         observation: if not, what the model reads next: text, or token ids.
-        info: numbers to report, by name.
+        info: numbers to report, by name. Those of every step are kept.
 
     >>> Step(state=None, reward=1.0)
     Step(state=None, reward=1.0, done=True, observation=None, info={})
@@ -73,7 +106,7 @@ class Env(Protocol):
 
     >>> def play(env: Env, task: Task) -> Step:
     ...     state, prompt = env.reset(task)
-    ...     return env.step(state, prompt.upper())
+    ...     return env.step(state, Turn(prompt.upper()))
     >>> play(single_turn(lambda task, response: float(response == "A")), {"prompt": "a"}).reward
     1.0
     """
@@ -82,8 +115,8 @@ class Env(Protocol):
         """The state an episode starts from, and what the model is asked."""
         ...
 
-    def step(self, state: Any, action: str, /) -> Step | Awaitable[Step]:
-        """One turn: ``action`` is the decoded text that the model wrote, without special tokens."""
+    def step(self, state: Any, turn: Turn, /) -> Step | Awaitable[Step]:
+        """Answer one turn of the model."""
         ...
 
 
@@ -92,7 +125,7 @@ class Environment(NamedTuple):
 
     Args:
         reset: ``task -> (state, prompt)``.
-        step: ``(state, action) -> Step``.
+        step: ``(state, turn) -> Step``, of a `Turn`.
         timeout: seconds that one call of either may take, or a function of the task that gives them; None: no limit. A
             call that takes longer makes its row invalid, as one that raises does.
 
@@ -100,11 +133,11 @@ class Environment(NamedTuple):
 
     >>> def reset(task):
     ...     return (task["number"], 3), "Guess a number."
-    >>> def step(state, action):
+    >>> def step(state, turn):
     ...     number, left = state
-    ...     if int(action) == number or left == 1:
-    ...         return Step(state, reward=float(int(action) == number))
-    ...     return Step((number, left - 1), done=False, observation="less" if number < int(action) else "more")
+    ...     if int(turn) == number or left == 1:
+    ...         return Step(state, reward=float(int(turn) == number))
+    ...     return Step((number, left - 1), done=False, observation="less" if number < int(turn) else "more")
     >>> guess = Environment(reset, step)
     >>> state, prompt = guess.reset({"number": 7})
     >>> state, reward, done, observation, info = guess.step(state, "9")
@@ -113,7 +146,7 @@ class Environment(NamedTuple):
     """
 
     reset: Callable[[Task], tuple[Any, Prompt] | Awaitable[tuple[Any, Prompt]]]
-    step: Callable[[Any, str], Step | Awaitable[Step]]
+    step: Callable[[Any, Any], Step | Awaitable[Step]]
     timeout: float | Callable[[Task], float | None] | None = TIMEOUT
 
 
@@ -173,13 +206,13 @@ def single_turn(verifier: Verifier, *, timeout: float | EllipsisType | None = ..
     names = functools.wraps(verifier, assigned=(), updated=())  # so that messages name the verifier
 
     @names
-    def step(state: Task, action: str) -> Step | Awaitable[Step]:
-        reward: Any = verifier(state, action)
+    def step(state: Task, turn: Turn) -> Step | Awaitable[Step]:
+        reward: Any = verifier(state, turn)
         return _later(state, reward) if inspect.isawaitable(reward) else Step(state, reward)
 
     @names
-    async def later(state: Task, action: str) -> Step:
-        return await _later(state, verifier(state, action))  # type: ignore[arg-type]
+    async def later(state: Task, turn: Turn) -> Step:
+        return await _later(state, verifier(state, turn))  # type: ignore[arg-type]
 
     seconds = getattr(verifier, "timeout", TIMEOUT) if isinstance(timeout, EllipsisType) else timeout
     return Environment(reset, later if asynchronous(verifier) else step, seconds)
@@ -214,9 +247,9 @@ def by_source(*envs: Env) -> Environment:
         found: Any = envs[source].reset(task)
         return _begun(source, found) if inspect.isawaitable(found) else ((source, found[0]), found[1])
 
-    def step(state: tuple[int, Any], action: str) -> Any:
+    def step(state: tuple[int, Any], turn: Turn) -> Any:
         source, own = state
-        found: Any = envs[source].step(own, action)
+        found: Any = envs[source].step(own, turn)
         return _stepped(source, found) if inspect.isawaitable(found) else found._replace(state=(source, found.state))
 
     def timeout(task: Task) -> float | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from nrl.backends.base import Completion
 from nrl.data import render
 from nrl.envs import Env, Step, Task
-from nrl.envs.contract import Prompt
+from nrl.envs.contract import Prompt, Turn
 from nrl.episodes.user_errors import Failed, said
 from nrl.episodes.verifier_calls import Caller, calling
 from nrl.errors import DataError, EnvError, LostRequest
@@ -42,7 +42,7 @@ class Episode:
         versions: of each token that was sampled; else -1.
         again: how often the sampler was asked again, as where an engine died.
         failure: why it does not count; None: it does.
-        info: numbers that the environment reported in its last step.
+        info: for each step of the environment, the numbers that it reported.
 
     >>> Episode(token_ids=[5, 6]).failure is None
     True
@@ -57,7 +57,7 @@ class Episode:
     versions: list[int] = attrs.field(factory=list)
     again: int = 0
     failure: str | None = None
-    info: dict[str, float] = attrs.field(factory=dict)
+    info: list[dict[str, float]] = attrs.field(factory=list)
 
     def append(self, tokens: Sequence[int], completion: Completion | None = None) -> None:
         """Append a turn; with ``completion`` one of the policy, without one of the environment."""
@@ -151,12 +151,13 @@ async def play(
             raise DataError(f"the prompt has {len(episode.token_ids)} tokens and fills the context of {context_length}")
         return state
 
-    async def step(state: Any, tokens: Sequence[int]) -> Step:
-        taken = await call(env.step, state, tokenizer.decode(tokens, skip_special_tokens=True))
+    async def step(state: Any, tokens: Sequence[int], truncated: bool) -> Step:
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        taken = await call(env.step, state, Turn(text, tokens, "length" if truncated else "stop"))
         if not isinstance(taken, Step):
             raise EnvError(f"the environment's step returned {type(taken).__name__}; return a Step(state, reward, ...)")
         episode.reward = _add(episode.reward, taken.reward)
-        episode.info = {str(key): float(value) for key, value in taken.info.items()}
+        episode.info.append({str(key): float(value) for key, value in taken.info.items()})
         if not taken.done:
             episode.append(_observed(taken.observation, tokenizer))
         return taken
@@ -171,7 +172,7 @@ async def play(
             break
         tokens = completion.token_ids.tolist()
         episode.append(tokens, completion)
-        taken = await _guarded(step(state, tokens), episode)
+        taken = await _guarded(step(state, tokens, completion.truncated), episode)
         if taken is None or taken.done:
             break
         state = taken.state

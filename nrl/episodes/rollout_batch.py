@@ -18,6 +18,7 @@ from torch import Tensor
 from nrl.backends.base import Sampling
 from nrl.backends.samplers import Sampler, Streams
 from nrl.batch import Batch, assign
+from nrl.batch.ragged import ragged
 from nrl.data import render
 from nrl.envs import Env, Task
 from nrl.envs.contract import Prompt
@@ -55,8 +56,9 @@ def rollout(
     Returns:
         A batch ``[len(tasks) * n, T]`` with ``input_ids``, ``attention_mask``, ``loss_mask``, ``rollout_logprobs``,
         ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``, ``truncated``, with
-        ``source`` where tasks have one, ``env/<name>`` for the environment's own numbers, and of a sampler that streams
-        ``versions`` (of each token; -1 where it was not sampled) and ``asked_again``.
+        ``source`` where tasks have one, and of a sampler that streams ``versions`` (of each token; -1 where it was not
+        sampled) and ``asked_again``. Of the environment's own numbers ``env/<name>`` is the last that an episode
+        reported; ``("info", <name>)`` is ragged and has those of every step, NaN where it reported none.
 
     Raises:
         DataError: there are no tasks, or ``n`` is not positive.
@@ -220,9 +222,19 @@ def _rows(episodes: Sequence[Episode], version: int, temperature: float) -> Batc
         "valid": valid,
         "truncated": torch.tensor([episode.truncated for episode in episodes]),
     }
-    for key in sorted({key for episode in episodes for key in episode.info}):
-        columns[f"env/{key}"] = torch.tensor([float(e.info.get(key, math.nan)) for e in episodes])
-    return assign(Batch({}, batch_size=[size]), **columns)
+    return assign(Batch({}, batch_size=[size]), **columns, **_reported(episodes))
+
+
+def _reported(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """The environment's own numbers."""
+    names = sorted({name for episode in episodes for step in episode.info for name in step})
+    last, every = {}, {}
+    for name in names:
+        each = [[step.get(name, math.nan) for step in episode.info] for episode in episodes]
+        reported = [[x for step in episode.info if (x := step.get(name)) is not None] for episode in episodes]
+        last[f"env/{name}"] = torch.tensor([(found or [math.nan])[-1] for found in reported])
+        every[name] = ragged([torch.tensor(steps, dtype=torch.float32) for steps in each])
+    return {**last, "info": Batch(every, batch_size=[len(episodes)])} if names else {}
 
 
 def _streamed(episodes: Sequence[Episode], batch: Batch) -> dict[str, Tensor]:

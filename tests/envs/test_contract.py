@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import nrl.envs
-from nrl.envs import Env, Environment, Prompt, Step, Task, exact, single_turn
+from nrl.envs import Env, Environment, Prompt, Step, Task, Turn, exact, single_turn
 from nrl.errors import EnvError
 
 TASK = {"prompt": "2+2=", "answer": "4"}
@@ -94,9 +94,9 @@ def test_whatever_has_the_two_functions_is_an_env() -> None:
             return await result if inspect.isawaitable(result) else result
 
         state, _ = await call(env.reset(TASK))
-        steps = [await call(env.step(state, "4"))]
+        steps = [await call(env.step(state, Turn("4")))]
         while not steps[-1].done:
-            steps.append(await call(env.step(steps[-1].state, "4")))
+            steps.append(await call(env.step(steps[-1].state, Turn("4"))))
         return steps
 
     counter = Counter()

@@ -2,14 +2,17 @@
 
 import asyncio
 import math
+import pickle
 from typing import Any
 
 import pytest
 import torch
 
+import nrl
 from nrl.backends import Completion, Sampling
 from nrl.backends.sampling.pool import EnginePool
-from nrl.envs import Environment, Step, exact, single_turn
+from nrl.batch.ragged import rows_of
+from nrl.envs import Environment, Step, Turn, exact, single_turn
 from nrl.episodes import rollout, run_episode
 from nrl.episodes.summaries import summary
 from nrl.reduce import finalize
@@ -19,8 +22,8 @@ from tests.episodes.scripted import TASKS, Scripted
 def test_turns_are_appended_and_observations_not_trained_on(sampler: EnginePool) -> None:
     turns: list[str] = []
 
-    async def step(state: int, action: str) -> Step:
-        turns.append(action)
+    async def step(state: int, turn: Turn) -> Step:
+        turns.append(turn)
         await asyncio.sleep(0)
         return Step(state + 1, reward=0.5, done=state == 2, observation="\nagain: ", info={"turns": state + 1})
 
@@ -34,6 +37,48 @@ def test_turns_are_appended_and_observations_not_trained_on(sampler: EnginePool)
         untrained = ids[real & ~mask].tolist()
         assert untrained == sampler.tokenizer.encode("1+2=") + told + told
     assert len(turns) == 6
+
+
+def test_a_turn_knows_its_tokens_and_why_it_ended(sampler: EnginePool) -> None:
+    tokenizer, seen = sampler.tokenizer, list[Turn]()
+    stop = tokenizer.eos_token_id
+    answers = [([20, stop], False), ([21, 22], True)]
+
+    async def generate(tokens: list[int]) -> Completion:
+        ids, truncated = answers[len(seen)]
+        return Completion(torch.tensor(ids), -torch.ones(len(ids)), truncated, version=1)
+
+    def step(state: None, turn: Turn) -> Step:
+        seen.append(turn)
+        return Step(None, done=len(seen) == 2, observation="\n")
+
+    env = Environment(lambda task: (None, "1"), step)
+    asyncio.run(run_episode(generate, env, {}, tokenizer=tokenizer, context_length=64))
+    first, second = seen
+    assert (first.text, first.token_ids, first.stop_reason) == (tokenizer.decode([20]), (20, stop), "stop")
+    assert (second.text, second.token_ids, second.stop_reason) == (tokenizer.decode([21, 22]), (21, 22), "length")
+    assert first == tokenizer.decode([20])  # it is a text, and no less of one
+    again = pickle.loads(pickle.dumps(second))
+    assert (type(again), again, again.token_ids, again.stop_reason) == (Turn, second, (21, 22), "length")
+    assert type(again.text) is str
+
+
+def test_the_numbers_of_every_step_are_kept(sampler: EnginePool) -> None:
+    """Those of the first of three steps, of none, and of two."""
+
+    def step(state: tuple[int, int], turn: Turn) -> Step:
+        number, steps = state
+        info: list[dict[str, float]] = [{"tried": 1.0, "first": 5.0}, {}, {"tried": number}]
+        return Step((number, steps + 1), done=steps == number, observation="2", info=info[steps] if number else {})
+
+    env = Environment(lambda task: ((task["turns"] - 1, 0), "1"), step)
+    batch = rollout(sampler, env, [{"turns": 1}, {"turns": 3}])
+    assert [row.nan_to_num(-1).tolist() for row in rows_of(batch["info", "tried"])] == [[-1], [1, -1, 2]]
+    assert [row.nan_to_num(-1).tolist() for row in rows_of(batch["info", "first"])] == [[-1], [5, -1, -1]]
+    assert batch["env/tried"].nan_to_num(-1).tolist() == [-1, 2]
+    assert batch["env/first"].nan_to_num(-1).tolist() == [-1, 5]  # its last step was silent, and it is not forgotten
+    assert [len(rows_of(part["info", "tried"])[0]) for part in nrl.shard(batch, 2)] == [3, 1]
+    assert "info" not in rollout(sampler, single_turn(exact), TASKS).keys()
 
 
 def test_later_turns_draw_fresh_noise(sampler: EnginePool) -> None:
