@@ -26,6 +26,7 @@ from nrl.runs.fitting import fit, minibatched
 from nrl.runs.retries import retrying
 from nrl.runtime import (
     Executable,
+    Layout,
     P,
     cluster,
     donated,
@@ -44,6 +45,7 @@ __all__ = [
     "Ess",
     "Executable",
     "Graded",
+    "Layout",
     "Max",
     "Mean",
     "Metrics",

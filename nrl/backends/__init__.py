@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from nrl.backends import hf, vllm
+from nrl.backends import fsdp, hf, vllm
 from nrl.backends.base import Completion, Model, Sampling
 from nrl.backends.engines import SampleEngine, TrainEngine
 from nrl.backends.models.loading import load_tokenizer
@@ -16,6 +16,7 @@ from nrl.backends.training.trainer import Trainer, TrainStep
 
 __all__ = [
     "SAMPLERS",
+    "TRAINERS",
     "Completion",
     "Model",
     "Optimizer",
@@ -34,6 +35,9 @@ __all__ = [
     "load_tokenizer",
     "publish",
 ]
+
+TRAINERS: dict[str, Callable[..., Trainer]] = {"fsdp": fsdp.trainer}
+"""What makes a trainer, by the names that a config may have: torch's FSDP2."""
 
 SAMPLERS: dict[str, Callable[..., Sampler]] = {
     "hf": hf.sampler,

@@ -10,6 +10,7 @@ from nrl.runtime.executables.registry import Executable, register
 from nrl.runtime.mesh.current_process import Process, process
 from nrl.runtime.mesh.futures import Future, done
 from nrl.runtime.mesh.handles import Handle
+from nrl.runtime.mesh.layout import Layout
 from nrl.runtime.mesh.mapping import P, donated, merged, microbatched, resident, shard_map
 from nrl.runtime.mesh.placement import Cluster, Mesh, Slots, as_mesh
 
@@ -18,6 +19,7 @@ __all__ = [
     "Executable",
     "Future",
     "Handle",
+    "Layout",
     "Mesh",
     "P",
     "Process",

@@ -77,7 +77,7 @@ def sent(send: Callable[[Tensors], Any], tensors: Tensors) -> tuple[Any, dict[st
     >>> sent(by_value, {"x": torch.ones(1)})
     ({'x': tensor([1.])}, {'x': 1065353216})
     """
-    if process().rank:  # the first one's go along
+    if not process().first:  # whose go along
         return send(tensors), {}
     sample = list(filter(sampled, tensors)) or list(tensors)[:1]
     return send(tensors), {name: checksum(tensors[name]) for name in sample}
@@ -155,7 +155,7 @@ def lend(tensors: Tensors) -> Any:
     {'x': tensor([1.])}
     """
     if not all(map(_lendable, tensors.values())):
-        return by_value(tensors) if process().rank == 0 else {}
+        return by_value(tensors) if process().first else {}
     return _Lent(_device(), bytes(ForkingPickler.dumps({name: x.detach() for name, x in tensors.items()})))
 
 
@@ -178,7 +178,7 @@ class _Parcel:
 
 @attrs.frozen
 class _Cast:
-    """Called in each process of a mesh, the first of which casts tensors to ``receivers`` others."""
+    """Called in each process of a mesh, of which one casts tensors to ``receivers`` others."""
 
     to: tuple[int, ...]
     receivers: int
@@ -186,7 +186,7 @@ class _Cast:
     def __call__(self, tensors: Tensors) -> "_Parcel | Tensors | None":
         if not tensors:
             return by_value(tensors)
-        return cast(tensors, self.to, self.receivers) if process().rank == 0 else None
+        return cast(tensors, self.to, self.receivers) if process().first else None
 
 
 def cast(tensors: Tensors, to: tuple[int, ...], receivers: int) -> _Parcel:

@@ -10,7 +10,8 @@ from nrl.backends.training.optimizers import Optimizer
 from nrl.backends.training.trainer import Trainer, make_trainer
 from nrl.batch import microbatches
 from nrl.batch.prefixes import microbatches_by_prefix
-from nrl.runtime import Mesh, Slots, as_mesh
+from nrl.errors import PlacementError
+from nrl.runtime import Layout, Mesh, Slots, as_mesh
 
 __all__ = ["trainer"]
 
@@ -27,6 +28,7 @@ def trainer(
     checkpointing: bool = False,
     compile: bool = False,
     device: str | None = None,
+    layout: Layout | None = None,
 ) -> Trainer:
     """A trainer for any Hugging Face causal language model.
 
@@ -42,13 +44,14 @@ def trainer(
         checkpointing: recompute activations in the backward pass, which saves memory.
         compile: compile the layers with ``torch.compile``; the first step takes longer.
         device: ``"cpu"``, ``"cuda"``; None: a GPU if there is one.
+        layout: of the mesh that slots become; on processes dp is all that this backend knows.
 
     Returns:
         A `Trainer`.
 
     Raises:
         ModelError: the model cannot be loaded, or computes something that packed rows cannot (on ``init`` or ``load``).
-        PlacementError: the slots cannot make the mesh.
+        PlacementError: the slots cannot make the mesh, or its layout has other axes than dp.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -60,14 +63,21 @@ def trainer(
     """
     name, parts_of = f"fsdp.trainer {next(_NUMBERS)}", microbatches_by_prefix if packed else microbatches
     make_engine = partial(_make_engine, model, optimizer, packed, checkpointing, compile, device)
+    _check(place, place.layout if isinstance(place, Mesh) else layout)
     return make_trainer(
-        as_mesh(place, "base", "trainer"),
+        as_mesh(place, "base", "trainer", layout),
         make_engine,
         name=name,
         max_tokens=max_tokens,
         parts_of=parts_of,
         adapter=model.adapter,
     )
+
+
+def _check(place: Slots | Mesh, layout: Layout | None) -> None:
+    if layout is None or not place.cluster.remote or layout in (Layout(layout.dp), Layout(layout.dp, shard=layout.dp)):
+        return
+    raise PlacementError(f"fsdp.trainer: found {layout}; it shards a model over all of dp, and other axes are 1")
 
 
 def _make_engine(

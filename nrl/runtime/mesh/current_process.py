@@ -36,6 +36,14 @@ class Process:
     device_mesh: Any = None
     mesh: str = ""
 
+    @property
+    def first(self) -> bool:
+        """Whether it speaks for the first shard, and so for all where all have the same; see `Layout.speaker`."""
+        if self.device_mesh is None:
+            return self.rank == 0
+        ranks, names = self.device_mesh.mesh, self.device_mesh.mesh_dim_names or ()
+        return self.rank == int((ranks.select(names.index("pp"), -1) if "pp" in names else ranks).flatten()[0])
+
 
 _HERE: ContextVar[Process] = ContextVar("process", default=Process())  # noqa: B039  it is frozen
 

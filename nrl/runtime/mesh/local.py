@@ -49,10 +49,6 @@ class LocalCluster(Cluster):
         check_importable(executable)
         return _ThisProcess(mesh)
 
-    def axes(self) -> frozenset[str]:
-        """Only dp: other axes need processes."""
-        return frozenset({"dp"})
-
 
 @attrs.frozen
 class _Here:

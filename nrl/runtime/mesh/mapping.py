@@ -137,7 +137,7 @@ def shard_map(
         _check_handles(who, values, specs)
         rows = _rows(who, values, specs, mesh.dp)
         columns = [_spread(who, value, spec, rows, mesh) for value, spec in zip(values, specs, strict=True)]
-        locals_ = [[column[rank] for column in columns] for rank in range(mesh.size)]
+        locals_ = [list(each) for each in zip(*columns, strict=True)] if columns else [[] for _ in mesh.called]
         kinds = [out_specs] if isinstance(out_specs, P | Spec) else out_specs
         if rows is None and P("dp") in kinds:
             raise PlacementError(f"{who}: out_specs has P('dp'), but no argument was split by rows")
@@ -218,9 +218,9 @@ def _spread(who: str, value: Any, spec: _AnySpec, rows: list[Tensor] | None, mes
     if spec == P("dp"):
         assert rows is not None
         parts = [value.part(index) if isinstance(value, Coming) else Rows(value, index) for index in rows]
-        return [parts[mesh.shard_of(rank)] for rank in range(mesh.size)]
+        return [parts[shard] for shard in mesh.called]
     if spec == P():
-        return [value] * mesh.size
+        return [value] * len(mesh.called)
     if spec is merged:
         raise PlacementError(f"{who}: merged is a spec for results; use P() for metrics that go in")
     if not isinstance(value, Handle):

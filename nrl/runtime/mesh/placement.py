@@ -19,6 +19,7 @@ from nrl.errors import ClosedCluster, PlacementError
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.executables.registry import executable as find
 from nrl.runtime.mesh.futures import Future
+from nrl.runtime.mesh.layout import Layout
 
 __all__ = [
     "Cluster",
@@ -48,10 +49,10 @@ class Out(Enum):
     """
 
     kept = "kept"  # it stays where it is; the driver holds a `Value` for each process
-    each = "each"  # from every dp coordinate, in their order; ranks that differ in other axes hold the same
+    each = "each"  # for every shard, in their order, from the rank that speaks for it; see `Layout.speaker`
     all = "all"  # from every rank, in their order
     same = "same"  # once, and it is checked that all have the same
-    first = "first"  # from rank 0
+    first = "first"  # from the rank that speaks for the first shard
 
 
 class Value(Protocol):
@@ -203,10 +204,6 @@ class Cluster(ABC):
         """Take back what has been given out; called when the ``with`` block is left."""
         return
 
-    @abstractmethod
-    def axes(self) -> frozenset[str]:
-        """The axes that a mesh may have here."""
-
     def check_open(self, who: str) -> None:
         """Raise `ClosedCluster` if the ``with`` block of this cluster has been left."""
         if not self.open:
@@ -253,6 +250,7 @@ class Slots:
         cp: int = 1,
         executable: str | Executable = "base",
         name: str | None = None,
+        layout: Layout | None = None,
     ) -> "Mesh":
         """A mesh over all of these slots; ``dp=-1`` takes what the other axes leave.
 
@@ -263,40 +261,43 @@ class Slots:
             cp: context parallel.
             executable: the environment of its processes: a registered name, or an `Executable`.
             name: how errors, logs, profiles and the timeline name it.
+            layout: all axes, in place of those above.
 
         Raises:
-            PlacementError: the axes do not use all slots, the cluster cannot provide an axis, or the executable is
-                unknown or cannot be imported.
+            PlacementError: the axes do not use all slots, or are said twice, or the executable is unknown or cannot be
+                imported.
             ExecutableError: its environment cannot be built.
             LostActor: a process died while it started.
         """
         self.cluster.check_open("mesh")
-        others = tp * pp * cp
         if not self.indices:
             raise PlacementError("mesh: there are no slots to make a mesh of; reserve more, or slice differently")
+        if layout is not None and (dp, tp, pp, cp) != (-1, 1, 1, 1):
+            raise PlacementError(f"mesh: dp={dp}, tp={tp}, pp={pp}, cp={cp} and a layout; give one of the two")
         if min(tp, pp, cp) < 1 or (dp < 1 and dp != -1):
             raise PlacementError(
                 f"mesh: axes must be positive (dp may be -1); found dp={dp}, tp={tp}, pp={pp}, cp={cp}"
             )
+        others = tp * pp * cp
         if dp == -1 and len(self) % others == 0:
             dp = len(self) // others
-        if dp * others != len(self):
+        if layout is None and dp * others == len(self):
+            layout = Layout(dp, tp=tp, cp=cp, pp=pp)
+        if layout is None or layout.slots != len(self):
+            of = layout or Layout(abs(dp), tp=tp, cp=cp, pp=pp)
             raise PlacementError(
-                f"mesh: dp={dp} tp={tp} pp={pp} cp={cp} is {abs(dp) * others} processes, but there are {len(self)} "
-                "slots; slice the slots, or choose axes whose product is their number"
+                f"mesh: dp={of.dp if layout else dp} tp={of.tp} pp={of.pp} cp={of.cp} is {of.slots} processes, but "
+                f"there are {len(self)} slots; slice the slots, or choose axes whose product is their number"
             )
-        if others != 1 and self.cluster.axes() == {"dp"}:
-            raise PlacementError(
-                f"mesh: the local cluster has the axis dp only; found tp={tp}, pp={pp}, cp={cp}, which need processes"
-            )
-        return Mesh(self, dp, tp, pp, cp, executable, name or f"mesh{next(_NUMBERS)}")
+        return Mesh(self, layout, executable, name or f"mesh{next(_NUMBERS)}")
 
 
 @attrs.frozen(eq=False)
 class Mesh:
     """Processes in a grid with the axes dp, tp, pp and cp; made by `Slots.mesh`.
 
-    Ranks run over (pp, dp, cp, tp), the last one fastest, so that those that talk most are neighbours.
+    Ranks run over (pp, dp, cp, tp), the last one fastest, so that those that talk most are neighbours. On the local
+    cluster one process stands for all: it is called once for each shard.
 
     >>> from nrl.runtime import cluster
     >>> with cluster("local") as here:
@@ -305,10 +306,7 @@ class Mesh:
     """
 
     slots: Slots
-    dp: int
-    tp: int
-    pp: int
-    cp: int
+    layout: Layout
     executable: str | Executable
     name: str
     processes: Processes = attrs.field(init=False, repr=False)
@@ -319,12 +317,27 @@ class Mesh:
     @property
     def axes(self) -> dict[str, int]:
         """The axes and their sizes."""
-        return {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp}
+        return {"dp": self.dp, "tp": self.tp, "pp": self.layout.pp, "cp": self.layout.cp}
+
+    @property
+    def dp(self) -> int:
+        """How many shards a batch is split into."""
+        return self.layout.dp
+
+    @property
+    def tp(self) -> int:
+        """How many processes every layer is split over."""
+        return self.layout.tp
 
     @property
     def size(self) -> int:
         """The number of processes that it stands for."""
-        return self.dp * self.tp * self.pp * self.cp
+        return self.layout.slots
+
+    @property
+    def called(self) -> list[int]:
+        """The shards that its processes are called for, one for each call."""
+        return [*range(self.dp)] if self.processes.count == 1 else [self.shard_of(rank) for rank in range(self.size)]
 
     @property
     def cluster(self) -> Cluster:
@@ -333,15 +346,24 @@ class Mesh:
 
     def shard_of(self, rank: int) -> int:
         """Which shard of a batch a rank gets: its dp coordinate."""
-        return rank // (self.cp * self.tp) % self.dp
+        return self.layout.coordinates(rank)["dp"]
 
 
-def as_mesh(place: Slots | Mesh, executable: str | Executable, name: str | None = None) -> Mesh:
-    """A mesh as it is, or a mesh made of slots with all of them along dp.
+def as_mesh(
+    place: Slots | Mesh, executable: str | Executable, name: str | None = None, layout: Layout | None = None
+) -> Mesh:
+    """A mesh as it is, or a mesh made of slots: with this layout, or with all of them along dp.
+
+    Raises:
+        PlacementError: the mesh has another layout, or the slots are not as many as it takes.
 
     >>> from nrl.runtime import cluster
     >>> with cluster("local") as here:
     ...     as_mesh(here.reserve(2), "base").dp
     2
     """
-    return place if isinstance(place, Mesh) else place.mesh(executable=executable, name=name)
+    if not isinstance(place, Mesh):
+        return place.mesh(executable=executable, name=name, layout=layout)
+    if layout not in (None, place.layout):
+        raise PlacementError(f"{name}: layout={layout}, but a mesh was given that has {place.layout}; leave one out")
+    return place

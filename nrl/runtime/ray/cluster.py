@@ -58,10 +58,6 @@ class RayCluster(Cluster):
                 leave()
             raise
 
-    def axes(self) -> frozenset[str]:
-        """All of them."""
-        return frozenset({"dp", "tp", "pp", "cp"})
-
     def reserve(self, n: int, *, strategy: Strategy = "PACK", deadline: float | None = None) -> Slots:
         """Make a placement group with a bundle for each slot, and wait for it."""
         from ray.util.placement_group import placement_group, remove_placement_group

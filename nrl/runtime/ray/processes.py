@@ -56,8 +56,7 @@ class RayProcesses:
         self._open: deque[Call] = deque()
         self._failed: list[Call] = []
         self.stored = Stored()
-        ranks = range(mesh.size)
-        self._speakers = {next(rank for rank in ranks if mesh.shard_of(rank) == shard) for shard in range(mesh.dp)}
+        self._speakers = [mesh.layout.speaker(shard) for shard in range(mesh.dp)]
         self._logs = [actor.logs.remote() for actor in actors]
         meeting = actors[0].listen.remote(deadline) if mesh.size > 1 else None
         axes = [(axis, mesh.axes[axis]) for axis in ("pp", "dp", "cp", "tp")]
@@ -174,7 +173,7 @@ class RayProcesses:
         """Whether a rank sends a result: where several hold the same, one of them does."""
         if kind in (Out.kept, Out.all):
             return kind is Out.all
-        return rank in (self._speakers if kind is Out.each else {0})
+        return rank in (self._speakers if kind is Out.each else self._speakers[:1])
 
     def _remember(self, call: Call) -> None:
         """Calls that nobody waits for go into the timeline, too."""

@@ -105,12 +105,6 @@ def test_axes_that_do_not_divide_the_slots(local: Cluster) -> None:
         local.reserve(3).mesh(tp=2)
 
 
-@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"cp": 2}])
-def test_the_local_cluster_has_dp_only(local: Cluster, axes: dict[str, int]) -> None:
-    with pytest.raises(PlacementError, match="mesh: the local cluster has the axis dp only; found .*=2"):
-        local.reserve(4).mesh(**axes)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("axes", [{"dp": 0}, {"dp": -2}, {"tp": 0}, {"pp": -1}, {"cp": 0}])
 def test_axes_are_positive(local: Cluster, axes: dict[str, int]) -> None:
     name, value = next(iter(axes.items()))
