@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nrl.algos.aggregate import Aggregate, token_mean
 from nrl.algos.divergences import log1mexp
+from nrl.algos.loss_contract import MeanLoss, logprobs_at, name_of, named, needs
 from nrl.algos.masking import masked
-from nrl.algos.protocol import MeanLoss, logprobs_at, name_of, named, needs
 from nrl.batch import Batch, require
 from nrl.errors import BatchError
 from nrl.reduce import Mean, Metrics

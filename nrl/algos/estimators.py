@@ -13,8 +13,8 @@ from nrl.algos._arguments import in_unit_interval, weighted
 from nrl.algos._rows import check_finite, episodes, row_rewards, trained_tokens
 from nrl.algos.groups import GroupFunction, group_normalize
 from nrl.algos.kl_rewards import sampled_logprobs
+from nrl.algos.loss_contract import name_of
 from nrl.algos.masking import masked
-from nrl.algos.protocol import name_of
 from nrl.algos.returns import discounted_returns, whiten
 from nrl.batch import Batch, assign, require, unchanged
 from nrl.errors import BatchError

@@ -9,8 +9,8 @@ from torch import Tensor
 from nrl.algos.aggregate import Aggregate, seq_mean, seq_sum, token_mean
 from nrl.algos.corrections import Correction, truncate
 from nrl.algos.divergences import Penalty, k3
+from nrl.algos.loss_contract import MeanLoss, name_of, named, needed, needs
 from nrl.algos.masking import masked, masked_column
-from nrl.algos.protocol import MeanLoss, name_of, named, needed, needs
 from nrl.algos.ratios import (
     Ratio,
     bounded,

@@ -6,8 +6,8 @@ from torch.nn.functional import logsigmoid
 
 from nrl.algos._arguments import not_negative
 from nrl.algos._compared import compared, counted_pairs
+from nrl.algos.loss_contract import MeanLoss, name_of, named, needs
 from nrl.algos.masking import masked
-from nrl.algos.protocol import MeanLoss, name_of, named, needs
 from nrl.batch import Batch
 from nrl.errors import BatchError
 from nrl.reduce import Mean, Metrics

@@ -6,7 +6,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from nrl.algos._rows import check_finite, valid_rows
-from nrl.algos.protocol import name_of
+from nrl.algos.loss_contract import name_of
 from nrl.batch import Batch, assign, concatenate, require
 from nrl.errors import DataError
 from nrl.stream.cursors import Source, Stream, derived
