@@ -28,7 +28,7 @@ def bradley_terry_loss(centering: float = 0.0) -> MeanLoss:
 
     Returns:
         A loss on batches of size ``[P, 2]``, chosen first, which needs the output ``rewards`` ``[P, 2]`` and reads
-        ``loss_mask``. Weight: the pairs of which both rows have a token; others are not seen. Metrics, over pairs:
+        ``loss_mask``. Weight: the pairs whose rows both have a token; the loss ignores others. Metrics, over pairs:
         ``accuracy``, ``margin`` (of the rewards, before m), ``chosen_score``, ``rejected_score``.
 
     Raises:

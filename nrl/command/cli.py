@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from nrl import config
 from nrl.command import evaluation
 from nrl.errors import ConfigError
-from nrl.runs.exits import told
+from nrl.runs.exits import exit_status
 from nrl.runs.reporting import report
 from nrl.runtime.executables import maintenance
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 where ``nrl venvs check`` finds something wrong; 2 where something could not be done,
-        which is told on stderr; 130 after Ctrl-C.
+        which is exit_status on stderr; 130 after Ctrl-C.
 
     >>> main(["report", "/nowhere"])
     2
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given.settings += more  # options are written key=value there, which load says
     elif more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
-    return told(lambda: given.do(given), "nrl")
+    return exit_status(lambda: given.do(given), "nrl")
 
 
 def _evaluate(given: argparse.Namespace) -> None:

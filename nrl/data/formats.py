@@ -1,8 +1,8 @@
-"""Formats: from the rows of well-known datasets to rows with a prompt and what answers it.
+"""Formats: from the rows of well-known datasets to rows with a prompt and an answer to it.
 
-A format is a function of one row that returns a row, several in a list, or None, where the row is of no use. What
-it returns has ``prompt`` or ``messages``, and ``answer``, which verifiers read, ``response``, which `supervised`
-teaches, or ``chosen`` and ``rejected``.
+A format is a function of one row. It returns a row, a list of rows, or None to leave the row out. The rows that it
+returns have ``prompt`` or ``messages``; and ``answer`` for verifiers, ``response`` for `supervised`, or ``chosen`` and
+``rejected`` for `preferences`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -196,11 +196,7 @@ FORMATS: Mapping[str, Format] = {
     "turns": turns,
     "ultrafeedback": ultrafeedback,
 }
-"""The formats that a configuration can name.
-
->>> FORMATS["gsm8k"] is gsm8k
-True
-"""
+"""The formats that a configuration can name."""
 
 
 def _texts(format: str, row: Task, *names: str) -> list[str]:

@@ -20,7 +20,7 @@ from nrl import config
 from nrl.errors import NrlError
 from nrl.log import redact
 
-__all__ = ["launch", "told"]
+__all__ = ["exit_status", "launch"]
 
 _MISTAKE, _INTERRUPTED = 2, 130  # exit statuses; Python's own is 1, for a bug
 _LIBRARIES = (str(Path(__file__).parents[1]), *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")))
@@ -56,11 +56,11 @@ def launch[C](program: Callable[[C], object], cls: type[C], args: Sequence[str] 
     def loaded() -> None:
         program(config.load(cls, args))
 
-    if status := told(loaded, Path(sys.argv[0]).name):
+    if status := exit_status(loaded, Path(sys.argv[0]).name):
         raise SystemExit(status)
 
 
-def told(program: Callable[[], int | None], name: str) -> int:
+def exit_status(program: Callable[[], int | None], name: str) -> int:
     """Call a program, and tell a mistake on stderr.
 
     Args:
