@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None: the program's own.
 
     Returns:
-        The exit status: 0; 1 where ``nrl venvs check`` finds something wrong; 2 where something could not be done,
-        which is exit_status on stderr; 130 after Ctrl-C.
+        The exit status: 0; 1 if ``nrl venvs check`` finds something wrong; 2 after a mistake, which is explained on
+        stderr; 130 after Ctrl-C.
 
     >>> main(["report", "/nowhere"])
     2
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_venvs(commands.add_parser("venvs", help="the virtual environments of executables"))
     given, more = parser.parse_known_args(argv)
     if given.do is _evaluate:
-        given.settings += more  # options are written key=value there, which load says
+        given.settings += more  # load explains that options are written key=value
     elif more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     return exit_status(lambda: given.do(given), "nrl")
@@ -58,7 +58,7 @@ def _evaluate(given: argparse.Namespace) -> None:
 
 
 def _setting(argument: str) -> str:
-    """What ``load`` understands: a file that is no configuration is the tasks, and k=1,4 is a list."""
+    """An argument in the form of ``load``: a file that is no configuration is the tasks, and k=1,4 is a list."""
     key, equals, text = argument.partition("=")
     if key == "k" and equals:
         return f"k=[{text.strip('[]')}]"

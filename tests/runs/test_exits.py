@@ -125,7 +125,7 @@ def test_a_program_is_called_with_its_configuration(
 def test_it_is_in_colour_on_a_terminal(variables: dict[str, str], coloured: bool) -> None:
     above, below = pty.openpty()
     program = "from nrl.runs.exits import exit_status; import nrl.errors\n"
-    program += "def f(): raise nrl.errors.DataError('no')\ntold(f, 'it')"
+    program += "def f(): raise nrl.errors.DataError('no')\nexit_status(f, 'it')"
     environment = {**os.environ, "TERM": "xterm", **variables}
     with subprocess.Popen([sys.executable, "-c", program], stderr=below, env=environment) as child:
         os.close(below)
