@@ -8,17 +8,13 @@ __all__ = ["COLUMNS", "Column"]
 
 
 class Column(NamedTuple):
-    """What is known of a column: per row or per token, its dtype, what missing entries are, how to get it.
-
-    >>> COLUMNS["advantages"].per, COLUMNS["advantages"].dtype
-    ('token', torch.float32)
-    """
+    """A column of the vocabulary: per row or per token, its dtype, how to get it, and its default."""
 
     per: Literal["row", "token"]
     dtype: torch.dtype
     hint: str
     default: bool | int | float | None = None
-    """The value that an absent column stands for; None where absence has no meaning."""
+    """The value of an absent column; None: its absence has no meaning."""
 
 
 def _from_trainer(call: str, column: str) -> str:
