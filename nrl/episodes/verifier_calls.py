@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from nrl.envs.contract import Env, Task, asynchronous, limit
+from nrl.envs.contract import Env, Task, asynchronous, timeout_of
 from nrl.episodes.call_threads import LoopThread, UserCall, give_up
 from nrl.episodes.user_errors import Failed, stack_text
 
@@ -39,7 +39,7 @@ def calling(env: Env) -> Iterator[Callable[[Task], Caller]]:
     """Make callers of an environment's functions, one a task, each with the task's timeout and its own context."""
     calls = Calls()
     try:
-        yield lambda task: partial(calls.call, timeout=limit(env, task), context=contextvars.copy_context())
+        yield lambda task: partial(calls.call, timeout=timeout_of(env, task), context=contextvars.copy_context())
     finally:
         calls.close()
 
