@@ -135,7 +135,7 @@ def distillation_loss(distance: Distance = forward_kl, *, aggregate: Aggregate =
     Returns:
         A loss, which reads ``teacher_ids`` ``[*B, T, k]`` (tokens that may be at t), ``teacher_topk_logprobs``
         ``[*B, T, k]`` and ``loss_mask``, and needs the student's log-probabilities of these tokens. Metric:
-        ``teacher_mass``, what the k tokens have of the teacher's probability.
+        ``teacher_mass``, the teacher's probability of the k tokens.
 
     Raises:
         MissingColumn: (when called) the batch lacks a column.

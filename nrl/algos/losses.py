@@ -67,7 +67,7 @@ def policy_loss(
         aggregate: `token_mean`, `seq_mean`, ``seq_sum(L)``, or any ``(x, mask) -> Mean``.
 
     Returns:
-        A loss over ``loss_mask``, which reads ``advantages`` and what its parts read, and needs what they need.
+        A loss over ``loss_mask``, which reads ``advantages`` and the columns of its parts, and needs their outputs.
         Metrics, over tokens: ``ratio`` and ``ratio_max``; ``clip_fraction`` where the surrogate clips; ``approx_kl``
         (k3 of old against theta) where the batch has ``old_logprobs``; ``penalty``, its coefficient included;
         ``correction`` and ``kept``, the weights.

@@ -91,7 +91,7 @@ COLUMNS: dict[str, Column] = {
     "margin": Column("row", torch.float32, "Preference data writes it; that of a pair is its chosen row's.", 0.0),
     "weights": Column("row", torch.float32, "Add it with assign(batch, weights=...); how much a row counts."),
 }
-"""The vocabulary of columns. ``float32`` columns may be ``float64``, which is what the laws are tested in.
+"""The vocabulary of columns. ``float32`` columns may be ``float64``; the tests of the laws use it.
 
 >>> sorted(COLUMNS)[:3]
 ['advantages', 'attention_mask', 'desirable']

@@ -155,7 +155,7 @@ def _cost(pieces: Sequence[_Planned]) -> int:
 
 
 def _planned(sizes: np.ndarray, stem: np.ndarray, shared: np.ndarray) -> list[_Planned]:
-    """Blocks for the first ``shared`` tokens of each row, in the row ``stem`` for all, and then for what follows."""
+    """Blocks for the first ``shared`` tokens of each stem, and then for the rest of the rows."""
     pieces = []
     for block, members in _blocks(np.unique(stem[sizes > 0]), shared):
         pieces.append(_Planned(block, members, np.zeros_like(members), shared[members]))
@@ -184,7 +184,7 @@ def _lay(
     width, end = rows.shape[1], 0
     none = np.zeros(0, dtype=np.int64)
     places, owners, reals = [none], [none], [none.astype(bool)]
-    first, rest = np.zeros_like(stem), np.zeros_like(stem)  # where each row's stem begins, and what follows it
+    first, rest = np.zeros_like(stem), np.zeros_like(stem)  # where each row's stem begins, and its rest
     for (count, wide, after), owner, start, stop in pieces:
         # The padding of a block may reach over the end of the batch
         position = start[:, None] + np.arange(wide)

@@ -81,7 +81,7 @@ def _constant(name: str, value: Any) -> Any:
         raise ColumnError(
             f"assign: column '{name}' is a {type(value).__name__}; give a torch tensor (or a future of one)"
         )
-    # Locking the batch locks what is nested in it, which must not be the caller's: detach gives another TensorDict
+    # Locking the batch locks nested TensorDicts, which must not be the caller's: detach makes new ones
     return value.detach() if isinstance(value, TensorDict) or value.requires_grad else value
 
 

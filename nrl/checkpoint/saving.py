@@ -119,7 +119,9 @@ def check(values: Mapping[str, Any]) -> dict[str, Any]:
     for name in values:
         if not name.isidentifier():
             raise CheckpointError(f"save: '{name}' cannot name a value; give a Python name, such as average")
-    return {name: _encode_value(value, name) for name, value in values.items() if not isinstance(value, TrainState | Params)}
+    return {
+        name: _encode_value(value, name) for name, value in values.items() if not isinstance(value, TrainState | Params)
+    }
 
 
 def trainers(values: Mapping[str, Any]) -> dict[str, Trainer]:

@@ -87,22 +87,22 @@ def _add_venvs(parser: argparse.ArgumentParser) -> None:
         command.set_defaults(do=run)
         return command
 
-    add("build", "build what is not there", lambda given: maintenance.build(given.names), "+")
+    add("build", "build missing environments", lambda given: maintenance.build(given.names), "+")
     add(
         "list",
-        "what is there; with names, what they are made of",
+        "the environments there are; with names, their contents",
         lambda given: print(maintenance.listing(given.names)),
         "*",
     )
-    add("check", "whether what is there is what the lock says", lambda given: maintenance.check(given.names), "*")
+    add("check", "compare environments with the lock", lambda given: maintenance.check(given.names), "*")
     command = add(
         "path",
         "the interpreter of an executable",
         lambda given: print(*(maintenance.path(name, imports=given.imports) for name in given.names), sep="\n"),
         "+",
     )
-    command.add_argument("--imports", action="store_true", help="what it imports from beside, for PYTHONPATH")
-    command = add("prune", "remove what was not used lately", lambda given: _prune(given))
+    command.add_argument("--imports", action="store_true", help="folders to import from besides, for PYTHONPATH")
+    command = add("prune", "remove environments that were not used lately", lambda given: _prune(given))
     command.add_argument("--days", type=float, default=30.0, help="not used for so long; 0: all of them (default: 30)")
     command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 

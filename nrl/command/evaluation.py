@@ -100,11 +100,11 @@ class Evaluation:
     out: str | None = None  # none: a new folder under runs/; that of an earlier evaluation: go on with it
 
     def __attrs_post_init__(self) -> None:
-        _ = self.sampling  # refuses what is out of range
+        _ = self.sampling  # refuses numbers out of range
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are drawn."""
+        """The sampling parameters."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, stop=self.stop)
 
 
@@ -121,7 +121,7 @@ def main(cfg: Evaluation) -> Metrics:
         ConfigError: the folder holds something else, another process is in it, or the verifier or an argument of the
             sampler is unknown.
         DataError: a task cannot be read, or the verifier cannot work with its answer (it names the row); or the results
-            of an earlier attempt are not what was written.
+            of an earlier attempt were changed.
         ModelError: no such model; a run's folder without an exported one.
 
     >>> import tempfile
@@ -159,7 +159,7 @@ def main(cfg: Evaluation) -> Metrics:
                 so_far = merge(so_far, measure(graded))
                 shown = _shown(so_far, graded, monotonic() - began)
                 progress.show("eval", start // together, -(-len(tasks) // together), shown)
-        # From what was written, so that the number of attempts does not matter
+        # From the file, so that the number of attempts does not matter
         metrics = measure(evaluation_folder.read(results, len(tasks), together), cfg.k, passing=cfg.passing)
         config_file.replace(out / "metrics.json", json.dumps(_summary(metrics, len(tasks)), indent=1) + "\n")
     Console().print(_table(metrics, cfg))
@@ -174,7 +174,7 @@ def exported(model: str) -> str:
             export at their end, or else its ``best``.
 
     Raises:
-        ModelError: the folder is neither, or the run has exported nothing; it says what is there.
+        ModelError: the folder is neither, or the run has exported nothing; the message lists its content.
     """
     root = Path(model)
     if not root.is_dir() or (root / "config.json").is_file():

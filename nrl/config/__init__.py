@@ -88,7 +88,7 @@ def load[T](cls: type[T], args: Sequence[str] | None = None, *, program: str | N
 
     Args:
         cls: an attrs class. Fields may be ``bool``, ``int``, ``float``, ``str``, `Path`, ``Literal``, an `Enum` (by
-            value), lists, tuples, mappings, attrs classes, and unions of these; ``Any`` takes what YAML makes of it.
+            value), lists, tuples, mappings, attrs classes, and unions of these; ``Any`` takes any value of YAML.
         args: ``key=value``, ``key.sub=value``, ``FILE.yaml``, ``FILE.toml`` or ``config=FILE`` (unless ``cls`` has a
             field ``config``). Arguments of the form ``key=value`` win over files wherever they stand. With ``-h`` or
             ``--help``, every key is printed and the program exits with 0. Default: the program's own arguments.
@@ -98,7 +98,7 @@ def load[T](cls: type[T], args: Sequence[str] | None = None, *, program: str | N
         The instance.
 
     Raises:
-        ConfigError: names every problem at once, each with its key, what was expected, what was found and where.
+        ConfigError: names every problem at once, each with its key, the expected type, the value found, and its place.
 
     >>> @attrs.frozen
     ... class Optimizer:

@@ -201,7 +201,7 @@ def _table(value: Any, kind: Any) -> Any:
 
 
 def _fill(kind: Any, instance: Any, given: Any) -> Any:
-    """Lay what is given for a section over the instance that is its default."""
+    """Lay the given values of a section over the instance that is its default."""
     new = mapping(given) if sections(kind) == [type(instance)] else None
     if new is None:
         return given

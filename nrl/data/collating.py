@@ -82,7 +82,7 @@ def preferences(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None 
 
     ``chosen`` and ``rejected`` are texts, as the model would write them; or messages that follow the prompt; or whole
     conversations, which begin with the prompt or, where the row has none, with the messages that they share. The mask
-    covers what the model writes after the prompt, as in `supervised`.
+    covers the model's tokens after the prompt, as in `supervised`.
 
     Args:
         rows: each with ``chosen`` and ``rejected``, and ``prompt``, which `render` takes.

@@ -130,7 +130,7 @@ def helpsteer3(row: Task) -> Task | None:
 
 
 def ultrafeedback(row: Task) -> Task:
-    """Of UltraFeedback, binarized: the prompt is what the two conversations share, the sides are what follows.
+    """Of UltraFeedback, binarized: the prompt is the common beginning of the two conversations, the sides are the rest.
 
     Args:
         row: with ``chosen`` and ``rejected``, conversations.
@@ -158,7 +158,7 @@ def turns(row: Task) -> list[Task]:
     """A row for each message of the assistant in a conversation, which teaches that one alone.
 
     For chat templates that write earlier turns differently from the last, such as Qwen3's, which drops their thinking:
-    each row is then what the model meets and writes in that turn.
+    then each row has the tokens that the model reads and writes in that turn.
 
     Args:
         row: with ``messages``.

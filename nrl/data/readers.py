@@ -1,6 +1,6 @@
 """Files as rows: JSON Lines, CSV and Parquet.
 
-Every fault of a file is a `DataError` that names the file, the line or row, and what is wrong there.
+Every fault of a file is a `DataError` that names the file, the line or row, and the fault.
 """
 
 import csv

@@ -183,7 +183,7 @@ def _marked(messages: Sequence[Message], first: int, tokenizer: Any) -> tuple[st
     before = len(_templated(messages[:first], tokenizer, asking=True))
     spans = []
     for start, end in found:
-        close = text.rfind(ending, start, end) if ending else -1  # what follows the ending is the template's
+        close = text.rfind(ending, start, end) if ending else -1  # after the ending, the text is the template's
         if start >= before and start < end:
             spans.append((start, end if close < 0 else close + len(ending)))
     if not spans:

@@ -28,6 +28,6 @@ def read(source: str | Path | Sequence[Task]) -> Table:
         return Table("the source", source, "row {}".format)
     path = Path(source)
     named = not exists(path) and ":" in str(source)
-    if named or os.path.isdir(path):  # noqa: PTH112 - false, and no error, for what may not be looked at
+    if named or os.path.isdir(path):  # noqa: PTH112 - false, and no error, if permission is denied
         return load(str(source))
     return read_file(path)

@@ -184,7 +184,7 @@ def check_seed(seed: Any, what: str) -> None:
     """Check that a seed is an integer and not negative.
 
     Raises:
-        DataError: it is not; ``what`` names the function.
+        DataError: it is not; ``what`` begins the message.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise DataError(f"{what}: seed is {seed!r}; it must be an integer that is not negative")

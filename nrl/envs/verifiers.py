@@ -254,7 +254,7 @@ _PROSE = re.compile(
 )
 _RELATION = re.compile("approx|simeq|equiv|implies|iff|to|(?:long|Long)?(?:right|Right)arrow")
 _TIMES = re.compile("times|cdot|div|ast|star")
-_SIGNS = {"\\": " ", "$": "$", "%": "%", "!": "", ",": "\u2009"}  # what follows a backslash
+_SIGNS = {"\\": " ", "$": "$", "%": "%", "!": "", ",": "\u2009"}  # after a backslash
 _CHARACTERS = str.maketrans(
     dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-")
     | dict.fromkeys("≈≅≡→⇒⟹", "=")

@@ -100,7 +100,7 @@ class LoopThread:
         self.cancelling = False  # was asked to cancel something, and has not got to it
         self.blocked = False  # ran nothing of ours between the last two looks
         self.blocked_by: asyncio.Task[Any] | None = None
-        self._answered = True  # has run what the last look asked
+        self._answered = True  # has run the callback of the last look
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(Daemons())
         self._thread = threading.Thread(target=self._run, name="environment: loop", daemon=True)

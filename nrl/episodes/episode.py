@@ -83,7 +83,7 @@ async def run_episode(generate: Generate, env: Env, task: Task, *, tokenizer: An
         generate: asks the policy to continue token ids.
         env: two functions, each plain or ``async``; they are called in other threads.
         task: the argument of ``env.reset``.
-        tokenizer: renders prompts and decodes what was sampled.
+        tokenizer: renders prompts and decodes sampled tokens.
         context_length: the most tokens that an episode may have.
 
     Raises:

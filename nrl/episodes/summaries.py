@@ -87,7 +87,7 @@ def per_source(batch: Batch, names: Sequence[str], measure: Callable[[Batch], Me
         measure: from rows to metrics.
 
     Raises:
-        MissingColumn: the batch lacks ``source``, or what ``measure`` reads.
+        MissingColumn: the batch lacks ``source``, or a column that ``measure`` reads.
         BatchError: a row is of a source that has no name.
 
     >>> from nrl.reduce import finalize
@@ -130,7 +130,7 @@ def samples(batch: Batch, tokenizer: Any, n: int = 2) -> dict[str, Any]:
           where there are several), ``prompt`` (text up to the first token that was sampled) and, for each token from
           there to the end, ``tokens`` (text; joined, they are the decoded response, so a token that ends within a
           character is empty and the one that completes it has it), ``loss_mask``, ``advantages``,
-          ``rollout_logprobs``. What the batch has no column for is left out.
+          ``rollout_logprobs``. Fields without a column in the batch are left out.
 
     Raises:
         MissingColumn: one of the three is not there.
@@ -204,7 +204,7 @@ def _row(columns: dict[str, Tensor], row: int, tokenizer: Any) -> dict[str, Any]
 
 
 def _numbers(values: Tensor) -> Any:
-    """As Python's, to six digits, which is what float32 has; None where not finite."""
+    """Python numbers with six digits, as many as float32 has; None for those that are not finite."""
     if values.ndim:
         return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
     return _numbers(values[None])[0]
@@ -224,7 +224,7 @@ def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
             pieces[0] = pieces[0].removeprefix(" ")  # which sentencepiece puts before a text, and takes off again
         if "".join(pieces) == text:
             return pieces
-    # A tokenizer of another kind: what each further token adds. Quadratic, so only the last resort.
+    # A tokenizer of another kind: decode each beginning and take the difference. Quadratic, so the last resort.
     ends = [_common(text, _decode(tokenizer, ids[:count])) for count in range(1, len(ids))]
     cuts = np.maximum.accumulate([0, *ends, len(text)]).tolist()
     return [text[start:end] for start, end in pairwise(cuts)]

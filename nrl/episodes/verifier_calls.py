@@ -87,7 +87,7 @@ class Calls:
             self._queue.put(None)
         for loop in self._loops:
             loop.end()
-        until = time.monotonic() + _TICK * 4  # so that `stuck` counts only what is really stuck
+        until = time.monotonic() + _TICK * 4  # so that `stuck` does not count threads that are just ending
         for loop in self._loops:
             loop.join(until)
 

@@ -11,7 +11,7 @@ from nrl.log.terminal import duration
 __all__ = ["SILENCE", "wait_until", "waiting"]
 
 SILENCE = 10.0
-"""Seconds after which a wait says what it is for."""
+"""Seconds before a wait prints its first line."""
 
 _LONGEST = 600.0  # seconds between two lines
 

@@ -20,7 +20,7 @@ type Series = tuple[Array, Array]  # steps, values
 
 BOX = {"width": 360, "height": 180, "left": 50, "right": 352, "top": 8, "bottom": 158}  # of a chart and of its plot
 _TOP, _BOTTOM = BOX["top"], BOX["bottom"]
-_SAME = 1e-6  # relative; what differs less is drawn level, for it is rounding of float32
+_SAME = 1e-6  # relative; smaller differences are rounding of float32, and drawn level
 _POINTS = 1000  # of a curve, at most
 _COLUMNS, _BINS, _SHADES = 100, 20, 8  # of a heatmap, at most
 

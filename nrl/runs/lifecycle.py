@@ -178,7 +178,7 @@ class Run:
             samples: from `nrl.samples`; a line of ``rollouts.jsonl``, which the report shows.
 
         Returns:
-            What was written.
+            The numbers of the line.
 
         Raises:
             ConfigError: no loop over `steps` is running, or the step has been saved already.

@@ -19,7 +19,7 @@ _LOOK = 1.0  # seconds between two looks whether there is still time to wait
 
 
 def ahead[T](stream: Stream[T], n: int) -> Source[T]:
-    """Items up to ``n`` versions early: pull ``k`` gets what was produced before pull ``max(k - n, 0)`` returned.
+    """Items up to ``n`` versions early: pull ``k`` gets an item made before pull ``max(k - n, 0)`` returned.
 
     Before each pull returns, production is ``n`` items ahead of the consumer, so a row's lag is at most ``n``. If
     weights are published once a pull, the lag of pull ``k`` is exactly ``min(k, n)`` on the local cluster. With ``n=0``
