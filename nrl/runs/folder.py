@@ -97,7 +97,7 @@ def mark_begun(out: Path) -> None:
     _begun.add(out)
 
 
-_begun: set[Path] = set()  # folders that this process is in
+_begun: set[Path] = set()  # folders that this process is in, after their first step
 
 
 @contextmanager

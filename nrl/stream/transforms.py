@@ -165,7 +165,7 @@ def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 3
 def _filtered(
     who: str, stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int, complain: Callable[[int, int], str]
 ) -> Source[Batch]:
-    """Keep the items that ``keep`` accepts, and ask for others; the next one kept carries the numbers of the dropped."""
+    """Keep the items that ``keep`` accepts and ask for others; the next one kept carries the numbers of the dropped."""
     if patience < 1:
         raise DataError(f"{who}: patience is {patience}; it must be at least 1")
 
