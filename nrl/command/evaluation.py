@@ -123,15 +123,6 @@ def main(cfg: Evaluation) -> Metrics:
         DataError: a task cannot be read, or the verifier cannot work with its answer (it names the row); or the results
             of an earlier attempt were changed.
         ModelError: no such model; a run's folder without an exported one.
-
-    >>> import tempfile
-    >>> from nrl import tiny
-    >>> at = tempfile.mkdtemp()
-    >>> tiny.save(tiny.model(), f"{at}/model")
-    >>> found = main(Evaluation("arithmetic", f"{at}/model", limit=4, max_new_tokens=4, out=f"{at}/eval"))
-    eval: 0 of 4 tasks are done in ...
-    >>> list(found)[:2], sorted(path.name for path in Path(f"{at}/eval").iterdir())[-3:]
-    (['eval/reward', 'eval/pass@1'], ['config.yaml', 'metrics.json', 'results.jsonl'])
     """
     verifier = _verifier(cfg.verifier)
     model = Model(exported(cfg.model), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)

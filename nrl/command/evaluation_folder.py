@@ -67,13 +67,21 @@ def write_config(out: Path, cfg: Any, digests: Mapping[str, Any]) -> None:
 
 
 def digest(value: Any) -> str:
-    """A hash of a value of JSON, whatever the order of its keys."""
+    """A hash of a value of JSON, whatever the order of its keys.
+
+    >>> digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    True
+    """
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def digest_of_files(model: str) -> str | None:
-    """A hash of the sizes and times of a model's files; None: the model is not in a folder here."""
+    """A hash of the sizes and times of a model's files; None: the model is not in a folder here.
+
+    >>> digest_of_files("Qwen/Qwen3-0.6B") is None
+    True
+    """
     found = [(path.name, path.stat()) for path in sorted(Path(model).glob("*")) if path.is_file()]
     return digest([(name, each.st_size, each.st_mtime_ns) for name, each in found]) if found else None
 

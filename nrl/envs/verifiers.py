@@ -166,11 +166,7 @@ def number_or_wrong(task: Task, response: str) -> float:
 
 
 VERIFIERS: Mapping[str, Verifier] = {"exact": exact, "number": number, "number_or_wrong": number_or_wrong}
-"""The verifiers that a configuration can name.
-
->>> VERIFIERS["number"] is number
-True
-"""
+"""The verifiers that a configuration can name."""
 
 
 def _answer(verifier: str, task: Task) -> Any:
