@@ -97,7 +97,7 @@ def measure(prompts: int, *, dtype: Any = "float32", sampling: Sampling = PLAIN,
 def lagging(steps: int) -> dict[str, Numbers]:
     """Medians of the example's steps with a lag of 1: of the first ten, and of the others."""
     with tempfile.TemporaryDirectory() as folder:
-        grpo.main(grpo.Config(lag=1, steps=steps, out=str(Path(folder) / "run"), held_out=None))
+        grpo.main(grpo.Config(lag=1, steps=steps, out=str(Path(folder) / "run"), eval_data=None))
         text = (Path(folder) / "run" / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()][1:]  # the first one has no lag
     parts = {"`lag=1`, the first 10 steps": lines[:10], "`lag=1`, later": lines[10:] or lines}

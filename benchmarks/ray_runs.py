@@ -171,7 +171,7 @@ def start(cluster: str, started: str) -> dict[str, float]:
         for patch in patches:
             patch.start()
         try:
-            cfg = sft.Config(cluster=cluster, held_out=None, out=f"{folder}/run", optimizer=adamw(lr=1e-3))
+            cfg = sft.Config(cluster=cluster, eval_data=None, out=f"{folder}/run", optimizer=adamw(lr=1e-3))
             sft.main(cfg)
         except Done:
             pass

@@ -29,13 +29,13 @@ from nrl.checkpoint import Checkpoints
 
 __all__ = ["Figure", "main", "options", "pretrained", "ranked", "split"]
 
-HELD_OUT = 100
+EVAL_PAIRS = 100
 
 
 class Figure(NamedTuple):
     """Shares of pairs that are ranked as labelled."""
 
-    held_out: float
+    evaluated: float
     trained: float
 
 
@@ -65,8 +65,8 @@ def main() -> None:
         model = pretrained(args.texts, Path(scratch) / "model", args.pretraining)
         found = [ranked(model, args.pairs, Path(scratch) / f"{seed}", args.steps, seed) for seed in range(args.seeds)]
     for seed, figure in enumerate(found):
-        print(f"seed {seed}: {figure.held_out:.2f} of {HELD_OUT} held out, {figure.trained:.2f} of those trained on")
-    print(f"mean: {statistics.fmean(figure.held_out for figure in found):.2f} held out")
+        print(f"seed {seed}: {figure.evaluated:.2f} of {EVAL_PAIRS} held out, {figure.trained:.2f} of those trained on")
+    print(f"mean: {statistics.fmean(figure.evaluated for figure in found):.2f} held out")
 
 
 def pretrained(texts: str, folder: Path, steps: int) -> Path:
@@ -97,7 +97,7 @@ def pretrained(texts: str, folder: Path, steps: int) -> Path:
     return folder
 
 
-def split(pairs: Sequence[dict[str, Any]], seed: int, held_out: int = HELD_OUT) -> tuple[list[Any], list[Any]]:
+def split(pairs: Sequence[dict[str, Any]], seed: int, count: int = EVAL_PAIRS) -> tuple[list[Any], list[Any]]:
     """Pairs to train on and pairs that are held out, no prompt of which is in both.
 
     >>> [len(part) for part in split([{"prompt": str(i // 2)} for i in range(10)], 0, 3)]
@@ -106,7 +106,7 @@ def split(pairs: Sequence[dict[str, Any]], seed: int, held_out: int = HELD_OUT) 
     prompts = list(dict.fromkeys(pair["prompt"] for pair in pairs))
     random.Random(seed).shuffle(prompts)
     left, kept = list(pairs), list[Any]()
-    while len(kept) < held_out:
+    while len(kept) < count:
         prompt = prompts.pop()
         kept += [pair for pair in left if pair["prompt"] == prompt]
         left = [pair for pair in left if pair["prompt"] != prompt]
@@ -117,12 +117,12 @@ def ranked(model: Path, pairs: str, folder: Path, steps: int, seed: int) -> Figu
     """What the example reaches."""
     rows = [json.loads(line) for line in Path(pairs).read_text(encoding="utf-8").splitlines()]
     folder.mkdir()
-    for name, part in zip(("train", "held_out"), split(rows, seed), strict=True):
+    for name, part in zip(("train", "eval"), split(rows, seed), strict=True):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
     cfg = reward_model.Config(
         model=str(model),
         data=str(folder / "train.jsonl"),
-        held_out=str(folder / "held_out.jsonl"),
+        eval_data=str(folder / "eval.jsonl"),
         chat=False,
         steps=steps,
         seed=seed,
@@ -130,7 +130,7 @@ def ranked(model: Path, pairs: str, folder: Path, steps: int, seed: int) -> Figu
         pairs=32,
         max_length=512,
         evaluate_every=steps,
-        evaluate_pairs=HELD_OUT,
+        evaluate_pairs=EVAL_PAIRS,
         optimizer=adamw(lr=3e-4),
         checkpoints=Checkpoints(),
     )

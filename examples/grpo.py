@@ -27,13 +27,13 @@ class Config:
     format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     verifier: Literal["number", "number_or_wrong", "exact"] = "number"  # _or_wrong: where the right answer is no number
-    held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/reward is over
-    evaluate_every: int = attrs.field(default=50, validator=ge(1))  # steps; never: held_out=null
+    eval_data: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/reward is over
+    evaluate_every: int = attrs.field(default=50, validator=ge(1))  # steps; never: eval_data=null
     evaluate_prompts: int = attrs.field(default=256, validator=ge(1))
     steps: int = 300
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
-    checkpoints: Checkpoints = config.derived(lambda cfg: Checkpoints(best="eval/reward" if cfg.held_out else None))
+    checkpoints: Checkpoints = config.derived(lambda cfg: Checkpoints(best="eval/reward" if cfg.eval_data else None))
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -68,9 +68,9 @@ def warm_up(cfg: Config, run: Run, trainer: Trainer, tokenizer: Any) -> TrainSta
 
 def evaluate(cfg: Config, sampler: Sampler, i: int) -> nrl.reduce.Metrics:
     """The mean reward of the most probable answers to another draw of prompts, now and then and after the last step."""
-    if cfg.held_out is None or ((i + 1) % cfg.evaluate_every and i + 1 != cfg.steps):
+    if cfg.eval_data is None or ((i + 1) % cfg.evaluate_every and i + 1 != cfg.steps):
         return {}
-    tasks = data.tasks(cfg.held_out, seed=cfg.seed + 2, format=cfg.format, chat=cfg.chat)
+    tasks = data.tasks(cfg.eval_data, seed=cfg.seed + 2, format=cfg.format, chat=cfg.chat)
     some, greedy = data.epoch(tasks, cfg.evaluate_prompts), attrs.evolve(cfg.sampling, temperature=0.0)
     return nrl.measure(nrl.grade(sampler, VERIFIERS[cfg.verifier], some, sampling=greedy))
 

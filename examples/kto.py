@@ -19,7 +19,7 @@ class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
     data: str = "arithmetic"  # rows with "prompt", "response" and "label", or pairs, whose sides become two rows
-    held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/* is over
+    eval_data: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/* is over
     format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 100
@@ -61,13 +61,13 @@ def main(cfg: Config) -> None:
         tasks = partial(data.tasks, format=cfg.format, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
         tasks = partial(tasks, collate=data.labelled)
         stream = nrl.batched(tasks(cfg.data, seed=cfg.seed), cfg.rows, collate=collate)
-        held_out = tasks(cfg.held_out, seed=cfg.seed + 1).take(cfg.evaluate_rows) if cfg.held_out else None
+        eval_tasks = tasks(cfg.eval_data, seed=cfg.seed + 1).take(cfg.evaluate_rows) if cfg.eval_data else None
         state, stream = run.restore(policy=trainer, stream=stream)
         for i, batch in run.steps(stream):
             state, metrics = step(state, referred(state.params, batch))
             evaluated = {}
-            if held_out is not None and (i % cfg.evaluate_every == 0 or i + 1 == cfg.steps):
-                measured = referred(state.params, collate(held_out))
+            if eval_tasks is not None and (i % cfg.evaluate_every == 0 or i + 1 == cfg.steps):
+                measured = referred(state.params, collate(eval_tasks))
                 evaluated = nrl.evaluate(loss, trainer, state.params, measured)
             run.log(i, metrics, evaluated)
             run.save(i, policy=state, stream=stream)

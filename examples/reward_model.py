@@ -18,13 +18,13 @@ class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
     data: str = "arithmetic"  # rows with "prompt", "chosen" and "rejected"
-    held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/* is over
+    eval_data: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/* is over
     format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 150
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
-    checkpoints: Checkpoints = config.derived(lambda cfg: Checkpoints(best="eval/accuracy" if cfg.held_out else None))
+    checkpoints: Checkpoints = config.derived(lambda cfg: Checkpoints(best="eval/accuracy" if cfg.eval_data else None))
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -50,13 +50,13 @@ def main(cfg: Config) -> None:
         tasks = partial(data.tasks, format=cfg.format, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
         tasks = partial(tasks, collate=data.preferences)
         stream = nrl.batched(tasks(cfg.data, seed=cfg.seed), cfg.pairs, collate=collate)
-        held_out = tasks(cfg.held_out, seed=cfg.seed + 1).take(cfg.evaluate_pairs) if cfg.held_out else None
+        eval_tasks = tasks(cfg.eval_data, seed=cfg.seed + 1).take(cfg.evaluate_pairs) if cfg.eval_data else None
         state, stream = run.restore(reward=trainer, stream=stream)
         for i, batch in run.steps(stream):
             state, metrics = step(state, batch)
             evaluated = {}
-            if held_out is not None and ((i + 1) % cfg.evaluate_every == 0 or i + 1 == cfg.steps):
-                evaluated = nrl.evaluate(loss, trainer, state.params, collate(held_out))
+            if eval_tasks is not None and ((i + 1) % cfg.evaluate_every == 0 or i + 1 == cfg.steps):
+                evaluated = nrl.evaluate(loss, trainer, state.params, collate(eval_tasks))
             run.log(i, metrics, evaluated)
             run.save(i, reward=state, stream=stream)
         trainer.export(state.params, run.out / "model")

@@ -20,14 +20,14 @@ class Config:
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
     lora: str | Mapping[str, Any] | None = None  # arguments of peft.LoraConfig, or a folder in its format
     data: str = "arithmetic"  # rows with a prompt and a "response", or with "messages" that end with the assistant's
-    held_out: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/loss is over
+    eval_data: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/loss is over
     format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 200
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
     checkpoints: Checkpoints = config.derived(
-        lambda cfg: Checkpoints(best="eval/loss" if cfg.held_out else None, mode="min")
+        lambda cfg: Checkpoints(best="eval/loss" if cfg.eval_data else None, mode="min")
     )
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
@@ -53,13 +53,13 @@ def main(cfg: Config) -> None:
         tasks = partial(data.tasks, format=cfg.format, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
         tasks = partial(tasks, collate=data.supervised)
         stream = nrl.batched(tasks(cfg.data, seed=cfg.seed), cfg.rows, collate=collate)
-        held_out = collate(tasks(cfg.held_out, seed=cfg.seed + 1).take(cfg.evaluate_rows)) if cfg.held_out else None
+        eval_batch = collate(tasks(cfg.eval_data, seed=cfg.seed + 1).take(cfg.evaluate_rows)) if cfg.eval_data else None
         state, stream = run.restore(policy=trainer, stream=stream)
         for i, batch in run.steps(stream):
             state, metrics = step(state, batch)
             evaluated = {}
-            if held_out is not None and (i % cfg.evaluate_every == 0 or i + 1 == cfg.steps):
-                evaluated = nrl.evaluate(sft_loss, trainer, state.params, held_out)
+            if eval_batch is not None and (i % cfg.evaluate_every == 0 or i + 1 == cfg.steps):
+                evaluated = nrl.evaluate(sft_loss, trainer, state.params, eval_batch)
             run.log(i, metrics, evaluated)
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")

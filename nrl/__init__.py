@@ -22,8 +22,8 @@ from nrl.episodes.summaries import per_source, samples, summary
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed, without
 from nrl.runs import run
 from nrl.runs.exits import launch
-from nrl.runs.fitting import fit, minibatched
 from nrl.runs.retries import retrying
+from nrl.runs.training_loop import fit, minibatched
 from nrl.runtime import (
     Executable,
     Layout,

@@ -95,7 +95,7 @@ def test_grpo_stops_where_the_sampler_does_not_get_the_weights(tmp_path: Path, m
     grpo = load("grpo")
 
     def metrics(name: str, max_mismatch: float) -> list[dict[str, Any]]:
-        small = {"warmup": 20, "warmup_rows": 64, "prompts": 8, "group_size": 8, "held_out": None}
+        small = {"warmup": 20, "warmup_rows": 64, "prompts": 8, "group_size": 8, "eval_data": None}
         config = grpo.Config(steps=4, max_mismatch=max_mismatch, out=str(tmp_path / name), **small)
         grpo.main(config)
         return lines(tmp_path / name / "metrics.jsonl")
@@ -265,10 +265,10 @@ def test_sft_on_gsm8k_begins_at_a_uniform_guess_and_learns(real_model: Path, tmp
     data = tmp_path / "train.jsonl"
     rows = GSM8K.read_text().splitlines(keepends=True)
     data.write_text("".join(rows[:-8]))
-    held_out = tmp_path / "test.jsonl"
-    held_out.write_text("".join(rows[-8:]))
+    eval_file = tmp_path / "test.jsonl"
+    eval_file.write_text("".join(rows[-8:]))
     cfg = sft.Config(
-        model=str(real_model), data=str(data), held_out=str(held_out), format="gsm8k", steps=30, rows=8,
+        model=str(real_model), data=str(data), eval_data=str(eval_file), format="gsm8k", steps=30, rows=8,
         evaluate_rows=8, evaluate_every=29, max_length=512, optimizer=adamw(lr=3e-3), out=str(tmp_path / "run"),
     )  # fmt: skip
     sft.main(cfg)
@@ -281,7 +281,7 @@ def test_dpo_on_64_real_pairs(real_model: Path, tmp_path: Path) -> None:
     dpo = load("dpo")
     pairs = str(ROOT / "tests" / "data" / "gsm8k_preferences.jsonl")
     cfg = dpo.Config(
-        model=str(real_model), data=pairs, held_out=pairs, steps=8, pairs=16, evaluate_pairs=64, evaluate_every=100,
+        model=str(real_model), data=pairs, eval_data=pairs, steps=8, pairs=16, evaluate_pairs=64, evaluate_every=100,
         optimizer=adamw(lr=1e-3), out=str(tmp_path / "run"),
     )  # fmt: skip
     dpo.main(cfg)
@@ -296,7 +296,7 @@ def test_on_real_pairs(name: str, size: str, real_model: Path, tmp_path: Path) -
     example = load(name)
     pairs = str(ROOT / "tests" / "data" / "gsm8k_preferences.jsonl")
     config = {"steps": 8, size: 16, f"evaluate_{size}": 16, "evaluate_every": 100, "optimizer": adamw(lr=1e-3)}
-    example.main(example.Config(model=str(real_model), data=pairs, held_out=pairs, out=str(tmp_path), **config))
+    example.main(example.Config(model=str(real_model), data=pairs, eval_data=pairs, out=str(tmp_path), **config))
     metrics = lines(tmp_path / "metrics.jsonl")
     assert metrics[0]["loss"] == pytest.approx(math.log(2) if name == "reward_model" else 0.5, abs=1e-5)
     assert metrics[-1]["eval/loss"] < metrics[0]["loss"] - 0.02

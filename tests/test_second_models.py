@@ -67,11 +67,11 @@ def test_a_reward_model_tells_right_from_wrong(tmp_path: Path) -> None:
     example = load("reward_model")
     pairs = nrl.data.tasks("arithmetic", seed=0).take(2000)
     new = {pair["prompt"] for pair in pairs if (int(pair["answer"]) + len(pair["prompt"])) % 5 == 0}
-    files = {name: tmp_path / f"{name}.jsonl" for name in ("train", "held_out")}
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("train", "eval")}
     for name, path in files.items():
-        chosen = [pair for pair in pairs if (pair["prompt"] in new) is (name == "held_out")]
+        chosen = [pair for pair in pairs if (pair["prompt"] in new) is (name == "eval")]
         path.write_text("".join(json.dumps(pair) + "\n" for pair in chosen))
-    options = {"data": str(files["train"]), "held_out": str(files["held_out"]), "chat": False}
+    options = {"data": str(files["train"]), "eval_data": str(files["eval"]), "chat": False}
     example.main(example.Config(steps=60, evaluate_every=30, out=str(tmp_path / "run"), **options))
     found = [row["eval/accuracy"] for row in lines(tmp_path / "run" / "metrics.jsonl") if "eval/accuracy" in row]
     assert len(found) == 2

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 def test_grpo_learns_with_vllm(on_ray: Cluster, tmp_path: Path) -> None:
-    cfg = attrs.evolve(grpo.Config(), out=str(tmp_path), cluster="ray", sampler="vllm-cpu", steps=24, held_out=None)
+    cfg = attrs.evolve(grpo.Config(), out=str(tmp_path), cluster="ray", sampler="vllm-cpu", steps=24, eval_data=None)
     cfg = attrs.evolve(cfg, engine={"max_num_seqs": 256, "kv_cache_memory_bytes": 2**27})
     grpo.main(cfg)
     found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -44,6 +44,19 @@ from nrl.algos.groups import (
 )
 from nrl.algos.kl_rewards import penalized_rewards, sampled_logprobs, token_rewards
 from nrl.algos.links import Link, hinge, log_sigmoid, robust_log_sigmoid, squared
+from nrl.algos.loss_contract import (
+    Loss,
+    MeanLoss,
+    add,
+    ids_column,
+    logprobs_at,
+    name_of,
+    named,
+    needed,
+    needs,
+    output_kind,
+    output_shape,
+)
 from nrl.algos.losses import (
     cispo_loss,
     dapo_loss,
@@ -74,19 +87,6 @@ from nrl.algos.preferences import (
     robust_dpo_loss,
     rpo_loss,
     simpo_loss,
-)
-from nrl.algos.protocol import (
-    Loss,
-    MeanLoss,
-    add,
-    ids_column,
-    logprobs_at,
-    name_of,
-    named,
-    needed,
-    needs,
-    output_kind,
-    output_shape,
 )
 from nrl.algos.ratios import (
     Ratio,

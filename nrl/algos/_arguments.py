@@ -11,8 +11,6 @@ def positive(reader: str, name: str, value: float) -> None:
 
     Raises:
         ValueError: it is not.
-
-    >>> positive("my_loss", "beta", 0.1)
     """
     if not 0 < value < math.inf:
         raise ValueError(f"{reader}: {name} is {value}; it must be positive and finite")
@@ -23,8 +21,6 @@ def not_negative(reader: str, name: str, value: float) -> None:
 
     Raises:
         ValueError: it is not.
-
-    >>> not_negative("my_loss", "alpha", 0.0)
     """
     if not 0 <= value < math.inf:
         raise ValueError(f"{reader}: {name} is {value}; it must be finite and at least 0")
@@ -35,8 +31,6 @@ def in_unit_interval(reader: str, name: str, value: float) -> None:
 
     Raises:
         ValueError: it is not.
-
-    >>> in_unit_interval("my_estimator", "gamma", 1.0)
     """
     if not 0 <= value <= 1:
         raise ValueError(f"{reader}: {name} is {value}; it must be between 0 and 1")
@@ -48,8 +42,6 @@ def weighted(reader: str, what: str, terms: tuple[Any, ...]) -> None:
     Raises:
         ValueError: there are no terms, or a coefficient is not finite.
         TypeError: a term is not such a pair.
-
-    >>> weighted("my_sum", "loss", ((0.5, abs),))
     """
     if not terms:
         raise ValueError(f"{reader}: there are no terms; give pairs (coefficient, {what})")
@@ -65,8 +57,6 @@ def smoothing_below_half(reader: str, value: float) -> None:
 
     Raises:
         ValueError: they are not, or it is not a probability.
-
-    >>> smoothing_below_half("my_loss", 0.1)
     """
     if not 0 <= value < 0.5:
         raise ValueError(

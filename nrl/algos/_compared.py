@@ -1,4 +1,4 @@
-"""Comparing pairs of answers: which pairs count, and the loss on the differences of their scores."""
+"""Pairs of answers: which of them count, and the loss on the differences of their scores."""
 
 from torch import Tensor
 
@@ -25,11 +25,6 @@ def counted_pairs(batch: Batch, reader: str) -> Tensor:
     Raises:
         MissingColumn: the batch lacks it.
         BatchError: the batch is not one of pairs.
-
-    >>> import torch
-    >>> mask = torch.tensor([[[True, True], [True, False]], [[True, True], [False, False]]])
-    >>> counted_pairs(Batch({"loss_mask": mask}, batch_size=[2, 2]), "my_loss").tolist()
-    [True, False]
     """
     require(batch, "loss_mask", reader=reader)
     mask: Tensor = batch["loss_mask"]
@@ -51,12 +46,6 @@ def compared(scores: Tensor, counted: Tensor, link: Link) -> tuple[Mean, Metrics
 
     Returns:
         The sum of the losses over the number of pairs; the metrics of `preference_loss`.
-
-    >>> import torch
-    >>> scores = torch.tensor([[3.0, 1.0], [0.0, 2.0], [float("nan"), 0.0]])
-    >>> mean, metrics = compared(scores, torch.tensor([True, True, False]), lambda margin: (3 - margin).relu())
-    >>> mean.total.item(), mean.weight.item(), metrics["accuracy"].total.item()
-    (6.0, 2.0, 1.0)
     """
     chosen, rejected = (masked(x, counted) for x in scores.unbind(-1))
     margin = chosen - rejected

@@ -19,7 +19,7 @@ __all__ = ["Episodes", "check_finite", "episodes", "row_rewards", "trained_token
 
 
 def valid_rows(batch: TensorDict) -> Tensor:
-    """The rows that are valid: the column, or all rows where it is absent. ``[*B]`` bool.
+    """The column ``valid``, or true for all rows if the batch has none: ``[*B]`` bool.
 
     >>> valid_rows(TensorDict({"rewards": torch.zeros(2)}, batch_size=[2])).tolist()
     [True, True]
@@ -52,9 +52,6 @@ def row_rewards(batch: TensorDict, reader: str) -> Tensor:
     Raises:
         MissingColumn: the batch lacks it.
         BatchError: there are several rewards a row.
-
-    >>> row_rewards(TensorDict({"rewards": torch.ones(2)}, batch_size=[2]), reader="my_estimator").tolist()
-    [1.0, 1.0]
     """
     require(batch, "rewards", reader=reader)
     rewards: Tensor = batch["rewards"]
@@ -76,11 +73,6 @@ def check_finite(batch: TensorDict, column: str, reader: str) -> None:
 
     Raises:
         NotFinite: naming the rows.
-
-    >>> rewards = torch.tensor([1.0, float("nan")])
-    >>> check_finite(
-    ...     TensorDict({"rewards": rewards, "valid": rewards.isfinite()}, [2]), "rewards", reader="my_estimator"
-    ... )
     """
     values: Tensor = batch[column]
     per_token = kind_of(column, values, batch.ndim, None, reader) == "token"

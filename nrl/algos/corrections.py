@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from nrl.algos._means import row_means
+from nrl.algos._reductions import row_means
 from nrl.algos.masking import masked
 from nrl.algos.ratios import bounded
 

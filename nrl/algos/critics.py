@@ -5,8 +5,8 @@ from tensordict import TensorDict
 
 from nrl.algos._arguments import positive
 from nrl.algos.aggregate import Aggregate, token_mean
+from nrl.algos.loss_contract import MeanLoss, named, needs
 from nrl.algos.masking import masked, masked_column
-from nrl.algos.protocol import MeanLoss, named, needs
 from nrl.batch import Batch, require
 from nrl.reduce import Mean, Metrics
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nrl.algos.aggregate import Aggregate, token_mean
 from nrl.algos.divergences import log1mexp
+from nrl.algos.loss_contract import MeanLoss, logprobs_at, name_of, named, needs
 from nrl.algos.masking import masked
-from nrl.algos.protocol import MeanLoss, logprobs_at, name_of, named, needs
 from nrl.batch import Batch, require
 from nrl.errors import BatchError
 from nrl.reduce import Mean, Metrics
@@ -135,7 +135,7 @@ def distillation_loss(distance: Distance = forward_kl, *, aggregate: Aggregate =
     Returns:
         A loss, which reads ``teacher_ids`` ``[*B, T, k]`` (tokens that may be at t), ``teacher_topk_logprobs``
         ``[*B, T, k]`` and ``loss_mask``, and needs the student's log-probabilities of these tokens. Metric:
-        ``teacher_mass``, what the k tokens have of the teacher's probability.
+        ``teacher_mass``, the teacher's probability of the k tokens.
 
     Raises:
         MissingColumn: (when called) the batch lacks a column.

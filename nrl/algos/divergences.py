@@ -203,7 +203,7 @@ def importance_weighted(penalty: Penalty, ratio: Ratio = token_ratio) -> Penalty
         ratio: of theta to the policy that sampled: `token_ratio`, `rollout_ratio`, `on_policy_ratio`.
 
     Returns:
-        ``(logprobs, batch) -> per-token penalty [*B, T]``, which reads what the two read.
+        ``(logprobs, batch) -> per-token penalty [*B, T]``, which reads the columns of both.
 
     Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 7.
 
@@ -251,7 +251,7 @@ def adaptive_kl(init: float, target: float, horizon: float) -> Controller:
         horizon: samples over which the coefficient changes by a fifth at most; often 10,000.
 
     Returns:
-        ``(init, update)``, where ``update(coef, kl, samples)`` takes what was measured over so many samples (rows).
+        ``(init, update)``, where ``update(coef, kl, samples)`` takes the KL measured over so many samples (rows).
 
     Raises:
         ValueError: an argument is not positive and finite.

@@ -3,7 +3,7 @@
 from tensordict import TensorDict
 
 from nrl.algos.aggregate import token_mean
-from nrl.algos.protocol import needs
+from nrl.algos.loss_contract import needs
 from nrl.batch import Batch, require
 from nrl.reduce import Mean, Metrics
 

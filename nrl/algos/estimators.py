@@ -13,8 +13,8 @@ from nrl.algos._arguments import in_unit_interval, weighted
 from nrl.algos._rows import check_finite, episodes, row_rewards, trained_tokens
 from nrl.algos.groups import GroupFunction, group_normalize
 from nrl.algos.kl_rewards import sampled_logprobs
+from nrl.algos.loss_contract import name_of
 from nrl.algos.masking import masked
-from nrl.algos.protocol import name_of
 from nrl.algos.returns import discounted_returns, whiten
 from nrl.batch import Batch, assign, require, unchanged
 from nrl.errors import BatchError
@@ -196,9 +196,9 @@ def reinforce_plus_plus(batch: Batch) -> Tensor:
 
         A_t = (R_t - mean R) / (std R + 1e-6),   R_t = r - Σ_{i≥t} penalty_i
 
-    ``whitened(from_token_rewards())``, on what `token_rewards` made, with ``kl(k1, coef)`` as the paper's penalty. The
-    libraries differ: verl divides by sqrt(var + 1e-8), and discounts by its ``gamma``; NeMo RL subtracts each token's
-    own penalty and not those after it, and divides by the deviation with n.
+    ``whitened(from_token_rewards())``, on the column of `token_rewards`, with ``kl(k1, coef)`` as the paper's penalty.
+    The libraries differ: verl divides by sqrt(var + 1e-8), and discounts by its ``gamma``; NeMo RL subtracts each
+    token's own penalty and not those after it, and divides by the deviation with n.
 
     Args:
         batch: has ``token_rewards`` and ``loss_mask``.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nrl.algos.protocol import name_of
+from nrl.algos.loss_contract import name_of
 from nrl.errors import BatchError
 
 __all__ = [

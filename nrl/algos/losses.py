@@ -2,15 +2,15 @@
 
 import math
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.algos._reductions import token_max
 from nrl.algos.aggregate import Aggregate, seq_mean, seq_sum, token_mean
 from nrl.algos.corrections import Correction, truncate
 from nrl.algos.divergences import Penalty, k3
+from nrl.algos.loss_contract import MeanLoss, name_of, named, needed, needs
 from nrl.algos.masking import masked, masked_column
-from nrl.algos.protocol import MeanLoss, name_of, named, needed, needs
 from nrl.algos.ratios import (
     Ratio,
     bounded,
@@ -24,7 +24,7 @@ from nrl.algos.ratios import (
 from nrl.algos.selections import Selection
 from nrl.algos.surrogates import Surrogate, cispo, clip, dppo, reinforce, sapo, vespo
 from nrl.batch import Batch
-from nrl.reduce import Max, Mean, Metrics
+from nrl.reduce import Mean, Metrics
 
 __all__ = [
     "cispo_loss",
@@ -67,7 +67,7 @@ def policy_loss(
         aggregate: `token_mean`, `seq_mean`, ``seq_sum(L)``, or any ``(x, mask) -> Mean``.
 
     Returns:
-        A loss over ``loss_mask``, which reads ``advantages`` and what its parts read, and needs what they need.
+        A loss over ``loss_mask``, which reads ``advantages`` and the columns of its parts, and needs their outputs.
         Metrics, over tokens: ``ratio`` and ``ratio_max``; ``clip_fraction`` where the surrogate clips; ``approx_kl``
         (k3 of old against theta) where the batch has ``old_logprobs``; ``penalty``, its coefficient included;
         ``correction`` and ``kept``, the weights.
@@ -76,6 +76,7 @@ def policy_loss(
         TypeError: a part is no function.
         MissingColumn: (when called) the batch lacks a column.
 
+    >>> import torch
     >>> mask = torch.tensor([[False, True, True]])
     >>> columns = {"loss_mask": mask, "advantages": 2.0 * mask, "old_logprobs": -1.0 * mask}
     >>> batch = Batch(columns, batch_size=[1])
@@ -124,9 +125,7 @@ def _ratio_metrics(
     surrogate: Surrogate, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, batch: Batch
 ) -> Metrics:
     mask, ratio = batch["loss_mask"], bounded(log_ratio).exp()
-    none = ratio.new_full((1,), -math.inf)
-    largest = torch.cat([none, torch.where(mask, ratio, -math.inf).flatten()]).max()
-    metrics: Metrics = {"ratio": token_mean(ratio, mask), "ratio_max": Max(largest)}
+    metrics: Metrics = {"ratio": token_mean(ratio, mask), "ratio_max": token_max(ratio, mask)}
     if hasattr(surrogate, "clipped"):
         metrics["clip_fraction"] = token_mean(surrogate.clipped(log_ratio, logprobs, advantages).to(ratio.dtype), mask)
     if "old_logprobs" in batch.keys():
@@ -145,6 +144,7 @@ grpo_loss = named(
 
     Source: https://arxiv.org/abs/2402.03300, eq. 3.
 
+    >>> import torch
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "old_logprobs": -1.0 * mask}
     >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
@@ -165,6 +165,7 @@ dapo_loss = named(
 
     Source: https://arxiv.org/abs/2503.14476, eq. 8.
 
+    >>> import torch
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "old_logprobs": -1.0 * mask}
     >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
@@ -192,6 +193,7 @@ def dr_grpo_loss(norm: float) -> MeanLoss:
 
     Source: Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2.
 
+    >>> import torch
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "old_logprobs": -1.0 * mask}
     >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
@@ -215,6 +217,7 @@ gspo_loss = named(
 
     Source: GSPO, https://arxiv.org/abs/2507.18071, eq. 5 and 7; the bounds: section 5.1.
 
+    >>> import torch
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "old_logprobs": -1.0 * mask}
     >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
@@ -236,6 +239,7 @@ cispo_loss = named(
 
     Source: MiniMax-M1, https://arxiv.org/abs/2506.13585, eq. 4 and 5.
 
+    >>> import torch
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "old_logprobs": -1.0 * mask}
     >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
@@ -259,6 +263,7 @@ reinforce_loss = named(
     Source: RLOO, https://arxiv.org/abs/2402.14740, section 3.3; ReMax, https://arxiv.org/abs/2310.10505; OPO,
     https://arxiv.org/abs/2505.23585.
 
+    >>> import torch
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "old_logprobs": -1.0 * mask}
     >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
@@ -279,6 +284,7 @@ gmpo_loss = named(
 
     Source: GMPO, https://arxiv.org/abs/2507.20673, eq. 4.
 
+    >>> import torch
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "old_logprobs": -1.0 * mask}
     >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
@@ -299,6 +305,7 @@ sapo_loss = named(
 
     Source: SAPO, https://arxiv.org/abs/2511.20347, eq. 5 and 6.
 
+    >>> import torch
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "old_logprobs": -1.0 * mask}
     >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
@@ -322,6 +329,7 @@ dppo_loss = named(
 
     Source: DPPO, https://arxiv.org/abs/2602.04879, eq. 12 and 13.
 
+    >>> import torch
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "rollout_logprobs": -1.0 * mask}
     >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
@@ -344,6 +352,7 @@ vespo_loss = named(
 
     Source: VESPO, https://arxiv.org/abs/2602.10693, eq. 17 and 20.
 
+    >>> import torch
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "rollout_logprobs": -1.0 * mask}
     >>> out = TensorDict({"logprobs": -1.0 * mask}, batch_size=[2])
@@ -366,6 +375,7 @@ decoupled_ppo_loss = named(
 
     Source: https://arxiv.org/abs/2110.00641, section 3.
 
+    >>> import torch
     >>> mask = torch.tensor([[True, True]])
     >>> columns = {"loss_mask": mask, "advantages": 1.0 * mask, "old_logprobs": -1.0 * mask}
     >>> batch = Batch(columns | {"rollout_logprobs": torch.tensor([[-1.0, -2.0]])}, batch_size=[1])

@@ -11,11 +11,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.algos._reductions import token_max
 from nrl.algos.aggregate import token_mean
 from nrl.algos.masking import masked
 from nrl.batch import Batch
 from nrl.errors import ConfigError, RolloutMismatch
-from nrl.reduce import Ess, Max, Metrics
+from nrl.reduce import Ess, Metrics
 
 __all__ = ["check_mismatch", "mismatch_metrics"]
 
@@ -76,16 +77,11 @@ def mismatch_metrics(out: TensorDict | Mapping[str, Tensor], batch: Batch) -> Me
     found = (
         kl,
         Ess(ratio.sum(), squares.sum(), kl.weight),
-        _largest(x.abs(), mask),
+        token_max(x.abs(), mask),
         token_mean(squares - 1, mask),
-        _largest(ratio, mask),
+        token_max(ratio, mask),
     )
     return dict(zip(_NAMES, found, strict=True))
-
-
-def _largest(x: Tensor, mask: Tensor) -> Max:
-    none = x.new_full((1,), -math.inf)
-    return Max(torch.cat([none, torch.where(mask, x, -math.inf).flatten()]).max())
 
 
 def check_mismatch(numbers: Mapping[str, float], bound: float) -> None:
@@ -137,10 +133,10 @@ _MUCH = 0.5
 
 def _diagnosis(kl: float, largest: float, lag: float | None) -> str:
     likely = "Otherwise likely" if lag else "Likely"
-    return " ".join([_of_time(lag), _of_size(kl, largest, likely), _WHAT_TO_DO])
+    return " ".join([_about_lag(lag), _about_size(kl, largest, likely), _WHAT_TO_DO])
 
 
-def _of_time(lag: float | None) -> str:
+def _about_lag(lag: float | None) -> str:
     if lag is None:
         return "The rows have no 'version', so how old the weights are that sampled them is not known."
     if lag > 0:
@@ -154,7 +150,7 @@ def _of_time(lag: float | None) -> str:
     )
 
 
-def _of_size(kl: float, largest: float, likely: str) -> str:
+def _about_size(kl: float, largest: float, likely: str) -> str:
     if not math.isfinite(kl):
         return (
             "A log-probability is NaN or infinite, or so far from the other that their ratio is: look for tokens to "

@@ -8,8 +8,8 @@ from tensordict import TensorDict
 from nrl.algos._compared import compared, counted_pairs
 from nrl.algos.aggregate import Aggregate, token_mean
 from nrl.algos.links import Link
+from nrl.algos.loss_contract import MeanLoss, name_of, needed, needs
 from nrl.algos.masking import masked
-from nrl.algos.protocol import MeanLoss, name_of, needed, needs
 from nrl.algos.scores import Score
 from nrl.batch import Batch
 from nrl.errors import BatchError

@@ -6,8 +6,8 @@ from torch.nn.functional import logsigmoid
 
 from nrl.algos._arguments import not_negative
 from nrl.algos._compared import compared, counted_pairs
+from nrl.algos.loss_contract import MeanLoss, name_of, named, needs
 from nrl.algos.masking import masked
-from nrl.algos.protocol import MeanLoss, name_of, named, needs
 from nrl.batch import Batch
 from nrl.errors import BatchError
 from nrl.reduce import Mean, Metrics
@@ -28,7 +28,7 @@ def bradley_terry_loss(centering: float = 0.0) -> MeanLoss:
 
     Returns:
         A loss on batches of size ``[P, 2]``, chosen first, which needs the output ``rewards`` ``[P, 2]`` and reads
-        ``loss_mask``. Weight: the pairs of which both rows have a token; others are not seen. Metrics, over pairs:
+        ``loss_mask``. Weight: the pairs whose rows both have a token; the loss ignores others. Metrics, over pairs:
         ``accuracy``, ``margin`` (of the rewards, before m), ``chosen_score``, ``rejected_score``.
 
     Raises:

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos._arguments import positive
+from nrl.algos._reductions import row_means
 from nrl.algos.masking import masked_column
 from nrl.batch import Batch, require
 
@@ -24,8 +25,7 @@ _CERTAIN = -1e-6
 
 def _mean(x: Tensor, batch: TensorDict, reader: str) -> Tensor:
     require(batch, "loss_mask", reader=reader)
-    lengths: Tensor = batch["loss_mask"].sum(-1)
-    return x.sum(-1) / lengths.clamp(min=1)
+    return row_means(x, batch["loss_mask"]).squeeze(-1)
 
 
 def implicit_reward(beta: float) -> Score:

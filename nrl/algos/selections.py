@@ -9,7 +9,7 @@ from collections.abc import Callable
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos._means import row_means
+from nrl.algos._reductions import row_means
 from nrl.algos.masking import masked, masked_column
 from nrl.batch import Batch
 

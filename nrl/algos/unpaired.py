@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nrl.algos._arguments import positive
 from nrl.algos.aggregate import token_mean
+from nrl.algos.loss_contract import MeanLoss, named
 from nrl.algos.masking import masked, masked_column
-from nrl.algos.protocol import MeanLoss, named
 from nrl.batch import Batch, assign, lengths, require
 from nrl.errors import BatchError
 from nrl.reduce import Mean, Metrics

@@ -1,4 +1,4 @@
-"""Batches: values with named columns, split into parts and put together, packed and unpacked."""
+"""Batches: values with named columns; splitting, joining and packing them."""
 
 from nrl.batch.columns import COLUMNS, declare
 from nrl.batch.parts import Parts, concatenate, deal, microbatches, minibatches, pad, restore, shard

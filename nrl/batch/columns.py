@@ -21,7 +21,7 @@ type Kind = Literal["row", "token", "ragged"]
 
 
 class Column(NamedTuple):
-    """What is known of a column: what it has entries for, its dtype, how to get it, what missing entries are.
+    """A column of the vocabulary: what it has entries for, its dtype, how to get it, and its default.
 
     >>> COLUMNS["advantages"].per, COLUMNS["advantages"].dtype
     ('token', torch.float32)
@@ -32,7 +32,7 @@ class Column(NamedTuple):
     """None: any."""
     hint: str
     default: bool | int | float | None = None
-    """The value that an absent column stands for; None where absence has no meaning."""
+    """The value of an absent column; None: its absence has no meaning."""
     entry: tuple[int, int] = (0, 0)
     """How many dimensions an entry may have, from and to."""
 

@@ -1,11 +1,11 @@
 """Packing: padded rows to flat tokens and back, so that linear layers see each token once.
 
 A batch ``[B, T]`` is packed into ``N`` tokens in a row. Rows are sorted by length and laid out in blocks, rectangles of
-rows of like length. Inside of a block, causal attention over right-padded rows is exact, since no real token comes
-after padding; between rows there is no attention at all.
+rows of like length. Inside a block, causal attention over right-padded rows is exact, since no real token comes after
+padding; between rows there is no attention at all.
 
-Where rows begin with the same tokens, as the answers to one prompt do, these may be laid out once, as a row of their
-own: a token's hidden state is a function of the tokens up to it. Blocks of what follows say which row comes `After`.
+If rows begin with the same tokens, as the answers to one prompt do, these may be laid out once, as a row of their own,
+because a token's hidden state is a function of the tokens up to it. `After` says which row a block continues.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,19 +22,16 @@ from nrl.batch.prefixes import common_prefixes, media_numbers
 __all__ = ["After", "Block", "Packed", "blocks", "pack", "packed", "unpack"]
 
 _BLOCK_COST = 50
-"""What one more block costs, in tokens of padding: a call of the attention kernel."""
+"""The cost of one more block, a call of the attention kernel, in tokens of padding."""
 
 
 class After(NamedTuple):
-    """Which tokens come before those of a block's rows, in an earlier block.
+    """The tokens before those of a block's rows, in an earlier block.
 
     Args:
         block: the number of the earlier block.
-        row: ``[rows]`` int64, which of its rows each row continues.
-        length: ``[rows]`` int64, how many tokens of that row it continues from.
-
-    >>> After(block=0, row=torch.tensor([0, 0]), length=torch.tensor([3, 3])).block
-    0
+        row: ``[rows]`` int64, the row there that each row continues.
+        length: ``[rows]`` int64, the number of tokens of that row that come before.
     """
 
     block: int
@@ -43,11 +40,7 @@ class After(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A rectangle of right-padded rows; ``after`` is None where they begin at position 0.
-
-    >>> Block(rows=2, width=3).after is None
-    True
-    """
+    """A rectangle of right-padded rows; ``after`` is None if they begin at position 0."""
 
     rows: int
     width: int
@@ -61,10 +54,10 @@ class Packed(NamedTuple):
         input_ids: ``[N]`` int64.
         position_ids: ``[N]`` int64, from 0 in every row of the batch.
         blocks: of rows, in the order of the tokens; their areas add up to N.
-        source: ``[N]`` int64, where each token stood in the flattened batch ``[B * T]``; of a token that several rows
-            share, in one of them.
-        real: ``[N]`` bool, false for the little padding that is left inside of blocks.
-        place: ``[B * T]`` int64, where each token of the batch is among the N; -1: nowhere, as for padding.
+        source: ``[N]`` int64, the place of each token in the flattened batch ``[B * T]``; for a token that several rows
+            share, its place in one of them.
+        real: ``[N]`` bool, false for the little padding that is left inside blocks.
+        place: ``[B * T]`` int64, the place of each token of the batch among the N; -1: nowhere, as for padding.
         shape: of the batch, ``(*B, T)``.
 
     >>> mask = torch.tensor([[1, 1, 0], [1, 1, 1]], dtype=torch.bool)
@@ -116,7 +109,7 @@ def blocks(widths: Sequence[int], cost: int = _BLOCK_COST) -> list[tuple[int, in
 
 
 class _Planned(NamedTuple):
-    """A block while it is planned: of which row of the batch each of its rows is, from which token up to which."""
+    """A block while it is planned, and for each of its rows: the row of the batch, its first token and its end."""
 
     block: Block
     owner: np.ndarray
@@ -129,9 +122,9 @@ def pack(batch: TensorDict, *, ends: Tensor | None = None, share: bool | None = 
 
     Args:
         batch: rows, right-padded.
-        ends: ``[*B]`` int64, with how many of its tokens each row is laid out, at most its length; None: all.
-        share: whether first tokens that rows have in common are laid out once; None: where that is the cheaper layout,
-            counting tokens and blocks.
+        ends: ``[*B]`` int64, the number of each row's tokens to lay out, at most its length; None: all.
+        share: whether to lay out common first tokens of rows once; None: if that is the cheaper layout, counting tokens
+            and blocks.
 
     Raises:
         MissingColumn: there are no ``input_ids``.
@@ -162,7 +155,7 @@ def _cost(pieces: Sequence[_Planned]) -> int:
 
 
 def _planned(sizes: np.ndarray, stem: np.ndarray, shared: np.ndarray) -> list[_Planned]:
-    """Blocks for the first ``shared`` tokens of each row, in the row ``stem`` for all, and then for what follows."""
+    """Blocks for the first ``shared`` tokens of each stem, and then for the rest of the rows."""
     pieces = []
     for block, members in _blocks(np.unique(stem[sizes > 0]), shared):
         pieces.append(_Planned(block, members, np.zeros_like(members), shared[members]))
@@ -178,7 +171,7 @@ def _planned(sizes: np.ndarray, stem: np.ndarray, shared: np.ndarray) -> list[_P
 
 
 def _blocks(rows: np.ndarray, widths: np.ndarray) -> list[tuple[Block, np.ndarray]]:
-    """Rectangles for some rows, with the rows that each holds."""
+    """Rectangles for some rows, each with its rows."""
     rows = rows[np.argsort(widths[rows], kind="stable")]
     cut = blocks(widths[rows].tolist(), _BLOCK_COST)
     ends = np.cumsum([count for count, _ in cut], dtype=np.int64)
@@ -191,7 +184,7 @@ def _lay(
     width, end = rows.shape[1], 0
     none = np.zeros(0, dtype=np.int64)
     places, owners, reals = [none], [none], [none.astype(bool)]
-    first, rest = np.zeros_like(stem), np.zeros_like(stem)  # where each row's stem begins, and what follows it
+    first, rest = np.zeros_like(stem), np.zeros_like(stem)  # where each row's stem begins, and its rest
     for (count, wide, after), owner, start, stop in pieces:
         # The padding of a block may reach over the end of the batch
         position = start[:, None] + np.arange(wide)

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Parts(list[Batch]):
-    """The parts of a batch, and which of its rows each part holds, so that what is computed on them can be put back.
+    """The parts of a batch, and the rows of each part, so that outputs can be put back into the batch's order.
 
     >>> whole = Batch({"input_ids": torch.arange(6).view(3, 2)}, batch_size=[3])
     >>> parts = shard(whole, 2)
@@ -42,7 +42,7 @@ class Parts(list[Batch]):
         super().__init__(_take(batch, index, each) for index in self.rows)
 
     def restore(self, outputs: Sequence[Any]) -> Any:
-        """Put outputs of the parts back into the order of the batch; see `restore`."""
+        """Put outputs of the parts back into the order of the batch, as the function `restore` does."""
         return restore(self.rows, outputs)
 
 
@@ -50,12 +50,12 @@ def restore(rows: Sequence[Tensor], outputs: Sequence[Any], *, who: str = "resto
     """Put rows that were computed in parts back into their order; the inverse of splitting.
 
     Args:
-        rows: for each part, which rows of the whole it holds.
+        rows: for each part, its rows of the whole.
         outputs: for each part, a tensor or batch with an entry for each of its rows.
         who: how errors name the caller.
 
     Returns:
-        The whole, in memory of its own.
+        The whole, in new memory.
 
     Raises:
         BatchError: an output does not have one entry for each row of its part.
@@ -77,7 +77,7 @@ def restore(rows: Sequence[Tensor], outputs: Sequence[Any], *, who: str = "resto
 
 
 def _put_together(rows: Sequence[Tensor], outputs: Sequence[Any]) -> Any:
-    """Each row is copied once, to where it belongs, if the outputs are alike; otherwise torch says what it can do."""
+    """Copy each row once, to its place, if the outputs are alike; otherwise let torch concatenate, or complain."""
     first = outputs[0]
     if all(_alike(each, first) for each in outputs):
         columns = {name: _put_together(rows, [each[name] for each in outputs]) for name in first.keys()}
@@ -96,14 +96,14 @@ def _put_together(rows: Sequence[Tensor], outputs: Sequence[Any]) -> Any:
 
 def _alike(one: Any, other: Any) -> bool:
     both = type(one) is type(other) is TensorDict and set(one.keys()) == set(other.keys())
-    return both and all(map(_plain, one.values()))
+    return both and all(map(_no_subclass, one.values()))
 
 
 def _kind(value: Any) -> Any:
     return (value.dtype, value.device, value.shape[1:]) if isinstance(value, Tensor) else type(value)
 
 
-def _plain(value: Any) -> bool:
+def _no_subclass(value: Any) -> bool:
     return type(value) in (Tensor, TensorDict)
 
 
@@ -131,7 +131,7 @@ def shard(batch: TensorDict, n: int) -> Parts:
 
 
 def deal(batch: TensorDict, n: int) -> list[Tensor]:
-    """Which rows `shard` gives to each of ``n`` parts, without making the parts; once for all batches of one mask.
+    """The rows that `shard` gives to each of ``n`` parts, without making the parts; computed once for each mask.
 
     Raises:
         BatchError: ``n`` is not positive.
@@ -148,12 +148,12 @@ def deal(batch: TensorDict, n: int) -> list[Tensor]:
         tokens = each.flatten(1).sum(1) if each.ndim > 1 else each
         return [torch.tensor(part, dtype=torch.int64) for part in rows_of_shards(tokens.tolist(), n)]
 
-    tells = batch["attention_mask" if "attention_mask" in batch.keys() else "input_ids"]  # all that lengths look at
-    return list(remembered(tells, ("deal", n), rows))
+    read = batch["attention_mask" if "attention_mask" in batch.keys() else "input_ids"]  # the column of `lengths`
+    return list(remembered(read, ("deal", n), rows))
 
 
 def rows_of_shards(tokens: Sequence[int], n: int) -> list[list[int]]:
-    """Deal rows to ``n`` parts: longest first, each to the part with the fewest tokens, then rows, then the first.
+    """Deal rows to ``n`` parts: longest first, each to the part with the fewest tokens; ties: fewest rows, then first.
 
     Args:
         tokens: of each row.
@@ -203,7 +203,7 @@ def rows_of_microbatches(widths: Sequence[int], max_tokens: int) -> list[list[in
     """Choose the rows of each micro-batch: at most ``max_tokens`` tokens, padding counted, and rows of like width.
 
     Args:
-        widths: what each row takes, in tokens.
+        widths: of each row, in tokens.
         max_tokens: bound on rows times the widest of them.
 
     Returns:
@@ -280,8 +280,7 @@ def _resize(batch: TensorDict, width: int, who: str) -> TensorDict:
 def concatenate(batches: Sequence[TensorDict]) -> Batch:
     """Put batches under one another, padded to the widest.
 
-    A column that some of them lack is filled in where its absence has a meaning (`COLUMNS`: an absent ``valid`` is
-    true).
+    If some of them lack a column, it gets its default, if `COLUMNS` has one: an absent ``valid`` is true.
 
     Raises:
         BatchError: there are no batches, or one lacks a column that has no default.

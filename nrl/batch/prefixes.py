@@ -1,8 +1,8 @@
 """Rows with a common beginning: finding them and keeping them together, so that it is computed once.
 
-Rows that answer one prompt begin with the same tokens. That is found from the tokens themselves, so it needs no group
-numbers, holds for any order of the rows, and is exact for whatever else happens to be equal. Rows with different media
-have nothing in common, because the same tokens stand for different things.
+Rows that answer one prompt begin with the same tokens. These are found by comparing tokens, so group numbers are not
+needed, the order of the rows does not matter, and other tokens that happen to be equal count, too. Rows with different
+media have nothing in common, because the same tokens stand for different things.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from nrl.batch.ragged import numbered
 __all__ = ["common_prefixes", "media_numbers", "microbatches_by_prefix"]
 
 _PART_COST = 500
-"""What one more micro-batch costs, in tokens."""
+"""The cost of one more micro-batch, in tokens."""
 
 
 def common_prefixes(
@@ -25,8 +25,8 @@ def common_prefixes(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Put rows into sets that begin alike, so that laying out each set's common first tokens once saves much.
 
-    Sorted rows that have their first k tokens in common are neighbours, so the candidates form a tree: a set either
-    shares what all of its rows have in common, which saves ``(rows - 1) * k``, or falls into smaller sets that share
+    Sorted rows with the first k tokens in common are neighbours, so the candidates form a tree. A set either shares the
+    k tokens that all of its rows have in common, which saves ``(rows - 1) * k``, or falls into smaller sets that share
     more each, whichever saves more. The tree is built from its leaves, joining the two neighbours that have the most
     in common. So no single k would save more for all rows.
 
@@ -37,8 +37,8 @@ def common_prefixes(
             rows are not the same beginning. None: there is nothing of the kind.
 
     Returns:
-        stem: ``[B]`` int64, a row of the same set, the same one for all of the set.
-        shared: ``[B]`` int64, how many first tokens the set has in common; of a row alone, all of them.
+        stem: ``[B]`` int64, a row of the same set, the same one for the whole set.
+        shared: ``[B]`` int64, the number of first tokens that the set has in common; all tokens of a row alone.
 
     >>> ids = np.array([[5, 6, 1, 2], [7, 7, 7, 7], [5, 6, 3, 0]])
     >>> common_prefixes(ids, np.array([4, 4, 3]))
@@ -71,7 +71,7 @@ def common_prefixes(
 
 
 def _in_common(ids: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """How many first tokens each row has in common with the next one."""
+    """The number of first tokens that each row has in common with the next one."""
     differs = ids[1:] != ids[:-1]
     first = np.where(differs.any(1), differs.argmax(1), ids.shape[1]) if ids.shape[1] else np.zeros(len(differs), int)
     common: np.ndarray = np.minimum(np.minimum(first, sizes[1:]), sizes[:-1])
@@ -91,14 +91,14 @@ def media_numbers(batch: TensorDict) -> np.ndarray | None:
 
 
 def microbatches_by_prefix(batch: TensorDict, *, max_tokens: int) -> Parts:
-    """Split a batch as `nrl.microbatches` does, but with rows that begin alike in one part where that saves tokens.
+    """Split a batch as `nrl.microbatches` does, but keep rows that begin alike in one part if that saves tokens.
 
-    Rows of like length go together in `nrl.microbatches`, which spreads the answers to a prompt over all parts. Where
-    tokens are packed, padding costs nothing, so parts of like beginnings may be cheaper, though they are more. Counted
-    is what a model computes, every common beginning once a part, and something for each part.
+    `nrl.microbatches` puts rows of like length together, so the answers to a prompt are in all parts. With packing,
+    padding costs nothing, so parts of like beginnings may be cheaper, though there are more of them. The cost counts
+    the tokens that a model computes, with each common beginning once a part, and a constant for each part.
 
     Args:
-        batch: rows, or pairs, which are split by length alone.
+        batch: rows; or pairs, which are split by length alone.
         max_tokens: bound on the tokens of each part, padding counted.
 
     Raises:

@@ -34,9 +34,9 @@ torch.Size([1, 2])
 def assign(batch: TensorDict, **columns: Any) -> Batch:
     """Add or replace columns: the only way to change a batch, and it returns a new one.
 
-    Waits on values that have ``.result()``. Columns are constants: they are detached, and share memory with what was
-    given, so do not write into that afterwards. Rows that ``valid`` marks false
-    have their ``loss_mask`` cleared, whichever of the two is assigned.
+    Waits for values that have ``.result()``. Columns are constants: they are detached, and share memory with the given
+    tensors, so do not write into these afterwards. Rows that ``valid`` marks false have their ``loss_mask`` cleared,
+    whichever of the two is assigned.
 
     Args:
         batch: any TensorDict; it is left as it is.
@@ -72,7 +72,7 @@ def _wait(value: Any) -> Any:
 
 
 def _width(columns: Mapping[str, Any], dim: int) -> int | None:
-    """How many tokens wide a batch is: as wide as its ids, or as any other column that is per token."""
+    """The width of a batch in tokens: that of its ids, or of any other column that is per token."""
     names = ["input_ids", *(name for name, column in COLUMNS.items() if column.per == "token")]
     widths = (columns[name].shape[-1] for name in names if name in columns and columns[name].ndim == dim + 1)
     return next(widths, None)
@@ -83,7 +83,7 @@ def _constant(name: str, value: Any) -> Any:
         raise ColumnError(
             f"assign: column '{name}' is a {type(value).__name__}; give a torch tensor (or a future of one)"
         )
-    # Locking the batch locks what is nested in it, which must not be the caller's: detach gives another TensorDict
+    # Locking the batch locks nested TensorDicts, which must not be the caller's: detach makes new ones
     return value.detach() if isinstance(value, TensorDict) or value.requires_grad else value
 
 
@@ -131,7 +131,7 @@ def _check(name: str, value: Any, size: torch.Size, width: int | None) -> None:
 
 
 def require(batch: TensorDict, *columns: str, reader: str = "this function") -> None:
-    """Say clearly which column is missing, to whom, what is there, and how to add it.
+    """Check that a batch has columns. The error names the missing one, its reader, the others, and how to add it.
 
     Raises:
         MissingColumn: the first of ``columns`` that the batch does not have.
@@ -161,15 +161,12 @@ def lengths(batch: TensorDict) -> Tensor:
 
 @contextmanager
 def unchanged(batch: TensorDict, who: str) -> Iterator[None]:
-    """With ``NRL_DEBUG=1``, catch a function that writes into the batch it was given; otherwise free.
+    """With ``NRL_DEBUG=1``, catch a function that writes into its batch; otherwise do nothing.
 
     Compares the version counters that torch keeps for every tensor, before and after.
 
     Raises:
-        MutatedBatch: naming the function and the columns.
-
-    >>> with unchanged(Batch({"rewards": torch.zeros(2)}, batch_size=[2]), "my_loss"):
-    ...     pass
+        MutatedBatch: it wrote; the message names the function and the columns.
     """
     if os.environ.get("NRL_DEBUG") != "1":
         yield
@@ -195,12 +192,12 @@ def _leaves(batch: TensorDict) -> dict[str, Tensor]:
 
 
 def remembered[T](tensor: Tensor, what: Hashable, find: Callable[[], T]) -> T:
-    """What ``find`` finds out about a tensor: once as long as nobody writes into it, whatever batches hold it.
+    """Call a function of a tensor once, and remember its value until somebody writes into the tensor.
 
     Args:
-        tensor: all that ``find`` looks at.
-        what: names the question.
-        find: answers it; nobody may change the answer.
+        tensor: all that ``find`` reads.
+        what: the key of the value, besides the tensor.
+        find: computes the value, which nobody may change.
 
     >>> mask = torch.ones(2, 3, dtype=torch.bool)
     >>> remembered(mask, "tokens", lambda: int(mask.sum())), remembered(mask, "tokens", lambda: 0)

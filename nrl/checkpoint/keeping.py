@@ -18,9 +18,9 @@ class Checkpoints:
 
     Args:
         every: steps between two of them. The last step of a loop always has one.
-        keep: how many of the newest are kept.
-        best: a metric whose best checkpoint is kept too, such as ``"eval/loss"``; a step that logs a new best of it
-            has a checkpoint, whatever ``every`` says.
+        keep: how many of the newest to keep.
+        best: a metric whose best checkpoint is kept too, such as ``"eval/loss"``. A step that logs a new best value has
+            a checkpoint, whatever ``every`` says.
         mode: whether the best is the largest or the smallest.
         grace: seconds from a SIGTERM to the end of the process, in which the last step is saved.
 
@@ -39,12 +39,9 @@ class Checkpoint(NamedTuple):
     """A complete checkpoint on the disk.
 
     Args:
-        folder: where it is; its name is the number of steps it comes after.
-        step: after which it was written, from 0.
-        meta: what was written with it.
-
-    >>> Checkpoint(Path("000050"), 49, {}).step
-    49
+        folder: its name is the number of steps before it.
+        step: the step before it, from 0.
+        meta: JSON that was written with it.
     """
 
     folder: Path
@@ -53,11 +50,7 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoints(root: str | Path) -> list[Checkpoint]:
-    """The complete checkpoints under ``root``, oldest first; what is in them is not looked at (see `verify`).
-
-    >>> checkpoints("there/is/none")
-    []
-    """
+    """List the complete checkpoints under ``root``, oldest first, without reading their files (see `verify`)."""
     found = []
     for folder in sorted(Path(root).glob("[0-9]*"), key=lambda folder: (len(folder.name), folder.name)):
         if folder.name.isdecimal():
@@ -67,7 +60,7 @@ def checkpoints(root: str | Path) -> list[Checkpoint]:
 
 
 def best(found: list[Checkpoint], keep: Checkpoints) -> Checkpoint | None:
-    """The checkpoint with the best of the metric that ``keep`` names; of equal ones the first. None: none has it.
+    """The checkpoint with the best value of the metric that ``keep`` names; of equal ones the first. None: none has it.
 
     >>> found = [Checkpoint(Path(name), 0, {"metrics": {"loss": loss}}) for name, loss in [("10", 0.5), ("20", 0.3)]]
     >>> best(found, Checkpoints(best="loss", mode="min")).folder.name
@@ -79,7 +72,7 @@ def best(found: list[Checkpoint], keep: Checkpoints) -> Checkpoint | None:
 
 
 def score(metrics: Mapping[str, Any], keep: Checkpoints) -> float | None:
-    """The metric that ``keep`` names, larger is better; None where it was not measured or is not finite.
+    """The metric that ``keep`` names, larger is better. None: it was not measured, or is not finite.
 
     >>> score({"eval/loss": 0.5}, Checkpoints(best="eval/loss", mode="min"))
     -0.5

@@ -1,10 +1,10 @@
 """Checkpoints: named values in a folder that is either whole or not there.
 
-A checkpoint is written under a temporary name, flushed to the disk, and renamed when it is complete, so that a process
-that is killed leaves the ones before as they were. Its ``manifest.json`` has the size and the checksum of every file,
-as whoever wrote the file knows them: processes of trainers theirs, the program its own. What trainers remember besides,
-such as the step, stands there too. Values are train states and frozen params (saved by the trainer that made them),
-streams (their ``state()``), and plain data (see `nrl.checkpoint.serialization`).
+A checkpoint is written under a temporary name, flushed to the disk, and renamed when it is complete. So a process that
+is killed leaves earlier checkpoints as they were. Its ``manifest.json`` has the size and the checksum of every file,
+computed by the process that wrote the file, and the trainers' own records, such as the step. Values are train states
+and frozen params (saved by the trainer that made them), streams (their ``state()``), and plain data (see
+`nrl.checkpoint.serialization`).
 """
 
 import io
@@ -52,20 +52,20 @@ _RANDOM = "random generators"  # the entry of the global ones; no value can have
 
 
 def save(folder: str | Path, step: int, values: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> Checkpoint:
-    """Write a checkpoint: all of it or nothing. One that is there under the same name is replaced.
+    """Write a checkpoint: all of it or nothing. It replaces one of the same name.
 
     The states of the global random generators of Python, NumPy and torch are written too.
 
     Args:
         folder: its folder; the one above is made.
-        step: after which it is written, from 0.
+        step: the step before it, from 0.
         values: train states, params, streams and plain data; names are identifiers.
         meta: JSON, for `checkpoints` to find.
 
     Raises:
-        CheckpointError: a value of another kind, a disk that does not take it, or a process of a trainer that writes
-            where the program does not see it; the checkpoints before stand.
-        ConsumedState: a state that a step has consumed.
+        CheckpointError: a value is of another kind, the disk fails, or a process of a trainer writes where the program
+            does not see it. Earlier checkpoints stay as they are.
+        ConsumedState: a step has consumed a state.
 
     >>> import tempfile
     >>> root = Path(tempfile.mkdtemp())
@@ -111,26 +111,21 @@ def save(folder: str | Path, step: int, values: Mapping[str, Any], meta: Mapping
 
 
 def check(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``values`` is plain data or a stream, as `save` writes it; nothing is written.
+    """Encode the plain data and the streams among ``values`` as `save` does, without writing them.
 
     Raises:
-        CheckpointError: a name, or a kind of value, that a checkpoint cannot hold.
-
-    >>> check({"average": 0.5})
-    {'average': 0.5}
+        CheckpointError: a checkpoint cannot hold a name or a kind of value.
     """
     for name in values:
         if not name.isidentifier():
             raise CheckpointError(f"save: '{name}' cannot name a value; give a Python name, such as average")
-    return {name: _plain(value, name) for name, value in values.items() if not isinstance(value, TrainState | Params)}
+    return {
+        name: _encode_value(value, name) for name, value in values.items() if not isinstance(value, TrainState | Params)
+    }
 
 
 def trainers(values: Mapping[str, Any]) -> dict[str, Trainer]:
-    """Of those of ``values`` that live on a mesh, the trainers.
-
-    >>> trainers({"average": 0.5})
-    {}
-    """
+    """The trainers of the values that live on a mesh, by name."""
     return {
         name: value if isinstance(value, Trainer) else value.trainer
         for name, value in values.items()
@@ -143,8 +138,8 @@ def verify(folder: str | Path, readers: Mapping[str, Trainer] = {}) -> None:
 
     Args:
         folder: of the checkpoint.
-        readers: for train states and params, by name, the trainer whose processes read their files, each a share. All
-            other files are read here. What is missing or too short is found before anything is read.
+        readers: by name of a train state or params, the trainer whose processes read its files, each a share. All other
+            files are read here. Missing and short files are found before any is read.
 
     Raises:
         CheckpointError: a file is missing, truncated or altered.
@@ -167,22 +162,20 @@ def verify(folder: str | Path, readers: Mapping[str, Trainer] = {}) -> None:
 def newest(
     root: str | Path, say: Callable[[str], None] = print, readers: Mapping[str, Trainer] = {}
 ) -> Checkpoint | None:
-    """The newest checkpoint that is what was written. Damaged ones are renamed to ``<name>.damaged`` and passed over.
+    """Find the newest checkpoint that is intact. Damaged ones are renamed to ``<name>.damaged`` and passed over.
 
-    What a killed process left half done is removed first, so call it only where nobody is writing.
+    It first removes half-written files of a killed process, so call it only while nobody is writing.
 
     Args:
         root: the folder that holds the checkpoints.
-        say: is told of each one that is damaged.
+        say: gets a line about each damaged checkpoint.
         readers: as in `verify`.
 
     Returns:
-        None: there is no checkpoint at all.
+        The checkpoint. None: there is none.
 
     Raises:
-        CheckpointError: there are some, and all are damaged; they keep their names.
-
-    >>> newest("there/is/none")
+        CheckpointError: all checkpoints are damaged; they keep their names.
     """
     _tidy(Path(root))
     damaged: list[tuple[Path, CheckpointError]] = []
@@ -207,16 +200,16 @@ def newest(
 
 
 def load(folder: str | Path, /, **named: Any) -> list[Any]:
-    """What a checkpoint holds, by name, in the order of the arguments; the global random generators continue from it.
+    """Load the values of a checkpoint, in the order of the arguments, and restore the global random generators.
 
     Args:
         folder: of the checkpoint.
-        **named: for each value something that says what it is: for a train state its trainer (or any state of it),
-            for params any params of their trainer, a stream that reads the same source, for plain data any value of
-            the same kind. Streams are restored in place; a state is consumed.
+        **named: for each value an example: for a train state its trainer (or any state of it), for params any params of
+            their trainer, a stream that reads the same source, for plain data any value of the same kind. Streams are
+            restored in place; a state is consumed.
 
     Raises:
-        CheckpointError: the checkpoint holds other names, or a value of another kind under one.
+        CheckpointError: the checkpoint has other names, or a value of another kind under one.
 
     >>> import tempfile
     >>> made = save(Path(tempfile.mkdtemp()) / "000010", 9, {"average": 0.5, "seen": [1, 2]})
@@ -248,8 +241,8 @@ def store(root: str | Path, step: int, values: Mapping[str, Any], keep: Checkpoi
         root: the folder that holds the checkpoints.
         step: from 0.
         values: as in `save`.
-        keep: which are kept.
-        meta: JSON; the value under ``"metrics"`` is where ``keep.best`` is looked up.
+        keep: which ones to keep.
+        meta: JSON; ``keep.best`` is looked up under ``"metrics"``.
 
     Returns:
         Its folder.
@@ -283,7 +276,7 @@ def _is_stream(value: Any) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("take", "state", "restore"))
 
 
-def _plain(value: Any, name: str) -> Any:
+def _encode_value(value: Any, name: str) -> Any:
     if isinstance(value, Trainer):
         raise CheckpointError(f"save: '{name}' is a trainer; give its train state, which the last step returned")
     return {"stream": encode(value.state(), name, classes=False)} if _is_stream(value) else encode(value, name)
@@ -326,11 +319,7 @@ def _load(path: Path) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """Of the global generators of Python, NumPy and torch.
-
-    >>> sorted(random_state())
-    ['cuda', 'numpy', 'python', 'torch']
-    """
+    """The states of the global generators of Python, NumPy and torch."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
 
@@ -355,7 +344,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _tidy(root: Path) -> None:
-    """Finish what a killed process began: a replaced checkpoint whose replacement is not there comes back."""
+    """Clean up after a killed process: bring a replaced checkpoint back if its replacement is missing."""
     for path in root.glob(".[0-9]*"):
         whole = path.with_name(path.stem[1:])
         if path.suffix == ".old" and not whole.exists():

@@ -1,8 +1,8 @@
-"""Plain data to the form that ``torch.load(weights_only=True)`` reads, and back: no stored value is code.
+"""From plain data to the form that ``torch.load(weights_only=True)`` reads, and back: no stored value is code.
 
 Plain data is None, numbers, texts, bytes, tensors, batches, NumPy arrays and scalars, and dicts, lists, tuples, named
-tuples and attrs instances of these. It comes back equal, of the same types. A class is not stored, only the names of
-its fields: an example of it, ``like``, says what to make of them.
+tuples and attrs instances of these. It comes back equal, of the same types. Of a class only the names of its fields are
+stored: an example, ``like``, gives the class.
 """
 
 from collections.abc import Iterable
@@ -24,15 +24,15 @@ _KINDS = "numbers, texts, bytes, tensors, batches, and dicts, lists, tuples, nam
 
 
 def encode(value: Any, name: str, *, classes: bool = True) -> Any:
-    """What to give to ``torch.save``.
+    """Encode plain data for ``torch.save``.
 
     Args:
         value: plain data.
         name: how errors name it.
-        classes: whether named tuples and attrs instances may be in it; not where nobody will have an example of them.
+        classes: whether it may contain named tuples and attrs instances, which need an example to be decoded.
 
     Raises:
-        CheckpointError: there is something else in it.
+        CheckpointError: it contains something else.
 
     >>> encode({"mean": 0.5}, "running")
     {'keys': ['mean'], 'values': [0.5]}
@@ -72,12 +72,12 @@ def decode(stored: Any, like: Any, name: str) -> Any:
     """The inverse of `encode`.
 
     Args:
-        stored: what ``torch.load`` returned.
-        like: an example of the value, which tells the classes of named tuples and attrs instances in it.
+        stored: from ``torch.load``.
+        like: an example of the value, which gives the classes of named tuples and attrs instances in it.
         name: how errors name it.
 
     Raises:
-        CheckpointError: where an instance of a class was, the example has none with the same fields.
+        CheckpointError: in the place of an instance, the example has none with the same fields.
 
     >>> decode(encode({"mean": 0.5}, "running"), {}, "running")
     {'mean': 0.5}
@@ -113,7 +113,7 @@ def decode(stored: Any, like: Any, name: str) -> Any:
 
 
 def _paired(stored: list[Any] | tuple[Any, ...], like: Any) -> Iterable[tuple[Any, Any]]:
-    """With the example's items; a list that has grown since takes its last one for all that follow."""
+    """Pair stored items with the example's; if there are more, the example's last item serves for all of them."""
     examples = list(like) if isinstance(like, list | tuple) else []
     examples += (examples[-1:] or [None]) * (len(stored) - len(examples))
     return zip(stored, examples, strict=False)
@@ -126,7 +126,7 @@ def _fields(value: Any) -> list[str] | None:
 
 
 def _made(kind: Any, values: dict[str, Any]) -> Any:
-    """As it was: neither converters nor validators run a second time."""
+    """Make an instance without running converters and validators a second time."""
     if issubclass(kind, tuple):
         return kind._make(values.values())
     made = object.__new__(kind)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from nrl import config
 from nrl.command import evaluation
 from nrl.errors import ConfigError
-from nrl.runs.exits import told
+from nrl.runs.exits import exit_status
 from nrl.runs.reporting import report
 from nrl.runtime.executables import maintenance
 
@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None: the program's own.
 
     Returns:
-        The exit status: 0; 1 where ``nrl venvs check`` finds something wrong; 2 where something could not be done,
-        which is told on stderr; 130 after Ctrl-C.
+        The exit status: 0; 1 if ``nrl venvs check`` finds something wrong; 2 after a mistake, which is explained on
+        stderr; 130 after Ctrl-C.
 
     >>> main(["report", "/nowhere"])
     2
@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_venvs(commands.add_parser("venvs", help="the virtual environments of executables"))
     given, more = parser.parse_known_args(argv)
     if given.do is _evaluate:
-        given.settings += more  # options are written key=value there, which load says
+        given.settings += more  # load explains that options are written key=value
     elif more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
-    return told(lambda: given.do(given), "nrl")
+    return exit_status(lambda: given.do(given), "nrl")
 
 
 def _evaluate(given: argparse.Namespace) -> None:
@@ -58,7 +58,7 @@ def _evaluate(given: argparse.Namespace) -> None:
 
 
 def _setting(argument: str) -> str:
-    """What ``load`` understands: a file that is no configuration is the tasks, and k=1,4 is a list."""
+    """An argument in the form of ``load``: a file that is no configuration is the tasks, and k=1,4 is a list."""
     key, equals, text = argument.partition("=")
     if key == "k" and equals:
         return f"k=[{text.strip('[]')}]"
@@ -87,22 +87,22 @@ def _add_venvs(parser: argparse.ArgumentParser) -> None:
         command.set_defaults(do=run)
         return command
 
-    add("build", "build what is not there", lambda given: maintenance.build(given.names), "+")
+    add("build", "build missing environments", lambda given: maintenance.build(given.names), "+")
     add(
         "list",
-        "what is there; with names, what they are made of",
+        "the environments there are; with names, their contents",
         lambda given: print(maintenance.listing(given.names)),
         "*",
     )
-    add("check", "whether what is there is what the lock says", lambda given: maintenance.check(given.names), "*")
+    add("check", "compare environments with the lock", lambda given: maintenance.check(given.names), "*")
     command = add(
         "path",
         "the interpreter of an executable",
         lambda given: print(*(maintenance.path(name, imports=given.imports) for name in given.names), sep="\n"),
         "+",
     )
-    command.add_argument("--imports", action="store_true", help="what it imports from beside, for PYTHONPATH")
-    command = add("prune", "remove what was not used lately", lambda given: _prune(given))
+    command.add_argument("--imports", action="store_true", help="folders to import from besides, for PYTHONPATH")
+    command = add("prune", "remove environments that were not used lately", lambda given: _prune(given))
     command.add_argument("--days", type=float, default=30.0, help="not used for so long; 0: all of them (default: 30)")
     command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 

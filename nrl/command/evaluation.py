@@ -1,9 +1,9 @@
 """The command ``nrl eval``: samples a file of tasks, verifies and measures the answers, and resumes.
 
-The folder holds ``config.yaml``, what was asked for; ``results.jsonl``, a line for each task, written as soon as what
-is sampled together has been verified; and in the end ``metrics.json``. Noise depends on the seed, the task and the
-place of the sample alone, and what is sampled together is always the same, so an evaluation that was killed and started
-again ends with the very results of one that was not.
+The folder holds ``config.yaml``; ``results.jsonl``, a line for each task, written as soon as the tasks that are sampled
+together have been verified; and in the end ``metrics.json``. Noise depends on the seed, the task and the place of the
+sample alone, and the same tasks are always sampled together. So an evaluation that is killed and started again ends
+with the same results.
 """
 
 import importlib
@@ -26,7 +26,7 @@ from rich.table import Table
 from nrl import checkpoint, data
 from nrl.backends import SAMPLERS, Model, Sampler, Sampling, load_tokenizer, openai
 from nrl.command import evaluation_folder
-from nrl.command.evaluation_folder import MARK, asked, digest, digest_of_files
+from nrl.command.evaluation_folder import MARK, config_of, digest, digest_of_files
 from nrl.data import FORMATS, Format
 from nrl.envs import VERIFIERS, Task, Verifier
 from nrl.envs.contract import TIMEOUT
@@ -100,11 +100,11 @@ class Evaluation:
     out: str | None = None  # none: a new folder under runs/; that of an earlier evaluation: go on with it
 
     def __attrs_post_init__(self) -> None:
-        _ = self.sampling  # refuses what is out of range
+        _ = self.sampling  # refuses numbers out of range
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are drawn."""
+        """The sampling parameters."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, stop=self.stop)
 
 
@@ -112,26 +112,17 @@ def main(cfg: Evaluation) -> Metrics:
     """Evaluate, from where an earlier attempt in the same folder was, and print a table.
 
     Args:
-        cfg: what is asked for.
+        cfg: the configuration.
 
     Returns:
-        The metrics, as `nrl.measure` has them; ``metrics.json`` holds them as numbers.
+        The metrics of `nrl.measure`; ``metrics.json`` holds them as numbers.
 
     Raises:
         ConfigError: the folder holds something else, another process is in it, or the verifier or an argument of the
             sampler is unknown.
-        DataError: tasks that cannot be read, or whose answer the verifier cannot work with; it names the row. Results
-            of an earlier attempt that are not what was written.
+        DataError: a task cannot be read, or the verifier cannot work with its answer (it names the row); or the results
+            of an earlier attempt were changed.
         ModelError: no such model; a run's folder without an exported one.
-
-    >>> import tempfile
-    >>> from nrl import tiny
-    >>> at = tempfile.mkdtemp()
-    >>> tiny.save(tiny.model(), f"{at}/model")
-    >>> found = main(Evaluation("arithmetic", f"{at}/model", limit=4, max_new_tokens=4, out=f"{at}/eval"))
-    eval: 0 of 4 tasks are done in ...
-    >>> list(found)[:2], sorted(path.name for path in Path(f"{at}/eval").iterdir())[-3:]
-    (['eval/reward', 'eval/pass@1'], ['config.yaml', 'metrics.json', 'results.jsonl'])
     """
     verifier = _verifier(cfg.verifier)
     model = Model(exported(cfg.model), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
@@ -142,7 +133,7 @@ def main(cfg: Evaluation) -> Metrics:
         out = stack.enter_context(folder.entered(cfg, evaluation_folder.choose))
         results = out / "results.jsonl"
         digests = {MARK: digest(tasks), "digest_of_model": digest_of_files(str(model.source))}
-        evaluation_folder.settle(out, cfg, digests)
+        evaluation_folder.write_config(out, cfg, digests)
         done = evaluation_folder.read(results, len(tasks), together)
         print(
             f"eval: {len(done)} of {len(tasks)} tasks are done in {out}; the same command with out={out} goes on there",
@@ -159,7 +150,7 @@ def main(cfg: Evaluation) -> Metrics:
                 so_far = merge(so_far, measure(graded))
                 shown = _shown(so_far, graded, monotonic() - began)
                 progress.show("eval", start // together, -(-len(tasks) // together), shown)
-        # From what was written, so that the number of attempts does not matter
+        # From the file, so that the number of attempts does not matter
         metrics = measure(evaluation_folder.read(results, len(tasks), together), cfg.k, passing=cfg.passing)
         config_file.replace(out / "metrics.json", json.dumps(_summary(metrics, len(tasks)), indent=1) + "\n")
     Console().print(_table(metrics, cfg))
@@ -167,17 +158,14 @@ def main(cfg: Evaluation) -> Metrics:
 
 
 def exported(model: str) -> str:
-    """What there is to load under the name of a model.
+    """The model to load for a name: the name itself, unless it is a run's folder.
 
     Args:
-        model: a folder of a model, or a name of the hub: itself. A run's folder: its ``model``, which the examples
-            export at their end; without one, its ``best``.
+        model: a folder of a model; a name of the hub; or a run's folder, whose ``model`` is loaded, which the examples
+            export at their end, or else its ``best``.
 
     Raises:
-        ModelError: a folder that is neither, or a run that has exported nothing; it says what is there.
-
-    >>> exported("Qwen/Qwen3-0.6B")
-    'Qwen/Qwen3-0.6B'
+        ModelError: the folder is neither, or the run has exported nothing; the message lists its content.
     """
     root = Path(model)
     if not root.is_dir() or (root / "config.json").is_file():
@@ -186,25 +174,25 @@ def exported(model: str) -> str:
         if (root / name / "config.json").is_file():
             return str(root / name)
     found = checkpoint.checkpoints(root / "checkpoints" / "train")
-    if not found and (MARK in asked(root) or not (root / "config.yaml").is_file()):
+    if not found and (MARK in config_of(root) or not (root / "config.yaml").is_file()):
         there = ", ".join(sorted(path.name for path in root.iterdir())[:8]) or "nothing"
         raise ModelError(
             f"eval: {root} is neither the folder of a model, which has a config.json, nor of a run; it holds {there}"
         )
-    told = f"eval: the run {root} has exported no model (looked for model/config.json and best/config.json)"
+    missing = f"eval: the run {root} has exported no model (looked for model/config.json and best/config.json)"
     if not found:
-        raise ModelError(f"{told}, and has no checkpoints; let it run to its end")
+        raise ModelError(f"{missing}, and has no checkpoints; let it run to its end")
     champion = checkpoint.best(found, _kept(root))
     best = f", the best of them {champion.folder.name}" if champion else ""
     source, target = (champion or found[-1]).folder / "policy", root / "best"
     raise ModelError(
-        f"{told}; its checkpoints are {', '.join(each.folder.name for each in found)}{best}. Let it run to its end, "
+        f"{missing}; its checkpoints are {', '.join(each.folder.name for each in found)}{best}. Let it run to its end, "
         f"by the same command, or export one: trainer.export(trainer.restore({str(source)!r}).params, {str(target)!r})"
     )
 
 
 def _kept(root: Path) -> checkpoint.Checkpoints:
-    """What the run calls its best."""
+    """The run's own definition of its best checkpoint."""
     try:
         asked = yaml.safe_load((root / "config.yaml").read_text(encoding="utf-8"))["checkpoints"]
         return checkpoint.Checkpoints(best=asked["best"], mode=asked["mode"])
@@ -230,7 +218,7 @@ def _verifier(name: str) -> Verifier:
 
 
 def _tasks(cfg: Evaluation, verifier: Verifier) -> list[Task]:
-    """The tasks, once; those of a verifier that is known by name have an answer that it can work with."""
+    """Read the tasks, once each; a verifier known by name checks that it can work with their answers."""
     format: Any = cfg.format
     if cfg.verifier in VERIFIERS and cfg.tasks != "arithmetic" and (format is None or format in FORMATS):
         format = _answered(verifier, FORMATS.get(format, lambda row: row))
@@ -241,7 +229,7 @@ def _tasks(cfg: Evaluation, verifier: Verifier) -> list[Task]:
 
 
 def _answered(verifier: Verifier, format: Format) -> Format:
-    """The format, which also lets the verifier look at each answer: as a format, since errors then name the row."""
+    """Let the verifier check each answer as part of the format, so that errors name the row."""
 
     def checked(row: Mapping[str, Any]) -> Any:
         found = format(row)
@@ -270,7 +258,7 @@ def _sampler(cfg: Evaluation, model: Model, stack: ExitStack) -> Sampler:
         raise ConfigError(f"eval: sampler={cfg.sampler}: {error}") from error
 
 
-# --- what is shown
+# --- output
 
 
 def _summary(metrics: Metrics, tasks: int) -> dict[str, Any]:
@@ -280,7 +268,7 @@ def _summary(metrics: Metrics, tasks: int) -> dict[str, Any]:
 
 
 def _shown(so_far: Metrics, graded: Sequence[Graded], seconds: float) -> dict[str, float]:
-    """Under the names that the panel knows."""
+    """The metrics so far, under names that the panel shows."""
     numbers, tokens = finalize(so_far), sum(sum(each.lengths) for each in graded)
     return {
         "eval/reward": numbers["eval/reward"],

@@ -15,71 +15,47 @@ from nrl.errors import ConfigError, DataError
 from nrl.log import redacted
 from nrl.runs import config_file, folder
 
-__all__ = ["MARK", "asked", "choose", "digest", "digest_of_files", "read", "settle"]
+__all__ = ["MARK", "choose", "config_of", "digest", "digest_of_files", "read", "write_config"]
 
 MARK = "digest_of_tasks"
-"""A key of config.yaml that only an evaluation has.
-
->>> MARK
-'digest_of_tasks'
-"""
+"""A key that only the ``config.yaml`` of an evaluation has."""
 
 _MAY_CHANGE = frozenset({"out", "k", "passing", "timeout", "cluster", "samplers", "url", "engine", "trust_remote_code"})
 
 
 def choose(cfg: Any) -> Path:
-    """The folder that an evaluation asks for, or a new one.
+    """The folder that an evaluation's configuration names, or a new one.
 
     Raises:
-        ConfigError: it is a file, or holds something else.
-
-    >>> import attrs
-    >>> @attrs.frozen
-    ... class Config:
-    ...     out: str = "runs/eval"
-    >>> choose(Config()).name
-    'eval'
+        ConfigError: it is a file, or holds something else than an evaluation.
     """
-    if cfg.out is None:
-        return folder.choose(cfg)
-    out = Path(cfg.out)
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"eval: out={out} is a file; give a folder, or leave it out to make a new one")
+    out = folder.location(cfg, "eval")
     there = sorted(path.name for path in out.glob("[!.]*")) if out.exists() else []
-    if there and MARK not in asked(out):
+    if there and MARK not in config_of(out):
         raise ConfigError(
             f"eval: out={out} holds something else than an evaluation ({', '.join(there[:8])}); give another folder"
         )
     return out
 
 
-def asked(out: Path) -> Mapping[str, Any]:
-    """The configuration of the evaluation in a folder; empty where there is none.
-
-    >>> asked(Path("there/is/none"))
-    {}
-    """
+def config_of(out: Path) -> Mapping[str, Any]:
+    """The configuration in a folder; empty if it has none."""
     return config_file.read(out / "config.yaml") or {}
 
 
-def settle(out: Path, cfg: Any, found: Mapping[str, Any]) -> None:
-    """Write what is asked for, unless the folder holds results of something else.
+def write_config(out: Path, cfg: Any, digests: Mapping[str, Any]) -> None:
+    """Write ``config.yaml``, unless the folder holds an evaluation of something else.
 
     Args:
         out: the folder.
-        cfg: what is asked for.
-        found: digests of the tasks, under `MARK`, and of the model.
+        cfg: the configuration.
+        digests: of the tasks, under `MARK`, and of the model.
 
     Raises:
         ConfigError: it does.
-
-    >>> import attrs, tempfile
-    >>> settle(out := Path(tempfile.mkdtemp()), attrs.make_class("Config", ["tasks"])("sums"), {MARK: "0f"})
-    >>> asked(out)
-    {'tasks': 'sums', 'digest_of_tasks': '0f'}
     """
-    text = config.dump(cfg, redacted) + yaml.safe_dump(dict(found))
-    old, new = asked(out), yaml.safe_load(text)
+    text = config.dump(cfg, redacted) + yaml.safe_dump(dict(digests))
+    old, new = config_of(out), yaml.safe_load(text)
     changed = [key for key in old | new if old.get(key) != new.get(key) and key not in _MAY_CHANGE]
     if old and changed:
         raise ConfigError(
@@ -91,7 +67,7 @@ def settle(out: Path, cfg: Any, found: Mapping[str, Any]) -> None:
 
 
 def digest(value: Any) -> str:
-    """Of what JSON can write.
+    """A hash of a value of JSON, whatever the order of its keys.
 
     >>> digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
     True
@@ -101,7 +77,7 @@ def digest(value: Any) -> str:
 
 
 def digest_of_files(model: str) -> str | None:
-    """Changes when a model's files do, by their sizes and times; None: it is not in a folder here.
+    """A hash of the sizes and times of a model's files; None: the model is not in a folder here.
 
     >>> digest_of_files("Qwen/Qwen3-0.6B") is None
     True
@@ -111,18 +87,15 @@ def digest_of_files(model: str) -> str | None:
 
 
 def read(path: Path, total: int, together: int) -> list[Graded]:
-    """The tasks that are done. Some alone of those that are sampled together do not count, and are cut off.
+    """Read the results of the tasks that are done, and cut off those of an incomplete group of tasks.
 
     Args:
         path: of ``results.jsonl``.
-        total: how many tasks there are.
-        together: how many of them are sampled together.
+        total: the number of tasks.
+        together: how many tasks are sampled together.
 
     Raises:
-        DataError: a line that is not the result of its task.
-
-    >>> read(Path("there/is/none/results.jsonl"), total=4, together=2)
-    []
+        DataError: a line is not the result of its task.
     """
     if not path.exists():
         return []

@@ -1,19 +1,19 @@
 """Configuration: YAML or TOML files and ``key=value`` arguments become a frozen attrs instance.
 
 A configuration is an attrs class that the program declares; `load` fills it in, `dump` writes it back. Values come
-from, each over the one before: the defaults of the class, the files in the order given, the ``key=value`` arguments.
-Mappings are merged key by key, so ``optimizer.lr=1e-4`` keeps the rest of the default optimizer; anything else is
-replaced whole, and so is the default of a ``dict`` field.
+from the defaults of the class, then the files in the given order, then the ``key=value`` arguments; later ones win.
+Mappings are merged key by key, so ``optimizer.lr=1e-4`` keeps the rest of the default optimizer. All other values, and
+the default of a ``dict`` field, are replaced whole.
 
 Files are typed and nothing is converted, except that an ``int`` may stand for a ``float``. YAML is read by the rules
 of YAML 1.2: ``1e-3`` is a float; only ``true`` and ``false`` are booleans; ``on``, ``yes``, ``2026-01-31`` and
 ``12:30`` are strings. A key that occurs twice is an error.
 
-Text on the command line has no type until its field gives it one. A ``str`` or `Path` field takes the text exactly as
-it stands: ``model=1e5`` is ``"1e5"``, ``name=null`` is ``"null"``. Where None is allowed, ``null``, ``~`` and nothing
-at all mean None. Every other field reads the text as YAML: ``betas=[0.9, 0.99]``, ``flag=true``,
-``optimizer={lr: 1e-4}``. In a union such as ``int | str``, a text that YAML reads as one of the types is that, and
-otherwise the string.
+Text on the command line has no type until its field gives it one. A ``str`` or `Path` field takes the text as it
+stands: ``model=1e5`` is ``"1e5"``, ``name=null`` is ``"null"``. If a field may be None, ``null``, ``~`` and an empty
+text mean None. Every other field reads the text as YAML: ``betas=[0.9, 0.99]``, ``flag=true``,
+``optimizer={lr: 1e-4}``. In a union such as ``int | str``, a text that YAML reads as one of the types has that type;
+any other text is a string.
 """
 
 import difflib
@@ -38,9 +38,8 @@ __all__ = ["derived", "dump", "load", "option"]
 def option[T](default: T, *, help: str, validator: Callable[[Any, Any, T], Any] | None = None) -> T:
     """A field of a configuration with a default and the line that ``--help`` prints for it.
 
-    A comment at the end of a field's line in the source is printed as well, so this is for texts that are computed.
-
-    A field without a default takes ``attrs.field(metadata={"help": ...})`` instead.
+    ``--help`` also prints the comment at the end of a field's line in the source, so use this for computed texts. A
+    field without a default takes ``attrs.field(metadata={"help": ...})`` instead.
 
     Args:
         default: the default; a list or dict is copied for each instance.
@@ -89,7 +88,7 @@ def load[T](cls: type[T], args: Sequence[str] | None = None, *, program: str | N
 
     Args:
         cls: an attrs class. Fields may be ``bool``, ``int``, ``float``, ``str``, `Path`, ``Literal``, an `Enum` (by
-            value), lists, tuples, mappings, attrs classes, and unions of these; ``Any`` takes what YAML makes of it.
+            value), lists, tuples, mappings, attrs classes, and unions of these; ``Any`` takes any value of YAML.
         args: ``key=value``, ``key.sub=value``, ``FILE.yaml``, ``FILE.toml`` or ``config=FILE`` (unless ``cls`` has a
             field ``config``). Arguments of the form ``key=value`` win over files wherever they stand. With ``-h`` or
             ``--help``, every key is printed and the program exits with 0. Default: the program's own arguments.
@@ -99,7 +98,7 @@ def load[T](cls: type[T], args: Sequence[str] | None = None, *, program: str | N
         The instance.
 
     Raises:
-        ConfigError: names every problem at once, each with its key, what was expected, what was found and where.
+        ConfigError: names every problem at once, each with its key, the expected type, the value found, and its place.
 
     >>> @attrs.frozen
     ... class Optimizer:
@@ -145,8 +144,8 @@ def dump(config: Any, mask: Callable[[Any], Any] | None = None) -> str:
 
     Args:
         config: an instance of an attrs class, as `load` returns it.
-        mask: from mappings, lists and scalars to what is written in their place, such as `nrl.log.redacted`. (A mask
-            in the text of YAML would mean something else: ``***`` is an alias there.)
+        mask: from mappings, lists and scalars to the values to write in their place, such as `nrl.log.redacted`. (In
+            YAML's own text, ``***`` would be an alias.)
 
     Returns:
         YAML text that readers of YAML 1.1 and 1.2 agree about.
@@ -180,7 +179,7 @@ class _Settings(NamedTuple):
 
 
 def _layers(cls: type, args: Sequence[str]) -> tuple[list[_Settings], list[str]]:
-    """The files, then the pairs; and what is wrong with either."""
+    """The settings of the files, then of the pairs; and their problems."""
     files: list[_Settings] = []
     pairs: list[_Settings] = []
     problems: list[str] = []
@@ -222,7 +221,7 @@ def _read(path: Path) -> Any:
 def _merge(base: Any, over: Any) -> Any:
     """Lay one value over another: mappings key by key, anything else whole."""
     if not isinstance(base, Mapping) and not isinstance(over, Mapping):
-        return over  # two texts: whether they are mappings is for their field to say
+        return over  # two texts: their field decides whether they are mappings
     old, new = mapping(base), mapping(over)
     if old is None or new is None:
         return over
@@ -230,12 +229,12 @@ def _merge(base: Any, over: Any) -> Any:
 
 
 def _explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[_Settings]) -> str:
-    """One problem in one line: where, what, from where."""
+    """A problem in one line: the key, the text, the source."""
     dotted = ".".join(map(str, path))
     if isinstance(text, Unknown):
         *above, last = map(str, path)
         near = [".".join([*above, key]) for key in difflib.get_close_matches(last, text.siblings, 1)]
-        if not near:  # perhaps it belongs into another section
+        if not near:  # it may belong to another section
             elsewhere = {key.rpartition(".")[2]: key for key, _, _ in keys(cls)}
             near = [elsewhere[key] for key in difflib.get_close_matches(last, elsewhere, 1)]
         hint = f"did you mean '{near[0]}'?" if near else f"the keys here are {', '.join(text.siblings)}"
@@ -245,7 +244,7 @@ def _explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[_Sett
 
 
 def _origin(path: tuple[Any, ...], layer: _Settings) -> str:
-    """Where a layer sets the value at a path; empty if it does not."""
+    """The source and line of a value, if this layer sets it; else empty."""
     value, line = layer.values, None
     for key in path:
         if isinstance(value, Word):  # the rest of the path is inside the text

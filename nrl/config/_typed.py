@@ -1,6 +1,6 @@
 """Converting values from YAML or the command line to the types of fields; the machinery below `nrl.config`.
 
-Text on the command line is a `Word` and is read only here, because what it means depends on the type that it is for.
+Text on the command line is a `Word`. It is read here, because its meaning depends on the type of its field.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ _HINTS = {bool: "; write true or false", str: "; put it in quotes", list: "; wri
 
 
 class Unknown(str):
-    """The problem of a key that its section does not have."""
+    """The text of a problem: a key that its section does not have."""
 
     siblings: Sequence[str]
 
 
 def fields(cls: Any) -> list[Any]:
-    """The attrs fields of a class that can be given, with types in place of their names."""
+    """The attrs fields of a class that ``__init__`` takes, with resolved types."""
     return [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
 
 
 def default_of(field: Any, others: Any = None) -> Any:
-    """A field's default, or NOTHING where there is none or it depends on other fields and those are not given."""
+    """A field's default. NOTHING: it has none, or it depends on other fields and ``others`` is not given."""
     if not isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
         return field.default
     if field.default.takes_self:
@@ -57,7 +57,7 @@ def _bare(kind: Any) -> Any:
 
 
 def sections(kind: Any) -> list[type]:
-    """The attrs classes that a type is, or is a union of."""
+    """The attrs classes in a type: the type itself, or members of the union."""
     members = get_args(_bare(kind)) if get_origin(_bare(kind)) in _UNIONS else [_bare(kind)]
     return [member for member in members if isinstance(member, type) and attrs.has(member)]
 
@@ -88,7 +88,7 @@ def found(value: Any) -> str:
 
 
 def _reading(value: Any) -> Any:
-    """What YAML reads in a text from the command line, or the text itself; any other value as it is."""
+    """Read a text from the command line as YAML, if it is valid; return any other value as it is."""
     try:
         return parse(value) if isinstance(value, Word) else value
     except Problems:
@@ -108,7 +108,7 @@ def _wrong(kind: Any, value: Any) -> Problems:
 
 
 def _each(items: Iterable[tuple[Any, Any, Any]]) -> tuple[dict[Any, Any], list[Found]]:
-    """Structure (key, value, type) triples: what could be, and the problems of the others under their keys."""
+    """Structure (key, value, type) triples: the values that have their types, and the problems of the others."""
     done, problems = {}, []
     for key, value, kind in items:
         try:
@@ -201,7 +201,7 @@ def _table(value: Any, kind: Any) -> Any:
 
 
 def _fill(kind: Any, instance: Any, given: Any) -> Any:
-    """Lay what is given for a section over the instance that is its default."""
+    """Lay the given values of a section over the instance that is its default."""
     new = mapping(given) if sections(kind) == [type(instance)] else None
     if new is None:
         return given
@@ -241,7 +241,7 @@ def _section(value: Any, cls: Any) -> Any:
         if not problems:
             return cls(**done)
     except Exception as error:  # validators may raise anything
-        raise Problems(*(_invalid(cls, given, done) or [((), _said(error))])) from error
+        raise Problems(*(_invalid(cls, given, done) or [((), _message(error))])) from error
     raise Problems(*problems, *_invalid(cls, given, done))
 
 
@@ -254,7 +254,7 @@ def _invalid(cls: Any, given: Mapping[str, Any], done: Mapping[str, Any]) -> lis
             if value is not attrs.NOTHING:
                 object.__setattr__(probe, field.name, field.converter(value) if callable(field.converter) else value)
         except Exception as error:
-            problems.append(((field.alias,), _said(error)))
+            problems.append(((field.alias,), _message(error)))
     for field in attrs.fields(cls):
         try:
             if field.alias in done and field.validator:
@@ -262,11 +262,11 @@ def _invalid(cls: Any, given: Mapping[str, Any], done: Mapping[str, Any]) -> lis
         except AttributeError:  # it looks at a field that has its own problem
             continue
         except Exception as error:
-            problems.append(((field.alias,), _said(error)))
+            problems.append(((field.alias,), _message(error)))
     return problems
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, ValueError | TypeError):  # those of attrs carry more than their message
         return str(error.args[0] if error.args else error)
     return f"{type(error).__name__}: {error}"

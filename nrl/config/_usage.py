@@ -1,4 +1,4 @@
-"""What ``--help`` prints: every key of a configuration with its type, its default and its comment."""
+"""The text of ``--help``: every key of a configuration with its type, its default and its comment."""
 
 import ast
 import inspect
@@ -28,7 +28,7 @@ def usage(cls: type, program: str) -> str:
     lines = [f"usage: {program} [FILE.yaml | FILE.toml | config=FILE ...] [key=value ...]", ""]
     lines += [inspect.cleandoc(cls.__doc__).split("\n\n")[0], ""] if cls.__doc__ else []
     try:
-        defaults = cls()  # so that defaults which depend on others are shown as they are
+        defaults = cls()  # computes the defaults that depend on other fields
     except Exception:  # something is required
         defaults = attrs.NOTHING
     for key, field, value in keys(cls, defaults):
@@ -49,11 +49,7 @@ def _inline(value: Any) -> str:
 
 
 def keys(cls: type, instance: Any = attrs.NOTHING, above: tuple[type, ...] = ()) -> Iterator[tuple[str, Any, Any]]:
-    """Every key, dotted, with its field and default; a section before what is in it.
-
-    >>> [key for key, _, _ in keys(attrs.make_class("Job", ["steps"]))]
-    ['steps']
-    """
+    """Every key, dotted, with its field and default; a section before its own keys."""
     notes = _comments(cls)
     for field in fields(cls):
         value = default_of(field) if instance is attrs.NOTHING else getattr(instance, field.name)

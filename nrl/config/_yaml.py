@@ -15,7 +15,7 @@ type Found = tuple[tuple[Any, ...], str]
 
 
 class Problems(Exception):
-    """What is wrong with a value: pairs of a path below the value and a text."""
+    """The problems of a value: pairs of a path below the value and a text."""
 
     def __init__(self, *found: Found) -> None:
         self.found = found

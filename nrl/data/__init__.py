@@ -1,8 +1,7 @@
 """Data: rows of files become endless streams of tasks, and tokens.
 
-A row is a mapping. Its ``"prompt"`` is chat messages, plain text or token ids, decided here, once. `render`
-turns any of the three into token ids; `supervised`, `preferences` and `labelled` turn rows that have responses into
-batches.
+A row is a mapping. Its ``"prompt"`` is chat messages, plain text or token ids. `render` turns any of the three into
+token ids; `supervised`, `preferences` and `labelled` turn rows that have responses into batches.
 """
 
 from nrl.data.collating import labelled, preferences, supervised

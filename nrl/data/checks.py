@@ -1,51 +1,48 @@
-"""Checks of prompts and chats, and the words that errors describe them with."""
+"""Checks of prompts, chats and paths, and the words that errors describe them with."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from nrl.errors import DataError
 
-__all__ = ["check_messages", "check_prompt", "fields", "kind", "shown"]
+__all__ = ["check_messages", "check_prompt", "exists", "fields", "kind", "shown"]
 
 
 def shown(text: str, most: int = 60) -> str:
-    """The beginning of a text, of at most so many characters.
-
-    >>> shown("a" * 100) == "a" * 57 + "..."
-    True
-    """
+    """A text for a message, cut to at most so many characters."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def kind(value: Any) -> str:
-    """What a value is, as errors say it.
-
-    >>> kind(None), kind([1])
-    ('nothing (null)', 'a list')
-    """
+    """The words for a value's type in a message, such as ``a list``."""
     return "nothing (null)" if value is None else f"a {type(value).__name__}"
 
 
 def fields(row: Mapping[Any, Any]) -> str:
-    """The names that a row has.
-
-    >>> fields({"question": 1, "answer": 2})
-    'question, answer'
-    """
+    """The names of a row's fields, for a message."""
     return shown(", ".join(map(str, row))) or "no fields"
 
 
+def exists(path: Path) -> bool:
+    """Whether there is a file or folder of this name. A text that cannot be a name, such as a long one, names none."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return True  # whoever reads it says so
+    except (OSError, ValueError):  # a name that is too long for a file, or has a NUL
+        return False
+
+
 def check_prompt(prompt: Any, what: str) -> None:
-    """A text, a chat that waits for an answer, or token ids; none of them empty.
+    """Check that a prompt is a text, a chat that waits for an answer, or token ids, and not empty.
 
     Args:
-        prompt: to be looked at.
+        prompt: any value.
         what: how errors name it.
 
     Raises:
         DataError: it is none of the three.
-
-    >>> check_prompt("1+1=", "row 0: 'prompt'")
     """
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise DataError(f"{what} is {kind(prompt)}; give a text, a list of messages, or a list of token ids")
@@ -68,16 +65,14 @@ def check_prompt(prompt: Any, what: str) -> None:
 
 
 def check_messages(messages: Any, what: str) -> None:
-    """At least one message, each with a role and a content, which are texts.
+    """Check that there is at least one message, and that each has a role and a content, both texts.
 
     Args:
-        messages: to be looked at.
+        messages: any value.
         what: how errors name them.
 
     Raises:
-        DataError: they are not; it names the message.
-
-    >>> check_messages([{"role": "user", "content": "1+1="}], "row 0: 'messages'")
+        DataError: they are not messages; it names the one that is wrong.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise DataError(f"{what} is {kind(messages)}; give a list of messages")

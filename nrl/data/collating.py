@@ -1,4 +1,4 @@
-"""Rows to batches: `supervised` rows, `preferences`, and `labelled` ones."""
+"""From rows to batches: `supervised`, `preferences` and `labelled`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -21,10 +21,10 @@ def supervised(
 ) -> Batch:
     """A batch that teaches each row's response: ``loss_mask`` is true on its tokens and on the one that ends it.
 
-    A row has a prompt and a response: a text, as the model is to write it, or messages, as the chat template writes
-    them; or it has ``messages``, a conversation, of which every message of the assistant is taught. The mask covers
-    what the model has to write, and nothing that the template writes around it. The prompt is what a sampler meets: no
-    token reaches across its end.
+    A row has a prompt and a response. The response is a text, as the model is to write it, or messages, as the chat
+    template writes them. Or the row has ``messages``, a conversation, and every message of the assistant is taught. The
+    mask covers the tokens that the model has to write, and none that the template writes around them. The prompt has
+    the tokens that a sampler would see: no token reaches across its end.
 
     Args:
         rows: each with ``prompt``, which `render` takes, and a response; or with ``messages``.
@@ -78,11 +78,11 @@ def _answer(value: Any, what: str) -> str | Sequence[Message]:
 
 
 def preferences(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None = None) -> Batch:
-    """A batch of pairs, the chosen response first: what `nrl.algos.preference_loss` works on.
+    """A batch of pairs, the chosen response first, for `nrl.algos.preference_loss`.
 
     ``chosen`` and ``rejected`` are texts, as the model would write them; or messages that follow the prompt; or whole
     conversations, which begin with the prompt or, where the row has none, with the messages that they share. The mask
-    covers what the model writes after the prompt, as in `supervised`.
+    covers the model's tokens after the prompt, as in `supervised`.
 
     Args:
         rows: each with ``chosen`` and ``rejected``, and ``prompt``, which `render` takes.
@@ -117,11 +117,11 @@ def preferences(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None 
 
 
 def labelled(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None = None) -> Batch:
-    """A batch of answers that are good or bad, each by itself: what `nrl.algos.kto_loss` works on.
+    """A batch of single answers, each good or bad, for `nrl.algos.kto_loss`.
 
-    A row has a response and a ``label``, true where that is good; or it is a pair as in `preferences`, whose chosen and
-    rejected responses become two rows. All chosen ones come first, so that neighbours have different prompts, which
-    `nrl.algos.mismatched` wants.
+    A row has a response and a ``label``, true for a good one; or it is a pair as in `preferences`, whose chosen and
+    rejected responses become two rows. All chosen ones come first, so that neighbours have different prompts, as
+    `nrl.algos.mismatched` needs them.
 
     Args:
         rows: as `supervised` takes them, with ``label``; or as `preferences` takes them.
@@ -158,7 +158,7 @@ def labelled(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None = N
 
 
 def sides(row: Task, place: str) -> tuple[Prompt, str | Sequence[Message], str | Sequence[Message]]:
-    """The prompt of a pair, and what follows it on either side.
+    """The prompt of a pair, and the chosen and the rejected answer to it.
 
     Args:
         row: see `preferences`.
@@ -166,9 +166,6 @@ def sides(row: Task, place: str) -> tuple[Prompt, str | Sequence[Message], str |
 
     Raises:
         DataError: see `preferences`.
-
-    >>> sides({"prompt": "1+1=", "chosen": "2", "rejected": "11"}, "row 0")
-    ('1+1=', '2', '11')
     """
     for field in ("chosen", "rejected"):
         if field not in row:
@@ -190,7 +187,7 @@ def sides(row: Task, place: str) -> tuple[Prompt, str | Sequence[Message], str |
         return chosen[:count], chosen[count:], rejected[count:]
     prompt = row["prompt"]
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if all(_plain(side[: len(asked)]) == _plain(asked) and len(side) > len(asked) for side in (chosen, rejected)):
+    if all(_contents(side[: len(asked)]) == _contents(asked) and len(side) > len(asked) for side in (chosen, rejected)):
         return asked, chosen[len(asked) :], rejected[len(asked) :]
     for field, side in (("chosen", chosen), ("rejected", rejected)):
         if side[0]["role"] != "assistant":
@@ -202,18 +199,13 @@ def sides(row: Task, place: str) -> tuple[Prompt, str | Sequence[Message], str |
 
 
 def shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """How many messages two conversations begin with alike, at least one of each left over.
-
-    >>> asked = {"role": "user", "content": "1+1="}
-    >>> shared([asked, {"role": "assistant", "content": "2"}], [asked, {"role": "assistant", "content": "11"}])
-    1
-    """
+    """The number of messages that two conversations begin with alike; at least one of each is left over."""
     most = max(0, min(len(chosen), len(rejected)) - 1)
-    pairs = zip(_plain(chosen), _plain(rejected), strict=False)
+    pairs = zip(_contents(chosen), _contents(rejected), strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b or index == most), most)
 
 
-def _plain(messages: Any) -> list[Any]:
+def _contents(messages: Any) -> list[Any]:
     return [(each["role"], each["content"]) if isinstance(each, Mapping) else each for each in messages]
 
 

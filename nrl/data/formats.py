@@ -1,8 +1,8 @@
-"""Formats: from the rows of well-known datasets to rows with a prompt and what answers it.
+"""Formats: from the rows of well-known datasets to rows with a prompt and an answer to it.
 
-A format is a function of one row that returns a row, several in a list, or None, where the row is of no use. What
-it returns has ``prompt`` or ``messages``, and ``answer``, which verifiers read, ``response``, which `supervised`
-teaches, or ``chosen`` and ``rejected``.
+A format is a function of one row. It returns a row, a list of rows, or None to leave the row out. The rows that it
+returns have ``prompt`` or ``messages``; and ``answer`` for verifiers, ``response`` for `supervised`, or ``chosen`` and
+``rejected`` for `preferences`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -130,7 +130,7 @@ def helpsteer3(row: Task) -> Task | None:
 
 
 def ultrafeedback(row: Task) -> Task:
-    """Of UltraFeedback, binarized: the prompt is what the two conversations share, the sides are what follows.
+    """Of UltraFeedback, binarized: the prompt is the common beginning of the two conversations, the sides are the rest.
 
     Args:
         row: with ``chosen`` and ``rejected``, conversations.
@@ -158,7 +158,7 @@ def turns(row: Task) -> list[Task]:
     """A row for each message of the assistant in a conversation, which teaches that one alone.
 
     For chat templates that write earlier turns differently from the last, such as Qwen3's, which drops their thinking:
-    each row is then what the model meets and writes in that turn.
+    then each row has the tokens that the model reads and writes in that turn.
 
     Args:
         row: with ``messages``.
@@ -196,11 +196,7 @@ FORMATS: Mapping[str, Format] = {
     "turns": turns,
     "ultrafeedback": ultrafeedback,
 }
-"""The formats that a configuration can name.
-
->>> FORMATS["gsm8k"] is gsm8k
-True
-"""
+"""The formats that a configuration can name."""
 
 
 def _texts(format: str, row: Task, *names: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, and folders in the form that the `datasets` library reads."""
+"""Datasets of the Hugging Face hub, and folders that the `datasets` library reads."""
 
 import contextlib
 import re
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nrl.data.checks import shown
-from nrl.data.tables import Table, exists
+from nrl.data.checks import exists, shown
+from nrl.data.readers import Table
 from nrl.errors import DataError
 
 __all__ = ["load"]
@@ -18,19 +18,13 @@ _SPLIT = re.compile(r"[\w.+\[\]:%-]+")
 
 
 def load(source: str) -> Table:
-    """The table of a dataset, which `datasets` keeps on disk; a row is read when it is asked for.
+    """Open a dataset as a table. `datasets` keeps it on disk, and a row is read when it is asked for.
 
     Args:
         source: ``"owner/name:split"``, ``"owner/name/config:split"``, or a folder with or without ``":split"``.
 
     Raises:
         DataError: no such dataset, configuration or split, or it cannot be read or reached.
-
-    >>> import tempfile, datasets
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     datasets.Dataset.from_list([{"question": "1+1="}]).save_to_disk(folder)
-    ...     load(folder).rows[0]
-    {'question': '1+1='}
     """
     name, split = (source, "") if exists(Path(source)) else _named(source)
     path = Path(name)
@@ -50,7 +44,7 @@ def load(source: str) -> Table:
 
 
 def _named(source: str) -> tuple[str, str]:
-    """A split such as ``train[:100]`` has a colon of its own."""
+    """Name and split. The first colon parts them, since a split such as ``train[:100]`` has a colon of its own."""
     name, _, split = source.partition(":")
     return name, split
 
@@ -81,7 +75,7 @@ def _loaded(arguments: list[str], split: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without progress bars, where nobody sees them move: they fill logs."""
+    """Switch progress bars off where stderr is no terminal: they would fill logs."""
     import datasets
 
     shown = not datasets.are_progress_bars_disabled()

@@ -15,8 +15,8 @@ from nrl.stream import Stream, counting, whole
 
 __all__ = ["mixture"]
 
-# The circle over the golden ratio: the steps around a circle that spread most evenly. In integers, so that nothing is
-# ever rounded; of 128 bits, because with 64 the counts of a million million draws are off by tens.
+# Steps of the circle over the golden ratio spread most evenly. All is in integers, so nothing is rounded; they have 128
+# bits, because with 64 the counts of a million million draws are off by tens.
 _CIRCLE = 1 << 128
 _STEP = 0x9E3779B97F4A7C15F39CC0605CEDC835
 
@@ -24,15 +24,15 @@ _STEP = 0x9E3779B97F4A7C15F39CC0605CEDC835
 def mixture(streams: Mapping[str, float | tuple[Stream[Task], float]], *, seed: int = 0) -> Tasks:
     """A stream that draws its tasks from several, each as often as its weight says.
 
-    Draw k comes from the stream in whose part of a circle, as long as its weight, the point ``offset + k * phi`` lies,
-    with phi the golden ratio and an offset from the seed. So of any n draws in a row a stream gives n times its share
-    of the weights, give or take a few, and how many it gave before is a function of the cursor, known without
-    counting. Each task gets ``source``, the number of its stream, which rollouts carry as a column.
+    Each stream has an arc of a circle, as long as its share of the weights. Draw k comes from the stream whose arc
+    holds the point ``offset + k * phi``, with phi the golden ratio and an offset from the seed. So any n draws in a row
+    have n times its share from each stream, give or take a few, and the number of earlier draws from a stream is a
+    function of the cursor. Each task gets ``source``, the number of its stream, which rollouts carry as a column.
 
     Args:
-        streams: by name, in order: a weight, of a source that `tasks` reads under that name; or a pair of a stream,
-            whose state is a cursor as that of `tasks` is, and its weight.
-        seed: of the offset, and of the streams that are made here.
+        streams: by name, in order. The value is a weight, if `tasks` can read a source of that name; or a pair
+            ``(stream, weight)`` of a stream whose state is a cursor, as that of `tasks` is.
+        seed: of the offset, and of the streams made here.
 
     Returns:
         A stream whose state is the number of tasks taken. ``names`` are the streams' by their number in ``source``,
@@ -69,7 +69,7 @@ def mixture(streams: Mapping[str, float | tuple[Stream[Task], float]], *, seed: 
     draws = counting(name="mixture")
 
     def given(count: int) -> list[int]:
-        """How many of the first draws came from each stream."""
+        """The number of draws from each stream among the first ones."""
         below = [_count_below(count, end, offset) for end in ends]
         return [end - start for start, end in zip([0, *below], below, strict=False)]
 

@@ -1,4 +1,4 @@
-"""The prompt of a row, and the rows that a format makes of it."""
+"""From rows of a source to tasks: the format makes rows of a row, and each gets its prompt."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,11 +15,7 @@ from nrl.errors import DataError
 __all__ = ["PROMPT_KEYS", "rows", "tasks_of_row"]
 
 PROMPT_KEYS = ("prompt", "messages", "question", "problem")
-"""Where a row's prompt is looked for; the first that the row has is taken.
-
->>> PROMPT_KEYS[0]
-'prompt'
-"""
+"""The fields that may hold a row's prompt; the first that the row has is taken."""
 
 
 def rows(
@@ -29,13 +25,13 @@ def rows(
     template: str | None = None,
     chat: bool = True,
 ) -> list[Task]:
-    """The rows of a source, each with its ``"prompt"``, once and in order: what an evaluation goes through.
+    """Read the rows of a source, each with its ``"prompt"``, once and in order.
 
-    The prompt is what the row has under the first of ``prompt``, ``messages``, ``question`` and ``problem``: a text, a
-    chat (messages with ``role`` and ``content``) or token ids. Of ``messages`` that end with the assistant's it is what
-    comes before that one; of a pair of conversations, what they share. A text becomes a chat of one user message,
-    because models that are made to answer expect their chat template; with ``chat=False`` it stays a text, which is
-    what base models and tokenizers without a chat template need.
+    The prompt is the first of the fields ``prompt``, ``messages``, ``question`` and ``problem`` that the row has: a
+    text, a chat (messages with ``role`` and ``content``) or token ids. If ``messages`` end with the assistant's, the
+    prompt leaves that one out. The prompt of two conversations is their common beginning. A text becomes a chat of one
+    user message, because instruction-tuned models expect their chat template. With ``chat=False`` it stays a text, as
+    base models and tokenizers without a chat template need it.
 
     Args:
         source: a file (JSON Lines, Parquet, CSV), a folder, a dataset of the Hugging Face hub such as
@@ -67,13 +63,10 @@ def rows(
 
 
 def tasks_of_row(format: str | Format | None, template: str | None, chat: bool) -> Callable[[Any, str], list[Task]]:
-    """The function that makes the tasks of a row, given where it stands; see `rows`.
+    """Make the function from a row, and where it stands, to its tasks; see `rows`.
 
     Raises:
         DataError: there is no format of this name.
-
-    >>> tasks_of_row(None, None, False)({"question": "1+1="}, "row 0")
-    [{'question': '1+1=', 'prompt': '1+1='}]
     """
     if isinstance(format, str) and format not in FORMATS:
         raise DataError(f"tasks: there is no format '{format}'; there are {', '.join(FORMATS)}, or give a function")
@@ -124,7 +117,7 @@ def _task(row: Task, place: str, template: str | None, chat: bool) -> Task:
 
 
 def _asked(messages: Any, what: str) -> Any:
-    """What is asked in a conversation that may hold the answer too: what comes before the last answer."""
+    """The messages before the assistant's last one, if the conversation ends with it; else all of them."""
     whole = isinstance(messages, Sequence) and len(messages) > 1 and isinstance(messages[-1], Mapping)
     if not whole or messages[-1].get("role") != "assistant":
         return messages
@@ -133,7 +126,7 @@ def _asked(messages: Any, what: str) -> Any:
 
 
 def _shared(row: Mapping[str, Any], place: str) -> Task:
-    """A pair of conversations: its prompt is what they share."""
+    """The task of a pair of conversations, whose prompt is their common beginning."""
     for side in ("chosen", "rejected"):
         check_messages(row[side], f"tasks: {place}: '{side}'")
     count = shared(row["chosen"], row["rejected"])

@@ -1,36 +1,42 @@
 """Files as rows: JSON Lines, CSV and Parquet.
 
-Every fault of a file is a `DataError` that names the file, the line or row, and what is wrong there.
+Every fault of a file is a `DataError` that names the file, the line or row, and the fault.
 """
 
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from nrl.data.checks import kind, shown
-from nrl.data.tables import Table
 from nrl.envs.contract import Task
 from nrl.errors import DataError
 
-__all__ = ["read_csv", "read_file", "read_jsonl", "read_parquet"]
+__all__ = ["Table", "read_csv", "read_file", "read_jsonl", "read_parquet"]
+
+
+class Table(NamedTuple):
+    """The rows of a source, and where each of them stands; a row may be read only when it is asked for.
+
+    Args:
+        name: of the source.
+        rows: by index from 0.
+        place: from an index to the words that errors name the row by.
+    """
+
+    name: str
+    rows: Sequence[Any]
+    place: Callable[[int], str]
 
 
 def read_file(path: Path) -> Table:
-    """The table of a file, whose ending says how it is read: ``.parquet``, ``.csv``, ``.tsv``, any other: JSON Lines.
+    """Open a file as a table: ``.parquet``, ``.csv`` or ``.tsv`` by its ending, anything else as JSON Lines.
 
     Raises:
         DataError: there is none, or it cannot be read.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = Path(folder) / "sums.tsv"
-    ...     _ = path.write_text("question\\tanswer\\n1+1=\\t2\\n")
-    ...     read_file(path).rows
-    [{'question': '1+1=', 'answer': '2'}]
     """
     match path.suffix.lower():
         case ".parquet":
@@ -69,7 +75,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
-    """Each row with the number of its line."""
+    """Read JSON Lines: each row with the number of its line."""
     content = _content(path, "read_jsonl", "one JSON object a line")
     found = [
         (number, _object(line, f"{path}, line {number}"))
@@ -137,7 +143,7 @@ def read_csv(path: str | Path, delimiter: str = ",") -> list[dict[str, str]]:
 
 
 def _separated(path: str | Path, delimiter: str) -> list[tuple[int, dict[str, str]]]:
-    """Each row with the number of the line that it begins on."""
+    """Read CSV: each row with the number of the line that it begins on."""
     content = _content(path, "read_csv", "one row a line")
     try:
         text = content.decode()

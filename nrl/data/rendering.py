@@ -1,10 +1,10 @@
 """Rendering prompts and conversations into token ids, and marking the assistant's tokens.
 
-All goes through the tokenizer's own chat template, as text. What the assistant writes in a turn is what the template
-puts behind its generation prompt, up to the token that ends the turn.
+All goes through the tokenizer's own chat template, as text. The assistant's part of a turn begins after the template's
+generation prompt and ends with the token that ends the turn.
 
-To templates that write today's date, such as Llama 3.2's, every day is 26 July 2024, the date that Llama 3.1's writes:
-a run that goes on tomorrow has the prompts of today.
+Templates that write today's date, such as Llama 3.2's, always get 26 July 2024, the date in Llama 3.1's own template.
+So a run that goes on tomorrow has the same prompts.
 """
 
 import re
@@ -20,7 +20,7 @@ from nrl.errors import DataError, ModelError
 __all__ = ["answered", "render"]
 
 _TODAY: Mapping[str, Any] = {"strftime_now": datetime(2024, 7, 26).strftime}
-"""What every template is rendered with; it goes before the clock that transformers gives them under this name."""
+"""An argument of every template. It shadows the clock that transformers provides under this name."""
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -28,9 +28,9 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def render(prompt: Prompt, tokenizer: Any) -> list[int]:
     """The token ids of a prompt, ready to be completed.
 
-    A text is encoded with the special tokens that the tokenizer puts before a text, such as the one for its beginning;
-    those that the text itself begins with are not doubled, and what the tokenizer would put after it is left out. A
-    chat goes through the tokenizer's chat template, up to where the assistant's answer begins. Ids stay as they are.
+    A text is encoded with the special tokens that the tokenizer puts before a text, but not doubled if the text itself
+    begins with them, and without those that it would put after the text. A chat goes through the tokenizer's chat
+    template, up to the beginning of the assistant's answer. Ids stay as they are.
 
     Args:
         prompt: a text, messages with ``role`` and ``content``, or token ids.
@@ -64,19 +64,19 @@ def render(prompt: Prompt, tokenizer: Any) -> list[int]:
 def answered(prompt: Prompt, answer: str | Sequence[Message], tokenizer: Any) -> tuple[list[int], list[bool]]:
     """The token ids of a prompt with its answer, up to the end of the answer, and which of them the assistant writes.
 
-    A text is an answer as the model writes it: it is encoded apart from the prompt, so that no token reaches across the
-    boundary, and ended, where it does not end itself, with what the chat template ends a turn with (for a prompt that
-    is no chat: the end-of-sequence token). Messages are an answer as the chat template writes it; all of the
-    assistant's messages among them count, those in the prompt do not.
+    A text is an answer as the model writes it. It is encoded apart from the prompt, so that no token reaches across the
+    boundary. Unless it ends itself, it gets the tokens with which the chat template ends a turn (or, if the prompt is
+    no chat, the end-of-sequence token). Messages are an answer as the chat template writes it; all of the assistant's
+    messages among them count, those in the prompt do not.
 
     Args:
-        prompt: what `render` takes; empty: there is nothing before the messages of the answer.
+        prompt: as for `render`; empty: nothing comes before the messages of the answer.
         answer: a text, or messages.
         tokenizer: a transformers tokenizer.
 
     Returns:
-        Ids, and for each of them whether the assistant writes it. The ids before the first that it writes are those
-        that `render` gives.
+        Ids, and for each of them whether the assistant writes it. Up to the first that it writes they are those of
+        `render`.
 
     Raises:
         DataError: a prompt that `render` refuses, messages among which none is the assistant's, or a conversation that
@@ -118,7 +118,7 @@ def _conversation(prompt: Prompt, answer: Sequence[Message], tokenizer: Any) -> 
 
 
 def _derived(messages: Sequence[Message], turns: Sequence[int], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
-    """Where in the text each turn begins and ends: behind the generation prompt, and with the ending of a turn."""
+    """The text, and where in it each turn begins and ends, found by rendering the conversation up to each turn."""
     text = _templated(messages, tokenizer)
     ending = _ending(tokenizer)
     if not ending:
@@ -157,13 +157,13 @@ _ADVICE = (
 
 
 def _after(text: str, other: str) -> str:
-    """What a text has where it first differs from another."""
+    """The part of a text at which it first differs from another, for a message."""
     same = next((at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
     return repr(text[same : same + 30])
 
 
 def _marked(messages: Sequence[Message], first: int, tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
-    """Where in the text each turn begins and ends, as the template's ``{% generation %}`` says."""
+    """The text, and where in it each turn begins and ends, by the template's own ``{% generation %}`` marks."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def call() -> tuple[list[str], list[list[tuple[int, int]]]]:
@@ -183,7 +183,7 @@ def _marked(messages: Sequence[Message], first: int, tokenizer: Any) -> tuple[st
     before = len(_templated(messages[:first], tokenizer, asking=True))
     spans = []
     for start, end in found:
-        close = text.rfind(ending, start, end) if ending else -1  # what follows the ending is the template's
+        close = text.rfind(ending, start, end) if ending else -1  # after the ending, the text is the template's
         if start >= before and start < end:
             spans.append((start, end if close < 0 else close + len(ending)))
     if not spans:
@@ -192,7 +192,7 @@ def _marked(messages: Sequence[Message], first: int, tokenizer: Any) -> tuple[st
 
 
 def _apart(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """The text up to the last span as token ids, none of which reaches across the edge of a span, and the mask."""
+    """Encode the text up to the last span, so that no token reaches across the edge of a span; and the mask."""
     edges = [0, *(edge for span in spans for edge in span)]
     pieces = [_encode(text[start:end], tokenizer) for start, end in pairwise(edges)]
     whole = _encode(text[: edges[-1]], tokenizer)
@@ -207,7 +207,7 @@ def _apart(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any) -> tuple
 
 
 def _ending(tokenizer: Any) -> str:
-    """What the chat template writes behind the assistant's text, up to the token that ends the turn; or nothing."""
+    """The text that the chat template puts behind the assistant's, up to the token that ends the turn; or nothing."""
     answer = "ANSWER"
     text = _templated([{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}], tokenizer)
     after = text[text.rfind(answer) + len(answer) :]
@@ -247,7 +247,7 @@ def _template(tokenizer: Any) -> str:
 
 
 def _templated(messages: Sequence[Message], tokenizer: Any, *, asking: bool = False) -> str:
-    """The text of a chat; ``asking``: with the beginning of the assistant's next message."""
+    """The text of a chat. With ``asking`` it ends with the generation prompt."""
     _template(tokenizer)
 
     def call() -> str:

@@ -4,16 +4,16 @@ import os.path
 from collections.abc import Sequence
 from pathlib import Path
 
+from nrl.data.checks import exists
 from nrl.data.hub import load
-from nrl.data.readers import read_file
-from nrl.data.tables import Table, exists
+from nrl.data.readers import Table, read_file
 from nrl.envs.contract import Task
 
 __all__ = ["read"]
 
 
 def read(source: str | Path | Sequence[Task]) -> Table:
-    """The table of a source: the ending of a file's name says how it is read.
+    """Open a source as a table. The ending of a file's name decides how it is read.
 
     Args:
         source: a file (``.parquet``, ``.csv``, ``.tsv``, any other: JSON Lines); a folder that
@@ -23,14 +23,11 @@ def read(source: str | Path | Sequence[Task]) -> Table:
 
     Raises:
         DataError: nothing of the kind is there, or it cannot be read.
-
-    >>> read([{"question": "1+1="}]).rows[0]
-    {'question': '1+1='}
     """
     if not isinstance(source, str | Path):
         return Table("the source", source, "row {}".format)
     path = Path(source)
     named = not exists(path) and ":" in str(source)
-    if named or os.path.isdir(path):  # noqa: PTH112 - false, and no error, for what may not be looked at
+    if named or os.path.isdir(path):  # noqa: PTH112 - false, and no error, if permission is denied
         return load(str(source))
     return read_file(path)

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nrl.batch import Batch
-from nrl.data.checks import shown
+from nrl.data.checks import exists, shown
 from nrl.data.formats import Format
 from nrl.data.prompts import tasks_of_row
 from nrl.data.rendering import render
 from nrl.data.sources import read
-from nrl.data.tables import exists
 from nrl.envs import arithmetic, reversal
 from nrl.envs.contract import Task
 from nrl.errors import DataError
@@ -30,7 +29,7 @@ _GENERATED: dict[str, Callable[[int, int], Task]] = {"arithmetic": arithmetic.ta
 
 
 class Tasks(NamedTuple):
-    """A stream of tasks: a `Stream`, and what is known of its sources.
+    """A stream of tasks: a `Stream`, and facts about its sources.
 
     Args:
         take: the next ``n`` tasks.
@@ -66,8 +65,8 @@ def tasks(
 ) -> Tasks:
     """An endless stream of tasks, each epoch in a new order, which is a function of ``(seed, epoch)``.
 
-    Every row is looked at once when the stream is made, so that a fault is found then. With ``max_tokens``, rows that
-    are longer are left out; it prints how many, once, and keeps the number in ``dropped``.
+    Making the stream reads every row once, so that faults show then. With ``max_tokens`` it leaves longer rows out,
+    prints how many, and keeps their number in ``dropped``.
 
     Args:
         source: a file (JSON Lines, Parquet, CSV), a folder, a dataset of the Hugging Face hub such as
@@ -78,10 +77,10 @@ def tasks(
         template: see `rows`.
         chat: see `rows`.
         shuffle: False: every epoch in the order of the source.
-        tokenizer: which counts the tokens.
+        tokenizer: counts the tokens.
         max_tokens: the most that a row may have; None: no bound.
-        collate: `supervised` or `preferences`, if that is what becomes of the rows: the longest row of the batch that
-            it makes of a row counts. None: the prompt counts, as `render` makes it.
+        collate: `supervised` or `preferences`, if the rows go through it: then a row is as long as the batch that
+            ``collate`` makes of it. None: as long as its prompt, as `render` makes it.
 
     Returns:
         A stream with ``take(n)``, ``state()`` and ``restore(state)``. Its state is the number of tasks taken, over all
@@ -119,7 +118,7 @@ def tasks(
         table = read(source)
     made = tasks_of_row(format, template, chat)
     length = _length(tokenizer, collate)
-    kept = array("q")  # of each task its row, and its number among those of the row
+    kept = array("q")  # of each task: its row, and its number among the tasks of the row
     total = unused = long = 0
     last = time.monotonic()
     for index, row in enumerate(table.rows):
@@ -159,7 +158,7 @@ def tasks(
 
 
 def epoch(stream: Tasks, most: int | None = None) -> list[Task]:
-    """The next tasks of a stream, none of them twice: what an evaluation goes through.
+    """Take the next tasks of a stream, none of them twice, for an evaluation.
 
     Args:
         stream: from `tasks`.
@@ -182,16 +181,17 @@ def epoch(stream: Tasks, most: int | None = None) -> list[Task]:
 
 
 def check_seed(seed: Any, what: str) -> None:
-    """An integer that is not negative.
+    """Check that a seed is an integer and not negative.
 
-    >>> check_seed(0, "tasks")
+    Raises:
+        DataError: it is not; ``what`` begins the message.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise DataError(f"{what}: seed is {seed!r}; it must be an integer that is not negative")
 
 
 def _length(tokenizer: Any, collate: Callable[[Iterable[Task], Any], Batch] | None) -> Callable[[Task, str], int]:
-    """How many tokens a task has."""
+    """Make the function that counts a task's tokens, given where its row stands."""
 
     def length(task: Task, place: str) -> int:
         try:

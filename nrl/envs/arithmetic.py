@@ -20,9 +20,9 @@ def task(seed: int, index: int, *, largest: int = 19) -> Task:
         largest: each of the two numbers is drawn evenly from ``0`` to this.
 
     Returns:
-        ``prompt``, the sum as plain text that ends in an equals sign; ``answer``, its value as text; ``response``,
-        the same, which is what supervised training learns; ``chosen``, the same, and ``rejected``, another number
-        nearby, which are what preference training learns.
+        ``prompt``, the sum as plain text that ends in an equals sign; ``answer``, its value as text. For supervised
+        training ``response``, the same; for preference training ``chosen``, the same, and ``rejected``, another number
+        nearby.
 
     Raises:
         DataError: ``seed`` or ``largest`` is negative or no integer.

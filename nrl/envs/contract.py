@@ -1,8 +1,7 @@
 """The contract of environments and verifiers: the types that an episode is made of.
 
-An environment is two functions over explicit state, `reset` and `step`, each plain or ``async``; nothing is kept
-between calls but the state that they hand on. A verifier is one function of a task and a response. `single_turn` makes
-the first of the second.
+An environment is two functions, `reset` and `step`, each plain or ``async``. They keep nothing between calls except the
+state that they pass on. A verifier is one function of a task and a response; `single_turn` makes an environment of it.
 """
 
 import functools
@@ -25,21 +24,21 @@ __all__ = [
     "Verifier",
     "asynchronous",
     "by_source",
-    "limit",
     "single_turn",
+    "timeout_of",
 ]
 
 TIMEOUT = 60.0
-"""Seconds that a call of an environment or a verifier may take, where nothing else is said."""
+"""Seconds that a call of an environment or a verifier may take, unless it has a timeout of its own."""
 
 type Message = dict[str, str]
 """One message of a chat: ``{"role": ..., "content": ...}``."""
 
 type Prompt = str | Sequence[Message] | Sequence[int]
-"""What a model is asked: text, a chat, or token ids that are used as they are."""
+"""The question to a model: text, a chat, or token ids that are used as they are."""
 
 type Task = Mapping[str, Any]
-"""One row of data: ``"prompt"``, a `Prompt`, and whatever the verifier reads, such as ``"answer"``."""
+"""One row of data: ``"prompt"``, a `Prompt`, and the fields that the verifier reads, such as ``"answer"``."""
 
 type Verifier = Callable[[Task, str], float | Sequence[float] | Awaitable[float | Sequence[float]]]
 """``(task, response) -> reward``, or several rewards; plain or ``async``. A failure is an exception, never a 0."""
@@ -78,13 +77,13 @@ class Turn(str):
 
 
 class Step(NamedTuple):
-    """What `step` returns.
+    """The value of `step`.
 
     Args:
-        state: what the next `step` is given.
+        state: for the next `step`.
         reward: of this turn; an episode's is the sum over its turns. Several rewards have the same number every turn.
         done: whether the episode ends here.
-        observation: if not, what the model reads next: text, or token ids.
+        observation: if not, the model's next input: text, or token ids.
         info: numbers to report, by name. Those of every step are kept.
 
     >>> Step(state=None, reward=1.0)
@@ -99,10 +98,10 @@ class Step(NamedTuple):
 
 
 class Env(Protocol):
-    """Whatever has `reset` and `step`: an `Environment`, a module, an object; each may be plain or ``async``.
+    """Anything with `reset` and `step`: an `Environment`, a module, an object. Each may be plain or ``async``.
 
-    It may have a ``timeout``, too: the seconds that one call may take, None, or a function of the task that gives them.
-    Without, that is a minute.
+    It may have a ``timeout``, too: the seconds that one call may take, None, or a function from the task to these.
+    Without one it is a minute.
 
     >>> def play(env: Env, task: Task) -> Step:
     ...     state, prompt = env.reset(task)
@@ -112,7 +111,7 @@ class Env(Protocol):
     """
 
     def reset(self, task: Task, /) -> tuple[Any, Prompt] | Awaitable[tuple[Any, Prompt]]:
-        """The state an episode starts from, and what the model is asked."""
+        """The first state of an episode, and the prompt."""
         ...
 
     def step(self, state: Any, turn: Turn, /) -> Step | Awaitable[Step]:
@@ -126,8 +125,8 @@ class Environment(NamedTuple):
     Args:
         reset: ``task -> (state, prompt)``.
         step: ``(state, turn) -> Step``, of a `Turn`.
-        timeout: seconds that one call of either may take, or a function of the task that gives them; None: no limit. A
-            call that takes longer makes its row invalid, as one that raises does.
+        timeout: seconds that one call of either may take, or a function from the task to these; None: no limit. A
+            call that takes longer makes its row invalid, as an error does.
 
     Guess a number; the state is the number and how many turns are left.
 
@@ -150,14 +149,11 @@ class Environment(NamedTuple):
     timeout: float | Callable[[Task], float | None] | None = TIMEOUT
 
 
-def limit(env: Env, task: Task) -> float | None:
+def timeout_of(env: Env, task: Task) -> float | None:
     """Seconds that a call of an environment may take for a task; None: no limit.
 
     Raises:
         ValueError: they are not positive.
-
-    >>> limit(single_turn(lambda task, response: 0.0, timeout=5.0), {"prompt": "a"})
-    5.0
     """
     timeout = getattr(env, "timeout", TIMEOUT)
     seconds: float | None = timeout(task) if callable(timeout) else timeout
@@ -167,27 +163,23 @@ def limit(env: Env, task: Task) -> float | None:
 
 
 def asynchronous(fn: Any) -> bool:
-    """Whether calling it makes a coroutine and does nothing else.
-
-    >>> asynchronous(len)
-    False
-    """
+    """Whether a call only makes a coroutine."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(type(fn), "__call__", None))  # noqa: B004
 
 
 def single_turn(verifier: Verifier, *, timeout: float | EllipsisType | None = ...) -> Environment:
-    """The environment that asks a task's prompt, and ends with what the verifier says of the answer.
+    """The environment that asks a task's prompt, and rewards the answer with the verifier's number.
 
     Args:
-        verifier: plain or ``async``; `step` is what it is.
-        timeout: seconds that one call of it may take; None: no limit. Left out, it is the verifier's own ``timeout``,
-            an attribute that it may have, and else a minute.
+        verifier: plain or ``async``; `step` is of the same kind.
+        timeout: seconds that one call of it may take; None: no limit. Left out, the verifier's attribute ``timeout``,
+            or a minute if it has none.
 
     Returns:
         An environment whose state is the task.
 
     Raises:
-        EnvError: by `reset`, where a task has no ``"prompt"``.
+        EnvError: by `reset`, if a task has no ``"prompt"``.
 
     >>> env = single_turn(lambda task, response: float(response == task["answer"]))
     >>> state, prompt = env.reset({"prompt": "2+2=", "answer": "4"})
@@ -219,16 +211,16 @@ def single_turn(verifier: Verifier, *, timeout: float | EllipsisType | None = ..
 
 
 def by_source(*envs: Env) -> Environment:
-    """The environment that lets one of several take each task: the one whose place is the task's ``"source"``.
+    """Choose the environment of each task by the task's ``"source"``, its place among the arguments.
 
     Args:
         envs: in the order of the streams that `nrl.data.mixture` mixes.
 
     Returns:
-        An environment whose state is that of the one that takes the task, and its place. Each keeps its own timeout.
+        An environment whose state is the place and the chosen environment's own state. Each keeps its own timeout.
 
     Raises:
-        EnvError: by `reset`, where a task has no ``"source"``, or one that no environment is for.
+        EnvError: by `reset`, if a task has no ``"source"``, or one without an environment.
 
     >>> sums, letters = (single_turn(lambda task, response, x=x: x) for x in (1.0, 2.0))
     >>> env = by_source(sums, letters)
@@ -255,8 +247,8 @@ def by_source(*envs: Env) -> Environment:
     def timeout(task: Task) -> float | None:
         source = task.get("source")
         if not isinstance(source, int) or not 0 <= source < len(envs):
-            return TIMEOUT  # `reset` says what is wrong with it
-        return limit(envs[source], task)
+            return TIMEOUT  # `reset` reports it
+        return timeout_of(envs[source], task)
 
     reset.__name__, step.__name__ = "an environment's reset", "an environment's step"
     return Environment(reset, step, timeout)

@@ -15,19 +15,19 @@ __all__ = ["scored_by"]
 
 
 def scored_by(params: Params, tokenizer: Any) -> Callable[[Task, str], Coroutine[Any, Any, float]]:
-    """A verifier whose reward is what a reward model gives to the answer.
+    """A verifier whose reward is a reward model's number for the answer.
 
-    Answers that episodes have at the same moment are scored by one forward, for which all episodes of the rollout wait.
-    The model reads prompt, answer and the token that ends it, as it was trained to by `nrl.data.preferences`.
+    One forward scores the answers of all episodes that have one at the same moment; all episodes of the rollout wait
+    for it. The model reads prompt, answer and the token that ends it, as `nrl.data.preferences` trained it to.
 
     Args:
         params: of a trainer for ``Model(..., head="reward")``, frozen or of a train state.
         tokenizer: of that model; the policy may have another one.
 
     Returns:
-        An ``async`` verifier, for `nrl.envs.single_turn`. It raises what the trainer does, as where a row is longer
-        than its micro-batches, for all answers that were scored together. It has no limit of its own
-        (``timeout=None``): the first call waits for a mesh to start, and the cluster's deadline bounds them all.
+        An ``async`` verifier, for `nrl.envs.single_turn`. It passes the trainer's errors on, such as a row longer than
+        its micro-batches, to all answers that were scored together. It has no timeout of its own (``timeout=None``):
+        the first call waits for a mesh to start, and the cluster's deadline bounds all of them.
 
     Raises:
         EnvError: (when called) the task has no ``"prompt"``.

@@ -1,8 +1,8 @@
 r"""Verifiers for tasks with a known answer: `exact` compares text, `number` and `number_or_wrong` compare numbers.
 
-Each says, by `extracts`, how the answer that it compares is taken out of a response: for votes among several samples.
+Each has an extractor, by `extracts`, which takes the answer out of a response: for votes among several samples.
 
-**Where `number` looks.** The first of these that a response has decides, and nothing after it is tried:
+**Where `number` looks.** The first of these that a response has decides, and no later one is tried:
 
 1. the last ``####`` that a number follows, as in GSM8K's own solutions: ``#### 42 apples``. Of a line such as
    ``#### 6 * 7 = 42`` the part after the equals sign counts. Markdown headings (``#### Step 2``,
@@ -37,11 +37,10 @@ type Extractor = Callable[[str], str | None]
 
 
 def extracts[V: Callable[..., Any]](extract: Extractor) -> Callable[[V], V]:
-    """Say how the answer that a verifier looks at is taken out of a response.
+    """Give a verifier its extractor, which takes the answer out of a response.
 
     Args:
-        extract: gives the answer as text, such that the verifier says the same of two responses with equal answers;
-            None where a response has none.
+        extract: from a response to the answer as text, or None. Responses with equal answers get equal rewards.
 
     >>> @extracts(lambda response: response.strip().lower() or None)
     ... def same_word(task, response):
@@ -58,7 +57,7 @@ def extracts[V: Callable[..., Any]](extract: Extractor) -> Callable[[V], V]:
 
 
 def extractor(verifier: Verifier) -> Extractor | None:
-    """What `extracts` said of a verifier; None: nothing.
+    """The extractor of a verifier; None: it has none.
 
     >>> extractor(number)("It is 6 * 7 = 42.0."), extractor(exact)(" Paris ")
     ('42', 'Paris')
@@ -70,11 +69,11 @@ def extractor(verifier: Verifier) -> Extractor | None:
 
 @extracts(str.strip)
 def exact(task: Task, response: str) -> float:
-    """1 where the response is the answer, white space around either left out; otherwise 0.
+    """1 if the response is the answer, up to white space around either; otherwise 0.
 
     Args:
         task: ``"answer"`` is a string or a number, which is compared as Python writes it.
-        response: what the model wrote.
+        response: the model's text.
 
     Returns:
         1.0 or 0.0.
@@ -90,10 +89,10 @@ def exact(task: Task, response: str) -> float:
 
 
 def final_number(response: str) -> str | None:
-    r"""The final number of a response, as `number` reads it; the module says what is read how.
+    r"""The final number of a response, as `number` reads it; the module's docstring has the rules.
 
     Args:
-        response: what the model wrote.
+        response: the model's text.
 
     Returns:
         An integer, or a fraction in lowest terms; equal numbers give equal texts. None: the response has no number.
@@ -107,15 +106,15 @@ def final_number(response: str) -> str | None:
 
 @extracts(final_number)
 def number(task: Task, response: str) -> float:
-    r"""1 where the final number of the response equals the answer's; otherwise 0. The module says what is read how.
+    r"""1 if the final number of the response equals the answer's; otherwise 0. The module's docstring has the rules.
 
     Args:
         task: ``"answer"`` is a number, a string that holds one number (``"42"``, ``"$1,234.50"``, ``"\\boxed{42}"``),
             or a solution that ends in ``#### 42``. A ``float`` stands for the decimal that Python writes for it.
-        response: what the model wrote.
+        response: the model's text.
 
     Returns:
-        1.0 or 0.0; 0.0 too where the response has no number.
+        1.0 or 0.0; 0.0 too if the response has no number.
 
     Raises:
         EnvError: the task has no ``"answer"``, or no number can be read from it.
@@ -143,15 +142,15 @@ def number(task: Task, response: str) -> float:
 
 @extracts(final_number)
 def number_or_wrong(task: Task, response: str) -> float:
-    r"""`number`; where no number can be read from the right answer, every response is wrong.
+    r"""`number`; but if no number can be read from the right answer, every response is wrong.
 
-    For sources that also hold answers which are no numbers, such as expressions, names or intervals. `number` fails
-    there, and such rows are not valid. Here they are, with a reward of 0, so they lower the mean reward; a group of
-    them teaches nothing.
+    For sources with some answers that are no numbers, such as expressions, names or intervals. `number` fails on them,
+    so their rows are invalid. Here they are valid with a reward of 0, so they lower the mean reward; a group of them
+    teaches nothing.
 
     Args:
         task: has an ``"answer"``, a string or a number.
-        response: what the model wrote.
+        response: the model's text.
 
     Returns:
         1.0 or 0.0.
@@ -167,11 +166,7 @@ def number_or_wrong(task: Task, response: str) -> float:
 
 
 VERIFIERS: Mapping[str, Verifier] = {"exact": exact, "number": number, "number_or_wrong": number_or_wrong}
-"""The verifiers that a configuration can name.
-
->>> VERIFIERS["number"] is number
-True
-"""
+"""The verifiers that a configuration can name."""
 
 
 def _answer(verifier: str, task: Task) -> Any:
@@ -190,14 +185,14 @@ def _expected(answer: Any) -> Fraction | None:
     if isinstance(answer, int | Fraction):
         return Fraction(answer)
     text = str(answer)
-    return next(itertools.chain(_marked(text), _boxed(text), [_only(_plain(text))]))
+    return next(itertools.chain(_marked(text), _boxed(text), [_only(_without_markup(text))]))
 
 
 def _final(response: str) -> Fraction | None:
-    return next(itertools.chain(_marked(response), _boxed(response), _last(_plain(response))), None)
+    return next(itertools.chain(_marked(response), _boxed(response), _last(_without_markup(response))), None)
 
 
-# --- Where an answer may stand: each yields what it decides, None for no number, or nothing where it is not there.
+# --- Where an answer may stand: each yields a number, or None for no number; or nothing if it is not there.
 
 _MARK = re.compile(r"(?<!#)####(?!#)([^\n#]*)")
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
@@ -208,7 +203,7 @@ _ANOTHER = re.compile(r"[ })]*(?:[,;]|or\b|and\b)[ ({]*[-+$€£¥₹]*[0-9]")  
 
 def _marked(text: str) -> Iterator[Fraction | None]:
     for mark in reversed(list(_MARK.finditer(text))):
-        line = _plain(mark[1])
+        line = _without_markup(mark[1])
         first = next(_numerals(line), None)
         if first is None or line[: first.start("run")].strip(" \t*_:\"'({[$€£¥₹+-"):
             continue  # words come first, as in "#### Step 2"
@@ -227,9 +222,9 @@ def _boxed(text: str) -> Iterator[Fraction | None]:
     for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            yield _only(_plain(text[start : brace.start()]))
+            yield _only(_without_markup(text[start : brace.start()]))
             return
-    yield None  # cut off: what is there may be the beginning of a longer number
+    yield None  # cut off: this may be the beginning of a longer number
 
 
 def _last(plain: str) -> Iterator[Fraction | None]:
@@ -247,7 +242,7 @@ def _only(plain: str) -> Fraction | None:
 
 # --- Numerals. Every pattern is linear: no two of its parts can share out the same characters in several ways.
 
-# What stands around numbers, without a meaning for them. Any other command is mathematics, and becomes "\0".
+# Commands around numbers that do not change them. Any other command is mathematics, and becomes "\0".
 _PROSE = re.compile(
     "text(?:bf|color|it|normal|rm|sf|style|tt)?|math(?:bb|bf|cal|it|rm|sf|tt)|[fhm]box|boxed|bf|it|rm|tt|emph|bm|boldsymbol"
     "|underline|displaystyle|left|right|[bB]igg?|q?quad|[hv]space|hfill|begin|end|color|label|tag|nonumber|therefore"
@@ -255,7 +250,7 @@ _PROSE = re.compile(
 )
 _RELATION = re.compile("approx|simeq|equiv|implies|iff|to|(?:long|Long)?(?:right|Right)arrow")
 _TIMES = re.compile("times|cdot|div|ast|star")
-_SIGNS = {"\\": " ", "$": "$", "%": "%", "!": "", ",": "\u2009"}  # what follows a backslash
+_SIGNS = {"\\": " ", "$": "$", "%": "%", "!": "", ",": "\u2009"}  # after a backslash
 _CHARACTERS = str.maketrans(
     dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-")
     | dict.fromkeys("≈≅≡→⇒⟹", "=")
@@ -286,7 +281,7 @@ _READABLE = re.compile(
 _LONGEST = 1000  # characters; to read a longer numeral would take time that is quadratic in its length
 
 
-def _plain(text: str) -> str:
+def _without_markup(text: str) -> str:
     """The text without LaTeX, Markdown and typography, as far as they stand around numbers."""
     text = text.translate(_CHARACTERS).replace("{,}", ",")
     text = _FRACTION.sub(_fraction, _DEGREES.sub(" ", text))

@@ -1,6 +1,6 @@
 """One episode: a policy and an environment take turns.
 
-An episode is kept as token ids from first to last. What was sampled is never decoded and encoded again; a turn only
+An episode is kept as token ids from first to last. Sampled tokens are never decoded and encoded again; a turn only
 appends.
 """
 
@@ -16,7 +16,7 @@ from nrl.backends.base import Completion
 from nrl.data import render
 from nrl.envs import Env, Step, Task
 from nrl.envs.contract import Prompt, Turn
-from nrl.episodes.user_errors import Failed, said
+from nrl.episodes.user_errors import Failed, error_text
 from nrl.episodes.verifier_calls import Caller, calling
 from nrl.errors import DataError, EnvError, LostRequest
 
@@ -35,17 +35,14 @@ class Episode:
     Args:
         token_ids: all of it, prompts and observations too.
         sampled: for each token, whether the policy sampled it.
-        logprobs: for each token, nats, what the sampler said; 0 where it was not sampled.
-        reward: the sum over turns; several, where the environment gives several.
-        truncated: stopped by a length limit.
-        version: of the weights that sampled it; the oldest.
-        versions: of each token that was sampled; else -1.
-        again: how often the sampler was asked again, as where an engine died.
-        failure: why it does not count; None: it does.
+        logprobs: for each token, the sampler's log-probability in nats; 0 for tokens that it did not sample.
+        reward: the sum over turns; several, if the environment gives several.
+        truncated: whether a length limit stopped it.
+        version: of the oldest weights that sampled it.
+        versions: for each token, the version of the weights that sampled it; -1 for tokens that were not sampled.
+        again: how often the sampler was asked again, for example because an engine died.
+        failure: why the episode does not count; None: it counts.
         info: for each step of the environment, the numbers that it reported.
-
-    >>> Episode(token_ids=[5, 6]).failure is None
-    True
     """
 
     token_ids: list[int] = attrs.field(factory=list)
@@ -60,16 +57,16 @@ class Episode:
     info: list[dict[str, float]] = attrs.field(factory=list)
 
     def append(self, tokens: Sequence[int], completion: Completion | None = None) -> None:
-        """Append a turn; with ``completion`` one of the policy, without one of the environment."""
+        """Append the policy's turn, with its ``completion``, or the environment's, without one."""
         self.token_ids.extend(tokens)
         self.sampled.extend([completion is not None] * len(tokens))
         if completion is None:
             self.logprobs.extend([0.0] * len(tokens))
             self.versions.extend([-1] * len(tokens))
             return
-        said = completion.versions
+        versions = completion.versions
         self.logprobs.extend(completion.logprobs.tolist())
-        self.versions.extend([completion.version] * len(tokens) if said is None else said.tolist())
+        self.versions.extend([completion.version] * len(tokens) if versions is None else versions.tolist())
         self.version = completion.version if self.version is None else min(completion.version, self.version)
         self.truncated = completion.truncated
         self.again += completion.times - 1
@@ -78,15 +75,15 @@ class Episode:
 async def run_episode(generate: Generate, env: Env, task: Task, *, tokenizer: Any, context_length: int) -> Episode:
     """Run one episode to its end.
 
-    Whatever the environment raises, `SystemExit` too, a call that takes longer than its ``timeout``, and a reward that
-    is NaN or infinite in float32 make the episode a failure: it is counted and not trained on, and never passes for a
-    reward of 0. So does a prompt that fills the context.
+    The episode fails if the environment raises anything (`SystemExit` too), if one of its calls takes longer than its
+    ``timeout``, if a reward is NaN or infinite in float32, or if the prompt fills the context. A failed episode is
+    counted and not trained on, and never passes for a reward of 0.
 
     Args:
         generate: asks the policy to continue token ids.
         env: two functions, each plain or ``async``; they are called in other threads.
-        task: what ``env.reset`` gets.
-        tokenizer: renders prompts and decodes what was sampled.
+        task: the argument of ``env.reset``.
+        tokenizer: renders prompts and decodes sampled tokens.
         context_length: the most tokens that an episode may have.
 
     Raises:
@@ -117,31 +114,7 @@ async def play(
     render: Callable[[Prompt, Any], list[int]],
     call: Caller,
 ) -> Episode:
-    """What `run_episode` does, of an episode of many.
-
-    Args:
-        generate: asks the policy to continue token ids.
-        env: two functions.
-        task: what ``env.reset`` gets.
-        tokenizer: decodes what was sampled.
-        context_length: the most tokens that an episode may have.
-        render: makes token ids of a prompt.
-        call: calls the functions of the environment.
-
-    Raises:
-        Exception: whatever ``generate`` raises.
-
-    >>> import asyncio
-    >>> from nrl import tiny
-    >>> from nrl.envs import exact, single_turn
-    >>> async def generate(tokens):
-    ...     return Completion(torch.tensor([21]), torch.tensor([-0.1]), truncated=False, version=1)
-    >>> async def call(fn, *args):
-    ...     return fn(*args)
-    >>> task, tokenizer = {"prompt": "1+0=", "answer": "1"}, tiny.tokenizer()
-    >>> asyncio.run(play(generate, single_turn(exact), task, tokenizer, 64, render=render, call=call)).token_ids
-    [22, 16, 21, 34, 21]
-    """
+    """Run one episode of many: `run_episode`, with the rollout's own ``render`` and ``call``."""
     episode = Episode()
 
     async def reset() -> Any:
@@ -162,13 +135,13 @@ async def play(
             episode.append(_observed(taken.observation, tokenizer))
         return taken
 
-    # Only the environment may fail without ending the run: it is anybody's code. What the sampler raises is passed on
+    # The environment is the user's code, so it may fail without ending the run. The sampler's errors are passed on
     state = await _guarded(reset(), episode)
     while episode.failure is None:
         try:
             completion = await generate(episode.token_ids)
         except LostRequest as error:
-            episode.failure = said(error)
+            episode.failure = error_text(error)
             break
         tokens = completion.token_ids.tolist()
         episode.append(tokens, completion)
@@ -188,7 +161,7 @@ async def _guarded[T](work: Awaitable[T], episode: Episode) -> T | None:
     try:
         return await work
     except Exception as error:
-        episode.failure = str(error) if isinstance(error, Failed) else said(error)
+        episode.failure = str(error) if isinstance(error, Failed) else error_text(error)
         return None
 
 

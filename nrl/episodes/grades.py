@@ -1,4 +1,4 @@
-"""Grading: samples of tasks, their verification, and the metrics of an evaluation."""
+"""Evaluation: sample answers to tasks, verify them, and measure."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,17 +22,17 @@ __all__ = ["Graded", "grade", "measure"]
 
 @attrs.frozen
 class Graded:
-    """A task, what was sampled for it, and what the verifier said. Lists have an entry for each sample, in order.
+    """A task, the samples for it, and their rewards. Lists have an entry for each sample, in order.
 
     Args:
-        prompt: as the task has it.
-        answer: the right one, as the task has it; None: it has none.
+        prompt: the task's.
+        answer: the task's right answer; None: it has none.
         samples: texts.
-        rewards: several of one sample are added up; None: the verifier failed, which is no reward of 0.
-        answers: what the verifier's extractor took out of the samples; None: there it found nothing, or, in place of
-            the list, the verifier has none.
+        rewards: of each sample, several added up; None: the verifier failed, which is no reward of 0.
+        answers: of each sample, found by the verifier's extractor; None: it found none. None in place of the list: the
+            verifier has no extractor.
         lengths: sampled tokens.
-        truncated: whether the sample was stopped by a length limit.
+        truncated: whether a length limit stopped the sample.
 
     >>> graded = Graded("1+1=", "2", ["2", "3"], [1.0, 0.0], ["2", "3"], [2, 2], [False, False])
     >>> Graded(**attrs.asdict(graded)) == graded
@@ -59,25 +59,24 @@ def grade(
     first_group: int = 0,
     timeout: float | EllipsisType | None = ...,
 ) -> list[Graded]:
-    """Sample ``n`` answers to each task, and let a verifier look at them. `nrl.rollout` draws them, all together.
+    """Sample ``n`` answers to each task and verify them. `nrl.rollout` draws all of them together.
 
     Args:
         sampler: the policy.
         verifier: such as `nrl.envs.number`.
-        tasks: with a ``"prompt"``, and what the verifier reads.
+        tasks: with a ``"prompt"``, and the fields that the verifier reads.
         n: samples a task.
         sampling: instead of the sampler's own.
-        seed: of the noise; that of a sample is a function of the seed, the number of its task and its place there.
+        seed: of the noise; a sample's noise is a function of the seed, the number of its task and its place there.
         first_group: the number of the first task.
-        timeout: seconds that one call of the verifier may take; None: no limit. Left out, what `nrl.envs.single_turn`
-            says.
+        timeout: seconds that one call of the verifier may take; None: no limit. Left out, as in `nrl.envs.single_turn`.
 
     Returns:
         One for each task, in order.
 
     Raises:
         DataError: there are no tasks, or ``n`` is not positive.
-        GenerationError: the sampler could not serve a request; whatever else it raises is passed on, too.
+        GenerationError: the sampler could not serve a request. Its other errors are passed on, too.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -98,7 +97,7 @@ def grade(
 
     def graded(place: int, task: Task) -> Graded:
         start, rows = _prompt_tokens(task, sampler.tokenizer), range(place * n, (place + 1) * n)
-        # From tokens rather than by the mask of what was sampled, which is empty where the verifier failed
+        # By the length of the prompt rather than by the loss mask, which is empty where the verifier failed
         texts = [sampler.tokenizer.decode(ids[row, start : ends[row]], skip_special_tokens=True) for row in rows]
         return Graded(
             task.get("prompt"),
@@ -120,23 +119,25 @@ def _prompt_tokens(task: Task, tokenizer: Any) -> int:
 
 
 def measure(graded: Sequence[Graded], k: Sequence[int] = (), *, passing: float = 1.0) -> Metrics:
-    """What was sampled as numbers, over samples that the verifier could look at.
+    """Measure samples, leaving out those whose verifier failed.
 
-    ``eval/reward`` is the mean reward of a sample, as `nrl.summary` has it; ``eval/pass@<k>`` how probable it is that
-    one of k samples passes (`nrl.algos.pass_at_k`); ``eval/majority`` how often the most frequent answer passes
-    (`nrl.algos.majority`), and ``eval/unanswered`` the fraction of samples without an answer, where there is more than
-    one sample a task and the verifier has an extractor; ``eval/length`` the mean number of sampled tokens;
-    ``eval/truncated`` the fraction that hit a length limit; ``eval/invalid`` the number of samples that are left out,
-    because the verifier failed. A task that has fewer than k others left is left out of ``eval/pass@<k>``, and one
-    that has none of the majority: their weights say how many tasks were measured.
+    - ``eval/reward``: the mean reward of a sample.
+    - ``eval/pass@<k>``: the probability that one of k samples passes (`nrl.algos.pass_at_k`).
+    - ``eval/majority``: how often the most frequent answer passes (`nrl.algos.majority`), and ``eval/unanswered``, the
+      fraction of samples without an answer. Both need several samples a task, and a verifier with an extractor.
+    - ``eval/length``: the mean number of sampled tokens; ``eval/truncated``: the fraction that hit a length limit.
+    - ``eval/invalid``: the number of samples that are left out.
+
+    ``eval/pass@<k>`` leaves out tasks with fewer than k samples left, and the majority those with none. The weight of
+    each metric is the number of tasks, or samples, that were measured.
 
     Args:
         graded: from `grade`; of several calls, one after the other.
-        k: for which pass@k is estimated; none above the number of samples of a task.
+        k: the numbers for pass@k; none above the number of samples of a task.
         passing: a sample passes where its reward is at least this.
 
     Returns:
-        Metrics, to be given to ``run.log`` or `nrl.finalize`; those of parts, merged, are those of the whole.
+        Metrics for ``run.log`` or `nrl.finalize`. Merged metrics of parts are the metrics of the whole.
 
     Raises:
         DataError: ``k`` is less than 1, or more than the number of samples of a task.

@@ -1,30 +1,21 @@
-"""The requests of a rollout's episodes to the sampler: all at once, or each as soon as it is ready."""
+"""Requests of a rollout's episodes to the sampler: all together, or each as soon as it is ready."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from nrl.backends.base import Completion, Sampling
 from nrl.backends.samplers import Sampler, Streams
 
-__all__ = ["Asker", "asker"]
+__all__ = ["requests_to"]
 
 
-class Asker(Protocol):
-    """Asks a sampler for the episodes of a rollout."""
+def requests_to(sampler: Sampler, sampling: Sampling | None, seeds: Sequence[int]) -> "_Together | _AsTheyCome":
+    """Make the requests of as many episodes as there are seeds, in the way that suits the sampler.
 
-    async def generate(self, index: int, tokens: list[int]) -> Completion:
-        """Continue the tokens of an episode."""
-        ...
-
-    def leave(self) -> None:
-        """An episode has ended."""
-        ...
-
-
-def asker(sampler: Sampler, sampling: Sampling | None, seeds: Sequence[int]) -> Asker:
-    """What asks this sampler, for as many episodes as there are seeds."""
+    ``generate(index, tokens)`` continues the tokens of an episode; ``leave()`` says that an episode has ended.
+    """
     if isinstance(sampler, Streams):
         return _AsTheyCome(sampler, sampling, seeds)
     return _Together(sampler, sampling, seeds)
@@ -37,7 +28,7 @@ class _Unanswered(NamedTuple):
 
 
 def _ask(waiting: Sequence[_Unanswered], call: Callable[[list[list[int]], list[int]], Sequence[Any]]) -> None:
-    """Ask for all of them in one call, but for those of episodes that an interrupt has cancelled meanwhile."""
+    """Ask for all of them in one call, except for episodes that an interrupt has cancelled meanwhile."""
     asked = [each for each in waiting if not each.answer.done()]
     if not asked:
         return
@@ -54,7 +45,7 @@ def _ask(waiting: Sequence[_Unanswered], call: Callable[[list[list[int]], list[i
 class _Together:
     """Collects one request of every live episode and asks the sampler once, so that they are decoded together.
 
-    What is decoded together does not depend on time: the call waits for all of them, and orders them.
+    The call waits for all requests and orders them, so it does not depend on time.
     """
 
     def __init__(self, sampler: Sampler, sampling: Sampling | None, seeds: Sequence[int]) -> None:
@@ -85,7 +76,7 @@ class _Together:
 
 
 class _AsTheyCome:
-    """Asks the sampler as soon as an episode has a request, together with what others have at that moment."""
+    """Asks the sampler as soon as an episode has a request, together with other requests of the same moment."""
 
     def __init__(self, sampler: Streams, sampling: Sampling | None, seeds: Sequence[int]) -> None:
         self.sampler, self.sampling, self.seeds = sampler, sampling, seeds
@@ -101,7 +92,7 @@ class _AsTheyCome:
         return await asyncio.wrap_future(await answer)
 
     def leave(self) -> None:
-        """An episode has ended; nobody waits for it."""
+        """An episode has ended; nothing waits for it."""
 
     def _ask_now(self) -> None:
         waiting, self.waiting = self.waiting, []

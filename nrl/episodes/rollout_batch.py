@@ -24,7 +24,7 @@ from nrl.envs import Env, Task
 from nrl.envs.contract import Prompt
 from nrl.episodes.call_threads import stuck
 from nrl.episodes.episode import Episode, play
-from nrl.episodes.requests import asker
+from nrl.episodes.requests import requests_to
 from nrl.episodes.verifier_calls import Caller, calling
 from nrl.errors import DataError
 from nrl.runtime.threads import Daemons
@@ -51,7 +51,7 @@ def rollout(
         n: episodes of each task.
         sampling: instead of the sampler's own.
         seed: of the noise; a row's noise is a function of the seed, its group and its place in the group.
-        first_group: the number of the first group, which has to be unique in the run.
+        first_group: the number of the first group; numbers have to be unique in the run.
 
     Returns:
         A batch ``[len(tasks) * n, T]`` with ``input_ids``, ``attention_mask``, ``loss_mask``, ``rollout_logprobs``,
@@ -62,7 +62,7 @@ def rollout(
 
     Raises:
         DataError: there are no tasks, or ``n`` is not positive.
-        GenerationError: the sampler could not serve a request; whatever else it raises is passed on, too.
+        GenerationError: the sampler could not serve a request. Its other errors are passed on, too.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -80,38 +80,26 @@ def rollout(
 def rows_and_failures(
     sampler: Sampler, env: Env, tasks: Sequence[Task], n: int, sampling: Sampling | None, seed: int, first_group: int
 ) -> tuple[Batch, list[str]]:
-    """What `rollout` returns, and why some of the rows failed.
-
-    >>> import nrl
-    >>> from nrl import tiny
-    >>> from nrl.backends import hf
-    >>> from nrl.envs import exact, single_turn
-    >>> with nrl.cluster("local") as cluster:
-    ...     sampler = hf.sampler(cluster.reserve(1), tiny.model(), nrl.Sampling(max_new_tokens=3))
-    ...     tasks = [{"prompt": "1+1=", "answer": "2"}]
-    ...     batch, failures = rows_and_failures(sampler, single_turn(exact), tasks, 2, None, 0, 0)
-    >>> len(batch), failures
-    (2, [])
-    """
+    """Do the work of `rollout`, and also return why rows failed, a text for each failed row."""
     if not tasks or n < 1:
         raise DataError(f"rollout: {len(tasks)} tasks with n={n}; there must be at least one of each")
     seeds = [_seed(seed, first_group + group, place) for group in range(len(tasks)) for place in range(n)]
     streams = isinstance(sampler, Streams)
-    asking = asker(sampler, sampling, seeds)
+    requests = requests_to(sampler, sampling, seeds)
     rendered: dict[str, list[int]] = {}
 
     def once(prompt: Prompt, tokenizer: Any) -> list[int]:
-        """Rows of a group answer one prompt."""
+        """Render a prompt once: the rows of a group share it."""
         key = repr(prompt)
         if key not in rendered:
             rendered[key] = render(prompt, tokenizer)
         return rendered[key]
 
     async def one(index: int, call: Caller) -> Episode:
-        generate = partial(asking.generate, index)
+        generate = partial(requests.generate, index)
         task = tasks[index // n]
         episode = await play(generate, env, task, sampler.tokenizer, sampler.context_length, render=once, call=call)
-        asking.leave()  # not where something was raised, which ends them all: nothing is to be asked any more
+        requests.leave()  # not after an error, which ends all episodes: nothing more is to be asked
         return episode
 
     async def every() -> list[Episode]:
@@ -121,7 +109,7 @@ def rows_and_failures(
             try:
                 await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
                 return [episode.result() for episode in running if episode.done()]
-            finally:  # an interrupt is raised by one of them, past this; it must not be said again when they are gone
+            finally:  # mark errors as seen, so that asyncio does not log them: an interrupt goes its own way
                 for episode in running:
                     if episode.done() and not episode.cancelled():
                         episode.exception()
@@ -154,7 +142,7 @@ def _sources(tasks: Sequence[Task]) -> list[int] | None:
 
 
 def _check_rewards(episodes: Sequence[Episode]) -> None:
-    """Rows of a batch have the same number of rewards; those that differ from the first valid one are failures."""
+    """Fail the episodes that have another number of rewards than the first valid one, since rows must agree in it."""
     sizes = [np.size(episode.reward) if isinstance(episode.reward, tuple) else 0 for episode in episodes]
     first = next((size for size, episode in zip(sizes, episodes, strict=True) if episode.failure is None), 0)
     for size, episode in zip(sizes, episodes, strict=True):
@@ -166,19 +154,19 @@ def _check_rewards(episodes: Sequence[Episode]) -> None:
 
 
 def _seed(*parts: int) -> int:
-    """63 bits that depend on all parts; a hash, so that neighbours have nothing in common."""
+    """63 bits that depend on all parts: a hash, so that neighbours have nothing in common."""
     digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def _run[T](work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end; in a thread of its own where a loop is running already, as in a notebook."""
+    """Run to the end; in another thread if a loop is running already, as in a notebook."""
     try:
         inside = asyncio.get_running_loop().is_running()
     except RuntimeError:
         inside = False
     if not inside:
-        # Not `asyncio.run`, for which Ctrl-C is a wish: it would be granted when the sampler has decoded its last row
+        # Not `asyncio.run`, which would delay Ctrl-C until the sampler has decoded its last row
         with asyncio.Runner() as runner:
             return runner.get_loop().run_until_complete(work)
     beside: futures.Future[T] = Daemons(1).submit(_run, work)
@@ -195,7 +183,7 @@ def _warn(failures: Sequence[str], total: int) -> None:
     warnings.warn(
         f"rollout: {len(failures)} of {total} episodes failed{counted} and are not trained on; the first: "
         f"{failures[0]}{hung}",
-        skip_file_prefixes=(str(Path(__file__).parents[1]),),  # it is of the line that asked for rows
+        skip_file_prefixes=(str(Path(__file__).parents[1]),),  # the warning names the caller's line
     )
 
 
@@ -238,7 +226,7 @@ def _reported(episodes: Sequence[Episode]) -> dict[str, Any]:
 
 
 def _streamed(episodes: Sequence[Episode], batch: Batch) -> dict[str, Tensor]:
-    """What else there is to say where engines are given weights while they decode, and may die one by one."""
+    """The columns of samplers whose engines get weights while they decode, and may die one by one."""
     versions = torch.full_like(batch["input_ids"], -1)
     for row, episode in enumerate(episodes):
         versions[row, : len(episode.versions)] = torch.tensor(episode.versions, dtype=torch.int64)

@@ -33,13 +33,12 @@ def rollouts(
         n: episodes of each task.
         sampling: instead of the sampler's own.
         seed: of the noise.
-        patience: rollouts in a row that may fail whole (as many rows as so many of the largest have), where there is
-            nothing to train on.
+        patience: how many rollouts in a row may fail whole; counted in rows, as so many of the largest rollout.
 
     Raises:
         DataError: ``n`` or ``patience`` is not positive.
-        EnvError: (when taken from) the patience is at its end.
-        LostRequest: the same, where it was the sampler that failed.
+        EnvError: (when taken from) the patience is used up.
+        LostRequest: the same, if it was the sampler that failed.
 
     >>> import nrl
     >>> from nrl import data, tiny

@@ -1,4 +1,4 @@
-"""Summaries of a rollout: metrics, and rows to look at."""
+"""Summaries of a rollout: metrics, and samples to look at."""
 
 import codecs
 import math
@@ -23,13 +23,17 @@ _BYTES |= {chr(256 + place): byte for place, byte in enumerate(byte for byte in 
 
 
 def summary(batch: Batch) -> Metrics:
-    """What happened in a rollout, as metrics.
+    """Summarise a rollout as metrics.
 
-    ``reward`` is the mean over all valid rows that were sampled, those dropped since included; ``reward/max`` the best
-    row; ``length`` the mean number of sampled tokens, ``length/max`` the largest; ``truncated`` the fraction of valid
-    rows that hit a length limit; ``invalid`` and ``dropped`` are counts of rows; ``asked_again`` counts
-    requests that were asked again because an engine died or its work was thrown away; ``env/<name>`` are means. Of no
-    rows, means are NaN, and the largest of them is minus infinity, which changes nothing that it is merged with.
+    - ``reward``: the mean over all valid rows that were sampled, including those dropped since; ``reward/max``: of the
+      best row.
+    - ``length``: the mean number of sampled tokens; ``length/max``: the largest.
+    - ``truncated``: the fraction of valid rows that hit a length limit.
+    - ``invalid``, ``dropped``: numbers of rows.
+    - ``asked_again``: requests that were asked again because an engine died or its work was thrown away.
+    - ``env/<name>``: means of the environment's own numbers.
+
+    Without rows, means are NaN and maxima minus infinity, which merges with others without an effect.
 
     Raises:
         MissingColumn: there are no rewards.
@@ -70,20 +74,20 @@ def summary(batch: Batch) -> Metrics:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Of nothing that is what changes no maximum."""
+    """The largest number; minus infinity if there are none."""
     return x.max().float() if x.numel() else torch.tensor(-math.inf)
 
 
 def per_source(batch: Batch, names: Sequence[str], measure: Callable[[Batch], Metrics] = summary) -> Metrics:
-    """Metrics of each source's rows by themselves, under ``<name>/``; of a source without rows, none.
+    """Measure the rows of each source by themselves, under ``<name>/``. A source without rows has no metrics.
 
     Args:
-        batch: has ``source``, as where tasks come from `nrl.data.mixture`.
+        batch: has ``source``, as with tasks from `nrl.data.mixture`.
         names: of the sources, by their number.
-        measure: what is measured.
+        measure: from rows to metrics.
 
     Raises:
-        MissingColumn: the batch lacks ``source``, or what ``measure`` reads.
+        MissingColumn: the batch lacks ``source``, or a column that ``measure`` reads.
         BatchError: a row is of a source that has no name.
 
     >>> from nrl.reduce import finalize
@@ -108,25 +112,25 @@ def per_source(batch: Batch, names: Sequence[str], measure: Callable[[Batch], Me
 
 
 def samples(batch: Batch, tokenizer: Any, n: int = 2) -> dict[str, Any]:
-    """What a batch of rollouts looks like, as one record for ``rollouts.jsonl``.
+    """A record of a rollout for ``rollouts.jsonl``: histograms, and some rows as text.
 
     Args:
-        batch: ``[B]`` with ``input_ids``, ``loss_mask`` and ``rewards``; other columns are shown where there are any.
+        batch: ``[B]`` with ``input_ids``, ``loss_mask`` and ``rewards``; other columns are shown if they are there.
         tokenizer: a transformers tokenizer.
         n: how many rows to show: the best and the worst of the first group whose rewards differ, then the others in
             their order.
 
     Returns:
-        Only what JSON knows; what is not finite is None.
+        Values of JSON alone; numbers that are not finite are None.
 
         - ``rewards``, ``lengths``: histograms over all valid rows, ``{"low", "high", "counts"}`` with 20 bins of equal
-          width from the lowest to the highest value; of no rows, None, None and no counts. Several rewards are added
-          up; a length is the number of tokens that were sampled.
+          width from the lowest to the highest value; without rows None, None and no counts. Several rewards are added
+          up; a length is the number of sampled tokens.
         - ``rows``: for each ``row`` (its place), ``group``, ``version``, ``valid``, ``truncated``, ``reward`` (a list
           where there are several), ``prompt`` (text up to the first token that was sampled) and, for each token from
           there to the end, ``tokens`` (text; joined, they are the decoded response, so a token that ends within a
           character is empty and the one that completes it has it), ``loss_mask``, ``advantages``,
-          ``rollout_logprobs``. What the batch has no column for is left out.
+          ``rollout_logprobs``. Fields without a column in the batch are left out.
 
     Raises:
         MissingColumn: one of the three is not there.
@@ -200,7 +204,7 @@ def _row(columns: dict[str, Tensor], row: int, tokenizer: Any) -> dict[str, Any]
 
 
 def _numbers(values: Tensor) -> Any:
-    """As Python's, to six digits, which is what float32 has; None where not finite."""
+    """Python numbers with six digits, as many as float32 has; None for those that are not finite."""
     if values.ndim:
         return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
     return _numbers(values[None])[0]
@@ -220,7 +224,7 @@ def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
             pieces[0] = pieces[0].removeprefix(" ")  # which sentencepiece puts before a text, and takes off again
         if "".join(pieces) == text:
             return pieces
-    # A tokenizer of another kind: what each further token adds. Quadratic, so only the last resort.
+    # A tokenizer of another kind: decode each beginning and take the difference. Quadratic, so the last resort.
     ends = [_common(text, _decode(tokenizer, ids[:count])) for count in range(1, len(ids))]
     cuts = np.maximum.accumulate([0, *ends, len(text)]).tolist()
     return [text[start:end] for start, end in pairwise(cuts)]

@@ -1,4 +1,4 @@
-"""Errors of user code: masked, cut to a bounded length, each place shown once."""
+"""Errors of user code as text: secrets masked, the length bounded, each place shown once."""
 
 import asyncio
 import threading
@@ -8,25 +8,21 @@ from types import FrameType
 
 from nrl.log import redact
 
-__all__ = ["Failed", "hangs_at", "raised_at", "said"]
+__all__ = ["Failed", "error_text", "stack_text", "traceback_text"]
 
 _LONGEST = 1000  # characters of an error's message
 _NOT_USERS = (str(Path(__file__).parents[1]), asyncio.__path__[0], threading.__file__)
-_shown: set[tuple[str, str, int]] = set()  # kinds of failures: what was raised, and where
+_shown: set[tuple[str, str, int]] = set()  # kinds of failures: the error, and its place
 
 
 class Failed(Exception):
-    """A call of user code has no value.
-
-    >>> str(Failed("ValueError: no"))
-    'ValueError: no'
-    """
+    """A call of user code raised, or did not return in time."""
 
 
-def said(error: BaseException) -> str:
-    """What an exception says, whatever its ``__str__`` does; secrets are masked.
+def error_text(error: BaseException) -> str:
+    """The type and message of an exception, even if its ``__str__`` raises.
 
-    >>> said(ValueError("no"))
+    >>> error_text(ValueError("no"))
     'ValueError: no'
     """
     try:
@@ -36,41 +32,33 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {redact(text[: 5 * _LONGEST])[:_LONGEST]}"
 
 
-def raised_at(error: BaseException) -> str:
-    """The traceback through user code; empty where it has no frames there, or was shown for such an error before.
-
-    >>> raised_at(ValueError("no"))
-    ''
-    """
+def traceback_text(error: BaseException) -> str:
+    """The traceback through user code; empty if it has no frames there, or was shown for such an error before."""
     tb, last = error.__traceback__, error.__traceback__
-    while tb is not None and not _users(tb.tb_frame):
+    while tb is not None and not _is_user_code(tb.tb_frame):
         tb = tb.tb_next
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    if tb is None or last is None or not _first(type(error).__name__, last.tb_frame, last.tb_lineno):
+    if tb is None or last is None or not _is_new(type(error).__name__, last.tb_frame, last.tb_lineno):
         return ""
     text = redact("".join(traceback.TracebackException(type(error), error, tb).format()))
     return f"rollout: an environment or verifier raised (said once for each place):\n{text[-5 * _LONGEST :].rstrip()}"
 
 
-def hangs_at(frame: FrameType | None) -> str:
-    """Where in user code a thread is that does not return; empty where it is in none, or was shown there before.
-
-    >>> hangs_at(None)
-    ''
-    """
-    users = [each for each in traceback.walk_stack(frame) if frame and _users(each[0])]
-    if not users or not _first("TimeoutError", users[-1][0], 0):
+def stack_text(frame: FrameType | None) -> str:
+    """The stack of a thread that does not return from user code; empty if it is in none, or was shown there before."""
+    users = [each for each in traceback.walk_stack(frame) if frame and _is_user_code(each[0])]
+    if not users or not _is_new("TimeoutError", users[-1][0], 0):
         return ""
     text = redact("".join(traceback.StackSummary.extract(iter(reversed(users))).format()))
     return f"rollout: an environment or verifier does not return (said once for each); it is at\n{text.rstrip()}"
 
 
-def _users(frame: FrameType) -> bool:
+def _is_user_code(frame: FrameType) -> bool:
     return not frame.f_code.co_filename.startswith(_NOT_USERS)
 
 
-def _first(what: str, frame: FrameType, line: int) -> bool:
+def _is_new(what: str, frame: FrameType, line: int) -> bool:
     kind = what, f"{frame.f_code.co_filename} {frame.f_code.co_qualname}", line
     new = kind not in _shown
     _shown.add(kind)

@@ -1,11 +1,11 @@
 """Calls of verifiers and environments: user code, which may raise anything, and may never return.
 
 `nrl.episodes.episode` asks for a call of ``env.reset`` or ``env.step``; in `nrl.envs.single_turn` the step calls the
-verifier. `nrl.episodes.call_threads` has the thread that the call is in.
+verifier. `nrl.episodes.call_threads` has the threads.
 
-Plain functions run in daemon threads: one after the other, in their order, as long as they are quick, and side by side
-where they are not. Coroutines run on an event loop of their own. So the program's own loop waits for nothing but
-answers. What does not answer in time is given up.
+Plain functions run in daemon threads: in their order, one after the other, as long as they are quick, and side by side
+when they are slow. Coroutines run on an event loop of their own. So the program's own loop only waits for answers.
+Calls that do not answer in time are given up.
 """
 
 import asyncio
@@ -21,50 +21,31 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from nrl.envs.contract import Env, Task, asynchronous, limit
+from nrl.envs.contract import Env, Task, asynchronous, timeout_of
 from nrl.episodes.call_threads import LoopThread, UserCall, give_up
-from nrl.episodes.user_errors import Failed, hangs_at
+from nrl.episodes.user_errors import Failed, stack_text
 
 __all__ = ["Caller", "Calls", "calling"]
 
-_TICK = 0.05  # seconds: how often one looks for calls that are slow
-_WORKERS = 32  # plain calls at once, besides those that were given up; loops, where one was blocked to the limit
+_TICK = 0.05  # seconds between two looks for slow calls
+_WORKERS = 32  # plain calls at once, without those that were given up; also the loops that replace a blocked one
 
 type Caller = Callable[..., Awaitable[Any]]
-"""``(fn, *args)`` -> what the function of an environment returns; raises `Failed`."""
+"""``(fn, *args) -> value`` of an environment's function; raises `Failed`."""
 
 
 @contextmanager
 def calling(env: Env) -> Iterator[Callable[[Task], Caller]]:
-    """For the episode of a task, how the functions of its environment are called: with its limit, in its context.
-
-    >>> from nrl.envs import exact, single_turn
-    >>> env, task = single_turn(exact), {"prompt": "1+1=", "answer": "2"}
-    >>> async def once():
-    ...     with calling(env) as caller_of:
-    ...         return await caller_of(task)(env.step, task, "2")
-    >>> asyncio.run(once()).reward
-    1.0
-    """
+    """Make callers of an environment's functions, one a task, each with the task's timeout and its own context."""
     calls = Calls()
     try:
-        yield lambda task: partial(calls.call, timeout=limit(env, task), context=contextvars.copy_context())
+        yield lambda task: partial(calls.call, timeout=timeout_of(env, task), context=contextvars.copy_context())
     finally:
         calls.close()
 
 
 class Calls:
-    """Calls of user code for the episodes of a rollout; made, used and closed on its loop.
-
-    >>> async def once():
-    ...     calls = Calls()
-    ...     try:
-    ...         return await calls.call(len, "abc", timeout=1.0, context=contextvars.copy_context())
-    ...     finally:
-    ...         calls.close()
-    >>> asyncio.run(once())
-    3
-    """
+    """Calls of user code for the episodes of a rollout; made, used and closed on the rollout's loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -81,7 +62,7 @@ class Calls:
     async def call(
         self, fn: Callable[..., Any], *args: Any, timeout: float | None, context: contextvars.Context
     ) -> Any:
-        """What a function returns, or the coroutine that it makes.
+        """Call a function, await its value if that is awaitable, and return it.
 
         Args:
             fn: plain or ``async``.
@@ -90,23 +71,23 @@ class Calls:
             context: in which it runs; no two calls at a time have the same.
 
         Raises:
-            Failed: it raised, whatever that was (but for Ctrl-C), or did not return in time.
+            Failed: it raised anything but Ctrl-C, or did not return in time.
         """
         call = UserCall(fn, args, timeout, context, self._loop.create_future())
         if not self._new:
-            self._loop.call_soon(self._begin)  # with those of all episodes that come to one now
+            self._loop.call_soon(self._begin)  # together with the other episodes' calls of this moment
         self._new.append(call)
         return await call.answer
 
     def close(self) -> None:
-        """Let go of the threads; those that are in a call end after it."""
+        """Let the threads end, each after the call that it is in."""
         if self._next is not None:
             self._next.cancel()
         for _ in range(self._workers):
             self._queue.put(None)
         for loop in self._loops:
             loop.end()
-        until = time.monotonic() + _TICK * 4  # so that only what is really stuck is said to be
+        until = time.monotonic() + _TICK * 4  # so that `stuck` does not count threads that are just ending
         for loop in self._loops:
             loop.join(until)
 
@@ -134,7 +115,7 @@ class Calls:
         threading.Thread(target=self._work, name="environment", daemon=True).start()
 
     def _work(self) -> None:
-        """In a thread."""
+        """Make plain calls, one after the other, in a worker's thread."""
         while (call := self._queue.get()) is not None:
             if call.answer.cancelled():
                 continue
@@ -145,11 +126,11 @@ class Calls:
             if call.given_up:
                 return
             self._over.append(call)
-            if self._queue.empty():  # else who collects would be woken once a call
+            if self._queue.empty():  # else `_collect` would run once a call
                 self._wake()
 
     def _begin_on_loop(self, calls: Sequence[UserCall]) -> None:
-        """All of them together, so that what they do at the same moment does not depend on threads."""
+        """Begin coroutines together, so that their order does not depend on threads."""
         if not calls:
             return
         if not self._loops or self._loops[-1].cancelling:
@@ -159,7 +140,7 @@ class Calls:
         self._loops[-1].begin(calls, self._claim, self._ended)
 
     def _claim(self, call: UserCall, loop: LoopThread) -> bool:
-        """In the thread of a loop: whether the call is to begin there; it may have been moved."""
+        """Tell a loop, in its thread, whether the call is to begin there; it may have been moved."""
         with self._lock:
             claimed = call.loop is loop and call.began is None
             if claimed:
@@ -167,7 +148,7 @@ class Calls:
         return claimed
 
     def _ended(self, call: UserCall) -> None:
-        """In the thread of a loop."""
+        """Note, in the thread of a loop, that a call has ended."""
         with self._lock:
             call.over = True
         self._over.append(call)
@@ -204,7 +185,7 @@ class Calls:
     # --- Calls take too long.
 
     def _look(self) -> None:
-        """Now and then, while there are calls: who is late, and is somebody waiting in vain."""
+        """Every tick while there are calls: give up late ones, and hire a worker if calls wait for one."""
         self._collect()
         now, waits = time.monotonic(), False
         tasks = {call.task for call in self._open}
@@ -232,7 +213,7 @@ class Calls:
         self._next = self._loop.call_later(_TICK, self._look) if self._open else None
 
     def _move(self, blocked: LoopThread) -> None:
-        """What has not begun on a loop that is blocked to the limit goes to several, since more of it may block."""
+        """Move calls that have not begun on a blocked loop to several loops, since more of them may block."""
         calls = [call for call in self._open if call.loop is blocked and call.began is None]
         loops = [LoopThread() for _ in calls[:_WORKERS]]
         with self._lock:
@@ -254,7 +235,7 @@ class Calls:
                 self._move(call.loop)
         elif call.thread is not None:
             self._workers -= 1
-            call.shown = hangs_at(sys._current_frames().get(call.thread.ident or 0))
+            call.shown = stack_text(sys._current_frames().get(call.thread.ident or 0))
         call.error = Failed(
             f"TimeoutError: {call.name} did not return within {call.timeout:g} s; mend it, or give the environment "
             "another timeout"

@@ -12,7 +12,7 @@ from typing import Any
 __all__ = ["redact", "redacted"]
 
 _MASK = "***"
-# What variables and keys of a configuration end in whose values are secrets
+# Endings of the names of variables and configuration keys whose values are secrets
 _ENDS = (
     "auth|authorization|bearer|cookies?|credentials?|dsn|passphrase|passwd|passwords?|pat|secrets?|webhooks?(_urls?)?"
 )
@@ -35,7 +35,7 @@ _SHAPES = (
     r"|(?<=hooks\.slack\.com/services/)[^\s\"'<>]+"
     r"|(?i:(?<=password=)|(?<=;pwd=)|(?<=accountkey=)|(?<=accesskey=))[^\s;&\"'<>]+"  # of a connection
 )
-# What a key is called, in words with underscores, if its value is a secret; a token may also be one of text
+# Keys, in words with underscores, whose values are secrets; except for tokens of texts
 _SECRET_KEY = re.compile(
     rf"(^|_)({_ENDS}|token|pwd|apikeys?"
     r"|(api|access|secret|private|auth|account|encryption|signing|ssh|service|license)_keys?)$"
@@ -56,12 +56,12 @@ _TOKEN_OF_TEXT = re.compile(
 
 
 def redact(text: str) -> str:
-    """Mask what must not be written down with ``***``.
+    """Mask secrets in a text with ``***``.
 
-    That is: the values, of at least 8 characters, of environment variables whose names look secret (``*KEY*``,
-    ``*TOKEN*``, ``*SECRET*``, ``*PASSW*``, ``*_DSN`` ...); passwords in ``~/.netrc`` or ``$NETRC``, where the key of
-    Weights & Biases is; and what has the shape of a well-known token (``hf_...``, ``sk-...``, ``ghp_...``,
-    ``AKIA...``), of a private key, of a webhook, or of a password in an address or in a connection string.
+    Secrets are: values, of at least 8 characters, of environment variables whose names look secret (``*KEY*``,
+    ``*TOKEN*``, ``*SECRET*``, ``*PASSW*``, ``*_DSN`` ...); passwords in ``~/.netrc`` or ``$NETRC``, such as the key of
+    Weights & Biases; and texts in the form of a well-known token (``hf_...``, ``sk-...``, ``ghp_...``, ``AKIA...``), a
+    private key, a webhook, or a password in an address or a connection string.
 
     Args:
         text: any.
@@ -78,15 +78,15 @@ def redact(text: str) -> str:
 
 
 def redacted(value: Any) -> Any:
-    """Apply `redact` to every text in a JSON-like value, keys too; what a key calls a secret is masked whole.
+    """Apply `redact` to every text in a JSON-like value, keys too, and mask the whole value of a secret key.
 
-    Such keys end in ``password``, ``secret``, ``api_key``, ``token``, ``credentials``, ``Authorization``, ``dsn``,
-    ``webhook`` and the like, at any depth. What is in a mapping or list there is masked, too; None, true, false and
-    fractions, which metrics are, stay. A text is also a secret by any other ``..._key``, and in ``keys: {openai: ...}``
-    as if it were ``openai_key: ...``. A ``key`` alone is no secret, nor are ``question_key`` and other names of
-    columns, ``max_tokens``, ``pad_token`` and other tokens of texts.
+    Secret keys end in ``password``, ``secret``, ``api_key``, ``token``, ``credentials``, ``Authorization``, ``dsn``,
+    ``webhook`` and the like, at any depth. Mappings and lists under them are masked, too; None, true, false and
+    fractions, such as metrics, stay. Under any other ``..._key`` a text is a secret, too, and ``keys: {openai: ...}``
+    counts as ``openai_key: ...``. No secrets are a ``key`` alone, ``question_key`` and other names of columns,
+    ``max_tokens``, ``pad_token`` and other tokens of texts.
 
-    A list of texts is read as one text: a secret is found also where it is spread over several tokens.
+    A list of texts is read as one text, so a secret that is cut into several tokens is found, too.
 
     Args:
         value: mappings, lists and tuples of texts, numbers, None.
@@ -119,7 +119,7 @@ def _redacted(value: Any, secret: re.Pattern[str]) -> Any:
 
 
 def _masked(value: Any) -> Any:
-    """With a mask in place of all that may be a secret, or a part of one."""
+    """Put a mask in place of every value that may be a secret, or a part of one."""
     if isinstance(value, Mapping):
         return {key: _masked(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -141,7 +141,7 @@ def _is_secret(key: Any, value: Any) -> bool:
 
 
 def _listed(key: Any, value: Any) -> Any:
-    """Texts in a mapping ``keys`` or ``tokens`` are what they would be by names such as ``openai_key``."""
+    """Mask texts in a mapping ``keys`` or ``tokens`` as if they had names such as ``openai_key``."""
     if key not in ("keys", "tokens") or not isinstance(value, Mapping):
         return value
     one = key.removesuffix("s")

@@ -28,10 +28,10 @@ class Sink(Protocol):
 
 @contextmanager
 def open_sinks(names: Sequence[str], out: Path, config: Mapping[str, Any], *, name: str) -> Iterator[Sink]:
-    """Open the sinks of a run; they are closed when the block is left, and told if an exception left it.
+    """Open the sinks of a run. The end of the block closes them; after an exception they mark the run as failed.
 
     A run that is started again in the same folder goes on as the same run: ``wandb-run`` and ``mlflow-run`` in the
-    folder hold its number there, and TensorBoard forgets the steps that are written again. What is NaN or infinite is
+    folder hold its number there, and TensorBoard drops the steps that are written again. NaN and infinite numbers are
     left out. Each loop of the run has its own axis of steps: metrics are named ``<loop>/<metric>``.
 
     Args:
@@ -39,11 +39,11 @@ def open_sinks(names: Sequence[str], out: Path, config: Mapping[str, Any], *, na
             ``"tensorboard"`` (files under ``tensorboard/``) and ``"mlflow"`` (``MLFLOW_TRACKING_URI``, or else the file
             ``mlflow.db``, for ``mlflow ui --backend-store-uri``).
         out: the run's folder.
-        config: what the run was asked for; secrets in it are masked.
-        name: of the run, where a sink shows one.
+        config: of the run; secrets in it are masked.
+        name: of the run.
 
     Yields:
-        One `Sink` for all of them. One that fails later is warned about once, and the run goes on.
+        One `Sink` for all of them. If one fails later, it warns once, and the run goes on.
 
     Raises:
         ConfigError: an unknown name, a package that is not installed, or a sink that cannot start.
@@ -130,7 +130,7 @@ def _tensorboard(out: Path, settings: Mapping[str, str], name: str) -> Iterator[
     writers: dict[str, Any] = {}
 
     def write(loop: str, step: int, numbers: Mapping[str, float]) -> None:
-        if loop not in writers:  # one for each loop, since what is purged is purged for all of a writer's metrics
+        if loop not in writers:  # one for each loop, since purging a step purges all of a writer's metrics
             writers[loop] = SummaryWriter(out / "tensorboard" / loop, purge_step=step)
             table = "\n".join(f"| {key} | {value} |" for key, value in settings.items())
             writers[loop].add_text("config", f"| {name} | |\n|---|---|\n{table}", step)
@@ -183,7 +183,7 @@ _HINTS = {"wandb": ". WANDB_MODE=offline needs no account"}
 
 
 def _number(file: Path, make: Callable[[], str]) -> str:
-    """The number of the run that a file holds, or a new one, which is then in the file."""
+    """Read the run's number from a file; if there is none, make one and write it there."""
     if not file.exists():
         file.write_text(make(), encoding="utf-8")
     return file.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Where a run is, on the terminal: a live panel, or plain lines where there is none.
+"""The progress of a run: a live panel on a terminal, plain lines elsewhere.
 
-The panel is made of rich's parts. Its `rich.progress` is not among them: that takes the time left from the last 30
-seconds, so it has none where steps are longer, and shows bars and no metrics.
+The panel is made of parts of rich. `rich.progress` is not among them: it estimates the time left from the last 30
+seconds, so it has no estimate if steps are longer, and it shows bars and no metrics.
 """
 
 import math
@@ -47,14 +47,14 @@ def duration(seconds: float) -> str:
 
 @attrs.define(eq=False)
 class _Seen:
-    """What has been seen of a loop."""
+    """The last step of a loop, and the history of its metrics."""
 
     name: str
     steps: int
     first: int
     start: float
     step: int = -1
-    shown: float = -math.inf  # when
+    shown: float = -math.inf  # the time of the last output
     numbers: dict[str, float] = attrs.field(factory=dict)
     history: dict[str, list[float]] = attrs.field(factory=dict)
 
@@ -79,11 +79,11 @@ class _Seen:
 
 
 class Progress:
-    """Where a run is: one live panel on a terminal, a plain line every ``interval`` seconds elsewhere.
+    """The progress of a run: one live panel on a terminal, a plain line every ``interval`` seconds elsewhere.
 
-    The panel has the step, the time that is left, the metrics that say most, and where the time goes; each loop has its
-    own, and it stays where it is when the loop has ended. A loop that runs within a step of another, such as an
-    evaluation, takes the panel's place until the outer one goes on. What is printed meanwhile goes above.
+    The panel shows the step, the time that is left, the main metrics, and the times of the phases. Each loop has a
+    panel of its own, which stays when the loop has ended. A loop within a step of another, such as an evaluation, takes
+    the panel's place until the outer one goes on. Other output appears above the panel.
 
     Args:
         interval: seconds between plain lines; the first and the last step always have one.
@@ -104,10 +104,10 @@ class Progress:
         """Show a step that has ended.
 
         Args:
-            phase: which loop; the time that is left is counted within it.
+            phase: the loop; the time that is left is its own.
             step: from 0.
             steps: of the loop, in all.
-            numbers: all that was measured; what to show is chosen here.
+            numbers: all measurements; the panel chooses some.
         """
         now, draws = time.monotonic(), self._can_draw()
         loop = self._loop(phase, step, steps, now)
@@ -142,12 +142,12 @@ class Progress:
 
     def _draw(self, loop: _Seen, now: float) -> None:
         if self._live is None:
-            # What goes to a file stays in the file, though rich would bring it onto the terminal.
+            # rich would print stderr on the terminal even if it goes to a file.
             self._live = Live(console=self._console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
             self._live.start()
             self._console.show_cursor(True)  # so that a run that is killed leaves a terminal with a cursor
         elif self._console.size != self._size:
-            # The terminal has broken the lines of the old panel anew, in its own way: nobody knows where it begins.
+            # The terminal has wrapped the old panel's lines in its own way, so its beginning is unknown.
             self._console.control(Control.home(), Control((ControlType.ERASE_IN_LINE, 2)), Control.clear())
         self._size = self._console.size
         self._live.update(_panel(loop, now, self._console.width), refresh=True)
@@ -194,7 +194,7 @@ def _cell(key: str, value: float, history: Sequence[float], width: int) -> Text:
 
 
 def _times(numbers: Mapping[str, float]) -> list[str]:
-    """Seconds of each phase of the step and its share; the rest is what no phase accounts for."""
+    """Seconds and share of each phase of the step, and of the rest."""
     total = numbers.get("time/total", math.nan)
     phases = {key.removeprefix("time/"): value for key, value in numbers.items() if key.startswith("time/")}
     phases.pop("total", None)

@@ -11,11 +11,7 @@ from nrl.log.terminal import duration
 __all__ = ["SILENCE", "wait_until", "waiting"]
 
 SILENCE = 10.0
-"""Seconds after which a wait says what it is for.
-
->>> SILENCE
-10.0
-"""
+"""Seconds before a wait prints its first line."""
 
 _LONGEST = 600.0  # seconds between two lines
 
@@ -23,13 +19,13 @@ _LONGEST = 600.0  # seconds between two lines
 def wait_until(
     ready: Callable[[float], bool], limit: float, told: Callable[[float], str], silence: float = SILENCE
 ) -> bool:
-    """Wait until something is ready, and print what is waited for: after a while, and then less and less often.
+    """Wait until something is ready, and print a line after a while, and then less and less often.
 
     Args:
-        ready: waits for so many seconds at most, and returns whether it is.
+        ready: waits for at most the given seconds, and returns whether it is ready.
         limit: seconds.
-        told: the line to print, of the seconds so far.
-        silence: seconds before the first line; each further one takes twice as long as the one before.
+        told: from the seconds so far to the line to print.
+        silence: seconds before the first line; each further wait takes twice as long as the one before.
 
     Returns:
         Whether it was ready in time.
@@ -51,13 +47,13 @@ def wait_until(
 
 @contextmanager
 def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Say what the block does and how far it is, where it takes long: as often as `wait_until`.
+    """Print what the block does and how far it is, if it takes long; as often as `wait_until`.
 
     Args:
-        what: as the line says it, such as ``"loading the weights of X"``.
+        what: the beginning of the line, such as ``"loading the weights of X"``.
 
     Yields:
-        ``(done, total) -> None``, to be called as often as the block wants; or never.
+        ``(done, total) -> None``, for the block to call when it likes.
 
     >>> with waiting("reading rows") as far:
     ...     far(3, 10)

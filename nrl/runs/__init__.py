@@ -1,6 +1,6 @@
-"""A run, from its folder over its loops to its report.
+"""A run: its folder, its loops, its report.
 
-`lifecycle` has the verbs: start, restore, steps, log, save. `exits` says why a program stopped, `retries` when it
+`lifecycle` has the verbs: start, restore, steps, log, save. `exits` decides how a program ends, `retries` whether it
 begins again by itself.
 """
 

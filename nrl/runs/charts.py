@@ -1,7 +1,7 @@
 """Charts as SVG: numbers to lines, areas and shades.
 
-A chart is what `report.html.jinja` writes down: paths and ticks in the chart's own units, and the numbers themselves,
-for the script that shows them under the pointer.
+A chart is a dict for ``report.html.jinja``: paths and ticks in the chart's own units, and the numbers themselves, for
+the script that shows them under the pointer.
 """
 
 import math
@@ -20,13 +20,13 @@ type Series = tuple[Array, Array]  # steps, values
 
 BOX = {"width": 360, "height": 180, "left": 50, "right": 352, "top": 8, "bottom": 158}  # of a chart and of its plot
 _TOP, _BOTTOM = BOX["top"], BOX["bottom"]
-_SAME = 1e-6  # relative; what differs less is drawn level, for it is rounding of float32
+_SAME = 1e-6  # relative; smaller differences are rounding of float32, and drawn level
 _POINTS = 1000  # of a curve, at most
 _COLUMNS, _BINS, _SHADES = 100, 20, 8  # of a heatmap, at most
 
 
 class Histogram(NamedTuple):
-    """Of one step: counts in bins of equal width."""
+    """Counts in bins of equal width, of one step."""
 
     step: float
     low: float
@@ -35,7 +35,7 @@ class Histogram(NamedTuple):
 
 
 class Axis:
-    """Where values are, from ``start`` to ``end``; of one value alone, in the middle."""
+    """Places of values between ``start`` and ``end``; a single value is in the middle."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         if high - low <= _SAME * max(abs(low), abs(high)):
@@ -44,11 +44,11 @@ class Axis:
         self.low, self.high, self.start, self.end = low, high, start, end
 
     def __call__(self, values: Any) -> Any:
-        """Where values are; in units of the chart."""
+        """The places of values, in units of the chart."""
         return self.start + (np.asarray(values) - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self, count: int, whole: bool = False) -> list[tuple[str, float]]:
-        """At most about so many round numbers, and where they are."""
+        """About ``count`` round numbers at most, as text, and their places."""
         rough = (self.high - self.low) / count
         power = 10.0 ** math.floor(math.log10(rough))
         width = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
@@ -59,7 +59,7 @@ class Axis:
 
 
 def number(value: float, digits: int = 4) -> str:
-    """As it is read.
+    """A number as people read it.
 
     >>> number(-0.000012345), number(1234567), number(0.5), number(math.nan)
     ('−1.234e−5', '1.235e6', '0.5', 'undefined')
@@ -84,7 +84,7 @@ def _chart(kind: str, name: str, x: Axis, y: Axis, steps: Array, series: Mapping
 
 
 def curve(name: str, steps: Array, values: Array, x: Axis) -> dict[str, Any]:
-    """A line through the values, broken where they are not finite; of many, also through their moving mean."""
+    """A line through the values, broken where they are not finite. Many values get a line of their moving mean, too."""
     finite = np.isfinite(values)
     low, high = float(values[finite].min()), float(values[finite].max())
     y = Axis(low, high, _BOTTOM - 6, _TOP + 6)
@@ -103,7 +103,7 @@ def curve(name: str, steps: Array, values: Array, x: Axis) -> dict[str, Any]:
 
 
 def _thinned(values: Array) -> np.ndarray:
-    """Which of the values to draw: the first, the last, and of each few between these the lowest and the highest."""
+    """The values to draw: the first, the last, and the lowest and the highest of each few between them."""
     if len(values) <= _POINTS:
         return np.arange(len(values))
     chosen = {0, len(values) - 1}
@@ -114,7 +114,7 @@ def _thinned(values: Array) -> np.ndarray:
 
 
 def _moving_mean(values: Array, window: int) -> Array:
-    """Over the finite ones of as many neighbours on either side; NaN where there is none."""
+    """The mean of the finite values in a window around each value; NaN where there is none."""
     finite, half = np.isfinite(values), window // 2
     totals, counts = (np.concatenate([[0.0], np.cumsum(each)]) for each in (np.where(finite, values, 0.0), finite))
     place = np.arange(len(values))
@@ -150,11 +150,11 @@ def stack(phases: Mapping[str, Series], x: Axis) -> dict[str, Any]:
 
 
 def heatmap(name: str, histograms: Sequence[Histogram], x: Axis) -> dict[str, Any]:
-    """For each few steps the share of rows in each of the bins that all have in common: the more, the darker."""
+    """For each few steps, the share of rows in each bin of a common scale: the more, the darker."""
     y = Axis(min(each.low for each in histograms), max(each.high for each in histograms), _BOTTOM, _TOP)
     edges = np.linspace(y.low, y.high, _BINS + 1)
     parts = np.array_split(np.arange(len(histograms)), min(len(histograms), _COLUMNS))
-    columns = np.array([np.sum([_spread(histograms[i], edges) for i in part], axis=0) for part in parts])
+    columns = np.array([np.sum([_rebinned(histograms[i], edges) for i in part], axis=0) for part in parts])
     shares = columns / columns.sum(axis=1, keepdims=True)
     firsts, lasts = ([histograms[part[end]].step for part in parts] for end in (0, -1))
     between = [(last + first) / 2 for last, first in zip(lasts[:-1], firsts[1:], strict=True)]
@@ -173,12 +173,12 @@ def heatmap(name: str, histograms: Sequence[Histogram], x: Axis) -> dict[str, An
     }
 
 
-def _spread(histogram: Histogram, edges: Array) -> Array:
-    """The counts in other bins, as if each bin's were spread evenly over it; all of one value stay together."""
-    spread: Array
+def _rebinned(histogram: Histogram, edges: Array) -> Array:
+    """The counts in other bins, as if each bin's rows lay evenly over it; rows of one value stay together."""
+    counts: Array
     if histogram.low == histogram.high:
-        spread = np.histogram([histogram.low], edges)[0] * histogram.counts.sum()
-        return spread
+        counts = np.histogram([histogram.low], edges)[0] * histogram.counts.sum()
+        return counts
     own = np.linspace(histogram.low, histogram.high, len(histogram.counts) + 1)
-    spread = np.diff(np.interp(edges, own, np.concatenate([[0.0], np.cumsum(histogram.counts)])))
-    return spread
+    counts = np.diff(np.interp(edges, own, np.concatenate([[0.0], np.cumsum(histogram.counts)])))
+    return counts

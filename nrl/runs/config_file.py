@@ -10,29 +10,21 @@ import yaml
 
 from nrl.errors import ConfigError
 
-__all__ = ["read", "replace", "settle"]
+__all__ = ["read", "replace", "write"]
 
 _WIDEST = 80  # characters of a value in a message
 _MAY_CHANGE = frozenset({"out", "steps", "checkpoints", "sinks", "cluster", "optimizer"})
 
 
-def settle(out: Path, text: str) -> None:
+def write(out: Path, text: str) -> None:
     """Write a configuration to ``config.yaml``, whole or not at all, and report what a resumed run changes.
 
     Args:
         out: the folder.
-        text: the configuration, in which secrets are masked: another secret is no other configuration.
+        text: the configuration, with secrets masked: another secret is no other configuration.
 
     Raises:
-        ConfigError: the folder holds checkpoints of another configuration, or of nobody knows which.
-
-    >>> import tempfile
-    >>> out = Path(tempfile.mkdtemp())
-    >>> for steps in (3, 4):
-    ...     settle(out, f"steps: {steps}")
-    run: going on with another configuration: steps: 3 -> 4
-    >>> sorted(path.name for path in out.iterdir())
-    ['config.1.yaml', 'config.yaml']
+        ConfigError: the folder holds checkpoints of another configuration, or of an unknown one.
     """
     path = out / "config.yaml"
     if path.exists() and (before := path.read_bytes()) != text.encode():
@@ -62,7 +54,7 @@ def settle(out: Path, text: str) -> None:
 
 
 def _differences(was: dict[str, Any], new: dict[str, Any], above: str = "") -> dict[str, str]:
-    """By dotted key, what was there and what is, cut short."""
+    """By dotted key, the old and the new value in words, cut short."""
     found: dict[str, str] = {}
     for key in was | new:
         old, now = was.get(key), new.get(key)
@@ -79,10 +71,7 @@ def _short(value: Any) -> str:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """What a ``config.yaml`` holds; None: it is empty, damaged, or something else.
-
-    >>> read(Path("there/is/none/config.yaml"))
-    """
+    """Read a ``config.yaml``. None: it is missing, empty, damaged, or no mapping."""
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError):
@@ -91,13 +80,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file, all of it or nothing.
-
-    >>> import tempfile
-    >>> replace(path := Path(tempfile.mkdtemp()) / "config.yaml", "steps: 3")
-    >>> path.read_text()
-    'steps: 3'
-    """
+    """Write a file, all of it or nothing."""
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

@@ -1,9 +1,9 @@
-"""Why a program stopped, and what its exit status says of that.
+"""Why a program stopped: its exit status, and the lines that it prints for a mistake.
 
 - 0: it has done its steps.
 - 1: a bug. Its traceback is shown.
-- 2: a mistake, which is an error of nrl's, or of the system's about a file. It is told here, in a few lines that say
-  what to do. A lost process of a mesh is one of these, unless `nrl.runs.retries` begins again.
+- 2: a mistake: an error of nrl's, or one of the system's about a file. A few lines say what to do. A lost process of a
+  mesh is one of these, unless `nrl.runs.retries` begins again.
 - 130: Ctrl-C.
 - 143: SIGTERM, which `nrl.runtime.preemption` catches; `Run.steps` and `Run.save` heed it.
 """
@@ -20,27 +20,27 @@ from nrl import config
 from nrl.errors import NrlError
 from nrl.log import redact
 
-__all__ = ["launch", "told"]
+__all__ = ["exit_status", "launch"]
 
 _MISTAKE, _INTERRUPTED = 2, 130  # exit statuses; Python's own is 1, for a bug
 _LIBRARIES = (str(Path(__file__).parents[1]), *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")))
 
 
 def launch[C](program: Callable[[C], object], cls: type[C], args: Sequence[str] | None = None) -> None:
-    """Run a program from the command line: load its configuration, call it, and say in short what could not be done.
+    """Run a program from the command line: load its configuration, call it, and print mistakes in a few lines.
 
-    It is the last line of a script: ``nrl.launch(nrl.retrying(main), Config)``. An error of nrl's, or of the system's
-    about a file, is told on stderr in a few lines, in colour on a terminal, and the exit status is 2; Ctrl-C is one
-    line and 130. ``NRL_TRACEBACK=1`` shows the traceback as well. Whatever else is raised is a bug, and ends the
-    program with its traceback, as it does without this.
+    It is the last line of a script: ``nrl.launch(nrl.retrying(main), Config)``. An error of nrl's, or one of the
+    system's about a file, becomes a few lines on stderr, in colour on a terminal, and exit status 2; Ctrl-C becomes one
+    line and 130. ``NRL_TRACEBACK=1`` shows the traceback as well. All other errors are bugs, and end the program with
+    their traceback, as without this.
 
     Args:
         program: ``(cfg) -> anything``.
         cls: the attrs class of its configuration, which `nrl.config.load` makes.
-        args: what `nrl.config.load` takes; None: the program's own arguments.
+        args: for `nrl.config.load`; None: the program's own arguments.
 
     Raises:
-        SystemExit: something could not be done.
+        SystemExit: there was a mistake, or Ctrl-C.
 
     >>> import attrs
     >>> @attrs.frozen
@@ -56,43 +56,40 @@ def launch[C](program: Callable[[C], object], cls: type[C], args: Sequence[str] 
     def loaded() -> None:
         program(config.load(cls, args))
 
-    if status := told(loaded, Path(sys.argv[0]).name):
+    if status := exit_status(loaded, Path(sys.argv[0]).name):
         raise SystemExit(status)
 
 
-def told(program: Callable[[], int | None], name: str) -> int:
-    """Call a program, and tell a mistake on stderr.
+def exit_status(program: Callable[[], int | None], name: str) -> int:
+    """Call a program, print a mistake on stderr, and return the exit status.
 
     Args:
         program: to be called.
-        name: of the program, which the line begins with.
+        name: of the program; the printed lines begin with it.
 
     Returns:
-        The exit status: what the program returns, None is 0; 2, or 130 after Ctrl-C, where something was told.
-
-    >>> told(lambda: None, "example")
-    0
+        The program's own status (None is 0); 2 after a mistake, 130 after Ctrl-C.
     """
     try:
         return program() or 0
     except (Exception, KeyboardInterrupt) as error:
         interrupted = isinstance(error, KeyboardInterrupt)
-        said = ["interrupted"] if interrupted else _said(error)
-        if said is None:
+        lines = ["interrupted"] if interrupted else _lines_of(error)
+        if lines is None:
             raise
         if os.environ.get("NRL_TRACEBACK", "0") not in ("", "0"):
             traceback.print_exc()
         elif not interrupted and (place := _place(error.__traceback__)):
-            said.append(f"  at {place}; NRL_TRACEBACK=1 shows the traceback")
+            lines.append(f"  at {place}; NRL_TRACEBACK=1 shows the traceback")
         sys.stdout.flush()
-        print(_coloured(name, redact("\n".join(said))), file=sys.stderr, flush=True)
+        print(_coloured(name, redact("\n".join(lines))), file=sys.stderr, flush=True)
         return _INTERRUPTED if interrupted else _MISTAKE
 
 
-def _said(error: BaseException) -> list[str] | None:
-    """The lines of a mistake; None: it is a bug, or nobody knows."""
+def _lines_of(error: BaseException) -> list[str] | None:
+    """The lines to print for a mistake; None: it is a bug."""
     if isinstance(error, ExceptionGroup):
-        each = [_said(one) for one in error.exceptions]
+        each = [_lines_of(one) for one in error.exceptions]
         lines = [line for some in each for line in some or ()]
         return list(dict.fromkeys(lines)) if all(each) else None
     of_a_file = isinstance(error, OSError) and error.errno is not None

@@ -1,7 +1,7 @@
-"""The folder of a run before its first step: which one, and whose it is.
+"""The folder of a run: choosing it, locking it, and undoing a start that fails.
 
-One process at a time is in a folder. A start that fails before there is anything worth keeping leaves no folder, or the
-one that was there as it was.
+One process at a time is in a folder. A start that fails in the first step or before leaves no folder, or the old one as
+it was.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ import filelock
 
 from nrl.errors import ConfigError
 
-__all__ = ["Folders", "begun", "choose", "claim", "dead_end", "entered", "reusing"]
+__all__ = ["Folders", "choose", "claim", "dead_end", "entered", "location", "mark_begun", "reusing"]
 
-_KEPT_BY_NRL = frozenset(  # of itself, whatever becomes of the run
+_KEPT_BY_NRL = frozenset(  # written whatever becomes of the run
     {
         ".lock",
         "config.yaml",
@@ -36,27 +36,16 @@ _KEPT_BY_NRL = frozenset(  # of itself, whatever becomes of the run
 
 
 def choose(cfg: Any) -> Path:
-    """The folder that a configuration asks for, or a new one; nothing in it is changed.
-
-    Within `reusing`, what was new in an earlier attempt is not made anew.
+    """The folder that a run's configuration names, or a new one; its content stays as it is.
 
     Raises:
         ConfigError: it is a file, or holds a run that nothing can go on from; or ``steps`` is negative.
-
-    >>> import attrs
-    >>> @attrs.frozen
-    ... class Config:
-    ...     out: str = "runs/mine"
-    >>> choose(Config()).name
-    'mine'
     """
     if getattr(cfg, "steps", 0) < 0:
         raise ConfigError(f"run: steps={cfg.steps}; give 0 or more")
-    attempt = _attempt.get() or _Attempt(Folders())
-    out = Path(cfg.out) if getattr(cfg, "out", None) else attempt.next_new()
-    attempt.folders.used[out] = None
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"run: out={out} is a file; give a folder, or leave it out to make a new one")
+    out = location(cfg, "run")
+    if attempt := _attempt.get():
+        attempt.folders.used[out] = None
     if dead_end(out):
         raise ConfigError(
             f"run: out={out} holds a run already, which has no checkpoints to go on from; give another folder, or "
@@ -65,31 +54,33 @@ def choose(cfg: Any) -> Path:
     return out
 
 
+def location(cfg: Any, who: str) -> Path:
+    """The folder that a configuration names as ``out``, or a new one under ``runs/``.
+
+    Within `reusing` a later attempt gets the new folder of the earlier one.
+
+    Raises:
+        ConfigError: it is a file; ``who`` begins the message.
+    """
+    out = Path(cfg.out) if getattr(cfg, "out", None) else (_attempt.get() or _Attempt(Folders())).next_new()
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{who}: out={out} is a file; give a folder, or leave it out to make a new one")
+    return out
+
+
 @contextmanager
 def entered(cfg: Any, choose: Callable[[Any], Path] = choose) -> Iterator[Path]:
-    """Be alone in the folder that a configuration asks for.
+    """Choose the folder of a configuration, and lock it for this process.
 
-    An error that comes in the first step or before, while there is nothing worth keeping, such as a model, leaves no
-    folder where there was none, and else no other ``config.yaml`` than there was.
+    An error in the first step or before, while the folder holds nothing worth keeping, such as a model, undoes the
+    start: a new folder is removed, and an old one gets its ``config.yaml`` back.
 
     Args:
-        cfg: what has an ``out``, or has not.
+        cfg: may have an ``out``.
         choose: from it to the folder.
 
     Raises:
         ConfigError: as ``choose`` does; or another process is in the folder.
-
-    >>> import attrs, tempfile
-    >>> @attrs.frozen
-    ... class Config:
-    ...     out: str = f"{tempfile.mkdtemp()}/new"
-    >>> try:
-    ...     with entered(Config()) as out:
-    ...         _ = (out / "config.yaml").write_text("model: there-is-none")
-    ...         raise ConfigError("no such model")
-    ... except ConfigError:
-    ...     out.exists()
-    False
     """
     named = Path(cfg.out) if getattr(cfg, "out", None) else None
     above = Path("runs") if named is None else named
@@ -101,15 +92,12 @@ def entered(cfg: Any, choose: Callable[[Any], Path] = choose) -> Iterator[Path]:
         yield out
 
 
-def begun(out: Path) -> None:
-    """A step is done, not only asked of actors that may not start: from now on all stays, whatever comes.
-
-    >>> begun(Path("there/is/none"))
-    """
+def mark_begun(out: Path) -> None:
+    """Keep the folder from now on, whatever happens: its first step is done, so all actors have started."""
     _begun.add(out)
 
 
-_begun: set[Path] = set()  # folders that this process is in
+_begun: set[Path] = set()  # folders that this process is in, after their first step
 
 
 @contextmanager
@@ -150,10 +138,10 @@ def _configs(out: Path) -> list[Path]:
 
 
 def _worth_keeping(out: Path) -> dict[str, int]:
-    """What lies in the folder, besides what nrl writes of itself, and when it was changed; not what is empty."""
+    """What is in the folder and when it changed, without empty things and those that nrl writes in any case."""
     found = {}
     for path in set(out.iterdir()) - set(_configs(out)):
-        with contextlib.suppress(OSError):  # it is gone, or not ours to read
+        with contextlib.suppress(OSError):  # gone, or not readable
             about = path.stat()
             if path.name == "checkpoints":
                 holds = any(each.is_file() for each in path.rglob("*"))
@@ -165,36 +153,24 @@ def _worth_keeping(out: Path) -> dict[str, int]:
 
 
 def dead_end(out: Path) -> bool:
-    """Whether steps were logged here by a program that makes no checkpoints, so that nothing can go on from them.
-
-    >>> dead_end(Path("there/is/none"))
-    False
-    """
+    """Whether a program that makes no checkpoints has logged steps here, so that nothing can go on from them."""
     return any(path.stat().st_size for path in out.glob("*.jsonl")) and not (out / "checkpoints").exists()
 
 
 @attrs.define(eq=False)
 class Folders:
-    """The folders of the runs of one program, over all attempts at it.
+    """The folders of one program's runs, over all attempts."""
 
-    >>> list(Folders().used)
-    []
-    """
-
-    new: list[Path] = attrs.field(factory=list)  # those that no configuration named, in the order of their runs
-    used: dict[Path, None] = attrs.field(factory=dict)  # all, in that order
+    new: list[Path] = attrs.field(factory=list)  # those that no configuration named, in order
+    used: dict[Path, None] = attrs.field(factory=dict)  # all, in order
 
 
 @contextmanager
 def reusing(folders: Folders) -> Iterator[None]:
-    """Attempt a program: its runs that name no folder go on in those which they had before, the first in the first.
+    """Attempt a program once more: its n-th run without an ``out`` goes on in the folder of the n-th one before.
 
     Args:
-        folders: of the earlier attempts; what this one makes is added.
-
-    >>> with reusing(Folders(new=[Path("runs/a")])):
-    ...     choose(None).name
-    'a'
+        folders: of the earlier attempts; this one's are added.
     """
     token = _attempt.set(_Attempt(folders))
     try:
@@ -204,14 +180,10 @@ def reusing(folders: Folders) -> Iterator[None]:
 
 
 def claim(out: Path, stack: ExitStack) -> None:
-    """Keep other processes out until the stack is left; the system lets go too, however this process ends.
+    """Lock the folder until the stack is left. The system unlocks it however this process ends.
 
     Raises:
         ConfigError: another process is in it.
-
-    >>> import tempfile
-    >>> with ExitStack() as stack:
-    ...     claim(Path(tempfile.mkdtemp()), stack)
     """
     out.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,9 +1,9 @@
 """`run`: the steps of a run, with logging, saving and resuming.
 
-A run leaves behind ``config.yaml``, resolved; ``metrics.jsonl``, one object for each step of the main loop, flushed
-when the step ends; ``rollouts.jsonl``, samples; ``report.html``, made of these; and ``checkpoints/``. Other loops, such
-as a supervised warm-up, write files of their own. The same command with the same ``out`` goes on after the last
-checkpoint: files are cut back to it, so they are those of a run that was never interrupted.
+A run writes ``config.yaml``, resolved; ``metrics.jsonl``, one object for each step of the main loop, flushed when the
+step ends; ``rollouts.jsonl``, samples; ``report.html``, made of these; and ``checkpoints/``. Other loops, such as a
+supervised warm-up, write files of their own. The same command with the same ``out`` goes on after the last checkpoint.
+It cuts the files back to that point, so they end up as if the run had never been interrupted.
 """
 
 import math
@@ -42,10 +42,10 @@ class Run:
     Args:
         out: its folder.
         total: steps of the main loop.
-        keep: when checkpoints are written, and which are kept.
-        sink: where metrics go besides the terminal and the JSONL files.
-        preemption: whether SIGTERM has come.
-        stack: of what ends with the run.
+        keep: when to write checkpoints, and which to keep.
+        sink: gets the metrics, besides the terminal and the JSONL files.
+        preemption: knows whether SIGTERM has come.
+        stack: closes everything at the end of the run.
     """
 
     def __init__(
@@ -57,27 +57,27 @@ class Run:
         self._files = LoopFiles(out, stack)
         self._loops: dict[str, Loop] = {}
         self._running: list[Loop] = []  # one within the other; the last is the one that calls log and save
-        self._sharing: set[Trainer] = set()  # those whose processes have been seen to have this folder
+        self._sharing: set[Trainer] = set()  # trainers whose processes are known to see this folder
 
     @timeline.span("restore")
     def restore(self, loop: str = "train", /, **named: Any) -> Any:
-        """The named values as the newest checkpoint of a loop has them; without a checkpoint, as they are.
+        """Restore the named values from the newest checkpoint of a loop; without a checkpoint, return them as they are.
 
         The loop's files are cut back to the checkpoint, and the next `steps` of that loop goes on after it. A
         checkpoint whose checksums differ is reported and set aside, and the one before is used.
 
         Args:
             loop: the ``name`` of `steps`.
-            **named: a `Trainer` stands for its train state, which is ``trainer.init()`` where there is no checkpoint.
-                A train state (consumed where there is one), frozen params, a stream (restored in place), or plain data
+            **named: a `Trainer` stands for its train state, which is ``trainer.init()`` without a checkpoint. A train
+                state (consumed if there is a checkpoint), frozen params, a stream (restored in place), or plain data
                 stand for themselves.
 
         Returns:
-            The values, in order; one alone not in a tuple.
+            The values, in order; a single one without a tuple.
 
         Raises:
             CheckpointError: every checkpoint is damaged, or they hold other names; or a process of a trainer does not
-                have the folder in common with the program.
+                share the folder with the program.
 
         >>> import attrs, tempfile
         >>> from nrl.stream import counting
@@ -116,14 +116,14 @@ class Run:
         return values[0] if len(values) == 1 else tuple(values)
 
     def steps(self, stream: Stream[Batch], n: int | None = None, *, name: str = "train") -> Iterator[tuple[int, Batch]]:
-        """Pull a batch for each step of a loop that is left to do.
+        """Pull a batch for each remaining step of a loop.
 
         Args:
             stream: of batches.
             n: the number of steps in all; None: the config's ``steps``.
-            name: the loop's file is ``<name>.jsonl``, that of ``train`` is ``metrics.jsonl``. A loop within
-                another one, such as an evaluation, belongs to it: its file is cut back with it, and is
-                ``<outer>.<name>.jsonl`` where the outer one is not ``train``.
+            name: the loop's file is ``<name>.jsonl``, that of ``train`` is ``metrics.jsonl``. A loop within another
+                one, such as an evaluation, belongs to it: its file is cut back with the outer one's. It is
+                ``<outer>.<name>.jsonl``, unless the outer one is ``train``.
 
         Yields:
             The step, from 0, or from where the loop was restored, and its batch.
@@ -154,7 +154,7 @@ class Run:
                             batch = self._pull(loop, stream)
                         loop.step.pulled = time.perf_counter()
                         yield step, batch
-                    folder.begun(self.out)
+                    folder.mark_begun(self.out)
         finally:
             self._running.remove(loop)
             if not self._running:
@@ -166,11 +166,11 @@ class Run:
     def log(
         self, step: int, *metrics: Metrics | Future[Metrics], samples: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
-        """Write one line: the metrics, and the times of the step.
+        """Write one line: the metrics and the times of the step.
 
-        ``time/rollout`` is the time that the stream took, ``time/train`` all from then until now, ``time/publish`` what
-        of it went into publishing weights, ``time/total`` the sum of the first two, in seconds; ``tokens_per_second``
-        the trained tokens (prompts too) over the total.
+        In seconds: ``time/rollout`` is the time of the stream, ``time/train`` the time from then until now,
+        ``time/publish`` the part of it that published weights, and ``time/total`` the sum of the first two.
+        ``tokens_per_second`` is the number of trained tokens (prompts too) over the total.
 
         Args:
             step: from `steps`.
@@ -178,7 +178,7 @@ class Run:
             samples: from `nrl.samples`; a line of ``rollouts.jsonl``, which the report shows.
 
         Returns:
-            What was written.
+            The numbers of the line.
 
         Raises:
             ConfigError: no loop over `steps` is running, or the step has been saved already.
@@ -221,11 +221,11 @@ class Run:
             **named: train states, params, streams and plain data; the same names as in `restore`.
 
         Returns:
-            The folder of the checkpoint, None where none was due.
+            The folder of the checkpoint; None: none was due.
 
         Raises:
-            CheckpointError: it could not be written (those before stand), the names are not those of `restore`, or, at
-                the first step, a process of a trainer does not have the folder in common with the program.
+            CheckpointError: it could not be written (earlier ones stay), the names are not those of `restore`, or, at
+                the first step, a process of a trainer does not share the folder with the program.
             ConfigError: no loop over `steps` is running.
         """
         loop = self._innermost("save")
@@ -257,7 +257,7 @@ class Run:
             self._preemption.say(f"step {given.step} of '{loop.name}' is saved in {given.folder}")
 
     def _check(self, loop: Loop, named: Mapping[str, Any]) -> None:
-        """Report what could not be saved or restored at the first step, not when the first checkpoint is due."""
+        """Find values that cannot be saved or restored at the first step, not when the first checkpoint is due."""
         if loop.names is None:
             loop.names = frozenset(named)
         if loop.names != named.keys():
@@ -270,15 +270,15 @@ class Run:
             self._share("run.save", loop, named)
         loop.checked = True
 
-    # --- SIGTERM: it is heeded in the outermost loop, while that waits for a batch, or else at the end of its step
+    # --- SIGTERM: the outermost loop heeds it, while it waits for a batch or at the end of its step
 
     def _wanted_back(self, loop: Loop) -> bool:
         return loop is self._running[0] and self._preemption.asked
 
     def _pull(self, loop: Loop, stream: Stream[Batch]) -> Batch:
-        """The next batch. SIGTERM breaks that off where the stream can go back; else the step comes to its end.
+        """Take the next batch. SIGTERM breaks this off if the stream can go back; else the step is finished first.
 
-        The same signal may have ended what makes the batch: that error breaks it off as well.
+        The signal may also end the processes that make the batch: their error breaks this off, too.
         """
         if loop is not self._running[0]:
             return stream.take(1)[0]
@@ -294,14 +294,14 @@ class Run:
             if back is None or not self._preemption.asked:
                 raise
             back()
-            if not getattr(stream, "remote", False):  # else what others make goes on, and is kept
+            if not getattr(stream, "remote", False):  # other processes go on with their items, which are kept
                 checkpoint.set_random_state(random)
             self._end(loop)
         loop.given = None
         return batch
 
     def _end(self, loop: Loop) -> NoReturn:
-        """Save what the last step left, if it has not been saved, and raise `Terminated`."""
+        """Save the last step's values, unless they are saved already, and raise `Terminated`."""
         given, preemption = loop.given, self._preemption
         if given is None:
             preemption.say(f"no step of '{loop.name}' has been given to run.save since the last checkpoint")
@@ -314,7 +314,7 @@ class Run:
                 preemption.say(f"no checkpoint could be saved: {type(error).__name__}: {error}")
         preemption.end()
 
-    # --- what these have in common
+    # --- helpers of several verbs
 
     def _loop(self, name: str) -> Loop:
         return self._loops.setdefault(name, Loop(name, self.out / "checkpoints" / name))
@@ -327,7 +327,7 @@ class Run:
         return self._running[-1]
 
     def _share(self, who: str, loop: Loop, named: Mapping[str, Any]) -> None:
-        """Make the folder of checkpoints, and see that all who will write there have it in common."""
+        """Make the folder of checkpoints, and check that all processes that will write there see the same folder."""
         loop.checkpoints.mkdir(parents=True, exist_ok=True)
         for trainer in set(checkpoint.trainers(named).values()) - self._sharing:
             trainer.check_folder(loop.checkpoints, who)
@@ -339,15 +339,15 @@ def run(cfg: Any) -> Iterator[Run]:
     """Enter a run: ``with nrl.run(cfg) as run``.
 
     Args:
-        cfg: a frozen attrs config. What it has of these is read: ``out``, the run's folder (None: a new one under
-            ``runs/``), ``steps``, the number of steps of the main loop, ``seed``, of the global random generators,
-            ``checkpoints``, a `nrl.checkpoint.Checkpoints`, and ``sinks``, where metrics go besides the terminal and
-            the JSONL files: any of ``"wandb"``, ``"tensorboard"`` and ``"mlflow"``.
+        cfg: a frozen attrs config. The run reads these fields, if they are there: ``out``, its folder (None: a new one
+            under ``runs/``); ``steps``, of the main loop; ``seed``, of the global random generators; ``checkpoints``, a
+            `nrl.checkpoint.Checkpoints`; and ``sinks``, which get the metrics besides the terminal and the JSONL files:
+            any of ``"wandb"``, ``"tensorboard"`` and ``"mlflow"``.
 
     Raises:
-        ConfigError: ``out`` is a file; holds a run that has no checkpoints, one that another process is in, or one with
-            another configuration (``out``, ``steps``, ``checkpoints``, ``sinks``, ``cluster`` and ``optimizer`` may
-            change); or ``steps`` is negative.
+        ConfigError: ``out`` is a file; it holds a run without checkpoints, or one of another configuration (``out``,
+            ``steps``, ``checkpoints``, ``sinks``, ``cluster`` and ``optimizer`` may change); another process is in it;
+            or ``steps`` is negative.
 
     >>> import attrs, tempfile
     >>> @attrs.frozen
@@ -362,9 +362,9 @@ def run(cfg: Any) -> Iterator[Run]:
     text = config.dump(cfg, redacted)
     started, keep = time.monotonic(), getattr(cfg, "checkpoints", Checkpoints())
     with ExitStack() as stack:
-        preemption = stack.enter_context(heeded(keep.grace))  # first: what takes long to close is closed in time
+        preemption = stack.enter_context(heeded(keep.grace))  # first, so that slow closing ends in time, too
         out = stack.enter_context(folder.entered(cfg))
-        config_file.settle(out, text)
+        config_file.write(out, text)
         _seed_generators(getattr(cfg, "seed", 0))
         sink = stack.enter_context(open_sinks(getattr(cfg, "sinks", ()), out, attrs.asdict(cfg), name=out.name))
         stack.callback(report_at_end, out)
@@ -375,7 +375,7 @@ def run(cfg: Any) -> Iterator[Run]:
 
 
 def _seed_generators(seed: int) -> None:
-    """For what a program draws besides: nrl's own randomness has explicit seeds."""
+    """Seed the global generators, for the program's own draws: nrl's randomness has explicit seeds."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -17,11 +17,7 @@ __all__ = ["Given", "Loop", "LoopFiles", "RunningStep", "collector_spared"]
 
 @attrs.define(eq=False)
 class RunningStep:
-    """The step that is running.
-
-    >>> RunningStep().saved
-    False
-    """
+    """The step that is running."""
 
     asked: float = 0.0  # when its batch was asked for
     pulled: float = 0.0  # when it came
@@ -32,55 +28,40 @@ class RunningStep:
 
 @attrs.define(eq=False)
 class Given:
-    """What the program gave to `Run.save` at the end of a step.
-
-    >>> Given(3, {"total": 10}, {"loss": 0.5}).step
-    3
-    """
+    """The values that the program gave to `Run.save` at the end of a step."""
 
     step: int
     named: Mapping[str, Any]
-    numbers: Mapping[str, float]  # that it had logged
+    numbers: Mapping[str, float]  # that the step logged
     folder: Path | None = None  # of the checkpoint, if one was due
 
 
 @attrs.define(eq=False)
 class Loop:
-    """What a run knows of a loop.
-
-    >>> Loop("warmup", Path("runs/a/checkpoints/warmup")).begins is None
-    True
-    """
+    """A loop of a run: where its checkpoints are, and how far it is."""
 
     name: str
     checkpoints: Path
     begins: int | None = None  # the step at which it goes on; None: it was not restored, or has gone on since
-    names: frozenset[str] | None = None  # of what it restores and saves
+    names: frozenset[str] | None = None  # of the values that it restores and saves
     best: float = -math.inf  # the score of its best checkpoint
     # Each time it runs:
     steps: int = 0
-    file: str = ""  # without its suffix: a loop within a loop other than the main one bears that one's name too
-    checked: bool = False  # what it saves
+    file: str = ""  # without its suffix; inside another loop than the main one it begins with that loop's name
+    checked: bool = False  # whether its values can be saved
     step: RunningStep = attrs.field(factory=RunningStep)
-    given: Given | None = None  # at the end of the step before, until there is a batch: the next step may consume it
+    given: Given | None = None  # of the step before, until the next batch is there: the next step may consume it
 
 
 class LoopFiles:
     """The JSONL files in a run's folder.
 
-    A loop that has checkpoints has ``<name>.jsonl`` and what else begins with its name; all others are of the main
-    loop, ``train``, whose metrics are in ``metrics.jsonl``.
+    A loop that has checkpoints owns ``<name>.jsonl`` and all files that begin with ``<name>.``. The main loop,
+    ``train``, owns all others; its metrics are in ``metrics.jsonl``.
 
     Args:
         out: the folder.
         stack: closes the files.
-
-    >>> import tempfile
-    >>> with ExitStack() as stack:
-    ...     files = LoopFiles(Path(tempfile.mkdtemp()), stack)
-    ...     files.write("metrics", {"step": 0})
-    ...     files.sizes("train"), files.sizes("warmup")
-    ({'metrics.jsonl': 12}, {})
     """
 
     def __init__(self, out: Path, stack: ExitStack) -> None:
@@ -110,11 +91,11 @@ class LoopFiles:
         return name not in self._open and path.exists() and path.stat().st_size > 0
 
     def sizes(self, loop: str) -> dict[str, int]:
-        """The bytes of each file of a loop, all on the disk: no checkpoint outlives its lines where power fails."""
+        """The size of each file of a loop, flushed to the disk: if power fails, no checkpoint outlives its lines."""
         return {path.name: _synced_size(path) for path in self._of(loop)}
 
     def cut(self, loop: str, sizes: Mapping[str, int]) -> None:
-        """Cut the files of a loop back to sizes that they had, and report those that are shorter by now."""
+        """Cut the files of a loop back to earlier sizes, and report those that are shorter by now."""
         for path in self._of(loop):
             if path.stem not in self._open and path.stat().st_size > sizes.get(path.name, 0):
                 os.truncate(path, sizes.get(path.name, 0))
@@ -144,13 +125,8 @@ def _synced_size(path: Path) -> int:
 
 @contextmanager
 def collector_spared() -> Iterator[None]:
-    """Let Python's garbage collector leave alone what there is now: modules alone have some 400,000 objects.
-
-    >>> with collector_spared():
-    ...     gc.get_freeze_count() > 10_000
-    True
-    """
-    if gc.get_freeze_count() > len(gc.get_objects()):  # it does so already, for somebody who will undo it
+    """Keep the objects of this moment from Python's garbage collector: modules alone have some 400,000."""
+    if gc.get_freeze_count() > len(gc.get_objects()):  # they are frozen already, by somebody who will undo it
         yield
         return
     gc.collect()

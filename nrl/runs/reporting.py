@@ -1,8 +1,8 @@
 """The report of a run: ``report.html``, one page that needs only a browser and no network.
 
-Charts are SVG that is computed here and written down by ``report.html.jinja``, so they are there without scripts too; a
-short script in that page adds what the pointer shows. A library for charts would weigh more than all the rest: 4.5 MB a
-page. All texts have passed through `nrl.log.redact` and are escaped by the template.
+Charts are SVG: `nrl.runs.charts` computes them and ``report.html.jinja`` writes them, so they need no scripts. A short
+script in the page shows numbers under the pointer. A chart library would add 4.5 MB to each page. All texts pass
+through `nrl.log.redact`, and the template escapes them.
 """
 
 import functools
@@ -28,7 +28,7 @@ __all__ = ["report", "report_at_end"]
 
 _ROWS = 4  # of a step's samples, at most
 _TOKENS, _CHARACTERS = (1500, 500), (3000, 1000)  # of a response and of a prompt, from its beginning and its end
-# What is read first, in this order; all else follows below.
+# Metrics to read first, in this order; all others follow below.
 _FIRST = tuple(
     map(re.compile, (r"reward(/|$)", r"loss(/|$)", r"eval/", r"mismatch/", r"(.*[_/])?kl(/|$)", r"length", r"accuracy"))
 )
@@ -42,11 +42,11 @@ _HIDDEN = re.compile(
 def report(out: str | Path) -> Path:
     r"""Write ``report.html`` into a run's folder: one file, which loads nothing else.
 
-    It shows each loop's metrics over its steps (those of ``metrics.jsonl``, and of others such as ``warmup.jsonl``),
-    how long its phases took and how busy each mesh was (with a link to ``timeline.json``), the distributions of rewards
-    and lengths, samples of ``rollouts.jsonl`` whose tokens are coloured by their advantage, and ``config.yaml``. What
-    is not there is left out; lines that cannot be read are counted. A curve of more than 1,000 steps keeps the lowest
-    and the highest of each few.
+    It shows, for each loop, its metrics over its steps (of ``metrics.jsonl``, and of others such as ``warmup.jsonl``),
+    the times of its phases, how busy each mesh was (with a link to ``timeline.json``), the distributions of rewards and
+    lengths, and samples of ``rollouts.jsonl`` with tokens coloured by advantage; and ``config.yaml``. Files that are
+    missing are left out; lines that cannot be read are counted. A curve of more than 1,000 steps keeps the lowest and
+    the highest of each few.
 
     Args:
         out: the folder; the run may still be running.
@@ -93,10 +93,7 @@ def report(out: str | Path) -> Path:
 
 
 def report_at_end(out: Path) -> None:
-    """Write the report of a run that has logged something, however it ends; what ended it is not hidden by this.
-
-    >>> report_at_end(Path("there/is/none"))
-    """
+    """Write the report of a run that has logged something. A failure is a warning, so it hides no error of the run."""
     try:
         if any(path.stat().st_size for path in out.glob("*.jsonl")):
             report(out)
@@ -119,7 +116,7 @@ def _loop_of(path: Path) -> str:
 
 
 def _loop(name: str, paths: Sequence[Path], busy: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """What the page shows of a loop."""
+    """The page's part on a loop."""
     unread: list[int] = []
     rollouts = [path for path in paths if path.stem == "rollouts" or path.stem.endswith(".rollouts")]
     metrics = _metrics((path for path in paths if path not in rollouts), unread)
@@ -162,7 +159,7 @@ def _constant(values: Array) -> bool:
 
 
 def _tiles(defined: Mapping[str, Series], steps: int) -> list[tuple[str, str, str]]:
-    """The numbers to read before any curve: what, its last value, and what to compare that with."""
+    """The numbers to read before any curve: a name, its last value, and a value to compare it with."""
     tiles = [("steps", f"{steps:,}", "")] if steps else []
     for key in ("reward", "eval/reward", "eval/accuracy", "eval/loss", "accuracy", "loss"):
         if key in defined and len(tiles) < 5:
@@ -178,7 +175,7 @@ def _tiles(defined: Mapping[str, Series], steps: int) -> list[tuple[str, str, st
 
 
 def _records(path: Path, unread: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each line's number and what it holds; those that cannot be read are noted."""
+    """Yield each line's number and record; note the numbers of lines that cannot be read."""
     with path.open("rb") as file:
         for place, line in enumerate(file):
             try:
@@ -193,7 +190,7 @@ def _records(path: Path, unread: list[int]) -> Iterator[tuple[int, dict[str, Any
 
 
 def _value(value: Any) -> float:
-    """As a number that can be drawn; NaN for all else."""
+    """A value as a number to draw; NaN for anything else."""
     return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
 
 
@@ -210,7 +207,7 @@ def _metrics(paths: Iterable[Path], unread: list[int]) -> dict[str, Series]:
 
 
 def _rollouts(paths: Iterable[Path], unread: list[int]) -> tuple[dict[str, list[Histogram]], list[dict[str, Any]]]:
-    """Histograms by name, and what was sampled in the first, the middle and the last step that has samples."""
+    """Histograms by name, and the samples of the first, the middle and the last step that has some."""
     histograms: dict[str, list[Histogram]] = {}
     samples: list[dict[str, Any]] = []
     for path in paths:
@@ -237,7 +234,7 @@ def _sample(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """What is known of a row, its prompt and its tokens; of long ones the beginning and the end."""
+    """A row's facts, prompt and tokens; of long ones the beginning and the end."""
     tokens, mask, advantages, logprobs = (
         row[key] if isinstance(row.get(key), list) else []
         for key in ("tokens", "loss_mask", "advantages", "rollout_logprobs")
@@ -269,14 +266,14 @@ def _brief(value: Any) -> str:
 
 
 def _ends[T: Sequence[Any]](items: T, first: int, last: int) -> tuple[Any, int, Any]:
-    """The beginning, how many are left out, and the end."""
+    """The beginning, the number left out, and the end."""
     if len(items) <= first + last:
         return items, 0, items[:0]
     return items[:first], len(items) - first - last, items[-last:]
 
 
 def _visible(text: str) -> Any:
-    """Escaped, with signs for what would not be seen; a line break is shown and kept."""
+    """Escape a text, with signs for invisible characters; a line break gets a sign and stays."""
     from markupsafe import Markup, escape
 
     def sign(found: re.Match[str]) -> str:

@@ -19,19 +19,18 @@ _LONGEST = 60.0  # seconds between two attempts
 def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0) -> Callable[[C], T]:
     """Turn a program into one that goes on from its last checkpoint when it loses a process of a mesh.
 
-    `nrl.errors.LostActor` leaves the ``with`` blocks of the program, which end what lives on its meshes, and ``main``
-    is called again, with the same configuration. Its `nrl.run` enters the folder that it had before, also where ``out``
-    is None, so `Run.restore` finds the newest checkpoint, and the metrics are those of a run that lost nothing.
+    `nrl.errors.LostActor` leaves the ``with`` blocks of the program, which end its meshes. Then ``main`` is called
+    again, with the same configuration. Its `nrl.run` enters the same folder, even if ``out`` is None, so `Run.restore`
+    finds the newest checkpoint, and the metrics are those of a run that lost nothing.
 
-    The error may come wrapped: as the ``__cause__`` of another (``raise ... from``), or in an `ExceptionGroup` of
-    nothing else. Whatever else is raised, Ctrl-C too, ends the program as it does without this. So does SIGTERM: what
-    is lost after it, perhaps by the same signal, is no reason to begin again.
+    The error may come wrapped: as the ``__cause__`` of another (``raise ... from``), or in an `ExceptionGroup` of such
+    errors alone. All other errors, and Ctrl-C, end the program as without this. So does SIGTERM: a process lost after
+    it, perhaps by the same signal, is no reason to begin again.
 
     Args:
         main: ``(cfg) -> value``.
-        times: retries in a row without a new checkpoint; then the error is raised. A new checkpoint is progress, and
-            the count starts anew: a run of weeks may lose any number of processes, and one that cannot get from one
-            checkpoint to the next ends.
+        times: retries in a row without a new checkpoint; then the error is raised. A new checkpoint restarts the
+            count, so a run of weeks may lose any number of processes, and one that reaches no further checkpoint ends.
         pause: seconds before the first of these retries; twice as long before each further one, a minute at most.
 
     Returns:
@@ -76,20 +75,20 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
                 with reusing(folders), ending():
                     return main(cfg)
             except Exception as error:
-                said = _lost(error)
-                if said is None:
+                lost = _lost(error)
+                if lost is None:
                     raise
                 before, reached = reached, _reached(folders.used)
                 failures = failures + 1 if reached == before else 1
                 if hint := _hopeless(folders, failures, times):
                     error.add_note(f"retrying: {hint}")
                     raise
-            gc.collect()  # here, where nothing holds what that attempt had, models and states
+            gc.collect()  # here, where nothing holds the models and states of that attempt any more
             attempt += 1
             wait = min(pause * 2 ** (failures - 1), _LONGEST)
             steps = (f"after step {step} of '{root.name}' in {root.parents[1]}" for root, step in reached.items())
             where = ", ".join(steps) or "from the beginning"
-            print(f"retrying: {said}", flush=True)
+            print(f"retrying: {lost}", flush=True)
             print(
                 f"retrying: attempt {attempt} begins in {wait:g} s, {where}; retry {failures} of {times} since the "
                 "last new checkpoint",
@@ -101,7 +100,7 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
 
 
 def _lost(error: BaseException) -> str | None:
-    """What an error says was lost, if it says nothing else."""
+    """The message of a lost process. None: the error is of another kind, or not of this kind alone."""
     if isinstance(error, LostActor):
         return None if isinstance(error, FailedStart) else str(error)
     if isinstance(error, ExceptionGroup):
@@ -111,13 +110,13 @@ def _lost(error: BaseException) -> str | None:
 
 
 def _reached(folders: Iterable[Path]) -> dict[Path, int]:
-    """How many steps the newest checkpoint of each loop comes after."""
+    """The number of steps before the newest checkpoint of each loop."""
     roots = [root for out in folders for root in sorted(out.glob("checkpoints/*"))]
     return {root: made[-1].step + 1 for root in roots if (made := checkpoint.checkpoints(root))}
 
 
 def _hopeless(folders: Folders, failures: int, times: int) -> str:
-    """Why another attempt would be for nothing; empty if it would not."""
+    """Why another attempt would be useless; empty if it would not."""
     for out in filter(dead_end, folders.used):
         return (
             f"the run in {out} makes no checkpoints, so there is nothing to go on from; call run.restore before its "

@@ -1,8 +1,8 @@
 """Streams: endless sources that are pulled, and the transforms that turn one into another.
 
-A stream is pulled by ``take(n)`` and produces nothing that was not asked for, so what is sampled together is a function
-of how the stream is pulled alone. Its ``state()`` is the cursor after what was consumed, with what is pending, and
-``restore`` continues from there.
+A stream is pulled by ``take(n)`` and produces nothing that was not asked for. So the pulls alone decide which items are
+sampled together. Its ``state()`` is the cursor after the consumed items, with pending ones, and ``restore`` continues
+from there.
 """
 
 from nrl.stream.cursors import Source, Stream, counting, whole

@@ -10,7 +10,7 @@ __all__ = ["Source", "Stream", "counting", "derived", "whole"]
 
 
 class Stream[T](Protocol):
-    """What every stream can do; see `counting` for a small one."""
+    """The functions of a stream; see `counting` for a small one."""
 
     @property
     def take(self) -> Callable[[int], list[T]]:
@@ -19,7 +19,7 @@ class Stream[T](Protocol):
 
     @property
     def state(self) -> Callable[[], dict[str, Any]]:
-        """All that ``restore`` needs to continue after what has been taken."""
+        """The state from which ``restore`` continues after the items taken so far."""
         ...
 
     @property
@@ -32,13 +32,13 @@ class Source[T](NamedTuple):
     """A stream as a record of functions.
 
     Args:
-        take: as `Stream`'s, and the next two.
-        state: all that ``restore`` needs.
-        restore: continue from a state.
-        remote: other processes make its items.
-        mark: remembers, at no cost, where the stream is; what it returns puts the stream back there, whatever has been
-            taken since, or broken off. None: that cannot be done.
-        sampler: that makes its items, if one does.
+        take: see `Stream`.
+        state: see `Stream`.
+        restore: see `Stream`.
+        remote: whether other processes make its items.
+        mark: remembers, at no cost, where the stream is, and returns a function that puts it back there, even after a
+            ``take`` that was broken off. None: the stream cannot go back.
+        sampler: the sampler that makes its items, if one does.
 
     >>> numbers = counting()
     >>> numbers.take(2), numbers.state()
@@ -54,7 +54,7 @@ class Source[T](NamedTuple):
 
 
 def whole[T](source: Source[T]) -> Source[T]:
-    """The same stream, of which a ``take`` that raises has taken nothing: Ctrl-C, too.
+    """The same stream, except that a ``take`` that raises, even by Ctrl-C, takes nothing.
 
     >>> def broken(n):
     ...     numbers.take(n)

@@ -15,22 +15,22 @@ from nrl.stream.cursors import Source, Stream
 
 __all__ = ["ahead"]
 
-_LOOK = 1.0  # seconds: how often one who waits looks whether there is still time to
+_LOOK = 1.0  # seconds between two looks whether there is still time to wait
 
 
 def ahead[T](stream: Stream[T], n: int) -> Source[T]:
-    """Items up to ``n`` versions early: pull ``k`` gets what was produced before pull ``max(k - n, 0)`` returned.
+    """Items up to ``n`` versions early: pull ``k`` gets an item made before pull ``max(k - n, 0)`` returned.
 
-    Before each pull returns, production catches up to ``n`` items beyond what is handed out, so a row's lag is at most
-    ``n``; where weights are published once a pull, the lag of pull ``k`` is exactly ``min(k, n)`` on the local cluster.
-    With ``n=0`` nothing is early, and the loop is synchronous. Where other processes make the items, as a sampler on a
-    Ray mesh does, a pull waits for its own item only: the others are produced, one after the other, while the program
-    goes on and trains. The lag is at most ``n`` then, too; who asks for the state waits for what is pending.
+    Before each pull returns, production is ``n`` items ahead of the consumer, so a row's lag is at most ``n``. If
+    weights are published once a pull, the lag of pull ``k`` is exactly ``min(k, n)`` on the local cluster. With ``n=0``
+    nothing is early, and the loop is synchronous. If other processes make the items, such as a sampler on a Ray mesh, a
+    pull waits for its own item alone: the others are produced, one after the other, while the program trains. The lag
+    is at most ``n`` then, too; asking for the state waits for pending items.
 
     A sampler on a Ray mesh that shares GPUs with the trainer cannot work while that trains: `nrl.publish` refuses it.
 
     Args:
-        stream: what is produced.
+        stream: makes the items.
         n: how many items may be waiting.
 
     Raises:
@@ -47,15 +47,15 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
     if n and hasattr(sampler, "lag"):
         sampler.lag = max(n, sampler.lag)
     mark_source = getattr(stream, "mark", None)
-    made: deque[tuple[futures.Future[T], list[dict[str, Any]]]] = deque()  # where others work: with the state before it
-    handed = 0  # how many of these have been handed out, by the last pull
+    made: deque[tuple[futures.Future[T], list[dict[str, Any]]]] = deque()  # items; if remote, with the state before
+    handed = 0  # how many of these the last pull handed out
     beside = Daemons(1, "ahead") if n and getattr(stream, "remote", False) else None
 
     def one() -> T:
         return stream.take(1)[0]
 
     def work() -> None:
-        """In the thread beside: make what has not been begun."""
+        """Make the items that have not been begun, in the thread beside."""
         for future, before in list(made):
             if future.running() or future.done():
                 continue
@@ -67,7 +67,7 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
                 future.set_exception(error)
 
     def produce() -> None:
-        # An interrupt may come between any two calls: what is in `made` will be made, and nothing else has been
+        # An interrupt may come between any two calls: items in `made` will be made, and no others have been
         if beside is not None:
             made.append((futures.Future(), []))
             beside.submit(work)
@@ -80,14 +80,14 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
                 back()
             raise
 
-    def settle() -> None:
-        """No item that was handed out can come back any more."""
+    def forget_handed() -> None:
+        """Forget the items that were handed out: from now on they cannot come back."""
         nonlocal made, handed
         made, handed = deque(islice(made, handed, None)), 0
 
     def take(count: int) -> list[T]:
         nonlocal handed
-        settle()
+        forget_handed()
         taken = []
         for place in range(count):
             while len(made) <= place + n:
@@ -97,7 +97,7 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
         return taken
 
     def mark() -> Callable[[], None]:
-        settle()
+        forget_handed()
 
         def back() -> None:
             nonlocal handed
@@ -114,14 +114,14 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
                 left = patience()  # which may begin to count meanwhile
                 futures.wait([future], timeout=_LOOK if left is None else left)
                 if left is not None and not future.done() and before:
-                    return {"source": before[0], "pending": pending}  # what is under way is made anew
+                    return {"source": before[0], "pending": pending}  # the item under way is made anew
             pending.append(future.result())
         return {"source": stream.state(), "pending": pending}
 
     def restore(state: Mapping[str, Any]) -> None:
         nonlocal made, handed
         for future, _ in made:
-            with suppress(Exception):  # nobody wants it any more
+            with suppress(Exception):  # nobody wants the item any more
                 future.result()
         stream.restore(state["source"])
         made, handed = deque((done(each), []) for each in state["pending"]), 0

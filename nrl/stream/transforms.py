@@ -6,7 +6,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from nrl.algos._rows import check_finite, valid_rows
-from nrl.algos.protocol import name_of
+from nrl.algos.loss_contract import name_of
 from nrl.batch import Batch, assign, concatenate, require
 from nrl.errors import DataError
 from nrl.stream.cursors import Source, Stream, derived
@@ -15,7 +15,7 @@ __all__ = ["Versioned", "batched", "drop_uniform", "filtered", "fresh"]
 
 
 class Versioned(Protocol):
-    """Whatever has a ``version``: a sampler, a train state."""
+    """Anything with a ``version``: a sampler, a train state."""
 
     @property
     def version(self) -> int:
@@ -51,12 +51,12 @@ def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch
 
 
 def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
-    """Groups without those whose rewards are all equal, which teach nothing; what is missing is asked for again.
+    """Drop the groups whose rewards are all equal, which teach nothing, and ask for others in their place.
 
-    What was dropped is not lost: the next group that is kept carries it, in the columns ``dropped`` (the number of
-    valid rows), ``dropped_rewards`` (their sum) and ``dropped_invalid`` (the number of failed rows), which add up over
-    rows. A group with fewer than two valid rows is uniform. A reward that is NaN or infinite is refused, since it is
-    equal to nothing: a row whose reward could not be computed has to be invalid, as `nrl.rollout` makes it.
+    The next group that is kept carries the numbers of the dropped ones, in the columns ``dropped`` (valid rows),
+    ``dropped_rewards`` (the sum of their rewards) and ``dropped_invalid`` (failed rows), which add up over rows. A
+    group with fewer than two valid rows is uniform. A reward that is NaN or infinite is refused, since it is equal to
+    nothing: a row whose reward could not be computed has to be invalid, as `nrl.rollout` makes it.
 
     Args:
         stream: of groups.
@@ -93,9 +93,9 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
 
 
 def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int = 32) -> Source[Batch]:
-    """Groups or batches that a predicate lets through; what is missing is asked for again.
+    """Keep the groups or batches that a predicate accepts, and ask for others in place of the rest.
 
-    What was dropped is carried in columns, as by `drop_uniform`, so that the metrics count it.
+    Columns carry the numbers of the dropped ones, as with `drop_uniform`, so that the metrics count them.
 
     Args:
         stream: of groups or batches.
@@ -124,14 +124,14 @@ def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int
 
 
 def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 32) -> Source[Batch]:
-    """Groups or batches without those that have a row older than ``lag`` versions; others are pulled in their place.
+    """Drop groups or batches with a row older than ``lag`` versions, and ask for others in their place.
 
-    What was dropped is carried in columns, as by `drop_uniform`.
+    Columns carry the numbers of the dropped ones, as with `drop_uniform`.
 
     Args:
         stream: of groups or batches, with ``version``.
         lag: how many publishes ago a row may have been sampled.
-        sampler: whose version is the present.
+        sampler: its version is the present.
         patience: how many draws in a row may be dropped whole.
 
     Raises:
@@ -165,7 +165,7 @@ def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 3
 def _filtered(
     who: str, stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int, complain: Callable[[int, int], str]
 ) -> Source[Batch]:
-    """What ``keep`` lets through; as much as was dropped is asked for again, and what is kept carries it."""
+    """Keep the items that ``keep`` accepts and ask for others; the next one kept carries the numbers of the dropped."""
     if patience < 1:
         raise DataError(f"{who}: patience is {patience}; it must be at least 1")
 
@@ -190,7 +190,7 @@ def _filtered(
 
 
 def _carrying(batch: Batch, dropped: Iterable[Batch]) -> Batch:
-    """The batch with what was dropped before it added to its first row."""
+    """The batch, with the numbers of the batches dropped before it added to its first row."""
     carried = {
         "dropped": torch.zeros(batch.batch_size, dtype=torch.int64),
         "dropped_invalid": torch.zeros(batch.batch_size, dtype=torch.int64),

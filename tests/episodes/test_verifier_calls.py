@@ -14,7 +14,7 @@ import pytest
 
 from nrl.envs import number, single_turn
 from nrl.episodes.call_threads import stuck
-from nrl.episodes.user_errors import Failed, said
+from nrl.episodes.user_errors import Failed, error_text
 from nrl.episodes.verifier_calls import Calls
 from nrl.runtime.threads import Daemons
 
@@ -324,7 +324,7 @@ def test_an_error_of_nrl_itself_has_no_traceback(capfd: pytest.CaptureFixture[st
 
 
 def test_messages() -> None:
-    assert said(KeyError("a")) == "KeyError: 'a'"
+    assert error_text(KeyError("a")) == "KeyError: 'a'"
 
 
 PROGRAM = """

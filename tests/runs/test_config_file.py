@@ -35,13 +35,13 @@ def test_the_folder_of_another_program(tmp_path: Path) -> None:
 def test_another_configuration_is_told_by_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = {f"option{i}": "x" * 40 for i in range(40)} | {"deep": {"er": 1, "same": 2}}
     texts = [nrl.config.dump(Engine(each)) for each in (engine, engine | {"deep": {"er": "y" * 500, "same": 2}})]
-    config_file.settle(tmp_path, texts[0])
-    config_file.settle(tmp_path, texts[1])
+    config_file.write(tmp_path, texts[0])
+    config_file.write(tmp_path, texts[1])
     said = capsys.readouterr().out
     assert said == f"run: going on with another configuration: engine.deep.er: 1 -> {'y' * 80}...\n"
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match=r"with another engine.deep.er \(engine.deep.er: y+... -> 1\), so"):
-        config_file.settle(tmp_path, texts[0])
+        config_file.write(tmp_path, texts[0])
 
 
 @attrs.frozen

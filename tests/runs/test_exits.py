@@ -1,4 +1,4 @@
-"""How a program ends: what is told in a few lines, and what keeps its traceback."""
+"""How a program ends: what is exit_status in a few lines, and what keeps its traceback."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ import pytest
 
 import nrl
 from nrl.errors import ConfigError, DataError, LostActor, ModelError
-from nrl.runs.exits import told
+from nrl.runs.exits import exit_status
 
 
 @attrs.frozen
@@ -63,7 +63,7 @@ def without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mistake_is_told_in_a_few_lines(
     error: Exception, lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told(raising(error), "it.py") == 2
+    assert exit_status(raising(error), "it.py") == 2
     said = capsys.readouterr()
     *first, place = said.err.splitlines()
     assert (said.out, first) == ("", [f"it.py: {lines[0]}", *lines[1:]])
@@ -85,13 +85,13 @@ def test_a_mistake_is_told_in_a_few_lines(
 )
 def test_a_bug_keeps_its_traceback(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(type(error)) as caught:
-        told(raising(error), "it.py")
+        exit_status(raising(error), "it.py")
     assert caught.value is error
     assert capsys.readouterr() == ("", "")
 
 
 def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(raising(KeyboardInterrupt()), "it.py") == 130
+    assert exit_status(raising(KeyboardInterrupt()), "it.py") == 130
     assert capsys.readouterr().err == "it.py: interrupted\n"
 
 
@@ -99,7 +99,7 @@ def test_the_traceback_is_shown_where_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NRL_TRACEBACK", "1")
-    assert told(raising(ModelError("no such model")), "it.py") == 2
+    assert exit_status(raising(ModelError("no such model")), "it.py") == 2
     said = capsys.readouterr().err
     assert said.startswith("Traceback (most recent call last):\n")
     assert said.endswith("\nit.py: no such model\n")
@@ -124,8 +124,8 @@ def test_a_program_is_called_with_its_configuration(
 @pytest.mark.parametrize(("variables", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
 def test_it_is_in_colour_on_a_terminal(variables: dict[str, str], coloured: bool) -> None:
     above, below = pty.openpty()
-    program = "from nrl.runs.exits import told; import nrl.errors\n"
-    program += "def f(): raise nrl.errors.DataError('no')\ntold(f, 'it')"
+    program = "from nrl.runs.exits import exit_status; import nrl.errors\n"
+    program += "def f(): raise nrl.errors.DataError('no')\nexit_status(f, 'it')"
     environment = {**os.environ, "TERM": "xterm", **variables}
     with subprocess.Popen([sys.executable, "-c", program], stderr=below, env=environment) as child:
         os.close(below)

@@ -547,7 +547,7 @@ def test_what_is_no_adapter_is_not_exported_as_one(slots: Slots, tmp_path: Path)
 
 
 def test_an_example_with_an_adapter_goes_on_where_it_was(tmp_path: Path) -> None:
-    common = ["lora.r=4", "lora.target_modules=[q_proj, v_proj]", "held_out=null", "rows=4", "checkpoints.every=1"]
+    common = ["lora.r=4", "lora.target_modules=[q_proj, v_proj]", "eval_data=null", "rows=4", "checkpoints.every=1"]
 
     def run(steps: int, name: str) -> dict[str, Tensor]:
         sft.main(config.load(sft.Config, [*common, f"steps={steps}", f"out={tmp_path / name}"]))

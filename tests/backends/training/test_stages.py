@@ -10,7 +10,6 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-import nrl
 from nrl import P, shard_map
 from nrl.algos import Loss
 from nrl.backends.training.trainer import make_trainer

@@ -15,13 +15,13 @@ __all__ = ["fit", "minibatched"]
 
 
 def fit(run: Run, name: str, trainer: Trainer, loss: Loss, stream: Stream[Batch], steps: int) -> TrainState:
-    """Train on batches as they come, as a loop of a run: restored, logged and saved.
+    """Train on the batches of a stream, as a loop of a run: restored, logged and saved.
 
     Args:
         run: from `nrl.run`.
         name: of the loop; its metrics are in ``<name>.jsonl``.
-        trainer: whose fresh train state it begins with.
-        loss: what it minimises.
+        trainer: the loop begins with its fresh train state.
+        loss: to minimise.
         stream: of batches.
         steps: optimizer steps.
 
@@ -54,19 +54,19 @@ def fit(run: Run, name: str, trainer: Trainer, loss: Loss, stream: Stream[Batch]
 
 
 def minibatched(step: TrainStep, n: int, seed: int = 0) -> TrainStep:
-    """Make of a train step one that takes ``n`` optimizer steps on a batch, each on a part of its rows.
+    """Make a train step take ``n`` optimizer steps on a batch, each on a part of its rows.
 
     Statistics of the whole batch, such as advantages, are columns by then. The parts are `nrl.minibatches`, drawn by
-    the seed and the number of optimizer steps before, so a run that is resumed draws the same ones.
+    the seed and the number of earlier optimizer steps, so a resumed run draws the same ones.
 
     Args:
         step: from ``trainer.train_step(loss)``.
-        n: at least 1; of 1 it is ``step`` itself.
+        n: at least 1; 1 returns ``step`` itself.
         seed: of the parts.
 
     Returns:
         ``(state, batch, **columns) -> (state, Future[Metrics])``. The metrics are merged over the parts; those under
-        ``mismatch/`` are the first one's, whose weights are the sampler's own.
+        ``mismatch/`` are of the first part, which still has the sampler's weights.
 
     Raises:
         ConfigError: ``n`` is less than 1.

@@ -1,4 +1,4 @@
-"""The protocol of losses: their signature, the outputs that they need, and their sums.
+"""The contract of losses: their signature, the outputs that they need, and their sums.
 
 A loss sees the outputs of a model, ``out["logprobs"]`` ``[*B, T]`` and others that it `needs`, but never the model.
 Gradients flow through ``out`` alone, weights depend on the batch alone, and all sums run over rows. So no loss can see
@@ -59,8 +59,8 @@ def needs[F: Callable[..., Any]](*outputs: str) -> Callable[[F], F]:
     """Declare the outputs that a loss reads besides ``logprobs``; a backend computes them, or says that it cannot.
 
     Args:
-        outputs: names, such as ``"entropy"`` or ``"values"``; `output_shape` says their shapes. They add to what the
-            function needs already.
+        outputs: names, such as ``"entropy"`` or ``"values"``; `output_shape` has their shapes. They add to the outputs
+            that the function needs already.
 
     Raises:
         TypeError: used without its brackets, as ``@needs``.
@@ -183,7 +183,7 @@ def add(*terms: tuple[float, Loss]) -> Loss:
         terms: pairs ``(coefficient, loss)``.
 
     Returns:
-        A loss with one `Mean` a term, its total already times the coefficient. It needs what its terms need.
+        A loss with one `Mean` a term, its total already times the coefficient. It needs the outputs of its terms.
 
     Raises:
         ValueError: there are no terms, or a coefficient is not finite.
