@@ -1,10 +1,10 @@
 """Recipes of virtual environments, made from executables on the driver.
 
-A recipe's name is a hash of what is really installed: each package's version and the hashes of its files as the lock
-has them, Python, and the platform. So a line of the lock that an executable does not have changes nothing. What is in
-the hands of whoever runs the program (nrl, the user's project, the folders that it depends on) changes all the time,
-so it is not installed: it goes beside, under a hash of its content, onto the path of processes. That works for wheels
-of Python alone. A wheel with anything else in it is installed, and its content is part of the hash.
+A recipe's name is a hash of what will be installed: each package's version and the lock's hashes of its files, Python,
+and the platform. So a line of the lock that an executable does not use changes nothing. Sources that users edit (nrl,
+their project, the folders that it depends on) change all the time, so they are not installed: they lie beside the
+environment, under a hash of their content, on the path of its processes. That works for wheels of Python alone. A wheel
+with anything else in it is installed, and its content is part of the hash.
 """
 
 import hashlib
@@ -36,19 +36,16 @@ def recipe(
 
     Args:
         name: the executable, or its name.
-        folder: where the driver keeps environments, and beside them what recipes are made with; None:
+        folder: where the driver keeps environments, wheels and resolutions; None:
             `nrl.runtime.node.environments.default_folder`.
-        say: gets a line now and then while uv resolves or builds something.
+        say: gets a line of progress now and then while uv resolves or builds something.
 
     Returns:
         Frozen data that can be pickled; ``.name`` is ``<executable>-<hash>``.
 
     Raises:
         PlacementError: no executable has this name.
-        ExecutableError: the lock, or a wheel that it needs, cannot be had; the message says why.
-
-    >>> recipe("system").name
-    'system'
+        ExecutableError: the lock cannot be read, or a wheel cannot be built; the message says why.
     """
     wanted = executable(name)
     if wanted.name == "system":
