@@ -1,4 +1,4 @@
-"""The weights of a transformers model by their Hugging Face names, and how others take their place."""
+"""The weights of a transformers model by their Hugging Face names, and loading others into their place."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 SCORE = "score"
-"""What transformers calls the head of a model that classifies."""
+"""transformers' name of the head of a classifier."""
 
 _HEADS = ("lm_head", SCORE)
 _SAME = "build both sides from the same Model"
@@ -46,7 +46,7 @@ def head_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their Hugging Face names, those of an adapter by the names in its files."""
+    """Parameters and persistent buffers by their Hugging Face names; those of an adapter by the names in its files."""
     return {weight_name(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
 
 
@@ -71,11 +71,11 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def load_tensors(own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], *, who: str) -> None:
     """Copy weights in by name, in place, one at a time; the inverse of `named_tensors`.
 
-    Of a model of another head all goes along but the head; value and reward heads share their weight.
+    Of a model with another head all but the head is used; value and reward heads share their weight.
 
     Args:
         own: `weights`, which are replaced.
-        tensors: Hugging Face name and value, of any dtype and device; of tied weights one name is enough.
+        tensors: names and values, of any dtype and device; of tied weights one name is enough.
         who: how errors name the caller.
 
     Raises:
@@ -88,7 +88,7 @@ def load_tensors(own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]
 
 
 def _for_head(own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Weights of a model of maybe another head: without what is not here; what only is here stays as it is."""
+    """Weights of a model that may have another head: without its head, and with this model's own in its place."""
     came = set()
     for name, tensor in tensors:
         if name in own or name.split(".")[0] not in _HEADS:
@@ -113,7 +113,7 @@ class Loading:
 
     @torch.no_grad()
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy these in."""
+        """Copy some weights in."""
         for name, tensor in tensors:
             check_weight(name, tensor, self._shapes, self._who)
             held = self._own[name]
@@ -126,17 +126,15 @@ class Loading:
                 )
 
     def end(self) -> None:
-        """See that nothing is missing."""
+        """Check that no weight is missing."""
         check_arrived(self._waiting.values(), self._who)
 
 
 def check_weight(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], who: str) -> None:
-    """See that a weight is one of a model whose weights have these names and shapes.
+    """Check the name and shape of a weight against those of a model.
 
     Raises:
-        ModelError: there is none of its name, or that has another shape.
-
-    >>> check_weight("norm", torch.zeros(2), {"norm": (2,)}, "receive")
+        ModelError: the model has no weight of this name, or one of another shape.
     """
     if name not in shapes:
         raise ModelError(f"{who}: the model has no weight '{name}'; it has {a_few(shapes)}; {_SAME}")
@@ -147,12 +145,10 @@ def check_weight(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]
 
 
 def check_arrived(missing: Collection[str], who: str) -> None:
-    """See that no weight is missing.
+    """Check that no weight is missing.
 
     Raises:
         ModelError: some are.
-
-    >>> check_arrived([], "receive")
     """
     if missing:
         raise ModelError(f"{who}: {len(missing)} weights did not arrive: {a_few(missing)}; send all of them")

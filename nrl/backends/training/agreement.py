@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.errors import ClusterError
 
-__all__ = ["HeldError", "Peers", "sendable"]
+__all__ = ["HeldError", "Peers", "pickled"]
 
 
 @attrs.frozen
@@ -60,8 +60,8 @@ class Peers:
         return found
 
 
-def sendable(error: Exception, who: str, rank: int) -> Exception:
-    """A copy of an error for other processes; where pickle cannot copy it, a `ClusterError` with its text.
+def pickled(error: Exception, who: str, rank: int) -> bytes:
+    """An error for other processes, pickled; a `ClusterError` with its text where pickle cannot copy it.
 
     Args:
         error: of this process.
@@ -69,11 +69,14 @@ def sendable(error: Exception, who: str, rank: int) -> Exception:
         rank: of this process, which a note names.
     """
     text = f"{type(error).__name__}: {error}"
-    made: Exception = ClusterError(f"{who}: rank {rank} raised {text}")
-    with contextlib.suppress(Exception):  # pickle raises whatever it meets in a class
-        made = pickle.loads(pickle.dumps(error))
-    made.add_note(f"{who}: rank {rank} of dp raised it: {text}")
-    return made
+    note = f"{who}: rank {rank} of dp raised it: {text}"
+    with contextlib.suppress(Exception):  # a class may do anything when it is pickled
+        copy = pickle.loads(pickle.dumps(error))
+        copy.add_note(note)
+        return pickle.dumps(copy)
+    stand_in = ClusterError(f"{who}: rank {rank} raised {text}")
+    stand_in.add_note(note)
+    return pickle.dumps(stand_in)
 
 
 class HeldError:
@@ -106,11 +109,11 @@ class HeldError:
         Raises:
             Exception: the error of this process, or of the first that has one.
         """
-        mine = None if self.error is None else sendable(self.error, who, self.peers.rank)
+        mine = None if self.error is None else pickled(self.error, who, self.peers.rank)
         found = self.peers.gather((value, mine))
         if self.error is not None:
             raise self.error
         for _, error in found:
             if error is not None:
-                raise error
+                raise pickle.loads(error)
         return [value for value, _ in found]

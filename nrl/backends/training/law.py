@@ -1,7 +1,7 @@
 """Checks that a loss treats each row alone, so that no split of a batch changes the gradient.
 
-A loss is any function, so the driver tries it on outputs that differ in each row and at each token. Its gradient on some
-rows has to be that on their halves, and its weight must not depend on outputs or padding.
+A loss is any function, so the driver tries it on outputs that differ in each row and at each token. Its gradient on
+some rows has to be that on their halves, and its weight must not depend on outputs or padding.
 """
 
 from collections.abc import Collection, Mapping
