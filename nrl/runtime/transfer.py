@@ -28,7 +28,7 @@ from nrl.errors import CorruptedTransfer, TransferError
 from nrl.runtime.mesh.current_process import process
 from nrl.runtime.mesh.placement import Mesh, Out
 
-__all__ = ["Route", "Tensors", "by_value", "cast", "checksum", "lend", "opened", "route", "sampled", "sent"]
+__all__ = ["Route", "Tensors", "by_value", "cast", "checksum", "has_checksum", "lend", "opened", "route", "sent"]
 
 type Tensors = Mapping[str, Tensor]
 
@@ -72,11 +72,11 @@ def sent(send: Callable[[Tensors], Any], tensors: Tensors) -> tuple[Any, dict[st
     """
     if process().rank:
         return send(tensors), {}
-    sample = list(filter(sampled, tensors)) or list(tensors)[:1]
+    sample = list(filter(has_checksum, tensors)) or list(tensors)[:1]
     return send(tensors), {name: checksum(tensors[name]) for name in sample}
 
 
-def sampled(name: str) -> bool:
+def has_checksum(name: str) -> bool:
     """Whether a tensor of this name always bears a checksum."""
     return zlib.crc32(name.encode()) % _SAMPLE == 0
 

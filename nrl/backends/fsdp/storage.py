@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from nrl.backends.models.named_weights import a_few, named_tensors, weight_name
+from nrl.backends.models.named_weights import SAME, a_few, check_weight, named_tensors, weight_name
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.errors import CheckpointError, ModelError
 from nrl.files import Buffer, Written, flush
@@ -224,11 +224,7 @@ def _weights(module: nn.Module, wanted: _Wanted) -> Iterator[tuple[str, Tensor]]
 
 
 def _check(there: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]]) -> None:
-    same = "build both sides from the same Model"
     for name, shape in there.items():
-        if name not in own:
-            raise ModelError(f"restore: the model has no weight '{name}'; it has {a_few(own)}; {same}")
-        if own[name] != shape:
-            raise ModelError(f"restore: '{name}' has shape {list(shape)}, and here it is {list(own[name])}; {same}")
+        check_weight(name, shape, own, "restore")
     if missing := own.keys() - there.keys():
-        raise ModelError(f"restore: {len(missing)} weights did not arrive: {a_few(sorted(missing))}; {same}")
+        raise ModelError(f"restore: {len(missing)} weights did not arrive: {a_few(sorted(missing))}; {SAME}")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from nrl.errors import ModelError
 
 __all__ = [
+    "SAME",
     "SCORE",
     "Loading",
     "a_few",
@@ -25,8 +26,10 @@ __all__ = [
 SCORE = "score"
 """transformers' name of the head of a classifier."""
 
+SAME = "build both sides from the same Model"
+"""How to mend weights that do not fit, in errors."""
+
 _HEADS = ("lm_head", SCORE)
-_SAME = "build both sides from the same Model"
 _WRAPPED = re.compile(r"(\.)base_layer\.|(\.lora_[AB]\.)default\.")
 
 
@@ -115,14 +118,14 @@ class Loading:
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy some weights in."""
         for name, tensor in tensors:
-            check_weight(name, tensor, self._shapes, self._who)
+            check_weight(name, tuple(tensor.shape), self._shapes, self._who)
             held = self._own[name]
             if self._waiting.pop(held.data_ptr(), None) is not None:
                 held.copy_(tensor)
             elif not torch.equal(held, tensor.to(held)):
                 raise ModelError(
                     f"{self._who}: '{name}' came twice with different values, or is tied to another weight here and "
-                    f"not where it came from; {_SAME}"
+                    f"not where it came from; {SAME}"
                 )
 
     def end(self) -> None:
@@ -130,18 +133,16 @@ class Loading:
         check_arrived(self._waiting.values(), self._who)
 
 
-def check_weight(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], who: str) -> None:
+def check_weight(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], who: str) -> None:
     """Check the name and shape of a weight against those of a model.
 
     Raises:
         ModelError: the model has no weight of this name, or one of another shape.
     """
     if name not in shapes:
-        raise ModelError(f"{who}: the model has no weight '{name}'; it has {a_few(shapes)}; {_SAME}")
-    if shapes[name] != tuple(tensor.shape):
-        raise ModelError(
-            f"{who}: '{name}' has shape {list(tensor.shape)}, and here it is {list(shapes[name])}; {_SAME}"
-        )
+        raise ModelError(f"{who}: the model has no weight '{name}'; it has {a_few(shapes)}; {SAME}")
+    if shapes[name] != shape:
+        raise ModelError(f"{who}: '{name}' has shape {list(shape)}, and here it is {list(shapes[name])}; {SAME}")
 
 
 def check_arrived(missing: Collection[str], who: str) -> None:

@@ -23,7 +23,7 @@ from nrl.backends.models.loading import build, end_tokens, load_tokenizer, save_
 from nrl.backends.models.named_weights import check_arrived, check_weight
 from nrl.backends.vllm import adapters, settings, tensor_parallel, weight_loading
 from nrl.errors import ConfigError, GenerationError, ModelError
-from nrl.runtime.transfer import sampled
+from nrl.runtime.transfer import has_checksum
 
 __all__ = ["VllmEngine"]
 
@@ -153,9 +153,9 @@ class VllmEngine:
         """Load some of the new weights."""
         assert self._waiting is not None
         for name, tensor in bucket.items():
-            check_weight(name, tensor, self._shapes, "receive")
+            check_weight(name, tuple(tensor.shape), self._shapes, "receive")
             self._waiting.pop(name, None)
-            if self._adapter is None and (tensor.ndim == 1 or sampled(name)):
+            if self._adapter is None and (tensor.ndim == 1 or has_checksum(name)):
                 self._came[name] = weight_loading.fingerprint(tensor, self._engine.model_config.dtype)
         if self._adapter is not None:
             self._adapter.add(bucket)

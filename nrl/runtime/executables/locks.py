@@ -24,10 +24,10 @@ from packaging.utils import canonicalize_name
 from nrl.errors import ExecutableError
 from nrl.runtime.executables.pins import Pin, environment_of, pins_of, python_of
 from nrl.runtime.executables.registry import Executable
-from nrl.runtime.node.environments import here
+from nrl.runtime.node.environments import here, mark_used
 from nrl.runtime.node.installer import uv
 
-__all__ = ["Project", "locked", "project", "settings"]
+__all__ = ["Project", "locked", "project", "rebuild_forced", "settings"]
 
 _NRL = Path(__file__).resolve().parents[2]
 _RESOLVED: set[Path] = set()  # by this process, which with NRL_FORCE_REBUILD_VENVS resolves each once
@@ -142,6 +142,11 @@ def settings() -> dict[str, str]:
     return {}
 
 
+def rebuild_forced() -> bool:
+    """Whether ``NRL_FORCE_REBUILD_VENVS`` asks to resolve and build anew."""
+    return os.environ.get("NRL_FORCE_REBUILD_VENVS", "0") not in ("", "0")
+
+
 # --- the three locks
 
 
@@ -228,8 +233,7 @@ def _resolved(asker: _Asker, lines: list[str], pins: dict[str, Pin], overrides: 
     key = hashlib.sha256("\0".join([*lines, constraints, forced, python, here()]).encode()).hexdigest()[:16]
     path, root = kept / f"pylock.{key}.toml", of.root if of.kind != "wheel" else Path.cwd()
     few = lines if len(lines) < 6 else [*lines[:3], f"and {len(lines) - 3} more"]
-    anew = os.environ.get("NRL_FORCE_REBUILD_VENVS", "0") not in ("", "0") and path not in _RESOLVED
-    text = None if anew else _kept(path)
+    text = None if rebuild_forced() and path not in _RESOLVED else _kept(path)
     if text is None:
         kept.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept) as scratch:
@@ -262,8 +266,7 @@ def _kept(path: Path) -> str | None:
         return None
     if mark != _mark(text):
         return None
-    with contextlib.suppress(OSError):  # `nrl venvs prune` reads the time of last use; an image may be read-only
-        os.utime(path)
+    mark_used(path)
     return text
 
 

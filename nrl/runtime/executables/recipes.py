@@ -9,7 +9,6 @@ with anything else in it is installed, and its content is part of the hash.
 
 import hashlib
 import json
-import os
 import sys
 import uuid
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nrl.errors import ExecutableError
-from nrl.runtime.executables.locks import locked, project, settings
+from nrl.runtime.executables.locks import locked, project, rebuild_forced, settings
 from nrl.runtime.executables.pins import python_of
 from nrl.runtime.executables.registry import Executable, executable
 from nrl.runtime.executables.wheels import build, content_digest, repack
@@ -82,7 +81,6 @@ def recipe(
             packages[wheel.package] = {"version": wheel.version, "source": "local", "digest": digest}
     inventory: dict[str, Any] = {"format": 1, "python": python_of(wanted), "platform": here()}
     inventory["packages"] = dict(sorted(packages.items()))
-    force = os.environ.get("NRL_FORCE_REBUILD_VENVS", "0") not in ("", "0")
     return Recipe(
         name=f"{wanted.name}-{_digest(json.dumps(inventory, sort_keys=True))[:12]}",
         executable=wanted.name,
@@ -94,7 +92,7 @@ def recipe(
         indexes=tuple(sorted({pin.origin for pin in pins.values() if pin.origin is not None})),
         inventory=inventory,
         settings=settings(),
-        force=_THIS_PROCESS if force else "",
+        force=_THIS_PROCESS if rebuild_forced() else "",
     )
 
 

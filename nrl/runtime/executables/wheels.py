@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 import attrs
 
 from nrl.errors import ExecutableError
-from nrl.runtime.node.environments import here
+from nrl.runtime.node.environments import here, mark_used, package_of
 from nrl.runtime.node.installer import uv
 
 __all__ = ["Wheel", "build", "content_digest", "repack"]
@@ -34,7 +34,7 @@ class Wheel:
     @property
     def package(self) -> str:
         """The package's normalised name."""
-        return self.name.split("-")[0].lower().replace("_", "-").replace(".", "-")
+        return package_of(self.name)
 
     @property
     def version(self) -> str:
@@ -92,8 +92,7 @@ def _wheel_in(folder: Path) -> Wheel:
     content = file.read_bytes()
     with zipfile.ZipFile(io.BytesIO(content)):  # its directory is at the end
         pass
-    with contextlib.suppress(OSError):  # `nrl venvs prune` reads the time of last use; an image may be read-only
-        os.utime(folder)
+    mark_used(folder)
     return Wheel(file.name, content)
 
 

@@ -93,7 +93,7 @@ class _ThisProcess:
     ) -> list[Any]:
         started, now = timeline.stopwatch()
         found = []
-        with profiles.tracing(profiles.wanted(self.mesh.name, who)):
+        with profiles.tracing(profiles.trace_path(self.mesh.name, who)):
             for rank, given in enumerate(args):
                 with entered(Process(rank, len(args), None, self.mesh.name)):
                     found.append(perform(who, fn, [_local(arg) for arg in given], outs))

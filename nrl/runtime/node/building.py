@@ -27,6 +27,8 @@ from nrl.runtime.node.environments import (
     here,
     inventories,
     inventory_of,
+    mark_used,
+    package_of,
     sources,
     usable,
     used,
@@ -100,8 +102,7 @@ def provide(
         ) from error
     python = env / "bin" / "python"
     for each in (env, *map(Path, sources(recipe, python))):
-        with contextlib.suppress(OSError):  # `nrl venvs prune` reads the time of last use; an image may be read-only
-            os.utime(each / INVENTORY)
+        mark_used(each / INVENTORY)
     return python
 
 
@@ -150,7 +151,7 @@ def _build(recipe: Recipe, place: Path, until: float, say: Callable[[str], None]
         lines = {line.replace("=", " ").split()[0]: line for line in recipe.requirements}
         for file, content in recipe.wheels.items():
             (scratch / file).write_bytes(content)
-            name = file.split("-")[0].lower().replace("_", "-").replace(".", "-")
+            name = package_of(file)
             lines[name] = f"{name} @ {(scratch / file).as_uri()}"
         # Relocatable, so that scripts find their interpreter after the renaming. In a copy of the nearest environment
         # uv replaces only the packages that differ: an image may have neither uv's cache nor a network.

@@ -23,6 +23,8 @@ __all__ = [
     "hold",
     "inventories",
     "inventory_of",
+    "mark_used",
+    "package_of",
     "sources",
     "usable",
     "used",
@@ -86,6 +88,21 @@ def sources(recipe: Recipe, python: Path) -> list[str]:
     ['/venvs/.sources/nrl-0.1.0-23']
     """
     return [str(python.parents[2] / ".sources" / name) for name in recipe.sources]
+
+
+def package_of(wheel: str) -> str:
+    """The normalised name of the package in a wheel's file name.
+
+    >>> package_of("Tiny_Lib-1.0-py3-none-any.whl")
+    'tiny-lib'
+    """
+    return wheel.split("-")[0].lower().replace("_", "-").replace(".", "-")
+
+
+def mark_used(path: Path) -> None:
+    """Set the time of last use, which `nrl venvs prune` reads; an image may be read-only."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
 
 
 def usable(env: Path, force: str = "") -> bool:

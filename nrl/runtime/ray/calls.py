@@ -95,22 +95,14 @@ class Call:
 
     def poll(self) -> bool:
         """Whether it is done, without waiting; raises nothing."""
-        import ray
-
-        if not self.done:
-            ready, _ = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=0)
-            if len(ready) == len(self.receipts):
-                self.finish()  # which keeps an error for whoever reads the results
+        if not self.done and len(self._ready()) == len(self.receipts):
+            self.finish()  # which keeps an error for whoever reads the results
         return self.done
 
     def failure(self, patience: float = 0.0) -> BaseException | None:
         """What it raises, if one of its processes has failed by now or fails within ``patience`` seconds."""
-        import ray
-
-        if not self.done:
-            ready, _ = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=patience)
-            if any(error_of(ref) for ref in ready):
-                self.finish()
+        if not self.done and any(error_of(ref) for ref in self._ready(patience)):
+            self.finish()
         return self.error
 
     def fetch(self, refs: Sequence[Ref], timeout: float) -> list[Any]:
@@ -127,6 +119,13 @@ class Call:
             lost = LostActor(self.who, self.actors.name, None, "?", cause(error))
             self.actors.end(lost)
             raise lost from None
+
+    def _ready(self, patience: float = 0.0) -> list[Ref]:
+        """The receipts that are there, or get there within ``patience`` seconds."""
+        import ray
+
+        ready: list[Ref] = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=patience)[0]
+        return ready
 
     def _finish_alone(self, timeout: float | None) -> bool:
         """Wait for this call and no other; whether it has ended, in whatever way."""
@@ -157,10 +156,7 @@ class Call:
 
     def _progress(self, seconds: float) -> str:
         """A line about the processes that have not returned."""
-        import ray
-
-        ready, _ = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=0)
-        of = f"{len(self.receipts) - len(ready)} of {len(self.receipts)} processes"
+        of = f"{len(self.receipts) - len(self._ready())} of {len(self.receipts)} processes"
         if self is self.actors.starting:
             return f"mesh '{self.actors.name}': waiting for {of} to start ({self.actors.executable}, {seconds:.0f} s)"
         return f"mesh '{self.actors.name}': waiting for {self.who} in {of} ({seconds:.0f} s)"
@@ -185,9 +181,7 @@ class Call:
                 self.instead = self.instead if alike else []
 
     def _late(self, waited: float, *, ended: bool) -> DeadlineExceeded:
-        import ray
-
-        ready, _ = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=0)
+        ready = self._ready()
         ranks = [rank for rank, ref in enumerate(self.receipts) if ref not in ready]
         text = f"{self.who}: {_listed(ranks)} of mesh '{self.actors.name}' did not return within {waited:.3g} s"
         if not ended:
@@ -257,9 +251,7 @@ class Call:
 
     def _raised_everywhere(self) -> bool:
         """Whether the function raised in every process, and none has died."""
-        import ray
-
-        ray.wait(self.receipts, num_returns=len(self.receipts), timeout=_GRACE)
+        self._ready(_GRACE)
         errors = [error_of(ref) for ref in self.receipts]
         return all(error is not None and not is_death(error) for error in errors)
 

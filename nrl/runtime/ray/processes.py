@@ -91,7 +91,7 @@ class RayProcesses:
         keys = [tuple(next(_KEYS) if kind is Out.kept else None for kind in kinds) for _ in self.actors]
         arguments = Arguments(self, self.stored, who, fn)
         loads = [arguments.load(rank, given) for rank, given in enumerate(args)]
-        trace = profiles.wanted(self.name, who)
+        trace = profiles.trace_path(self.name, who)
         with deferred(), _ORDER:
             if (ended := self.after_end(who)) is not None:
                 raise ended

@@ -19,7 +19,7 @@ import attrs
 from nrl.errors import ConfigError
 from nrl.runtime.trace import timeline
 
-__all__ = ["asked", "nsight", "parsed", "tracing", "wanted"]
+__all__ = ["nsight", "parsed", "profiling", "trace_path", "tracing"]
 
 _GRAMMAR = (
     "give <mesh>:<steps>, where steps are numbers and ranges with commas, such as NRL_PROFILE=trainer:3, "
@@ -65,7 +65,7 @@ def parsed(text: str) -> dict[str, list[range]]:
 
 
 @contextmanager
-def asked(folder: Path, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+def profiling(folder: Path, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Profile into ``folder/profile`` the calls in the block that ``NRL_PROFILE`` names; `nrl.run` enters it.
 
     At its end it prints where the traces are, and which of the named meshes had none.
@@ -98,7 +98,7 @@ def _outcome(entered: _Profiling) -> Iterator[str]:
             yield f"mesh '{mesh}' had no call in these steps of the main loop"
 
 
-def wanted(mesh: str, name: str) -> str | None:
+def trace_path(mesh: str, name: str) -> str | None:
     """Where to write the trace of a call that begins now, if it is to be profiled. Ask once a call, on the driver.
 
     Args:
@@ -109,9 +109,9 @@ def wanted(mesh: str, name: str) -> str | None:
         An absolute path for `tracing`, which replaces ``{rank}`` in it; or None.
 
     >>> from nrl.runtime.trace import timeline
-    >>> with asked(Path("run"), {"NRL_PROFILE": "trainer:0"}):
+    >>> with profiling(Path("run"), {"NRL_PROFILE": "trainer:0"}):
     ...     timeline.step(0)
-    ...     Path(wanted("trainer", "train_step(grpo_loss)")).name, wanted("sampler", "generate")
+    ...     Path(trace_path("trainer", "train_step(grpo_loss)")).name, trace_path("sampler", "generate")
     ('step0-trainer-rank{rank}-0-train_step(grpo_loss).json', None)
     NRL_PROFILE: traces are in ...
     >>> timeline.step(None)
@@ -140,7 +140,7 @@ def tracing(path: str | None, rank: int = 0) -> Iterator[None]:
     trace. If the file cannot be written, it warns, and the call goes on.
 
     Args:
-        path: from `wanted`; None: do nothing.
+        path: from `trace_path`; None: do nothing.
         rank: of this process, which replaces ``{rank}`` in the path.
     """
     if path is None or not _busy.acquire(blocking=False):
