@@ -40,7 +40,7 @@ class Project(NamedTuple):
     root: Path
 
 
-class _Asker(NamedTuple):
+class _Resolving(NamedTuple):
     """What `locked` was called with, for functions that resolve more than the lock has."""
 
     executable: Executable
@@ -80,7 +80,7 @@ def locked(executable: Executable, of: Project, kept: Path, say: Callable[[str],
         ExecutableError: the lock does not have the extras or groups, or additional requirements do not agree with it.
     """
     wanted, environment = list(executable.extras), environment_of(executable)
-    asker, more = _Asker(executable, of, kept, say), list[str]()
+    asked, more = _Resolving(executable, of, kept, say), list[str]()
     if of.kind == "project":
         known = {canonicalize_name(name) for name in _table(of.root).get("optional-dependencies", {})}
         foreign = [extra for extra in wanted if canonicalize_name(extra) not in known]
@@ -91,7 +91,7 @@ def locked(executable: Executable, of: Project, kept: Path, say: Callable[[str],
         named = {each["url"].rstrip("/"): f"{each['name']}={each['url']}" for each in indexes if "name" in each}
         pins = {pin.name: pin._replace(origin=named.get(str(pin.origin), pin.origin)) for pin in pins.values()}
         if foreign:
-            pins, overrides = _with_foreign(asker, foreign, pins, overrides)
+            pins, overrides = _with_foreign(asked, foreign, pins, overrides)
     else:
         pins, overrides = _own(wanted, executable.groups, environment)
     # Ray does not connect two versions of itself, so an executable has the driver's.
@@ -101,23 +101,23 @@ def locked(executable: Executable, of: Project, kept: Path, say: Callable[[str],
             del pins["ray"]
     more += executable.requirements
     if more:
-        pins = _resolved(asker, more, pins, overrides)
+        pins = _resolved(asked, more, pins, overrides)
     return pins
 
 
 def _with_foreign(
-    asker: _Asker, extras: list[str], pins: dict[str, Pin], overrides: dict[str, str]
+    asked: _Resolving, extras: list[str], pins: dict[str, Pin], overrides: dict[str, str]
 ) -> tuple[dict[str, Pin], dict[str, str]]:
     """The packages of a user's project, and those that nrl's lock adds for extras of nrl, if both agree."""
-    own, own_overrides = _own(extras, (), environment_of(asker.executable))
+    own, own_overrides = _own(extras, (), environment_of(asked.executable))
     overrides = {**own_overrides, **overrides}
     lines = [f"{pin.name}=={pin.version}" for pin in own.values() if pin.name not in pins and pin.path is None]
     try:
-        return _resolved(asker, lines, pins, overrides), overrides
+        return _resolved(asked, lines, pins, overrides), overrides
     except ExecutableError as error:
         needed = ", ".join(f'"{line}"' for line in overrides.values())
         raise ExecutableError(
-            f"recipe: the project {asker.of.root} has no extra '{extras[0]}' for executable '{asker.executable.name}', "
+            f"recipe: the project {asked.of.root} has no extra '{extras[0]}' for executable '{asked.executable.name}', "
             f"and what nrl's lock has for it does not agree with the project's. Add to its pyproject.toml, under "
             f'[project.optional-dependencies], {extras[0]} = ["nrl[{extras[0]}]"] and, under [tool.uv], '
             f"override-dependencies = [{needed}], and lock it again. In detail: {error}"
@@ -213,9 +213,11 @@ def _own(
     return pins, overrides
 
 
-def _resolved(asker: _Asker, lines: list[str], pins: dict[str, Pin], overrides: Mapping[str, str]) -> dict[str, Pin]:
+def _resolved(
+    asked: _Resolving, lines: list[str], pins: dict[str, Pin], overrides: Mapping[str, str]
+) -> dict[str, Pin]:
     """The packages of a selection and those that further requirements need, in versions that agree."""
-    executable, of, kept, say = asker
+    executable, of, kept, say = asked
     for line in lines:
         try:
             Requirement(line)
