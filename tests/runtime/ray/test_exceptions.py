@@ -158,4 +158,6 @@ def test_a_line_is_said_as_often_as_the_rank_that_says_it_most(capsys: pytest.Ca
 
 def test_the_last_lines_of_logs_are_those_that_a_process_wrote(tmp_path: Path) -> None:
     (tmp_path / "out").write_text(":actor_name:trainer[0]\none\ntwo\nthree\n")
-    assert tail([str(tmp_path / "gone"), str(tmp_path / "out")], 2) == "two\nthree\n"
+    files = [str(tmp_path / "gone"), str(tmp_path / "out")]
+    assert tail(files, 2) == "two\nthree\n"
+    assert tail(files, 9) == "one\ntwo\nthree\n"
