@@ -49,7 +49,7 @@ from nrl.runtime.mesh.local import LocalCluster
 from nrl.runtime.mesh.placement import Mesh, Processes
 from nrl.runtime.ray.call_arguments import Arguments
 from nrl.runtime.ray.messages import Receipt
-from nrl.runtime.ray.pickling import shipped
+from nrl.runtime.ray.pickling import serialized
 from nrl.runtime.ray.processes import RayProcesses
 
 __all__ = ["Nowhere", "Parts", "Replies", "main", "measure", "options", "report", "skewed", "stood_in"]
@@ -146,7 +146,7 @@ def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps
         mesh = here.reserve(ranks).mesh(dp=ranks, executable="system", name="trainer")
         sampler = _sampler(local, ranks)
         trainer = driver_half.make_trainer(mesh, _nothing, name="nobody", max_tokens=width)
-        provided = shipped(frozenset({"logprobs"}), "")
+        provided = serialized(frozenset({"logprobs"}), "")
         here.replies.each = partial(_all, provided)
         step, state = trainer.train_step(grpo_loss), trainer.init()
         count = shard_map(_nothing, mesh, P("dp"), merged)
@@ -154,9 +154,9 @@ def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps
         for number in range(steps + 1):
             batch = skewed(rows, tokens, width, number)
             prompts = _prompts(requests)
-            shards = [shipped(torch.zeros(len(part), width), "") for part in deal(batch.clone(), ranks)]
-            sums = shipped({f"metric {i}": Mean(torch.ones(()), torch.ones(())) for i in range(20)}, "")
-            taken = shipped({"loss": Mean(torch.ones(()), torch.ones(())), "tokens": Sum(torch.ones(()))}, "")
+            shards = [serialized(torch.zeros(len(part), width), "") for part in deal(batch.clone(), ranks)]
+            sums = serialized({f"metric {i}": Mean(torch.ones(()), torch.ones(())) for i in range(20)}, "")
+            taken = serialized({"loss": Mean(torch.ones(()), torch.ones(())), "tokens": Sum(torch.ones(()))}, "")
             clock.seconds.clear()
             with clock("rest"):
                 here.replies.each = partial(_each, shards)
@@ -296,8 +296,8 @@ class _Method:
     def options(self, num_returns: int) -> "_Method":
         return _Method(self.rank, self.replies, num_returns - 1)
 
-    def remote(self, *args: Any) -> Any:
-        pickle.dumps(args)
+    def remote(self, name: str, *args: Any) -> Any:
+        pickle.dumps((name, args))
         self.replies.sent(args)
         answers, receipt = self.replies.each, _Ref(None, _RECEIPT)
         found = [receipt, *(_Ref(partial(_said, answers, self.rank, place)) for place in range(self.results))]
@@ -321,7 +321,7 @@ _RECEIPT = pickle.dumps(Receipt(0.0, 0.0, (None, None)))
 
 class _Actor:
     def __init__(self, rank: int, replies: Replies) -> None:
-        self.call = self.logs = self.listen = self.join = _Method(rank, replies)
+        self.do = _Method(rank, replies)
 
 
 class Nowhere(LocalCluster):

@@ -18,7 +18,7 @@ type Bucket = Mapping[str, Tensor]
 
 @attrs.frozen(kw_only=False)
 class Model:
-    """Which model to build: frozen data, which every backend realises in its own way.
+    """A model as frozen data, which every backend builds in its own way.
 
     Args:
         source: a folder, a name on the Hugging Face hub, or a config as a mapping with ``model_type``, from which a
@@ -68,10 +68,7 @@ class Model:
 
     @property
     def adapter(self) -> tuple[Any, ...] | None:
-        """What two models have in common if the adapter of one fits the other; None: it has none.
-
-        >>> Model({"model_type": "qwen3"}).adapter
-        """
+        """What identifies its adapter: one of another model fits if this is equal. None: it has no adapter."""
         return None if self.lora is None else (self.source, self.seed, self.lora)
 
 
@@ -113,17 +110,17 @@ class Sampling:
 
 
 class Completion(NamedTuple):
-    """What a sampler answers to one prompt.
+    """A sampler's answer to one prompt.
 
     Args:
-        token_ids: ``[L]`` int64, the sampled tokens, with the one that ended it if it was sampled.
+        token_ids: ``[L]`` int64, the sampled tokens, with the stop token if one was sampled.
         logprobs: ``[L]`` float32, nats: of each token under the distribution that it was sampled from, so after the
             temperature, and renormalised over the kept tokens under top-k and top-p.
-        truncated: it was stopped by a length limit.
+        truncated: a length limit stopped it.
         version: the version of the weights that sampled it; the oldest, where they changed meanwhile.
-        versions: ``[L]`` int64, of each token, where the sampler can be given weights while it decodes.
-        times: how often it was asked: more than once, where an engine died with it, its work was thrown away, or a
-            server failed.
+        versions: ``[L]`` int64, of each token; None: the sampler gets no new weights while it decodes.
+        times: how often an engine or a server was asked: more than once, where an engine died or was told to begin
+            again, or a server failed.
 
     >>> import torch
     >>> Completion(torch.tensor([7, 2]), torch.tensor([-0.5, -0.1]), truncated=False, version=1).version
@@ -142,7 +139,7 @@ _TOP_K = "top_k("
 
 
 def top_k(k: int) -> str:
-    """The name of an output, forward only: the k most probable tokens at each place.
+    """The name of the output that is the k most probable tokens at each place; forward only.
 
     >>> top_k(8)
     'top_k(8)'
@@ -151,7 +148,7 @@ def top_k(k: int) -> str:
 
 
 def top_k_of(needs: Collection[str]) -> int | None:
-    """The k of the `top_k` among the names of outputs, if it is there.
+    """The k of the `top_k` among the names of outputs; None: there is none.
 
     >>> top_k_of({"logprobs", top_k(8)}), top_k_of({"logprobs"})
     (8, None)

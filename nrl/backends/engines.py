@@ -17,24 +17,24 @@ __all__ = ["Decoded", "Request", "SampleEngine", "TrainEngine"]
 
 
 class TrainEngine[S, M](Protocol):
-    """What a backend author writes; made in each process of a mesh. ``S`` is its train state, ``M`` its params.
+    """The engine that the author of a trainer writes; each process of a mesh makes one.
 
-    In a mesh of several processes each is called with its own rows, and all with the same arguments otherwise; an
-    engine talks to its peers through `nrl.process`. What it returns as metrics is the same in all of them.
-    Both loops over micro-batches are the engine's own (under pipeline parallelism the schedule owns them).
-    Micro-batches are padded batches of whole rows; what the loss sees is ``[*b, T]`` like them. They are made while
-    they are read, which may raise in one process alone: an engine of several lets all of them know.
+    ``S`` is its train state, ``M`` its params. In a mesh of several processes every method is called in all of them,
+    with rows of their own and otherwise the same arguments; an engine talks to its peers through `nrl.process`. All
+    processes return the same metrics. Both loops over micro-batches are the engine's own (under pipeline parallelism
+    the schedule owns them). Micro-batches are padded batches of whole rows, and the loss sees outputs ``[*b, T]`` like
+    them. Reading them makes them, which may raise in one process alone: then the engine lets its peers know.
     """
 
     @property
     def provides(self) -> frozenset[str]:
-        """The kinds of outputs (`nrl.algos.output_kind`) that it computes, ``logprobs`` among them if it does."""
+        """The kinds of outputs that it computes (`nrl.algos.output_kind`), such as ``logprobs``."""
         ...
 
     def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> S:
-        """A fresh train state with the model's own weights, or with these, which may be of a model of another head.
+        """A fresh train state with the model's own weights, or with these.
 
-        They may be those of an adapter alone.
+        These may be an adapter's alone, or of a model with another head.
         """
         ...
 
@@ -43,7 +43,7 @@ class TrainEngine[S, M](Protocol):
         ...
 
     def load(self, source: str | None) -> M:
-        """Params from elsewhere, to be used forward only; None: the model's own initial ones."""
+        """Params for forward passes only, from a folder or the hub; None: the model's own initial ones."""
         ...
 
     def freeze(self, params: M) -> M:
@@ -51,9 +51,10 @@ class TrainEngine[S, M](Protocol):
         ...
 
     def forward(self, params: M, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
-        """What ``needs`` names for each micro-batch, without gradients, in the shapes of `nrl.algos.output_shape`.
+        """The outputs that ``needs`` names, for each micro-batch, without gradients.
 
-        For `top_k` that is ``top_k_ids`` and ``top_k_logprobs``, each ``[*b, T, k]``, zeros where nothing is predicted.
+        Their shapes are those of `nrl.algos.output_shape`. `top_k` stands for ``top_k_ids`` and ``top_k_logprobs``,
+        each ``[*b, T, k]``, zeros where nothing is predicted.
         """
         ...
 
@@ -62,27 +63,31 @@ class TrainEngine[S, M](Protocol):
     ) -> tuple[S, Metrics]:
         """One optimizer step on the sum over micro-batches of ``total / weights[term]``.
 
-        The metrics are those of the loss, ``loss``, ``grad_norm``, ``lr``, ``tokens``, and `mismatch_metrics` of what
-        the loss saw; `nrl.backends.training.gradients.value_and_grad` has them with the loss.
+        The metrics are those of the loss, ``loss``, ``grad_norm``, ``lr``, ``tokens``, and `mismatch_metrics` of the
+        outputs; `nrl.backends.training.gradients.value_and_grad` has them with the loss.
 
-        Either steps once, or raises and leaves the state as it was. Raises `WeightError` where the weights of the real
-        calls do not add up to ``weights``.
+        It either steps once, or raises and leaves the state as it was.
+
+        Raises:
+            WeightError: the weights of the real calls do not add up to ``weights``.
         """
         ...
 
     def tensors(self, params: M, adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """The params by their Hugging Face names, whole, tied ones once, for `publish`; all processes go along.
+        """The params by their Hugging Face names, whole, tied ones once; all processes iterate together.
 
-        With ``adapter`` those of an adapter alone; otherwise it is added to the others.
+        With ``adapter`` those of an adapter alone; otherwise adapters are added to the weights.
         """
         ...
 
     def save(self, state: S, folder: Path, adapter: bool = False) -> Saved:
-        """Write all that `restore` needs; with ``adapter``, without the base, which is the model's own.
+        """Write all that `restore` needs; with ``adapter``, leave out the base, which is the model's own.
 
-        Returns the files that this process wrote, by their names in the folder. They are on the disk by then (see
-        `nrl.files.write`), and when one process returns, all have written theirs. What the first process returns as
-        the record goes into the manifest, and to `restore` in each process.
+        When one process returns, the files of all are on the disk (see `nrl.files.write`).
+
+        Returns:
+            The files that this process wrote, by their names in the folder, and a record. The first process's record
+            goes into the manifest, and from there to `restore` in each process.
         """
         ...
 
@@ -91,7 +96,7 @@ class TrainEngine[S, M](Protocol):
         ...
 
     def save_params(self, params: M, folder: Path, adapter: bool = False) -> Saved:
-        """Write all that `restore_params` needs, to the last bit; otherwise as `save`."""
+        """As `save`, for params and `restore_params`."""
         ...
 
     def restore_params(self, folder: Path, record: Mapping[str, Any]) -> M:
@@ -99,24 +104,21 @@ class TrainEngine[S, M](Protocol):
         ...
 
     def export(self, params: M, folder: Path, adapter: bool = False) -> None:
-        """Write params and tokenizer in Hugging Face format; with ``adapter``, that alone in peft's.
+        """Write params and tokenizer in Hugging Face format; with ``adapter``, the adapter alone in peft's.
 
-        All processes go along, and the first one writes.
+        All processes call it, and the first one writes.
         """
         ...
 
 
 class Request(NamedTuple):
-    """A prompt that is to be completed.
+    """A prompt to complete.
 
     Args:
-        number: by which the answer is known; no other request of the sampler has it.
+        number: of this request and of its answer; unique in the sampler.
         prompt: token ids.
         seed: of its noise.
         sampling: how its tokens are drawn.
-
-    >>> Request(0, [5, 6], 1, Sampling()).seed
-    1
     """
 
     number: int
@@ -131,8 +133,8 @@ class Decoded(NamedTuple):
     Args:
         token_ids: ``[L]`` int64, the sampled tokens, with the stop token if one was sampled.
         logprobs: ``[L]`` float32, nats, of each under the distribution that it was drawn from.
-        truncated: it was ended by a length limit and not by a stop token.
-        versions: ``[L]`` int64, of the weights that each was drawn with; None: of those that there are.
+        truncated: a length limit ended it, and not a stop token.
+        versions: ``[L]`` int64, of the weights that drew each token; None: of the current ones.
     """
 
     token_ids: Tensor
@@ -142,7 +144,9 @@ class Decoded(NamedTuple):
 
 
 class SampleEngine(Protocol):
-    """What samples, in one process. It may satisfy `nrl.runtime.mesh.current_process.Rests`, too.
+    """The engine that the author of a sampler writes; it samples in one process.
+
+    It may satisfy `nrl.runtime.mesh.current_process.Rests`, too.
 
     `nrl.backends.sampling.pool.EnginePool` makes a sampler of such engines; `nrl.backends.hf.hf_engine` and
     `nrl.backends.vllm.vllm_engine` hold two of them.
@@ -155,33 +159,33 @@ class SampleEngine(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are."""
+        """How many tokens the model knows."""
         ...
 
     def advance(
         self, requests: Sequence[Request], cancelled: Sequence[int]
     ) -> Sequence[tuple[int, Decoded | Exception]]:
-        """Take on requests, forget others, and decode: for a moment, or until all that it has are finished.
+        """Take on requests, forget others, and decode: for a moment, or until all requests are finished.
 
-        It is called again and again while requests are unfinished, so an engine that can take on requests while it
+        It is called again and again while requests are unfinished. So an engine that can take on requests while it
         decodes returns every few steps, and any other when all are finished. The noise of a row depends on its seed
         alone.
 
         Args:
-            requests: new ones, which `nrl.backends.sampling.request_checks.check_prompts` has found fit.
-            cancelled: numbers of earlier ones that nobody waits for any more; some may be finished already.
+            requests: new ones, which `nrl.backends.sampling.request_checks.check_prompts` has accepted.
+            cancelled: numbers of earlier requests that nobody waits for any more; some may be finished already.
 
         Returns:
-            What is finished, with its number; or why it cannot be served.
+            For each finished request, its number and the answer, or the error for which it has none.
         """
         ...
 
     def begin(self) -> None:
-        """New weights will come, all of them. What was computed with the old ones must not be used again."""
+        """Prepare for new weights, all of them. Nothing computed with the old ones may be used again."""
         ...
 
     def add(self, bucket: Bucket) -> None:
-        """Some of them, by their Hugging Face names; of tied weights one name is enough.
+        """Take some of the new weights, by their Hugging Face names; of tied weights one name is enough.
 
         Raises:
             ModelError: a name that the model does not have, or a wrong shape.
@@ -189,9 +193,9 @@ class SampleEngine(Protocol):
         ...
 
     def end(self, version: int) -> None:
-        """They have come; unfinished requests go on with them.
+        """Use the new weights from now on, for unfinished requests, too.
 
         Raises:
-            ModelError: some have not.
+            ModelError: some weights did not come.
         """
         ...

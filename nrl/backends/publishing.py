@@ -1,9 +1,9 @@
 """`publish`: moves the weights of a trainer into a sampler, and checks that they arrived.
 
-`publish` gives the params to ``sampler.receive``, as `nrl.backends.sampling.weights.Weights`. A pool of engines tells
-each of them ``begin``, then ``add`` for each bucket that the trainer's processes send (`nrl.runtime.transfer`), then
-``end`` (`nrl.backends.engines.SampleEngine`); into vLLM they go as `nrl.backends.vllm.weight_loading` says. Then each
-engine completes a prompt, and the trainer says what it thinks of that.
+`publish` gives the params to ``sampler.receive``, as `nrl.backends.sampling.weights.Weights`. A pool calls ``begin`` of
+each engine, then ``add`` for each bucket that the trainer's processes send (`nrl.runtime.transfer`), then ``end``
+(`nrl.backends.engines.SampleEngine`). `nrl.backends.vllm.weight_loading` puts weights into vLLM. Then each engine
+completes a prompt, and its log-probabilities are compared with the trainer's.
 """
 
 from nrl.backends.samplers import Inflight, Probed, Sampler
@@ -23,28 +23,28 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
     The version is the number of publishes, to this sampler and of these params. Params that have been published
     already, to another sampler or before a restore, keep the number that they have.
 
-    A sampler whose `Model` has ``lora`` is sent the adapter alone; any other one, weights that adapters are added to.
+    A sampler whose `Model` has ``lora`` gets the adapter alone; any other one gets weights with adapters added in.
 
-    Each engine of a sampler that computes otherwise than a trainer (`Probed`) is then asked for a completion, always of
-    the same prompt, and its log-probabilities are compared with the trainer's.
+    Each engine of a sampler that computes differently from a trainer (`Probed`) then completes a prompt, always the
+    same one, and its log-probabilities are compared with the trainer's.
 
     Args:
         params: from ``state.params``, ``trainer.load`` or ``trainer.freeze``.
         sampler: the sampler whose weights are replaced in place.
         inflight: what becomes of completions that are under way, as with `nrl.ahead` or from other threads. ``"wait"``:
             they are finished first, while new ones wait. ``"keep"``: they go on with the new weights, from where they
-            are; their ``version`` is the oldest, and ``versions`` tells which token is whose. ``"abort"``: what they
-            have is thrown away, and they are asked again. A sampler that decodes a batch as a whole always waits.
+            are; their ``version`` is the oldest, and ``versions`` has that of each token. ``"abort"``: their tokens are
+            thrown away, and they begin again. A sampler that decodes a batch as a whole always waits.
 
     Returns:
         The version.
 
     Raises:
         ConsumedState: the params were borrowed from a state that has been consumed.
-        WeightMismatch: the sampler, asked for a completion, does not compute what the trainer does. It does not serve
-            anybody else until it does.
+        WeightMismatch: an engine's log-probabilities differ from the trainer's. The sampler serves nobody until a later
+            publish succeeds.
         ModelError: the sampler has an adapter, and these params are not the same adapter on the same base.
-        PlacementError: the sampler is asked early (`nrl.ahead`), and shares GPUs with the trainer.
+        PlacementError: the sampler samples early (`nrl.ahead`), and shares GPUs with the trainer.
         ValueError: there is no such ``inflight``.
 
     >>> import nrl
@@ -66,7 +66,7 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
     if inflight not in ("wait", "keep", "abort"):
         raise ValueError(f"publish: inflight is {inflight!r}; it is 'wait', 'keep' or 'abort'")
     _check_lag(params.handle.mesh, sampler)
-    # Weights from elsewhere, such as a reference's, count on from what the sampler has had, or two would share a number
+    # Other weights, such as a reference's, count on from the sampler's version, or two would share a number
     version = params.version if params.published else max(params.version, sampler.version) + 1
     weights = Weights(params, _alone(params, sampler))
     sampler.receive(weights, version, inflight=inflight)
@@ -81,7 +81,7 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
 
 
 def _check_lag(trainer: Mesh, sampler: Sampler) -> None:
-    """Two that share a GPU take turns on it: what is to be sampled while the trainer trains would only wait for it."""
+    """Refuse a lag on shared GPUs: the meshes take turns there, so sampling early would only wait for the trainer."""
     lag, meshes = getattr(sampler, "lag", 0), getattr(sampler, "meshes", ())
     there = {index for mesh in meshes if mesh.cluster is trainer.cluster for index in mesh.slots.indices}
     if lag and trainer.cluster.gpus and (shared := sorted(there & set(trainer.slots.indices))):
@@ -93,7 +93,7 @@ def _check_lag(trainer: Mesh, sampler: Sampler) -> None:
 
 
 def _alone(params: Params, sampler: Sampler) -> bool:
-    """Whether the adapter alone is sent."""
+    """Whether the sampler gets the adapter alone."""
     wanted = getattr(sampler, "adapter", None)
     if wanted is not None and params.adapter != wanted:
         found = "are not an adapter on the weights that their Model names"

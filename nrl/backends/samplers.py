@@ -15,11 +15,11 @@ type Inflight = Literal["wait", "keep", "abort"]
 
 
 class Sampler(Protocol):
-    """What `nrl.rollout` needs of an inference engine."""
+    """What rollouts and `nrl.publish` need of a sampler."""
 
     @property
     def version(self) -> int:
-        """How often weights had been published when the ones it holds were."""
+        """The version of its weights: how many publishes there had been, with theirs."""
         ...
 
     @property
@@ -34,7 +34,7 @@ class Sampler(Protocol):
 
     @property
     def sampling(self) -> Sampling:
-        """What it samples with where a call does not say."""
+        """How it samples where a call does not say."""
         ...
 
     def generate(
@@ -44,18 +44,33 @@ class Sampler(Protocol):
         seeds: Sequence[int] | None = None,
         sampling: Sampling | None = None,
     ) -> Future[list[Completion]]:
-        """Complete each prompt once; equal prompts share their prefill. A row's noise depends on its seed alone."""
+        """Complete each prompt once. A row's noise depends on its seed alone.
+
+        Args:
+            prompts: token ids, of any lengths; equal ones may be read once.
+            seeds: of each row's noise; None: 0, 1, 2 ...
+            sampling: None: the sampler's own.
+
+        Returns:
+            A future of one `Completion` for each prompt, in order.
+
+        Raises:
+            GenerationError: a prompt that cannot be completed.
+        """
         ...
 
     def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:
         """Replace the weights in place; `publish` calls it.
 
         Args:
-            buckets: tensors by their Hugging Face names, some at a time. Futures are of values that live on a mesh: a
-                sampler on a mesh passes them on to its processes, without a wait or a copy here. It can be iterated
-                again later, as long as the params are there; then it raises `ConsumedState`.
-            version: stamped from now on on what is sampled.
+            buckets: tensors by their Hugging Face names, some at a time. Futures stand for values on a mesh: a sampler
+                on a mesh passes them on to its processes, without a wait or a copy here. `publish` gives buckets that
+                can be iterated again, until a step has consumed the params; then iterating raises `ConsumedState`.
+            version: of these weights, which completions bear from now on.
             inflight: what becomes of requests that are under way; see `nrl.publish`.
+
+        Raises:
+            ModelError: a name that the model does not have, a wrong shape, or weights that are missing.
         """
         ...
 
@@ -67,17 +82,17 @@ class Streams(Protocol):
     def stream(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling | None = None
     ) -> "list[futures.Future[Completion]]":
-        """As `Sampler.generate`, with a future for each row; to cancel one is to have it forgotten."""
+        """As `Sampler.generate`, with a future for each row; if one is cancelled, the sampler forgets the row."""
         ...
 
 
 @runtime_checkable
 class Probed(Protocol):
-    """A sampler whose engines compute otherwise than a trainer does, so that `publish` checks what they compute."""
+    """A sampler whose engines compute differently from a trainer, so that `publish` compares log-probabilities."""
 
     @property
     def tolerance(self) -> float | None:
-        """Nats that its log-probabilities may differ from a trainer's; None: they are computed alike."""
+        """Nats by which its log-probabilities may differ from a trainer's; None: they need no check."""
         ...
 
     def everywhere(self, prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:

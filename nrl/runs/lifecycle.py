@@ -369,7 +369,7 @@ def run(cfg: Any) -> Iterator[Run]:
         sink = stack.enter_context(open_sinks(getattr(cfg, "sinks", ()), out, attrs.asdict(cfg), name=out.name))
         stack.callback(report_at_end, out)
         stack.enter_context(timeline.recording(out))
-        stack.enter_context(profiles.asked(out))
+        stack.enter_context(profiles.profiling(out))
         yield Run(out, int(getattr(cfg, "steps", 0)), keep, sink, preemption, stack)
     print(f"done in {duration(time.monotonic() - started)}; metrics are in {out}", flush=True)
 

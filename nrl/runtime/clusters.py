@@ -18,11 +18,11 @@ _DEADLINE = 3600.0
 _RAY_SETTINGS = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run` it would pack the working folder and choose interpreters
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # whoever waits for a call is told
-    # What Ray says of a worker that died: whoever waits for it is told, with less guessing
+    # Ray's guesses about a worker that died: whoever waits for it gets an error that knows more
     "RAY_DEDUP_LOGS_SKIP_REGEX": r"^A worker died or was killed while executing a task|\(raylet\) worker\.cc:\d+: "
     r"|^Traceback \(most recent call last\):\n  File \"python/ray/_raylet",
-    # For a cluster that is started here: Ray's agents notice that their node is gone by a pipe, of which the one may
-    # hold the other's end for minutes; and children of a process that dies end with it
+    # For a cluster that starts here. Ray's agents watch their node through pipes, and one may hold another's end open
+    # for minutes. The children of a process that dies end with it
     "RAY_enable_pipe_based_agent_to_parent_health_check": "0",
     "RAY_process_group_cleanup_enabled": "1",
 }

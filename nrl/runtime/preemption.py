@@ -1,7 +1,7 @@
 """SIGTERM: saves a run and ends it in the time that the scheduler grants.
 
-Where it waits for a batch it is broken off at once, by an exception, and what the last step left is saved. In the
-middle of a step, when the state has been consumed, it goes on to the end of that step. What takes too long is ended.
+A run that waits for a batch stops at once, by an exception, and saves what the last step left. In the middle of a step
+the state has been consumed, so the run goes on to the end of that step. What takes too long is ended.
 """
 
 import _thread
@@ -16,27 +16,19 @@ from typing import Any, NoReturn
 
 __all__ = ["Preemption", "Terminated", "ending", "heeded", "patience"]
 
-_WAITS, _RAISES, _EXITS = 0.4, 0.7, 0.95  # parts of the time: for what is pending; for a checkpoint; for all the rest
-_asked: "_Asked | None" = None  # of the process, which is never asked back
+_WAITS, _RAISES, _EXITS = 0.4, 0.7, 0.95  # of the time: waits end, an exception breaks off, the process exits
+_asked: "_Asked | None" = None  # the process heeds one signal, and there is no way back
 
 
 class Terminated(SystemExit):
-    """The run was asked to end. It leaves all `with` blocks, and the process with the status 143.
-
-    >>> Terminated().code
-    143
-    """
+    """The run was asked to end. It leaves all `with` blocks, and the process with the status 143."""
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
 
 
 def patience() -> float | None:
-    """Seconds that one may wait for something that can be done again after a restart; None: any time.
-
-    >>> patience() is None
-    True
-    """
+    """Seconds left to wait for work that a restart can do again; None: no signal has come, so any time."""
     return None if _asked is None else max(0.0, _WAITS * _asked.grace - _asked.past())
 
 
@@ -45,7 +37,7 @@ class _Asked:
 
     def __init__(self, grace: float) -> None:
         self.grace = grace
-        self.leaving = False  # for good: no exception breaks that off
+        self.leaving = False  # the blocks, which no other exception may break off
         self.said = "no checkpoint could be saved"
         self._began = time.monotonic()
 
@@ -56,7 +48,7 @@ class _Asked:
         return not self.leaving and self.past() >= _RAISES * self.grace
 
     def watch(self) -> None:
-        """Whatever has been left, the process ends in time."""
+        """Send the signal again where the run is late, and exit shortly before the time is over."""
         time.sleep(_RAISES * self.grace)
         if _asked is self and self.late():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -70,28 +62,25 @@ class _Asked:
 
 
 class Preemption:
-    """What has become of a SIGTERM; made by `heeded`.
+    """The answer of a run to SIGTERM; made by `heeded`.
 
     Args:
         grace: seconds from the signal to the end of the process.
-
-    >>> Preemption(30.0).asked
-    False
     """
 
     def __init__(self, grace: float) -> None:
         self.grace = grace
         self.going_on = False
-        """Whether what runs comes to its end first, unless that takes too long; else an exception breaks it off."""
+        """Whether the running work may finish in time; otherwise an exception breaks it off."""
         self._pid = os.getpid()
 
     @property
     def asked(self) -> bool:
-        """Whether there was one, in this block or before it."""
+        """Whether a signal has come, in this block or before it."""
         return _asked is not None
 
     def end(self) -> NoReturn:
-        """Leave all blocks, now that there is nothing left to do.
+        """Leave all blocks, since nothing is left to do.
 
         Raises:
             Terminated: always.
@@ -101,15 +90,15 @@ class Preemption:
         raise Terminated
 
     def say(self, text: str) -> None:
-        """Also where a ``print`` has been interrupted."""
+        """Write a line to the standard error, also where the signal has interrupted a ``print``."""
         if _asked is not None:
             _asked.said = text
         os.write(2, f"run: {text}\n".encode())
 
     def handle(self, number: int, frame: Any) -> None:
-        """The signal."""
+        """The handler of the signal."""
         global _asked
-        if os.getpid() != self._pid:  # a fork, whose parent ends it
+        if os.getpid() != self._pid:  # a fork does what it would without nrl
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif _asked is None:
@@ -119,21 +108,16 @@ class Preemption:
             os.write(2, f"run: SIGTERM; {how}, within {self.grace:g} s (checkpoints.grace)\n".encode())
             if not self.going_on:
                 raise Terminated
-        elif _asked.late():  # another signal before that breaks nothing off, such as what is being saved
+        elif _asked.late():  # an earlier second signal breaks nothing off, such as a checkpoint
             self.end()
 
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Once SIGTERM has come, an error ends the program: it may be another process that the same signal has ended.
+    """Turn any error into `Terminated` once SIGTERM has come: the signal may have ended a process that the run needs.
 
     Raises:
         Terminated: from that error.
-
-    >>> with ending():
-    ...     raise KeyError("before any signal")
-    Traceback (most recent call last):
-    KeyError: 'before any signal'
     """
     try:
         yield
@@ -153,10 +137,13 @@ def ending() -> Iterator[None]:
 def heeded(grace: float) -> Iterator[Preemption]:
     """Heed SIGTERM, in the main thread and where the program has no handler of its own.
 
-    A signal is heeded until the process ends, also after the block.
+    Once a signal has come, the process heeds it until its end, also after the block.
+
+    Args:
+        grace: seconds from the signal to the end of the process.
 
     Raises:
-        Terminated: there was a signal; also in place of another error: see `ending`.
+        Terminated: a signal came; also in place of another error: see `ending`.
 
     >>> with heeded(30.0) as preemption:
     ...     preemption.asked
@@ -176,11 +163,3 @@ def heeded(grace: float) -> Iterator[Preemption]:
 
 def _is_ours(handler: Any) -> bool:
     return getattr(handler, "__module__", "").startswith("nrl.")
-
-
-def _call_off() -> None:
-    """Make as if no signal had come: for tests of this, whose process lives on."""
-    global _asked
-    _asked = None
-    if _is_ours(signal.getsignal(signal.SIGTERM)):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

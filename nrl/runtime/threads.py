@@ -10,13 +10,13 @@ __all__ = ["Daemons"]
 
 
 class Daemons(futures.ThreadPoolExecutor):
-    """A pool of daemon threads. Those of the standard library keep a process alive until what they do has ended.
+    """A pool of daemon threads. The standard library's pool keeps a process alive until its threads are done.
 
-    A thread lives as long as something is waiting to be done; calls begin in their order.
+    A thread lives as long as calls wait; calls begin in their order.
 
     Args:
         workers: how many threads at once.
-        name: of the threads.
+        name: of each thread.
 
     >>> Daemons(1).submit(len, "abc").result()
     3
@@ -29,7 +29,7 @@ class Daemons(futures.ThreadPoolExecutor):
         self._guard = threading.Lock()
 
     def submit[T](self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "futures.Future[T]":
-        """Have a function called; what it raises is raised by the future."""
+        """Call a function in one of the threads; a future of what it returns or raises."""
         future: futures.Future[T] = futures.Future()
         with self._guard:
             self._waiting.append((future, lambda: fn(*args, **kwargs)))
@@ -51,4 +51,4 @@ class Daemons(futures.ThreadPoolExecutor):
                     future.set_result(call())
                 except BaseException as error:
                     future.set_exception(error)
-            del future, call  # which nobody else may hold
+            del future, call  # an idle thread must not keep them alive

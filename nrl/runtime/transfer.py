@@ -1,8 +1,8 @@
 """Moving tensors between the processes of two meshes, by the way that their placement allows.
 
-By value, through the object store, which the processes of a node read without a copy; lent where they lie, to
-processes on the same GPUs (CUDA IPC); or, between GPUs, cast to all at once (a broadcast over NCCL). Whichever way they
-take, a sample of them bears a checksum, which is compared where they arrive.
+There are three ways. By value: through the object store, which the processes of a node read without a copy. Lent: to
+processes on the same GPUs, which see the tensors where they lie (CUDA IPC). Cast: between GPUs, to all receivers at
+once (a broadcast over NCCL). A sample of the tensors bears checksums, which the receiver compares.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from nrl.errors import CorruptedTransfer, TransferError
 from nrl.runtime.mesh.current_process import process
 from nrl.runtime.mesh.placement import Mesh, Out
 
-__all__ = ["Route", "Tensors", "by_value", "cast", "checksum", "lend", "opened", "route", "sampled", "sent"]
+__all__ = ["Route", "Tensors", "by_value", "cast", "checksum", "has_checksum", "lend", "opened", "route", "sent"]
 
 type Tensors = Mapping[str, Tensor]
 
@@ -41,8 +41,8 @@ class Route(NamedTuple):
     """How tensors travel.
 
     Args:
-        send: called in each process of the sending mesh, with the same tensors; what it returns is what travels.
-        out: which of them do.
+        send: called with the same tensors in each process of the sending mesh; its results travel.
+        out: which of the results do.
     """
 
     send: Callable[[Tensors], Any]
@@ -50,45 +50,34 @@ class Route(NamedTuple):
 
 
 def route(source: Mesh, to: Sequence[Mesh]) -> Route:
-    """How tensors that every process of ``source`` has get to all processes of other meshes.
-
-    >>> from nrl.runtime import cluster
-    >>> with cluster("local") as here:
-    ...     slots = here.reserve(2)
-    ...     route(slots[:1].mesh(), [slots[1:].mesh()]).send.__name__
-    'by_value'
-    """
+    """Choose how tensors travel that every process of ``source`` holds and that all processes of ``to`` receive."""
     here, there = set(source.slots.indices), [set(mesh.slots.indices) for mesh in to]
     if source.cluster.gpus and there:
         if source.dp == source.size and all(each <= here for each in there):
             return Route(lend, Out.each)
         if not any(each & here for each in there):
-            return Route(_Cast(tuple(map(_number, to)), sum(mesh.size for mesh in to)), Out.first)
+            return Route(_Cast(tuple(map(_key, to)), sum(mesh.size for mesh in to)), Out.first)
     return Route(by_value, Out.first)
 
 
 def sent(send: Callable[[Tensors], Any], tensors: Tensors) -> tuple[Any, dict[str, int]]:
-    """What travels of tensors, and the checksums of a sample of them.
+    """Send tensors; `opened` is the inverse.
 
     Args:
         send: of a `Route`.
-        tensors: by their names, by which the sample is taken.
+        tensors: by name; the names decide which of them bear a checksum.
 
-    >>> sent(by_value, {"x": torch.ones(1)})
-    ({'x': tensor([1.])}, {'x': 1065353216})
+    Returns:
+        What travels, and from the first process the checksums.
     """
     if not process().first:  # whose go along
         return send(tensors), {}
-    sample = list(filter(sampled, tensors)) or list(tensors)[:1]
+    sample = list(filter(has_checksum, tensors)) or list(tensors)[:1]
     return send(tensors), {name: checksum(tensors[name]) for name in sample}
 
 
-def sampled(name: str) -> bool:
-    """Whether a tensor of this name always bears a checksum.
-
-    >>> [i for i in range(20) if sampled(f"layer.{i}")]
-    [4, 17]
-    """
+def has_checksum(name: str) -> bool:
+    """Whether a tensor of this name always bears a checksum."""
     return zlib.crc32(name.encode()) % _SAMPLE == 0
 
 
@@ -103,16 +92,19 @@ def checksum(tensor: Tensor) -> int:
 
 
 def opened(results: Sequence[tuple[Any, Mapping[str, int]]]) -> Tensors:
-    """What was `sent`, in the process that receives it.
+    """The tensors that were `sent`, in the process that receives them.
+
+    Args:
+        results: of `sent`, as `Route.out` picked them.
 
     Raises:
-        TransferError: it cannot be had, though by value it could.
-        CorruptedTransfer: it is not what was sent.
+        TransferError: they do not arrive in this way; by value they would.
+        CorruptedTransfer: one of them is not what was sent.
 
     >>> opened([sent(by_value, {"x": torch.ones(1)})])
     {'x': tensor([1.])}
     """
-    tensors = _opened([what for what, _ in results])
+    tensors = _arrived([travelled for travelled, _ in results])
     for name, expected in results[0][1].items():
         found = checksum(tensors[name])
         if found != expected:
@@ -122,23 +114,19 @@ def opened(results: Sequence[tuple[Any, Mapping[str, int]]]) -> Tensors:
     return tensors
 
 
-def _opened(sent: Sequence[Any]) -> Tensors:
-    lent = {each.device: each.handles for each in sent if isinstance(each, _Lent)}
+def _arrived(travelled: Sequence[Any]) -> Tensors:
+    lent = {each.device: each.handles for each in travelled if isinstance(each, _Lent)}
     if lent and _device() not in lent:
         raise TransferError(f"transfer: tensors were lent on {', '.join(lent)}, and this process is on {_device()}")
     if lent:
         tensors: Tensors = pickle.loads(lent[_device()])
         return tensors
-    first = sent[0]
+    first = travelled[0]
     return _received(first) if isinstance(first, _Parcel) else first
 
 
 def by_value(tensors: Tensors) -> Tensors:
-    """The tensors themselves.
-
-    >>> by_value({})
-    {}
-    """
+    """Send the tensors themselves."""
     return dict(tensors)
 
 
@@ -149,11 +137,7 @@ class _Lent:
 
 
 def lend(tensors: Tensors) -> Any:
-    """Let processes on the same device see tensors where they are; what is not on a GPU goes by value.
-
-    >>> lend({"x": torch.ones(1)})
-    {'x': tensor([1.])}
-    """
+    """Let processes on the same device see tensors where they lie; where one is not on a GPU, all go by value."""
     if not all(map(_lendable, tensors.values())):
         return by_value(tensors) if process().first else {}
     return _Lent(_device(), bytes(ForkingPickler.dumps({name: x.detach() for name, x in tensors.items()})))
@@ -169,7 +153,7 @@ def _device() -> str:
 
 @attrs.frozen
 class _Parcel:
-    """Where tensors are cast, and what they are."""
+    """Where the receivers of tensors meet the sender, and the names, dtypes and shapes of the tensors."""
 
     meeting: tuple[str, int]
     receivers: int
@@ -190,21 +174,21 @@ class _Cast:
 
 
 def cast(tensors: Tensors, to: tuple[int, ...], receivers: int) -> _Parcel:
-    """Send tensors to all receivers at once, in the background; each of them has to open what this returns.
+    """Send tensors to all receivers at once, in the background; each receiver has to open what this returns.
 
     Args:
         tensors: on one device.
-        to: the same as long as the receivers are, who meet but once.
-        receivers: how many processes they are.
+        to: a key of the receivers; while it is the same, they do not meet anew.
+        receivers: how many processes receive.
 
     Raises:
-        TransferError: the last ones did not arrive.
+        TransferError: the tensors before these did not arrive.
 
     >>> cast({"x": torch.ones(2)}, (), 0).content
     (('x', torch.float32, (2,)),)
     """
     if to not in _SENDERS:
-        _SENDERS.clear()  # receivers of earlier weights have died, and others have come
+        _SENDERS.clear()  # the receivers have died, and others have come
         _SENDERS[to] = _Sender(receivers)
     try:
         return _SENDERS[to].send(tensors)
@@ -226,7 +210,7 @@ class _Sender:
 
     def send(self, tensors: Tensors) -> _Parcel:
         if self._sending is not None:
-            self._sending.result()  # there is one buffer on its way, not two
+            self._sending.result()  # so that one buffer is on its way, and not two
         content = tuple((name, x.dtype, tuple(x.shape)) for name, x in tensors.items())
         self._sending = self._background.submit(self._send, _flat(tensors))
         return _Parcel((self._store.host, self._store.port), self._receivers, content)
@@ -251,9 +235,9 @@ def _received(parcel: _Parcel) -> Tensors:
             _GROUPS[parcel.meeting] = _met(store, store.add("receivers", 1), 1 + parcel.receivers)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         sizes = [prod(shape) * dtype.itemsize for _, dtype, shape in parcel.content]
-        flat = torch.empty(sum(map(_padded, sizes)), dtype=torch.uint8, device=device)
+        flat = torch.empty(sum(map(_aligned, sizes)), dtype=torch.uint8, device=device)
         _GROUPS[parcel.meeting].broadcast(flat, 0).wait()
-    pieces = flat.split([_padded(size) for size in sizes])
+    pieces = flat.split([_aligned(size) for size in sizes])
     return {
         name: piece[:size].view(dtype).view(shape)
         for piece, size, (name, dtype, shape) in zip(pieces, sizes, parcel.content, strict=True)
@@ -261,24 +245,24 @@ def _received(parcel: _Parcel) -> Tensors:
 
 
 def _flat(tensors: Tensors) -> Tensor:
-    """All of them one after the other, in memory that is taken once."""
-    sizes = [_padded(x.numel() * x.element_size()) for x in tensors.values()]
+    """The bytes of all tensors one after the other, in memory that is allocated once."""
+    sizes = [_aligned(x.numel() * x.element_size()) for x in tensors.values()]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
     for x, piece in zip(tensors.values(), flat.split(sizes), strict=True):
         piece[: x.numel() * x.element_size()].view(x.dtype).view(x.shape).copy_(x.detach())
     return flat
 
 
-def _padded(size: int) -> int:
+def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _met(store: Any, rank: int, size: int) -> Any:
-    """A process group of its own: that of the mesh knows nothing of the others."""
+    """A process group of sender and receivers: the group of a mesh does not reach other meshes."""
     limit = timedelta(seconds=_SECONDS)
     if not torch.cuda.is_available():
         return dist.ProcessGroupGloo(store, rank, size, limit)
-    # Otherwise NCCL takes down a whole process if one that it waits for has died
+    # Without it, NCCL takes down the whole process where a peer that it waits for has died
     before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     try:
@@ -310,7 +294,7 @@ _NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _COUNT, _LOCK = itertools.count(), threading.Lock()
 
 
-def _number(mesh: Mesh) -> int:
-    """The same for the same processes, as long as they live."""
+def _key(mesh: Mesh) -> int:
+    """A number that the processes of a mesh keep as long as they live."""
     with _LOCK:
         return _NUMBERS.setdefault(mesh.processes, next(_COUNT))

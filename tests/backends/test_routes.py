@@ -142,6 +142,11 @@ def test_what_cannot_be_received_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
         transfer.opened([(damaged, {"x": 7})])
 
 
+def test_what_is_on_no_gpu_goes_by_value() -> None:
+    x = torch.ones(1)
+    assert transfer.lend({"x": x}) == {"x": x}
+
+
 def test_a_sample_bears_checksums() -> None:
     """The same tensors each time, at least one of them, of any dtype and size."""
     tensors = {f"layer.{i}": torch.full((3,), float(i)) for i in range(64)}

@@ -13,7 +13,7 @@ from nrl.batch.ragged import is_ragged, numbered, ragged, rows_of
 from nrl.checkpoint.serialization import decode, encode
 from nrl.errors import ColumnError, MutatedBatch, PlacementError
 from nrl.runtime import P, shard_map
-from nrl.runtime.ray.pickling import opened, shipped, shipper
+from nrl.runtime.ray.pickling import deserialized, rows_serializer, serialized
 from nrl.runtime.ray.worker import _digest
 
 COUNTS = [2, 0, 1, 3]
@@ -59,12 +59,12 @@ def test_entries_go_along_with_their_rows(counts: list[int], n: int) -> None:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.data())
 def test_entries_arrive_in_other_processes(counts: list[int], data: st.DataObject) -> None:
     batch = rows(counts)
-    found, shared = opened(shipped(batch, "test"))
+    found, shared = deserialized(serialized(batch, "test"))
     check(found, counts)
     assert _digest(found) == _digest(batch)
     index = data.draw(st.lists(st.sampled_from(range(len(counts))), unique=True))
-    if ship := shipper(batch):
-        found, shared = opened(ship(index))
+    if ship := rows_serializer(batch):
+        found, shared = deserialized(ship(index))
         check(found, counts)
         assert found["row"].tolist() == index
         if index and any(counts[i] for i in index):
@@ -78,7 +78,7 @@ def test_the_padding_stays_behind_and_other_rows_entries_do_too() -> None:
     media = ragged([torch.zeros(10000), torch.zeros(1)])
     mask = torch.tensor([[True] * 9, [True] + [False] * 8])
     batch = assign(Batch({}, batch_size=[2]), input_ids=mask.long(), attention_mask=mask, media=media)
-    ship = shipper(batch)
+    ship = rows_serializer(batch)
     assert ship is not None
     assert sum(map(len, ship([1]))) < 2000
 

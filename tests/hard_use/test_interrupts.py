@@ -38,7 +38,7 @@ class Late:
     happens: Callable[[], None]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "call":
+        if name == "do":
             self.happens()
         return getattr(self.actor, name)
 

@@ -13,7 +13,7 @@ import nrl
 from nrl.batch import Batch
 from nrl.errors import MutatedBatch
 from nrl.runtime.mesh.placement import Rows
-from nrl.runtime.ray.pickling import opened, shipped, shipper, size
+from nrl.runtime.ray.pickling import deserialized, rows_serializer, serialized, size
 from nrl.runtime.ray.unpadded import Unpadded
 
 DTYPES = (
@@ -74,7 +74,7 @@ def any_batches(draw: st.DrawFn) -> Batch:
 @settings(max_examples=300)
 @given(any_batches(), st.booleans())
 def test_a_batch_arrives_as_it_was_sent(batch: Batch, copy: bool) -> None:
-    found, shared = opened(shipped(batch, "test"), copy=copy)
+    found, shared = deserialized(serialized(batch, "test"), copy=copy)
     assert equal(found, batch)
     assert found.is_locked == batch.is_locked
     assert not (copy and shared.tensors)
@@ -85,12 +85,12 @@ def test_a_batch_arrives_as_it_was_sent(batch: Batch, copy: bool) -> None:
 def test_rows_arrive_as_they_were_sent(batch: Batch, data: st.DataObject, copy: bool) -> None:
     rows = st.permutations(range(len(batch))).flatmap(lambda order: st.integers(0, len(order)).map(lambda n: order[:n]))
     index = torch.tensor(data.draw(rows), dtype=torch.int64)
-    ship = shipper(batch)
+    ship = rows_serializer(batch)
     expected = Rows(batch, index).open()
     if ship is None:
         assert not Unpadded.of(batch)
         return
-    found, shared = opened(ship(index.tolist()), copy=copy)
+    found, shared = deserialized(ship(index.tolist()), copy=copy)
     assert equal(found, expected)
     assert found.is_locked
     assert found["media"].is_locked
@@ -114,20 +114,20 @@ def skewed(rows: int = 64, width: int = 4096) -> Batch:
 def test_what_travels_is_the_tokens() -> None:
     batch = skewed()
     tokens, entry = int(batch["attention_mask"].sum()), 8 + 1 + 4 + 8 + 8
-    ship: Any = shipper(batch)
-    for parts in (shipped(batch, "test"), ship(None)):
+    ship: Any = rows_serializer(batch)
+    for parts in (serialized(batch, "test"), ship(None)):
         assert tokens * entry < size(parts) < 1.05 * tokens * entry
     assert size(ship([3, 5])) < 200 * entry + 2000
     nrl.declare(odd="token")
     odd = nrl.assign(batch, odd=torch.arange(64 * 4096).view(64, 4096))
-    assert 0 <= size(shipped(odd, "test")) - size(shipped(batch, "test")) - 64 * 4096 * 8 < 100  # whole, as it is
+    assert 0 <= size(serialized(odd, "test")) - size(serialized(batch, "test")) - 64 * 4096 * 8 < 100  # whole, as it is
 
 
 def test_rows_without_padding_lie_where_they_came() -> None:
     batch = skewed()
-    ship: Any = shipper(batch)
+    ship: Any = rows_serializer(batch)
     parts = ship([0])
-    found, _ = opened(parts)
+    found, _ = deserialized(parts)
     start = parts[1].ctypes.data
     assert start < found["input_ids"].data_ptr() < start + len(parts[1])
     assert equal(found, batch[:1])
@@ -135,8 +135,8 @@ def test_rows_without_padding_lie_where_they_came() -> None:
 
 @pytest.mark.parametrize("rows", [[0], [1, 2]])
 def test_a_write_into_rows_is_found(rows: list[int]) -> None:
-    ship: Any = shipper(skewed())
-    found, shared = opened(ship(rows))
+    ship: Any = rows_serializer(skewed())
+    found, shared = deserialized(ship(rows))
     shared.check("my_function")
     found["advantages"].mul_(2)
     with pytest.raises(MutatedBatch, match="my_function wrote into its arguments"):
@@ -146,8 +146,8 @@ def test_a_write_into_rows_is_found(rows: list[int]) -> None:
 def test_padding_that_has_been_written_to_is_looked_at_again() -> None:
     mask = torch.tensor([[True, True, False], [True, False, False]])
     batch = Batch({"attention_mask": mask, "x": torch.ones(2, 3) * mask}, batch_size=[2]).lock_()
-    assert equal(opened(shipped(batch, "test"))[0], batch)
+    assert equal(deserialized(serialized(batch, "test"))[0], batch)
     batch["x"][1, 2] = 5.0
-    assert equal(opened(shipped(batch, "test"))[0], batch)
+    assert equal(deserialized(serialized(batch, "test"))[0], batch)
     mask[1, 2] = True
-    assert equal(opened(shipped(batch, "test"))[0], batch)
+    assert equal(deserialized(serialized(batch, "test"))[0], batch)

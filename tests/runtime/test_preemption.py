@@ -36,10 +36,16 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def call_off() -> None:
+    """Make as if no signal had come: this process lives on."""
+    preemption._asked = None
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 @pytest.fixture(autouse=True)
 def _this_process_lives_on() -> Iterator[None]:
     yield
-    preemption._call_off()
+    call_off()
 
 
 @contextmanager
@@ -48,7 +54,7 @@ def terminated() -> Iterator[None]:
     with pytest.raises(Terminated) as caught:
         yield
     assert caught.value.code == 143
-    preemption._call_off()
+    call_off()
 
 
 def items(at: dict[int, Callable[[], Any]] | None = None) -> Source[Any]:

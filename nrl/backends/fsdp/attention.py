@@ -10,17 +10,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from nrl.batch.packing import Block
 from nrl.errors import ModelError
 
-__all__ = ["NAME", "PackedLayout", "register"]
+__all__ = ["NAME", "PackedLayout", "register_attention"]
 
 NAME = "nrl_blocks"
-"""The attention implementation's name in transformers.
-
->>> NAME
-'nrl_blocks'
-"""
+"""The name of this attention in transformers."""
 
 _SMALL = 8192
-"""Scores a row and key-value head, up to which two plain products are faster on a CPU than the fused kernel."""
+"""Up to so many scores for a row and key-value head, two plain products are faster on a CPU than the fused kernel."""
 
 
 class PackedLayout:
@@ -29,9 +25,6 @@ class PackedLayout:
     Args:
         blocks: from `nrl.batch.packing.pack`.
         device: of the tokens.
-
-    >>> PackedLayout([Block(2, 3)], torch.device("cpu")).blocks
-    (Block(rows=2, width=3, after=None),)
     """
 
     def __init__(self, blocks: Sequence[Block], device: torch.device) -> None:
@@ -47,11 +40,18 @@ class PackedLayout:
         self._biases: dict[tuple[object, ...], Tensor] = {}
 
     def bias(self, number: int, window: int | None, dtype: torch.dtype, heads: tuple[int, int] = (1, 1)) -> Tensor:
-        """What is added to the scores of a block: ``[rows, 1, width, keys]``, minus infinity where nothing is seen.
+        """The bias for the scores of a block, minus infinity where a token does not see a key.
 
-        Keys are the tokens of the earlier row, as wide as its block, and then the row's own. In the positions of the
-        row, the token at p sees those from ``p - window + 1`` to p. For ``heads`` (h, G): ``[rows * h, G * width,
-        keys]``.
+        Keys are the tokens of the earlier row, as wide as its block, and then the row's own.
+
+        Args:
+            number: of the block.
+            window: a token at position p sees those from ``p - window + 1`` to p; None: all up to p.
+            dtype: of the scores.
+            heads: (h, G), the key-value heads, and the query heads of each.
+
+        Returns:
+            ``[rows, 1, width, keys]``; for heads other than (1, 1), ``[rows * h, G * width, keys]``.
         """
         key = number, window, dtype, heads
         if key not in self._biases:
@@ -78,19 +78,16 @@ class PackedLayout:
         return torch.cat([x.expand(block.rows, 1, block.width, -1) for x in (before, own)], -1)
 
 
-def register() -> str:
+def register_attention() -> str:
     """Make the attention known to transformers, and return its name.
 
     transformers builds no mask for it: each block is a rectangle of right-padded rows, so causality is the whole mask.
-    Its own packing by ``position_ids`` is not used; it is switched off silently by a cache or a mask of ones.
-
-    >>> register()
-    'nrl_blocks'
+    transformers' own packing by ``position_ids`` is not used: a cache or a mask of ones switches it off silently.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    # Not compiled: the blocks differ from batch to batch, and each layout would be compiled anew
+    # Not compiled: the blocks differ from batch to batch, and torch would compile each layout anew
     AttentionInterface.register(NAME, torch.compiler.disable(_attend))
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
     return NAME
@@ -142,7 +139,7 @@ def _one(
     h, keys = k.shape[1:3]
     group = H // h
     if q.device.type == "cpu" and not torch.is_autocast_enabled("cpu") and group * width * keys <= _SMALL:
-        # The query heads that share a key-value head are queries of one product; so keys are never repeated
+        # The query heads that share a key-value head are queries of one product, so keys are never repeated
         bias = layout.bias(number, window, q.dtype, (h, group))
         q, k, v = (x.reshape(rows * h, -1, x.shape[-1]) for x in (q, k, v))
         scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=D**-0.5 if scaling is None else scaling)

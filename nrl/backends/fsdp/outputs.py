@@ -17,13 +17,13 @@ __all__ = ["compute"]
 
 
 def compute(module: Any, work: Plan, needs: Collection[str]) -> Outputs:
-    """Outputs at the wanted tokens.
+    """Compute outputs at the wanted tokens.
 
     Args:
-        module: a Hugging Face causal language model, or one of another head; for packed tokens with the attention of
+        module: a Hugging Face causal language model, or one with another head; for packed tokens with the attention of
             `nrl.backends.fsdp.attention`.
         work: from `plan`.
-        needs: the outputs; ``values`` and ``rewards`` are of other heads, and of one model there is one of them.
+        needs: the names of the outputs; a model with a value or reward head has that one alone.
     """
     device = module.device
     weight, bias = head_weight(module)
@@ -44,7 +44,7 @@ def compute(module: Any, work: Plan, needs: Collection[str]) -> Outputs:
 
 
 def _numbers(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``[n]``: a head of one output, not rounded to what layers compute in."""
+    """``[n]``, the output of a head of one number, in float32 at least."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     found = (hidden.to(dtype) * weight[0].to(dtype)).sum(-1)
     return found if bias is None else found + bias[0].to(dtype)
@@ -64,14 +64,14 @@ def _predictions(
     if k is not None:
         found = linear_top_k(hidden, weight, k, temperature=temperature, bias=bias)
         values["top_k_ids"], values["top_k_logprobs"] = found
-    if k is None or set(needs) != {top_k(k)}:  # one softmax for all the tokens that are asked for
+    if k is None or set(needs) != {top_k(k)}:  # one softmax for all targets
         wide = [(x if x.ndim > 1 else x[:, None]).to(hidden.device) for x in targets.values()]
         logprobs, entropy = linear_logprobs(
             hidden, weight, torch.cat(wide, 1), temperature=temperature, bias=bias, entropy="entropy" in needs
         )
         names = ["logprobs", *(logprobs_at(column) for column in targets if column != "input_ids")]
         parts = logprobs.split([x.shape[1] for x in wide], 1)
-        # Copies, because FSDP finds in what comes out where its backward begins, and would not in a view that changed
+        # Copies, because FSDP begins its backward at the outputs, and cannot at views that have changed
         values |= {n: part.view(x.shape).clone() for n, part, x in zip(names, parts, targets.values(), strict=True)}
         if entropy is not None:
             values["entropy"] = entropy

@@ -1,7 +1,7 @@
 """Checks at construction that the torch engine computes a model's own numbers; models that fail are rejected.
 
-transformers has hundreds of architectures, and many ignore silently what they do not know. So nothing is taken from a
-list of names: small forwards show whether the engine's way gives the model's own numbers.
+transformers has hundreds of architectures, and many silently ignore arguments that they do not know. So there is no
+list of names: small forwards show whether the engine computes the model's own numbers.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from nrl.errors import ModelError
 __all__ = ["check_head", "check_packing", "check_positions"]
 
 _TOLERANCE = 1e-4
-"""Of the spread of the logits, or of the hidden states; rounding is a hundredth of it."""
+"""A fraction of the deviation of logits or hidden states; rounding is a hundredth of it."""
 
 
 def check_positions(module: Any) -> None:
@@ -28,10 +28,6 @@ def check_positions(module: Any) -> None:
 
     Raises:
         ModelError: the config has dynamic or longrope positions.
-
-    >>> from nrl import tiny
-    >>> from nrl.backends.models.loading import build
-    >>> check_positions(build(tiny.model()))
     """
     found = _rope_types(getattr(module.config, "rope_parameters", None)) & {"dynamic", "longrope"}
     if found:
@@ -49,14 +45,10 @@ def _rope_types(parameters: Any) -> set[str]:
 
 
 def check_head(module: Any) -> None:
-    """Compare the model's logits with its head alone, far from 0, where capped or scaled logits show.
+    """Compare the model's logits with those of its head alone, on large hidden states, which show caps and scales.
 
     Raises:
-        ModelError: they differ, so fused log-probabilities would be wrong; or the model has no plain head.
-
-    >>> from nrl import tiny
-    >>> from nrl.backends.models.loading import build
-    >>> check_head(build(tiny.model()))
+        ModelError: they differ, so fused log-probabilities would be wrong; or the model has no linear head.
     """
     hidden: list[Tensor] = []
 
@@ -87,19 +79,14 @@ def check_head(module: Any) -> None:
 def check_packing(module: Any, attention: str) -> None:
     """Switch to the attention of packed rows, and compare last hidden states with the model's own, one row at a time.
 
-    With each row laid out whole, and with common first tokens laid out once.
+    The rows are packed twice: each row whole, and with common first tokens laid out once.
 
     Args:
         module: it is changed.
-        attention: the name under which transformers knows the attention.
+        attention: its name in transformers.
 
     Raises:
-        ModelError: they differ: some layer looks across rows, or does not use the attention that it is told to.
-
-    >>> from nrl import tiny
-    >>> from nrl.backends.fsdp.attention import register
-    >>> from nrl.backends.models.loading import build
-    >>> check_packing(build(tiny.model()), register())
+        ModelError: they differ: some layer looks across rows, or does not use the attention that it should.
     """
     rows = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 5, 6], [1, 2, 3, 9]]) % module.config.vocab_size
     module.eval()

@@ -1,7 +1,7 @@
 """Sharding a model over processes: each holds a part of every parameter, and whole layers only while they compute.
 
 torch's ``fully_shard`` does the work. It gathers a module's parameters before the forward and again before the
-backward, and adds up their gradients after it. A sharded module cannot be copied, so what it was is remembered.
+backward, and adds up their gradients after it. A sharded module cannot be copied, so the unsharded one is remembered.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from nrl.backends.training.agreement import Peers
 from nrl.errors import PlacementError
 
-__all__ = ["axis", "copied", "plain", "run", "settled", "shard", "whole"]
+__all__ = ["axis", "copied", "reset_after", "run", "shard", "unsharded", "whole"]
 
-_PLAIN: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
-"""Of each sharded model the same before it was sharded, with parameters that take no memory."""
+_UNSHARDED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+"""For each sharded model, the same model before it was sharded, with parameters that take no memory."""
 
 
 def axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The axis that a model is sharded along; None where one process holds all of it.
+    """The axis along which a model is sharded; None: one process holds all of it.
 
     Raises:
         PlacementError: the mesh has no axis ``dp``, or is larger than 1 along another one.
@@ -50,16 +50,16 @@ def axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
 
 
 def shard(module: nn.Module | None, peers: Peers, layer_dtype: torch.dtype | None = None) -> nn.Module:
-    """Make the sharded model of a whole one that the first process holds; a collective.
+    """Shard a model that the first process holds; a collective.
 
-    It is sharded layer by layer; what is in no layer (embeddings, head) is one more part. Gradients are sums over
-    processes, in the parameters' own dtype. The first process holds the whole model meanwhile, the others their part
+    It is sharded layer by layer; embeddings and head, which are in no layer, are one more part. Gradients are sums over
+    processes, in the parameters' own dtype. Meanwhile the first process holds the whole model, the others their part
     and one tensor.
 
     Args:
         module: a Hugging Face model on the CPU; None in all processes but the first.
         peers: more than one process.
-        layer_dtype: what layers are gathered in; None: as they are.
+        layer_dtype: in which layers are gathered; None: their own.
     """
     skeleton = peers.send(None if module is None else _remade(module, lambda x: torch.empty_like(x, device="meta")))
     made = _empty(skeleton, peers, layer_dtype)
@@ -75,7 +75,7 @@ def shard(module: nn.Module | None, peers: Peers, layer_dtype: torch.dtype | Non
 
 def copied(module: nn.Module, peers: Peers, layer_dtype: torch.dtype | None = None) -> nn.Module:
     """A frozen copy of a sharded model; no process ever holds more than its part."""
-    made = _empty(_PLAIN[module], peers, layer_dtype)
+    made = _empty(_UNSHARDED[module], peers, layer_dtype)
     with torch.no_grad():
         for mine, other in zip(_states(made), _states(module), strict=True):
             _local(mine).copy_(_local(other))
@@ -83,7 +83,7 @@ def copied(module: nn.Module, peers: Peers, layer_dtype: torch.dtype | None = No
 
 
 def _empty(skeleton: nn.Module, peers: Peers, layer_dtype: torch.dtype | None) -> nn.Module:
-    """A sharded model whose parameters nobody has written to yet."""
+    """A sharded model whose parameters are not yet initialised."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     module, mesh = _remade(skeleton, lambda x: torch.empty_like(x, device="cpu")), peers.mesh
@@ -94,14 +94,14 @@ def _empty(skeleton: nn.Module, peers: Peers, layer_dtype: torch.dtype | None) -
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh)
     for part in module.modules():
-        if isinstance(part, FSDPModule):  # these settings are of each part alone
+        if isinstance(part, FSDPModule):  # each part has settings of its own
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other
             part.set_reduce_scatter_unused_params(True)  # so that all processes reduce the same
-    # The head's weight is read outside of the head, so the root is gathered around all that is computed
+    # The head's weight is read outside of the head, so the root is gathered around the whole computation
     object.__setattr__(module, "nrl_run", MethodType(lambda self, compute: compute(), module))
     register_fsdp_forward_method(module, "nrl_run")
-    _PLAIN[module] = skeleton
+    _UNSHARDED[module] = skeleton
     return module
 
 
@@ -114,16 +114,16 @@ def run[T](module: Any, compute: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def settled(module: nn.Module) -> Iterator[None]:
-    """Leave a model sharded and without gradients, also where it has only been used forward or an error breaks it off.
+def reset_after(module: nn.Module) -> Iterator[None]:
+    """Leave a model sharded and without gradients at the end of the block, also after an error or a forward alone.
 
-    What gradients are for has to be done inside: newer versions of torch discard them where they reset the model.
+    The block has to use the gradients: newer versions of torch discard them when they reset the model.
     """
     try:
         yield
     finally:
         if isinstance(module, FSDPModule):
-            with contextlib.suppress(AttributeError):  # before the first forward there is nothing to reset
+            with contextlib.suppress(AttributeError):  # before the first forward it has nothing to reset
                 module.reset_iter_state()
         module.zero_grad(set_to_none=True)
 
@@ -133,13 +133,13 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def plain(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model as it was before it was sharded, on the CPU, with parameters that nobody has written to yet."""
-    return _remade(_PLAIN[module], lambda x: torch.empty_like(x, device="cpu", dtype=dtype))
+def unsharded(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model as it was before it was sharded, on the CPU, with parameters that are not yet initialised."""
+    return _remade(_UNSHARDED[module], lambda x: torch.empty_like(x, device="cpu", dtype=dtype))
 
 
 def _remade(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy in which each parameter, tied ones once, is another; copying finds those made already and copies none."""
+    """A copy with new parameters, tied ones once; the memo keeps `deepcopy` from copying the old ones."""
     memo: dict[int, Any] = {id(x): nn.Parameter(make(x.detach()), x.requires_grad) for x in module.parameters()}
     return copy.deepcopy(module, memo)
 

@@ -1,8 +1,8 @@
 """Reading and writing sharded tensors in a folder: each process handles its own parts, for any number of processes.
 
-The files are safetensors, one a process, in the form of torch.distributed.checkpoint (DCP), which says at which offsets
-of its whole tensor each part begins. They are written here and not by DCP: its writer makes a copy of all parts in
-memory, and does not know their checksum. See docs/decisions/0024-checksums-are-computed-by-the-writer.md.
+The files are safetensors, one a process, in the form of torch.distributed.checkpoint (DCP), with the offsets of each
+part in its whole tensor. DCP's own writer copies all parts in memory, and does not compute checksums, so this module
+writes the files. See docs/decisions/0024-checksums-are-computed-by-the-writer.md.
 """
 
 import json
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from nrl.backends.models.named_weights import a_few, named_tensors, weight_name
+from nrl.backends.models.named_weights import SAME, a_few, check_weight, named_tensors, weight_name
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.errors import CheckpointError, ModelError
 from nrl.files import Buffer, Written, flush
@@ -29,10 +29,10 @@ __all__ = ["read", "write"]
 
 _MODEL, _MOMENTS = "model.", "optimizer."
 _KEYS = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW keeps of a parameter."""
+"""AdamW's state of a parameter."""
 
 _SHARDS = "DCP_SHARDING_INFO"
-"""Where DCP keeps offsets in the header of a file; the whole shapes beside them are ours."""
+"""The field with DCP's offsets in the header of a file; nrl adds the whole shapes."""
 
 _DTYPES = {
     torch.float64: "F64",
@@ -66,11 +66,11 @@ def write(
     """Write a model, tied weights once, and an optimizer's moments by the names of the parameters; a collective.
 
     Args:
-        folder: where to.
+        folder: for the files.
         module: the model.
-        optimizer: of its parameters, if that is to be written.
+        optimizer: of its parameters; None: the model alone.
         peers: the processes that hold it.
-        wanted: which weights, by name; None: all.
+        wanted: whether to write a weight of this name; None: all weights.
 
     Returns:
         The file of this process, by its name.
@@ -81,7 +81,7 @@ def write(
     held, found = HeldError(peers), dict[str, Written]()
     with held.back():
         if peers.rank == 0:
-            for file in folder.glob("*.safetensors"):  # of another number of processes, maybe
+            for file in folder.glob("*.safetensors"):  # another number of processes may have left them
                 file.unlink()
     held.meet("save")
     with held.back():
@@ -93,18 +93,18 @@ def write(
         name = f"{peers.rank + 1:05}-of-{peers.count:05}.safetensors"
         found[name] = write_file(folder / name, _safetensors(parts))
         flush(folder)
-    held.meet("save")  # when one returns, all has been written
+    held.meet("save")  # when one process returns, all have written
     return found
 
 
 def read(
     folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, peers: Peers, wanted: _Wanted = None
 ) -> None:
-    """Read into a model, and into a fresh optimizer for it, what `write` wrote with the same arguments; a collective.
+    """Read files of `write` into a model, and into a fresh optimizer for it; a collective. Arguments as there.
 
     Raises:
-        ModelError: what is there is of another model. Nothing has been changed then.
-        CheckpointError: a part of it is missing, or a file is none. Nothing has been changed then, either.
+        ModelError: the files are of another model. Nothing has been changed then.
+        CheckpointError: a part is missing, or a file is not one of `write`. Nothing has been changed then, either.
     """
     with ExitStack() as files:
         held, there = HeldError(peers), dict[str, list[_Part]]()
@@ -131,7 +131,7 @@ def read(
 
 
 def _local(tensor: Tensor, peers: Peers) -> _Part | None:
-    """What of a tensor this process writes; None: nothing, or others have the same and write it."""
+    """The part of a tensor that this process writes; None: it has none, or another process writes the same."""
     if not isinstance(tensor, DTensor):
         return _Part([0] * tensor.ndim, tensor.shape, tensor.shape, tensor) if peers.rank == 0 else None
     mesh, placements, local = tensor.device_mesh, tensor.placements, tensor.to_local()
@@ -143,7 +143,7 @@ def _local(tensor: Tensor, peers: Peers) -> _Part | None:
 
 
 def _safetensors(parts: Mapping[str, _Part]) -> Iterator[Buffer]:
-    """The bytes of a file. One tensor at a time comes from its device."""
+    """The bytes of a file, one tensor after the other, so that only one at a time is copied from its device."""
     parts = dict(sorted(parts.items(), key=lambda pair: -pair[1].where.element_size()))  # so that each is aligned
     end, header = 0, dict[str, Any]()
     info = {name: {"saved_offsets": list(x.offsets), "shape": list(x.whole)} for name, x in parts.items()}
@@ -160,7 +160,7 @@ def _safetensors(parts: Mapping[str, _Part]) -> Iterator[Buffer]:
 
 
 def _parts(folder: Path, files: ExitStack) -> dict[str, list[_Part]]:
-    """The parts that lie in a folder, whose files are opened, if they make whole tensors."""
+    """The parts in a folder by tensor, if they make whole tensors; ``files`` keeps their files open."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, list[_Part]] = {}
@@ -187,7 +187,7 @@ def _parts(folder: Path, files: ExitStack) -> dict[str, list[_Part]]:
 
 
 def _fill(name: str, tensor: Tensor, parts: Iterable[_Part]) -> None:
-    """Copy in what this process holds of a tensor."""
+    """Fill this process's part of a tensor from the parts in files."""
     own = tensor.detach()
     offsets: Sequence[int] = [0] * own.ndim
     if isinstance(own, DTensor):
@@ -224,11 +224,7 @@ def _weights(module: nn.Module, wanted: _Wanted) -> Iterator[tuple[str, Tensor]]
 
 
 def _check(there: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]]) -> None:
-    same = "build both sides from the same Model"
     for name, shape in there.items():
-        if name not in own:
-            raise ModelError(f"restore: the model has no weight '{name}'; it has {a_few(own)}; {same}")
-        if own[name] != shape:
-            raise ModelError(f"restore: '{name}' has shape {list(shape)}, and here it is {list(own[name])}; {same}")
+        check_weight(name, shape, own, "restore")
     if missing := own.keys() - there.keys():
-        raise ModelError(f"restore: {len(missing)} weights did not arrive: {a_few(sorted(missing))}; {same}")
+        raise ModelError(f"restore: {len(missing)} weights did not arrive: {a_few(sorted(missing))}; {SAME}")

@@ -1,7 +1,7 @@
 """The torch engine: any Hugging Face causal language model, packed rows, fused log-probabilities.
 
-In one process, or sharded over several. Then each process computes rows of its own, and every call is made in all of
-them: what one finds in its numbers, all know before any acts on it (`nrl.backends.training.agreement`).
+It runs in one process, or sharded over several. Then each process computes rows of its own, and all processes make
+every call together. A finding in the numbers of one is known to all before any acts (`training/agreement.py`).
 """
 
 import contextlib
@@ -36,30 +36,30 @@ __all__ = ["TorchEngine", "TorchState"]
 
 
 _FROZEN: WeakSet[nn.Module] = WeakSet()
-"""References, teachers, judges of this process: they leave the device when a model trains, and come back when asked."""
+"""Frozen models of this process: they leave the device when a model trains, and come back for their next forward."""
 
 _PROVIDES = {
     "lm": frozenset({"logprobs", "entropy", "logprobs_at", "top_k"}),
     "value": frozenset({"values"}),
     "reward": frozenset({"rewards"}),
 }
-"""What each head can be asked for."""
+"""The kinds of outputs of each head."""
 
 
 class TorchState(NamedTuple):
-    """A model that is being trained, its optimizer, and how many steps that has taken."""
+    """A model in training, its optimizer, and how many steps it has taken."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
     step: int
 
     def rest(self) -> None:
-        """Leave the device; see `nrl.runtime.mesh.current_process.Rests`."""
+        """Move model and moments off the device; see `nrl.runtime.mesh.current_process.Rests`."""
         rest(self.module)
         self._move_moments(torch.device("cpu"))
 
     def wake(self) -> None:
-        """Go back to it."""
+        """Move them back."""
         wake(self.module)
         self._move_moments(next(self.module.parameters()).device)
 
@@ -72,8 +72,8 @@ class TorchState(NamedTuple):
 class TorchEngine:
     """Satisfies `nrl.backends.engines.TrainEngine`; see `nrl.backends.fsdp.trainer` for the fields.
 
-    With a ``mesh``, one is made in each of its processes and every method is called in all of them, with micro-batches
-    of their own (possibly none) and otherwise the same arguments. A mesh of one process changes nothing.
+    With a ``mesh``, each of its processes makes an engine, and all processes call every method together, with
+    micro-batches of their own (possibly none) and otherwise the same arguments. A mesh of one process changes nothing.
 
     Raises:
         PlacementError: the mesh has no axis ``dp``, or is larger than 1 along another one.
@@ -92,7 +92,7 @@ class TorchEngine:
     _curious: WeakValueDictionary[int, Loss] = attrs.field(
         factory=WeakValueDictionary, init=False, repr=False, eq=False
     )
-    """Losses that have been seen to read outputs where ``loss_mask`` is false."""
+    """Losses that turned out to read outputs where ``loss_mask`` is false."""
 
     @property
     def provides(self) -> frozenset[str]:
@@ -124,7 +124,7 @@ class TorchEngine:
         return module
 
     def tensors(self, params: nn.Module, adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Parameters by name, tied ones once; where they are sharded, all processes go through them together."""
+        """Parameters by name, tied ones once; where they are sharded, all processes iterate together."""
         return (lora.adapter if adapter else lora.merged)(params, sharding.whole)
 
     def forward(self, params: nn.Module, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
@@ -134,13 +134,13 @@ class TorchEngine:
         asked = needs | {"top_k_ids", "top_k_logprobs"}
         parts, _ = evened(self._peers, "forward", microbatches)
         held, found = HeldError(self._peers), []
-        with torch.no_grad(), sharding.settled(params):
+        with torch.no_grad(), sharding.reset_after(params):
             for batch in parts:
                 found.append(self._outputs(params, batch, self._all, needs, held))  # noqa: PERF401
             held.meet("forward")
         return [
             TensorDict(
-                {key: out.spread(x) for key, x in out.values.items() if key in asked}, batch_size=batch.batch_size
+                {key: out.scatter(x) for key, x in out.values.items() if key in asked}, batch_size=batch.batch_size
             ).cpu()
             for batch, out in zip(parts, found, strict=True)
             if batch is not IDLE
@@ -155,7 +155,7 @@ class TorchEngine:
         for frozen in _FROZEN:
             rest(frozen)
         module.train()
-        with sharding.settled(module):
+        with sharding.reset_after(module):
             metrics = self._accumulate(module, loss, name, microbatches, weights)
             norm = self._clipped(module, f"train_step({name})", step)
             rate = learning_rate(self.optimizer, step)
@@ -167,7 +167,7 @@ class TorchEngine:
         return TorchState(module, optimizer, step + 1), metrics
 
     def _clipped(self, module: nn.Module, who: str, step: int) -> Tensor:
-        """The norm of the gradient, which is no longer than it may be after this."""
+        """Clip the gradient, and return its norm before that."""
         gradients, held = [p.grad for p in module.parameters() if p.grad is not None], HeldError(self._peers)
         with held.back():
             if not gradients:
@@ -193,7 +193,7 @@ class TorchEngine:
             if metrics is not None:
                 return metrics
             module.zero_grad(set_to_none=True)
-            with contextlib.suppress(TypeError):  # not every function can be remembered without keeping it alive
+            with contextlib.suppress(TypeError):  # some callables have no weak references
                 self._curious[id(loss)] = loss
         metrics = self._sums(module, loss, name, parts, weights, everywhere=True)
         assert metrics is not None
@@ -208,7 +208,7 @@ class TorchEngine:
         weights: Mapping[str, float],
         everywhere: bool,
     ) -> Metrics | None:
-        """The sums over the micro-batches of all processes; None if the loss reads outputs that have been left out."""
+        """The sums over the micro-batches of all processes; None: the loss reads outputs that have been left out."""
         needs = needed(loss) | (self.provides & {"logprobs"})
         sums, held, read = StepSums(loss, name, weights, self.device), HeldError(self._peers), 0
 
@@ -222,14 +222,14 @@ class TorchEngine:
             gradients, read = None, read + len(out.source)
             if batch is not IDLE and held.error is None:
                 with held.back():
-                    outputs = {key: out.spread(values.detach()) for key, values in out.values.items()}
+                    outputs = {key: out.scatter(values.detach()) for key, values in out.values.items()}
                     left_out = torch.nonzero((self._all(batch) & ~wanted(batch)).flatten())[:, 0].to(self.device)
                     gradients = sums.add(outputs, batch.to(self.device), left_out)
             out.backward(gradients)
         return sums.over_all(held, microbatches, read)
 
     def _all(self, batch: Batch) -> Tensor:
-        """``[*b, T]`` bool: the tokens that there are outputs for."""
+        """``[*b, T]`` bool: the tokens that have outputs."""
         return last(batch) if self.model.head == "reward" else predicted(batch)
 
     def _plan(
@@ -239,7 +239,7 @@ class TorchEngine:
         with held.back():
             if held.error is None and batch is not IDLE:
                 return plan(batch, wanted(batch), self.packed, words=words, needs=needs, always=always)
-        nothing = torch.zeros_like(IDLE["input_ids"], dtype=torch.bool)  # no more in vain
+        nothing = torch.zeros_like(IDLE["input_ids"], dtype=torch.bool)  # after an error, computing more is in vain
         return plan(IDLE, nothing, self.packed, words=words, needs=self.provides & {"rewards"}, always=always)
 
     def _outputs(
@@ -252,7 +252,7 @@ class TorchEngine:
     def _make(
         self, model: Model, tensors: Iterable[tuple[str, Tensor]] | None = None, frozen: bool = False
     ) -> nn.Module:
-        """A model with its own weights or these; where it is sharded, the first process alone builds all of it."""
+        """A model with its own weights or these; where it is sharded, the first process alone builds the whole."""
         held, module, given = HeldError(self._peers), None, iter(tensors or ())
         with held.back():
             if self._peers.rank == 0:
@@ -261,7 +261,7 @@ class TorchEngine:
                     module.requires_grad_(False)
                 if tensors is not None:
                     lora.load(module, given, who="trainer.init")
-        for _ in given:  # all processes go through them together
+        for _ in given:  # all processes iterate together
             pass
         held.meet("trainer.load" if frozen else "trainer.init")
         if not self._peers.alone:
@@ -280,14 +280,14 @@ class TorchEngine:
         if model.head == "lm":
             probe.check_head(module)
         if self.packed:
-            probe.check_packing(module, attention.register())
+            probe.check_packing(module, attention.register_attention())
         return module
 
     def _ready(self, module: Any) -> nn.Module:
         if self.packed:
-            attention.register()
+            attention.register_attention()
         if self.checkpointing:
-            # The old name warns in the versions of transformers that have the new one
+            # In versions of transformers with the new name, the old one warns
             getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)()
         if self.compile:
             module.base_model.compile(dynamic=True)
@@ -296,7 +296,7 @@ class TorchEngine:
 
     @property
     def _layer_dtype(self) -> torch.dtype | None:
-        """What layers are gathered in; under autocast their matrices are rounded to it anyway."""
+        """The dtype in which layers are gathered; autocast rounds their matrices to it anyway."""
         return torch.bfloat16 if self.model.dtype == "bfloat16" else None
 
     def _optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
@@ -313,8 +313,8 @@ class TorchEngine:
         return self._write(folder, state.module, state.optimizer, state.step, adapter)
 
     def restore(self, folder: Path, record: Mapping[str, Any]) -> TorchState:
-        """Read what `save` wrote, in whatever number of processes."""
-        state = self.init()  # betas and the like are those of the configuration
+        """Read files of `save`, which any number of processes wrote."""
+        state = self.init()  # the optimizer's settings come from the configuration
         self._read(folder, state.module, state.optimizer, record["base"])
         return state._replace(step=record["step"])
 
@@ -323,7 +323,7 @@ class TorchEngine:
         return self._write(folder, params, None, 0, adapter)
 
     def restore_params(self, folder: Path, record: Mapping[str, Any]) -> nn.Module:
-        """Read what `save_params` wrote."""
+        """Read files of `save_params`."""
         module = self._make(self.model if record["lora"] else attrs.evolve(self.model, lora=None), frozen=True)
         self._read(folder, module, None, record["base"])
         return module
@@ -347,7 +347,7 @@ class TorchEngine:
             lora.check_base(lora.signature(module, sharding.whole), base)
 
     def export(self, params: nn.Module, folder: Path, adapter: bool = False) -> None:
-        """Write a folder that transformers and vLLM load, or, of an adapter, that peft does."""
+        """Write a folder that transformers and vLLM load; of an adapter, one that peft loads."""
         dtype: Any = getattr(torch, self.model.dtype)
         held = HeldError(self._peers)
         if adapter:
@@ -359,7 +359,7 @@ class TorchEngine:
             return
         module: Any = None
         if self._peers.rank == 0:
-            module = copy.deepcopy(params).to(dtype) if self._peers.alone else sharding.plain(params, dtype)
+            module = copy.deepcopy(params).to(dtype) if self._peers.alone else sharding.unsharded(params, dtype)
             lora.unwrap(module)
         own = {} if module is None else module.state_dict()
         for name, tensor in self.tensors(params):

@@ -17,15 +17,15 @@ def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None,
     """A sampler that decodes by plain PyTorch, with its own copy of the weights in each process of its mesh.
 
     Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE models without sliding windows decode with preallocated keys and values;
-    all others with transformers' own cache, which is as right and slower (see `nrl.backends.hf.cache`).
+    all others with transformers' own cache, which is exact, too, and slower (see `nrl.backends.hf.cache`).
 
     Args:
-        place: slots, with a mesh for each, or a mesh, whose processes live and die together. Prompts are spread over
-            the processes, and each has a copy of the weights; on the local cluster there is one.
-        model: what to sample from. With ``lora`` it holds the adapter beside the base, is sent the adapter alone, and
-            decodes through transformers' layers; without, it is sent merged weights, which small models decode faster.
+        place: slots, each of which becomes a mesh, or a mesh, whose processes live and die together. Prompts are spread
+            over the processes, and each has a copy of the weights; on the local cluster there is one.
+        model: to sample from. With ``lora`` the sampler holds the adapter beside the base, gets the adapter alone, and
+            decodes through transformers' layers. Without, it gets merged weights, which small models decode faster.
         sampling: for calls that do not say; None: ``Sampling()``.
-        **engine: there is nothing to set; what other samplers take is refused.
+        **engine: arguments for engines of other samplers; this one has none, and refuses them.
 
     Returns:
         The sampler, on a CUDA device if there is one, at version 0.

@@ -1,9 +1,9 @@
 """The cache of keys and values while decoding, and the forward passes that use it.
 
-Two caches with the same three functions. `Preallocated` writes into memory that is there already, prefills without a
-mask, and shares key-value heads between query heads at each step; it needs a module that `prepare` has switched to its
-attention function. `Generic` is transformers' own dynamic cache with left padding, right for every model that
-transformers can generate from.
+There are two caches with the same three functions. `Preallocated` writes into memory that it has allocated before,
+prefills without a mask, and shares key-value heads between query heads at each step; it needs a module that `prepare`
+has switched to its attention function. `Generic` is transformers' own dynamic cache with left padding, exact for every
+model that transformers can generate from.
 """
 
 import inspect
@@ -59,8 +59,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention for decoding, as transformers calls it: a causal prefill without a mask, or one token a row.
 
-    For one token, the G query heads that share a key-value head are the G queries of it, so that keys and values are
-    never repeated.
+    For one token, the G query heads that share a key-value head become G queries of that head, so that keys and values
+    are never repeated.
 
     Args:
         module: the attention layer; not used.
@@ -93,14 +93,14 @@ def attend(
 def prepare(module: Any) -> bool:
     """Switch a module to `attend` if its attention is plain, so that `Preallocated` can decode from it.
 
-    No other module is touched. Afterwards this one can prefill and decode, and must not be called with padding masks.
+    It changes no other module. Afterwards this one can prefill and decode, but not with padding masks.
 
     Args:
         module: a transformers causal language model, which the caller owns.
 
     Returns:
-        Whether it was switched: Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE models without sliding windows are; others
-        are left as they were, for `Generic`.
+        Whether it was switched: Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE models without sliding windows are. Others
+        stay as they were, for `Generic`.
     """
     from transformers import AttentionInterface
 
@@ -111,7 +111,7 @@ def prepare(module: Any) -> bool:
         return False
     if window is not None and getattr(config, "layer_types", None) is None:
         return False
-    # Not in the registry of masks on purpose: transformers then builds none and passes ours on
+    # Left out of the registry of masks on purpose: transformers then builds no mask, and passes ours on
     AttentionInterface.register(ATTENTION, attend)
     module.set_attn_implementation(ATTENTION)
     if _steps_alike(module):
@@ -120,7 +120,7 @@ def prepare(module: Any) -> bool:
 
 
 def _steps_alike(module: Any) -> bool:
-    """Whether `nrl.backends.hf.layers` computes what the module does."""
+    """Whether `nrl.backends.hf.layers` computes the same as the module."""
     found = []
     with torch.no_grad():
         for stacked in (False, True):
@@ -131,15 +131,15 @@ def _steps_alike(module: Any) -> bool:
             except AttributeError:
                 return False
             found.append(cache.step(*torch.tensor([[1], [2]], device=module.device)))
-    return bool((found[0] - found[1]).abs().max() <= 1e-2 * found[0].std())  # bfloat16 rounds to that
+    return bool((found[0] - found[1]).abs().max() <= 1e-2 * found[0].std())  # bfloat16 rounds so coarsely
 
 
 class Preallocated:
     """Keys and values in preallocated memory, whose room for sampled tokens doubles when it is full.
 
-    Prompts are padded on the right, so that a causal prefill needs no mask, and stay where they are: positions are in
-    the keys, so the columns between the end of a short prompt and the first sampled token need only be hidden, by a
-    bias that is written once. Live rows are always the first ones, so that a step reads a contiguous prefix.
+    Prompts are padded on the right, so that a causal prefill needs no mask. They stay where they are: keys contain
+    their positions, so a bias that is written once can hide the columns between a short prompt and the first sampled
+    token. Live rows are always the first ones, so that a step reads a contiguous prefix.
 
     Args:
         module: a model that `prepare` has switched; it is given this object as its cache.
@@ -149,10 +149,10 @@ class Preallocated:
 
     def __init__(self, module: Any, rows: int, new_tokens: int) -> None:
         self.module, self.rows, self.new_tokens = module, rows, new_tokens
-        self.layers: list[Tensor] = []  # [2, B, h, capacity, D] each: keys and values
+        self.layers: list[Tensor] = []  # for each layer, keys and values [2, B, h, capacity, D]
         self.bias: Tensor | None = None  # [B, 1, 1, capacity]; None: all prompts have the same length
-        self.columns = 0  # how many are written
-        self.width = 0  # how many of them are for prompts
+        self.columns = 0  # that have been written
+        self.width = 0  # columns of prompts
         self.stack = layers.stack(module) if module in _STACKED else None
 
     def prefill(self, prompts: Sequence[Sequence[int]], origin: np.ndarray) -> Tensor:
@@ -219,7 +219,7 @@ class Preallocated:
 
     def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """For transformers' attention layers: append, and return all that the rows have."""
-        if layer == len(self.layers):  # the first tokens of all: nothing is allocated yet, and nothing came before
+        if layer == len(self.layers):  # these are the first tokens, and nothing is allocated yet
             self.layers.append(torch.stack([key, value]))
             return key, value
         end = self.columns + key.shape[2]
@@ -249,7 +249,7 @@ class Preallocated:
         for layer in like:
             _, _, heads, _, dim = layer.shape
             self.layers.append(layer.new_empty(2, self.rows, heads, columns, dim))
-            if hidden:  # a weight of zero hides any number, but not a NaN that the memory held
+            if hidden:  # a weight of zero hides any number, but not a NaN in fresh memory
                 self.layers[-1][:, :, :, : self.width] = 0
         if hidden:
             self.bias = like[0].new_zeros(self.rows, 1, 1, columns)
@@ -270,8 +270,8 @@ class Preallocated:
 class Generic:
     """transformers' dynamic cache, with the model's own attention and padding on the left.
 
-    Right for every causal language model that transformers can generate from in this way: sliding windows, chunks,
-    linear attention, logits that are capped or scaled. Slower, because the cache is copied at each step.
+    It is exact for every causal language model that transformers can generate from in this way: with sliding windows,
+    chunks, linear attention, capped or scaled logits. It is slower, because it copies the cache at each step.
 
     Args:
         module: any transformers causal language model.
@@ -333,7 +333,7 @@ def _index(rows: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _padded(prompts: Sequence[Sequence[int]], *, left: bool) -> tuple[Tensor, Tensor]:
-    """Prompts as int64 ``[P, T]``, and 1 where there is a token."""
+    """Prompts as int64 ``[P, T]``, and a mask that is 1 where there is a token."""
     lengths = np.array([len(prompt) for prompt in prompts])
     T = int(lengths.max())
     columns = np.arange(T)[None]
@@ -344,7 +344,7 @@ def _padded(prompts: Sequence[Sequence[int]], *, left: bool) -> tuple[Tensor, Te
 
 
 def _blocks(lengths: np.ndarray) -> list[np.ndarray]:
-    """Prompts in blocks of similar length, the longest last, of at most `_PREFILL` tokens or one prompt each."""
+    """Blocks of prompts of similar length, the longest last, with at most `_PREFILL` tokens or one prompt each."""
     blocks: list[list[int]] = [[]]
     for j in np.argsort(lengths, kind="stable"):
         if blocks[-1] and lengths[j] * (len(blocks[-1]) + 1) > _PREFILL:

@@ -35,13 +35,13 @@ def decode(
     """Complete prompts with a transformers causal language model, one completion for each.
 
     Equal prompts are read once. A row leaves the batch when it is done. The noise of a row depends on its seed and on
-    the position of the token in the whole sequence, so a token is the same however rows are batched, except where
-    rounding (about 1e-6) crosses a boundary between two tokens; bit for bit only for the same batch, build, machine and
-    number of threads. A model that `nrl.backends.hf.cache.prepare` has switched decodes with preallocated memory, any
-    other with transformers' own cache.
+    the position of the token in the whole sequence. So a token does not depend on how rows are batched, except where
+    rounding (about 1e-6) crosses a boundary between two tokens. Results are equal bit for bit only for the same batch,
+    build, machine and number of threads. A model that `nrl.backends.hf.cache.prepare` has switched decodes with
+    preallocated memory, any other with transformers' own cache.
 
     Args:
-        module: the model, in eval mode; its weights are read only.
+        module: the model, in eval mode; it is not changed.
         prompts: token ids, of any lengths.
         seeds: one for each prompt.
         temperature: see `nrl.backends.hf.noise.draw`; 0: greedy.
@@ -49,8 +49,8 @@ def decode(
         top_p: 1: off.
         max_new_tokens: the most tokens to sample for a row.
         stop_token_ids: a row ends with the first of these.
-        stop: and with the token that completes the first of these texts.
-        tokenizer: which says what text tokens are; needed if there are any.
+        stop: a row also ends with the token that completes one of these texts.
+        tokenizer: has the text of each token; needed for ``stop``.
         context_length: the most tokens that a prompt and its completion may have together.
 
     Returns:
@@ -82,8 +82,8 @@ def decode(
             _Stops(stop_token_ids, stop, tokenizer),
             context_length,
         )
-    # Steps come one after the other; a stable sort by row puts each row's tokens together in their order. Outside of
-    # inference mode, whose tensors autograd would refuse
+    # A stable sort by row puts each row's tokens together, in the order of steps. It happens outside of inference mode,
+    # whose tensors autograd would refuse
     order = torch.from_numpy(np.argsort(rows, kind="stable"))
     lengths = np.bincount(rows, minlength=len(prompts)).tolist()
     logprobs = logprobs.cpu()[order].float()
@@ -131,7 +131,7 @@ def _loop(
             stay = np.flatnonzero(~leaves)
             if len(stay) == 0:
                 break
-            # The last live rows move into the gaps; all others stay where they are
+            # The last live rows move into the gaps; all others keep their place
             kept = np.arange(len(stay))
             kept[leaves[: len(stay)]] = stay[stay >= len(stay)]
             cache.compact(kept)
@@ -145,7 +145,7 @@ def _loop(
 
 
 class _Stops:
-    """Which rows have just been ended: by a token, or by the end of a text."""
+    """Finds the rows that end with the token just sampled: by a stop token, or by the end of a stop text."""
 
     def __init__(self, token_ids: Sequence[int], texts: Sequence[str], tokenizer: Any) -> None:
         self._ids, self._texts = list(token_ids), None
@@ -157,12 +157,12 @@ class _Stops:
     def begin(self, rows: int, vocabulary: int, device: torch.device) -> None:
         self._stops = torch.zeros(vocabulary, dtype=torch.bool, device=device)
         self._stops[torch.tensor(self._ids, dtype=torch.long, device=device)] = True
-        if self._texts is not None:  # what was sampled last; before that, what is no token and has no text
+        if self._texts is not None:  # the last tokens of each row; before the first, a number that is no token
             nothing = torch.iinfo(torch.int64).max
             self._last = torch.full((rows, self._texts.maximum_token_len), nothing, device=device)
 
     def ended(self, tokens: Tensor) -> Tensor:
-        """Of the tokens ``[rows]`` that were sampled now."""
+        """``[rows]`` bool: whether the tokens ``[rows]`` that were sampled now end their rows."""
         ended = self._stops[tokens]
         if self._texts is not None:
             self._last = torch.cat([self._last[:, 1:], tokens[:, None]], dim=1)
@@ -170,6 +170,6 @@ class _Stops:
         return ended
 
     def keep(self, rows: Tensor) -> None:
-        """The other rows have ended."""
+        """Forget all other rows."""
         if self._texts is not None:
             self._last = self._last[rows]

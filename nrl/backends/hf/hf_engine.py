@@ -1,4 +1,4 @@
-"""A transformers model in one process, which decodes all that it is asked at once."""
+"""A transformers model in one process, which decodes all of its requests at once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ __all__ = ["HfEngine"]
 
 
 class HfEngine:
-    """A `nrl.backends.engines.SampleEngine`."""
+    """A `nrl.backends.engines.SampleEngine` that decodes by plain PyTorch."""
 
     def __init__(self, model: Model) -> None:
         module: Any = lora.build(model).eval().requires_grad_(False)
@@ -31,15 +31,15 @@ class HfEngine:
         prepare(module)
 
     def rest(self) -> None:
-        """Leave the device; see `nrl.runtime.mesh.current_process.Rests`."""
+        """Move the model off its device; see `nrl.runtime.mesh.current_process.Rests`."""
         rest(self.module)
 
     def wake(self) -> None:
-        """Go back to it."""
+        """Move the model back."""
         wake(self.module)
 
     def advance(self, requests: Sequence[Request], cancelled: Sequence[int]) -> Sequence[tuple[int, Decoded]]:
-        """Decode all of them together; none is left for later."""
+        """Decode all requests together; none is left for later."""
         found: list[tuple[int, Decoded]] = []
         for sampling in dict.fromkeys(request.sampling for request in requests):
             alike = [request for request in requests if request.sampling == sampling]
@@ -60,16 +60,16 @@ class HfEngine:
         return found
 
     def begin(self) -> None:
-        """New weights will come."""
+        """Prepare for new weights."""
         self.loading = Loading(lora.replaced(self.module), "receive")
 
     def add(self, bucket: Bucket) -> None:
-        """Some of them."""
+        """Copy some of the new weights in."""
         assert self.loading is not None
         self.loading.add(bucket.items())
 
     def end(self, version: int) -> None:
-        """They have come."""
+        """Check that all have come."""
         assert self.loading is not None
         self.loading.end()
         self.loading = None

@@ -31,7 +31,7 @@ class Layer(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """What a step needs of a model; the parameters are the model's own."""
+    """The parts of a model that a step needs; the parameters are the model's own."""
 
     embed: Any
     layers: tuple[Layer, ...]
@@ -45,11 +45,6 @@ def stack(module: Any) -> Stack:
 
     Raises:
         AttributeError: it is built in another way.
-
-    >>> from nrl import tiny
-    >>> from nrl.backends.models.loading import build
-    >>> len(stack(build(tiny.model())).layers)
-    2
     """
     base = module.base_model
     layers = tuple(_layer(layer) for layer in base.layers)
@@ -74,7 +69,7 @@ def _layer(layer: Any) -> Layer:
 
 def _linear(module: Any) -> _Linear:
     if hasattr(module, "base_layer"):
-        raise AttributeError("the layer has an adapter, so that its weight is not all of it")
+        raise AttributeError("the layer has an adapter, so its weight alone is not what it computes with")
     return module.weight, module.bias
 
 
@@ -86,7 +81,7 @@ def _mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:
-    if x.dtype != torch.float32:  # then the modules round in places of their own
+    if x.dtype != torch.float32:  # modules round other dtypes in places of their own
         normed: Tensor = module(x)
         return normed
     return rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
@@ -111,7 +106,7 @@ def step(
     n, dim = len(tokens), model.head_dim
     x: Tensor = model.embed(tokens[:, None])[:, 0]
     cos, sin = (y.view(n, 1, dim) for y in model.rotary(x, positions[:, None]))
-    sin = torch.cat([-sin[..., : dim // 2], sin[..., dim // 2 :]], -1)  # of the halves that change places
+    sin = torch.cat([-sin[..., : dim // 2], sin[..., dim // 2 :]], -1)  # the halves change places below
     for layer, cache in zip(model.layers, caches, strict=True):
         y = _norm(layer.before_attention, x)
         q, k, v = (linear(y, *w).view(n, -1, dim) for w in (layer.query, layer.key, layer.value))
@@ -123,7 +118,7 @@ def step(
         keys, values = cache[:, :n, :, : column + 1]
         keys[:, :, column] = k
         values[:, :, column] = v
-        # The query heads that share a key-value head are queries of it, so that keys and values are never repeated
+        # The query heads that share a key-value head become queries of it, so that keys and values are never repeated
         grouped = q.reshape(n, shared, heads // shared, dim)
         y = scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=layer.scaling)
         x = x + linear(y.reshape(n, heads * dim), *layer.out)

@@ -1,7 +1,7 @@
 """Drawing tokens from a distribution with counter-based noise.
 
-A row's noise is a function of its seed and of the position of the token, and of nothing else: neither what else is in
-the batch, nor the order of rows, nor how many calls an episode was sampled in.
+A row's noise is a function of its seed and of the token's position, and of nothing else: not of other rows of the
+batch, nor of their order, nor of the number of calls that sampled an episode.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ def uniforms(seeds: Sequence[int] | np.ndarray, starts: Sequence[int] | np.ndarr
     """Uniform noise for n positions in a row, a function of (seed, position) alone.
 
     ``u(s, t) = ((mix(mix(k + t g) + k) >> 12) + 1/2) / 2^52`` with ``k = mix(s + g)``, g splitmix64's odd increment and
-    ``mix`` its finalizer, all modulo 2^64. The outer mix keeps two seeds whose counters happen to meet from sharing
-    what follows.
+    ``mix`` its finalizer, all modulo 2^64. Because of the outer mix, two seeds whose counters happen to meet share no
+    further noise.
 
     Args:
         seeds: ``[B]`` integers, taken modulo 2^64.
@@ -52,7 +52,7 @@ def uniforms(seeds: Sequence[int] | np.ndarray, starts: Sequence[int] | np.ndarr
 
 
 def keep_most_probable(logprobs: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Restrict distributions to their most probable tokens: top-k, then top-p of what is left, renormalised.
+    """Restrict distributions to their most probable tokens: top-k, then top-p of the rest, renormalised.
 
     ``K = {v : p_v >= the k-th largest p}`` (ties at the k-th are all kept), then the smallest set whose mass, most
     probable tokens first, reaches ``top_p`` of the mass of K; at least one token. As transformers and vLLM do.
@@ -75,7 +75,7 @@ def keep_most_probable(logprobs: Tensor, top_k: int = 0, top_p: float = 1.0) -> 
     if top_p < 1:
         ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
         mass = ordered.double().exp()
-        # A token goes if those before it have the mass already; so the first one always stays
+        # A token goes if those before it have the mass already, so the first one always stays
         gone = torch.empty_like(ordered, dtype=torch.bool).scatter_(-1, order, mass.cumsum(-1) - mass >= top_p)
         logprobs = logprobs.masked_fill(gone, -torch.inf).log_softmax(-1)
     return logprobs
@@ -111,6 +111,6 @@ def draw(
     if top_k or top_p < 1:
         logprobs = keep_most_probable(logprobs, top_k, top_p)
     cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    # clamp: if the logits are NaN, the search runs off the end; the log-probability then shows it
+    # clamp: if the logits are NaN, the search runs off the end; the log-probability shows the NaN
     tokens = torch.searchsorted(cdf, noise[:, None] * cdf[:, -1:]).clamp_(max=logits.shape[-1] - 1)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]

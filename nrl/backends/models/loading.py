@@ -23,27 +23,22 @@ _TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
 
 
 def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """The transformers model that ``model`` names, in its dtype unless ``dtype`` says otherwise; without its adapter.
+    """Build the transformers model that ``model`` names, without its adapter.
 
-    `nrl.backends.models.lora.build` makes it with one. Dropout is off, so that a policy has ratio 1 to itself. Random
+    `nrl.backends.models.lora.build` adds the adapter. Dropout is off, so that a policy has ratio 1 to itself. Random
     weights depend on ``model.seed`` alone. A value head is transformers' token classification of one label, a reward
     head its sequence classification.
+
+    Args:
+        model: what to build.
+        dtype: of its weights; None: the model's.
 
     Raises:
         ModelError: there is no such folder, name or config, or it is no causal language model, or has no such head.
 
-    >>> tiny = {
-    ...     "model_type": "qwen3",
-    ...     "vocab_size": 32,
-    ...     "hidden_size": 16,
-    ...     "num_hidden_layers": 1,
-    ...     "head_dim": 8,
-    ...     "num_attention_heads": 2,
-    ...     "num_key_value_heads": 1,
-    ...     "intermediate_size": 32,
-    ... }
-    >>> build(Model(tiny)).config.vocab_size
-    32
+    >>> from nrl import tiny
+    >>> build(tiny.model(head="value")).score.out_features
+    1
     """
     import transformers
 
@@ -67,13 +62,13 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
                     model.source,
                     dtype=dtype,
                     output_loading_info=True,
-                    trust_remote_code=model.trust_remote_code,  # None would ask on stdin
+                    trust_remote_code=model.trust_remote_code,  # with None it would ask on stdin
                     **labels,
                 )
             missing = {name for name in info["missing_keys"] if is_score(name)}
-            if others := set(info["missing_keys"]) - missing:  # filled in at random, with no more than a warning
+            if others := set(info["missing_keys"]) - missing:  # transformers has filled them at random, and warned
                 raise ValueError(f"its files lack the weights {a_few(sorted(others))}")
-    except Exception as error:  # transformers and what it reads files with raise all kinds
+    except Exception as error:  # transformers, and libraries that it reads files with, raise all kinds
         raise ModelError(f"Model(source={_name(model)}): {_reason(model.source, error, wanted)}") from error
     if model.head != "lm":
         _check_score(module)
@@ -107,7 +102,7 @@ def _check_score(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _quiet(wanted: bool) -> Iterator[None]:
-    """Without the report that a language model's head was left out, and a new one made, as was asked for."""
+    """Keep transformers from reporting, if ``wanted``, that it left out one head and made a new one, as it should."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -141,7 +136,7 @@ def _reason(source: Any, error: Exception, wanted: str) -> str:
 
 def save_model(module: nn.Module, folder: str | Path) -> None:
     """Write config and weights in Hugging Face format."""
-    # Whoever calls this wants it written; transformers by itself writes nothing in all processes of a group but one
+    # In a process group, transformers by itself writes in the first process alone
     module.should_save_on_this_rank = lambda is_main_process: is_main_process  # type: ignore[assignment]
     try:
         with _counting(f"writing the model to {folder}"):
@@ -152,7 +147,7 @@ def save_model(module: nn.Module, folder: str | Path) -> None:
 
 @contextlib.contextmanager
 def _counting(what: str) -> Iterator[None]:
-    """Without transformers' progress bars, which fill logs and lie across a run's own; a line says what takes long."""
+    """Replace transformers' progress bars, which fill logs and disturb a run's own, by a line where it takes long."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -179,10 +174,10 @@ def _counted(items: Any, far: Callable[[int, int], None]) -> Iterator[Any]:
 
 
 def load_config(model: Model) -> tuple[Any, Any]:
-    """The transformers config of ``model``'s language model, and its generation config; no weights are loaded.
+    """The transformers config of ``model``'s language model, and its generation config, without loading weights.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is no config.
 
     >>> config, generation = load_config(Model({"model_type": "qwen3", "vocab_size": 32, "eos_token_id": 3}))
     >>> config.vocab_size, generation.eos_token_id
@@ -200,7 +195,7 @@ def load_config(model: Model) -> tuple[Any, Any]:
             generation = transformers.GenerationConfig.from_pretrained(model.source)
         except OSError:  # many models have none
             generation = transformers.GenerationConfig.from_model_config(config)
-    except Exception as error:  # transformers and what it reads files with raise all kinds
+    except Exception as error:  # transformers, and libraries that it reads files with, raise all kinds
         raise ModelError(
             f"Model(source={_name(model)}): {_reason(model.source, error, 'causal language model')}"
         ) from error
@@ -211,7 +206,7 @@ def load_tokenizer(model: Model) -> Any:
     """The transformers tokenizer of ``model``.
 
     Raises:
-        ModelError: there is none.
+        ModelError: it has no tokenizer.
     """
     import transformers
 
@@ -232,10 +227,10 @@ def load_tokenizer(model: Model) -> Any:
 
 
 def context_length(module: nn.Module) -> int:
-    """The most tokens that a row may have: what the model's positions reach.
+    """The most tokens that a row may have, by the model's positions.
 
     Raises:
-        ModelError: the config does not say.
+        ModelError: the config has no such number.
     """
     limit = getattr(module.config, "max_position_embeddings", None)
     if not isinstance(limit, int):
@@ -246,7 +241,7 @@ def context_length(module: nn.Module) -> int:
 
 
 def end_tokens(generation: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a completion: the tokenizer's and the generation config's (None: there is none)."""
+    """The tokens that end a completion, of the tokenizer and of the generation config, which may be None."""
     found = {tokenizer.eos_token_id}
     extra = getattr(generation, "eos_token_id", None)
     found.update(extra if isinstance(extra, list | tuple) else [extra])

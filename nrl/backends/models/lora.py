@@ -1,8 +1,8 @@
 """LoRA by the peft library: adapters beside the linear layers of a transformers model.
 
-W + s B A is what a layer computes with; A and B are trained and W is not. The model stays a transformers model, whose
-linear layers peft has wrapped. Its weights keep their names, and those of the adapter have the names of peft's files.
-Imports peft inside its functions.
+A layer computes with W + s B A; A and B are trained and W is not. The model stays a transformers model, whose linear
+layers peft has wrapped. Its weights keep their names, and those of the adapter have the names in peft's files. peft is
+imported inside functions.
 """
 
 import copy
@@ -62,22 +62,22 @@ _ABOUT = {
     "peft_version",
     "revision",
 }
-"""What a folder says besides."""
+"""Further fields of a folder's config, which are ignored."""
 _CHECKED = {"modules_to_save", "peft_type", "task_type"}
 _TASKS = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS", "reward": "SEQ_CLS"}
 _SUMS: WeakKeyDictionary[nn.Module, tuple[dict[str, int], dict[str, float]]] = WeakKeyDictionary()
-"""Of models: how often each weight of the base had been written to, and its sum then."""
-_HEADS = {"score", "classifier"}  # what peft calls the heads that it trains with an adapter
+"""For each model, how often each weight of the base had been written to, and its sum then."""
+_HEADS = {"score", "classifier"}  # peft's names of heads that it trains with an adapter
 
 
 def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model as `nrl.backends.models.loading.build` makes it, with its adapter, if it has one.
+    """Build a model as `nrl.backends.models.loading.build`, and its adapter, if it has one.
 
     A new adapter changes nothing at first, as B is 0. With an adapter, only that and a value or reward head require
     gradients.
 
     Raises:
-        ModelError: there is no such model, or no such adapter, or it is more than plain LoRA.
+        ModelError: there is no such model or adapter, or the adapter is more than plain LoRA.
 
     >>> from nrl import tiny
     >>> module = build(tiny.model(lora={"r": 2, "target_modules": ["q_proj"]}))
@@ -94,13 +94,7 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def skeleton(model: Model) -> nn.Module:
-    """A language model with its adapter as `build` makes it, of which no weight takes memory.
-
-    >>> from nrl import tiny
-    >>> module = skeleton(tiny.model(lora={"r": 2, "target_modules": ["q_proj"]}))
-    >>> next(iter(replaced(module).values())).shape
-    torch.Size([2, 128])
-    """
+    """A language model with its adapter, as `build` makes it, whose weights take no memory."""
     import transformers
 
     config, _ = loading.load_config(model)
@@ -113,16 +107,12 @@ def skeleton(model: Model) -> nn.Module:
 
 
 def layers(module: nn.Module) -> dict[str, Any]:
-    """The layers that have an adapter, by name.
-
-    >>> layers(nn.Linear(2, 2))
-    {}
-    """
+    """The layers that have an adapter, by name."""
     return {name: part for name, part in module.named_modules() if hasattr(part, "base_layer")}
 
 
 def trained(name: str) -> bool:
-    """Whether a weight is trained where there is an adapter: it belongs to that, or to a value or reward head.
+    """Whether a weight of a model with an adapter is trained: those of the adapter and of value and reward heads are.
 
     >>> trained("q_proj.lora_B.weight"), trained("score.weight"), trained("q_proj.weight")
     (True, True, False)
@@ -134,19 +124,16 @@ def _of_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def merged(module: nn.Module, whole: Callable[[Tensor], Tensor] = _same) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the model without adapters that computes the same, one at a time.
+def merged(module: nn.Module, whole: Callable[[Tensor], Tensor] = _identity) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model with its adapters added in, one at a time.
 
     Args:
         module: with adapters or without.
         whole: makes a whole tensor of one that is sharded.
-
-    >>> [name for name, _ in merged(nn.Linear(2, 2))]
-    ['weight', 'bias']
     """
     adapted = {f"{named_weights.weight_name(name)}.weight": layer for name, layer in layers(module).items()}
     for name, tensor in named_weights.named_tensors(module):
@@ -155,19 +142,15 @@ def merged(module: nn.Module, whole: Callable[[Tensor], Tensor] = _same) -> Iter
             yield name, tensor + delta(adapted[name], whole) if name in adapted else tensor
 
 
-def delta(layer: Any, whole: Callable[[Tensor], Tensor] = _same) -> Tensor:
-    """What an adapter adds to the weight of its layer."""
+def delta(layer: Any, whole: Callable[[Tensor], Tensor] = _identity) -> Tensor:
+    """The product that an adapter adds to the weight of its layer; ``whole`` as for `merged`."""
     a, b = (whole(part["default"].weight.detach()) for part in (layer.lora_A, layer.lora_B))
     found: Tensor = layer.scaling["default"] * (b @ a)
     return found
 
 
-def adapter(module: nn.Module, whole: Callable[[Tensor], Tensor] = _same) -> Iterator[tuple[str, Tensor]]:
-    """The weights that are trained where there is an adapter, one at a time.
-
-    >>> list(adapter(nn.Linear(2, 2)))
-    []
-    """
+def adapter(module: nn.Module, whole: Callable[[Tensor], Tensor] = _identity) -> Iterator[tuple[str, Tensor]]:
+    """The `trained` weights of a model with an adapter, one at a time; ``whole`` as for `merged`."""
     return ((name, whole(tensor)) for name, tensor in named_weights.named_tensors(module) if trained(name))
 
 
@@ -176,20 +159,16 @@ def _some(module: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Tensor]
 
 
 def replaced(module: nn.Module) -> dict[str, Tensor]:
-    """The weights that a sampler is sent: those of its adapter, if it has one, or all.
-
-    >>> list(replaced(nn.Linear(2, 2)))
-    ['weight', 'bias']
-    """
+    """The weights that a publish replaces in a sampler's model: those of its adapter, if it has one, or all."""
     return _some(module, trained) if layers(module) else named_weights.weights(module)
 
 
 def load(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, who: str) -> None:
-    """Copy in the adapter of a model on the same base; or whole weights, where an adapter begins that changes nothing.
+    """Copy in the adapter of a model on the same base; or all weights, under an adapter that changes nothing yet.
 
     Args:
         module: its weights are replaced.
-        tensors: from `adapter` or `merged`; of a model of another head all goes along but the head.
+        tensors: from `adapter` or `merged`; of a model with another head all but the head is used.
         who: how errors name the caller.
 
     Raises:
@@ -206,13 +185,10 @@ def load(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, who: str) 
             nn.init.zeros_(layer.lora_B["default"].weight)
 
 
-def signature(module: nn.Module, whole: Callable[[Tensor], Tensor] = _same) -> dict[str, float]:
-    """What tells one base from another: the sum of each weight, and how much adapters count.
+def signature(module: nn.Module, whole: Callable[[Tensor], Tensor] = _identity) -> dict[str, float]:
+    """Numbers that tell one base from another: the sum of each weight, and the scale of each adapter.
 
-    A base is summed up once, as it does not change while an adapter is trained.
-
-    >>> signature(nn.Linear(2, 2, bias=False)).keys()
-    dict_keys(['weight'])
+    A base is summed up once, as it does not change while an adapter is trained. ``whole`` is as for `merged`.
     """
     base = {name: tensor for name, tensor in named_weights.named_tensors(module) if not trained(name)}
     writes = {name: tensor._version for name, tensor in base.items()}  # torch counts them
@@ -224,12 +200,14 @@ def signature(module: nn.Module, whole: Callable[[Tensor], Tensor] = _same) -> d
 
 
 def check_base(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
-    """See that an adapter is on the base that it was saved with.
+    """Check that an adapter is on the base that it was saved with.
+
+    Args:
+        found: the `signature` of this base.
+        expected: that of the saved one.
 
     Raises:
-        ModelError: it is not; `signature` tells.
-
-    >>> check_base({"norm": 1.0}, {"norm": 1.0})
+        ModelError: they differ.
     """
     for name, value in expected.items():
         if not math.isclose(found.get(name, math.nan), value, rel_tol=1e-6, abs_tol=1e-6):
@@ -240,7 +218,7 @@ def check_base(found: Mapping[str, float], expected: Mapping[str, float]) -> Non
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Take the adapter off a model, which is changed."""
+    """Take the adapter off a model, in place."""
     for name, layer in layers(module).items():
         module.set_submodule(name, layer.base_layer)
     if hasattr(module, "peft_config"):
@@ -252,10 +230,10 @@ def export(module: nn.Module, tensors: Mapping[str, Tensor], model: Model, folde
     """Write an adapter in peft's format.
 
     Args:
-        module: the model that has it; its weights are not read.
-        tensors: the adapter's.
-        model: what the model was made from.
-        folder: where to.
+        module: the model with the adapter; its weights are not read.
+        tensors: of the adapter.
+        model: that ``module`` was built from.
+        folder: for the files.
     """
     from safetensors.torch import save_file
 
@@ -268,7 +246,7 @@ def export(module: nn.Module, tensors: Mapping[str, Tensor], model: Model, folde
 
 
 def _wrap(module: Any, model: Model) -> None:
-    """Let peft wrap the layers that ``model.lora`` names; the base does not require gradients then."""
+    """Let peft wrap the layers that ``model.lora`` names, and freeze the base."""
     from peft import inject_adapter_in_model
 
     if getattr(module.config, "quantization_config", None):

@@ -1,4 +1,4 @@
-"""The weights of a transformers model by their Hugging Face names, and how others take their place."""
+"""The weights of a transformers model by their Hugging Face names, and loading others into their place."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from nrl.errors import ModelError
 
 __all__ = [
+    "SAME",
     "SCORE",
     "Loading",
     "a_few",
@@ -23,10 +24,12 @@ __all__ = [
 ]
 
 SCORE = "score"
-"""What transformers calls the head of a model that classifies."""
+"""transformers' name of the head of a classifier."""
+
+SAME = "build both sides from the same Model"
+"""How to mend weights that do not fit, in errors."""
 
 _HEADS = ("lm_head", SCORE)
-_SAME = "build both sides from the same Model"
 _WRAPPED = re.compile(r"(\.)base_layer\.|(\.lora_[AB]\.)default\.")
 
 
@@ -46,7 +49,7 @@ def head_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their Hugging Face names, those of an adapter by the names in its files."""
+    """Parameters and persistent buffers by their Hugging Face names; those of an adapter by the names in its files."""
     return {weight_name(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
 
 
@@ -71,11 +74,11 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def load_tensors(own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], *, who: str) -> None:
     """Copy weights in by name, in place, one at a time; the inverse of `named_tensors`.
 
-    Of a model of another head all goes along but the head; value and reward heads share their weight.
+    Of a model with another head all but the head is used; value and reward heads share their weight.
 
     Args:
         own: `weights`, which are replaced.
-        tensors: Hugging Face name and value, of any dtype and device; of tied weights one name is enough.
+        tensors: names and values, of any dtype and device; of tied weights one name is enough.
         who: how errors name the caller.
 
     Raises:
@@ -88,7 +91,7 @@ def load_tensors(own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]
 
 
 def _for_head(own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Weights of a model of maybe another head: without what is not here; what only is here stays as it is."""
+    """Weights of a model that may have another head: without its head, and with this model's own in its place."""
     came = set()
     for name, tensor in tensors:
         if name in own or name.split(".")[0] not in _HEADS:
@@ -113,46 +116,40 @@ class Loading:
 
     @torch.no_grad()
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy these in."""
+        """Copy some weights in."""
         for name, tensor in tensors:
-            check_weight(name, tensor, self._shapes, self._who)
+            check_weight(name, tuple(tensor.shape), self._shapes, self._who)
             held = self._own[name]
             if self._waiting.pop(held.data_ptr(), None) is not None:
                 held.copy_(tensor)
             elif not torch.equal(held, tensor.to(held)):
                 raise ModelError(
                     f"{self._who}: '{name}' came twice with different values, or is tied to another weight here and "
-                    f"not where it came from; {_SAME}"
+                    f"not where it came from; {SAME}"
                 )
 
     def end(self) -> None:
-        """See that nothing is missing."""
+        """Check that no weight is missing."""
         check_arrived(self._waiting.values(), self._who)
 
 
-def check_weight(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], who: str) -> None:
-    """See that a weight is one of a model whose weights have these names and shapes.
+def check_weight(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], who: str) -> None:
+    """Check the name and shape of a weight against those of a model.
 
     Raises:
-        ModelError: there is none of its name, or that has another shape.
-
-    >>> check_weight("norm", torch.zeros(2), {"norm": (2,)}, "receive")
+        ModelError: the model has no weight of this name, or one of another shape.
     """
     if name not in shapes:
-        raise ModelError(f"{who}: the model has no weight '{name}'; it has {a_few(shapes)}; {_SAME}")
-    if shapes[name] != tuple(tensor.shape):
-        raise ModelError(
-            f"{who}: '{name}' has shape {list(tensor.shape)}, and here it is {list(shapes[name])}; {_SAME}"
-        )
+        raise ModelError(f"{who}: the model has no weight '{name}'; it has {a_few(shapes)}; {SAME}")
+    if shapes[name] != shape:
+        raise ModelError(f"{who}: '{name}' has shape {list(shape)}, and here it is {list(shapes[name])}; {SAME}")
 
 
 def check_arrived(missing: Collection[str], who: str) -> None:
-    """See that no weight is missing.
+    """Check that no weight is missing.
 
     Raises:
         ModelError: some are.
-
-    >>> check_arrived([], "receive")
     """
     if missing:
         raise ModelError(f"{who}: {len(missing)} weights did not arrive: {a_few(missing)}; send all of them")

@@ -1,7 +1,7 @@
 """A sampler over any server with an OpenAI-compatible endpoint, such as vLLM's or SGLang's.
 
-It is a fixed policy, for evaluation or as a teacher: weights cannot be put into it through this interface. Token ids go
-in and come out; the text that a server sends along is not looked at.
+It is a fixed policy, for evaluation or as a teacher: this interface cannot put weights into a server. Token ids go in
+and come out; the text that a server sends along is ignored.
 """
 
 import os
@@ -39,19 +39,19 @@ def sampler(
 ) -> "EndpointSampler":
     """A sampler whose tokens a server draws, through its ``/v1/completions``.
 
-    Before it returns it asks the server for a few tokens, to find out whether it gives token ids and takes seeds, and
-    which distribution its log-probabilities are of. A sampling under which they would not be those of the distribution
-    that was sampled from is refused.
+    Before it returns it asks the server for a few tokens, to find out whether the server gives token ids and takes
+    seeds, and which distribution its log-probabilities are of. It refuses a sampling for which the server would give
+    log-probabilities of another distribution than the one that it samples from.
 
     Args:
         url: of the server, with or without ``/v1``.
-        model: what it serves: the tokenizer, the vocabulary, the tokens that end a completion. No weights are loaded.
+        model: that the server runs; the sampler takes its tokenizer, vocabulary and stop tokens, and loads no weights.
         sampling: for calls that do not say; None: ``Sampling()``.
         name: of the model, as the server lists it; None: the only one that it lists.
         api_key: sent as the bearer token, wherever the server is; None: the environment variable ``OPENAI_API_KEY``, if
             it is set and ``url`` is https or on this machine. (``http://`` carries it in clear.)
-        timeout: seconds within which the server has to answer a request, all attempts together.
-        in_flight: how many requests may be under way at once; each is one completion.
+        timeout: seconds for the server to answer a request, all attempts together.
+        in_flight: how many requests may be under way at once; each is for one completion.
 
     Returns:
         The sampler, at version 0, where it stays.
@@ -100,7 +100,7 @@ def sampler(
 
 
 def _of_environment(url: str) -> str | None:
-    """The key that was not given, for a server to which nobody can listen on the way."""
+    """The key in the environment, unless somebody could listen on the way to the server."""
     found = os.environ.get("OPENAI_API_KEY") or None
     if found is None or is_private(url):
         return found
@@ -118,11 +118,11 @@ class EndpointSampler:
     """A `nrl.backends.Sampler` whose tokens a server draws; `sampler` makes one.
 
     Args:
-        endpoint: where requests go, and what it serves.
-        meaning: what its log-probabilities are of.
+        endpoint: the model at the server.
+        meaning: of its log-probabilities.
         tokenizer: the transformers tokenizer of the model.
         sampling: for calls that do not say.
-        version: 0: no weights are ever published into it.
+        version: 0, as it never receives weights.
         remote: it decodes elsewhere, so that this process can do something else meanwhile.
     """
 
@@ -145,16 +145,9 @@ class EndpointSampler:
         seeds: Sequence[int] | None = None,
         sampling: Sampling | None = None,
     ) -> Future[list[Completion]]:
-        """Complete each prompt once, each by a request of its own, many at a time.
+        """Complete each prompt once; see `nrl.backends.Sampler`. Each prompt is a request of its own, many at a time.
 
-        Args:
-            prompts: token ids, of any lengths.
-            seeds: of each row's noise; None: 0, 1, 2 ...
-            sampling: None: the sampler's own.
-
-        Returns:
-            A future of one `Completion` for each prompt, in order. It raises what the first row raises that fails; see
-            `stream`.
+        The future raises the error of the first row that fails; see `stream`.
 
         Raises:
             GenerationError: a prompt that cannot be completed, or a sampling for which the server gives
@@ -165,11 +158,11 @@ class EndpointSampler:
     def stream(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling | None = None
     ) -> "list[futures.Future[Completion]]":
-        """As `generate`, with a future for each row; to cancel one is to hang up on the server.
+        """As `generate`, with a future for each row; cancelling one hangs up on the server.
 
-        Each raises `LostRequest` where the server does not answer, however often it is asked, and `ClusterError` or
-        `DeadlineExceeded` where it has not answered as many in a row as may be under way at once; `GenerationError`
-        where it refuses, or says something else than was asked for.
+        A future raises `LostRequest` where the server fails in all attempts; `ClusterError` or `DeadlineExceeded` where
+        it has also failed as many requests in a row as may be under way at once; and `GenerationError` where it refuses
+        the request or its answer is unusable.
         """
         chosen = sampling or self.sampling
         check_prompts(prompts, seeds, chosen.stop_token_ids, self.endpoint.vocabulary, self.context_length)
@@ -190,7 +183,7 @@ class EndpointSampler:
         )
 
     def check(self, sampling: Sampling) -> None:
-        """See that the server's log-probabilities are those of what it samples from.
+        """Check that the server's log-probabilities are those of the distribution that it samples from.
 
         Raises:
             GenerationError: they are not.

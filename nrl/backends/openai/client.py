@@ -16,7 +16,7 @@ from nrl.errors import ClusterError, DeadlineExceeded, GenerationError
 
 __all__ = ["Answer", "Server", "beside", "excerpt", "is_private"]
 
-_LATER = frozenset({429, 500, 502, 503, 504})  # asked again later; other refusals would only be repeated
+_LATER = frozenset({429, 500, 502, 503, 504})  # worth another attempt; other refusals would only repeat
 _ATTEMPTS = 6
 _WAIT = 0.5  # seconds before the second attempt; twice as long before each next one
 _CONNECT = 10.0  # seconds
@@ -31,14 +31,11 @@ _ADVICE = {
 
 
 class Answer(NamedTuple):
-    """What a server says.
+    """A server's answer.
 
     Args:
         said: the parsed JSON.
         times: how often it was asked.
-
-    >>> Answer({"data": []}, 1).times
-    1
     """
 
     said: Any
@@ -47,16 +44,15 @@ class Answer(NamedTuple):
 
 @attrs.define(eq=False)
 class Server:
-    """Where questions go, and what they may take.
+    """A server, and the limits for requests to it. Its ``repr`` has no secrets.
 
     Args:
-        who: how errors name the asker.
-        url: the address that paths are appended to. A user and a password in it are sent, and kept apart, so that no
-            message has them.
-        key: sent as the bearer token; None: nothing is.
-        timeout: seconds within which each question has to be answered, all attempts together.
-        in_flight: how many questions may be under way at once.
-        failed: questions in a row that it was asked in vain, as often as they may be asked.
+        who: how errors name the caller.
+        url: the address before paths. A user and a password in it are sent, and kept out of all messages.
+        key: sent as the bearer token; None: no token.
+        timeout: seconds for each answer, all attempts together.
+        in_flight: how many requests may be under way at once.
+        failed: how many requests in a row have failed in all attempts.
 
     >>> Server("test", "http://localhost:8000/v1", key="secret", timeout=5.0, in_flight=2)
     Server(who='test', url='http://localhost:8000/v1', timeout=5.0, in_flight=2, failed=0)
@@ -82,12 +78,12 @@ class Server:
         self._room = asyncio.Semaphore(self.in_flight)
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """Ask for a path; a body of None is a GET, any other is posted as JSON. To be run by `beside`.
+        """Get a path, or post a body to it as JSON; `beside` runs this.
 
-        Connections that fail, and servers that are busy or fail, are tried again, a few times, ever later.
+        It tries again, a few times and ever later, where a connection fails or the server is busy or fails.
 
         Raises:
-            GenerationError: the server refuses, or what it says is no JSON.
+            GenerationError: the server refuses, or its answer is no JSON.
             ClusterError: it cannot be reached, stays busy, or fails each time.
             DeadlineExceeded: it does not answer in time.
         """
@@ -106,14 +102,14 @@ class Server:
         options: dict[str, Any] = {
             "headers": {"Authorization": f"Bearer {self.key}"} if self.key else {},
             "auth": self._login,
-            "trust_env": not _is_here(url),  # nothing for this machine goes through a proxy
+            "trust_env": not _is_here(url),  # a proxy is not for addresses of this machine
             "follow_redirects": False,
             "verify": _trusted() if url.startswith("https:") else False,
-            "timeout": httpx2.Timeout(None, connect=_CONNECT),  # all the rest is under the deadline
+            "timeout": httpx2.Timeout(None, connect=_CONNECT),  # the deadline bounds all the rest
         }
         last, pause = "it has said nothing", 0.0
         try:
-            # A client for each: one of many connections looks through all of them whenever one is done
+            # A client for each request: one with many connections searches all of them whenever one is done
             async with asyncio.timeout(self.timeout), httpx2.AsyncClient(**options) as client:
                 for attempt in range(_ATTEMPTS):
                     await asyncio.sleep(pause)
@@ -151,7 +147,7 @@ class Server:
 
 
 def beside[T](work: Coroutine[Any, Any, T]) -> futures.Future[T]:
-    """Run a coroutine in a thread beside the program; to cancel the future is to cancel the coroutine.
+    """Run a coroutine in a thread beside the program; cancelling the future cancels the coroutine.
 
     >>> async def answer() -> int:
     ...     return 42
@@ -163,14 +159,14 @@ def beside[T](work: Coroutine[Any, Any, T]) -> futures.Future[T]:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The loop in which all servers are asked, in a thread that does not keep the program from ending."""
+    """The event loop of all servers, in a thread that does not keep the program from ending."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="asking", daemon=True).start()
     return loop
 
 
 def is_private(url: str) -> bool:
-    """Whether nobody can listen on the way to an address: by TLS, or because it is this machine's own.
+    """Whether nobody can listen on the way to an address, because of TLS or because it is this machine's own.
 
     >>> is_private("https://example.org/v1"), is_private("http://127.0.0.1:8000"), is_private("http://gpu7:8000")
     (True, True, False)
@@ -187,7 +183,7 @@ def _is_here(url: str) -> bool:
 
 
 def excerpt(text: object, most: int = 300) -> str:
-    """The beginning of what a server said, on one line.
+    """The beginning of a server's answer, on one line.
 
     >>> excerpt("all  is\\nwell"), excerpt("x" * 9, 4)
     ('all is well', 'xxxx ...')
@@ -197,13 +193,13 @@ def excerpt(text: object, most: int = 300) -> str:
 
 
 def _seconds(header: str | None) -> float:
-    """What ``Retry-After`` says, unless it is a date."""
+    """The seconds in ``Retry-After``; 0 for a date or no header."""
     return float(header) if header and header.isdecimal() else 0.0
 
 
 @functools.cache
 def _trusted() -> Any:
-    """The certificates that are trusted; reading them takes a while."""
+    """The trusted certificates, read once, since that takes a while."""
     import httpx2
 
     return httpx2.create_ssl_context()

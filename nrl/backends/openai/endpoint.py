@@ -1,4 +1,4 @@
-"""The requests and answers of an OpenAI-compatible endpoint: how they are made, checked and read."""
+"""Making requests to an OpenAI-compatible endpoint, and checking and reading its answers."""
 
 import math
 import warnings
@@ -21,13 +21,13 @@ _LOWEST = torch.finfo(torch.float32).min  # nats
 
 @attrs.frozen
 class Endpoint:
-    """A model that a server serves.
+    """A model at a server.
 
     Args:
-        server: where requests go.
+        server: of the model.
         name: of the model, as the server lists it.
         context_length: the most tokens that a prompt and its completion may have together.
-        vocabulary: how many tokens there are.
+        vocabulary: how many tokens the model knows.
         stops: the model's own tokens that end a completion.
     """
 
@@ -38,7 +38,7 @@ class Endpoint:
     stops: tuple[int, ...]
 
     def request(self, prompt: Sequence[int], seed: int, sampling: Sampling) -> dict[str, Any]:
-        """What asks for one completion."""
+        """The body of a request for one completion."""
         greedy = sampling.temperature == 0
         return {
             "model": self.name,
@@ -50,7 +50,7 @@ class Endpoint:
             "seed": int(seed) & (2**63 - 1),  # servers take a signed number
             "stop_token_ids": [*self.stops, *sampling.stop_token_ids],
             "stop": list(sampling.stop),
-            # What is not said servers take from the model's generation_config.json
+            # Without these, servers take values from the model's generation_config.json
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
@@ -61,12 +61,12 @@ class Endpoint:
         }
 
     async def complete(self, body: Mapping[str, Any]) -> Completion:
-        """The completion that this asks for.
+        """Send a request, and return its completion.
 
         Raises:
-            LostRequest: the server failed it, as often as it may be asked.
-            ClusterError: the same, and it has failed as many in a row as may be under way at once: it is gone.
-            GenerationError: the server refuses, or says something else than was asked for.
+            LostRequest: the server failed in all attempts.
+            ClusterError: the same, and it has failed as many requests in a row as may be under way at once: it is gone.
+            GenerationError: the server refuses, or its answer is unusable.
         """
         try:
             answer = await self.server.ask("/completions", body)
@@ -77,10 +77,10 @@ class Endpoint:
         return self.completion(body, answer.said)._replace(times=answer.times)
 
     def completion(self, body: Mapping[str, Any], answer: Any) -> Completion:
-        """What the answer to a request holds.
+        """Read the completion in the answer to a request.
 
         Raises:
-            GenerationError: something else than was asked for.
+            GenerationError: the answer has no completion, or one that cannot be trained on.
         """
         try:
             (choice,) = answer["choices"]
@@ -128,14 +128,11 @@ class Endpoint:
 
 
 class Meaning(NamedTuple):
-    """Which distribution a server's log-probabilities are of.
+    """The distribution that a server's log-probabilities are of.
 
     Args:
-        tempered: that after the temperature.
-        truncated: that over what top-k and top-p keep.
-
-    >>> Meaning(tempered=True, truncated=False).truncated
-    False
+        tempered: whether it is the one after the temperature.
+        truncated: whether it is the one over the tokens that top-k and top-p keep.
     """
 
     tempered: bool
@@ -143,7 +140,11 @@ class Meaning(NamedTuple):
 
 
 def served(server: Server, name: str | None) -> tuple[str, int | None]:
-    """The name of the model, and its context if the server tells.
+    """The name of the model at a server, and its context length if the server gives one.
+
+    Args:
+        server: to ask.
+        name: of the model; None: the only one that the server lists.
 
     Raises:
         GenerationError: the server does not list it.
@@ -167,13 +168,13 @@ def served(server: Server, name: str | None) -> tuple[str, int | None]:
 
 
 def probe(endpoint: Endpoint) -> Meaning:
-    """Ask for a few tokens, and see what becomes of the temperature, of top-k and of seeds.
+    """Ask for a few tokens, and find out how the server treats the temperature, top-k and seeds.
 
     Raises:
-        GenerationError: seeds change nothing, or the answers are not what is needed.
+        GenerationError: seeds change nothing, or an answer is unusable.
     """
     prompt = [(31 * place + 7) % endpoint.vocabulary for place in range(min(8, endpoint.context_length - 1))]
-    # Above 2 vLLM takes no temperature
+    # vLLM takes no temperature above 2
     sharp, flat = Sampling(temperature=0.25, max_new_tokens=1), Sampling(temperature=2.0, max_new_tokens=16)
     rows = [(0, sharp), (0, flat), (0, flat), (1, flat), (0, attrs.evolve(flat, top_k=1))]
     bodies = [endpoint.request(prompt, *row) | {"logprobs": 1} for row in rows]  # and of the most probable one
@@ -193,15 +194,15 @@ def probe(endpoint: Endpoint) -> Meaning:
             f"{endpoint.server.who}: {endpoint.server.url} draws the tokens {first} whatever the seed, so all "
             "completions of a prompt would be the same; let the server pass seeds on"
         )
-    # The most probable first token has one log-probability at every temperature if it is taken before that, and its
-    # log-probability is 0 where it alone is kept
+    # Before the temperature, the most probable first token has one log-probability at every temperature. After top_k=1
+    # it is the only token, with log-probability 0
     high, low = _highest(answers[0]), _highest(answers[1])
     tempered = abs(high - low) > 0.1
     return Meaning(tempered, truncated=tempered and low < -1e-3 < float(found[4].logprobs[0]))
 
 
 def _highest(answer: Any) -> float:
-    """The log-probability of the most probable first token, in nats; NaN where the server does not say."""
+    """The log-probability of the most probable first token, in nats; NaN: the server does not give it."""
     try:
         return float(max(answer["choices"][0]["logprobs"]["top_logprobs"][0].values()))
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):

@@ -1,9 +1,9 @@
 """A sampler over a pool of engines of any kind, each with a copy of the weights.
 
-A request is asked for (`generate`, `stream`), placed with an engine, and taken by the thread that looks after that
-engine's seat: it lets the engine decode as long as it has something to do, and gives what is finished to whoever waits
-for it, while new requests join. Weights are received between two such calls. An engine that dies is started again and
-given the weights; its requests are asked again, here or elsewhere.
+`generate` and `stream` place each request with an engine. The thread that looks after the engine's seat lets the engine
+decode as long as it has requests, answers those that are finished, and lets new ones join. Weights are received between
+two calls of an engine. An engine that dies is started again and gets the weights; its requests are asked again, here or
+elsewhere.
 """
 
 import itertools
@@ -31,7 +31,7 @@ __all__ = ["EnginePool", "StreamingEnginePool"]
 
 _AFTER = "as where it was started again while a step had consumed its weights; publish those that the step returned"
 _WAITS = "No engine has weights, since a step has consumed them: requests wait for the next publish. "
-_TIMES = 3  # engines that may die with a request; and how often in a row one may die without an answer in between
+_TIMES = 3  # deaths: of engines with one request, and of one engine in a row without an answer
 
 
 class EnginePool:
@@ -39,11 +39,14 @@ class EnginePool:
 
     Args:
         name: how errors and warnings name it.
-        meshes: where its engines live; generating after their cluster has been left is an error.
+        meshes: where its engines live.
         make: makes an engine, in each process.
-        model: what it samples from.
+        model: to sample from.
         sampling: for calls that do not say.
-        tolerance: nats that its log-probabilities may differ from a trainer's; None: they are computed alike.
+        tolerance: see `nrl.backends.samplers.Probed`.
+
+    Raises:
+        ModelError: the model does not predict tokens, or its tokenizer cannot be loaded.
     """
 
     def __init__(
@@ -61,23 +64,23 @@ class EnginePool:
         self.tokenizer = load_tokenizer(model)
         """The transformers tokenizer of its model."""
         self.version = 0
-        """How often weights had been published when the ones it holds were."""
+        """See `nrl.backends.Sampler`."""
         self.lag = 0
-        """How many publishes early it is asked, by `nrl.ahead`."""
+        """How many publishes early it samples, for `nrl.ahead`."""
         self.adapter = model.adapter
-        """`nrl.backends.Model.adapter` of its model: where there is one, it is sent that alone."""
+        """`nrl.backends.Model.adapter` of its model; with one, `publish` sends the adapter alone."""
         self.remote = meshes[0].cluster.remote
         """Whether it decodes in other processes, so that this one can do something else meanwhile."""
         self._name, self._cluster = name, meshes[0].cluster
-        self._changed = threading.Condition()  # guards the seats; whatever somebody may wait for notifies it
+        self._changed = threading.Condition()  # guards the seats; every change of theirs notifies it
         self._seats = [Seat(mesh, name, make, self._changed) for mesh in meshes]
         self.context_length, self._vocabulary = self._seats[0].about()
         self._engines = [(seat, engine) for seat in self._seats for engine in range(seat.engines)]
         self._places = {each: place for place, each in enumerate(self._engines)}
         self._router, self._numbers = Router(len(self._engines)), itertools.count()
-        self._tended: set[Seat] = set()  # somebody looks after them
-        self._called: set[Seat] = set()  # and waits for what their engines say
-        self._receives = threading.Lock()  # one at a time
+        self._tended: set[Seat] = set()  # a thread looks after them
+        self._called: set[Seat] = set()  # and waits for the answer of their engines
+        self._receives = threading.Lock()  # weights are received once at a time
         self._weights: Iterable[Bucket | Future[Bucket]] | None = None  # for an engine that is started again
         self._broken = ""  # what is wrong with the weights
         self._warned = False
@@ -94,16 +97,10 @@ class EnginePool:
         seeds: Sequence[int] | None = None,
         sampling: Sampling | None = None,
     ) -> Future[list[Completion]]:
-        """Complete each prompt once; prompts are spread over the engines, those that begin alike together.
+        """Complete each prompt once; see `nrl.backends.Sampler`. Prompts that begin alike go to one engine.
 
-        Args:
-            prompts: token ids, of any lengths; equal ones are read once.
-            seeds: of each row's noise; None: 0, 1, 2 ...
-            sampling: None: the sampler's own.
-
-        Returns:
-            A future of one `Completion` for each prompt, in order. It raises `LostRequest` for one with which engines
-            died several times, and `LostActor` if no engine is left.
+        The future raises `LostRequest` for a prompt with which engines died several times, and `LostActor` if no engine
+        is left.
 
         Raises:
             GenerationError: a prompt that cannot be completed, or weights that were received only in part.
@@ -114,7 +111,7 @@ class EnginePool:
     def everywhere(self, prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
         """Let every engine complete a prompt; see `nrl.backends.samplers.Probed`.
 
-        Those that are being started again are not waited for, unless no other is left.
+        Engines that are being started again are left out, unless there are no others.
         """
         load, alive = self._load(), self._alive()
         there = [place for place in alive if math.isfinite(load[place])] or alive
@@ -142,7 +139,7 @@ class EnginePool:
         return [each.answer for each in asked]
 
     def _place(self, asked: Sequence[Awaited], engines: Sequence[int] | None = None) -> None:
-        """Let them wait for engines."""
+        """Choose an engine for each request, which waits for it from now on."""
         alive, load = self._alive(), self._load()
         if not alive:
             for each in asked:
@@ -166,7 +163,7 @@ class EnginePool:
         return [seat for seat in self._seats if seat.state in states]
 
     def _work_where_wanted(self) -> None:
-        """Have somebody ask the engines that have something to do: a thread, or where that would not help, this one."""
+        """Start a thread for each seat with work that none looks after; do the work here where engines are local."""
         with self._changed:
             idle = [seat for seat in self._seats if seat.wanted and seat not in self._tended]
             self._tended.update(idle)
@@ -177,7 +174,7 @@ class EnginePool:
                 self._work(seat)
 
     def _work(self, seat: Seat) -> None:
-        """Ask the engines of a seat until nobody waits for an answer, and start them again if they die."""
+        """Let the engines of a seat decode until nobody waits for an answer, and start them again if they die."""
         try:
             while (work := self._next(seat)) is not None:
                 try:
@@ -200,7 +197,7 @@ class EnginePool:
                 raise
 
     def _next(self, seat: Seat) -> list[Work] | None:
-        """What to tell the engines next, as soon as they may be told something; None: there is nothing."""
+        """The next work for the engines, as soon as they may take some; None: there is none."""
         with self._changed:
             self._called.discard(seat)
             self._changed.notify_all()
@@ -228,7 +225,7 @@ class EnginePool:
             for engine, found in enumerate(finished):
                 for number, answer in found:
                     if (asked := seat.answered(engine, number, answer)) is None:
-                        continue  # nobody wants it any more
+                        continue  # nobody waits for it any more
                     if isinstance(answer, Exception):
                         asked.fail(answer)
                     else:
@@ -250,7 +247,7 @@ class EnginePool:
         )
 
     def _revive(self, seat: Seat) -> None:
-        """Start an engine that has died anew, and let what it was asked be asked again, here or elsewhere."""
+        """Start the engines of a seat again after their death; their requests are asked again, here or elsewhere."""
         self._cluster.check_open("generate")
         error = seat.error
         with self._changed:
@@ -281,7 +278,7 @@ class EnginePool:
         )
 
     def _renew(self, seat: Seat) -> None:
-        """Give an engine that has been started again the weights, if they are still there; it may serve then."""
+        """Give engines that have been started again the weights, if they are still there; then they serve."""
         with self._receives:
             try:
                 whole = self._given_again(seat)
@@ -299,7 +296,7 @@ class EnginePool:
                     self._place(seat.take_back()[1])
 
     def _given_again(self, seat: Seat) -> bool:
-        """Whether it has the weights that the others have, and computes with them; not if a step has consumed them."""
+        """Give a seat the current weights and check them; False: a step has consumed them."""
 
         def complete(prompt: Sequence[int], sampling: Sampling) -> list[Completion]:
             return seat.complete(Request(next(self._numbers), prompt, 0, sampling), self.version)
@@ -316,17 +313,14 @@ class EnginePool:
         return True
 
     def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:
-        """Replace the weights in place, one bucket after the other; `nrl.publish` calls it.
+        """Replace the weights in place; see `nrl.backends.Sampler`.
 
-        Args:
-            buckets: as `nrl.backends.Sampler.receive`, of any dtype and device; of tied weights one name is enough.
-                They are kept for engines that are started again, if they can be iterated once more.
-            version: stamped from now on on what is sampled.
-            inflight: what becomes of requests that are under way; see `nrl.publish`.
+        Tensors may have any dtype and device; of tied weights one name is enough. Buckets that can be iterated again
+        are kept for engines that are started again.
 
         Raises:
-            ModelError: a name that the model does not have, a wrong shape, or weights that are missing. The sampler
-                then holds a mixture and refuses to generate until it has received a complete set.
+            ModelError: as there. The sampler then holds a mixture, and refuses to generate until it has received a
+                complete set.
             LostActor: an engine died, and cannot be started again and given the weights.
         """
         self._cluster.check_open("receive")
@@ -364,7 +358,7 @@ class EnginePool:
 
     @contextmanager
     def _while_none_decodes(self, inflight: Inflight) -> Iterator[None]:
-        """Let the engines that serve receive, once nobody asks them any more; then they serve again."""
+        """Run the block while no engine decodes; the serving engines receive in it, and serve again after it."""
         try:
             with self._changed:
                 for seat in self._in("serving"):
@@ -385,13 +379,10 @@ class EnginePool:
 
 
 class StreamingEnginePool(EnginePool):
-    """One whose engines take on requests while they decode others, so that nobody has to wait for a row to ask it.
-
-    `nrl.backends.vllm.sampler` makes one.
-    """
+    """A pool whose engines take on requests while they decode others; `nrl.backends.vllm.sampler` makes one."""
 
     def stream(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling | None = None
     ) -> "list[futures.Future[Completion]]":
-        """As `generate`, with a future for each row; to cancel one is to have the engine forget it."""
+        """As `generate`, with a future for each row; if one is cancelled, its engine forgets the row."""
         return self._ask(prompts, seeds, sampling)

@@ -1,4 +1,4 @@
-"""Checks before anything is sampled: prompts that can be completed, and what top-k and top-p cut off."""
+"""Checks of requests: whether prompts can be completed, and whether top-k or top-p leave out tokens."""
 
 import warnings
 from collections.abc import Sequence
@@ -16,12 +16,17 @@ def check_prompts(
     vocabulary: int,
     context_length: int,
 ) -> None:
-    """See that prompts can be completed.
+    """Check that prompts can be completed.
+
+    Args:
+        prompts: token ids.
+        seeds: one for each prompt.
+        stop_token_ids: that end a completion.
+        vocabulary: how many tokens the model knows.
+        context_length: the most tokens that a prompt and its completion may have together.
 
     Raises:
         GenerationError: one cannot.
-
-    >>> check_prompts([[3, 4]], [0], [], 8, 16)
     """
     if len(seeds) != len(prompts):
         raise GenerationError(f"decode: {len(seeds)} seeds for {len(prompts)} prompts; give one for each")
@@ -56,7 +61,7 @@ def check_prompts(
 
 
 def truncates(sampling: Sampling, vocabulary: int) -> bool:
-    """Whether top-k or top-p leave out any of so many tokens.
+    """Whether top-k or top-p leave out tokens of a vocabulary of this size.
 
     >>> truncates(Sampling(top_k=9), 8), truncates(Sampling(top_k=7), 8)
     (False, True)
@@ -65,11 +70,7 @@ def truncates(sampling: Sampling, vocabulary: int) -> bool:
 
 
 def warn_of_truncation(who: str, sampling: Sampling, vocabulary: int, stacklevel: int = 3) -> bool:
-    """Warn if log-probabilities of what is sampled are not to be compared with a trainer's; whether it did.
-
-    >>> warn_of_truncation("hf.sampler", Sampling(temperature=0.7), 8)
-    False
-    """
+    """Warn if top-k or top-p make log-probabilities incomparable with a trainer's; whether it warned."""
     if not truncates(sampling, vocabulary) or sampling.temperature == 0:
         return False
     warnings.warn(

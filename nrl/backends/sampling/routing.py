@@ -1,4 +1,4 @@
-"""Routing requests to engines: to one that has read the beginning of the prompt already, if it is not too busy."""
+"""Routing requests to engines: to one that has read the beginning of the prompt, unless it is too busy."""
 
 import heapq
 import math
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 __all__ = ["Router"]
 
-_BLOCK = 64  # tokens after which beginnings are compared
+_BLOCK = 64  # tokens; beginnings are multiples of it
 _REMEMBERED = 100_000  # beginnings
-_SLACK = 1.25  # of its share, which an engine may have for the sake of what it has read
+_SLACK = 1.25  # how many times its share an engine may get of prompts whose beginning it has read
 
 
 class Router:
-    """Remembers who has read what.
+    """Remembers which engine has read which beginnings of prompts.
 
-    An engine that has been given a prompt, or one with the same beginning, holds its keys and values; to read it once
-    more elsewhere is waste. To wait for a busy engine while another idles is more of it.
+    An engine that has read a prompt, or one with the same beginning, holds its keys and values, and another engine
+    would compute them again. But waiting for a busy engine while another idles costs more.
 
     Args:
         engines: how many there are.
@@ -31,16 +31,16 @@ class Router:
         self._readers: OrderedDict[int, int] = OrderedDict()
 
     def choose(self, prompts: Sequence[Sequence[int]], load: Sequence[float]) -> list[int]:
-        """The engines for some prompts that are to be spread together.
+        """Choose an engine for each of some prompts.
 
         Args:
             prompts: token ids.
             load: for each engine, how many requests it has; infinite, if it takes none.
 
         Returns:
-            For each prompt the engine that was given the longest beginning of it, if that is at least half of it and
-            the engine has at most a quarter more than its share, the prompts before it counted; else the one with the
-            fewest, and of these the first.
+            For each prompt, the engine that has read the longest beginning of it, if that is at least half of the
+            prompt and the engine has at most a quarter more than its share of requests; else the first of those with
+            the fewest.
         """
         load = list(load)
         taking = [each for each in load if each < math.inf]
@@ -62,7 +62,7 @@ class Router:
         return found
 
     def has_read(self, engine: int, tokens: Sequence[int]) -> None:
-        """An engine holds these: a prompt with its completion, which the next turn of an episode begins with."""
+        """Note that an engine holds a prompt with its completion; an episode's next turn begins with them."""
         self._note(_beginnings(tokens), engine)
 
     def _note(self, beginnings: Sequence[tuple[int, int]], engine: int) -> None:

@@ -1,4 +1,4 @@
-"""Giving weights to engines, bucket by bucket, so that nobody holds a second copy of the model."""
+"""Giving weights to engines, bucket by bucket, so that no process holds a second copy of the model."""
 
 import sys
 import warnings
@@ -24,11 +24,11 @@ _PROBE = 136, 4  # tokens of a prompt that fills a block of cached keys and valu
 
 @attrs.frozen
 class Weights:
-    """The weights of params, some at a time, as often as they are iterated; `nrl.publish` makes it.
+    """The weights of params in buckets, which can be iterated any number of times; `nrl.publish` makes it.
 
     Args:
-        params: of a trainer. When a step has consumed them, to iterate raises `ConsumedState`.
-        adapter: whether those of their adapter alone.
+        params: of a trainer. When a step has consumed them, iterating raises `ConsumedState`.
+        adapter: whether to give those of their adapter alone.
     """
 
     params: Params
@@ -38,22 +38,22 @@ class Weights:
         return self.params.buckets("publish", adapter=self.adapter)
 
     def to(self, meshes: Sequence[Mesh]) -> Iterable[Bucket | Future[Bucket]]:
-        """The same, by the best way to these; see `nrl.runtime.transfer`."""
+        """The same buckets, by the best way to these meshes; see `nrl.runtime.transfer`."""
         return self.params.buckets("publish", meshes, self.adapter)
 
     def check(
         self, sampler: Any, version: int, complete: Callable[[Sequence[int], Sampling], Sequence[Completion]]
     ) -> None:
-        """Let engines that have them complete a prompt, always the same one, and the trainer say what it thinks.
+        """Let engines that have these weights complete a prompt, and compare log-probabilities with the trainer's.
 
         Args:
-            sampler: whose engines they are, `nrl.backends.samplers.Probed`.
-            version: that they have to name.
-            complete: asks them.
+            sampler: of these engines, `nrl.backends.samplers.Probed`.
+            version: that completions have to bear.
+            complete: lets each engine complete a prompt, always the same one.
 
         Raises:
-            WeightMismatch: they compute something else than the trainer does.
-            ConsumedState: the weights are not there any more.
+            WeightMismatch: an engine computes something else than the trainer does.
+            ConsumedState: a step has consumed the params.
         """
         if sampler.tolerance is None:
             return
@@ -84,24 +84,26 @@ def _rounded(x: Tensor) -> list[float]:
 
 
 def give(seats: Sequence[Seat], weights: Iterable[Bucket | Future[Bucket]], version: int) -> dict[Seat, Exception]:
-    """Give engines the weights, by the best way that there is to them; where that fails, by value.
+    """Give engines new weights, by the best way to them; where that fails, by value.
+
+    Args:
+        seats: of the engines.
+        weights: in buckets.
+        version: of the weights.
 
     Returns:
-        The seats that died of it, or meanwhile, and what they said; the others have the weights.
+        The seats that died meanwhile, with their errors; all others have the weights.
 
     Raises:
-        CorruptedTransfer: they did not arrive as they were sent.
-        Exception: what an engine says of the weights.
-
-    >>> give([], [], 1)
-    {}
+        CorruptedTransfer: weights did not arrive as they were sent.
+        Exception: what an engine raised that refused the weights.
     """
     if isinstance(weights, Weights):
         try:
             return _give(seats, weights.to([seat.mesh for seat in seats]), version)
         except CorruptedTransfer:
             raise
-        except TransferError as error:  # as when one of those that are cast to dies: the others wait for it
+        except TransferError as error:  # as when a receiver of a broadcast dies, since all wait for it
             say(f"publish: the weights go by value now, which is slower: {error}")
     return _give(seats, weights, version)
 
@@ -111,22 +113,22 @@ def _give(seats: Sequence[Seat], buckets: Iterable[Bucket | Future[Bucket]], ver
     refused: list[Exception] = []
 
     def note(seat: Seat, error: Exception, given: Any = None) -> None:
-        its_own = not (isinstance(given, Coming) and given.failure() is error)  # and not of the mesh that gives
+        its_own = not (isinstance(given, Coming) and given.failure() is error)  # else it is the trainer mesh's error
         if its_own and (death := seat.death(error)) is not None:
             dead[seat] = death
         else:
             refused.append(error)
 
     def each(step: Literal["begin", "add", "end"], *given: Any) -> None:
-        """All are told before any is waited for, and all are waited for."""
-        told = []
+        """Call a step in all seats before waiting for any, and then wait for all of them."""
+        called = []
         for seat in seats:
             if seat not in dead:
                 try:
-                    told.append((seat, seat.load_weights(step, *given)))
+                    called.append((seat, seat.load_weights(step, *given)))
                 except Exception as error:
                     note(seat, error, *given)
-        for seat, reply in told:
+        for seat, reply in called:
             try:
                 reply.result()
             except Exception as error:
@@ -142,14 +144,7 @@ def _give(seats: Sequence[Seat], buckets: Iterable[Bucket | Future[Bucket]], ver
 
 
 def say(text: str) -> None:
-    """Warn, from a thread in which it would help nobody to raise.
-
-    >>> with warnings.catch_warnings(record=True) as said:
-    ...     warnings.simplefilter("always")
-    ...     say("an engine was lost")
-    >>> str(said[0].message)
-    'an engine was lost'
-    """
+    """Warn from a thread; where warnings are errors, print instead, since raising there would help nobody."""
     try:
         warnings.warn(text, stacklevel=2)
     except Warning:

@@ -1,13 +1,13 @@
 """Agreement between processes on numbers, decisions and errors, before any of them acts.
 
-A process that raised while the others wait in a collective would leave them hanging. So an error is held back, the
-process goes on with its part of the collectives, and at a place where all meet, all of them raise.
+A process that raises while the others wait in a collective leaves them hanging. So a process holds its error back, goes
+on with its part of the collectives, and raises where all processes meet; there the others raise, too.
 """
 
 import contextlib
 import pickle
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.errors import ClusterError
 
-__all__ = ["HeldError", "Peers", "PickledError"]
+__all__ = ["HeldError", "Peers", "pickled"]
 
 
 @attrs.frozen
@@ -24,30 +24,27 @@ class Peers:
 
     Args:
         mesh: of one axis; None: this process is alone.
-
-    >>> Peers(None).gather("found")
-    ['found']
     """
 
     mesh: DeviceMesh | None
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to agree with."""
+        """Whether this process is the only one."""
         return self.mesh is None
 
     @property
     def rank(self) -> int:
-        """Which of them this one is."""
+        """The number of this process."""
         return 0 if self.mesh is None else self.mesh.get_local_rank()
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return 1 if self.mesh is None else self.mesh.size()
 
     def gather[T](self, value: T) -> list[T]:
-        """What every process found, by rank; a collective."""
+        """The values of all processes, by rank; a collective."""
         if self.mesh is None:
             return [value]
         found: list[T] = [value] * self.mesh.size()
@@ -55,7 +52,7 @@ class Peers:
         return found
 
     def send[T](self, value: T | None) -> T:
-        """What the first process has, in every process; a collective."""
+        """The value of the first process, in every process; a collective."""
         box: list[Any] = [value]
         if self.mesh is not None:
             dist.broadcast_object_list(box, group=self.mesh.get_group(), group_src=0)
@@ -63,33 +60,23 @@ class Peers:
         return found
 
 
-class PickledError(NamedTuple):
-    """An error as it travels: most exceptions can be pickled, but any function may raise one that cannot.
+def pickled(error: Exception, who: str, rank: int) -> bytes:
+    """An error for other processes, pickled; a `ClusterError` with its text where pickle cannot copy it.
 
-    >>> PickledError.of(2, ValueError("no such row")).error("train_step(my_loss)")
-    ValueError('no such row')
+    Args:
+        error: of this process.
+        who: how errors name the caller.
+        rank: of this process, which a note names.
     """
-
-    rank: int
-    text: str
-    pickled: bytes
-
-    @classmethod
-    def of(cls, rank: int, error: Exception) -> "PickledError":
-        """What another process needs to know about it."""
-        try:
-            pickled = pickle.dumps(error)
-        except Exception:  # what pickle raises depends on what it finds
-            pickled = b""
-        return cls(rank, f"{type(error).__name__}: {error}", pickled)
-
-    def error(self, who: str) -> Exception:
-        """The same error if it can be had, otherwise one that says what it said; a note names the rank."""
-        made: Exception = ClusterError(f"{who}: rank {self.rank} raised {self.text}")
-        with contextlib.suppress(Exception):
-            made = pickle.loads(self.pickled)
-        made.add_note(f"{who}: rank {self.rank} of dp raised it: {self.text}")
-        return made
+    text = f"{type(error).__name__}: {error}"
+    note = f"{who}: rank {rank} of dp raised it: {text}"
+    with contextlib.suppress(Exception):  # a class may do anything when it is pickled
+        copy = pickle.loads(pickle.dumps(error))
+        copy.add_note(note)
+        return pickle.dumps(copy)
+    stand_in = ClusterError(f"{who}: rank {rank} raised {text}")
+    stand_in.add_note(note)
+    return pickle.dumps(stand_in)
 
 
 class HeldError:
@@ -108,7 +95,7 @@ class HeldError:
 
     @contextlib.contextmanager
     def back(self) -> Iterator[None]:
-        """Hold back what is raised inside."""
+        """Hold back an error of the block."""
         try:
             yield
         except Exception as error:
@@ -117,16 +104,16 @@ class HeldError:
             self.error = self.error or error
 
     def meet[T](self, who: str, value: T = None) -> list[T]:  # type: ignore[assignment]
-        """What every process found, by rank; a collective.
+        """The values of all processes, by rank; a collective.
 
         Raises:
             Exception: the error of this process, or of the first that has one.
         """
-        mishap = None if self.error is None else PickledError.of(self.peers.rank, self.error)
-        found = self.peers.gather((value, mishap))
+        mine = None if self.error is None else pickled(self.error, who, self.peers.rank)
+        found = self.peers.gather((value, mine))
         if self.error is not None:
             raise self.error
-        for _, other in found:
-            if other is not None:
-                raise other.error(who)
+        for _, error in found:
+            if error is not None:
+                raise pickle.loads(error)
         return [value for value, _ in found]

@@ -1,4 +1,4 @@
-"""The batch before a step: added columns, its lag, values that are not finite, advantages that teach nothing."""
+"""The batch before a step: adding columns, measuring its lag, finding values that are not finite or teach nothing."""
 
 import sys
 from collections.abc import Collection, Mapping
@@ -21,7 +21,15 @@ __all__ = ["check_finite", "lag", "told_of_no_advantages", "with_columns"]
 def with_columns(
     who: str, batch: Batch, columns: Mapping[str, Tensor | Future[Tensor]]
 ) -> tuple[Batch, Batch, dict[str, Coming]]:
-    """A batch with the columns that are here; the same with what stands for those on their way; and these by name."""
+    """Add columns to a batch, some of which other processes still compute.
+
+    Returns:
+        The batch with the columns that are here; the same with stand-ins for the others (`Coming.like`); and the others
+        by name.
+
+    Raises:
+        ColumnError: a column was computed for another number of rows.
+    """
     if not columns:
         return batch, batch, {}
     coming = {name: x for name, x in columns.items() if isinstance(x, Coming) and x.rows and x.like is not None}
@@ -35,7 +43,7 @@ def with_columns(
 
 
 def lag(version: int, batch: Batch) -> Metrics:
-    """How many publishes the weights are ahead of those that sampled a row, over the rows that are trained on."""
+    """The metric ``lag``: by how many publishes the weights are ahead of a row's, as a mean over trained rows."""
     if "version" not in batch.keys() or "loss_mask" not in batch.keys():
         return {}
     rows = batch["loss_mask"].any(-1)
@@ -43,9 +51,9 @@ def lag(version: int, batch: Batch) -> Metrics:
 
 
 def told_of_no_advantages(who: str, loss: Loss, batch: Batch, always: Collection[str]) -> bool:
-    """Say that all advantages are 0, if the loss reads them; whether there is nothing left to look for.
+    """Print that all advantages are 0, if they are and the loss reads them; whether later steps need no look.
 
-    On the standard error, and no warning: a run may be well and have such a step.
+    It prints to the standard error instead of warning, since a healthy run may have such a step.
     """
     if not {"advantages", "loss_mask"} <= set(batch.keys()):
         return False
@@ -75,7 +83,11 @@ def told_of_no_advantages(who: str, loss: Loss, batch: Batch, always: Collection
 
 
 def check_finite(who: str, batch: Batch) -> None:
-    """Columns that are not finite where a token is trained on would poison the weights."""
+    """Check that columns are finite at tokens that are trained on, since others would poison the weights.
+
+    Raises:
+        NotFinite: a column is not.
+    """
     if "loss_mask" not in batch.keys():
         return
     mask = batch["loss_mask"]

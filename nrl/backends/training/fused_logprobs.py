@@ -52,7 +52,7 @@ def linear_logprobs(
 
     Equal to ``log_softmax`` and ``gather`` on the whole matrix of logits, in memory that does not grow with tokens
     times vocabulary. Gradients of both results flow to `hidden`, `weight` and `bias`; there is no second derivative.
-    An entropy that no gradient comes back to costs nothing in the backward. Nothing waits for the device.
+    An entropy without an incoming gradient costs nothing in the backward. Nothing waits for the device.
 
     Logits are products in the inputs' dtype, everything after them is float32 (float64 for float64 inputs). The
     weight's gradient is added up over chunks in that dtype and cast once.
@@ -66,8 +66,8 @@ def linear_logprobs(
             to it. None: 1.
         bias: ``[V]``, of hidden's dtype. None: 0.
         entropy: whether to return the entropy.
-        chunk: the most tokens whose logits exist at once. None: as many as fit in `CHUNK_BYTES`. Where one chunk holds
-            all tokens, and their log-probabilities fit in `KEEP_BYTES`, these are kept for the backward.
+        chunk: the most tokens whose logits exist at once. None: as many as fit in `CHUNK_BYTES`. If one chunk holds all
+            tokens, and their log-probabilities fit in `KEEP_BYTES`, these are kept for the backward.
 
     Returns:
         ``(logprobs, entropy)``: nats, float32 (float64 for float64 inputs), in the shape of the targets and ``[N]``;
@@ -223,10 +223,10 @@ def _gradients(
     needs: tuple[bool, bool, bool],
     size: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias, the last two as the sums over chunks that are still to be cast."""
+    """Gradients of hidden, weight and bias, the last two as sums over chunks, which the caller casts."""
     low, logits = _buffers(hidden, weight, size)
     logp = torch.empty_like(logits) if kept is None or of_entropy is not None else kept
-    # What a single chunk adds to zeros in the weight's own dtype is rounded once as well.
+    # A single chunk is added to zeros, which rounds once in the weight's own dtype, too
     sum_dtype = weight.dtype if size == hidden.shape[0] else logits.dtype
     hidden_grad = torch.empty_like(hidden) if needs[0] else None
     weight_sum = torch.zeros_like(weight, dtype=sum_dtype) if needs[1] else None
@@ -265,7 +265,7 @@ def _slices(tokens: int, size: int) -> list[slice]:
 def _buffers(hidden: Tensor, weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """A chunk's logits in the inputs' dtype and in the accumulating one; one tensor where these are the same.
 
-    All chunks share them: new pages for each cost as much as the arithmetic on them.
+    All chunks share them, since new pages for each would cost as much as the arithmetic on them.
     """
     logits = hidden.new_empty((size, len(weight)), dtype=_ACCUMULATE[hidden.dtype])
     return (logits if logits.dtype == hidden.dtype else hidden.new_empty((size, len(weight)))), logits

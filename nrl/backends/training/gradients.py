@@ -1,9 +1,9 @@
 """The value and gradient of a loss on one micro-batch, and whether it reads outputs that were not computed.
 
-The model's head is the dearest part of small models, and most losses read its outputs only where ``loss_mask`` is true.
-A loss is any function, so that is found and not assumed: it is called twice on the real outputs, with two different
-numbers in the place of those that were not computed. Where terms, metrics and gradients are the same to the last bit,
-what stands there does not matter; otherwise the engine computes all of them.
+The head is the most expensive part of small models, and most losses read its outputs only where ``loss_mask`` is true.
+A loss is any function, so a step finds that out: it calls the loss twice on the real outputs, with different numbers in
+the places of outputs that were not computed. If terms, metrics and gradients are the same to the last bit, the loss
+ignores these places; otherwise the engine computes all outputs.
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ __all__ = ["ValueAndGrad", "ignores", "value_and_grad"]
 
 
 class ValueAndGrad(NamedTuple):
-    """What a loss makes of some outputs.
+    """The value of a loss on some outputs, and its gradient.
 
     Args:
         loss: scalar, the sum over terms of ``total / weight``.
         terms: detached.
         metrics: detached; those of the loss, and `nrl.algos.mismatch_metrics` of the outputs.
-        gradients: of ``loss``, for each output ``[*b, T]``; zeros where it does not depend on it.
+        gradients: of ``loss``, for each output ``[*b, T]``; zeros for an output that it does not read.
     """
 
     loss: Tensor
@@ -45,10 +45,10 @@ def value_and_grad(
         sum over terms of total / weights[term]
 
     Args:
-        loss: what to call.
-        name: how errors speak of it.
+        loss: any.
+        name: of the loss in errors.
         outputs: ``[*b, T]`` each; taken as constants.
-        batch: the rows that they belong to.
+        batch: their rows.
         weights: of each term, over the whole batch.
 
     Raises:
@@ -89,21 +89,19 @@ def ignores(
     places: Tensor,
     found: ValueAndGrad,
 ) -> Tensor:
-    """Whether it does not matter to a loss what the outputs are at some places.
-
-    Nothing waits for the device.
+    """Whether a loss ignores the outputs at some places. Nothing waits for the device.
 
     Args:
-        loss: what to call, a second time.
-        name: how errors speak of it.
+        loss: called a second time here.
+        name: of the loss in errors.
         outputs: ``[*b, T]`` each, with zeros at ``places``.
-        batch: the rows that they belong to.
+        batch: their rows.
         weights: of each term, over the whole batch.
         places: ``[k]`` int64, of the flattened outputs.
-        found: what it made of ``outputs``.
+        found: of the first call, on ``outputs``.
 
     Returns:
-        Scalar bool: with other numbers there, the value, its terms and metrics and all gradients are the same to the
+        Scalar bool: with other numbers at these places, the value, terms, metrics and gradients are the same to the
         last bit, and the gradient there is 0.
 
     >>> from nrl.algos import sft_loss, token_mean
@@ -117,7 +115,7 @@ def ignores(
     True
     False
     """
-    # Spread over the range of log-probabilities, so that a threshold lies between it and the zeros
+    # Numbers all over the range of log-probabilities, so that any threshold lies between some of them and the zeros
     noise = 1 + 16 * (0.618034 * torch.arange(1, len(places) + 1, device=places.device, dtype=torch.float64) % 1)
     other = {
         key: value.flatten()
@@ -144,6 +142,6 @@ def _leaves(found: ValueAndGrad) -> list[Tensor]:
 
 
 def _shape(found: ValueAndGrad) -> list[object]:
-    """All that is known of an evaluation without looking at numbers."""
+    """Names, types, shapes and dtypes of an evaluation: all that can be read without waiting for the device."""
     metrics = [(key, type(value)) for key, value in found.metrics.items()]
     return [metrics, [(x.shape, x.dtype) for x in _leaves(found)]]

@@ -1,7 +1,7 @@
 """Checks that a loss treats each row alone, so that no split of a batch changes the gradient.
 
-A loss is any function, so the driver tries it: on outputs that differ in each row and at each token, its gradient for
-some rows together has to be that for their halves, and its weight may not look at outputs or padding.
+A loss is any function, so the driver tries it on outputs that differ in each row and at each token. Its gradient on
+some rows has to be that on their halves, and its weight must not depend on outputs or padding.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,16 +18,16 @@ from nrl.reduce import Mean
 __all__ = ["check_law"]
 
 _ROWS = 64
-"""Of so many rows at most the gradients are compared."""
+"""The most rows whose gradients are compared."""
 
 _DRAWS = 3
-"""So many outputs are tried. A mean, a deviation, a maximum over rows shows in each; a threshold may hide from one."""
+"""How many sets of outputs are tried. A mean or a maximum over rows shows in each; a threshold may hide from one."""
 
 _CLOSE = 1e-4
-"""How far numbers may differ between calls in which a row is as wide, as a fraction: each row adds up in one order."""
+"""The fraction by which numbers may differ between calls on rows of one width, since each row adds up in one order."""
 
 _ROUGHLY = 0.1
-"""The same where it is wider. Other orders are rounded in other ways, and a row's sum may go through an exponential."""
+"""The same with more padding, where another order rounds differently, and a row's sum may go through an exponential."""
 
 _RATHER = (
     "compute statistics of the batch, such as a mean to subtract or a maximum to divide by, on the driver, and read "
@@ -36,19 +36,19 @@ _RATHER = (
 
 
 def check_law(loss: Loss, batch: Batch, weights: Mapping[str, float], always: Collection[str]) -> bool:
-    """See that weights do not look at outputs or padding, and that terms and gradients add up over rows.
+    """Check that weights ignore outputs and padding, and that terms and gradients add up over rows.
 
     Args:
-        loss: what to call.
-        batch: all of it.
+        loss: any.
+        batch: the whole one.
         weights: from `global_weights`.
-        always: the outputs that there are although the loss has not asked for them.
+        always: outputs that every loss gets, in addition to those that it asks for.
 
     Returns:
-        Whether this batch could tell.
+        Whether the batch was enough to check that.
 
     Raises:
-        WeightError: they do, or do not.
+        WeightError: the loss breaks the law.
 
     >>> from nrl.algos import sft_loss
     >>> mask = torch.tensor([[False, True, True]] * 2)
@@ -73,7 +73,7 @@ def check_law(loss: Loss, batch: Batch, weights: Mapping[str, float], always: Co
 
 
 def _some(batch: Batch) -> Batch:
-    """Rows from all over a batch, of those that are trained on where it says which."""
+    """Rows from all over a batch; where it has a ``loss_mask``, of those that are trained on."""
     rows = torch.arange(len(batch))
     if "loss_mask" in batch.keys():
         rows = torch.nonzero(batch["loss_mask"].flatten(1).any(1))[:, 0]
@@ -85,8 +85,8 @@ def _some(batch: Batch) -> Batch:
 def _drawn(outputs: Collection[str], batch: Batch, seed: int) -> dict[str, Tensor]:
     """Outputs such as models have, different in each row and at each token; 0 where a row has no token.
 
-    Each row has a scale of its own, within a factor of 16, and numbers with a long tail. So two halves of the rows have
-    different means, deviations and maxima, however many tokens there are.
+    Each row has a scale of its own, within a factor of 16, and numbers with a long tail. So any two halves of the rows
+    have different means, deviations and maxima.
     """
     draw, found = torch.Generator().manual_seed(seed), {}
     for key in sorted(outputs):
@@ -105,7 +105,7 @@ def _drawn(outputs: Collection[str], batch: Batch, seed: int) -> dict[str, Tenso
 
 
 def _adds_up(loss: Loss, batch: Batch, weights: Mapping[str, float], outputs: Collection[str], seed: int) -> bool:
-    """See that a loss makes the same of each row among others and with more padding; whether these rows could tell."""
+    """Check that a row's gradient is the same among other rows and with more padding; whether the rows were enough."""
     name, parts = name_of(loss), shard(batch, 2)
     wide = pad(batch, 2 * batch["input_ids"].shape[-1])
     longer = _drawn(outputs, wide, seed)
@@ -118,7 +118,7 @@ def _adds_up(loss: Loss, batch: Batch, weights: Mapping[str, float], outputs: Co
     padded, with_padding = _differentiated(loss, wide, weights, longer)
     for terms, found in [(whole, slopes), (padded, with_padding), *halves]:
         if not all(bool(x.isfinite().all()) for x in [*found.values(), *(term.total for term in terms.values())]):
-            return False  # there is a better error to come
+            return False  # a later check has a better error for that
     for key, term in whole.items():
         total, added = float(term.total), [float(terms[key].total) for terms, _ in halves]
         if abs(sum(added) - total) > 1e-3 * (sum(map(abs, added)) + abs(total)):  # rows may cancel
@@ -134,15 +134,15 @@ def _adds_up(loss: Loss, batch: Batch, weights: Mapping[str, float], outputs: Co
 
 
 def _as_wide(x: Tensor, batch: Batch) -> Tensor:
-    """An output, or a gradient, of a batch with more padding."""
+    """An output or gradient of a batch with more padding, cut to the width of this one."""
     return x.narrow(batch.ndim, 0, batch["input_ids"].shape[-1]) if x.ndim > batch.ndim else x
 
 
 def _compare(name: str, output: str, one: Tensor, other: Tensor, allowed: float, where: str, there: str) -> None:
-    """See that gradients are the same, relative to the largest of their row."""
+    """Check that gradients are the same, relative to the largest of their row."""
     a, b = one.reshape(len(one), -1), other.reshape(len(other), -1)
     apart = (a - b).abs() - allowed * torch.maximum(a.abs(), b.abs()).amax(1, keepdim=True)
-    if bool((apart > 1e-30).any()):  # what is smaller may be rounded by any factor
+    if bool((apart > 1e-30).any()):  # rounding may change smaller numbers by any factor
         x, y = (float(each.flatten()[apart.argmax()]) for each in (a, b))
         raise WeightError(
             f"{name}: the gradient for {output} of a row is {x:g} {where}, but {y:g} {there}. What a loss makes of a "
@@ -153,7 +153,7 @@ def _compare(name: str, output: str, one: Tensor, other: Tensor, allowed: float,
 def _differentiated(
     loss: Loss, batch: Batch, weights: Mapping[str, float], outputs: Mapping[str, Tensor]
 ) -> tuple[dict[str, Mean], dict[str, Tensor]]:
-    """The terms of a loss, and the gradient of what a step adds up with respect to each output."""
+    """The terms of a loss, and the gradient of its weighted sum for each output."""
     leaves = {key: x.clone().requires_grad_() for key, x in outputs.items()}
     with torch.enable_grad():
         terms = called(loss, batch, leaves)

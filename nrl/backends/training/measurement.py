@@ -14,7 +14,7 @@ __all__ = ["evaluate"]
 
 
 def evaluate(loss: Loss, trainer: Trainer, params: Params, batch: Batch) -> Metrics:
-    """What a loss and its metrics are on a batch, by the same function that trains.
+    """Compute a loss and its metrics on a batch, by the same function that trains.
 
     Args:
         loss: any that the trainer can train on.
@@ -24,7 +24,7 @@ def evaluate(loss: Loss, trainer: Trainer, params: Params, batch: Batch) -> Metr
 
     Returns:
         The loss as ``eval/loss`` (``eval/loss/<term>`` where it has several terms) and its metrics as ``eval/<name>``,
-        to be given to ``run.log``.
+        for ``run.log``.
 
     Raises:
         MissingOutput: the loss needs what the trainer does not provide.

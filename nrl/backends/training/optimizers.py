@@ -10,13 +10,13 @@ __all__ = ["Optimizer", "Schedule", "adamw", "learning_rate"]
 
 @attrs.frozen
 class Schedule:
-    """How the learning rate moves: linear warm-up, then constant, linear or cosine decay to ``floor``.
+    """A schedule of the learning rate: linear warm-up, then constant, or linear or cosine decay to ``floor``.
 
     Args:
         kind: the shape of the decay.
-        warmup: optimizer steps of linear warm-up, of which the first has ``1 / (warmup + 1)`` of the full rate.
-        steps: optimizer steps in all; the decay ends there. Needed for linear and cosine.
-        floor: the rate at the end of the decay, as a fraction of the full one; it is kept afterwards.
+        warmup: optimizer steps of linear warm-up; the first has ``1 / (warmup + 1)`` of the full rate.
+        steps: the optimizer step at which the decay ends. Needed for linear and cosine.
+        floor: the rate at the end of the decay and afterwards, as a fraction of the full one.
 
     Raises:
         ValueError: a decay without ``steps`` after the warm-up.

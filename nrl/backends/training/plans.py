@@ -1,7 +1,7 @@
 """The plan of a micro-batch: the tokens that go through the model for the outputs that are read.
 
-A language model predicts a token from the hidden state before it, and a critic values what is to come from there. A
-reward model reads the last token of a row.
+A language model predicts a token from the hidden state before it, and a critic reads its value there, too. A reward
+model reads the last token of a row.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,11 +23,11 @@ class Outputs(NamedTuple):
 
     Args:
         values: ``[n, ...]`` each, on the device, by name.
-        source: ``[n]`` int64, on the device, which tokens of the flattened batch they are for, or which rows.
-        shape: of what they are spread over: ``(*b, T)``, or ``(*b)``.
+        source: ``[n]`` int64, on the device: the token of the flattened batch that each value is for, or the row.
+        shape: of the outputs of the whole batch, ``(*b, T)``, or ``(*b)`` for rows.
 
     >>> out = Outputs({"logprobs": torch.tensor([-2.0])}, torch.tensor([1]), torch.Size([1, 3]))
-    >>> out.spread(out.values["logprobs"])
+    >>> out.scatter(out.values["logprobs"])
     tensor([[ 0., -2.,  0.]])
     """
 
@@ -35,15 +35,15 @@ class Outputs(NamedTuple):
     source: Tensor
     shape: torch.Size
 
-    def spread(self, values: Tensor) -> Tensor:
-        """In the shape of the batch, with zeros elsewhere."""
-        spread = values.new_zeros(self.shape.numel(), *values.shape[1:]).index_copy(0, self.source, values)
-        return spread.view(*self.shape, *values.shape[1:])
+    def scatter(self, values: Tensor) -> Tensor:
+        """Values in the shape of the batch, with zeros elsewhere."""
+        whole = values.new_zeros(self.shape.numel(), *values.shape[1:]).index_copy(0, self.source, values)
+        return whole.view(*self.shape, *values.shape[1:])
 
     def backward(self, gradients: Mapping[str, Tensor] | None) -> None:
-        """Add to the parameters' gradients what follows from those of the spread values; None: zeros."""
+        """Backpropagate gradients for the scattered values into the parameters; None: zeros."""
         if gradients is None:
-            gradients = {key: self.spread(torch.zeros_like(x)) for key, x in self.values.items()}
+            gradients = {key: self.scatter(torch.zeros_like(x)) for key, x in self.values.items()}
         depth = len(self.shape)
         parts = [(x, gradients[key].flatten(0, depth - 1)[self.source]) for key, x in self.values.items()]
         parts = [(x, gradient) for x, gradient in parts if x.requires_grad]
@@ -51,7 +51,7 @@ class Outputs(NamedTuple):
 
 
 def predicted(batch: Batch) -> Tensor:
-    """``[*b, T]`` bool: the tokens that another one comes before in their row.
+    """``[*b, T]`` bool: the tokens that have another one before them in their row.
 
     >>> predicted(Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1]))
     tensor([[False,  True,  True]])
@@ -70,16 +70,16 @@ def last(batch: Batch) -> Tensor:
 
 
 class Plan(NamedTuple):
-    """Which tokens go through the model, and which of them come out; made on the CPU before anything is computed.
+    """The tokens that go through the model, and the outputs to compute; made on the CPU before the forward.
 
     Args:
-        inputs: what the body of the model is called with, on the CPU.
-        blocks: how packed tokens lie; None: the rows are padded.
+        inputs: of the body of the model, on the CPU.
+        blocks: of packed tokens; None: the rows are padded.
         places: ``[n]`` int64, the tokens of the flattened inputs whose hidden states are read; None: no forward.
-        targets: for each column of ids that log-probabilities are wanted of, ``[n]`` or ``[n, k]`` int64.
+        targets: ``[n]`` or ``[n, k]`` int64, for each column of ids whose log-probabilities are wanted.
         temperature: ``[n]``, or None.
-        source: ``[n]`` int64, which tokens of the flattened batch they are for, or which rows.
-        shape: of the outputs, ``(*b, T)``, or ``(*b)`` for rows.
+        source: ``[n]`` int64, as in `Outputs`.
+        shape: as in `Outputs`.
     """
 
     inputs: dict[str, Tensor]
@@ -100,7 +100,7 @@ def plan(
     needs: Collection[str] = ("logprobs",),
     always: bool = False,
 ) -> Plan:
-    """Find what to compute for the ``wanted`` tokens of a batch.
+    """Plan the forward for the ``wanted`` tokens of a batch.
 
     The token at t is predicted from the hidden state at t - 1, which sees no token after it. So each row goes through
     the model up to the last token that predicts a wanted one, and rows without any do not. Rewards are read at the
@@ -111,9 +111,9 @@ def plan(
         wanted: ``[*b, T]`` bool, within `predicted`; for rewards, within `last`.
         packed: lay the tokens out flat; otherwise use the model's own padded forward.
         words: how many tokens the model knows.
-        needs: the outputs that will be computed.
-        always: send a token through the model even where none is wanted: its outputs are none and its gradient is
-            exactly 0, but its collectives are those of any other micro-batch.
+        needs: the names of the outputs.
+        always: send a token through the model even where none is wanted, so that the collectives are those of any other
+            micro-batch. It has no outputs, and its gradient is exactly 0.
 
     Raises:
         BatchError: a token that the model does not know.
@@ -125,7 +125,7 @@ def plan(
     """
     ids = batch["input_ids"]
     of_rows = "rewards" in needs
-    before = 0 if of_rows else 1  # so many tokens before a wanted one is the hidden state that is read
+    before = 0 if of_rows else 1  # how many tokens before a wanted one its hidden state lies
     ends = (wanted * torch.arange(1 - before, 1 - before + ids.shape[-1])).amax(-1)
     source = torch.nonzero(wanted.flatten())[:, 0]
     inputs, blocks, places = (_packed if packed else _padded)(batch, ends, source - before, always)
@@ -157,7 +157,7 @@ type _Inputs = tuple[dict[str, Tensor], Sequence[Block] | None, Tensor | None]
 
 
 def _packed(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _Inputs:
-    """Rows laid out flat; ``places`` are of the flattened batch."""
+    """Inputs and blocks of rows laid out flat, and ``places``, which are of the flattened batch, among them."""
     tokens = pack(batch, ends=ends, share=None)
     if len(tokens.input_ids) == 0:
         one = torch.zeros(1, 1, dtype=torch.int64)
@@ -167,7 +167,7 @@ def _packed(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _Inputs
 
 
 def _padded(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _Inputs:
-    """Rows as they are."""
+    """The same for padded rows, without those that have nothing wanted."""
     ids = batch["input_ids"].flatten(0, -2)
     width, sizes = ids.shape[-1], lengths(batch).flatten()
     rows = torch.nonzero(ends.flatten())[:, 0]  # a row without any token has no softmax

@@ -1,7 +1,7 @@
 """Checks that the program and all processes of a trainer see the same folder.
 
-Nobody can tell from a path whether two nodes have the same disk behind it. So the program leaves a note in the folder,
-each process that finds it leaves an answer, and the program looks for those.
+A path does not tell whether two nodes have the same disk behind it. So the program leaves a note in the folder, each
+process that finds it leaves an answer, and the program looks for the answers.
 """
 
 import socket
@@ -21,20 +21,11 @@ from nrl.runtime.mesh.placement import Mesh
 __all__ = ["Stranger", "answer", "arrived", "check", "check_exported", "check_shared", "see", "stranger"]
 
 _PATIENCE = 3.0
-"""Seconds in which a file has to arrive: on a disk that nodes share over a network not everybody sees it at once."""
+"""Seconds for a file to arrive: a network disk does not show it to everybody at once."""
 
 
 class Stranger(NamedTuple):
-    """A process that has another folder than the program.
-
-    Args:
-        rank: of the process.
-        host: where it is.
-        why: how that shows.
-
-    >>> print(Stranger(1, "b", "has no such folder"))
-    rank 1, on host b, has no such folder
-    """
+    """A process that has another folder than the program, and why that is known."""
 
     rank: int
     host: str
@@ -45,19 +36,14 @@ class Stranger(NamedTuple):
 
 
 def stranger(folder: Path, ask: Callable[[Path, str], Sequence[tuple[str, str]]]) -> Stranger | None:
-    """The first process that does not have the program's folder.
+    """The first process that does not have the program's folder; None: all have it.
 
     Args:
-        folder: which is there, and can be written.
-        ask: calls `answer` with these arguments in each process; what each returns, by rank.
+        folder: exists, and the program can write there.
+        ask: calls `answer` with these arguments in each process, and returns all answers by rank.
 
     Raises:
         OSError: the program itself cannot write there.
-
-    >>> import tempfile
-    >>> folder = Path(tempfile.mkdtemp())
-    >>> stranger(folder, lambda *given: [answer(*given)]), list(folder.iterdir())
-    (None, [])
     """
     note = f".shared-{uuid.uuid4().hex}"
     (folder / note).write_bytes(b"")
@@ -74,10 +60,10 @@ def stranger(folder: Path, ask: Callable[[Path, str], Sequence[tuple[str, str]]]
 
 
 def check_shared(mesh: Mesh, name: str, folder: str | Path, who: str) -> None:
-    """See that the program and all processes of a trainer have a folder in common.
+    """Check that the program and all processes of a trainer have the same folder.
 
     Raises:
-        CheckpointError: one of them has another one.
+        CheckpointError: a process has another one.
     """
     found = _stranger_of(mesh, who, Path(folder).absolute())
     if found is not None:
@@ -89,10 +75,10 @@ def check_shared(mesh: Mesh, name: str, folder: str | Path, who: str) -> None:
 
 
 def check_exported(mesh: Mesh, folder: Path) -> None:
-    """See that what the first process has written lies where the program looks for it.
+    """Check that the program sees the files that the first process has exported.
 
     Raises:
-        CheckpointError: it lies elsewhere.
+        CheckpointError: it does not.
     """
     found = _stranger_of(mesh, "export", folder)
     if found is not None and found.rank == 0:
@@ -108,10 +94,15 @@ def _stranger_of(mesh: Mesh, who: str, folder: Path) -> Stranger | None:
 
 
 def arrived(name: str, folder: Path, each: Iterable[Mapping[str, Written]]) -> dict[str, Written]:
-    """All files that the processes of a trainer wrote, given by rank, if the program sees them as they were written.
+    """All files that the processes of a trainer wrote, if the program sees them as they were written.
+
+    Args:
+        name: of the trainer.
+        folder: of the files.
+        each: the files of each process, by rank.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: the program does not see one of them, or sees it with another size.
     """
     found: dict[str, Written] = {}
     for rank, files in enumerate(each):
@@ -126,7 +117,7 @@ def arrived(name: str, folder: Path, each: Iterable[Mapping[str, Written]]) -> d
 
 
 def answer(folder: Path, note: str) -> tuple[str, str]:
-    """In a process: answer a note. The name of the host, and what is wrong, if something is."""
+    """In a process: answer the program's note; the name of this host, and why it has another folder, or ""."""
     host = socket.gethostname()
     if not _arrives(folder / note):
         return host, "has another folder there" if folder.exists() else "has no such folder"
@@ -138,7 +129,7 @@ def answer(folder: Path, note: str) -> tuple[str, str]:
 
 
 def see(folder: Path, files: Mapping[str, Written]) -> None:
-    """In a process: see that all files are there and as long as they were written.
+    """In a process: check that all files are there, with the sizes with which they were written.
 
     Raises:
         CheckpointError: one is not, although the program sees it.
@@ -153,7 +144,7 @@ def see(folder: Path, files: Mapping[str, Written]) -> None:
 
 
 def check(folder: Path, files: Mapping[str, Written]) -> None:
-    """In a process: compare its share of some files with their checksums. Together the processes read each once.
+    """In a process: compare its share of the files with their checksums. Together the processes read each file once.
 
     Raises:
         CheckpointError: one was altered.

@@ -17,7 +17,7 @@ __all__ = ["Params", "TrainState"]
 
 
 class Params:
-    """Weights of a model on a mesh. Those of a train state are borrowed: when a step consumes the state, they are gone.
+    """Weights of a model on a mesh. Those of a train state are borrowed: they are gone when a step consumes the state.
 
     Trainers make them (``state.params``, ``trainer.load``, ``trainer.freeze``).
     """
@@ -27,22 +27,22 @@ class Params:
     ) -> None:
         self.handle, self.trainer, self.version, self.published = handle, trainer, version, published
         self.adapter = adapter
-        """`Model.adapter`, if they are an adapter on the very weights that their model names."""
+        """`Model.adapter`, if they are an adapter on the weights that their model names; else None."""
         self.frozen = frozen
-        """Whether they have a handle of their own; otherwise it is that of a train state."""
+        """Whether they have a handle of their own; otherwise the handle is that of a train state."""
 
     def buckets(self, who: str = "buckets", to: Sequence[Mesh] = (), adapter: bool = False) -> Iterator[Future[Bucket]]:
-        """The weights, some at a time, as they lie on the mesh.
+        """The weights in buckets, each of them a future of a value on the mesh.
 
         Args:
             who: how errors name the reader.
-            to: meshes all of whose processes will open every bucket, and nobody else; see `nrl.runtime.transfer`.
-            adapter: those of the adapter alone; otherwise all, and adapters are added to them.
+            to: the meshes whose processes will all open every bucket; nobody else may. See `nrl.runtime.transfer`.
+            adapter: those of the adapter alone; otherwise all, with adapters added in.
         """
         return self.trainer.buckets(self, who, to, adapter)
 
     def tensors(self, who: str = "tensors") -> Iterator[tuple[str, Tensor]]:
-        """The weights by their Hugging Face names, one at a time, brought here."""
+        """The weights by their Hugging Face names, one at a time, in this process."""
         for bucket in self.buckets(who):
             yield from bucket.result().items()
 
@@ -58,12 +58,12 @@ class TrainState:
 
     @property
     def handle(self) -> Handle:
-        """The handle of the values on the mesh."""
+        """The handle of its values on the mesh."""
         return self._params.handle
 
     @property
     def params(self) -> Params:
-        """The weights, borrowed."""
+        """Its weights, borrowed."""
         if self.handle.consumed:
             self.handle.borrow(self.handle.owner, "state.params")
         return self._params
@@ -80,5 +80,5 @@ class TrainState:
 
     @property
     def version(self) -> int:
-        """How often weights of this run have been published."""
+        """The version of its weights: how many publishes there have been."""
         return self._params.version

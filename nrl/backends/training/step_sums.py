@@ -1,4 +1,4 @@
-"""The sums of a step over micro-batches and processes, and as many micro-batches in each process."""
+"""The sums of a step over micro-batches and processes, and equal numbers of micro-batches in all processes."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,28 +17,28 @@ from nrl.reduce import Metrics, Sum, merge
 __all__ = ["IDLE", "StepSums", "check_norm", "evened"]
 
 IDLE = Batch({"input_ids": torch.zeros(1, 1, dtype=torch.int64)}, batch_size=[1]).lock_()
-"""What a process computes while others have micro-batches left: one token, which predicts nothing."""
+"""The micro-batch of a process that has no more while others have: one token, which predicts nothing."""
 
 _SEEN = "weight of "
-"""Before the name of a term: its weight, added up over micro-batches."""
+"""The prefix of a term's name, for its weight added up over micro-batches."""
 
 
 def evened(
     peers: Peers, who: str, microbatches: Iterable[Batch], value: bool = False
 ) -> tuple[list[Batch], list[bool]]:
-    """As many micro-batches as the process with the most has, because all meet in each; and everybody's value.
+    """Fill up the micro-batches of this process with `IDLE` ones, as all processes meet in each of them.
 
     Args:
         peers: the processes.
         who: how errors name the caller.
-        microbatches: of this process; what is missing are `IDLE` ones.
-        value: what this process tells the others.
+        microbatches: of this process.
+        value: for the other processes.
+
+    Returns:
+        As many micro-batches as the process with the most has; and the values of all processes.
 
     Raises:
         Exception: what reading them raised in any process.
-
-    >>> evened(Peers(None), "train", [IDLE], True)[1]
-    [True]
     """
     held, parts = HeldError(peers), list[Batch]()
     with held.back():
@@ -52,10 +52,10 @@ class StepSums:
     """The sums of a step over its micro-batches; nothing waits for the device until `over_all` copies them at once.
 
     Args:
-        loss: what is called on the outputs of each.
-        name: how errors speak of it.
+        loss: called on the outputs of each micro-batch.
+        name: of the loss in errors.
         weights: of each of its terms, over the whole batch.
-        device: where the outputs are.
+        device: of the outputs.
 
     >>> from nrl.algos import sft_loss
     >>> ids = torch.tensor([[5, 6]])
@@ -71,11 +71,11 @@ class StepSums:
         self._trusted = torch.ones((), dtype=torch.bool, device=device)
 
     def add(self, outputs: Mapping[str, Tensor], batch: Batch, left_out: Tensor) -> dict[str, Tensor]:
-        """Call the loss on the outputs of a micro-batch; its gradient for each of them.
+        """Call the loss on the outputs of a micro-batch; its gradient for each output.
 
         Args:
             outputs: ``[*b, T]`` each, on the device.
-            batch: the rows that they belong to, there too.
+            batch: their rows, on the device.
             left_out: ``[k]`` int64, the places of the flattened outputs that have not been computed.
         """
         found = value_and_grad(self._loss, self._name, outputs, batch, self._weights)
@@ -87,15 +87,15 @@ class StepSums:
         return found.gradients
 
     def over_all(self, held: HeldError, microbatches: Sequence[Batch], read: int) -> Metrics | None:
-        """The sums of all processes, where all of them meet; None: the loss reads outputs that have been left out.
+        """The sums over all processes; None: the loss reads outputs that have been left out. A collective.
 
         Args:
-            held: an error of this process, if it has one.
-            microbatches: those of this process.
-            read: how many outputs its loss has read.
+            held: with the error of this process, if it has one.
+            microbatches: of this process.
+            read: how many outputs the loss has got in this process.
 
         Raises:
-            BatchError: no output is read in any process.
+            BatchError: no process has read an output.
             WeightError: the weights of the real calls do not add up to those of the whole batch.
             Exception: what was held back in any process.
         """
@@ -118,12 +118,10 @@ class StepSums:
 
 
 def check_norm(who: str, norm: Tensor, step: int) -> None:
-    """See that the gradient of a step can be used; this waits for the device.
+    """Check that the norm of a step's gradient is finite; this waits for the device.
 
     Raises:
-        NotFinite: it cannot.
-
-    >>> check_norm("train_step(sft_loss)", torch.tensor(0.5), 3)
+        NotFinite: it is not.
     """
     if not torch.isfinite(norm):
         raise NotFinite(

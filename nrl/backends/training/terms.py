@@ -33,14 +33,14 @@ _RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "lag", "skipped"}) |
 
 
 def terms_of(name: str, value: Any) -> tuple[dict[str, Mean], Metrics]:
-    """What a loss returned, as terms by name and metrics.
+    """The terms by name, and the metrics, of what a loss returned.
+
+    Args:
+        name: of the loss in errors.
+        value: that it returned: a `Mean`, which becomes the term ``loss``, or a dict of them; and metrics.
 
     Raises:
         TypeError: it returned something else.
-
-    >>> terms, metrics = terms_of("my_loss", (Mean(torch.tensor(1.0), torch.tensor(2.0)), {}))
-    >>> list(terms)
-    ['loss']
     """
     match value:
         case (Mean() as mean, dict() as metrics):
@@ -77,7 +77,7 @@ def _checked_metrics(name: str, metrics: dict[str, Any]) -> Metrics:
 
 
 LOGPROBS = frozenset({"logprobs"})
-"""What a language model always gives a loss."""
+"""The outputs that every loss gets from a language model."""
 
 
 def global_weights(
@@ -85,14 +85,14 @@ def global_weights(
 ) -> dict[str, float]:
     """The weight of each term of ``loss`` over a whole batch, from calls on outputs that are all ``fill``.
 
-    Weights add up over rows, so the loss is called on rows of like length, cut to the longest of them. Where the sum
-    could depend on the order, since weights are not whole numbers, it is called once, on the whole batch.
+    Weights add up over rows, so the loss is called on parts of the batch, with rows of like length. Where weights are
+    not whole numbers, their sum could depend on the order, and the loss is called once, on the whole batch.
 
     Args:
-        loss: what to call.
-        batch: all of it.
-        fill: what the outputs are.
-        always: the outputs that there are although the loss has not asked for them.
+        loss: any.
+        batch: the whole one.
+        fill: the value of all outputs.
+        always: outputs that every loss gets, in addition to those that it asks for.
 
     Raises:
         MissingColumn: the loss reads a column that the batch does not have.
@@ -122,21 +122,16 @@ def _weights(loss: Loss, batch: Batch, fill: float, always: Collection[str]) -> 
 
 
 def called(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, Mean]:
-    """The terms of a loss on outputs that the driver made up.
+    """Call a loss on outputs that the driver made up, and return its terms.
 
     Args:
-        loss: what to call.
-        batch: the rows that the outputs are for.
-        outputs: all that there are, in the shapes of `nrl.algos.output_shape`.
+        loss: any.
+        batch: the rows of the outputs.
+        outputs: all that the loss gets, in the shapes of `nrl.algos.output_shape`.
 
     Raises:
         MissingColumn: the loss reads a column that the batch does not have.
         MissingOutput: the loss reads an output that it did not ask for.
-
-    >>> from nrl.algos import sft_loss
-    >>> batch = Batch({"loss_mask": torch.tensor([[False, True]])}, batch_size=[1])
-    >>> float(called(sft_loss, batch, {"logprobs": torch.tensor([[0.0, -3.0]])})["loss"].total)
-    3.0
     """
     name, out = name_of(loss), TensorDict(dict(outputs), batch_size=batch.batch_size)
     try:
@@ -162,12 +157,10 @@ def called(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str,
 
 
 def check_terms(name: str, seen: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Compare the terms of a real call with those that the driver knows.
+    """Compare the names of terms of a call with those that the driver knows.
 
     Raises:
         WeightError: they differ.
-
-    >>> check_terms("my_loss", {"loss": 6.0}, {"loss": 6.0})
     """
     if seen.keys() != expected.keys():
         raise WeightError(
@@ -181,8 +174,6 @@ def check_weights(name: str, seen: Mapping[str, float], expected: Mapping[str, f
 
     Raises:
         WeightError: they differ, so the loss's weight depends on more than the rows of the batch.
-
-    >>> check_weights("my_loss", {"loss": 6.0}, {"loss": 6.0})
     """
     for key, weight in expected.items():
         found = seen.get(key, 0.0)

@@ -28,24 +28,24 @@ def sampler(
     executable: str | Executable = "vllm",
     **engine: Any,
 ) -> StreamingEnginePool:
-    """A sampler whose tokens vLLM draws, by an engine on each slot, over which requests are spread.
+    """A sampler whose tokens vLLM draws, with an engine on each slot; requests are spread over the engines.
 
     Token ids go in and come out. ``rollout_logprobs`` are those of the distribution that was sampled from, as vLLM's
-    ``processed_logprobs``: after the temperature, and renormalised over what top-k and top-p keep. Prompts that begin
-    alike share their keys and values, until new weights come. Under the same seeds, weights and order of requests one
-    engine's run is reproducible. An engine that dies is started again, given the weights, and its requests are asked
-    again, twice at most.
+    ``processed_logprobs``: after the temperature, and renormalised over the tokens that top-k and top-p keep. Prompts
+    that begin alike share their keys and values, until new weights come. Under the same seeds, weights and order of
+    requests one engine's run is reproducible. An engine that dies is started again and gets the weights, and its
+    requests are asked again, twice at most.
 
     Args:
-        place: slots, with an engine for each ``tp`` of them; or a mesh in an environment with vLLM, with an engine for
-            each of its dp, over its tp, where they live and die together.
-        model: what to sample from. A folder is read by vLLM itself, and so is what the hub has under a name; a config
-            is built and written into a temporary folder.
+        place: slots, with an engine for each ``tp`` of them. Or a mesh in an environment with vLLM, with an engine for
+            each dp coordinate, over its tp; these engines live and die together.
+        model: to sample from. vLLM itself reads a folder or a model of the hub; a model of a config is built and
+            written into a temporary folder.
         sampling: for calls that do not say; None: ``Sampling()``.
         tp: over how many slots an engine's layers are spread (tensor parallelism), where slots are given.
-        tolerance: nats that log-probabilities may differ from a trainer's, after each publish; None: 0.001 in float32,
+        tolerance: nats by which log-probabilities may differ from a trainer's after a publish; None: 0.001 in float32,
             0.25 in bfloat16, 0.05 in float16.
-        executable: of the meshes that are made of slots; ``"vllm-cpu"`` where there are no GPUs.
+        executable: of meshes that are made of slots; ``"vllm-cpu"`` where there are no GPUs.
         **engine: more arguments of vLLM's ``EngineArgs``, such as ``max_num_seqs=64``.
 
     Returns:

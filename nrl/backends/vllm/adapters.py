@@ -18,7 +18,7 @@ _NAME, _NUMBER = "nrl", 1  # one name for all versions: requests that are under 
 
 
 class Adapter:
-    """What an engine has to know of the adapter of its model.
+    """The adapter of an engine's model: its shapes, its arguments for vLLM, and its weights when they come.
 
     Args:
         model: it has ``lora``.
@@ -45,26 +45,26 @@ class Adapter:
             "max_lora_rank": min(each for each in _RANKS if each >= rank),
         }
         self.request: Any = None
-        """What requests have to name; None: the base alone."""
+        """Names the adapter in requests; None: the base alone."""
         self._folder: Any = None
         self._came: dict[str, Tensor] = {}
 
     def begin(self, engine: Any) -> None:
-        """Let an engine that has just started compute with what the model names."""
+        """Load the adapter that the model names, if it names one, into an engine that has just started."""
         if isinstance(self._model.lora, str):
             self.add({name: tensor for name, tensor in lora.read(self._model.lora) if name in self.shapes})
             check_arrived(self.shapes.keys() - self._came.keys(), f"Model(lora='{self._model.lora}')")
             self.replace(engine)
 
     def add(self, bucket: Bucket) -> None:
-        """Some of the weights."""
+        """Keep some of the new weights."""
         self._came |= {name: tensor.cpu().clone() for name, tensor in bucket.items()}
 
     def replace(self, engine: Any) -> None:
-        """Compute with those that have come; what was computed with others has to be forgotten besides."""
+        """Let the engine use the weights that have come; the caller drops keys and values of older ones."""
         from vllm.lora.request import LoRARequest
 
-        folder = tempfile.TemporaryDirectory(prefix="nrl-adapter-")  # its own: vLLM finds keys and values by it, too
+        folder = tempfile.TemporaryDirectory(prefix="nrl-adapter-")  # a new one, since vLLM finds keys and values by it
         lora.export(self._skeleton, self._came, self._model, Path(folder.name))
         try:
             engine.add_lora(LoRARequest(_NAME, _NUMBER, folder.name, load_inplace=True))
@@ -74,4 +74,4 @@ class Adapter:
                 "weights are published"
             ) from error
         self.request = LoRARequest(_NAME, _NUMBER, folder.name)
-        self._folder, self._came = folder, {}  # the last one is there as long as vLLM may read it again
+        self._folder, self._came = folder, {}  # vLLM may read the folder again until the next one

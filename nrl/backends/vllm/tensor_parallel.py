@@ -1,7 +1,7 @@
 """Tensor parallelism: one engine over several processes of a mesh, each with a part of every layer.
 
-Each process runs all of vLLM, is told the same, and schedules the same; they meet inside of the layers. Only a clock
-could tell them apart, so they agree on what it says.
+Each process runs all of vLLM, gets the same requests, and schedules them alike; the processes meet inside of the
+layers. Only their clocks differ, so they take decisions on time from the first process.
 """
 
 import uuid
@@ -16,7 +16,7 @@ __all__ = ["agreed", "arguments", "end"]
 
 
 def arguments() -> dict[str, Any]:
-    """What vLLM has to be told of the processes that make up an engine."""
+    """VLLM's arguments for the processes that make up an engine."""
     if not _together():
         _alone()
         return {"distributed_executor_backend": "uni"}
@@ -29,7 +29,7 @@ def arguments() -> dict[str, Any]:
 
 
 def agreed(mine: bool) -> bool:
-    """What the first process of the engine says."""
+    """The first process's value, in all processes of the engine; a collective."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
@@ -41,7 +41,7 @@ def agreed(mine: bool) -> bool:
 
 
 def end(engine: Any) -> None:
-    """Take down an engine, but not the mesh's process group, in which the next one will be."""
+    """Shut an engine down, but keep the mesh's process group, which the next engine needs."""
     destroy = dist.destroy_process_group
     dist.destroy_process_group = lambda group=None: None if group is None and _together() else destroy(group)
     try:
@@ -56,7 +56,7 @@ def _together() -> bool:
 
 
 def _alone() -> None:
-    """Leave the mesh's process group: vLLM makes its own, and engines have nothing to tell each other."""
+    """Leave the mesh's process group: vLLM makes its own, and engines do not talk to each other."""
     from vllm.distributed import parallel_state
 
     if dist.is_initialized() and not parallel_state.model_parallel_is_initialized():
@@ -71,10 +71,10 @@ def _executor(peers: Any) -> type[Any]:
     dist.broadcast_object_list(name, group=peers.get_group(), group_src=0)
 
     class OfMesh(ExecutorWithExternalLauncher):  # type: ignore[misc]
-        """A worker that takes the mesh's process group for the world; vLLM lets consecutive ranks be an engine."""
+        """A worker for which the mesh's process group is the world; vLLM makes engines of consecutive ranks."""
 
         def _distributed_args(self) -> tuple[str, int, int]:
-            # Nobody meets at this address, but on a CPU vLLM names memory that an engine shares by it
+            # Nobody meets at this address, but on a CPU vLLM names an engine's shared memory after it
             return f"mesh:{name[0]}", peers.get_local_rank(), 0
 
     return OfMesh

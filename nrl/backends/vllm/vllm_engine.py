@@ -1,8 +1,8 @@
 """A vLLM engine in one process, stepped by the process itself.
 
-vLLM's asynchronous front end keeps its engine in a process of its own, which imports vLLM again, gets every token over
-a socket, and could be handed weights only through a copy. Here a process of a mesh *is* the engine's process: weights
-are read where the object store maps them, and whoever kills the process kills the engine (docs/decisions/0017).
+vLLM's asynchronous front end runs its engine in another process, which imports vLLM again, sends every token over a
+socket, and can get weights only through a copy. Here a process of a mesh *is* the engine's process: it reads weights
+where the object store maps them, and whoever kills the process kills the engine (docs/decisions/0017).
 """
 
 import gc
@@ -23,11 +23,11 @@ from nrl.backends.models.loading import build, end_tokens, load_tokenizer, save_
 from nrl.backends.models.named_weights import check_arrived, check_weight
 from nrl.backends.vllm import adapters, settings, tensor_parallel, weight_loading
 from nrl.errors import ConfigError, GenerationError, ModelError
-from nrl.runtime.transfer import sampled
+from nrl.runtime.transfer import has_checksum
 
 __all__ = ["VllmEngine"]
 
-_SOON, _LATEST = 0.02, 0.03  # seconds of decoding, after which what is finished, or whether anything is, is told
+_SOON, _LATEST = 0.02, 0.03  # seconds of decoding until it returns with finished requests, or without any
 _WANTED, _UNWANTED = ["*.json", "*.safetensors"], ["original/*", "consolidated*"]  # files on the hub
 _COLDEST = 0.01  # vLLM's own bound
 _MORE = "; give a smaller max_model_len, or more memory with kv_cache_memory_bytes or gpu_memory_utilization"
@@ -48,9 +48,9 @@ class VllmEngine:
             )
         settings.prepare()
         self._model, self._options = model, options
-        self._waiting: dict[str, tuple[int, ...]] | None = None  # weights that are to come, while they are received
-        self._came: dict[str, tuple[torch.Size, int]] = {}  # fingerprints of a sample of them
-        self._asked: dict[int, Request] = {}  # and not answered
+        self._waiting: dict[str, tuple[int, ...]] | None = None  # while it receives weights, those still to come
+        self._came: dict[str, tuple[torch.Size, int]] = {}  # fingerprints of a sample of the weights that came
+        self._asked: dict[int, Request] = {}  # that are unfinished
         self._start()
         _ALIVE.add(self)
 
@@ -60,7 +60,7 @@ class VllmEngine:
             folder, self._stops = _written(self._model, tokenizer, Path(scratch))
             texts = Path(scratch) / "tokenizer"
             tokenizer.save_pretrained(texts)
-            shutil.copy(folder / "config.json", texts)  # which vLLM looks for there, too
+            shutil.copy(folder / "config.json", texts)  # vLLM looks for it there, too
             self._adapter = None if self._model.lora is None else adapters.Adapter(self._model)
             own = {} if self._adapter is None else self._adapter.arguments
             self._engine = _started(folder, texts, self._model, dict(self._options) | own)
@@ -124,20 +124,20 @@ class VllmEngine:
         )
 
     def rest(self) -> None:
-        """Leave the device: weights go to the memory of the host, and what was read is read again later."""
+        """Leave the device: move weights to the memory of the host, and drop keys and values."""
         weight_loading.forget(self._engine)
         self._engine.sleep(level=1, mode="keep")
 
     def wake(self) -> None:
-        """Go back to it."""
+        """Go back to the device."""
         self._engine.wake_up()
 
     def begin(self) -> None:
-        """New weights will come: what was computed with the old ones is forgotten."""
-        # What broke off has left layers without weights, and vLLM no way to begin anew
+        """Prepare for new weights."""
+        # A receive that broke off has left layers without weights, and vLLM cannot begin anew
         if self._waiting is not None and self._adapter is None:
             tensor_parallel.end(self._engine)
-            self._engine = None  # a device may not have room for two
+            self._engine = None  # a device may lack room for two
             gc.collect()
             torch.cuda.empty_cache()
             self._start()
@@ -145,17 +145,17 @@ class VllmEngine:
                 self._ask(request)
         self._waiting, self._came = dict(self._shapes), {}
         if self._engine.is_sleeping():
-            self._engine.wake_up(["weights"])  # not what it needs to decode: a trainer may be on the device, too
+            self._engine.wake_up(["weights"])  # without keys and values: a trainer may be on the device, too
         if self._adapter is None:
             self._engine.collective_rpc("start_weight_update")
 
     def add(self, bucket: Bucket) -> None:
-        """Some of them."""
+        """Load some of the new weights."""
         assert self._waiting is not None
         for name, tensor in bucket.items():
-            check_weight(name, tensor, self._shapes, "receive")
+            check_weight(name, tuple(tensor.shape), self._shapes, "receive")
             self._waiting.pop(name, None)
-            if self._adapter is None and (tensor.ndim == 1 or sampled(name)):
+            if self._adapter is None and (tensor.ndim == 1 or has_checksum(name)):
                 self._came[name] = weight_loading.fingerprint(tensor, self._engine.model_config.dtype)
         if self._adapter is not None:
             self._adapter.add(bucket)
@@ -163,7 +163,7 @@ class VllmEngine:
             self._engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": dict(bucket)}})
 
     def end(self, version: int) -> None:
-        """They have come."""
+        """Use the new weights, and check that vLLM holds them and has dropped older keys and values."""
         assert self._waiting is not None
         check_arrived(self._waiting, "receive")
         if self._adapter is not None:
@@ -204,7 +204,7 @@ def _written(model: Model, tokenizer: Any, scratch: Path) -> tuple[Path, tuple[i
 
 
 def _files(source: str, code: bool) -> Path:
-    """The folder of a model; one on the hub is fetched once for all that read it on this node."""
+    """The folder of a model; one of the hub is fetched once for all processes of a node."""
     import huggingface_hub
 
     if Path(source).is_dir():
@@ -212,7 +212,7 @@ def _files(source: str, code: bool) -> Path:
     try:
         wanted = [*_WANTED, "*.py"] if code else _WANTED
         return Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted, ignore_patterns=_UNWANTED))
-    except Exception as error:  # what it reads files with raises all kinds
+    except Exception as error:  # libraries that it reads files with raise all kinds
         raise ModelError(f"vllm.sampler: the files of '{source}' cannot be had from the hub: {error}") from error
 
 
@@ -227,8 +227,8 @@ def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, 
             tokenizer=str(tokenizer),
             logprobs_mode="processed_logprobs",
             **tensor_parallel.arguments(),
-            weight_transfer_config=WeightTransferConfig(backend=weight_loading.register()),
-            **settings.given(model, options),
+            weight_transfer_config=WeightTransferConfig(backend=weight_loading.register_backend()),
+            **settings.with_defaults(model, options),
         )
         return LLMEngine.from_engine_args(args)
     except TypeError as error:

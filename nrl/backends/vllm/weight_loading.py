@@ -9,14 +9,14 @@ from torch import Tensor
 from nrl.errors import GenerationError, WeightMismatch
 from nrl.runtime.transfer import checksum
 
-__all__ = ["check_forgotten", "check_head", "check_held", "fingerprint", "forget", "register", "repack"]
+__all__ = ["check_forgotten", "check_head", "check_held", "fingerprint", "forget", "register_backend", "repack"]
 
 _NAME = "nrl"
 _COLUMNS = 8  # of a head that are looked at
 
 
-def register() -> str:
-    """Make the backend known to vLLM in this process; the name that it has there."""
+def register_backend() -> str:
+    """Make the weight transfer known to vLLM in this process, and return its name there."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if _NAME not in WeightTransferEngineFactory._registry:
@@ -25,19 +25,19 @@ def register() -> str:
 
 
 def forget(engine: Any) -> None:
-    """Drop keys and values that were computed with other weights; vLLM itself would go on using them.
+    """Drop keys and values of older weights; vLLM itself would go on using them.
 
-    Requests that are under way keep their tokens, which are read again with the new weights.
+    Unfinished requests keep their tokens, which the engine reads again with the new weights.
     """
     if not engine.reset_prefix_cache(reset_running_requests=True):
         raise GenerationError("receive: vLLM could not forget the keys and values of the old weights")
 
 
 def repack(model: Any) -> None:
-    """Let a head that is tied to the embeddings be computed from the new ones, on a CPU.
+    """Let a head that is tied to the embeddings use the new ones, on a CPU.
 
-    There vLLM keeps the weights of a linear layer in the layout of its kernels. A reload makes that anew for every
-    layer but this one, which has no weights of its own in a checkpoint.
+    There vLLM keeps the weights of a linear layer in the layout of its kernels. A reload makes that layout anew for
+    every layer but this one, which has no weights of its own in a checkpoint.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
@@ -52,9 +52,9 @@ def _tied_head(model: Any) -> Any:
 
 
 def check_head(model: Any) -> None:
-    """See that a head which is tied to the embeddings computes with those that are there, on a CPU; see `repack`.
+    """Check that a head which is tied to the embeddings uses the current ones, on a CPU; see `repack`.
 
-    A step changes so little that log-probabilities would not tell. What the head makes of a vector with a single 1 is a
+    A step changes so little that log-probabilities would not tell. The head's output for a vector with a single 1 is a
     column of its weights, exactly, in any dtype.
 
     Raises:
@@ -73,7 +73,7 @@ def check_head(model: Any) -> None:
 
 
 def fingerprint(tensor: Tensor, dtype: torch.dtype) -> tuple[torch.Size, int]:
-    """What a weight looks like where a model computes in ``dtype``: its shape and the sum of its bits.
+    """The shape of a weight, and the sum of its bits in the dtype that a model computes in.
 
     >>> fingerprint(torch.ones(2), torch.bfloat16)
     (torch.Size([2]), 1065369472)
@@ -82,17 +82,17 @@ def fingerprint(tensor: Tensor, dtype: torch.dtype) -> tuple[torch.Size, int]:
 
 
 def check_held(fingerprints: Mapping[str, tuple[torch.Size, int]], dtype: torch.dtype, model: Any) -> None:
-    """See that a model has the weights that came, bit by bit, where it keeps them as they come.
+    """Check that a model has the weights that came, bit by bit, where it keeps them as they are.
 
-    These are norms and embeddings everywhere; other layers are merged, divided, or laid out for kernels.
+    Norms and embeddings stay as they are everywhere; other layers are merged, divided, or laid out for kernels.
 
     Args:
         fingerprints: of weights that came.
-        dtype: in which they are.
+        dtype: of the fingerprints.
         model: vLLM's.
 
     Raises:
-        WeightMismatch: it has others.
+        WeightMismatch: it has other weights.
     """
     for name, parameter in model.named_parameters():
         shape, expected = fingerprints.get(name, (None, 0))
@@ -107,10 +107,10 @@ def check_held(fingerprints: Mapping[str, tuple[torch.Size, int]], dtype: torch.
 
 
 def check_forgotten(engine: Any) -> None:
-    """See that no keys and values are left which a prompt could go on from; see `forget`.
+    """Check that no keys and values are left from which a prompt could go on; see `forget`.
 
     Raises:
-        WeightMismatch: some are.
+        WeightMismatch: some are left.
     """
     blocks = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.blocks
     if kept := sum(block.block_hash is not None for block in blocks):

@@ -1,7 +1,7 @@
 """The packages of an executable, from the lock file that applies to this process.
 
-There are three. A user's own uv project that depends on nrl has its lock; a checkout of nrl has nrl's; and an nrl
-that was installed from a wheel carries selections of the lock that it was built from, as ``nrl/pylocks``.
+There are three. A user's uv project that depends on nrl has its own lock; a checkout of nrl has nrl's; and an nrl that
+was installed from a wheel carries selections of the lock that it was built from, as ``nrl/pylocks``.
 """
 
 import configparser
@@ -24,34 +24,36 @@ from packaging.utils import canonicalize_name
 from nrl.errors import ExecutableError
 from nrl.runtime.executables.pins import Pin, environment_of, pins_of, python_of
 from nrl.runtime.executables.registry import Executable
-from nrl.runtime.node.environments import here
+from nrl.runtime.node.environments import here, mark_used
 from nrl.runtime.node.installer import uv
 
-__all__ = ["Project", "locked", "project", "settings"]
+__all__ = ["Project", "locked", "project", "rebuild_forced", "settings"]
 
 _NRL = Path(__file__).resolve().parents[2]
-_RESOLVED: set[Path] = set()  # by this process: with NRL_FORCE_REBUILD_VENVS, once
+_RESOLVED: set[Path] = set()  # by this process, which with NRL_FORCE_REBUILD_VENVS resolves each once
 
 
 class Project(NamedTuple):
-    """Whose lock applies, and the folder of its pyproject.toml (of a wheel: where nrl is installed).
-
-    >>> project().kind in ("checkout", "project", "wheel")
-    True
-    """
+    """Whose lock applies, and the folder of its pyproject.toml (of a wheel: where nrl is installed)."""
 
     kind: Literal["checkout", "project", "wheel"]
     root: Path
 
 
+class _Resolving(NamedTuple):
+    """What `locked` was called with, for functions that resolve more than the lock has."""
+
+    executable: Executable
+    of: Project
+    kept: Path
+    say: Callable[[str], None] | None
+
+
 def project() -> Project:
-    """Whose lock applies to this process.
+    """Find whose lock applies to this process.
 
-    The first of these whose lock has nrl in it: the project whose environment this interpreter is, the one that the
-    script is in, the one around the current folder, the checkout that nrl was imported from.
-
-    >>> project().root.is_dir()
-    True
+    It is the first of these whose lock has nrl in it: the project whose environment this interpreter is, the one that
+    the script is in, the one around the current folder, the checkout that nrl was imported from.
     """
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     starts = [Path(sys.prefix).parent, *([Path(script).resolve().parent] if script else []), Path.cwd(), _NRL.parent]
@@ -66,22 +68,19 @@ def project() -> Project:
 
 
 def locked(executable: Executable, of: Project, kept: Path, say: Callable[[str], None] | None = None) -> dict[str, Pin]:
-    """The packages of an executable by name, for this platform and without nrl if that comes from a wheel.
+    """The packages of an executable by name, for this platform; without nrl if that comes from a wheel.
 
     Args:
         executable: what to select.
         of: whose lock applies.
-        kept: a folder in which resolutions of additional requirements are kept: the same ones are resolved once.
-        say: gets a line now and then while that lasts.
+        kept: a folder for resolutions of additional requirements, so that the same ones are resolved once.
+        say: gets a line of progress now and then.
 
     Raises:
         ExecutableError: the lock does not have the extras or groups, or additional requirements do not agree with it.
-
-    >>> sorted(locked(Executable("mine"), project(), Path("/nowhere")).keys() & {"torch", "numpy", "vllm"})
-    ['numpy', 'torch']
     """
     wanted, environment = list(executable.extras), environment_of(executable)
-    more: list[str] = []
+    asked, more = _Resolving(executable, of, kept, say), list[str]()
     if of.kind == "project":
         known = {canonicalize_name(name) for name in _table(of.root).get("optional-dependencies", {})}
         foreign = [extra for extra in wanted if canonicalize_name(extra) not in known]
@@ -92,52 +91,41 @@ def locked(executable: Executable, of: Project, kept: Path, say: Callable[[str],
         named = {each["url"].rstrip("/"): f"{each['name']}={each['url']}" for each in indexes if "name" in each}
         pins = {pin.name: pin._replace(origin=named.get(str(pin.origin), pin.origin)) for pin in pins.values()}
         if foreign:
-            pins, overrides = _with_foreign(executable, foreign, of, pins, overrides, kept, environment, say)
+            pins, overrides = _with_foreign(asked, foreign, pins, overrides)
     else:
         pins, overrides = _own(wanted, executable.groups, environment)
-    # Ray does not connect two versions of itself, so an executable has the one that is here.
+    # Ray does not connect two versions of itself, so an executable has the driver's.
     with contextlib.suppress(PackageNotFoundError):
         if "ray" in pins and (ray := version("ray")) != pins["ray"].version:
             more.append(f"ray=={ray}")
             del pins["ray"]
     more += executable.requirements
     if more:
-        pins = _resolved(executable, more, pins, overrides, of, kept, environment, say)
+        pins = _resolved(asked, more, pins, overrides)
     return pins
 
 
 def _with_foreign(
-    executable: Executable,
-    extras: list[str],
-    of: Project,
-    pins: dict[str, Pin],
-    overrides: dict[str, str],
-    kept: Path,
-    environment: Environment,
-    say: Callable[[str], None] | None,
+    asked: _Resolving, extras: list[str], pins: dict[str, Pin], overrides: dict[str, str]
 ) -> tuple[dict[str, Pin], dict[str, str]]:
-    """A user's project with extras of nrl: what nrl's lock adds to nrl for them comes on top, where that agrees."""
-    own, own_overrides = _own(extras, (), environment)
+    """The packages of a user's project, and those that nrl's lock adds for extras of nrl, if both agree."""
+    own, own_overrides = _own(extras, (), environment_of(asked.executable))
     overrides = {**own_overrides, **overrides}
     lines = [f"{pin.name}=={pin.version}" for pin in own.values() if pin.name not in pins and pin.path is None]
     try:
-        return _resolved(executable, lines, pins, overrides, of, kept, environment, say), overrides
+        return _resolved(asked, lines, pins, overrides), overrides
     except ExecutableError as error:
         needed = ", ".join(f'"{line}"' for line in overrides.values())
         raise ExecutableError(
-            f"recipe: the project {of.root} has no extra '{extras[0]}' for executable '{executable.name}', and what "
-            f"nrl's lock has for it does not agree with the project's. Add to its pyproject.toml, under "
+            f"recipe: the project {asked.of.root} has no extra '{extras[0]}' for executable '{asked.executable.name}', "
+            f"and what nrl's lock has for it does not agree with the project's. Add to its pyproject.toml, under "
             f'[project.optional-dependencies], {extras[0]} = ["nrl[{extras[0]}]"] and, under [tool.uv], '
             f"override-dependencies = [{needed}], and lock it again. In detail: {error}"
         ) from error
 
 
 def settings() -> dict[str, str]:
-    """This process's variables that say where uv gets packages; pip's index where uv has none of its own.
-
-    >>> all(value for value in settings().values())
-    True
-    """
+    """This process's variables that tell uv where to get packages; pip's index where uv has none of its own."""
     names = ("UV_DEFAULT_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_NATIVE_TLS", "UV_SYSTEM_CERTS")
     found = {k: v for k, v in os.environ.items() if v and (k in names or k.startswith("UV_INDEX"))}
     config = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
@@ -154,11 +142,16 @@ def settings() -> dict[str, str]:
     return {}
 
 
+def rebuild_forced() -> bool:
+    """Whether ``NRL_FORCE_REBUILD_VENVS`` asks to resolve and build anew."""
+    return os.environ.get("NRL_FORCE_REBUILD_VENVS", "0") not in ("", "0")
+
+
 # --- the three locks
 
 
 def _lock(folder: Path) -> dict[str, Any] | None:
-    """The lock of a project, which is beside its pyproject.toml or at the root of its workspace."""
+    """The lock of a project, from its folder or from the root of its workspace."""
     for each in (folder, *folder.parents):
         if (each / "uv.lock").is_file():
             with contextlib.suppress(tomllib.TOMLDecodeError):
@@ -196,7 +189,7 @@ def _export(root: Path, extras: Iterable[str], groups: Iterable[str]) -> str:
 def _own(
     extras: Iterable[str], groups: Iterable[str], environment: Environment
 ) -> tuple[dict[str, Pin], dict[str, str]]:
-    """A selection of nrl's own lock, and its overrides: the checkout's, or what an installed wheel carries."""
+    """A selection of nrl's own lock, and the lock's overrides, from the checkout or from an installed wheel."""
     root = _NRL.parent
     if (root / "pyproject.toml").is_file() and (root / "uv.lock").is_file() and _is_nrl(root):
         return pins_of(_export(root, extras, groups), root, environment), _overrides(root)
@@ -221,16 +214,10 @@ def _own(
 
 
 def _resolved(
-    executable: Executable,
-    lines: list[str],
-    pins: dict[str, Pin],
-    overrides: Mapping[str, str],
-    of: Project,
-    kept: Path,
-    environment: Environment,
-    say: Callable[[str], None] | None,
+    asked: _Resolving, lines: list[str], pins: dict[str, Pin], overrides: Mapping[str, str]
 ) -> dict[str, Pin]:
-    """The packages of a selection, and what more the lines need, of versions that agree with it."""
+    """The packages of a selection and those that further requirements need, in versions that agree."""
+    executable, of, kept, say = asked
     for line in lines:
         try:
             Requirement(line)
@@ -248,8 +235,7 @@ def _resolved(
     key = hashlib.sha256("\0".join([*lines, constraints, forced, python, here()]).encode()).hexdigest()[:16]
     path, root = kept / f"pylock.{key}.toml", of.root if of.kind != "wheel" else Path.cwd()
     few = lines if len(lines) < 6 else [*lines[:3], f"and {len(lines) - 3} more"]
-    anew = os.environ.get("NRL_FORCE_REBUILD_VENVS", "0") not in ("", "0") and path not in _RESOLVED
-    text = None if anew else _kept(path)
+    text = None if rebuild_forced() and path not in _RESOLVED else _kept(path)
     if text is None:
         kept.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept) as scratch:
@@ -271,19 +257,18 @@ def _resolved(
             (Path(scratch) / "pylock.toml").write_text(f"{_mark(text)}\n{text}")
             (Path(scratch) / "pylock.toml").rename(path)
         _RESOLVED.add(path)
-    return {**pins_of(text, root, environment), **pins}
+    return {**pins_of(text, root, environment_of(executable)), **pins}
 
 
 def _kept(path: Path) -> str | None:
-    """A resolution that was kept, if it is there and whole: a machine that stops may leave an empty file."""
+    """An earlier resolution, if it is there and whole: a machine that stops may leave an empty file."""
     try:
         mark, _, text = path.read_text().partition("\n")
     except (OSError, ValueError):
         return None
     if mark != _mark(text):
         return None
-    with contextlib.suppress(OSError):  # `nrl venvs prune` removes what has not been used, and an image is read-only
-        os.utime(path)
+    mark_used(path)
     return text
 
 

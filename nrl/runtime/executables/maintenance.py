@@ -39,25 +39,19 @@ def build(names: Iterable[str], say: Callable[[str], None] = print) -> list[Path
 
     Raises:
         ExecutableError: one of them cannot be built.
-
-    >>> build(["system"])[0].name.startswith("python")
-    True
     """
     return [provide(recipe(name), say=say) for name in names]
 
 
 def path(name: str, *, imports: bool = False) -> str:
-    """The interpreter of an executable's environment, which has to be there.
+    """The interpreter of an executable's environment.
 
     Args:
         name: of the executable.
-        imports: give instead what such a process has on its path beside, as PYTHONPATH takes it: the sources.
+        imports: return the folders of its sources instead, as PYTHONPATH takes them.
 
     Raises:
-        ExecutableError: it is not there.
-
-    >>> Path(path("system")).is_absolute(), path("system", imports=True)
-    (True, '')
+        ExecutableError: there is no such environment.
     """
     wanted = recipe(name)
     if wanted.interpreter is None and not usable(default_folder() / wanted.name):
@@ -67,14 +61,11 @@ def path(name: str, *, imports: bool = False) -> str:
 
 
 def listing(names: Iterable[str] = (), *, folder: Path | None = None) -> str:
-    """A table of the environments that are there: their size, when they were built and used, and what they are.
+    """A table of all environments: sizes, when they were built and last used, and whether they are current.
 
     Args:
-        names: of executables or of their environments, to list what these are made of instead.
-        folder: where they are; None: `nrl.runtime.node.environments.default_folder`.
-
-    >>> print(listing(folder=Path("/nowhere")))
-    /nowhere has no environments; build one with `nrl venvs build base`
+        names: of executables or environments, to list their packages instead.
+        folder: of the environments; None: `nrl.runtime.node.environments.default_folder`.
     """
     folder = folder or default_folder()
     found = inventories(folder)
@@ -105,15 +96,11 @@ def check(names: Iterable[str] = (), *, folder: Path | None = None, say: Callabl
 
     Args:
         names: the executables; none: those that have an environment, current or not.
-        folder: where they are; None: `nrl.runtime.node.environments.default_folder`.
-        say: gets a line for each of them.
+        folder: of the environments; None: `nrl.runtime.node.environments.default_folder`.
+        say: gets a line for each executable.
 
     Returns:
-        Whether all is well.
-
-    >>> check(["system"], folder=Path("/nowhere"), say=lambda line: print(line.split(" is ")[0]))
-    system:
-    True
+        Whether all of them have.
     """
     folder = folder or default_folder()
     found = inventories(folder)
@@ -145,22 +132,18 @@ def check(names: Iterable[str] = (), *, folder: Path | None = None, say: Callabl
 def prune(
     days: float = 30.0, *, dry: bool = False, folder: Path | None = None, say: Callable[[str], None] = print
 ) -> list[Path]:
-    """Remove environments that nobody has asked for in some days and that no process runs in, and what builders left.
+    """Remove environments that nobody has used for some days and that no process runs in, and what builders left.
 
-    Sources, wheels and resolutions that were not asked for in that time go, too.
+    Sources, wheels and resolutions that nobody has used for that time go, too.
 
     Args:
-        days: how long an environment has not been provided; 0 removes all. One that is current for this process's lock
-            is kept unless ``days`` is 0.
+        days: since the last use. An environment that is current for this process's lock is kept; 0 removes all.
         dry: remove nothing, only say.
-        folder: where they are; None: `nrl.runtime.node.environments.default_folder`.
-        say: gets a line for each.
+        folder: of the environments; None: `nrl.runtime.node.environments.default_folder`.
+        say: gets a line for each environment.
 
     Returns:
-        What was removed, or would be.
-
-    >>> prune(30.0, folder=Path("/nowhere"))
-    []
+        The environments that were removed, or would be.
     """
     folder, removed = folder or default_folder(), []
     found = inventories(folder)
@@ -176,19 +159,19 @@ def prune(
                     continue
                 say(f"{env.name}: {'would be removed' if dry else 'is removed'}")
                 removed.append(env)
-                if not dry:  # renamed first, so that one that is half removed is never used
+                if not dry:  # renamed first, so that nobody uses a half-removed one
                     gone = env if env.name.startswith(".") else env.rename(folder / f".{name}.0.building")
                     shutil.rmtree(gone, ignore_errors=True)
         except Timeout:
             say(f"{env.name}: is kept, because it is being built")
     if not dry:
         for kept in (*folder.glob(".wheels/*"), *folder.glob(".resolved/*"), *folder.glob(".sources/*")):
-            scratch = kept.name.startswith(".") or kept.match(".resolved/tmp*")  # of somebody who is building, perhaps
+            scratch = kept.name.startswith(".") or kept.match(".resolved/tmp*")  # somebody may be building there
             last = kept / INVENTORY if inventory_of(kept) else kept
             with contextlib.suppress(FileNotFoundError):
                 old = time.time() - last.stat().st_mtime >= (max(days, 1.0) if scratch else days) * _DAY
                 if old and not used(kept):
-                    if last.is_file():  # first: of what is half removed nothing is used
+                    if last.is_file():  # first, so that nobody uses a half-removed folder
                         last.unlink()
                     if kept.is_dir():
                         shutil.rmtree(kept)
@@ -204,7 +187,7 @@ def _contents(env: Path, inventory: Mapping[str, Any]) -> str:
 
 
 def _current(names: Iterable[str], folder: Path) -> dict[str, Path]:
-    """The environment that each executable would have now, where that can be said."""
+    """The environment that each executable would have now, where its lock can be read."""
     found = {}
     for name in names:
         with contextlib.suppress(NrlError):
@@ -251,7 +234,7 @@ def _left_behind(folder: Path) -> list[Path]:
 
 
 def _sizes(env: Path) -> tuple[int, int]:
-    """Bytes of an environment, and of those the ones that it does not share with uv's cache by hard links."""
+    """Bytes of an environment, and how many of them it does not share with uv's cache by hard links."""
     size = own = 0
     for file in env.rglob("*"):
         status = file.lstat()

@@ -1,7 +1,7 @@
 """The packages of a ``pylock.toml`` (PEP 751) for this platform, as requirements that any index can serve.
 
-A line has a version and hashes instead of a URL: so what is configured to stand in for PyPI, on the driver or a node,
-is where packages come from, and the host of an index is in no recipe.
+A line has a version and hashes instead of a URL. So packages come from whatever index stands in for PyPI on the driver
+or a node, and no recipe has the host of an index.
 """
 
 import platform
@@ -23,22 +23,18 @@ _TAGS = frozenset(sys_tags())
 
 
 class Pin(NamedTuple):
-    """One package of a selection: a line of requirements, or a path that a wheel is built from.
-
-    >>> Pin("numpy", "2.3.5", "numpy==2.3.5 --hash=sha256:00").path is None
-    True
-    """
+    """One package of a selection: a line of requirements, or a path that a wheel is built from."""
 
     name: str
     version: str
     line: str = ""
-    digest: str = ""  # of the files that this platform could install
+    digest: str = ""  # the hashes of files that this platform could install
     origin: str | None = None  # an index other than the default one
     path: Path | None = None
 
 
 def python_of(executable: Executable) -> str:
-    """The Python version of an executable: the driver's own, if that is a version that it asks for.
+    """The Python version of an executable: the driver's, if the executable admits it.
 
     >>> python_of(Executable("mine", python="2.7")), python_of(Executable("mine")) == platform.python_version()
     ('2.7', True)
@@ -48,11 +44,7 @@ def python_of(executable: Executable) -> str:
 
 
 def environment_of(executable: Executable) -> Environment:
-    """What markers are evaluated in: this platform, with the executable's Python.
-
-    >>> environment_of(Executable("mine", python="2.7"))["python_version"]
-    '2.7'
-    """
+    """The environment for markers: this platform, with the executable's Python."""
     environment = default_environment()
     if (python := python_of(executable)) != platform.python_version():
         parts = (*python.split("."), "0", "0")[:3]
@@ -65,8 +57,8 @@ def pins_of(text: str, base: Path, environment: Environment) -> dict[str, Pin]:
 
     Args:
         text: the pylock.toml.
-        base: what paths in it are relative to.
-        environment: what its markers are evaluated in.
+        base: the folder for relative paths in it.
+        environment: for its markers.
 
     >>> text = '[[packages]]\\nname = "Tiny"\\nversion = "1.0"\\ndirectory = { path = "lib" }'
     >>> pins_of(text, Path("/nowhere"), environment_of(Executable("mine")))["tiny"].path
@@ -100,7 +92,7 @@ def _pin(package: Mapping[str, Any], base: Path) -> Pin:
         return Pin(name, number, f"{name} @ {archive['url']} --hash=sha256:{archive['hashes']['sha256']}")
     wheels = package.get("wheels", [])
     sources = [package["sdist"]] if "sdist" in package else []
-    # Any of its files may be installed by a node, but what other platforms have is no reason for another name.
+    # A node may install any of the files, but a change in those of other platforms is no reason for another name
     here = [wheel for wheel in wheels if not _TAGS.isdisjoint(parse_wheel_filename(_file_name(wheel))[3])]
     line = " ".join([f"{name}=={number}", *_hashes([*wheels, *sources])])
     index = str(package.get("index", "")).rstrip("/")

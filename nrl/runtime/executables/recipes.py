@@ -1,15 +1,14 @@
 """Recipes of virtual environments, made from executables on the driver.
 
-A recipe's name is a hash of what is really installed: each package's version and the hashes of its files as the lock
-has them, Python, and the platform. So a line of the lock that an executable does not have changes nothing. What is in
-the hands of whoever runs the program (nrl, the user's project, the folders that it depends on) changes all the time,
-so it is not installed: it goes beside, under a hash of its content, onto the path of processes. That works for wheels
-of Python alone. A wheel with anything else in it is installed, and its content is part of the hash.
+A recipe's name is a hash of what will be installed: each package's version and the lock's hashes of its files, Python,
+and the platform. So a line of the lock that an executable does not use changes nothing. Sources that users edit (nrl,
+their project, the folders that it depends on) change all the time, so they are not installed: they lie beside the
+environment, under a hash of their content, on the path of its processes. That works for wheels of Python alone. A wheel
+with anything else in it is installed, and its content is part of the hash.
 """
 
 import hashlib
 import json
-import os
 import sys
 import uuid
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nrl.errors import ExecutableError
-from nrl.runtime.executables.locks import locked, project, settings
+from nrl.runtime.executables.locks import locked, project, rebuild_forced, settings
 from nrl.runtime.executables.pins import python_of
 from nrl.runtime.executables.registry import Executable, executable
 from nrl.runtime.executables.wheels import build, content_digest, repack
@@ -36,19 +35,16 @@ def recipe(
 
     Args:
         name: the executable, or its name.
-        folder: where the driver keeps environments, and beside them what recipes are made with; None:
+        folder: where the driver keeps environments, wheels and resolutions; None:
             `nrl.runtime.node.environments.default_folder`.
-        say: gets a line now and then while uv resolves or builds something.
+        say: gets a line of progress now and then while uv resolves or builds something.
 
     Returns:
         Frozen data that can be pickled; ``.name`` is ``<executable>-<hash>``.
 
     Raises:
         PlacementError: no executable has this name.
-        ExecutableError: the lock, or a wheel that it needs, cannot be had; the message says why.
-
-    >>> recipe("system").name
-    'system'
+        ExecutableError: the lock cannot be read, or a wheel cannot be built; the message says why.
     """
     wanted = executable(name)
     if wanted.name == "system":
@@ -85,7 +81,6 @@ def recipe(
             packages[wheel.package] = {"version": wheel.version, "source": "local", "digest": digest}
     inventory: dict[str, Any] = {"format": 1, "python": python_of(wanted), "platform": here()}
     inventory["packages"] = dict(sorted(packages.items()))
-    force = os.environ.get("NRL_FORCE_REBUILD_VENVS", "0") not in ("", "0")
     return Recipe(
         name=f"{wanted.name}-{_digest(json.dumps(inventory, sort_keys=True))[:12]}",
         executable=wanted.name,
@@ -97,7 +92,7 @@ def recipe(
         indexes=tuple(sorted({pin.origin for pin in pins.values() if pin.origin is not None})),
         inventory=inventory,
         settings=settings(),
-        force=_THIS_PROCESS if force else "",
+        force=_THIS_PROCESS if rebuild_forced() else "",
     )
 
 

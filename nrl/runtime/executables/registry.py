@@ -1,7 +1,7 @@
 """The registry of executables: the Python environments of meshes, as data.
 
 On Ray each of them becomes a virtual environment (`nrl.runtime.executables.recipes`). On the local cluster every mesh
-runs in this process, so an executable is usable exactly if this process can import what the executable is for.
+runs in this process, which can use an executable if it can import the executable's package.
 """
 
 import importlib.util
@@ -30,24 +30,24 @@ def _text_values(value: Mapping[str, str]) -> dict[str, str]:
 
 
 def _names_alone(env: Mapping[str, str]) -> str:
-    """Values may be secrets, and errors and logs show an executable."""
+    """The names without the values, which may be secrets: errors and logs show an executable."""
     return f"{{{', '.join(f'{name!r}: ...' for name in env)}}}"
 
 
 @attrs.frozen
 class Executable:
-    """What a virtual environment holds, and what its processes get.
+    """The packages of a virtual environment, and the environment variables of its processes.
 
     Args:
         name: letters, digits and ``. _ -``; the environment's folder begins with it.
         extras: optional dependencies of the project whose lock is used; where it has none of that name, nrl's.
         groups: dependency groups of that project.
         requirements: more packages, each as in a requirements file, such as ``"math-verify>=0.9"``. They need not be
-            in the lock: they are resolved to what agrees with it.
+            in the lock: they are resolved to versions that agree with it.
         python: a version such as ``"3.12"``; None: the driver's own.
-        env: environment variables of its processes. Their values get there with the actor itself; those that must be
-            set before it starts (docs/clusters.md) stand in Ray's logs.
-        package: what a process must be able to import to stand in for it on the local cluster; None: nothing.
+        env: environment variables of its processes. Their values travel with the actor itself; those that must be set
+            before it starts (docs/clusters.md) stand in Ray's logs.
+        package: the package that a process must be able to import to use it on the local cluster; None: none.
 
     >>> judge = Executable("judge", extras=["vllm"], requirements=["cowsay==6.1"], env={"OMP_NUM_THREADS": "4"})
     >>> judge.extras, judge.python
@@ -91,7 +91,7 @@ def register(executable: Executable) -> Executable:
     """Make an executable known by its name.
 
     Args:
-        executable: what it is; to register an equal one again changes nothing.
+        executable: the new one; registering an equal one again changes nothing.
 
     Returns:
         The executable.
@@ -118,7 +118,7 @@ def register(executable: Executable) -> Executable:
 
 
 def executable(name: str | Executable) -> Executable:
-    """The executable of a name; one that is given as it is need not be registered.
+    """Find an executable by its name; return an `Executable` as it is.
 
     Raises:
         PlacementError: no executable has this name.
@@ -138,12 +138,10 @@ def executable(name: str | Executable) -> Executable:
 
 
 def check_importable(name: str | Executable) -> None:
-    """Say whether this process can stand in for an executable.
+    """Check that this process can import the package of an executable.
 
     Raises:
         PlacementError: no executable has this name, or its package is not installed here.
-
-    >>> check_importable("system")
     """
     wanted = executable(name)
     if wanted.package is not None and importlib.util.find_spec(wanted.package) is None:

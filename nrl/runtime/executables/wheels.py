@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 import attrs
 
 from nrl.errors import ExecutableError
-from nrl.runtime.node.environments import here
+from nrl.runtime.node.environments import here, mark_used, package_of
 from nrl.runtime.node.installer import uv
 
 __all__ = ["Wheel", "build", "content_digest", "repack"]
@@ -26,19 +26,15 @@ __all__ = ["Wheel", "build", "content_digest", "repack"]
 
 @attrs.frozen
 class Wheel:
-    """A wheel: its file name, and its content.
-
-    >>> Wheel("tiny-1.0-py3-none-any.whl", b"").version
-    '1.0'
-    """
+    """A wheel: its file name, and its content."""
 
     name: str
     content: bytes = attrs.field(repr=False)
 
     @property
     def package(self) -> str:
-        """The package's name, as it is normalised."""
-        return self.name.split("-")[0].lower().replace("_", "-").replace(".", "-")
+        """The package's normalised name."""
+        return package_of(self.name)
 
     @property
     def version(self) -> str:
@@ -53,33 +49,28 @@ class Wheel:
 
 
 def build(path: Path, cache: Path, say: Callable[[str], None] | None = None) -> Wheel:
-    """Build the wheel of a folder, or of an archive of one; the wheel of a folder that has not changed is kept.
+    """Build the wheel of a folder or of a source archive; the wheel of an unchanged folder comes from the cache.
 
     Args:
-        path: the folder with its pyproject.toml, or a file.
-        cache: a folder for what has been built.
+        path: the folder with its pyproject.toml, or a file; a wheel is returned as it is.
+        cache: a folder for wheels.
         say: gets a line of progress now and then.
 
     Raises:
-        ExecutableError: there is nothing to build there, or it cannot be built.
-
-    >>> build(Path("/nowhere"), Path("/nowhere"))
-    Traceback (most recent call last):
-        ...
-    nrl.errors.ExecutableError: recipe: the lock depends on /nowhere, which is not there
+        ExecutableError: there is nothing at ``path``, or it cannot be built.
     """
     if not path.exists():
         raise ExecutableError(f"recipe: the lock depends on {path}, which is not there")
     if path.suffix == ".whl":
         return Wheel(path.name, path.read_bytes())
-    if path == Path(__file__).resolve().parents[3]:  # the nrl that runs here, which so needs no build backend
+    if path == Path(__file__).resolve().parents[3]:  # the nrl that runs here needs no build backend
         with contextlib.suppress(PackageNotFoundError):
             return repack(Distribution.from_name("nrl"), path)
-    # nrl's own wheel on a node needs no locks, and with them any change of the lock would change its source.
+    # On a node nrl's own wheel needs no locks; with them, any change of the lock would change the wheel
     hooks = {"HATCH_BUILD_NO_HOOKS": "true"} if (path / "nrl" / "runtime" / "__init__.py").is_file() else {}
     key = hashlib.sha256(f"{_tree_digest(path)} {sys.version} {here()} {hooks}".encode()).hexdigest()[:16]
     kept = cache / key
-    with contextlib.suppress(OSError, zipfile.BadZipFile):  # not there, not whole, or being removed by somebody else
+    with contextlib.suppress(OSError, zipfile.BadZipFile):  # not there, not whole, or somebody removes it
         return _wheel_in(kept)
     cache.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".building.", dir=cache))
@@ -96,18 +87,17 @@ def build(path: Path, cache: Path, say: Callable[[str], None] | None = None) -> 
 
 
 def _wheel_in(folder: Path) -> Wheel:
-    """The wheel in a folder, whole."""
+    """The wheel in a folder; raises unless it is there and whole."""
     file = next(folder.glob("*.whl"), folder / "wheel")
     content = file.read_bytes()
-    with zipfile.ZipFile(io.BytesIO(content)):  # whose directory is at the end
+    with zipfile.ZipFile(io.BytesIO(content)):  # its directory is at the end
         pass
-    with contextlib.suppress(OSError):  # `nrl venvs prune` removes what has not been used, and an image is read-only
-        os.utime(folder)
+    mark_used(folder)
     return Wheel(file.name, content)
 
 
 def _tree_digest(path: Path) -> str:
-    """A digest of the files that a wheel could be built from: what git does not ignore; without git, all."""
+    """A digest of the files that a wheel could be built from: those that git does not ignore; without git, all."""
     digest = hashlib.sha256()
     for file in sorted(_files(path)):
         inside = file.relative_to(path) if path.is_dir() else file.name
@@ -143,13 +133,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def content_digest(wheel: Wheel) -> str:
-    """A digest of the files that a wheel installs; the same for two that differ in dates or in what they say of it.
-
-    >>> content_digest(repack(Distribution.from_name("filelock"))) == content_digest(
-    ...     repack(Distribution.from_name("filelock"))
-    ... )
-    True
-    """
+    """A digest of the files that a wheel installs; dates and most metadata do not change it."""
     digest = hashlib.sha256()
     with zipfile.ZipFile(io.BytesIO(wheel.content)) as archive:
         for name in sorted(archive.namelist()):
@@ -165,17 +149,14 @@ def content_digest(wheel: Wheel) -> str:
 
 
 def repack(distribution: Distribution, root: Path | None = None) -> Wheel:
-    """The wheel of a package that is installed in this environment, made of its files.
+    """Make a wheel of the files of a package that is installed in this environment.
 
     Args:
         distribution: the installed package.
-        root: where an editable one has the folder of its name.
+        root: of an editable package, the folder that holds the folder of its name.
 
     Raises:
         ExecutableError: its record does not list its files, or some of them are gone.
-
-    >>> repack(Distribution.from_name("filelock")).name.startswith("filelock-")
-    True
     """
     name = distribution.metadata["Name"]
     files = [
@@ -184,7 +165,7 @@ def repack(distribution: Distribution, root: Path | None = None) -> Wheel:
         if row and not (file := PurePosixPath(row[0])).is_absolute() and not {"..", "pylocks"} & {*file.parts}
     ]
     left_out = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json")
-    scripts = {PurePosixPath("bin", each.name) for each in distribution.entry_points}  # of `--target`; made anew
+    scripts = {PurePosixPath("bin", each.name) for each in distribution.entry_points}  # `--target` has them; made anew
     files = [
         file
         for file in files

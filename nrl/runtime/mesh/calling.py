@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from nrl.runtime.mesh.placement import Mesh, Out, nothing
+from nrl.runtime.mesh.placement import Mesh, Out
 
 __all__ = ["Each", "call", "from_all", "from_first", "method", "only"]
 
@@ -25,7 +25,7 @@ def call(
     *args: Any,
     outs: Out | tuple[Out, ...] = Out.kept,
     turn: bool = True,
-    sent: Callable[[], object] = nothing,
+    sent: Callable[[], object] | None = None,
 ) -> Any:
     """Call ``fn`` in each process; its result, or one for each of ``outs``: see `nrl.runtime.mesh.placement.Processes`.
 

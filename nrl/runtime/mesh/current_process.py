@@ -1,4 +1,4 @@
-"""The process that a function runs in: its rank, its device mesh, and the calls on it."""
+"""The process that a function runs in: its rank, its device mesh, and values that leave its device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,7 +72,7 @@ def entered(here: Process) -> Iterator[None]:
 
 
 def perform(who: str, fn: Callable[..., Any], args: Sequence[Any], outs: Out | tuple[Out, ...]) -> list[Any]:
-    """Call a function; its results, as many as there are ``outs``.
+    """Call a function, and return its results, one for each of ``outs``.
 
     Raises:
         PlacementError: it returned another number of results.
@@ -87,7 +87,7 @@ def perform(who: str, fn: Callable[..., Any], args: Sequence[Any], outs: Out | t
 
 @runtime_checkable
 class Rests(Protocol):
-    """A value on a mesh that can leave its device while other work is done there."""
+    """A value on a mesh that can leave its device while another mesh works there."""
 
     def rest(self) -> None:
         """Move to the memory of the host."""
@@ -99,12 +99,7 @@ class Rests(Protocol):
 
 
 def rest(value: Any) -> None:
-    """Let a value leave its device, if it knows how, or is a module.
-
-    >>> module = torch.nn.Linear(2, 2)
-    >>> rest(module), wake(module), module.weight.device.type
-    (None, None, 'cpu')
-    """
+    """Move a value to the memory of the host, if it satisfies `Rests` or is a module."""
     if isinstance(value, Rests):
         value.rest()
     elif isinstance(value, nn.Module) and (device := _device(value)).type != "cpu":
@@ -113,10 +108,7 @@ def rest(value: Any) -> None:
 
 
 def wake(value: Any) -> None:
-    """Let a value go back to where it was before `rest`.
-
-    >>> wake(3)
-    """
+    """Move a value back to where it was before `rest`."""
     if isinstance(value, Rests):
         value.wake()
     elif isinstance(value, nn.Module) and value in _AWAY:

@@ -36,7 +36,7 @@ def done[T](value: T) -> "futures.Future[T]":
 
 
 def gathered[T](answers: Sequence["futures.Future[T]"]) -> "futures.Future[list[T]]":
-    """A future of what all of these say. It fails with the first that does; then, or if it is cancelled, so are they.
+    """A future of all results. It fails with the first answer that fails; if it fails or is cancelled, so are all.
 
     >>> one, two = futures.Future(), futures.Future()
     >>> both = gathered([one, two])
@@ -72,16 +72,16 @@ def gathered[T](answers: Sequence["futures.Future[T]"]) -> "futures.Future[list[
 
 @runtime_checkable
 class Coming(Protocol):
-    """A future whose value is computed in other processes, to which calls on a mesh may give it as it is."""
+    """A future of a value that other processes compute. Calls on a mesh pass it on without waiting for it."""
 
     rows: Sequence[Tensor] | None
-    """Which rows of the value each part of it holds, where it is put together from rows."""
+    """Which rows of the value each part holds; None: it is not put together from rows."""
 
     like: Tensor | None
-    """Stands for the value where its numbers do not matter: of its dtype and shape, but for further dimensions of 1."""
+    """A tensor of the value's dtype and shape where its numbers do not matter; it may have 1 in further dimensions."""
 
     def part(self, index: Tensor) -> Any:
-        """An argument that stands for these rows of the value."""
+        """An argument of a call that stands for these rows of the value."""
         ...
 
     def result(self, timeout: float | None = None) -> Any:
@@ -89,12 +89,12 @@ class Coming(Protocol):
         ...
 
     def failure(self) -> BaseException | None:
-        """What `result` would raise, as far as that is known by now."""
+        """What `result` will raise, if that is known by now."""
         ...
 
 
 def on_its_way(value: Any) -> Any:
-    """The value of a future that need not be waited for elsewhere, or what was given.
+    """Wait for a future, unless other processes can wait for it (`Coming`); any other value is returned as it is.
 
     >>> on_its_way(done(3)), on_its_way(4)
     (3, 4)

@@ -1,7 +1,7 @@
 """The local cluster: this process.
 
-Its slots are names. A mesh of ``dp=3`` on it really splits batches into three, runs the shards one after the other, and
-merges, so that a mistake of layout shows up in a unit test. Calls are done when they return.
+Its slots are numbers. A mesh of ``dp=3`` splits batches into three, runs the shards one after the other, and merges, so
+that a unit test shows a mistake of layout. Calls are done when they return.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from nrl.errors import PlacementError
 from nrl.runtime.executables.registry import Executable, check_importable
 from nrl.runtime.mesh.current_process import Process, entered, perform
 from nrl.runtime.mesh.futures import Future, done
-from nrl.runtime.mesh.placement import Cluster, Donated, Mesh, Out, Processes, Rows, Slots, Strategy, Value, nothing
+from nrl.runtime.mesh.placement import Cluster, Donated, Mesh, Out, Processes, Rows, Slots, Strategy, Value
 from nrl.runtime.trace import profiles, timeline
 
 __all__ = ["DIFFER", "LocalCluster"]
@@ -28,31 +28,27 @@ DIFFER = (
 
 
 class LocalCluster(Cluster):
-    """This process, as a cluster.
-
-    >>> len(LocalCluster("local").reserve(2))
-    2
-    """
+    """This process, as a cluster."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._reserved = 0
 
     def reserve(self, n: int, *, strategy: Strategy = "PACK", deadline: float | None = None) -> Slots:
-        """Name ``n`` places in this process."""
+        """Number ``n`` places in this process."""
         self.check_count(n)
         first, self._reserved = self._reserved, self._reserved + n
         return Slots(self, tuple(range(first, first + n)))
 
     def start(self, mesh: Mesh, executable: Executable) -> Processes:
-        """See whether this process can stand in for the executable."""
+        """Check that this process can import what the executable is for."""
         check_importable(executable)
         return _ThisProcess(mesh)
 
 
 @attrs.frozen
 class _Here:
-    """A value, which is its own name."""
+    """The name of a value in this process: it holds the value."""
 
     value: Any
 
@@ -90,24 +86,26 @@ class _ThisProcess:
         outs: Out | tuple[Out, ...],
         *,
         turn: bool = True,
-        sent: Callable[[], object] = nothing,
+        sent: Callable[[], object] | None = None,
     ) -> list[Any]:
         started, now = timeline.stopwatch()
         found = []
-        with profiles.tracing(profiles.wanted(self.mesh.name, who)):
+        with profiles.tracing(profiles.trace_path(self.mesh.name, who)):
             for rank, given in enumerate(args):
                 with entered(Process(rank, len(args), None, self.mesh.name)):
-                    found.append(perform(who, fn, [_opened(arg) for arg in given], outs))
+                    found.append(perform(who, fn, [_local(arg) for arg in given], outs))
         if timeline.shown():
             timeline.record(self.mesh.name, 0, who, started, now())
         kinds = outs if isinstance(outs, tuple) else (outs,)
         columns = zip(*found, strict=True)
         given = [_given(who, list(column), kind) for column, kind in zip(columns, kinds, strict=True)]
-        sent()
+        if sent is not None:
+            sent()
         return given
 
 
-def _opened(arg: Any) -> Any:
+def _local(arg: Any) -> Any:
+    """The value that an argument stands for."""
     match arg:
         case _Here(value) | Donated(_Here(value)):
             return value

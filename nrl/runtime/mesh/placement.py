@@ -1,7 +1,7 @@
 """Clusters, the slots that they lend, and meshes over slots.
 
-What differs between clusters is a `Cluster` (how slots are reserved and processes started) and its `Processes` (how a
-function is called in each of them). Everything above, from `nrl.shard_map` to a trainer, is written over these two.
+Clusters differ in two things: a `Cluster` reserves slots and starts processes, and its `Processes` call a function in
+each of them. Everything above, from `nrl.shard_map` to a trainer, uses these two.
 """
 
 import itertools
@@ -33,7 +33,6 @@ __all__ = [
     "Strategy",
     "Value",
     "as_mesh",
-    "nothing",
 ]
 
 type Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
@@ -42,11 +41,7 @@ _NUMBERS = itertools.count()
 
 
 class Out(Enum):
-    """How a result of a function that runs in each process comes back.
-
-    >>> Out.each in Out
-    True
-    """
+    """How a result of a function that runs in each process comes back."""
 
     kept = "kept"  # it stays where it is; the driver holds a `Value` for each process
     each = "each"  # for every shard, in their order, from the rank that speaks for it; see `Layout.speaker`
@@ -61,7 +56,7 @@ class Value(Protocol):
 
 @attrs.frozen
 class Donated:
-    """An argument: a value that the call consumes, unless it fails."""
+    """An argument: a value that the call consumes unless it fails."""
 
     value: Value
 
@@ -84,7 +79,7 @@ class Rows:
         return part.lock_() if isinstance(part, TensorDict) else part
 
     def are_all(self) -> bool:
-        """Whether they are all rows, in their order, so that ``whole`` will do."""
+        """Whether these are all rows in their order, so that ``whole`` will do."""
         return len(self.index) == len(self.whole) and torch.equal(self.index, torch.arange(len(self.whole)))
 
 
@@ -94,19 +89,14 @@ class Results(Protocol):
     def then[T](
         self, combine: Callable[[list[Any]], T], rows: Sequence[Tensor] | None = None, like: Tensor | None = None
     ) -> Future[T]:
-        """A future of what ``combine`` makes of the list of results; it may run in this process or in another.
+        """A future of ``combine(results)``; it may run in this process or in another.
 
-        ``rows``: which rows of the value each result holds, where ``combine`` puts rows in order, in new memory.
-        ``like``: stands for the value; see `nrl.runtime.mesh.futures.Coming`.
+        Args:
+            combine: makes the value of the list of results.
+            rows: which rows of the value each result holds, where ``combine`` puts rows in order, in new memory.
+            like: stands for the value; see `nrl.runtime.mesh.futures.Coming`.
         """
         ...
-
-
-def nothing() -> None:
-    """There is nothing to write down.
-
-    >>> nothing()
-    """
 
 
 class Processes(Protocol):
@@ -119,11 +109,11 @@ class Processes(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether they are gone: one died, or a call took longer than it may."""
+        """Whether they are gone, since one died or a call exceeded its deadline."""
         ...
 
     def end(self, why: BaseException) -> None:
-        """Kill them, where they are others than this one; from now on calls raise ``why``."""
+        """Kill them, unless they are this process; from now on calls raise ``why``."""
         ...
 
     def call(
@@ -134,21 +124,21 @@ class Processes(Protocol):
         outs: Out | tuple[Out, ...],
         *,
         turn: bool = True,
-        sent: Callable[[], object] = nothing,
+        sent: Callable[[], object] | None = None,
     ) -> list[Any]:
-        """Call ``fn`` in each process, with the arguments that are meant for it.
+        """Call ``fn`` in each process, with that process's arguments.
 
         Args:
             who: how errors name the call.
             fn: what to call.
-            args: for each process, its arguments: plain ones, a `Value` (borrowed) or `Donated`, `Rows`, and futures of
-                other meshes (`nrl.runtime.mesh.futures.Coming`) or parts of them. In one process that stands for many,
-                several lists are worked off in order.
+            args: a list of arguments for each process: plain values, a `Value` (borrowed) or `Donated`, `Rows`, and
+                futures of other meshes (`nrl.runtime.mesh.futures.Coming`) or parts of them. One process that stands
+                for many calls ``fn`` with each list in turn.
             outs: one for each result if ``fn`` returns a tuple, else one.
-            turn: whether it takes its turn on devices that it shares with other meshes, so that what they hold leaves
-                them and what rests here comes back. Without, all stays where it is.
-            sent: called once the call cannot be taken back, before a handler of a signal can run: whoever gave a
-                value to be consumed writes down here that it is.
+            turn: whether this mesh takes its turn on devices that it shares with others: their values leave the
+                devices, and its own come back. False: all values stay where they are.
+            sent: called once the call cannot be taken back, before the handler of a signal can run. Whoever donates a
+                value marks it here as consumed.
 
         Returns:
             For each of ``outs``, a list of `Value` where it is kept, else `Results`.
@@ -166,7 +156,7 @@ class Cluster(ABC):
     """
 
     remote = False
-    """Whether the processes of its meshes are others than this one."""
+    """Whether its meshes have processes of their own, other than this one."""
 
     gpus = False
     """Whether its slots are GPUs."""
@@ -176,12 +166,12 @@ class Cluster(ABC):
 
     @abstractmethod
     def reserve(self, n: int, *, strategy: Strategy = "PACK", deadline: float | None = None) -> "Slots":
-        """Reserve ``n`` slots: places that hold one process of a mesh each.
+        """Reserve ``n`` slots, each of which holds one process of a mesh.
 
         Args:
             n: how many; a GPU each, or a CPU each where there is none.
-            strategy: how they lie on nodes, as Ray's placement groups know it: together, apart, and strictly so.
-            deadline: seconds to wait for them; None: the cluster's.
+            strategy: of Ray's placement groups: slots on few nodes or spread over them, preferably or strictly.
+            deadline: seconds to wait for the slots; None: the cluster's.
 
         Raises:
             PlacementError: ``n`` is not positive, or the cluster does not have so many.
@@ -193,7 +183,7 @@ class Cluster(ABC):
         """Start the processes of a mesh; `Slots.mesh` calls it."""
 
     def finish(self) -> None:
-        """Wait for calls that are under way; called when the ``with`` block has come to its end without an error.
+        """Wait for calls that are under way; called when the ``with`` block ends without an error.
 
         Raises:
             Exception: what a call raised whose results nobody has read.
@@ -201,7 +191,7 @@ class Cluster(ABC):
         return
 
     def close(self) -> None:
-        """Take back what has been given out; called when the ``with`` block is left."""
+        """Take back slots and end processes; called when the ``with`` block is left."""
         return
 
     def check_open(self, who: str) -> None:
@@ -213,7 +203,7 @@ class Cluster(ABC):
             )
 
     def check_count(self, n: int) -> None:
-        """What `reserve` asks of its argument everywhere."""
+        """Raise if nobody can reserve ``n`` slots here."""
         self.check_open("reserve")
         if n < 1:
             raise PlacementError(f"reserve: n is {n}; reserve at least one slot")
@@ -331,7 +321,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of processes that it stands for."""
+        """The number of ranks; on the local cluster one process stands for all of them."""
         return self.layout.slots
 
     @property
@@ -352,7 +342,7 @@ class Mesh:
 def as_mesh(
     place: Slots | Mesh, executable: str | Executable, name: str | None = None, layout: Layout | None = None
 ) -> Mesh:
-    """A mesh as it is, or a mesh made of slots: with this layout, or with all of them along dp.
+    """Return a mesh as it is; make one of slots, with this layout, or with all of them along dp.
 
     Raises:
         PlacementError: the mesh has another layout, or the slots are not as many as it takes.

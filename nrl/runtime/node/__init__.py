@@ -1,5 +1,5 @@
 """Work on a node before nrl is there: building environments, and checking interpreters.
 
-A node's default Python need not have nrl. So these modules travel by value (`nrl.runtime.ray.nodes.by_value`); on a
-node they import the standard library alone, and filelock where they lock.
+A node's default Python need not have nrl. So these modules travel by value (`nrl.runtime.ray.nodes.by_value`). On a
+node they import the standard library alone, and filelock for locks.
 """

@@ -1,8 +1,8 @@
 """From a recipe to a virtual environment, on the node where it is used.
 
-An environment is built in a scratch folder beside its place and renamed into it when complete, so what is under an
-environment's name is whole. One builder at a time holds the lock of that name, which ends with its process. Sources
-are unpacked and renamed likewise; their names say what is in them, so two who do that at once do no harm.
+An environment is built in a scratch folder and renamed when complete, so a folder with an environment's name is whole.
+One builder at a time holds the lock of that name; the lock ends with the builder's process. Sources are unpacked and
+renamed likewise. Their names are hashes of their content, so two processes may do that at once.
 """
 
 import contextlib
@@ -27,6 +27,8 @@ from nrl.runtime.node.environments import (
     here,
     inventories,
     inventory_of,
+    mark_used,
+    package_of,
     sources,
     usable,
     used,
@@ -43,30 +45,27 @@ def provide(
     deadline: float = 1800.0,
     say: Callable[[str], None] | None = None,
 ) -> Path:
-    """The interpreter of a recipe's environment on this node, which is built if it is not there.
+    """Build a recipe's environment on this node unless it is there, and return its interpreter.
 
-    The recipe's sources are unpacked beside it, see `nrl.runtime.node.environments.sources`: a process that is started
-    with the interpreter has to have them on its path.
+    The recipe's sources are unpacked beside it: a process of the environment has to have them on its path
+    (`nrl.runtime.node.environments.sources`).
 
     Args:
         recipe: what `nrl.runtime.executables.recipes.recipe` returned.
         folder: where environments are; None: `default_folder`.
-        deadline: seconds that waiting for another builder and building may take together.
-        say: gets one line now and then while that lasts, and a paragraph if there is an environment of the same
-            executable that is made of something else; None: print.
+        deadline: seconds for waiting until another builder is done and for building, together.
+        say: gets a line of progress now and then, and a paragraph where the node has an environment of the same
+            executable with other packages; None: print.
 
     Returns:
         The absolute path of the interpreter.
 
     Raises:
-        ExecutableError: it cannot be built; the message has uv's last lines. Or it is to be built again while processes
-            run in it. (RuntimeError on a node without nrl.)
-        DeadlineExceeded: it took longer than it may. (TimeoutError on a node without nrl.)
-
-    >>> provide(Recipe("system", "system", interpreter=sys.executable)) == Path(sys.executable)
-    True
+        ExecutableError: it cannot be built; the message has uv's last lines. Or processes run in an environment that
+            has to be built again. (RuntimeError on a node without nrl.)
+        DeadlineExceeded: it took longer than ``deadline``. (TimeoutError on a node without nrl.)
     """
-    say = say or print  # no default: Ray replaces builtins.print, and cannot send what refers to the old one
+    say = say or print  # no default: Ray replaces builtins.print, and cannot send a function that refers to the old one
     if recipe.interpreter is not None:
         if not Path(recipe.interpreter).exists():
             raise failure(
@@ -95,7 +94,7 @@ def provide(
         for lacking, wheel in recipe.sources.items():
             _unpack(wheel, place / ".sources" / lacking)
     except OSError as error:
-        if isinstance(error, TimeoutError):  # such as that of a deadline
+        if isinstance(error, TimeoutError):  # DeadlineExceeded is one
             raise
         raise failure(
             f"provide: {lacking} is not in {place}, and cannot be built there ({error}); set NRL_VENV_DIR to a folder "
@@ -103,8 +102,7 @@ def provide(
         ) from error
     python = env / "bin" / "python"
     for each in (env, *map(Path, sources(recipe, python))):
-        with contextlib.suppress(OSError):  # the time of its last use, for `nrl venvs prune`; an image may be read-only
-            os.utime(each / INVENTORY)
+        mark_used(each / INVENTORY)
     return python
 
 
@@ -153,10 +151,10 @@ def _build(recipe: Recipe, place: Path, until: float, say: Callable[[str], None]
         lines = {line.replace("=", " ").split()[0]: line for line in recipe.requirements}
         for file, content in recipe.wheels.items():
             (scratch / file).write_bytes(content)
-            name = file.split("-")[0].lower().replace("_", "-").replace(".", "-")
+            name = package_of(file)
             lines[name] = f"{name} @ {(scratch / file).as_uri()}"
         # Relocatable, so that scripts find their interpreter after the renaming. In a copy of the nearest environment
-        # only what differs is replaced: an image may have neither uv's cache nor a network to get the rest from.
+        # uv replaces only the packages that differ: an image may have neither uv's cache nor a network.
         if nearest is None or not _cloned(nearest, venv):
             run(
                 "venv", "--quiet", "--no-project", "--relocatable", f"--python={_interpreter(recipe.python)}", str(venv)
@@ -167,7 +165,7 @@ def _build(recipe: Recipe, place: Path, until: float, say: Callable[[str], None]
                 run("pip", "uninstall", f"--python={venv / 'bin' / 'python'}", *gone)
         if lines:
             (scratch / "requirements.txt").write_text("\n".join(lines.values()) + "\n")
-            # Hashes say which file it has to be, whichever index has it.
+            # Any index may serve a file, since hashes say which file it has to be
             where = [f"--index={index}" for index in recipe.indexes] + ["--index-strategy=unsafe-best-match"]
             run("pip", "install", "--no-deps", f"--python={venv / 'bin' / 'python'}", *where, "-r", "requirements.txt")
         inventory = {**recipe.inventory, "name": recipe.name, "executable": recipe.executable, "force": recipe.force}
@@ -175,7 +173,7 @@ def _build(recipe: Recipe, place: Path, until: float, say: Callable[[str], None]
         (venv / INVENTORY).write_text(json.dumps(inventory, indent=1, sort_keys=True) + "\n")
         env = place / recipe.name
         if env.exists():
-            _check_unused(recipe, env)  # that took a while
+            _check_unused(recipe, env)  # again, since building took a while
             env.rename(scratch / "replaced")
         venv.rename(env)
     finally:
@@ -194,7 +192,7 @@ def _paragraph(recipe: Recipe, other: Path) -> str:
 
 
 def _nearest(recipe: Recipe, place: Path) -> tuple[Path | None, set[str], list[str]]:
-    """The environment that shares most packages with the recipe, at least half of them; those; what has to leave it."""
+    """The environment that shares most packages with the recipe, at least half; these packages; those to uninstall."""
     packages = recipe.inventory["packages"]
     best: tuple[Path | None, set[str], list[str]] = (None, set(), [])
     most = (len(packages) - 1) // 2
@@ -207,7 +205,7 @@ def _nearest(recipe: Recipe, place: Path) -> tuple[Path | None, set[str], list[s
 
 
 def _cloned(old: Path, new: Path) -> bool:
-    """Copy an environment by hard links to its files, but for the few that are written in place."""
+    """Copy an environment by hard links; the few files that uv writes in place are real copies. Whether that worked."""
 
     def link(source: str, target: str) -> None:
         if Path(source).parent == old / "bin" or Path(source).name in ("pyvenv.cfg", ".lock"):
@@ -259,6 +257,6 @@ def _locked(place: Path, name: str, until: float, deadline: float, say: Callable
 
 
 def _interpreter(version: str) -> str:
-    """This process's own interpreter where it is of that version, else the version, for uv to find."""
+    """This process's interpreter if it has that version; else the version, for uv to find one."""
     own = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     return str(own) if platform.python_version() == version and own.exists() else version

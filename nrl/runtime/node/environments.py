@@ -1,4 +1,4 @@
-"""What an environment is: the recipe that it is built from, and what its folder says of itself.
+"""Environments: the recipe that one is built from, and the inventory that lies in its folder.
 
 `nrl.runtime.executables.recipes` makes recipes, and `nrl.runtime.node.building` environments of them.
 """
@@ -23,17 +23,15 @@ __all__ = [
     "hold",
     "inventories",
     "inventory_of",
+    "mark_used",
+    "package_of",
     "sources",
     "usable",
     "used",
 ]
 
 INVENTORY = "nrl-venv.json"
-"""The file in an environment that says what it is made of; it is written last, so that it also says: complete.
-
->>> INVENTORY
-'nrl-venv.json'
-"""
+"""The file in an environment that lists its packages. It is written last, so an environment that has it is complete."""
 
 _held: list[int] = []  # open files; their locks end with this process
 
@@ -47,19 +45,15 @@ class Recipe:
         executable: the name of the executable.
         interpreter: a path, where no environment is needed (``system``).
         python: the version to build with, such as ``"3.12.1"``.
-        platform: what `here` says on nodes that can use it.
+        platform: `here` on nodes that can use it.
         requirements: lines of pinned requirements with their hashes.
         wheels: content by file name, of packages that no index has and that have to be installed.
-        sources: wheels by the name of the folder that they are unpacked into, of what works on any path: nrl, the
-            project, and folders that it depends on. They are no part of the environment, nor of its name.
-        indexes: indexes other than the default one from which locked packages come.
-        inventory: what the environment is made of: python, platform, and for each package its version, source and
-            digest.
+        sources: wheels of packages that work on any path (nrl, the project, and folders that it depends on), by the
+            name of the folder that each is unpacked into. They are no part of the environment, nor of its name.
+        indexes: of locked packages, apart from the default one.
+        inventory: python, platform, and each package's version, source and digest.
         settings: variables for uv where the node has no value of its own, such as ``UV_DEFAULT_INDEX``.
-        force: build anew what was not built for this very value; empty: use what is there.
-
-    >>> Recipe("system", "system", interpreter="/usr/bin/python3").name
-    'system'
+        force: build anew unless the environment was built for this very value; empty: use an existing one.
     """
 
     name: str
@@ -77,26 +71,18 @@ class Recipe:
 
 
 def here() -> str:
-    """The platform of this node.
-
-    >>> here().split("-")[0] in ("linux", "darwin")
-    True
-    """
+    """The platform of this node, such as ``linux-x86_64``."""
     return f"{sys.platform}-{platform.machine()}"
 
 
 def default_folder() -> Path:
-    """Where this node keeps environments: ``NRL_VENV_DIR``, else a folder in the user's cache.
-
-    >>> default_folder().is_absolute()
-    True
-    """
+    """Where this node keeps environments: ``NRL_VENV_DIR``, else a folder in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("NRL_VENV_DIR") or f"{cache}/nrl/venvs").expanduser().absolute()
 
 
 def sources(recipe: Recipe, python: Path) -> list[str]:
-    """The folders with the sources of a recipe, which a process of its environment has on its path.
+    """The folders with the sources of a recipe, which go onto the path of its processes.
 
     >>> sources(Recipe("base-01", "base", sources={"nrl-0.1.0-23": b""}), Path("/venvs/base-01/bin/python"))
     ['/venvs/.sources/nrl-0.1.0-23']
@@ -104,12 +90,23 @@ def sources(recipe: Recipe, python: Path) -> list[str]:
     return [str(python.parents[2] / ".sources" / name) for name in recipe.sources]
 
 
-def usable(env: Path, force: str = "") -> bool:
-    """Whether an environment is complete, and its base interpreter still there.
+def package_of(wheel: str) -> str:
+    """The normalised name of the package in a wheel's file name.
 
-    >>> usable(Path("/nowhere/base-0123456789ab"))
-    False
+    >>> package_of("Tiny_Lib-1.0-py3-none-any.whl")
+    'tiny-lib'
     """
+    return wheel.split("-")[0].lower().replace("_", "-").replace(".", "-")
+
+
+def mark_used(path: Path) -> None:
+    """Set the time of last use, which `nrl venvs prune` reads; an image may be read-only."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
+def usable(env: Path, force: str = "") -> bool:
+    """Whether an environment is complete, has its interpreter, and was built for this ``force``, if one is given."""
     inventory = inventory_of(env)
     return (
         inventory is not None and (env / "bin" / "python").exists() and (not force or inventory.get("force") == force)
@@ -117,21 +114,14 @@ def usable(env: Path, force: str = "") -> bool:
 
 
 def hold(env: Path) -> None:
-    """Let nobody replace or remove an environment until this process has ended; where there is none, do nothing.
-
-    >>> hold(Path("/nowhere"))
-    """
+    """Let nobody replace or remove an environment until this process has ended; do nothing where there is none."""
     with contextlib.suppress(OSError):  # also where the file system has no locks
         _held.append(os.open(env / INVENTORY, os.O_RDONLY | os.O_CLOEXEC))
         fcntl.flock(_held[-1], fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def used(env: Path) -> bool:
-    """Whether a process holds an environment: on this node, or on another one where the file system's locks are shared.
-
-    >>> used(Path("/nowhere"))
-    False
-    """
+    """Whether a process holds an environment: on this node, or on another one whose file system shares its locks."""
     try:
         file = os.open(env / INVENTORY, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -148,11 +138,7 @@ def used(env: Path) -> bool:
 
 
 def inventory_of(folder: Path) -> dict[str, Any] | None:
-    """What an environment, or the folder of a source, says of itself; None: it is not complete, or was renamed.
-
-    >>> inventory_of(Path("/nowhere")) is None
-    True
-    """
+    """The inventory of an environment, or of a source's folder; None: it is not complete, or was renamed."""
     try:
         found = json.loads((folder / INVENTORY).read_text())
     except (OSError, ValueError):
@@ -161,11 +147,7 @@ def inventory_of(folder: Path) -> dict[str, Any] | None:
 
 
 def inventories(folder: Path) -> dict[Path, dict[str, Any]]:
-    """The usable environments of a folder, and what they are made of.
-
-    >>> inventories(Path("/nowhere"))
-    {}
-    """
+    """The usable environments of a folder with their inventories; none where there is no such folder."""
     if not folder.is_dir():
         return {}
     envs = [env for env in sorted(folder.iterdir()) if not env.name.startswith(".") and usable(env)]
@@ -173,7 +155,7 @@ def inventories(folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], most: int = 6) -> str:
-    """What differs between two inventories, in words; empty if nothing does.
+    """The differences between two inventories in words, the first ``most`` of them; empty if there are none.
 
     >>> a = {"python": "3.12.1", "packages": {"numpy": {"version": "2.3.4", "source": "index", "digest": "a"}}}
     >>> b = {"python": "3.12.1", "packages": {"numpy": {"version": "2.3.5", "source": "index", "digest": "b"}}}

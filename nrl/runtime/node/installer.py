@@ -1,4 +1,4 @@
-"""Runs uv, and says how that goes; no uv goes on without the process that runs it."""
+"""Runs uv and reports its progress; uv ends with the process that runs it."""
 
 import contextlib
 import os
@@ -15,11 +15,7 @@ from typing import Any
 __all__ = ["EVERY", "failure", "uv"]
 
 EVERY = 15.0
-"""Seconds between two words of progress.
-
->>> EVERY
-15.0
-"""
+"""Seconds between two lines of progress."""
 
 _BOUND = """
 import ctypes, os, sys
@@ -39,25 +35,22 @@ def uv(
     settings: Mapping[str, str] | None = None,
     stdin: str | None = None,
 ) -> str:
-    """Run uv and return what it prints.
+    """Run uv and return its output.
 
     Args:
-        arguments: its arguments.
-        cwd: the folder it runs in.
-        until: the monotonic time at which it is ended; None: half an hour from now.
+        arguments: of uv.
+        cwd: the folder that it runs in.
+        until: the monotonic time at which it is killed; None: half an hour from now.
         say: gets a line of progress now and then.
-        what: what it is for, at the beginning of messages.
-        settings: environment variables that are set where they have no value yet.
+        what: names the purpose at the beginning of messages.
+        settings: environment variables, for those that have no value yet.
         stdin: its input.
 
     Raises:
-        ExecutableError: it fails, or there is none. (RuntimeError on a node without nrl.)
-        DeadlineExceeded: it was ended. (TimeoutError on a node without nrl.)
-
-    >>> uv(["--version"], cwd=Path.cwd())[:2]
-    'uv'
+        ExecutableError: it fails, or there is no uv. (RuntimeError on a node without nrl.)
+        DeadlineExceeded: it was killed. (TimeoutError on a node without nrl.)
     """
-    # Nothing of another environment: uv would act on it, or its packages would hide those of the one that is built.
+    # Without variables of another environment: uv would act on that, or its packages would hide the new ones
     strange = {"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "UV_PROJECT_ENVIRONMENT", "UV_PYTHON"}
     strange |= {"UV_FROZEN", "UV_LOCKED"}  # not beside the options
     variables = {key: value for key, value in os.environ.items() if key not in strange}
@@ -65,7 +58,7 @@ def uv(
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, tempfile.TemporaryFile("w+") as inp:
         inp.write(stdin or "")
         inp.seek(0)
-        # Started by a process that asks Linux to end it together with this one, so that no orphan goes on building.
+        # The process that becomes uv first asks Linux to end it together with this one, so that no orphan builds on
         command = [sys.executable, "-IS", "-c", _BOUND, *_find_uv(), *arguments]
         process = subprocess.Popen(command, cwd=cwd, env=variables, stdin=inp, stdout=out, stderr=err)
         started = time.monotonic()
@@ -103,7 +96,7 @@ def _find_uv() -> list[str]:
     if path := shutil.which("uv"):
         candidates.append([path])
     candidates.append([sys.executable, "-m", "uv"])
-    for command in candidates:  # one on PATH may be a shim that refuses to run
+    for command in candidates:  # the one on PATH may be a shim that refuses to run
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             if subprocess.run([*command, "--version"], capture_output=True, timeout=60).returncode == 0:
                 return command
@@ -120,11 +113,7 @@ def _last_lines(file: Any, count: int = 15) -> str:
 
 
 def failure(message: str, late: bool = False) -> Exception:
-    """The error of `nrl.errors`, or where there is no nrl the built-in one that is nearest.
-
-    >>> failure("provide: no")
-    ExecutableError('provide: no')
-    """
+    """An `ExecutableError`, or `DeadlineExceeded` if ``late``; where there is no nrl, the nearest built-in error."""
     try:
         from nrl.errors import DeadlineExceeded, ExecutableError
     except ImportError:

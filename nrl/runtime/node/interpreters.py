@@ -4,7 +4,7 @@ import subprocess
 
 __all__ = ["fault"]
 
-_PATIENCE = 120.0  # seconds in which an interpreter starts, wherever its files are
+_PATIENCE = 120.0  # seconds for an interpreter to start, on slow disks, too
 _LOOK = """
 import importlib.metadata, importlib.util, sys
 missing = [name for name in ("ray", "torch") if importlib.util.find_spec(name) is None]
@@ -15,17 +15,17 @@ print(*sys.version_info[:2], importlib.metadata.version("ray"))
 
 
 def fault(python: str, version: tuple[int, int], ray: str, deadline: float = 60.0) -> str:
-    """Why an interpreter cannot run a process of a mesh; empty if nothing speaks against it.
+    """Why an interpreter cannot run a process of a mesh; empty if no reason was found.
 
-    Ray starts an interpreter that ends at once again and again, and says nothing. To import all of torch here would
-    double the time that a mesh takes to start, so only what that would begin with is looked for. What a process that
-    Ray could start cannot import, it says itself.
+    Where an interpreter ends at once, Ray starts it again and again, and says nothing. Importing torch here would
+    double the time in which a mesh starts, so this only looks whether ray and torch can be found. A process that starts
+    reports by itself what it cannot import.
 
     Args:
-        python: its path.
-        version: the major and minor version of the driver's Python, which it has to share.
-        ray: the version of the driver's Ray, likewise.
-        deadline: seconds that it may take.
+        python: the path of the interpreter.
+        version: the driver's major and minor version of Python, which has to be the interpreter's.
+        ray: the driver's version of Ray, likewise.
+        deadline: seconds for the answer.
 
     >>> import sys
     >>> fault("/nowhere/python", sys.version_info[:2], "2.60.0")

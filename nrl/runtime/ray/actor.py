@@ -1,8 +1,8 @@
 """The actor that Ray starts as a process of a mesh: sets its environment before it imports anything else.
 
-The values get here as an argument of the actor. Ray writes those of a ``runtime_env`` in clear into logs that everybody
-on the node can read. The class travels by value and imports the standard library alone, so that torch, vLLM and nrl
-find the variables when they are imported. nrl is in no environment: its source is put on the path here.
+The variables are an argument of the actor, since Ray writes those of a ``runtime_env`` in clear into logs, which
+everybody on the node can read. The class travels by value and imports the standard library alone, so that torch, vLLM
+and nrl find the variables when they are imported. nrl is in no environment: the actor puts its source on the path.
 """
 
 import os
@@ -16,12 +16,12 @@ from nrl.runtime.node.environments import hold
 
 __all__ = ["Actor", "split", "tail"]
 
-# Read by the loader, the interpreter, OpenMP (numpy's, which Ray imports), the shell that starts it or Ray itself.
+# The loader, the interpreter, OpenMP (of numpy, which Ray imports), the shell or Ray itself reads them at the start
 _EARLY = re.compile(r"(LD|DYLD|MALLOC|GLIBC|LC|RAY|OMP|GOMP|KMP|MKL|OPENBLAS)_.*|PYTHON.*|LANG|PATH|TZ")
 
 
 def split(env: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Variables that a process needs before it can be told anything, and the others.
+    """Variables that a process needs when it starts, and those that its actor can set later.
 
     >>> split({"OMP_NUM_THREADS": "4", "HF_TOKEN": "secret"})
     ({'OMP_NUM_THREADS': '4'}, {'HF_TOKEN': 'secret'})
@@ -31,13 +31,13 @@ def split(env: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
 
 
 class Actor:
-    """A `nrl.runtime.ray.worker.Worker`, in an environment that has these variables.
+    """Sets the environment, and holds the process's `nrl.runtime.ray.worker.Worker`.
 
     Args:
         env: environment variables.
         sources: folders to import from, beside the environment.
         mesh: the name of the mesh.
-        rank: its number there.
+        rank: of the process in the mesh.
         given: the worker's other arguments.
     """
 
@@ -56,33 +56,13 @@ class Actor:
     def __repr__(self) -> str:
         return self._name  # Ray writes it before each line of the log, also where it does not start
 
-    def logs(self) -> Any:
-        """See `Worker.logs`."""
-        return self._worker.logs()
-
-    def listen(self, *given: Any) -> Any:
-        """See `Worker.listen`."""
-        return self._worker.listen(*given)
-
-    def join(self, *given: Any) -> Any:
-        """See `Worker.join`."""
-        return self._worker.join(*given)
-
-    def rest(self) -> Any:
-        """See `Worker.rest`."""
-        return self._worker.rest()
-
-    def call(self, *given: Any) -> Any:
-        """See `Worker.call`."""
-        return self._worker.call(*given)
+    def do(self, name: str, *given: Any) -> Any:
+        """Call a method of the worker."""
+        return getattr(self._worker, name)(*given)
 
 
 def tail(files: Sequence[str], most: int) -> str:
-    """The last lines of some files, without the marks that Ray makes in them.
-
-    >>> tail(["/nowhere.log"], 3)
-    ''
-    """
+    """The last lines of some files, without the marks that Ray makes in them; of a file that is gone, none."""
     lines: list[str] = []
     for path in files:
         try:

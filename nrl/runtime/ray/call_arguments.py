@@ -1,10 +1,10 @@
-"""The function and the arguments of a call, on their way to the processes of a mesh: packed once for all of them."""
+"""Packing the function and the arguments of a call for the processes of a mesh, each once for all of them."""
 
 import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 from tensordict import TensorDict
@@ -12,10 +12,13 @@ from tensordict import TensorDict
 from nrl.batch.columns import declared, declaring
 from nrl.errors import ForeignState, MutatedBatch
 from nrl.runtime.mesh.placement import Donated, Rows
-from nrl.runtime.ray.calls import Actors, Call, Ref
+from nrl.runtime.ray.calls import Call, Ref
 from nrl.runtime.ray.messages import FUNCTIONS, Argument
-from nrl.runtime.ray.pickling import shipped, shipper, size, written
-from nrl.runtime.ray.results import Part, Pending
+from nrl.runtime.ray.pickling import rows_serializer, serialized, size, written
+from nrl.runtime.ray.results import Pending, PendingRows
+
+if TYPE_CHECKING:
+    from nrl.runtime.ray.processes import RayProcesses
 
 __all__ = ["Arguments", "Kept", "Stored"]
 
@@ -26,21 +29,21 @@ _INLINE = 64 * 1024  # bytes up to which a value travels with the call itself
 class Kept:
     """The name of a value that an actor keeps."""
 
-    actors: Actors
+    actors: "RayProcesses"
     rank: int
     key: int
     call: Call
 
 
 class Stored:
-    """What is in Ray's object store for the processes of a mesh, as long as it may be sent again."""
+    """Batches and functions in Ray's object store that processes of a mesh may be sent again."""
 
     def __init__(self) -> None:
         self.batches: dict[Any, Any] = {}
         self.functions: dict[bytes, Ref] = {}
 
     def batch(self, whole: TensorDict, writes: tuple[int, ...], index: bytes | None, pack: Callable[[], Any]) -> Any:
-        """What is packed of ``whole``, or these rows of it: once as long as it lives with so many `written`."""
+        """Pack a batch, or these rows of it, once: until the batch dies or somebody writes into it (see `written`)."""
         if not whole.is_locked:
             return pack()
         key = (id(whole), index, writes)
@@ -50,7 +53,7 @@ class Stored:
         return self.batches[key]
 
     def function(self, digest: bytes, parts: list[Any]) -> Any:
-        """What to send of a function with this hash: a large one is put once, as long as processes remember it, too."""
+        """What to send of a function: its parts, or where they are large, a reference, which later calls use again."""
         import ray
 
         if size(parts) <= _INLINE:
@@ -62,36 +65,36 @@ class Stored:
         return found
 
     def forget(self) -> None:
-        """Nothing is used again: somebody wrote into it."""
+        """Pack all batches anew: somebody wrote into the memory of one."""
         self.batches.clear()
 
 
 class Arguments:
-    """What goes to the processes of a mesh with one call; the same thing is packed once for all of them.
+    """The function and arguments of one call; what several processes get is packed once.
 
     Args:
         actors: the processes.
-        stored: what they have been sent before.
+        stored: packed batches and functions of earlier calls.
         who: how errors name the call.
         fn: what is called.
     """
 
-    def __init__(self, actors: Actors, stored: Stored, who: str, fn: Callable[..., Any]) -> None:
+    def __init__(self, actors: "RayProcesses", stored: Stored, who: str, fn: Callable[..., Any]) -> None:
         self.actors, self.stored, self.who = actors, stored, who
-        self.before: list[Call] = []  # those whose values stay where they are
-        self.read: list[Call] = []  # those whose results are read from the object store
-        self._packed: dict[int, tuple[Any, Any]] = {}  # by identity; what was packed is kept, so that it stays unique
-        self._found: dict[tuple[Any, int], Any] = {}  # of batches, by identity, too
+        self.before: list[Call] = []  # those that made the values which this call uses where they are
+        self.read: list[Call] = []  # those whose results this call reads from the object store
+        self._packed: dict[int, tuple[Any, Any]] = {}  # by identity, with the value, so that its id stays unique
+        self._found: dict[tuple[Any, int], Any] = {}  # what `_of` found of batches, by identity, too
         kinds = declared()
-        function = shipped(functools.partial(declaring, kinds, fn) if kinds else fn, who)
-        found = hashlib.blake2b(digest_size=16)
+        function = serialized(functools.partial(declaring, kinds, fn) if kinds else fn, who)
+        hashed = hashlib.blake2b(digest_size=16)
         for part in function:
-            found.update(part)
-        self.digest = found.digest()
+            hashed.update(part)
+        self.digest = hashed.digest()
         self._function = stored.function(self.digest, function)
 
     def load(self, rank: int, args: Sequence[Any]) -> tuple[tuple[Argument, ...], list[Any]]:
-        """What to say of some arguments, and what to send beside."""
+        """Where a process finds its arguments, and what comes with the order."""
         beside = [self._function]
         return tuple(self._argument(rank, arg, beside) for arg in args), beside
 
@@ -108,7 +111,7 @@ class Arguments:
             case Pending():
                 self._reads(arg.call)
                 return Argument(parts=tuple(map(add, arg.refs)), combine=add(self._packing(arg.combine)))
-            case Part():
+            case PendingRows():
                 self._reads(arg.whole.call)
                 alone = arg.alone()
                 if alone is not None:
@@ -126,7 +129,7 @@ class Arguments:
     def _key(self, rank: int, value: Kept) -> int:
         if value.actors is not self.actors or value.rank != rank:
             raise ForeignState(f"{self.who}: a value of mesh '{value.actors.name}' was given to another mesh")
-        while value.call.error is not None and value.call.instead:  # a step that failed has left its state
+        while value.call.error is not None and value.call.instead:  # a call that failed has left what it was to consume
             value = value.call.instead[rank]
         self.before.append(value.call)
         return value.key
@@ -142,34 +145,35 @@ class Arguments:
                 return self._packing(value.whole)
             case Rows(whole=TensorDict() as whole):
                 index = value.index.numpy().tobytes()
-                pack = functools.partial(self._rows, value)
+                pack = functools.partial(self._pack_rows, value)
                 return self.stored.batch(whole, self._of(written, whole), index, pack)
             case TensorDict():
-                put = functools.partial(self._put, value)  # however small it is: it is for all
+                put = functools.partial(self._put, value)  # even if it is small, since all processes get it
                 return self.stored.batch(value, self._of(written, value), None, put)
             case Rows():
-                return self._light(shipped(value.open(), self.who))
+                return self._put_if_large(serialized(value.open(), self.who))
             case _:
-                return self._light(shipped(value, self.who))
+                return self._put_if_large(serialized(value, self.who))
 
     def _of[T](self, find: Callable[[TensorDict], T], whole: TensorDict) -> T:
-        """What is the same for all parts of a batch."""
+        """What a function finds of a batch, once for all its parts."""
         key = find, id(whole)
         if key not in self._found:
             self._found[key] = find(whole)
         found: T = self._found[key]
         return found
 
-    def _rows(self, value: Rows) -> Any:
-        ship = self._of(shipper, cast(TensorDict, value.whole))
-        return self._light(ship(value.index.tolist()) if ship else shipped(value.open(), self.who))
+    def _pack_rows(self, value: Rows) -> Any:
+        serialize = self._of(rows_serializer, cast(TensorDict, value.whole))
+        parts = serialize(value.index.tolist()) if serialize else serialized(value.open(), self.who)
+        return self._put_if_large(parts)
 
     def _put(self, value: TensorDict) -> Ref:
         import ray
 
-        return ray.put(shipped(value, self.who))
+        return ray.put(serialized(value, self.who))
 
-    def _light(self, parts: list[Any]) -> Any:
+    def _put_if_large(self, parts: list[Any]) -> Any:
         import ray
 
         return parts if size(parts) <= _INLINE else ray.put(parts)

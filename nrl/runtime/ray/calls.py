@@ -1,4 +1,4 @@
-"""Calls on Ray actors that are under way, and what became of them."""
+"""Calls on Ray actors: waiting for them, and finding out why one failed."""
 
 import contextlib
 import pickle
@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nrl.errors import DeadlineExceeded, FailedStart, LostActor, MutatedBatch, PlacementError
 from nrl.log.waits import SILENCE, wait_until
@@ -15,61 +15,33 @@ from nrl.runtime.ray.deaths import cause, error_of, is_death, original, raised_a
 from nrl.runtime.ray.messages import NeverMade, Receipt
 from nrl.runtime.trace import timeline
 
-__all__ = ["Actors", "Call", "Ref"]
+if TYPE_CHECKING:
+    from nrl.runtime.ray.processes import RayProcesses
+
+__all__ = ["Call", "Ref"]
 
 _ENDING = threading.Lock()  # held for a moment, where a call ends
-_TOLD: deque[BaseException] = deque(maxlen=1000)  # errors that somebody who waited has been given
+_TOLD: deque[BaseException] = deque(maxlen=1000)  # errors that a waiting caller has got
 
 type Ref = Any  # ray.ObjectRef, which is not imported here
 
-_GRACE = 10.0  # seconds in which the others of a call may tell what became of them, once one has failed
-
-
-class Actors(Protocol):
-    """What a call needs to know of the actors that it was made to."""
-
-    name: str
-    executable: str
-    nodes: list[tuple[str, str]]
-    deadline: float
-    starting: "Call"
-    longest: dict[str, float]  # seconds that a call of each name has taken
-
-    def last_lines(self, rank: int) -> str:
-        """What a process wrote last."""
-        ...
-
-    def end(self, why: BaseException) -> None:
-        """Kill all of them."""
-        ...
-
-    def forget(self) -> None:
-        """Send anew what was sent to them before."""
-        ...
-
-    def after_end(self, who: str) -> BaseException | None:
-        """What a call raises if they have been ended; None: they have not."""
-        ...
-
-    def earlier(self, call: "Call") -> "list[Call]":
-        """The calls that were made before this one, as far as they are not known to have ended."""
-        ...
+_GRACE = 10.0  # seconds for the other processes of a call to return, once one has failed
 
 
 class Call:
     """A call of one function in every process of a mesh.
 
     Args:
-        actors: where.
-        who: how errors name it.
-        receipts: what each process returns when it is done.
-        before: the calls that made what it was given.
+        actors: the processes.
+        who: how errors name the call.
+        receipts: a reference to the receipt that each process returns.
+        before: the calls that made its arguments.
         read: those of them whose results lie in memory that it shares with others.
     """
 
     def __init__(
         self,
-        actors: Actors,
+        actors: "RayProcesses",
         who: str,
         receipts: Sequence[Ref],
         before: Sequence["Call"] = (),
@@ -77,31 +49,34 @@ class Call:
     ) -> None:
         self.actors, self.who, self.receipts, self.began = actors, who, list(receipts), time.time()
         self.before, self.read = list(before), list(read)
-        self.instead: list[Any] = []  # for each rank, the value that it consumes, which is there still if all raise
+        self.instead: list[Any] = []  # for each rank, the value that it consumes; if all ranks raise, it is still there
         self.done, self.shown = False, timeline.shown()
         self.error: BaseException | None = None
 
     @property
     def untold(self) -> BaseException | None:
-        """What it raised, if nobody has been told."""
+        """What it raised, if no caller has got that."""
         return None if any(self.error is error for error in _TOLD) else self.error
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every process is done.
 
         Raises:
-            LostActor: one of them died; the others have been ended.
-            DeadlineExceeded: it took longer than a call may, so all of them have been ended; or longer than
+            LostActor: a process died; the others have been ended.
+            DeadlineExceeded: it took longer than a call may, so all processes have been ended; or longer than
                 ``timeout``, after which one may wait again.
             Exception: what the function raised.
         """
-        self.settle(timeout)
+        self.finish(timeout)
         if self.error is not None:
             _TOLD.append(self.error)
-            raise self.error.with_traceback(None)  # which would keep alive what earlier waits had in their frames
+            raise self.error.with_traceback(None)  # a traceback would keep alive the frames of earlier waits
 
-    def settle(self, timeout: float | None = None) -> None:
-        """Wait for it, and first for those before it, each of which has its own deadline; raises as `wait` for time."""
+    def finish(self, timeout: float | None = None) -> None:
+        """As `wait`, but keep what the function raised in ``error``.
+
+        It first waits for earlier calls, each of which has a deadline of its own.
+        """
         until = None if timeout is None else time.monotonic() + timeout
 
         def left() -> float | None:
@@ -111,35 +86,27 @@ class Call:
         for call in [*first, self]:
             if not call.done and not self.done:
                 for given in [given for given in call.before if not given.done]:
-                    given.settle(left())  # of other meshes, too: they are late, and not this one
-                if not call._settle(left()):
+                    given.finish(left())  # on other meshes, too: if one is late, this call is not to blame
+                if not call._finish_alone(left()):
                     raise self._late(timeout or 0.0, ended=False)
-            spoilt = isinstance(call.error, MutatedBatch) and call is not self  # who knows what it wrote into
+            spoilt = isinstance(call.error, MutatedBatch) and call is not self  # it may have written into anything
             if (call is self.actors.starting or spoilt) and call.error is not None and not self.done:
                 self._fail(call.error)
 
     def poll(self) -> bool:
-        """Whether it is done; does not wait, and raises nothing."""
-        import ray
-
-        if not self.done:
-            ready, _ = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=0)
-            if len(ready) == len(self.receipts):
-                self.settle()  # whoever reads its results is told how it ended
+        """Whether it is done, without waiting; raises nothing."""
+        if not self.done and len(self._ready()) == len(self.receipts):
+            self.finish()  # which keeps an error for whoever reads the results
         return self.done
 
     def failure(self, patience: float = 0.0) -> BaseException | None:
-        """What it raises, if one of its processes has failed by now, or does within so many seconds."""
-        import ray
-
-        if not self.done:
-            ready, _ = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=patience)
-            if any(error_of(ref) for ref in ready):
-                self.settle()
+        """What it raises, if one of its processes has failed by now or fails within ``patience`` seconds."""
+        if not self.done and any(error_of(ref) for ref in self._ready(patience)):
+            self.finish()
         return self.error
 
     def fetch(self, refs: Sequence[Ref], timeout: float) -> list[Any]:
-        """Results of this call, which is done; errors as in `wait`."""
+        """Results of this call, which is done; raises as `wait`."""
         import ray
 
         try:
@@ -148,13 +115,20 @@ class Call:
             raise DeadlineExceeded(
                 f"{self.who}: a result is ready on mesh '{self.actors.name}', but did not arrive within {timeout:g} s"
             ) from None
-        except ray.exceptions.RayError as error:  # the node that held it is gone
+        except ray.exceptions.RayError as error:  # the node that held a result is gone
             lost = LostActor(self.who, self.actors.name, None, "?", cause(error))
             self.actors.end(lost)
             raise lost from None
 
-    def _settle(self, timeout: float | None) -> bool:
-        """Wait for it alone; whether it has ended, in whatever way."""
+    def _ready(self, patience: float = 0.0) -> list[Ref]:
+        """The receipts that are there, or get there within ``patience`` seconds."""
+        import ray
+
+        ready: list[Ref] = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=patience)[0]
+        return ready
+
+    def _finish_alone(self, timeout: float | None) -> bool:
+        """Wait for this call and no other; whether it has ended, in whatever way."""
         import ray
 
         whole = self.actors.deadline
@@ -167,9 +141,9 @@ class Call:
             return bool(receipts)
 
         try:
-            usual = self.actors.longest.get(self.who, 0.0)  # nobody wants to read of each step that it takes a minute
-            if wait_until(arrived, limit, self._told, max(SILENCE, 2 * usual)):
-                self._finish([pickle.loads(each) for each in receipts])
+            usual = self.actors.longest.get(self.who, 0.0)  # nobody wants to read that each step takes a minute
+            if wait_until(arrived, limit, self._progress, max(SILENCE, 2 * usual)):
+                self._succeed([pickle.loads(each) for each in receipts])
             elif limit < whole:
                 return False
             else:
@@ -180,19 +154,16 @@ class Call:
             self._fail(self._diagnosed(failure), alike=bool(self.instead) and self._raised_everywhere())
         return True
 
-    def _told(self, seconds: float) -> str:
-        """What is waited for."""
-        import ray
-
-        ready, _ = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=0)
-        of = f"{len(self.receipts) - len(ready)} of {len(self.receipts)} processes"
+    def _progress(self, seconds: float) -> str:
+        """A line about the processes that have not returned."""
+        of = f"{len(self.receipts) - len(self._ready())} of {len(self.receipts)} processes"
         if self is self.actors.starting:
             return f"mesh '{self.actors.name}': waiting for {of} to start ({self.actors.executable}, {seconds:.0f} s)"
         return f"mesh '{self.actors.name}': waiting for {self.who} in {of} ({seconds:.0f} s)"
 
-    def _finish(self, receipts: list[Receipt]) -> None:
+    def _succeed(self, receipts: list[Receipt]) -> None:
         with _ENDING:
-            if self.done:  # another thread waited, too
+            if self.done:  # in another thread that waited
                 return
             if len({receipt.digests for receipt in receipts}) > 1:
                 self.error = PlacementError(f"{self.who}: {DIFFER}")
@@ -210,9 +181,7 @@ class Call:
                 self.instead = self.instead if alike else []
 
     def _late(self, waited: float, *, ended: bool) -> DeadlineExceeded:
-        import ray
-
-        ready, _ = ray.wait(self.receipts, num_returns=len(self.receipts), timeout=0)
+        ready = self._ready()
         ranks = [rank for rank, ref in enumerate(self.receipts) if ref not in ready]
         text = f"{self.who}: {_listed(ranks)} of mesh '{self.actors.name}' did not return within {waited:.3g} s"
         if not ended:
@@ -225,7 +194,7 @@ class Call:
         )
 
     def _diagnosed(self, failure: BaseException) -> BaseException:
-        """What really happened: a death explains errors of the others, and an earlier call those of this one."""
+        """The error behind a failure: a death explains the errors of other ranks, and an earlier call those of this."""
         for call in self.before:
             if (earlier := call.failure()) is not None:
                 return earlier
@@ -262,7 +231,7 @@ class Call:
         return found
 
     def _errors(self) -> tuple[dict[int, BaseException], list[int]]:
-        """The errors of the ranks as they come, until one has died or all have told; and which ranks have not."""
+        """The errors of the ranks until one has died or all have returned; and the ranks that have not returned."""
         import ray
 
         until = time.monotonic() + _GRACE
@@ -281,10 +250,8 @@ class Call:
         return errors, sorted(ranks.values())
 
     def _raised_everywhere(self) -> bool:
-        """Whether no process did what it was asked to, and none has died."""
-        import ray
-
-        ray.wait(self.receipts, num_returns=len(self.receipts), timeout=_GRACE)
+        """Whether the function raised in every process, and none has died."""
+        self._ready(_GRACE)
         errors = [error_of(ref) for ref in self.receipts]
         return all(error is not None and not is_death(error) for error in errors)
 

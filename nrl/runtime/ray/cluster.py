@@ -19,7 +19,7 @@ from nrl.runtime.ray.processes import RayProcesses
 
 __all__ = ["RayCluster"]
 
-_LAST_WORDS = 0.5  # seconds that lines of processes may take to get here
+_LAST_WORDS = 0.5  # seconds for the last lines of processes to get here
 
 
 class RayCluster(Cluster):
@@ -38,9 +38,9 @@ class RayCluster(Cluster):
         super().__init__(address)
         self.deadline = deadline
         self._groups: list[Any] = []
-        self._bundles: list[tuple[Any, int]] = []  # of each slot: its group, and its place there
+        self._bundles: list[tuple[Any, int]] = []  # for each slot, its group and its place there
         self._meshes: list[RayProcesses] = []
-        self._sound: set[tuple[str, str]] = set()  # nodes, and interpreters that can run a process there
+        self._sound: set[tuple[str, str]] = set()  # pairs of a node and an interpreter that can run a process there
         self._entered = not ray.is_initialized()
         self._own = False
         where = target(address)
@@ -65,7 +65,7 @@ class RayCluster(Cluster):
         self.check_count(n)
         bundle = {"GPU": 1, "CPU": 1} if self.gpus else {"CPU": 1}
         limit = self.deadline if deadline is None else deadline
-        if self._own and not self._room(n, bundle, strategy):  # it does not grow, and nobody else uses it
+        if self._own and not self._room(n, bundle, strategy):  # this cluster never grows, and nobody else gives back
             raise PlacementError(_refusal(n, bundle, strategy, 0))
         group = placement_group([bundle] * n, strategy=strategy)
         self._groups.append(group)
@@ -80,7 +80,7 @@ class RayCluster(Cluster):
         return Slots(self, tuple(range(first, first + n)))
 
     def _room(self, n: int, bundle: Mapping[str, int], strategy: Strategy) -> bool:
-        """Whether the one node of a cluster that was started here has room for so many more bundles."""
+        """Whether the one node of a cluster that was started here has room for ``n`` more bundles."""
         import ray
 
         room = min(ray.cluster_resources().get(kind, 0) // count for kind, count in bundle.items())

@@ -14,13 +14,16 @@ from nrl.runtime.ray import logs
 
 __all__ = ["enter", "leave", "stock", "target"]
 
-_CPUS = 64  # logical ones of a cluster on this machine: its processes may share cores
-_KNOCKING = 20.0  # seconds in which a host answers
-_STARTED = {"RAY_prestart_worker_first_driver": "0"}  # no workers of the driver's interpreter, which nobody uses
+_CPUS = 64  # that a cluster on this machine claims: its processes may share cores
+_KNOCKING = 20.0  # seconds for a host to answer
+_STARTED = {"RAY_prestart_worker_first_driver": "0"}  # nobody uses workers of the driver's interpreter
 
 
 def target(address: str) -> str | None:
-    """The address of a running cluster; None: one is to be started.
+    """The address of a running cluster; None: one has to be started.
+
+    Args:
+        address: of `nrl.cluster`.
 
     Raises:
         PlacementError: it is an address of Ray Client.
@@ -40,7 +43,7 @@ def target(address: str) -> str | None:
 
 
 def enter(address: str | None) -> bool:
-    """Join a cluster or start one; whether it was started.
+    """Join a cluster, or start one if ``address`` is None; whether it was started.
 
     Raises:
         PlacementError: there is none at this address, it asks for a token, or Ray does not start here.
@@ -55,9 +58,9 @@ def enter(address: str | None) -> bool:
             ray.init(address=address, configure_logging=False)
         else:
             _start(attempts=3)
-        if threading.current_thread() is threading.main_thread():  # Ray's own handlers abort, or leave no `with` block
+        if threading.current_thread() is threading.main_thread():  # Ray's handler aborts, and leaves no `with` block
             signal.signal(signal.SIGTERM, terminate if callable(terminate) else _end)
-    except Exception as error:  # Ray raises all kinds, of which some are Exception itself
+    except Exception as error:  # Ray raises all kinds, plain Exception among them
         ray.shutdown()
         if not address:
             raise PlacementError(f"cluster: Ray does not start on this machine: {_first_line(error)}") from error
@@ -86,12 +89,12 @@ def leave() -> None:
 
 
 def _end(number: int, frame: Any) -> None:
-    """By an exception, so that `with` blocks are left; with the status that a shell gives."""
+    """Exit by an exception, so that `with` blocks are left, with the status that a shell gives."""
     sys.exit(128 + number)
 
 
 def _asks_for_a_token(error: BaseException | None) -> bool:
-    """Ray says so several errors deep."""
+    """Whether an error, or one that caused it, is about authentication."""
     while error is not None:
         if "uthenticat" in f"{type(error).__name__} {error}":
             return True
@@ -100,7 +103,7 @@ def _asks_for_a_token(error: BaseException | None) -> bool:
 
 
 def _start(attempts: int) -> None:
-    """Start Ray here; a machine that is busy may need more time than Ray gives itself."""
+    """Start Ray here, in several attempts: on a busy machine it may need more time than it gives itself."""
     import ray
 
     cpus = max(_CPUS, os.cpu_count() or 1)
@@ -117,7 +120,7 @@ def _start(attempts: int) -> None:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set those that are not set, for what is started in the block."""
+    """Set those variables that have no value, for processes that start in the block."""
     new = variables.keys() - os.environ.keys()
     os.environ.update({name: variables[name] for name in new})
     try:
@@ -128,7 +131,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _knock(address: str) -> None:
-    """Find out whether anything listens at ``host:port``: Ray would try for minutes."""
+    """Raise unless something listens at ``host:port``: Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     if host:
         socket.create_connection((host, int(port)), timeout=_KNOCKING).close()
@@ -139,7 +142,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def stock() -> str:
-    """The nodes of the cluster, what they have, and how much of it is free."""
+    """A line on the nodes of the cluster, their resources, and how much of these is free."""
     import ray
 
     kinds = [kind for kind in ("GPU", "CPU") if kind == "CPU" or ray.cluster_resources().get(kind)]

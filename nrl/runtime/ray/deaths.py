@@ -20,7 +20,7 @@ def is_death(error: BaseException) -> bool:
 
 
 def error_of(receipt: Any) -> BaseException | None:
-    """What Ray has in the place of a receipt, if it is an error and is there by now."""
+    """The error that Ray has in the place of a receipt; None: a receipt, or nothing by now."""
     import ray
 
     try:
@@ -33,7 +33,7 @@ def error_of(receipt: Any) -> BaseException | None:
 
 
 def original(error: BaseException, where: str) -> BaseException:
-    """What a function raised in another process, with a note of where."""
+    """The exception of a function in another process, with its traceback as a note."""
     from ray.exceptions import RayTaskError
 
     if not isinstance(error, RayTaskError):
@@ -47,7 +47,7 @@ def original(error: BaseException, where: str) -> BaseException:
 
 
 def raised_at_start(error: BaseException) -> str:
-    """The traceback of what a constructor raised, or the import of its class; empty where it was not that."""
+    """The traceback of an actor's constructor, or of the import of its class; empty if neither raised."""
     text = _ANSI.sub("", str(error)).partition("\nAn unexpected internal error")[0].rstrip()
     _, constructor, raised = text.partition("raised in its creation task, ")
     if constructor:
@@ -57,7 +57,7 @@ def raised_at_start(error: BaseException) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """Why an actor died, on one line: what Ray knows, without its guesses."""
+    """Why an actor died, on one line: the facts that Ray gives, without its guesses."""
     from ray.exceptions import ActorUnavailableError
 
     text = str(error)
@@ -72,5 +72,5 @@ def cause(error: BaseException) -> str:
         if mark in text:
             text = text[text.index(mark) + (len(mark) if mark.endswith(":") else 0) :]
             break
-    text = text.partition("Some common causes include")[0]  # which are guesses, for anybody
+    text = text.partition("Some common causes include")[0]  # guesses begin here
     return " ".join(_ANSI.sub("", text).split())[:500].rstrip(".")

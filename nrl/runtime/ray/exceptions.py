@@ -1,8 +1,8 @@
 """Exceptions on their way from the process that raises to the one that waits.
 
-Ray sends an exception only if plain pickle can, which a class of the user's own script is not for. Here it travels as
-functions do, so that it arrives as what it was, and ``except MyError`` catches it; what cannot be sent or opened
-arrives as a `RuntimeError` that says what it was. It is small, since people read it: data that hang on it stay behind.
+Ray sends an exception only if plain pickle can, and plain pickle cannot send a class of the user's own script. Here an
+exception travels as functions do, so it arrives as itself, and ``except MyError`` catches it. One that cannot travel
+arrives as a `RuntimeError` with its type and message. Large data that hang on an exception stay behind.
 """
 
 import traceback
@@ -13,7 +13,7 @@ from types import FunctionType, TracebackType
 from typing import Any
 
 from nrl.errors import ShippingError
-from nrl.runtime.ray.pickling import opened, shipped, size
+from nrl.runtime.ray.pickling import deserialized, serialized, size
 
 __all__ = ["Raised", "carried"]
 
@@ -25,7 +25,7 @@ class Raised(Exception):
     """An exception on its way.
 
     Args:
-        parts: its class, arguments and attributes, shipped; None: they cannot be.
+        parts: its class, arguments and attributes, serialized; None: they cannot be.
         summary: its type and message.
         trace: its traceback, as text.
 
@@ -47,16 +47,16 @@ class Raised(Exception):
     def original(self) -> BaseException:
         """The exception itself, or a stand-in that says what it was."""
         try:
-            found = None if self.parts is None else opened(self.parts, copy=True)[0]
-            error = _made(*found) if isinstance(found, tuple) else found
-        except Exception:  # a class may do whatever it wants when an instance is made
+            found = None if self.parts is None else deserialized(self.parts, copy=True)[0]
+            error = _rebuilt(*found) if isinstance(found, tuple) else found
+        except Exception:  # making an instance runs code of its class
             error = None
         return error if isinstance(error, BaseException) else RuntimeError(self.summary)
 
 
-def _made(made: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
-    """As it was, without another call of a constructor that may want other arguments than it gave to Exception."""
-    error = made.__new__(made, *args) if isinstance(made.__init__, FunctionType) else made(*args)
+def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    """The exception again, without its own constructor, which may take other arguments than ``args``."""
+    error = kind.__new__(kind, *args) if isinstance(kind.__init__, FunctionType) else kind(*args)
     error.args = args
     error.__dict__.update(attributes)
     return error
@@ -64,7 +64,7 @@ def _made(made: type[BaseException], args: tuple[Any, ...], attributes: dict[str
 
 @contextmanager
 def carried(who: str) -> Iterator[None]:
-    """Let what is raised in the block be raised as `Raised`."""
+    """Raise any exception of the block as `Raised`."""
     try:
         yield
     except Exception as error:
@@ -74,7 +74,7 @@ def carried(who: str) -> Iterator[None]:
 
 
 def _short(told: traceback.TracebackException) -> traceback.TracebackException:
-    """What is to be said of an exception and of those that led to it, without more than anybody reads."""
+    """Cut the texts of an exception, and of those that led to it, to a length that people read."""
     several, seen = [told], set()
     for each in several:
         if id(each) not in seen:
@@ -86,7 +86,7 @@ def _short(told: traceback.TracebackException) -> traceback.TracebackException:
 
 
 def _parts(error: BaseException, who: str) -> list[bytes] | None:
-    """What it is made again from; None: that cannot be sent."""
+    """The serialized parts that the exception is rebuilt from; None: they cannot be sent."""
     knows_how = type(error).__reduce__ is not BaseException.__reduce__
     whole = _packed(error if knows_how else (type(error), error.args, vars(error)), who)
     if whole is not None and size(whole) <= _MOST:
@@ -95,7 +95,7 @@ def _parts(error: BaseException, who: str) -> list[bytes] | None:
     attributes: dict[str, Any] = {}
     for name, value in vars(error).items():
         parts = _packed(value, who)
-        if parts is not None and size(parts) <= room:  # else it may be a lock, or a file
+        if parts is not None and size(parts) <= room:  # a lock or a file has no parts
             room -= size(parts)
             attributes[name] = value
         elif name != "__notes__":
@@ -108,19 +108,19 @@ def _parts(error: BaseException, who: str) -> list[bytes] | None:
 
 def _packed(value: Any, who: str) -> list[bytes] | None:
     try:
-        return [bytes(part) for part in shipped(value, who)]
+        return [bytes(part) for part in serialized(value, who)]
     except ShippingError:
         return None
 
 
 def _small(value: Any, who: str) -> Any:
-    """An argument of an exception, or what says that there was more of it."""
+    """An argument of an exception; a text that was cut, or a note in place of a large value."""
     if isinstance(value, str):
         return _cut(value)
     if isinstance(value, bytes):
         return _cut(value)
     parts = _packed(value, who)
-    most = parts is None or size(parts) <= _TEXT  # what cannot be sent is found out by whoever sends it
+    most = parts is None or size(parts) <= _TEXT  # one that cannot be sent fails when the whole is packed
     return value if most else f"<{type(value).__name__} of {size(parts or []):,} bytes, which were left out>"
 
 
@@ -132,12 +132,8 @@ def _cut[T: (str, bytes)](text: T) -> T:
 
 
 def _of_user(trace: TracebackType | None) -> TracebackType | None:
-    """Without the frames through which the runtime called the function, unless they are all there is."""
-    inner = trace
-    while inner is not None and _passes_on(Path(inner.tb_frame.f_code.co_filename)):
+    """A traceback without the runtime's own outer frames, unless it has no others."""
+    inner, runtime = trace, Path(__file__).parents[1]
+    while inner is not None and runtime in Path(inner.tb_frame.f_code.co_filename).parents:
         inner = inner.tb_next
     return inner or trace
-
-
-def _passes_on(file: Path) -> bool:
-    return Path(__file__).parents[1] in file.parents

@@ -16,9 +16,9 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 def deferred() -> Iterator[None]:
     """Let Python's handlers of SIGINT and SIGTERM run after the block and not in the middle of it.
 
-    Whatever they are, they run once for each signal, as soon as the block has been left. A second one of the same kind
-    goes through: somebody wants to end a block that hangs. Handlers run in the main thread alone, so in another one
-    there is nothing to defer. What the system does without Python, such as ending the process, is left as it is.
+    Each handler runs once for its signal, as soon as the block ends. A second signal of the same kind goes through:
+    somebody wants to end a block that hangs. Handlers run in the main thread alone, so other threads defer nothing. A
+    signal without a Python handler has its usual effect.
 
     >>> import os
     >>> before = signal.signal(signal.SIGINT, lambda *_: print("interrupted"))
@@ -39,7 +39,7 @@ def deferred() -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         if inside and number not in waiting:
             waiting[number] = frame
-        else:  # also where a signal in the middle of what follows has kept the handlers from being put back
+        else:  # also where a signal, in the code below, kept the handlers from being put back
             handlers[number](number, frame)
 
     try:
@@ -48,7 +48,7 @@ def deferred() -> Iterator[None]:
         yield
     finally:
         inside = False
-        with ExitStack() as after:  # all of it, whatever the first of them raises
+        with ExitStack() as after:  # all callbacks run, even if one raises
             for number, frame in waiting.items():
                 after.callback(handlers[number], number, frame)
             for number, handler in handlers.items():

@@ -15,12 +15,12 @@ _ACTOR = re.compile(r"(?P<mesh>.+)\[\d+\]")
 
 
 class Echo:
-    """Writes lines of processes to this process's streams; what all ranks of a mesh write alike, it writes once.
+    """Writes lines of processes to this process's streams; a line that all ranks of a mesh write appears once.
 
-    A line is written as often as the rank wrote it that wrote it most often.
+    A line appears as often as the rank with the most copies has written it.
 
     Args:
-        other: gets what is not from a mesh.
+        other: gets lines that are not from a mesh.
 
     >>> echo = Echo(print)
     >>> for rank in (1, 0):
@@ -59,7 +59,7 @@ class Echo:
 
 
 def echo() -> None:
-    """Let Ray, which has been entered, write what processes say through `Echo`."""
+    """Let Ray, which has been entered, write lines of processes through `Echo`."""
     from ray._private import ray_logging
 
     streams = ray_logging.global_worker_stdstream_dispatcher
@@ -71,7 +71,7 @@ def echo() -> None:
 
 
 def hushed() -> None:
-    """Keep Ray from saying what nobody can do anything about; before it is entered."""
+    """Switch off messages of Ray that nobody can act on; before it is entered."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # a cluster of one's own has a token
     if not sys.stdout.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")

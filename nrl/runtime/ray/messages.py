@@ -11,26 +11,24 @@ from nrl.runtime.mesh.placement import Out
 __all__ = ["FUNCTIONS", "Argument", "NeverMade", "Order", "Receipt", "folded", "unfolded"]
 
 FUNCTIONS = 64
-"""How many functions a process remembers; an older one is opened again.
-
->>> FUNCTIONS
-64
-"""
+"""How many functions a process remembers, so that it need not deserialize them again."""
 
 
 class NeverMade(Exception):
-    """A value is not there, because the call that was to make it has failed."""
+    """A value is missing, because the call that was to make it has failed."""
 
 
 class Argument(NamedTuple):
     """How a process finds an argument of a call.
 
+    ``parts``, ``combine`` and ``rows`` are places in the list that comes with the order.
+
     Args:
-        key: of a value that it keeps.
-        donated: that value is consumed.
-        parts: where, in what came with the order, the parts of the argument are.
-        combine: where what makes one value of them is; None: there is one part.
-        rows: where the numbers of the rows to take of it are; None: all.
+        key: of a value that the process keeps.
+        donated: whether the call consumes that value.
+        parts: of the argument's parts.
+        combine: of the function that makes one value of the parts; None: there is one part.
+        rows: of the numbers of the rows to take; None: all.
     """
 
     key: int | None = None
@@ -41,19 +39,19 @@ class Argument(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What a process is asked to do. What it needs for it comes beside, shipped.
+    """A call that a process has to make. The function and its arguments come beside it, serialized.
 
     Args:
         who: how errors name the call.
-        function: a hash of the function, which is the first of what comes beside.
+        function: a hash of the function, which is the first item beside the order.
         args: its arguments.
-        outs: what it returns.
-        keys: for each of ``outs``, under which key a value is kept; None: it is not.
+        outs: how its results come back.
+        keys: for each of ``outs``, the key under which the process keeps the value; None: it does not.
         wanted: for each of ``outs``, whether this process sends it.
         compared: for each of ``outs``, whether its digest is part of the receipt.
-        dropped: keys of values that nobody has a name for any more.
+        dropped: keys of values that the driver has no name for any more.
         trace: where to write a profile of the call.
-        turn: whether what rests comes back to the device for it.
+        turn: whether resting values come back to the device for the call.
     """
 
     who: str
@@ -70,7 +68,7 @@ class Order(NamedTuple):
 
 @attrs.frozen
 class Receipt:
-    """When a call ran, in seconds of the epoch, and the digests of results that have to be the same everywhere."""
+    """When a call ran, in seconds since the epoch, and digests of results that must be the same in all processes."""
 
     start: float
     end: float
@@ -78,11 +76,11 @@ class Receipt:
 
 
 def folded(order: Order, beside: Sequence[Any]) -> list[Any]:
-    """An order and what is small of what comes beside as bytes, which Ray sends several times as fast as objects.
+    """Fold an order and the small items beside it into bytes, which Ray sends several times as fast as objects.
 
     Args:
-        order: what to do.
-        beside: `Shipped` values that are small, and references to others.
+        order: for a process.
+        beside: small `Serialized` values, and references to others.
 
     Returns:
         The bytes, and the references.
@@ -96,11 +94,7 @@ def folded(order: Order, beside: Sequence[Any]) -> list[Any]:
 
 
 def unfolded(letter: bytes, arrived: Sequence[Any]) -> tuple[Order, list[Any]]:
-    """The order and what came beside it; the inverse of `folded`, once Ray has replaced references by values.
-
-    >>> unfolded(folded("order", [])[0], [])
-    ('order', [])
-    """
+    """The order and the items beside it; the inverse of `folded`, once Ray has replaced references by values."""
     order, small = pickle.loads(letter)
     values = iter(arrived)
     return order, [next(values) if item is None else item for item in small]

@@ -1,4 +1,4 @@
-"""Work on the nodes of a Ray cluster: what is asked there, and which Python runs the processes of a mesh."""
+"""Calling functions on the nodes of a Ray cluster, and finding or building the Python of a mesh's processes there."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ __all__ = ["Interpreter", "address_of", "by_value", "command", "interpreters", "
 
 
 class Interpreter(NamedTuple):
-    """What runs a process: a Python, and the folders that it imports from beside its environment."""
+    """The Python of a process, and the folders that it imports from beside its environment."""
 
     python: str
     sources: list[str]
@@ -32,14 +32,14 @@ class Interpreter(NamedTuple):
 def interpreters(
     mesh: str, executable: Executable, nodes: Collection[str], deadline: float, sound: set[tuple[str, str]]
 ) -> dict[str, Interpreter]:
-    """Which Python runs the processes on each node; environments that are not there are built, on all nodes at once.
+    """Find the Python for processes on each node; build missing environments, on all nodes at once.
 
     Args:
         mesh: how errors name the mesh.
         executable: of the mesh.
-        nodes: Ray's numbers of them.
-        deadline: seconds that it may take.
-        sound: nodes, and interpreters that can run a process there, to which those that are found are added.
+        nodes: their Ray ids.
+        deadline: seconds for all of it.
+        sound: pairs of a node and an interpreter that can run a process there; new ones are added.
 
     Raises:
         ExecutableError: an environment cannot be built, or its interpreter cannot run a process.
@@ -81,7 +81,7 @@ def interpreters(
 
 
 def command(mesh: str, python: str) -> str:
-    """What starts an interpreter for a mesh: the ``py_executable`` of Ray, which puts it into the text of a shell.
+    """The command that starts an interpreter for a mesh, quoted: Ray puts its ``py_executable`` into a shell's text.
 
     >>> command("trainer", "/my project/.venv/bin/python")
     "'/my project/.venv/bin/python'"
@@ -121,7 +121,7 @@ def _on_nodes(
 
 
 def address_of(node_id: str) -> str:
-    """Of a node, by Ray's number of it."""
+    """The address of a node by its Ray id."""
     import ray
 
     found = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id]
@@ -129,7 +129,7 @@ def address_of(node_id: str) -> str:
 
 
 def on_node(node: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """A reference to what a function returns on a node, in the Python that Ray runs there."""
+    """Call a function on a node, in the Python that Ray runs there; a reference to its result."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -139,11 +139,7 @@ def on_node(node: str, fn: Callable[..., Any], *args: Any, **options: Any) -> An
 
 
 def by_value[T: Callable[..., Any]](fn: T) -> T:
-    """The same function or class; Ray sends it as it is, with what it uses of its module and of `nrl.runtime.node`.
-
-    >>> by_value(fault) is fault
-    True
-    """
+    """The same function or class, which Ray sends by value from now on, with its module and `nrl.runtime.node`."""
     from ray import cloudpickle
 
     for module in (before_nrl, sys.modules[fn.__module__]):

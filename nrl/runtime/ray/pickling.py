@@ -1,9 +1,9 @@
 """Serializing values for other processes: pickled, with tensors beside the pickle.
 
-What is sent is a list: some bytes, and a buffer for each large tensor, which Ray puts into shared memory and every
-process of a node reads where it lies. Such memory is mapped writable, so a write into it would change what others read
-and raise nothing; `opened` says which tensors lie there, and `Shared.check` finds a write by torch's version counters.
-Of batches the tokens are sent, and not the padding: see `nrl.runtime.ray.unpadded`.
+A serialized value is a list: a pickle, and a buffer for each large tensor. Ray puts buffers into shared memory, which
+every process of a node reads without a copy. That memory is mapped writable, so a write into it would change the
+tensors of others and raise nothing. `deserialized` tells which tensors lie there, and `Shared.check` finds a write by
+torch's version counters. Batches travel without their padding: see `nrl.runtime.ray.unpadded`.
 """
 
 import io
@@ -29,24 +29,28 @@ from nrl.batch.ragged import is_ragged, of_values, parts_of
 from nrl.errors import MutatedBatch, ShippingError
 from nrl.runtime.ray.unpadded import BatchLayout, Unpadded, padded
 
-__all__ = ["Shared", "Shipped", "opened", "shipped", "shipper", "size", "written"]
+__all__ = ["Serialized", "Shared", "deserialized", "rows_serializer", "serialized", "size", "written"]
 
-type Shipped = list[Any]
+type Serialized = list[Any]
 """A pickle, and the buffers beside it."""
 
-_BESIDE = 4096  # bytes from which on a tensor travels beside the pickle
+_BESIDE = 4096  # bytes; a tensor of this size or more travels beside the pickle
 
 
-def shipped(value: Any, who: str) -> Shipped:
+def serialized(value: Any, who: str) -> Serialized:
     """A value as bytes and buffers.
 
     Functions and classes of the user's own modules and packages travel by value, so no other process needs to be able
     to import them; those of installed packages by name. Tensors of other devices arrive on the CPU.
 
-    Raises:
-        ShippingError: something in it cannot be sent; it says what, and why.
+    Args:
+        value: to be sent.
+        who: how errors name the call.
 
-    >>> value, _ = opened(shipped({"x": torch.arange(3)}, "example"))
+    Raises:
+        ShippingError: something in it cannot be sent; the message names the object and the reason.
+
+    >>> value, _ = deserialized(serialized({"x": torch.arange(3)}, "example"))
     >>> value["x"].tolist()
     [0, 1, 2]
     """
@@ -61,27 +65,20 @@ def shipped(value: Any, who: str) -> Shipped:
     return [file.getvalue(), *arrays]
 
 
-def shipper(batch: TensorDict) -> Callable[[Sequence[int] | None], Shipped] | None:
-    """A function that ships some rows of a batch, or all, locked and without their padding; None where it has none.
+def rows_serializer(batch: TensorDict) -> Callable[[Sequence[int] | None], Serialized] | None:
+    """A function that serializes some rows of a batch (None: all) without padding; None: the batch has no padding.
 
-    >>> mask = torch.tensor([[True, True, False], [True, False, False]])
-    >>> ship = shipper(TensorDict({"attention_mask": mask}, batch_size=[2]))
-    >>> opened(ship([1]))[0]["attention_mask"].tolist()
-    [[True, False, False]]
+    The rows arrive as a locked batch.
     """
     found = Unpadded.of(batch)
     if found is None:
         return None
-    head = pickle.dumps(_Rows(found.layout), protocol=5, buffer_callback=lambda _: None)
+    head = pickle.dumps(_UnpaddedHead(found.layout), protocol=5, buffer_callback=lambda _: None)
     return lambda index: [head, np.frombuffer(found.rows(index), dtype=np.uint8)]
 
 
-def size(parts: Shipped) -> int:
-    """In bytes.
-
-    >>> size([b"abc", np.zeros(5, dtype=np.uint8)])
-    8
-    """
+def size(parts: Serialized) -> int:
+    """The size of a serialized value in bytes."""
     return sum(len(part) for part in parts)
 
 
@@ -101,17 +98,15 @@ def written(batch: TensorDict) -> tuple[int, ...]:
 
 @attrs.frozen
 class Shared:
-    """Tensors that lie in memory which other processes read."""
+    """Tensors in memory that other processes read."""
 
     tensors: list[Tensor]
 
     def check(self, who: str) -> None:
-        """Find out whether one of them has been written to.
+        """Raise if a function has written into one of them.
 
         Raises:
             MutatedBatch: it has.
-
-        >>> Shared([torch.zeros(2)]).check("my_function")
         """
         if any(tensor._version for tensor in self.tensors):
             raise MutatedBatch(
@@ -120,10 +115,17 @@ class Shared:
             )
 
 
-def opened(parts: Shipped | bytes, *, copy: bool = False) -> tuple[Any, Shared]:
-    """What was `shipped`, and which of its tensors lie in the buffers; with ``copy`` none.
+def deserialized(parts: Serialized | bytes, *, copy: bool = False) -> tuple[Any, Shared]:
+    """The inverse of `serialized`.
 
-    >>> value, shared = opened(shipped(torch.zeros(4096), "example"))
+    Args:
+        parts: of a value; bytes alone are a pickle without buffers.
+        copy: take the tensors out of the buffers.
+
+    Returns:
+        The value, and those of its tensors that lie in the buffers.
+
+    >>> value, shared = deserialized(serialized(torch.zeros(4096), "example"))
     >>> len(shared.tensors)
     1
     """
@@ -163,8 +165,8 @@ def _reduced(tensor: Tensor) -> Any:
 
 
 @attrs.frozen
-class _Rows:
-    """What is pickled of any rows; they themselves are the buffer beside it."""
+class _UnpaddedHead:
+    """Pickles as a batch of this layout; the rows themselves are the buffer beside the pickle."""
 
     layout: BatchLayout
 
@@ -207,7 +209,7 @@ _SEEN: set[str] = set()
 
 
 def _send_by_value() -> None:
-    """Let the user's own modules travel by value: those that no environment has installed."""
+    """Let the user's own modules travel by value, since no environment has them installed."""
     if _SEEN.issuperset(sys.modules):
         return
     for name in sys.modules.keys() - _SEEN:

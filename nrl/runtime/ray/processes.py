@@ -1,4 +1,4 @@
-"""The driver's side of a mesh of Ray actors: sending calls and their arguments."""
+"""The driver's side of a mesh of Ray actors: sending calls, and ending the actors."""
 
 import itertools
 import threading
@@ -9,7 +9,7 @@ from typing import Any
 
 from nrl.errors import ClusterError, StateError
 from nrl.runtime.executables.registry import executable
-from nrl.runtime.mesh.placement import Donated, Mesh, Out, nothing
+from nrl.runtime.mesh.placement import Donated, Mesh, Out
 from nrl.runtime.ray.actor import tail
 from nrl.runtime.ray.call_arguments import Arguments, Kept, Stored
 from nrl.runtime.ray.calls import Call, Ref
@@ -22,21 +22,21 @@ from nrl.runtime.trace import profiles
 __all__ = ["RayProcesses"]
 
 _KEYS = itertools.count(1)
-_ORDER = threading.RLock()  # all processes get their calls in the same order, also of meshes that share them
+_ORDER = threading.RLock()  # so that all processes get their calls in the same order, across meshes that share them
 
 
 class RayProcesses:
-    """Satisfies `nrl.runtime.mesh.placement.Processes`, and `nrl.runtime.ray.calls.Actors`.
+    """The actors of a mesh; satisfies `nrl.runtime.mesh.placement.Processes`.
 
-    They start while the program goes on; the first wait for a call finds out how that went.
+    They start while the program goes on; the first wait for a call raises if one could not start.
 
     Args:
-        mesh: what they are the processes of.
+        mesh: of these processes.
         actors: one for each rank.
-        nodes: where each of them is: Ray's number of the node, and its address.
+        nodes: for each actor, the Ray id and the address of its node.
         deadline: seconds that a call may take.
-        others: meshes that may share devices with this one. Where they do, a call on this one makes them rest: what
-            they hold leaves the device.
+        others: meshes that may share devices with this one. Where they do, a call on this one makes them rest: their
+            values leave the device.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RayProcesses:
     ) -> None:
         self.mesh, self.actors, self.nodes, self.deadline = mesh, list(actors), list(nodes), deadline
         self.name, self.executable = mesh.name, executable(mesh.executable).name
-        self.longest: dict[str, float] = {}
+        self.longest: dict[str, float] = {}  # seconds that a call of each name has taken
         self.dropped: list[deque[int]] = [deque() for _ in actors]
         self._ended: BaseException | None = None
         self._others, self._awake = others, False
@@ -57,10 +57,10 @@ class RayProcesses:
         self._failed: list[Call] = []
         self.stored = Stored()
         self._speakers = [mesh.layout.speaker(shard) for shard in range(mesh.dp)]
-        self._logs = [actor.logs.remote() for actor in actors]
-        meeting = actors[0].listen.remote(deadline) if mesh.size > 1 else None
+        self._logs = [actor.do.remote("logs") for actor in actors]
+        meeting = actors[0].do.remote("listen", deadline) if mesh.size > 1 else None
         axes = [(axis, mesh.axes[axis]) for axis in ("pp", "dp", "cp", "tp")]
-        joined = [actor.join.remote(meeting, axes, deadline) for actor in actors]
+        joined = [actor.do.remote("join", meeting, axes, deadline) for actor in actors]
         self.starting = Call(self, f"mesh '{mesh.name}', while it started", joined, [])
 
     @property
@@ -81,16 +81,16 @@ class RayProcesses:
         outs: Out | tuple[Out, ...],
         *,
         turn: bool = True,
-        sent: Callable[[], object] = nothing,
+        sent: Callable[[], object] | None = None,
     ) -> list[Any]:
-        """Ask every process; returns at once."""
+        """Send every process its order; returns at once."""
         self.mesh.cluster.check_open(who)
         kinds = outs if isinstance(outs, tuple) else (outs,)
         wanted = [tuple(self._sends(rank, kind) for kind in kinds) for rank in range(self.count)]
         keys = [tuple(next(_KEYS) if kind is Out.kept else None for kind in kinds) for _ in self.actors]
         arguments = Arguments(self, self.stored, who, fn)
         loads = [arguments.load(rank, given) for rank, given in enumerate(args)]
-        trace = profiles.wanted(self.name, who)
+        trace = profiles.trace_path(self.name, who)
         with deferred(), _ORDER:
             if (ended := self.after_end(who)) is not None:
                 raise ended
@@ -130,17 +130,18 @@ class RayProcesses:
                 else:
                     results = [next(refs) for refs, sends in zip(returned, wanted, strict=True) if sends[place]]
                     found.append(ActorResults(call, results))
-            sent()  # after what was made has its names: without one, the processes would keep it for good
+            if sent is not None:
+                sent()  # now that each kept value has its name: without one, the processes would keep it for good
         return found
 
     def _send(
         self, who: str, letters: Sequence[list[Any]], rested: Sequence[Ref], returns: Sequence[int]
     ) -> list[list[Ref]]:
-        """Ask all of them, or end them: where only some got a call, the next one would meet it in a collective."""
+        """Send all orders, or end the mesh: where only some got a call, the next one would meet it in a collective."""
         refs: list[list[Ref]] = []
         try:
             for actor, letter, count in zip(self.actors, letters, returns, strict=True):
-                given = actor.call.options(num_returns=count).remote(*letter, *rested)
+                given = actor.do.options(num_returns=count).remote("call", *letter, *rested)
                 refs.append(given if isinstance(given, list) else [given])
         except BaseException as error:  # an interrupt, too
             why = ClusterError(
@@ -153,30 +154,30 @@ class RayProcesses:
         return refs
 
     def _take_turns(self) -> list[Call]:
-        """Make meshes on the same devices rest; what has to be waited for before the devices are free."""
+        """Make meshes on the same devices rest; the calls to wait for before the devices are free."""
         resting: list[Call] = []
         for other in self._others:
             shared = set(other.mesh.slots.indices) & set(self.mesh.slots.indices)
             if other is not self and shared and other._awake and other._ended is None:
-                resting.append(Call(other, "rest", [actor.rest.remote() for actor in other.actors], []))
+                resting.append(Call(other, "rest", [actor.do.remote("rest") for actor in other.actors], []))
                 other._remember(resting[-1])
                 other._awake = False
         return resting
 
     def _kept(self, rank: int, key: int, call: Call) -> Kept:
-        """When nobody has this name of it any more, the actor is told with the next call."""
+        """Name a value that a process keeps; when the name is gone, the next call lets the process drop the value."""
         value = Kept(self, rank, key, call)
         weakref.finalize(value, self.dropped[rank].append, key).atexit = False
         return value
 
     def _sends(self, rank: int, kind: Out) -> bool:
-        """Whether a rank sends a result: where several hold the same, one of them does."""
+        """Whether a rank sends a result: of several ranks that hold the same one, the first does."""
         if kind in (Out.kept, Out.all):
             return kind is Out.all
         return rank in (self._speakers if kind is Out.each else self._speakers[:1])
 
     def _remember(self, call: Call) -> None:
-        """Calls that nobody waits for go into the timeline, too."""
+        """Keep a call until it has ended, so that one that nobody waits for gets into the timeline, too."""
         self._open.append(call)
         while self._open and (self._open[0].done or (len(self._open) > 16 and self._open[0].poll())):
             ended = self._open.popleft()
@@ -184,13 +185,13 @@ class RayProcesses:
                 self._failed.append(ended)
 
     def earlier(self, call: Call) -> list[Call]:
-        """The calls that were made before this one, as far as they are not known to have ended."""
+        """The calls that were made before this one and are not known to have ended."""
         return list(itertools.takewhile(lambda other: other is not call, list(self._open)))
 
     def finish(self) -> None:
         """Wait for all calls, and raise what one raised whose results nobody has read."""
         for call in list(self._open):
-            call.settle()
+            call.finish()
         for call in [*self._failed, *self._open]:
             error = call.untold
             if error is not None:
@@ -198,7 +199,7 @@ class RayProcesses:
                 raise error
 
     def last_lines(self, rank: int, most: int = 20) -> str:
-        """What a process wrote last, as far as that can be found out now."""
+        """The last lines of a process's log; empty where they cannot be read any more."""
         import ray
 
         try:
@@ -220,7 +221,7 @@ class RayProcesses:
                 ray.kill(actor, no_restart=True)
 
     def after_end(self, who: str) -> BaseException | None:
-        """What a call raises if they have been ended; None: they have not."""
+        """What a call raises if the processes have been ended; None: they have not."""
         why = self._ended
         if why is None or isinstance(why, ClusterError | StateError):
             return why and why.with_traceback(None)
@@ -229,7 +230,7 @@ class RayProcesses:
         return error
 
     def forget(self) -> None:
-        """What is in the object store is not used again: somebody wrote into it."""
+        """Send batches anew: somebody wrote into the object store."""
         self.stored.forget()
 
     def close(self, why: BaseException) -> None:
@@ -240,7 +241,7 @@ class RayProcesses:
 
 
 def _taken(keys: deque[int]) -> tuple[int, ...]:
-    """All of them, and none is left."""
+    """Empty a queue, and return what was in it."""
     found = []
     while keys:
         found.append(keys.popleft())

@@ -1,4 +1,4 @@
-"""Results of calls on Ray actors, while they are there: futures, which other calls take as arguments."""
+"""Futures of the results of calls on Ray actors, which other calls take as arguments."""
 
 import functools
 import time
@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from nrl.runtime.ray.calls import Call, Ref
-from nrl.runtime.ray.pickling import opened
+from nrl.runtime.ray.pickling import deserialized
 
-__all__ = ["ActorResults", "Part", "Pending"]
+__all__ = ["ActorResults", "Pending", "PendingRows"]
 
 
 class ActorResults:
-    """Satisfies `nrl.runtime.mesh.placement.Results`."""
+    """The results of a call in some processes; satisfies `nrl.runtime.mesh.placement.Results`."""
 
     def __init__(self, call: Call, refs: Sequence[Ref]) -> None:
         self._call, self._refs = call, list(refs)
@@ -27,7 +27,7 @@ class ActorResults:
 
 
 class Pending:
-    """A future of a value that is made of what some processes return; satisfies `nrl.runtime.mesh.futures.Coming`."""
+    """A future of a value made of several processes' results; satisfies `nrl.runtime.mesh.futures.Coming`."""
 
     def __init__(
         self,
@@ -41,40 +41,40 @@ class Pending:
         self._value: list[Any] = []
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the value and fetch it; see `Call.wait`."""
+        """Wait for the value and fetch it; raises as `Call.wait`."""
         if not self._value:
             started = time.monotonic()
             self.call.wait(timeout)
             left = self.call.actors.deadline - (time.monotonic() - started)
-            copy = self.rows is None  # where rows are put in order that makes a copy anyway
-            parts = [opened(parts, copy=copy)[0] for parts in self.call.fetch(self.refs, left)]
+            copy = self.rows is None  # putting rows in order makes a copy anyway
+            parts = [deserialized(parts, copy=copy)[0] for parts in self.call.fetch(self.refs, left)]
             self._value.append(self.combine(parts))
         return self._value[0]
 
     def failure(self) -> BaseException | None:
-        """What the call that makes it has raised by now."""
+        """What the call has raised by now."""
         return self.call.failure()
 
     @functools.cached_property
     def by_rows(self) -> dict[bytes, Ref]:
-        """Which result holds just these rows."""
+        """The result that holds exactly some rows, by the bytes of their index."""
         held = list(zip(self.rows or (), self.refs, strict=False))
         return {rows.numpy().tobytes(): ref for rows, ref in reversed(held)}
 
-    def part(self, index: Tensor) -> "Part":
+    def part(self, index: Tensor) -> "PendingRows":
         """Some rows of the value, as an argument of a call."""
-        return Part(self, index)
+        return PendingRows(self, index)
 
     def __reduce__(self) -> Any:
         raise TypeError("a future is known to its own program only; give it to the call as an argument of its own")
 
 
-class Part:
-    """Rows of a value that is on its way."""
+class PendingRows:
+    """Some rows of a value that is on its way."""
 
     def __init__(self, whole: Pending, index: Tensor) -> None:
         self.whole, self.index = whole, index
 
     def alone(self) -> Ref | None:
-        """The result that holds just these rows, if there is one."""
+        """The result that holds exactly these rows, if there is one."""
         return self.whole.by_rows.get(self.index.numpy().tobytes())

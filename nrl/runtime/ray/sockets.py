@@ -7,7 +7,7 @@ __all__ = ["bind", "interface_of"]
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface of this machine that has an address, of IPv4 or IPv6; None: none has.
+    """The name of this machine's interface with an IPv4 or IPv6 address; None: no interface has it.
 
     >>> interface_of("127.0.0.1") in ("lo", "lo0"), interface_of("192.0.2.1")
     (True, None)
@@ -22,15 +22,15 @@ def interface_of(address: str) -> str | None:
 
 
 def bind(address: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let gloo and NCCL use the interface that has the node's address, where nobody has said which one.
+    """Let gloo and NCCL use the interface with the node's address, unless the user has chosen one.
 
-    gloo takes the address that the host's own name has, and on many machines ``/etc/hosts`` says that this is
-    127.0.1.1, where no other machine finds it. NCCL takes what it finds first. Where no interface has the address, as
-    behind a translation of addresses, both are left to themselves.
+    gloo takes the address of the host's own name. On many machines ``/etc/hosts`` maps that to 127.0.1.1, where no
+    other machine finds it. NCCL takes the first interface. Where no interface has the address, as behind a translation
+    of addresses, both choose by themselves.
 
     Args:
         address: of this node, by which others know it.
-        environ: where ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set.
+        environ: gets ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``.
 
     >>> environ = {"GLOO_SOCKET_IFNAME": "eth1"}
     >>> bind("127.0.0.1", environ)
@@ -39,4 +39,4 @@ def bind(address: str, environ: MutableMapping[str, str] = os.environ) -> None:
     """
     if name := interface_of(address):
         environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # this one, and not those whose names begin so
+        environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without the sign, any interface whose name begins so

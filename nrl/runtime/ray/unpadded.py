@@ -1,8 +1,8 @@
-"""Sending batches without padding: rows travel as long as they are, and the receiver pads them again.
+"""Sending batches without padding: only a row's tokens travel, and the receiver pads the row again.
 
 A column of a batch is as wide as its longest row. Beyond its tokens a row nearly always holds one number, mostly zero:
-that number travels once. Nothing is guessed from a name. A column whose padding holds anything else travels whole, and
-so does one that has no entry for each token. Of a ragged column each row brings its own entries.
+that number travels once. Names play no part. A column whose padding holds different numbers travels whole, and so does
+one that has no entry for each token. Of a ragged column each row brings its own entries.
 """
 
 import functools
@@ -27,10 +27,10 @@ _BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _ALIGNED = 8  # bytes of which the beginning of a column is a multiple
 
 
-class _Column(NamedTuple):
-    """How a column arrives: its dtype, its shape but for the first dimension, and what its padding holds, as bits.
+class _ColumnLayout(NamedTuple):
+    """The layout of a column: its dtype, its shape without the first dimension, and the bits in its padding.
 
-    Where ``filler`` is None, a row of it travels whole.
+    Where ``filler`` is None, its rows travel whole.
     """
 
     dtype: torch.dtype
@@ -54,19 +54,19 @@ class _Entries(NamedTuple):
 
 
 class BatchLayout(NamedTuple):
-    """What is the same for any rows of a batch.
+    """The layout of a batch, which is the same for any of its rows.
 
     Args:
-        tail: the batch size but for the first dimension.
+        tail: the batch size without the first dimension.
         across: how many rows of tokens a row of the batch has: two, where it is a pair.
         width: of a padded row, in tokens.
-        columns: by name, in order: columns, and layouts of nested batches.
+        columns: layouts of columns and of nested batches by name, in order.
     """
 
     tail: tuple[int, ...]
     across: int
     width: int
-    columns: "dict[str, _Column | _Ragged | BatchLayout]"
+    columns: "dict[str, _ColumnLayout | _Ragged | BatchLayout]"
 
 
 @attrs.frozen
@@ -74,11 +74,11 @@ class Unpadded:
     """A batch that is ready to travel, in whole or in parts.
 
     Args:
-        layout: of any rows of it.
-        count: how many rows it has.
+        layout: of any of its rows.
+        count: of its rows.
         lengths: of each row of tokens.
-        sources: for each column, in order: its memory, the bytes of a row, and of an entry of a token; 0: it has none.
-            Or, of a ragged column, its entries.
+        sources: for each column, in order: its memory, the bytes of a row, and those of a token's entry; 0: its rows
+            travel whole. Of a ragged column, its entries.
 
     >>> mask = torch.tensor([[True, True, False], [True, False, False]])
     >>> batch = TensorDict({"attention_mask": mask, "versions": torch.where(mask, 7, -1)}, batch_size=[2])
@@ -94,10 +94,10 @@ class Unpadded:
 
     @classmethod
     def of(cls, batch: TensorDict) -> Self | None:
-        """A batch; None where it has no padding that is known, or more in it than plain tensors."""
+        """Make one of a batch; None: it has no known padding, or holds more than ordinary tensors."""
         mask = batch.get("attention_mask", None)
         known = type(mask) is Tensor and mask.dtype == torch.bool and mask.ndim > batch.ndim > 0 and mask.numel() > 0
-        if type(batch) is not TensorDict or not known or not all(map(_plain, _leaves(batch))):
+        if type(batch) is not TensorDict or not known or not all(map(_is_ordinary, _leaves(batch))):
             return None
         lengths: tuple[int, ...] = remembered(
             mask, "rows", lambda: tuple(mask.flatten(0, -2).sum(-1, dtype=torch.int32).tolist())
@@ -108,7 +108,7 @@ class Unpadded:
         return cls(_layout(batch, mask, lengths, sources), len(batch), lengths, sources)
 
     def rows(self, index: Sequence[int] | None = None) -> bytes:
-        """These rows, or all of them: how many, how long they are, and their columns one after the other."""
+        """Some rows, or all, as bytes: their number, their lengths, and their columns one after the other."""
         chosen = range(self.count) if index is None else index
         across = self.layout.across
         each = [row * across + place for row in chosen for place in range(across)]
@@ -142,7 +142,7 @@ def _ragged_rows(source: _Entries, chosen: Sequence[int]) -> Iterator[Any]:
 
 
 def padded(layout: BatchLayout, data: Any) -> TensorDict:
-    """The batch whose rows these are, locked; columns that have no padding lie in ``data``."""
+    """A locked batch of the rows that `Unpadded.rows` wrote; columns without padding lie in ``data``."""
     memory = np.frombuffer(data, dtype=np.uint8)
     count = int(memory[:8].view(np.int64)[0])
     end = 8 * (1 + count * layout.across)
@@ -150,7 +150,7 @@ def padded(layout: BatchLayout, data: Any) -> TensorDict:
     tokens, full = sum(lengths), all(length == layout.width for length in lengths)
     at = end
 
-    def column(made: _Column) -> Tensor:
+    def column(made: _ColumnLayout) -> Tensor:
         nonlocal at
         row = math.prod(made.tail) * made.dtype.itemsize  # bytes
         size = 0 if made.filler is None else row // (layout.across * layout.width)
@@ -158,7 +158,7 @@ def padded(layout: BatchLayout, data: Any) -> TensorDict:
         there = memory[at : at + taken]
         at += taken + -taken % _ALIGNED
         if made.filler is not None and not full:
-            there = _padded(there, lengths, layout.width * size, size, made.dtype.itemsize, made.filler)
+            there = _pad_rows(there, lengths, layout.width * size, size, made.dtype.itemsize, made.filler)
         if there.size == 0:
             return torch.empty((count, *made.tail), dtype=made.dtype)
         return torch.from_numpy(there).view(made.dtype).view(count, *made.tail)
@@ -183,7 +183,7 @@ def padded(layout: BatchLayout, data: Any) -> TensorDict:
                     columns[name] = batch(x)
                 case _Ragged():
                     columns[name] = entries(x)
-                case _Column():
+                case _ColumnLayout():
                     columns[name] = column(x)
         return TensorDict(columns, batch_size=[count, *made.tail])
 
@@ -192,10 +192,10 @@ def padded(layout: BatchLayout, data: Any) -> TensorDict:
     return whole
 
 
-def _padded(data: Any, lengths: Sequence[int], row: int, size: int, item: int, filler: int) -> Any:
-    """Rows of ``row`` bytes that begin with ``size`` bytes for each token, and hold numbers of ``item`` bytes."""
+def _pad_rows(data: Any, lengths: Sequence[int], row: int, size: int, item: int, filler: int) -> Any:
+    """Rows of ``row`` bytes: ``size`` bytes for each token, then the filler, a number of ``item`` bytes."""
     count = len(lengths) * row // item
-    # Zeros come from the system as pages that take no memory before somebody writes into them
+    # The system's pages of zeros take no memory before somebody writes into them
     whole = np.full(count, filler, _BITS[item]) if filler else np.zeros(count, _BITS[item])
     rows, start = whole.view(np.uint8).reshape(len(lengths), row), 0
     for place, length in enumerate(lengths):
@@ -204,7 +204,7 @@ def _padded(data: Any, lengths: Sequence[int], row: int, size: int, item: int, f
     return whole.view(np.uint8)
 
 
-def _plain(value: Any) -> bool:
+def _is_ordinary(value: Any) -> bool:
     value = parts_of(value)[0] if is_ragged(value) else value
     return type(value) is Tensor and value.layout is torch.strided and not (value.is_quantized or value.requires_grad)
 
@@ -219,7 +219,7 @@ def _leaves(batch: TensorDict) -> Iterator[Any]:
 
 def _layout(batch: TensorDict, mask: Tensor, lengths: tuple[int, ...], sources: list[Any]) -> BatchLayout:
     across, width = math.prod(mask.shape[1:-1]), mask.shape[-1]
-    columns: dict[str, _Column | _Ragged | BatchLayout] = {}
+    columns: dict[str, _ColumnLayout | _Ragged | BatchLayout] = {}
     value: Any
     for name, value in batch.items():
         if isinstance(value, TensorDict):
@@ -237,7 +237,7 @@ def _layout(batch: TensorDict, mask: Tensor, lengths: tuple[int, ...], sources: 
         if per_token:
             asked = "padding", width, lengths
             filler = remembered(value, asked, functools.partial(_filler, plain, lengths, width))
-        columns[str(name)] = _Column(value.dtype, tuple(value.shape[1:]), filler)
+        columns[str(name)] = _ColumnLayout(value.dtype, tuple(value.shape[1:]), filler)
         stride = plain[0].numel() * value.dtype.itemsize // (1 if filler is None else across)
         memory = memoryview(plain.reshape(-1).view(torch.uint8).numpy())
         sources.append((memory, stride, 0 if filler is None else stride // width))
@@ -249,7 +249,7 @@ def _contiguous(value: Tensor) -> Tensor:
 
 
 def _filler(plain: Tensor, lengths: Sequence[int], width: int) -> int | None:
-    """What a column holds beyond the tokens of each row, as bits; None: it differs. A negative zero is a zero."""
+    """The bits that a column holds everywhere beyond its tokens; None: they differ. A negative zero is a zero."""
     bits = plain.reshape(-1).view(torch.uint8).numpy().view(_BITS[plain.dtype.itemsize])
     rows = bits.reshape(len(lengths), width, -1)
     beyond = [rows[place, length:] for place, length in enumerate(lengths) if length < width]

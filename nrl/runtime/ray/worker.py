@@ -17,7 +17,7 @@ from nrl.batch.ragged import is_ragged, parts_of
 from nrl.runtime.mesh.current_process import Process, entered, perform, rest, wake
 from nrl.runtime.ray.exceptions import carried
 from nrl.runtime.ray.messages import FUNCTIONS, Argument, NeverMade, Order, Receipt, unfolded
-from nrl.runtime.ray.pickling import Shared, opened, shipped
+from nrl.runtime.ray.pickling import Shared, deserialized, serialized
 from nrl.runtime.ray.sockets import bind
 from nrl.runtime.trace import profiles
 from nrl.runtime.trace.timeline import stopwatch
@@ -30,11 +30,11 @@ class Worker:
 
     Args:
         mesh: the name of the mesh.
-        rank: its number there.
+        rank: of the process in the mesh.
         size: the number of processes.
         share: how many processes share the cores of the node.
         threads: for torch; None: the cores of the node divided by ``share``.
-        seed: of the global random generators, which are different in each rank.
+        seed: of the global random generators; the rank is added.
     """
 
     def __init__(self, mesh: str, rank: int, size: int, share: int, threads: int | None, seed: int) -> None:
@@ -51,11 +51,11 @@ class Worker:
         torch.manual_seed(seed)
 
     def logs(self) -> tuple[str, ...]:
-        """The files that it writes to."""
+        """The files that the process writes its output to."""
         return tuple(dict.fromkeys(filter(os.path.isfile, map(_file_of, (1, 2)))))
 
     def listen(self, timeout: float) -> tuple[str, int]:
-        """Open the store at which the processes of the mesh meet, at a port that the system chooses and keeps."""
+        """Open the store at which the processes of the mesh meet, at a port of the system's choice."""
         import ray
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -64,7 +64,7 @@ class Worker:
         return host, self._store.port
 
     def join(self, meeting: tuple[str, int] | None, axes: Sequence[tuple[str, int]], timeout: float) -> bytes:
-        """Meet the others: a process group over NCCL and gloo, or gloo, and a device mesh with these axes."""
+        """Make a process group with the others (NCCL and gloo, or gloo), and a device mesh with these axes."""
         import ray
         import torch.distributed as dist
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ class Worker:
         return pickle.dumps(Receipt(start, now(), ()))
 
     def rest(self) -> bytes:
-        """Let what is kept here leave the device, until the next call: another mesh on it has work to do."""
+        """Move all values off the device until the next call: another mesh works there."""
         start, now = stopwatch()
         self._resting = True
         for value in self._values.values():
@@ -96,10 +96,10 @@ class Worker:
         return pickle.dumps(Receipt(start, now(), ()))
 
     def call(self, letter: bytes, *arrived: Any) -> Any:
-        """Do what the letter orders, see `messages.folded`: a receipt, pickled, and the results that are wanted.
+        """Carry out an order that `messages.folded` made; a pickled receipt, and the results that the order wants.
 
         Raises:
-            Raised: the function raised something; values that it was to consume are still there.
+            Raised: the function raised something; the values that it was to consume are still there.
         """
         order, beside = unfolded(letter, arrived)
         with carried(order.who):
@@ -114,13 +114,13 @@ class Worker:
                 wake(value)
         shared: list[Shared] = []
         function = self._function(order.function, beside[0])
-        keeps = any(key is not None for key in order.keys)  # what stays must not lie in memory that others read
+        keeps = any(key is not None for key in order.keys)  # a kept value must not lie in memory that others read
         args = [self._argument(order.who, arg, beside, shared, copy=keeps) for arg in order.args]
         start, now = stopwatch()
         try:
             with entered(self.here), profiles.tracing(order.trace, self.here.rank):
                 results = perform(order.who, function, args, order.outs)
-        finally:  # a function that raises may have written, too
+        finally:  # a function that raises may have written before
             for each in shared:
                 each.check(order.who)
         end = now()
@@ -131,7 +131,7 @@ class Worker:
             if name is not None:
                 self._values[name] = result
         of = f"the result of {order.who}"
-        sent = [shipped(result, of) for result, wanted in zip(results, order.wanted, strict=True) if wanted]
+        sent = [serialized(result, of) for result, wanted in zip(results, order.wanted, strict=True) if wanted]
         digests = tuple(
             _digest(result) if compared else None for result, compared in zip(results, order.compared, strict=True)
         )
@@ -140,7 +140,7 @@ class Worker:
 
     def _function(self, key: bytes, parts: Any) -> Callable[..., Any]:
         if key not in self._functions:
-            self._functions[key] = opened(parts, copy=True)[0]
+            self._functions[key] = deserialized(parts, copy=True)[0]
             if len(self._functions) > FUNCTIONS:
                 self._functions.popitem(last=False)
         self._functions.move_to_end(key)
@@ -153,16 +153,16 @@ class Worker:
             return self._values[arg.key]
         values = []
         for part in arg.parts:
-            value, held = opened(beside[part], copy=copy)
+            value, held = deserialized(beside[part], copy=copy)
             values.append(value)
             shared.append(held)
-        value = values[0] if arg.combine is None else opened(beside[arg.combine], copy=True)[0](values)
-        return value if arg.rows is None else value[opened(beside[arg.rows])[0]]
+        value = values[0] if arg.combine is None else deserialized(beside[arg.combine], copy=True)[0](values)
+        return value if arg.rows is None else value[deserialized(beside[arg.rows])[0]]
 
 
 def _digest(value: Any) -> bytes:
-    """The same for values that are equal, whatever order their keys have and which of their parts are one object."""
-    found = xxhash.xxh3_128()  # results may be large; nobody forges them
+    """A digest that is the same for equal values, in any order of keys and with or without shared parts."""
+    found = xxhash.xxh3_128()  # fast, since results may be large; nobody forges them
     for piece in _pieces(value):
         found.update(piece)
     return found.digest()
@@ -174,9 +174,9 @@ def _pieces(value: Any) -> Iterator[Any]:
             yield from _pieces(parts_of(value))
         case torch.Tensor():
             yield f"{value.dtype} {tuple(value.shape)}".encode()
-            plain = value.detach().cpu().contiguous()
-            plain = plain + 0 if plain.is_floating_point() else plain  # there are two zeros
-            yield plain.reshape(-1).view(torch.uint8).numpy()
+            numbers = value.detach().cpu().contiguous()
+            numbers = numbers + 0 if numbers.is_floating_point() else numbers  # there are two zeros
+            yield numbers.reshape(-1).view(torch.uint8).numpy()
         case Mapping() | TensorDict():
             yield f"{type(value).__name__} {len(value.keys())}".encode()
             for key in sorted(value.keys(), key=repr):
@@ -191,7 +191,7 @@ def _pieces(value: Any) -> Iterator[Any]:
         case str() | bytes() | int() | float() | None:
             yield repr(value + 0.0 if isinstance(value, float) else value).encode()
         case _:
-            yield from shipped(value, "P()")
+            yield from serialized(value, "P()")
 
 
 def _file_of(descriptor: int) -> str:

@@ -1,7 +1,7 @@
 """Profiles of single steps by torch's profiler and Nsight Systems, selected by environment variables.
 
-``NRL_PROFILE=trainer:3`` writes what the processes of the mesh ``trainer`` do in the calls of step 3, each process its
-own trace, into the run's folder. ``NRL_NSIGHT=trainer`` starts those processes under ``nsys``.
+``NRL_PROFILE=trainer:3`` writes a trace of each process of the mesh ``trainer`` for each call of step 3 into the run's
+folder. ``NRL_NSIGHT=trainer`` starts those processes under ``nsys``.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import attrs
 from nrl.errors import ConfigError
 from nrl.runtime.trace import timeline
 
-__all__ = ["asked", "nsight", "parsed", "tracing", "wanted"]
+__all__ = ["nsight", "parsed", "profiling", "trace_path", "tracing"]
 
 _GRAMMAR = (
     "give <mesh>:<steps>, where steps are numbers and ranges with commas, such as NRL_PROFILE=trainer:3, "
@@ -33,7 +33,7 @@ _busy = threading.Lock()  # torch has one profiler in a process
 
 @attrs.define(eq=False)
 class _Profiling:
-    """What is asked for in a run."""
+    """The steps that a run profiles, and what has come of it."""
 
     folder: Path
     steps: Mapping[str, list[range]]
@@ -41,7 +41,7 @@ class _Profiling:
     traced: dict[str, int] = attrs.field(factory=dict)  # calls
 
 
-_open: list[_Profiling] = []  # of the runs that are entered; the last one counts
+_open: list[_Profiling] = []  # one for each run that is entered; the last one counts
 
 
 def parsed(text: str) -> dict[str, list[range]]:
@@ -65,21 +65,17 @@ def parsed(text: str) -> dict[str, list[range]]:
 
 
 @contextmanager
-def asked(folder: Path, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """While entered, calls may be profiled into ``folder/profile``; `nrl.run` enters it.
+def profiling(folder: Path, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Profile into ``folder/profile`` the calls in the block that ``NRL_PROFILE`` names; `nrl.run` enters it.
 
-    On leaving, it prints where the traces are, and which of the requested meshes had none.
+    At its end it prints where the traces are, and which of the named meshes had none.
 
     Args:
         folder: of the run.
-        environ: where ``NRL_PROFILE`` is looked up.
+        environ: has ``NRL_PROFILE``.
 
     Raises:
         ConfigError: ``NRL_PROFILE`` does not follow its grammar.
-
-    >>> with asked(Path("runs/mine"), {}):
-    ...     wanted("trainer", "train_step") is None
-    True
     """
     entered = _Profiling(folder.absolute(), parsed(environ.get("NRL_PROFILE", "")))
     _open.append(entered)
@@ -87,11 +83,11 @@ def asked(folder: Path, environ: Mapping[str, str] = os.environ) -> Iterator[Non
         yield
     finally:
         _open.remove(entered)
-        for line in _told(entered):
+        for line in _outcome(entered):
             print(f"NRL_PROFILE: {line}", flush=True)  # noqa: T201
 
 
-def _told(entered: _Profiling) -> Iterator[str]:
+def _outcome(entered: _Profiling) -> Iterator[str]:
     if entered.traced:
         calls = ", ".join(f"{mesh} {count}" for mesh, count in sorted(entered.traced.items()))
         yield f"traces are in {entered.folder / 'profile'}, of so many calls: {calls}; see https://ui.perfetto.dev"
@@ -102,20 +98,20 @@ def _told(entered: _Profiling) -> Iterator[str]:
             yield f"mesh '{mesh}' had no call in these steps of the main loop"
 
 
-def wanted(mesh: str, name: str) -> str | None:
-    """Where to write the trace of a call that begins now, if it is to be profiled; ask once a call, on the driver.
+def trace_path(mesh: str, name: str) -> str | None:
+    """Where to write the trace of a call that begins now, if it is to be profiled. Ask once a call, on the driver.
 
     Args:
         mesh: its name.
         name: of the call.
 
     Returns:
-        An absolute path, for `tracing`, which puts the rank in place of ``{rank}``; or None.
+        An absolute path for `tracing`, which replaces ``{rank}`` in it; or None.
 
     >>> from nrl.runtime.trace import timeline
-    >>> with asked(Path("run"), {"NRL_PROFILE": "trainer:0"}):
+    >>> with profiling(Path("run"), {"NRL_PROFILE": "trainer:0"}):
     ...     timeline.step(0)
-    ...     Path(wanted("trainer", "train_step(grpo_loss)")).name, wanted("sampler", "generate")
+    ...     Path(trace_path("trainer", "train_step(grpo_loss)")).name, trace_path("sampler", "generate")
     ('step0-trainer-rank{rank}-0-train_step(grpo_loss).json', None)
     NRL_PROFILE: traces are in ...
     >>> timeline.step(None)
@@ -128,11 +124,11 @@ def wanted(mesh: str, name: str) -> str | None:
         return None
     number = run.traced.get(mesh, 0)  # several calls of a step keep their order
     run.traced[mesh] = number + 1
-    file = "-".join((f"step{step}", _plain(mesh), f"rank{_RANK}", str(number), _plain(name)))
+    file = "-".join((f"step{step}", _file_name(mesh), f"rank{_RANK}", str(number), _file_name(name)))
     return str(run.folder / "profile" / f"{file}.json")
 
 
-def _plain(name: str) -> str:
+def _file_name(name: str) -> str:
     return re.sub(r"[^\w().,=-]", "_", name)[:80]
 
 
@@ -140,20 +136,12 @@ def _plain(name: str) -> str:
 def tracing(path: str | None, rank: int = 0) -> Iterator[None]:
     """Profile the block with torch's profiler, and write a Chrome trace; in the process that does the work.
 
-    CPU operators are recorded, and CUDA's where there is a GPU. A call within a call that is being profiled is in that
-    one's trace. If the file cannot be written, it says so, and the call goes on.
+    It records CPU operators, and CUDA's where there is a GPU. A call within a profiled call is part of that one's
+    trace. If the file cannot be written, it warns, and the call goes on.
 
     Args:
-        path: from `wanted`; None: nothing is done.
+        path: from `trace_path`; None: do nothing.
         rank: of this process, which replaces ``{rank}`` in the path.
-
-    >>> import json, tempfile, torch
-    >>> path = f"{tempfile.mkdtemp()}/rank{{rank}}.json"
-    >>> with tracing(path, rank=2):
-    ...     _ = torch.ones(4) + 1
-    >>> events = json.loads(Path(path.replace("{rank}", "2")).read_text())["traceEvents"]
-    >>> any(event.get("name") == "aten::add" for event in events)
-    True
     """
     if path is None or not _busy.acquire(blocking=False):
         yield
@@ -176,13 +164,13 @@ def tracing(path: str | None, rank: int = 0) -> Iterator[None]:
 
 
 def _export(profiler: Any, path: Path) -> None:
-    """Whole or not at all."""
+    """Write the trace, whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(temporary))
         temporary.replace(path)
-    except Exception as error:  # torch says a disk that is full in many ways
+    except Exception as error:  # torch reports a full disk in many ways
         warnings.warn(f"NRL_PROFILE: {path} could not be written: {type(error).__name__}: {error}", stacklevel=3)
     finally:
         with contextlib.suppress(OSError):
@@ -190,17 +178,17 @@ def _export(profiler: Any, path: Path) -> None:
 
 
 def nsight(mesh: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The command in front of the interpreter of a mesh's processes, so that Nsight Systems watches those asked for.
+    """The command in front of a mesh's interpreter that lets Nsight Systems watch its processes.
 
-    ``NRL_NSIGHT`` names meshes, with commas. Ray's own option ``nsight`` would start ``python`` as it is found on the
-    node's PATH, whatever ``py_executable`` says, so the command is put in front of the interpreter here.
+    ``NRL_NSIGHT`` names meshes, with commas. Ray's own option ``nsight`` would start the ``python`` on the node's PATH,
+    whatever ``py_executable`` is.
 
     Args:
         mesh: its name.
-        environ: where ``NRL_NSIGHT`` is looked up.
+        environ: has ``NRL_NSIGHT``.
 
     Returns:
-        The command's arguments; empty if the mesh is not asked for. The reports are
+        The command's arguments; empty if ``NRL_NSIGHT`` does not name the mesh. The reports are
         ``<run folder>/profile/nsight-<mesh>.<process>.nsys-rep``.
 
     >>> nsight("trainer", {})
@@ -212,4 +200,4 @@ def nsight(mesh: str, environ: Mapping[str, str] = os.environ) -> list[str]:
         return []
     folder = (_open[-1].folder if _open else Path.cwd()) / "profile"
     folder.mkdir(parents=True, exist_ok=True)
-    return [*_NSYS, f"--output={folder / f'nsight-{_plain(mesh)}.%p'}"]  # nsys puts the process there
+    return [*_NSYS, f"--output={folder / f'nsight-{_file_name(mesh)}.%p'}"]  # nsys puts the process there

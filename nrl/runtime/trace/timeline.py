@@ -1,8 +1,8 @@
 """The timeline of all calls on all meshes: ``timeline.json``, in Chrome's trace format.
 
-The file is an array with an event a line. It is appended to and never rewritten; its format lets the closing bracket be
-missing, so it can be opened while the run goes on, and after it was killed. Viewers: https://ui.perfetto.dev and
-chrome://tracing. There is one group of rows for each mesh, with a row for each rank, and one for the driver.
+The file is an array with an event a line. It only grows. Its format allows the closing bracket to be missing, so
+viewers open it while the run goes on, and after the run was killed: https://ui.perfetto.dev and chrome://tracing. Each
+mesh has a group of rows, with a row for each rank, and the driver has one.
 """
 
 import bisect
@@ -24,37 +24,29 @@ from nrl.log import redact
 __all__ = ["DRIVER", "busy", "current", "record", "recording", "shown", "span", "spent", "step", "stopwatch", "unshown"]
 
 DRIVER = "driver"
-"""The name of the driver's own rows.
-
->>> DRIVER
-'driver'
-"""
+"""The name of the driver's own rows."""
 
 _LIMIT = 64_000_000  # bytes of a file, which a browser opens at once
 _TAIL = 65_536  # bytes, more than any event has
 _ROWS = 64  # of a rank, at most; it has more than one where its calls overlap
 
-_open: list["_Recorder"] = []  # of the runs that are entered; the last one records
+_open: list["_Recorder"] = []  # one for each run that is entered; the last one records
 _step: int | None = None
 _spent: dict[str, float] = defaultdict(float)
 _shown: ContextVar[bool] = ContextVar("shown", default=True)
 
 
 def stopwatch() -> tuple[float, Callable[[], float]]:
-    """The time of day, in seconds since the epoch, and what says it later without the jumps of a clock that is set.
+    """The time of day in seconds since the epoch, and a function for it later, which never runs backwards.
 
-    So what begins at different times lies where everybody's clocks say, and nothing takes less than no time.
-
-    >>> start, now = stopwatch()
-    >>> now() >= start
-    True
+    The start is comparable between processes, and a clock that is set meanwhile does not change the seconds since then.
     """
     start, began = time.time(), time.perf_counter()
     return start, lambda: start + (time.perf_counter() - began)
 
 
 def record(mesh: str, rank: int, name: str, start: float, end: float, loop: str | None = None) -> None:
-    """Note that a call has ended; from any thread, and free where nobody records.
+    """Write down that a call has ended; from any thread, and free where nobody records.
 
     Args:
         mesh: its name.
@@ -62,14 +54,7 @@ def record(mesh: str, rank: int, name: str, start: float, end: float, loop: str 
         name: of the call, as a user would name it.
         start: when it began to run, in seconds since the epoch.
         end: when it ended.
-        loop: whose step this is, if it is one; those are the driver's.
-
-    >>> import tempfile
-    >>> record("trainer", 0, "train_step", 10.0, 11.5)
-    >>> with recording(Path(tempfile.mkdtemp())) as path:
-    ...     record("trainer", 0, "train_step", 10.0, 11.5)
-    >>> json.loads(path.read_text())[-1]["dur"]  # microseconds
-    1500000
+        loop: of a loop's step, which the driver records, the name of the loop.
     """
     if _open:
         _open[-1].add(mesh, rank, name, start, end, loop)
@@ -77,7 +62,7 @@ def record(mesh: str, rank: int, name: str, start: float, end: float, loop: str 
 
 @contextmanager
 def unshown() -> Iterator[None]:
-    """Calls that are made in the block are not noted one by one: whoever makes many small ones notes them together.
+    """Record no call of the block by itself: whoever makes many small calls records them together.
 
     >>> with unshown():
     ...     shown()
@@ -91,27 +76,17 @@ def unshown() -> Iterator[None]:
 
 
 def shown() -> bool:
-    """Whether a call that is made now is noted.
-
-    >>> shown()
-    True
-    """
+    """Whether a call that begins now is recorded; see `unshown`."""
     return _shown.get()
 
 
 @contextmanager
 def span(name: str, loop: str | None = None) -> Iterator[None]:
-    """Note what the block takes, in the driver's row, also if it raises. It decorates functions as well.
+    """Record the time of the block in the driver's row, also if it raises. It decorates functions as well.
 
     Args:
-        name: of what is done.
-        loop: whose step this is, if it is one.
-
-    >>> import tempfile
-    >>> with recording(Path(tempfile.mkdtemp())) as path, span("publish"):
-    ...     pass
-    >>> json.loads(path.read_text())[-1]["name"]
-    'publish'
+        name: of the work.
+        loop: of a loop's step, the name of the loop.
     """
     recorder, (start, now) = _open[-1] if _open else None, stopwatch()
     try:
@@ -119,19 +94,12 @@ def span(name: str, loop: str | None = None) -> Iterator[None]:
     finally:
         end = now()
         _spent[name] += end - start
-        if recorder is not None:  # it may be closed: a loop that an error has left is collected later
+        if recorder is not None:  # it may be closed by now, where the block ends when it is collected
             recorder.add(DRIVER, 0, name, start, end, loop)
 
 
 def spent(name: str) -> float:
-    """Seconds that this process has been in blocks of a name so far, those that overlap counted each.
-
-    >>> before = spent("publish")
-    >>> with span("publish"):
-    ...     time.sleep(0.01)
-    >>> 0.01 <= spent("publish") - before < 1
-    True
-    """
+    """Seconds that this process has spent so far in spans of this name; overlapping ones all count."""
     return _spent[name]
 
 
@@ -148,23 +116,19 @@ def step(i: int | None) -> None:
 
 
 def current() -> int | None:
-    """The step of the main loop that is running.
-
-    >>> current() is None
-    True
-    """
+    """The current step of the main loop; None: there is none."""
     return _step
 
 
 @contextmanager
 def recording(folder: Path, limit: int = _LIMIT) -> Iterator[Path]:
-    """Record into ``folder/timeline.json``; what is there already stays, with a mark where this begins.
+    """Record into ``folder/timeline.json``; earlier events stay, and a mark shows where the new ones begin.
 
-    The file is made with the first event. A disk that is full ends the recording, not the run.
+    The first event makes the file. A full disk ends the recording, not the run.
 
     Args:
         folder: of the run.
-        limit: bytes; once the file is as large, it says so and writes nothing more.
+        limit: bytes; when the file is as large, a line says so, and recording ends.
 
     Yields:
         The file.
@@ -188,7 +152,7 @@ def recording(folder: Path, limit: int = _LIMIT) -> Iterator[Path]:
 
 
 def busy(path: Path) -> dict[str, dict[str, float]]:
-    """For each loop, the share of its steps' time in which a mesh had a call to run, the mean over its ranks.
+    """For each loop, the share of its steps' time in which a mesh ran calls, as a mean over the mesh's ranks.
 
     Args:
         path: a ``timeline.json``, complete or not.
@@ -229,7 +193,7 @@ def busy(path: Path) -> dict[str, dict[str, float]]:
 
 
 def _covered(times: Sequence[tuple[int, int]]) -> int:
-    """How long at least one of these lasts."""
+    """The length of the union of some intervals."""
     total, until = 0, 0
     for start, end in sorted(times):
         total += max(end - max(start, until), 0)
@@ -258,7 +222,7 @@ class _Recorder:
         self._file: int | None = None
         self._size = 0
         self._over = False
-        self._numbers = {DRIVER: 1}  # of meshes, also of those in the file
+        self._numbers = {DRIVER: 1}  # by mesh, those in the file included
         self._described: set[str] = set()
         self._rows: dict[tuple[str, int], list[_Row]] = {}
 
@@ -346,14 +310,14 @@ class _Recorder:
 
 @functools.lru_cache(maxsize=4096)
 def _clean(name: str) -> str:
-    """Names of calls come again and again, and looking for secrets takes 100 microseconds."""
+    """The name without secrets. Names repeat, and looking for secrets takes 100 microseconds."""
     return redact(name)
 
 
 class _Row:
-    """Events that lie within each other or apart, as viewers need them: they drop those that overlap otherwise.
+    """A row of events, each within another or apart from it, since viewers drop events that overlap in part.
 
-    Kept are the latest that lie within no other, in the order of time; a call that nobody waited for is told of late.
+    It remembers the latest outermost events in the order of time. Calls arrive late where nobody waited for them.
     """
 
     def __init__(self) -> None:
@@ -361,7 +325,7 @@ class _Row:
         self._ends: list[int] = []
 
     def takes(self, start: int, end: int) -> bool:
-        met = self._met(start, end)  # what lies within these is not known any more, so an event has to be around them
+        met = self._met(start, end)  # inner events are forgotten, so a new one has to lie around all that it meets
         return not self._starts[met] or (start <= self._starts[met][0] and self._ends[met][-1] <= end)
 
     def add(self, start: int, end: int) -> None:
@@ -376,7 +340,7 @@ class _Row:
 
 
 def _whole(file: int) -> int:
-    """The bytes up to the end of the last whole event: a process that was killed may have left a part of one."""
+    """The bytes up to the end of the last whole event: a killed process may leave a part of one."""
     size = os.fstat(file).st_size
     begin = max(size - _TAIL, 0)
     tail = os.pread(file, _TAIL, begin)

@@ -5,6 +5,7 @@ The functions whose first argument is a mesh run in every process of a pool, and
 
 import hashlib
 import json
+import pickle
 import re
 import shutil
 import warnings
@@ -33,7 +34,7 @@ from nrl.backends.base import top_k
 from nrl.backends.fsdp.torch_engine import TorchEngine, TorchState
 from nrl.backends.models import loading, named_weights
 from nrl.backends.training import on_ranks
-from nrl.backends.training.agreement import HeldError, Peers, PickledError
+from nrl.backends.training.agreement import HeldError, Peers, pickled
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch
 from nrl.errors import (
@@ -621,9 +622,9 @@ def test_each_process_raises_its_own_error(two: Processes) -> None:
 
 
 def test_an_error_that_travels_and_one_that_does_not() -> None:
-    made = PickledError.of(3, missing()).error("forward")
+    made = pickle.loads(pickled(missing(), "forward", 3))
     assert (type(made), str(made)) == (MissingColumn, str(missing()))
-    made = PickledError.of(3, local_error()).error("forward")
+    made = pickle.loads(pickled(local_error(), "forward", 3))
     assert (type(made), str(made)) == (ClusterError, "forward: rank 3 raised LocalError: it cannot travel")
     held = HeldError(Peers(None))
     with pytest.raises(ValueError, match="not like"), held.back():

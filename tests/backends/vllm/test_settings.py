@@ -55,17 +55,17 @@ def test_a_mesh_without_vllm(here: Cluster) -> None:
 def test_memory_is_what_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     model = tiny.model()
-    assert settings.given(model, {})["kv_cache_memory_bytes"] == 2**30
-    assert settings.given(model, {"kv_cache_memory_bytes": 5})["kv_cache_memory_bytes"] == 5
-    assert "kv_cache_memory_bytes" not in settings.given(model, {"gpu_memory_utilization": 0.2})
+    assert settings.with_defaults(model, {})["kv_cache_memory_bytes"] == 2**30
+    assert settings.with_defaults(model, {"kv_cache_memory_bytes": 5})["kv_cache_memory_bytes"] == 5
+    assert "kv_cache_memory_bytes" not in settings.with_defaults(model, {"gpu_memory_utilization": 0.2})
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert "kv_cache_memory_bytes" not in settings.given(model, {})
-    assert settings.given(model, {})["enable_sleep_mode"]
+    assert "kv_cache_memory_bytes" not in settings.with_defaults(model, {})
+    assert settings.with_defaults(model, {})["enable_sleep_mode"]
 
 
 def test_code_that_comes_with_a_model_runs_where_the_model_says_so() -> None:
-    assert settings.given(tiny.model(), {})["trust_remote_code"] is False
-    assert settings.given(Model("somewhere", trust_remote_code=True), {})["trust_remote_code"] is True
+    assert settings.with_defaults(tiny.model(), {})["trust_remote_code"] is False
+    assert settings.with_defaults(Model("somewhere", trust_remote_code=True), {})["trust_remote_code"] is True
 
 
 def test_what_the_hub_has_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

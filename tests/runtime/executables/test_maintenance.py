@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -78,6 +79,13 @@ def test_from_nothing_to_a_built_environment_that_is_current(nrl: Run, root: Pat
         (venvs / ".sources", "nrl"),
     ]
     assert (folders[0] / "app" / "__init__.py").is_file()
+
+
+def test_the_drivers_own_interpreter_needs_no_environment(nrl: Run) -> None:
+    assert nrl("build", "system")[0] == 0
+    assert nrl("check", "system") == (0, f"system: is {sys.executable}, and needs no environment\n", "")
+    assert nrl("path", "system") == (0, f"{sys.executable}\n", "")
+    assert nrl("path", "--imports", "system") == (0, "\n", "")
 
 
 def test_a_checkout_that_went_on(nrl: Run, root: Path, tmp_path: Path) -> None:

@@ -19,6 +19,11 @@ def test_a_wheel_for_one_platform_is_no_source() -> None:
     assert not Wheel("tiny-1.0-cp312-cp312-linux_x86_64.whl", wheel.content).works_anywhere()
 
 
+def test_a_path_of_the_lock_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(ExecutableError, match=f"recipe: the lock depends on {tmp_path}/gone, which is not there"):
+        build(tmp_path / "gone", tmp_path)
+
+
 def test_the_digest_of_a_wheel_is_of_what_it_installs() -> None:
     assert content_digest(wheel_of("a", source="x = 1")) == content_digest(wheel_of("a", source="x = 1"))
     assert content_digest(wheel_of("a", source="x = 1")) != content_digest(wheel_of("a", source="x = 2"))

@@ -16,7 +16,7 @@ import pytest
 from nrl.errors import DeadlineExceeded, ExecutableError
 from nrl.runtime.executables.wheels import Wheel
 from nrl.runtime.node.building import provide
-from nrl.runtime.node.environments import INVENTORY, Recipe, usable
+from nrl.runtime.node.environments import INVENTORY, Recipe, hold, usable, used
 from nrl.runtime.node.installer import uv
 from tests.runtime.executables.recipe_parts import (
     bare_builder,
@@ -55,6 +55,12 @@ def test_one_whose_base_interpreter_is_gone_is_built_again(tmp_path: Path) -> No
     python.symlink_to(tmp_path / "gone")
     assert not usable(python.parents[1])
     assert run(provide(recipe, folder=tmp_path), "-c", "import tiny; print(tiny.x)") == "1"
+
+
+def test_a_folder_that_is_no_environment_is_neither_held_nor_used(tmp_path: Path) -> None:
+    hold(tmp_path / "gone")
+    assert not used(tmp_path / "gone")
+    assert not usable(tmp_path / "gone")
 
 
 def test_one_that_was_moved_to_another_name_is_not_used(tmp_path: Path) -> None:

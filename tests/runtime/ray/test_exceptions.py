@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nrl.errors import LostActor, MissingColumn
+from nrl.runtime.ray.actor import tail
 from nrl.runtime.ray.exceptions import Raised, carried
 from nrl.runtime.ray.logs import Echo
 
@@ -153,3 +154,10 @@ def test_a_line_is_said_as_often_as_the_rank_that_says_it_most(capsys: pytest.Ca
     ]
     assert err == "(trainer[1]) step\n"
     assert [data["lines"] for data in other] == [["building"]]
+
+
+def test_the_last_lines_of_logs_are_those_that_a_process_wrote(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text(":actor_name:trainer[0]\none\ntwo\nthree\n")
+    files = [str(tmp_path / "gone"), str(tmp_path / "out")]
+    assert tail(files, 2) == "two\nthree\n"
+    assert tail(files, 9) == "one\ntwo\nthree\n"

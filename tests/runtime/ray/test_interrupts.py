@@ -52,19 +52,16 @@ def calls(mesh: Mesh, then: Callable[[int], None]) -> tuple[RayProcesses, list[i
     """The driver's side of a mesh, and the ranks that have got a call; ``then`` happens as one of them gets it."""
     got: list[int] = []
 
-    def method(rank: int, *, count: bool = False) -> Any:
-        def remote(*_: Any) -> str:
-            if count:
+    def actor(rank: int) -> Any:
+        def remote(name: str, *_: Any) -> str:
+            if name == "call":
                 then(rank)
                 got.append(rank)
             return "ref"
 
-        return SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote))
+        return SimpleNamespace(do=SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote)))
 
-    actors = [
-        SimpleNamespace(logs=method(rank), listen=method(rank), join=method(rank), call=method(rank, count=True))
-        for rank in range(mesh.size)
-    ]
+    actors = [actor(rank) for rank in range(mesh.size)]
     return RayProcesses(mesh, actors, [("node", "address")] * mesh.size, 60.0), got
 
 

@@ -15,13 +15,13 @@ from torch import nn
 
 from nrl.batch import Batch
 from nrl.errors import MutatedBatch, ShippingError
-from nrl.runtime.ray.pickling import opened, shipped, size
+from nrl.runtime.ray.pickling import deserialized, serialized, size
 
 BIG = 5000  # more than what travels inside of the pickle
 
 
 def there_and_back(value: Any, *, copy: bool = False) -> Any:
-    return opened(shipped(value, "test"), copy=copy)[0]
+    return deserialized(serialized(value, "test"), copy=copy)[0]
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, BIG])
@@ -54,7 +54,7 @@ def test_parameters_and_gradients() -> None:
 
 
 def test_a_view_does_not_bring_what_it_is_a_view_of() -> None:
-    assert size(shipped(torch.zeros(1_000_000)[:BIG], "test")) < 5 * BIG
+    assert size(serialized(torch.zeros(1_000_000)[:BIG], "test")) < 5 * BIG
 
 
 def test_batches_stay_locked_and_nested() -> None:
@@ -70,24 +70,24 @@ def test_batches_stay_locked_and_nested() -> None:
 
 def test_large_tensors_travel_beside_the_pickle_and_once() -> None:
     tensor = torch.ones(BIG)
-    head, *buffers = shipped([tensor, tensor], "test")
+    head, *buffers = serialized([tensor, tensor], "test")
     assert len(head) < 1000
     assert [len(buffer) for buffer in buffers] == [4 * BIG]
 
 
 def test_what_is_opened_lies_where_it_came() -> None:
-    parts = shipped(torch.zeros(BIG), "test")
-    found, shared = opened(parts)
+    parts = serialized(torch.zeros(BIG), "test")
+    found, shared = deserialized(parts)
     assert found.data_ptr() == parts[1].ctypes.data
     assert len(shared.tensors) == 1
-    copied, nothing = opened(parts, copy=True)
+    copied, nothing = deserialized(parts, copy=True)
     assert copied.data_ptr() != parts[1].ctypes.data
     assert not nothing.tensors
 
 
 @pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x[:1].zero_(), lambda x: x.view(-1).mul_(2)])
 def test_a_write_into_shared_memory_is_found(write: Any) -> None:
-    found, shared = opened(shipped({"x": torch.ones(BIG)}, "test"))
+    found, shared = deserialized(serialized({"x": torch.ones(BIG)}, "test"))
     found["x"] + 1
     shared.check("my_function")
     write(found["x"])
@@ -96,11 +96,11 @@ def test_a_write_into_shared_memory_is_found(write: Any) -> None:
 
 
 def test_two_threads_open_at_once() -> None:
-    parts = shipped([torch.ones(BIG) for _ in range(20)], "test")
+    parts = serialized([torch.ones(BIG) for _ in range(20)], "test")
     seen: list[tuple[int, int]] = []
 
     def often(copy: bool) -> None:
-        seen.extend((int(copy), len(opened(parts, copy=copy)[1].tensors)) for _ in range(50))
+        seen.extend((int(copy), len(deserialized(parts, copy=copy)[1].tensors)) for _ in range(50))
 
     threads = [threading.Thread(target=often, args=(copy,)) for copy in (True, False)]
     for thread in threads:
@@ -124,16 +124,16 @@ def test_the_users_functions_need_not_be_importable(tmp_path: Path) -> None:
     def closure(x: int) -> float:
         return scaled(x) + float(offset.sum())
 
-    (tmp_path / "parts").write_bytes(pickle.dumps(shipped(closure, "test")))
+    (tmp_path / "parts").write_bytes(pickle.dumps(serialized(closure, "test")))
     program = "import pickle; from nrl.runtime.ray import pickling\n"
-    program += "print(pickling.opened(pickle.load(open('parts', 'rb')))[0](3))"
+    program += "print(pickling.deserialized(pickle.load(open('parts', 'rb')))[0](3))"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert float(done.stdout) == 30 + 2 * BIG
 
 
 def test_functions_of_installed_packages_travel_by_name() -> None:
-    assert size(shipped(torch.nn.functional.relu, "test")) < 200
-    assert size(shipped(shipped, "test")) < 200  # nrl is installed wherever nrl runs
+    assert size(serialized(torch.nn.functional.relu, "test")) < 200
+    assert size(serialized(serialized, "test")) < 200  # nrl is installed wherever nrl runs
 
 
 class Mine:
@@ -156,19 +156,19 @@ def test_what_cannot_be_sent_is_named() -> None:
         return held
 
     with pytest.raises(ShippingError, match=r"f: an object of type _thread\.lock, .*'held' of .*captures") as caught:
-        shipped(captures, "f")
+        serialized(captures, "f")
     assert "Create it inside of the function" in str(caught.value)
 
 
 def test_what_cannot_be_sent_is_found_deep_inside() -> None:
     value = {"config": [1, Mine({"handle": lock()})]}
     with pytest.raises(ShippingError, match=r"\['config'\] -> \[1\] -> \.value -> \['handle'\]"):
-        shipped(value, "f")
+        serialized(value, "f")
 
 
 def test_what_cannot_be_sent_is_found_behind_a_partial_and_a_method() -> None:
     with pytest.raises(ShippingError, match=r"_thread\.lock.*its arguments -> \[0\]"):
-        shipped(functools.partial(scaled, lock()), "f")
+        serialized(functools.partial(scaled, lock()), "f")
 
 
 GLOBAL = lock()
@@ -180,4 +180,4 @@ def uses_a_global() -> Any:
 
 def test_a_global_that_cannot_be_sent_is_named() -> None:
     with pytest.raises(ShippingError, match=r"_thread\.lock.*'GLOBAL', a global of uses_a_global"):
-        shipped(uses_a_global, "f")
+        serialized(uses_a_global, "f")

@@ -16,8 +16,8 @@ from nrl.batch import Batch, deal
 from nrl.runtime import P, shard_map
 from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.ray.messages import FUNCTIONS, unfolded
-from nrl.runtime.ray.pickling import opened, shipped
-from nrl.runtime.ray.results import Part, Pending
+from nrl.runtime.ray.pickling import deserialized, serialized
+from nrl.runtime.ray.results import Pending, PendingRows
 
 RANKS = 3
 
@@ -25,7 +25,7 @@ RANKS = 3
 @pytest.fixture
 def cluster() -> Iterator[Nowhere]:
     with stood_in(Parts()), Nowhere("nowhere") as entered:
-        nothing = shipped(None, "")
+        nothing = serialized(None, "")
         entered.replies.each = lambda rank: [nothing]
         yield entered
 
@@ -94,7 +94,7 @@ def test_shards_travel_without_padding_and_arrive_whole(cluster: Nowhere, mesh: 
     for args, rows in zip(sent, deal(batch, RANKS), strict=True):
         order, beside = unfolded(args[0], [pickle.loads(ref.held[0], buffers=ref.held[1:]) for ref in args[1:]])
         [place] = order.args[0].parts
-        found, _ = opened(beside[place])
+        found, _ = deserialized(beside[place])
         assert found.is_locked
         assert (found == batch[rows]).all()
 
@@ -120,6 +120,6 @@ def test_a_result_that_holds_just_some_rows_is_found() -> None:
         torch.tensor([], dtype=torch.int64),
     ]
     pending: Any = Pending(None, ["a", "b", "c", "d"], list, rows, None)  # type: ignore[arg-type]
-    assert [Part(pending, index).alone() for index in (rows[2].clone(), rows[0], rows[3])] == ["c", "a", "b"]
-    assert Part(pending, torch.tensor([1])).alone() is None
-    assert Part(Pending(None, ["a"], list, None, None), rows[0]).alone() is None  # type: ignore[arg-type]
+    assert [PendingRows(pending, index).alone() for index in (rows[2].clone(), rows[0], rows[3])] == ["c", "a", "b"]
+    assert PendingRows(pending, torch.tensor([1])).alone() is None
+    assert PendingRows(Pending(None, ["a"], list, None, None), rows[0]).alone() is None  # type: ignore[arg-type]

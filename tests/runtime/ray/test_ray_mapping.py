@@ -27,7 +27,7 @@ from nrl.errors import (
 from nrl.reduce import Max, Mean, Sum, finalize
 from nrl.runtime import Cluster, Executable, Mesh, P, Slots, donated, merged, process, resident, shard_map
 from nrl.runtime.mesh.placement import Out
-from nrl.runtime.ray.pickling import opened
+from nrl.runtime.ray.pickling import deserialized
 
 pytestmark = pytest.mark.ray
 
@@ -278,7 +278,7 @@ def test_results_are_in_memory_of_their_own(alone: Mesh, spec: P) -> None:
     found = future.result()
     found.mul_(5)  # lawful: it is the caller's
     [parts] = ray.get(future.refs)
-    shared = opened(parts)[0]
+    shared = deserialized(parts)[0]
     assert found.unique().tolist() == [5.0]
     assert shared.unique().tolist() == [1.0]
 

@@ -29,7 +29,7 @@ def operators(path: Path) -> set[str]:
 
 def call(mesh: str, name: str, size: int = 1) -> None:
     """A call on a mesh, in the way that meshes make it: asked for once, traced in each process."""
-    path = profiles.wanted(mesh, name)
+    path = profiles.trace_path(mesh, name)
     for rank in range(size):
         with profiles.tracing(path, rank):
             torch.ones(3, 3) @ torch.ones(3, 3)
@@ -145,17 +145,17 @@ def test_without_the_variable_nothing_is_asked_and_nothing_said(
     program(tmp_path)
     assert "NRL_PROFILE" not in capsys.readouterr().out
     assert not (tmp_path / "profile").exists()
-    assert profiles.wanted("trainer", "train_step") is None
+    assert profiles.trace_path("trainer", "train_step") is None
 
 
 def test_a_path_is_absolute_and_a_file_name_whatever_the_call_is_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with profiles.asked(Path("run {0}"), {"NRL_PROFILE": "a/b:0"}):
+    with profiles.profiling(Path("run {0}"), {"NRL_PROFILE": "a/b:0"}):
         timeline.step(0)
         try:
-            path = profiles.wanted("a/b", "../<lambda> of x" + 200 * "y")
+            path = profiles.trace_path("a/b", "../<lambda> of x" + 200 * "y")
         finally:
             timeline.step(None)
     assert path is not None
@@ -242,7 +242,7 @@ def test_the_interpreter_is_started_under_nsys(tmp_path: Path, monkeypatch: pyte
     python.parent.mkdir()
     python.symlink_to(sys.executable)
     monkeypatch.setenv("NRL_NSIGHT", "sampler, trainer")
-    with profiles.asked(tmp_path / "a run", {}):
+    with profiles.profiling(tmp_path / "a run", {}):
         text = f"exec {command('trainer', str(python))} -c {shlex.quote('print(1 + 1)')}"
     environ = os.environ | {"PATH": f"{bin}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env=environ, check=True)
