@@ -5,7 +5,20 @@ from collections.abc import Iterator
 import pytest
 
 import nrl
-from nrl.runtime import Cluster
+from nrl.runtime import Cluster, Slots
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[Cluster]:
+    """The local cluster."""
+    with nrl.cluster("local") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def slots(local: Cluster) -> Slots:
+    """Places on it: each test takes as many as it needs."""
+    return local.reserve(9)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from nrl.checkpoint import Checkpoints
 from nrl.errors import ClosedCluster, ConfigError, LostActor
 from nrl.reduce import Sum
 from nrl.stream import counting
+from tests.weights import assert_equal
 
 
 @attrs.frozen
@@ -77,10 +78,6 @@ def logged(out: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "tokens_per_second"))} for line in lines]
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     pauses: list[float] = []
@@ -96,7 +93,7 @@ def test_lost_anywhere_the_metrics_and_weights_are_those_of_an_uninterrupted_run
 ) -> None:
     expected = train(Config(str(tmp_path / "whole")))
     found = nrl.retrying(partial(train, at=losing(*EVERYWHERE)), times=2)(Config(str(tmp_path / "lost")))
-    assert same(found, expected)
+    assert_equal(found, expected)
     assert logged(tmp_path / "lost") == logged(tmp_path / "whole")
     assert len(logged(tmp_path / "lost")) == 6
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("retrying: attempt")]
@@ -123,7 +120,7 @@ def test_without_a_folder_it_goes_on_in_the_one_that_was_made_first(
     (whole,) = Path("runs").iterdir()
     found = nrl.retrying(partial(train, at=losing(*EVERYWHERE)))(Config())
     (lost,) = set(Path("runs").iterdir()) - {whole}
-    assert same(found, expected)
+    assert_equal(found, expected)
     assert logged(lost) == logged(whole)
     assert (lost / "config.yaml").read_text() == (whole / "config.yaml").read_text()
     assert not (lost / "config.1.yaml").exists()

@@ -1,6 +1,5 @@
 """The local cluster: its slots and meshes, and what a function mapped over it does otherwise than on processes."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -12,13 +11,6 @@ from nrl.errors import ClosedCluster, ForeignState, MutatedBatch, PlacementError
 from nrl.reduce import Metrics, Sum, finalize
 from nrl.runtime import Cluster, Mesh, P, Slots, as_mesh, cluster, donated, done, merged, resident, shard_map
 from nrl.runtime.executables.registry import EXECUTABLES, Executable, check_importable
-
-
-@pytest.fixture
-def local() -> Iterator[Cluster]:
-    with cluster("local") as entered:
-        yield entered
-
 
 # --- cluster
 
