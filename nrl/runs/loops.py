@@ -142,6 +142,9 @@ def _synced_size(path: Path) -> int:
         return os.fstat(file.fileno()).st_size
 
 
+_spared = False  # already, by a loop around this one: counting what is frozen takes 0.1 s
+
+
 @contextmanager
 def collector_spared() -> Iterator[None]:
     """Let Python's garbage collector leave alone what there is now: modules alone have some 400,000 objects.
@@ -150,12 +153,15 @@ def collector_spared() -> Iterator[None]:
     ...     gc.get_freeze_count() > 10_000
     True
     """
-    if gc.get_freeze_count() > len(gc.get_objects()):  # it does so already, for somebody who will undo it
+    global _spared
+    if _spared or gc.get_freeze_count() > len(gc.get_objects()):  # it does so already, for somebody who will undo it
         yield
         return
     gc.collect()
     gc.freeze()
+    _spared = True
     try:
         yield
     finally:
+        _spared = False
         gc.unfreeze()
