@@ -1,6 +1,5 @@
 """Several optimizer steps on one batch."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,13 +11,13 @@ from nrl.algos import dapo_loss, sft_loss
 from nrl.backends import Trainer, adamw, fsdp
 from nrl.errors import BatchError, ConfigError
 from nrl.reduce import finalize, merge, without
+from nrl.runtime import Slots
 from tests.weights import assert_equal, weights
 
 
 @pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    with nrl.cluster("local") as cluster:
-        yield fsdp.trainer(cluster.reserve(1), tiny.model(hidden_size=32), adamw(lr=1e-2))
+def trainer(slots: Slots) -> Trainer:
+    return fsdp.trainer(slots[:1], tiny.model(hidden_size=32), adamw(lr=1e-2))
 
 
 @pytest.fixture(scope="module")

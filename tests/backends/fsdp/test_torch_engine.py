@@ -280,16 +280,6 @@ def test_more_shards_than_rows(slots: Slots) -> None:
         close(weights(results[1])[name], x, atol=1e-6)
 
 
-def test_a_row_longer_than_max_tokens(slots: Slots) -> None:
-    trainer = make(slots, max_tokens=8)
-    state = trainer.init()
-    with pytest.raises(BatchError, match="9 tokens, more than max_tokens=8"):
-        trainer.logprobs(state.params, batch_of([3, 9]))
-    with pytest.raises(BatchError, match="9 tokens, more than max_tokens=8; raise max_tokens"):
-        trainer.train_step(sft_loss)(state, batch_of([3, 9]))
-    assert not state.handle.consumed
-
-
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_token_outside_of_the_vocabulary(slots: Slots, packed: bool) -> None:
     trainer, batch = make(slots, packed=packed), batch_of([5, 3])
@@ -709,11 +699,6 @@ def test_a_model_in_bfloat16_is_exported_in_bfloat16_with_its_tokenizer(slots: S
     assert loading.build(model).config.hidden_size == 16  # type: ignore[union-attr]
 
 
-def test_load_from_a_folder_that_is_not_there(slots: Slots, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="there is no such folder"):
-        make(slots).load(str(tmp_path / "missing"))
-
-
 def test_a_reference_leaves_the_device_while_a_model_trains(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     """And comes back for the next one who asks; here the device is a note in a list."""
     story: list[tuple[str, Any]] = []
@@ -756,13 +741,6 @@ def test_a_step_after_restoring_is_bitwise_the_next_one(slots: Slots, tmp_path: 
         assert finalize(a.result()) == finalize(b.result())
         assert_equal(weights(state), weights(again))
     assert_equal(weights(trainer.restore(tmp_path)), saved)  # the folder is as it was
-
-
-def test_restore_of_another_model(slots: Slots, tmp_path: Path) -> None:
-    trainer = make(slots)
-    trainer.save(trainer.init(), tmp_path)
-    with pytest.raises(ModelError, match="restore"):
-        make(slots, Model(QWEN3 | {"intermediate_size": 32})).restore(tmp_path)
 
 
 # state and publishing
