@@ -1,8 +1,7 @@
 """What every test runs under: no network, one thread, the same examples each time; and on how many cores they run."""
 
-import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported, which reads it once
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of what tests start, too: each core has a test of its own
@@ -12,6 +11,8 @@ import pytest
 import torch
 
 import nrl  # noqa: F401 - before pytest collects doctests, or it would import modules a second time under their names
+from nrl.batch import columns
+from nrl.runs.loops import collector_spared
 from nrl.runtime.executables.registry import EXECUTABLES
 
 torch.set_num_threads(1)  # small tensors: more threads cost more than they give, and sums keep one order
@@ -26,15 +27,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return None if whole and not {"-k", "-m"} & set(config.invocation_params.args) else 0
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop() -> Generator[None, object, object]:
     """Half a million objects are there by now and stay: no search for garbage looks at them again."""
-    gc.freeze()
+    with collector_spared():
+        return (yield)
 
 
 @pytest.fixture(autouse=True)
-def executables() -> Iterator[None]:
-    """What a test registers is forgotten after it."""
-    before = dict(EXECUTABLES)
+def global_tables() -> Iterator[None]:
+    """What a test registers or declares is forgotten after it."""
+    before = [(table, dict(table)) for table in (EXECUTABLES, columns._DECLARED)]
     yield
-    EXECUTABLES.clear()
-    EXECUTABLES.update(before)
+    for table, held in before:
+        table.clear()
+        table.update(held)  # type: ignore[arg-type]

@@ -5,14 +5,20 @@ from collections.abc import Iterator
 import pytest
 
 import nrl
-from nrl.batch import columns
-from nrl.runtime import Cluster
+from nrl.runtime import Cluster, Slots
 
 
-@pytest.fixture(autouse=True)
-def declare_for_this_test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test declares holds for it alone."""
-    monkeypatch.setattr(columns, "_DECLARED", dict(columns.declared()))
+@pytest.fixture(scope="module")
+def local() -> Iterator[Cluster]:
+    """The local cluster."""
+    with nrl.cluster("local") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def slots(local: Cluster) -> Slots:
+    """Places on it: each test takes as many as it needs."""
+    return local.reserve(9)
 
 
 @pytest.fixture(scope="session")

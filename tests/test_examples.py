@@ -21,6 +21,7 @@ from nrl import tiny
 from nrl.backends import adamw
 from nrl.data import read_jsonl
 from nrl.errors import ConfigError, DataError, ModelError, NrlError, RolloutMismatch
+from tests.jsonlines import lines
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -39,10 +40,6 @@ def load(name: str) -> ModuleType:
     sys.modules[spec.name] = module  # attrs looks types up there
     spec.loader.exec_module(module)
     return module
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

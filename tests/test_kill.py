@@ -13,6 +13,7 @@ import pytest
 
 from nrl import config
 from tests.children import server
+from tests.jsonlines import untimed
 
 STEPS, WARMUP = 8, 4
 SUMS = [{"prompt": f"{a}+{b}=", "answer": f"{a + b}", "response": f"{a + b}"} for a in range(5) for b in range(5)]
@@ -77,21 +78,11 @@ def attempt(
     return None
 
 
-def numbers(out: Path) -> dict[str, list[dict[str, Any]]]:
-    """What every log says, but for times."""
-    found = {}
-    for path in sorted(out.glob("*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        timed = ("time/", "tokens_per_second")
-        found[path.name] = [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
-    return found
-
-
 def undisturbed(out: Path, lag: int, log: Path) -> tuple[float, dict[str, list[dict[str, Any]]]]:
     """What a run that nobody kills took, and its numbers; it learns in every step, so one lost or done twice shows."""
     took = attempt(out, lag, log)
     assert took is not None
-    expected = numbers(out)
+    expected = untimed(out)
     assert [len(expected[name]) for name in ("metrics.jsonl", "warmup.jsonl")] == [STEPS, WARMUP]
     assert min(line["grad_norm"] for lines in expected.values() for line in lines if "grad_norm" in line) > 0.1
     return took, expected
@@ -122,7 +113,7 @@ def check(tmp_path: Path, lag: int, kills: int, seed: int) -> set[str]:
 
 
 def assert_same(whole: Path, broken: Path, expected: dict[str, list[dict[str, Any]]]) -> None:
-    assert numbers(broken) == expected
+    assert untimed(broken) == expected
     assert (broken / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
     here, there = (out / f"checkpoints/train/{STEPS:06}/policy/00001-of-00001.safetensors" for out in (broken, whole))
     assert here.read_bytes() == there.read_bytes()

@@ -28,8 +28,8 @@ from nrl.errors import LostActor
 from nrl.reduce import Max, Metrics, Min
 from nrl.runtime import Cluster, Future, Mesh, P, shard_map
 from tests.children import server
+from tests.jsonlines import untimed
 from tests.processes import alive, descendants, settled, titles
-from tests.test_kill import numbers
 
 pytestmark = pytest.mark.ray
 
@@ -100,7 +100,7 @@ def test_a_program_with_rollouts_ahead(tmp_path: Path) -> None:
         assert (child.exitcode == 0) is (least > STEPS)
         child.kill()
         child.join()
-    found = numbers(tmp_path)["metrics.jsonl"]
+    found = untimed(tmp_path)["metrics.jsonl"]
     assert [(x["first"], x["last"]) for x in found] == [(2 * i, 2 * i + 1) for i in range(STEPS)]
     assert min(x["grad_norm"] for x in found) > 0
     assert max(x["lag"] for x in found) <= 2 < sum(x["lag"] for x in found)
@@ -153,7 +153,7 @@ def check(tmp_path: Path, kills: int, seed: int) -> list[str]:
     began = time.monotonic()
     main(Config(str(tmp_path / "whole")))
     took = time.monotonic() - began
-    expected, weights = numbers(tmp_path / "whole"), load_file(tmp_path / "whole" / "model" / "model.safetensors")
+    expected, weights = untimed(tmp_path / "whole"), load_file(tmp_path / "whole" / "model" / "model.safetensors")
     assert len(expected["metrics.jsonl"]) == STEPS
     draw = random.Random(seed)
     phases: list[str] = []
@@ -166,7 +166,7 @@ def check(tmp_path: Path, kills: int, seed: int) -> list[str]:
         nrl.retrying(main, times=kills, pause=0)(Config(str(out)))
         killer.ended.set()
         killer.join()
-        assert numbers(out) == expected
+        assert untimed(out) == expected
         resumed = load_file(out / "model" / "model.safetensors")
         assert resumed.keys() == weights.keys()
         assert all(torch.equal(resumed[name], weight) for name, weight in weights.items())

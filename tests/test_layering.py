@@ -154,11 +154,9 @@ def test_the_package_keeps_to_its_layers() -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"nrl.errors": "import nrl.batch"}, "nrl.errors:1: errors is below batch, which it imports"),
         ({"nrl.batch": "def f():\n    from nrl.algos.losses import g"}, "nrl.batch:2: batch is below algos"),
         ({"nrl.algos.x": "from nrl import runtime", "nrl.runtime": ""}, "nrl.algos.x:1: algos is below runtime"),
         ({"nrl.runs": "import nrl"}, "nrl.runs:1: runs is below nrl, which it imports"),
-        ({"nrl": "from nrl.command.cli import main"}, "nrl:1: nrl is below command"),
         ({"nrl.attic": ""}, "nrl.attic: no layer is given"),
         ({"nrl.batch": "from .errors import E"}, "nrl.batch:1: relative import"),
         (
@@ -166,7 +164,6 @@ def test_the_package_keeps_to_its_layers() -> None:
             "nrl.command.cli:2: nothing in nrl imports examples",
         ),
         ({"nrl.data": "def f():\n    import ray"}, "nrl.data:2: ray is imported only in nrl.runtime"),
-        ({"nrl.runs": "def f():\n    import wandb.sdk"}, "nrl.runs:2: wandb is imported only in nrl.log"),
         ({"nrl.log": "import wandb"}, "nrl.log:1: wandb is imported at module level"),
         (
             {"nrl.data": "try:\n    from datasets import load\nexcept E: ..."},
@@ -175,10 +172,6 @@ def test_the_package_keeps_to_its_layers() -> None:
         ({"nrl.data": "class A:\n    import transformers.models"}, "nrl.data:2: transformers is imported at module"),
         ({"nrl.data": "if TYPE_CHECKING:\n    pass\nelse:\n    import peft"}, "nrl.data:4: peft is imported at module"),
         ({"nrl.data": "x = importlib.import_module('peft.tuners')"}, "nrl.data:1: peft is imported at module level"),
-        (
-            {"nrl.batch": "from nrl import reduce", "nrl.reduce": "import nrl.batch"},
-            "modules in a circle: nrl.batch -> nrl.reduce -> nrl.batch",
-        ),
         (
             {"nrl.data.hub": "import nrl.data.rows", "nrl.data.rows": "def f():\n    from nrl.data.hub import load"},
             "modules in a circle: nrl.data.hub -> nrl.data.rows -> nrl.data.hub",
@@ -198,15 +191,12 @@ def test_the_checker_finds(files: dict[str, str], message: str) -> None:
     [
         {"nrl.batch": "import torch\nfrom nrl.errors import BatchError"},
         {"nrl": "from nrl import batch\nfrom nrl.runs import run", "nrl.batch": ""},
-        {"nrl.command.cli": "import nrl"},
-        {"nrl.data": "def f():\n    import transformers"},
         {"nrl.data": "if typing.TYPE_CHECKING:\n    from transformers import PreTrainedConfig"},
         {"nrl.runtime.cluster": "async def f():\n    import ray.util"},
         {
             "nrl.backends.fsdp": "from nrl.backends.fsdp import rank",
             "nrl.backends.fsdp.rank": "import nrl.backends.base",
         },
-        {"nrl.batch": "def f():\n    import nrl.reduce", "nrl.reduce": ""},
         {"nrl.batch": "if TYPE_CHECKING:\n    import nrl.reduce", "nrl.reduce": "import nrl.batch"},
     ],
 )

@@ -1,7 +1,6 @@
 """The examples as they are, on Ray: the numbers of the local cluster, in environments that uv built from the lock."""
 
 import importlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from nrl.batch import Batch
 from nrl.envs import number, single_turn
 from nrl.reduce import finalize
 from nrl.runtime import Cluster, P, process, shard_map
+from tests.jsonlines import lines
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -27,7 +27,7 @@ QUIET = adamw(lr=1e-3, eps=1e-3)  # so that rounding in tiny gradients stays rou
 def run(example: str, out: Path, **options: Any) -> list[dict[str, float]]:
     module = importlib.import_module(f"examples.{example}")
     module.main(attrs.evolve(module.Config(), out=str(out), steps=5, optimizer=QUIET, **options))
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return lines(out / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module", params=["sft", "dpo"])
@@ -168,5 +168,5 @@ def test_grpo_with_its_own_sampler(
 def test_grpo_learns_on_ray(on_ray: Cluster, tmp_path: Path) -> None:
     grpo = importlib.import_module("examples.grpo")
     grpo.main(attrs.evolve(grpo.Config(), out=str(tmp_path), cluster="ray", dp=2))
-    rewards = [json.loads(line)["reward"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["reward"] for line in lines(tmp_path / "metrics.jsonl")]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.4

@@ -1,6 +1,5 @@
 """The recipes load, say nothing that a program ignores, and run: two steps each, on tiny models of their family."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from nrl import config, data
 from nrl.backends import Model
 from nrl.backends.models.loading import build, save_model
 from tests.chat_tokenizers import tokenizer
+from tests.jsonlines import lines
 from tests.test_examples import load
 
 RECIPES = sorted((Path(__file__).parent.parent / "examples" / "configs").glob("*.yaml"))
@@ -102,7 +102,7 @@ def test_a_recipe_runs(recipe: Path, tmp_path: Path) -> None:
     grpo = recipe.stem.startswith("grpo")
     cfg = config.load(example.Config, settings + ["sampling.max_new_tokens=1"] * grpo)
     example.main(attrs.evolve(cfg, **HERE.get(recipe.stem, {})))
-    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    found = lines(out / "metrics.jsonl")
     assert len(found) == 2
     assert all(line["grad_norm"] > 0 for line in found)
     assert "eval/reward" in found[-1] if grpo else "eval/loss" in found[-1]

@@ -25,7 +25,8 @@ from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
 from nrl.errors import ConfigError
 from nrl.reduce import finalize
-from tests.test_examples import lines, load
+from tests.jsonlines import lines
+from tests.test_examples import load
 
 
 def mean(rows: list[dict[str, Any]], key: str) -> float:

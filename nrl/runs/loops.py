@@ -123,15 +123,21 @@ def _synced_size(path: Path) -> int:
         return os.fstat(file.fileno()).st_size
 
 
+_spared = False  # already, by a loop around this one: counting what is frozen takes 0.1 s
+
+
 @contextmanager
 def collector_spared() -> Iterator[None]:
     """Keep the objects of this moment from Python's garbage collector: modules alone have some 400,000."""
-    if gc.get_freeze_count() > len(gc.get_objects()):  # they are frozen already, by somebody who will undo it
+    global _spared
+    if _spared or gc.get_freeze_count() > len(gc.get_objects()):  # it does so already, for somebody who will undo it
         yield
         return
     gc.collect()
     gc.freeze()
+    _spared = True
     try:
         yield
     finally:
+        _spared = False
         gc.unfreeze()

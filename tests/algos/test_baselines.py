@@ -12,7 +12,6 @@ from torch import Tensor
 import nrl
 from nrl.algos import (
     Estimator,
-    GroupFunction,
     advantages,
     from_rewards,
     from_token_rewards,
@@ -57,29 +56,6 @@ def firsts(x: Tensor) -> list[float]:
 # --- group functions
 
 
-def test_max_rl_by_hand() -> None:
-    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 5.0, 2.0, 6.0])
-    groups = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3, 4, 4])
-    assert max_rl(rewards, groups).tolist() == [1, -1, 1, -1, 0, 0, 0, 0, -0.5, 0.5]
-
-
-def slow_max_rl(rewards: list[float]) -> list[float]:
-    mean = sum(rewards) / len(rewards)
-    return [(r - mean) / mean if mean else 0.0 for r in rewards]
-
-
-@pytest.mark.parametrize("binary", [True, False])
-def test_max_rl_by_a_slow_loop(binary: bool) -> None:
-    torch.manual_seed(0)
-    rewards = torch.rand(40, dtype=torch.float64)
-    rewards = (rewards < 0.3).double() if binary else rewards
-    groups = torch.randint(0, 7, (40,))
-    found = max_rl(rewards, groups)
-    for group in groups.unique():
-        rows = groups == group
-        assert found[rows].tolist() == pytest.approx(slow_max_rl(rewards[rows].tolist()))
-
-
 def test_max_rl_of_binary_rewards_is_the_mean_over_successes_less_the_mean_over_all() -> None:
     """Equation 9 less the control variate: 1/N Σ A_i S_i = 1/K Σ_successes S_i - 1/N Σ S_i for any scores S."""
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0], dtype=torch.float64)
@@ -93,51 +69,9 @@ def test_max_rl_refuses_negative_rewards() -> None:
         max_rl(torch.tensor([1.0, -0.5]), torch.tensor([0, 0]))
 
 
-def test_batch_std_by_hand() -> None:
-    rewards, groups = torch.tensor([1.0, 3.0, 8.0, 8.0]), torch.tensor([0, 0, 1, 1])
-    std = math.sqrt((16 + 4 + 9 + 9) / 3)  # of all four, whose mean is 5
-    assert group_center_batch_std(rewards, groups).tolist() == pytest.approx([-1 / std, 1 / std, 0, 0], rel=1e-5)
-
-
-def test_batch_std_by_a_slow_loop() -> None:
-    torch.manual_seed(1)
-    rewards, groups = torch.randn(30, dtype=torch.float64), torch.randint(0, 5, (30,))
-    values = rewards.tolist()
-    mean = sum(values) / 30
-    std = math.sqrt(sum((r - mean) ** 2 for r in values) / 29)
-    expected = []
-    for i in range(30):
-        group = [values[j] for j in range(30) if groups[j] == groups[i]]
-        expected.append((values[i] - sum(group) / len(group)) / (std + 1e-6))
-    assert group_center_batch_std(rewards, groups).tolist() == pytest.approx(expected)
-
-
 def test_batch_std_of_one_group_is_grpo() -> None:
     rewards, groups = torch.randn(9), torch.zeros(9, dtype=torch.int64)
     torch.testing.assert_close(group_center_batch_std(rewards, groups), group_normalize(rewards, groups))
-
-
-@pytest.mark.parametrize("fn", [max_rl, group_center_batch_std])
-@pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, 1e6 + 0.1])
-@pytest.mark.parametrize("size", [1, 3, 7])
-def test_equal_rewards_are_exactly_zero(fn: GroupFunction, reward: float, size: int) -> None:
-    assert not fn(torch.full((size,), reward), torch.zeros(size, dtype=torch.int64)).any()
-    rewards = torch.cat([torch.full((size,), reward), torch.tensor([0.0, 1.0])])
-    groups = torch.tensor([0] * size + [1, 1])
-    assert not fn(rewards, groups)[:size].any()
-
-
-@pytest.mark.parametrize("fn", [max_rl, group_center_batch_std])
-def test_group_dtypes_shapes_and_no_rows(fn: GroupFunction) -> None:
-    rewards, groups = torch.tensor([1.0, 0.0]), torch.tensor([0, 0])
-    assert fn(rewards, groups).dtype == torch.float32
-    assert fn(rewards.double(), groups).dtype == torch.float64
-    assert fn(torch.tensor([1, 0]), groups).dtype == torch.float32
-    assert fn(rewards[:0], groups[:0]).shape == (0,)
-    with pytest.raises(
-        BatchError, match=rf"{getattr(fn, '__name__', '')}: rewards has shape \[2\] and group_ids \[1\]"
-    ):
-        fn(rewards, groups[:1])
 
 
 # --- OPO
@@ -159,12 +93,6 @@ def test_an_episode_without_a_token_has_no_part_in_the_optimal_baseline() -> Non
 def test_advantages_have_the_dtype_of_the_rewards(estimator: Estimator) -> None:
     batch = make_batch([1.0, 0.0], [0, 0], [1, 2], temperature=torch.tensor([0.0, 1.0]))
     assert estimator(assign(batch, rewards=batch["rewards"].float())).dtype == torch.float32
-
-
-def test_rows_of_an_episode_agree_in_each_of_several_rewards() -> None:
-    batch = make_batch([[1.0, 2.0], [1.0, 3.0]], [0, 0], [1, 1], episode_ids=torch.tensor([5, 5]))
-    with pytest.raises(BatchError, match="gdpo: row 1 has another value of rewards than the first row of its"):
-        gdpo()(batch)
 
 
 def test_optimal_baseline_by_a_slow_loop() -> None:

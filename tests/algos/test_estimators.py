@@ -12,17 +12,21 @@ from nrl.algos import (
     from_token_rewards,
     gae,
     group_center,
+    group_center_batch_std,
     group_normalize,
     leave_one_out,
+    max_rl,
     per_group,
     whiten,
 )
 from nrl.batch import Batch, assign
 from nrl.errors import BatchError, ColumnError, MissingColumn, NotFinite
 
-ALL = [group_center, group_normalize, leave_one_out]
+CENTERING = [group_center, group_normalize, leave_one_out, group_center_batch_std]
+ALL = [*CENTERING, max_rl]
 REWARDS = torch.tensor([1.0, 4.0, 2.0, 0.1, 8.0, 3.0, 0.1, 7.0, 0.1])
 GROUPS = torch.tensor([5, -2, 5, 9, -2, 5, 9, 30, 9])  # 5: three, -2: two, 9: three that are equal, 30: one
+STD = math.sqrt((143.03 - 25.3**2 / 9) / 8)  # of all nine
 
 
 @pytest.mark.parametrize(
@@ -31,10 +35,17 @@ GROUPS = torch.tensor([5, -2, 5, 9, -2, 5, 9, 30, 9])  # 5: three, -2: two, 9: t
         (group_center, [-1.0, -2.0, 0.0, 0.0, 2.0, 1.0, 0.0, 0.0, 0.0]),
         (group_normalize, [-1.0, -1 / math.sqrt(2), 0.0, 0.0, 1 / math.sqrt(2), 1.0, 0.0, 0.0, 0.0]),
         (leave_one_out, [-1.5, -4.0, 0.0, 0.0, 4.0, 1.5, 0.0, 0.0, 0.0]),
+        (group_center_batch_std, [-1 / STD, -2 / STD, 0.0, 0.0, 2 / STD, 1 / STD, 0.0, 0.0, 0.0]),
+        (max_rl, [-1 / 2, -1 / 3, 0.0, 0.0, 1 / 3, 1 / 2, 0.0, 0.0, 0.0]),
     ],
 )
 def test_groups_by_hand(fn: GroupFunction, expected: list[float]) -> None:
     assert fn(REWARDS, GROUPS).tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def slow_std(rewards: Tensor) -> Tensor:
+    mean = sum(rewards) / len(rewards)
+    return torch.as_tensor(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)).sqrt() + 1e-6
 
 
 def slow_center(rewards: Tensor) -> Tensor:
@@ -42,9 +53,7 @@ def slow_center(rewards: Tensor) -> Tensor:
 
 
 def slow_normalize(rewards: Tensor) -> Tensor:
-    mean = sum(rewards) / len(rewards)
-    variance = sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)
-    return (rewards - mean) / (torch.as_tensor(variance).sqrt() + 1e-6)
+    return slow_center(rewards) / slow_std(rewards)
 
 
 def slow_leave_one_out(rewards: Tensor) -> Tensor:
@@ -52,25 +61,45 @@ def slow_leave_one_out(rewards: Tensor) -> Tensor:
     return torch.stack([rewards[i] - sum(rewards[j] for j in range(n) if j != i) / (n - 1) for i in range(n)])
 
 
+def slow_max_rl(rewards: Tensor) -> Tensor:
+    mean = torch.as_tensor(sum(rewards) / len(rewards))
+    return torch.stack([(r - mean) / mean if mean else 0 * r for r in rewards])
+
+
+def slow_batch_std(rewards: Tensor, groups: Tensor) -> Tensor:
+    return per_group(slow_center)(rewards, groups) / slow_std(rewards)
+
+
+@pytest.mark.parametrize("binary", [False, True])
 @pytest.mark.parametrize(
     ("fn", "slow"),
-    [(group_center, slow_center), (group_normalize, slow_normalize), (leave_one_out, slow_leave_one_out)],
+    [
+        (group_center, per_group(slow_center)),
+        (group_normalize, per_group(slow_normalize)),
+        (leave_one_out, per_group(slow_leave_one_out)),
+        (group_center_batch_std, slow_batch_std),
+        (max_rl, per_group(slow_max_rl)),
+    ],
+    ids=lambda fn: getattr(fn, "__name__", ""),
 )
-def test_groups_by_a_slow_loop(fn: GroupFunction, slow: GroupFunction) -> None:
+def test_groups_by_a_slow_loop(fn: GroupFunction, slow: GroupFunction, binary: bool) -> None:
     torch.manual_seed(0)
-    rewards = torch.randn(40, dtype=torch.float64)
-    groups = torch.randint(0, 5, (40,))
-    torch.testing.assert_close(fn(rewards, groups), per_group(slow)(rewards, groups))  # type: ignore[arg-type]
+    rewards = torch.rand(40, dtype=torch.float64)
+    rewards = (rewards < 0.3).double() if binary else rewards
+    groups = torch.randint(0, 7, (40,))
+    torch.testing.assert_close(fn(rewards, groups), slow(rewards, groups))
 
 
 @pytest.mark.parametrize("fn", ALL)
-@pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e6 + 0.1, -7.7])
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, 1e6 + 0.1])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 11])
 def test_equal_rewards_are_exactly_zero(fn: GroupFunction, reward: float, size: int) -> None:
     assert not fn(torch.full((size,), reward), torch.zeros(size, dtype=torch.int64)).any()
+    among_others = torch.cat([torch.full((size,), reward), torch.tensor([0.0, 1.0])])
+    assert not fn(among_others, torch.tensor([0] * size + [1, 1]))[:size].any()
 
 
-@pytest.mark.parametrize("fn", ALL)
+@pytest.mark.parametrize("fn", CENTERING)
 @pytest.mark.parametrize("reward", [0.1, -0.1])
 def test_equal_rewards_are_exactly_zero_where_their_mean_is_not_the_reward(fn: GroupFunction, reward: float) -> None:
     rewards = torch.full((3,), reward, dtype=torch.float64)
@@ -89,7 +118,7 @@ def test_row_order_does_not_matter(fn: GroupFunction) -> None:
     torch.testing.assert_close(fn(REWARDS[order], GROUPS[order]), fn(REWARDS, GROUPS)[order])
 
 
-@pytest.mark.parametrize("fn", ALL)
+@pytest.mark.parametrize("fn", CENTERING)
 def test_a_large_offset_costs_no_precision(fn: GroupFunction) -> None:
     shifted = REWARDS.double() + 1e6
     torch.testing.assert_close(fn(shifted, GROUPS), fn(REWARDS.double(), GROUPS), rtol=1e-8, atol=1e-8)

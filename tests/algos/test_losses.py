@@ -198,35 +198,6 @@ def test_a_correction_is_detached_whatever_it_returns() -> None:
     assert mean.total == call(plain, LOGPROBS, HAND)[0].total
 
 
-def test_every_option_changes_the_gradient() -> None:
-    batch = random_batch(rows=60)
-    logprobs = outputs(batch)
-    found = [
-        gradient(loss, logprobs, batch)
-        for loss in (
-            policy_loss(clip(0.2)),
-            policy_loss(clip(0.1)),
-            policy_loss(clip(0.2, 0.5)),
-            policy_loss(clip(0.2, dual=1.1)),
-            policy_loss(cispo(0.2)),
-            policy_loss(cispo(0.2, 0.1)),
-            policy_loss(clip(0.2), ratio=on_policy_ratio),
-            policy_loss(clip(0.2), ratio=sequence_ratio),
-            policy_loss(clip(0.2), penalty=kl(k1, 0.1)),
-            policy_loss(clip(0.2), penalty=kl(k2, 0.1)),
-            policy_loss(clip(0.2), penalty=kl(k3, 0.1)),
-            policy_loss(clip(0.2), penalty=kl(k3, 0.2)),
-            policy_loss(clip(0.2), correction=truncate(1.0)),
-            policy_loss(clip(0.2), correction=truncate(2.0)),
-            policy_loss(clip(0.2), correction=icepop(0.5, 2.0)),
-            policy_loss(clip(0.2), aggregate=seq_mean),
-            policy_loss(clip(0.2), aggregate=seq_sum(7)),
-        )
-    ]
-    for i, a in enumerate(found):
-        assert all(not torch.allclose(a, b) for b in found[:i]), i
-
-
 def test_clip_at_infinity_is_importance_sampling() -> None:
     batch = random_batch()
     logprobs = outputs(batch)

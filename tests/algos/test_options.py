@@ -1,4 +1,4 @@
-"""Every option of every public function in `nrl.algos` changes a value or a gradient: none is there for nothing.
+"""Every option of every public function in `nrl.algos` changes what it returns, or a loss's gradient: none is idle.
 
 The table has to name them all, so that a new one fails here until somebody shows what it does.
 """
@@ -96,7 +96,7 @@ TWO_REWARDS = nrl.assign(ROWS, rewards=torch.stack([ROWS["rewards"], ROWS["rewar
 
 
 def of_loss(loss: Any, batch: Batch = ROWS) -> list[Tensor]:
-    """Totals, weights, and gradients by all outputs."""
+    """Gradients by all outputs."""
     draw = torch.Generator().manual_seed(1)
     noise = torch.randn(batch["old_logprobs"].shape, generator=draw, dtype=torch.float64)
     student = torch.randn(*batch["teacher_ids"].shape[:-1], WORDS, generator=draw, dtype=torch.float64).log_softmax(-1)
@@ -114,7 +114,7 @@ def of_loss(loss: Any, batch: Batch = ROWS) -> list[Tensor]:
     assert isinstance(total, Tensor)
     gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     assert any(x is not None and bool(x.any()) for x in gradients)
-    return [*(x for mean in means for x in mean), *(torch.zeros(()) if x is None else x for x in gradients)]
+    return [torch.zeros(()) if x is None else x for x in gradients]
 
 
 def of_pairs(loss: Any) -> list[Tensor]:

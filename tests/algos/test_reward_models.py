@@ -91,13 +91,6 @@ def test_a_constant_is_free_without_centering_alone() -> None:
     assert call(bradley_terry_loss(0.1), zeros, batch)[0].total.item() == pytest.approx(2 * math.log(2))
 
 
-def test_every_option_changes_the_gradient() -> None:
-    losses = [bradley_terry_loss(eta) for eta in (0.0, 0.1, 0.2)]
-    found = [gradient(loss, REWARDS[:2], PAIRS[:2]) for loss in losses]
-    found.append(gradient(reward_model_loss, REWARDS[:2], with_margin(PAIRS[:2], 1.0, 1.0)))
-    assert all(not torch.allclose(a, b) for i, a in enumerate(found) for b in found[:i])
-
-
 def test_pairs_that_do_not_count_get_no_gradient() -> None:
     for batch in (PAIRS, with_margin(PAIRS, 1.0, 1.0, math.inf)):
         grad = gradient(bradley_terry_loss(0.1), REWARDS, batch)

@@ -37,6 +37,7 @@ from nrl.runtime import Slots
 from nrl.stream import Source, ahead, counting
 from tests.children import child
 from tests.disks import small_disk_at, transferred
+from tests.weights import assert_equal, weights
 
 KEEP = Checkpoints(every=1, keep=2)
 
@@ -635,16 +636,6 @@ def test_an_error_of_the_program_is_its_own_and_leaves_nothing(tmp_path: Path) -
 # --- train states and params
 
 
-@pytest.fixture(scope="module")
-def slots() -> Iterator[Slots]:
-    with nrl.cluster("local") as cluster:
-        yield cluster.reserve(2)
-
-
-def weights(params: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in params.tensors()}
-
-
 def rows(seed: int) -> Batch:
     ids = torch.randint(3, 20, (4, 6), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones(4, 6, dtype=torch.bool)
@@ -663,7 +654,7 @@ def make(slots: Slots, **changes: Any) -> Any:
 
 
 def test_a_train_state_goes_on_to_the_last_bit(slots: Slots, tmp_path: Path) -> None:
-    trainer, sampler = make(slots), hf.sampler(slots[1:], tiny.model())
+    trainer, sampler = make(slots), hf.sampler(slots[1:2], tiny.model())
     state = stepped(trainer, trainer.init(), range(3))
     nrl.publish(state.params, sampler)
     nrl.publish(state.params, sampler)
@@ -672,20 +663,19 @@ def test_a_train_state_goes_on_to_the_last_bit(slots: Slots, tmp_path: Path) -> 
     other = make(slots)
     (again,) = load(made.folder, policy=other)
     assert (again.step, again.version, again.params.published) == (3, 1, True)
-    fresh = hf.sampler(slots[1:], tiny.model())
+    fresh = hf.sampler(slots[1:2], tiny.model())
     assert nrl.publish(again.params, fresh) == 1  # published already: under the version it had
     assert fresh.version == 1
     again = stepped(other, again, range(3, 6))
     assert nrl.publish(again.params, fresh) == 2
-    expected = weights(whole.params)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(again.params).items())
+    assert_equal(weights(again), weights(whole))
 
 
 def test_settings_of_the_optimizer_are_those_of_the_configuration(slots: Slots, tmp_path: Path) -> None:
     def after(**settings: Any) -> torch.Tensor:
         trainer = fsdp.trainer(slots[:1], tiny.model(), adamw(**({"lr": 1e-2} | settings)))
         (state,) = load(made.folder, policy=trainer)
-        return torch.cat([tensor.flatten() for tensor in weights(stepped(trainer, state, range(3, 4)).params).values()])
+        return torch.cat([tensor.flatten() for tensor in weights(stepped(trainer, state, range(3, 4))).values()])
 
     trainer = fsdp.trainer(slots[:1], tiny.model(), adamw(lr=1e-2))
     made = save(tmp_path / "000003", 2, {"policy": stepped(trainer, trainer.init(), range(3))})
@@ -723,7 +713,7 @@ def test_a_consumed_state_cannot_be_saved(slots: Slots, tmp_path: Path) -> None:
 
 
 def test_frozen_params_come_back_with_their_version(slots: Slots, tmp_path: Path) -> None:
-    trainer, sampler = make(slots), hf.sampler(slots[1:], tiny.model())
+    trainer, sampler = make(slots), hf.sampler(slots[1:2], tiny.model())
     state = stepped(trainer, trainer.init(), range(2))
     nrl.publish(state.params, sampler)
     published, never = trainer.freeze(state.params), trainer.load()
@@ -732,8 +722,8 @@ def test_frozen_params_come_back_with_their_version(slots: Slots, tmp_path: Path
     stepped(trainer, state, range(2, 3))
     ref, first = load(made.folder, ref=trainer.load(), first=trainer.load())
     assert (ref.version, ref.published, first.version, first.published) == (1, True, 0, False)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(ref).items())
-    assert nrl.publish(ref, hf.sampler(slots[1:], tiny.model())) == 1
+    assert_equal(weights(ref), expected)
+    assert nrl.publish(ref, hf.sampler(slots[1:2], tiny.model())) == 1
     assert torch.equal(trainer.logprobs(ref, rows(0)).result(), trainer.logprobs(published, rows(0)).result())
 
 

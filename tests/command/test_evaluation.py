@@ -25,6 +25,7 @@ from nrl.runs.folder import claim
 from tests.backends.openai.test_openai import Served, serving
 from tests.backends.sampling.test_samplers import model as served_model
 from tests.children import child
+from tests.jsonlines import lines
 
 ROOT = Path(__file__).parents[2]
 ROWS: list[dict[str, Any]] = [
@@ -38,10 +39,6 @@ DIGITS = "def judge(task, response):\n    return float(any(map(str.isdigit, resp
 def write(path: Path, rows: list[Any]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

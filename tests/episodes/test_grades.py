@@ -16,6 +16,7 @@ from nrl.envs import exact, number, single_turn
 from nrl.episodes.grades import Graded, grade, measure
 from nrl.errors import DataError, EnvError
 from nrl.reduce import Mean, finalize, merge
+from nrl.runtime import Slots
 from nrl.runtime.mesh.futures import Future, done
 
 TOKENIZER = tiny.tokenizer()
@@ -145,9 +146,8 @@ def test_a_k_that_cannot_be_estimated_is_refused(k: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def sampler() -> Any:
-    with nrl.cluster("local") as cluster:
-        yield hf.sampler(cluster.reserve(1), tiny.model(), Sampling(max_new_tokens=4))
+def sampler(slots: Slots) -> Any:
+    return hf.sampler(slots[:1], tiny.model(), Sampling(max_new_tokens=4))
 
 
 def digit(task: Any, response: str) -> float:

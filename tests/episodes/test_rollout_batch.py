@@ -24,6 +24,7 @@ from nrl.episodes.summaries import summary
 from nrl.errors import DataError, GenerationError
 from nrl.reduce import finalize
 from tests.episodes.scripted import TASKS, Scripted
+from tests.processes import settled
 
 
 def test_rows_hold_prompt_and_completion(sampler: EnginePool) -> None:
@@ -144,9 +145,7 @@ def test_a_verifier_that_does_not_return_fails_its_row_alone(sampler: EnginePool
     assert time.monotonic() - began < 5
     assert batch["valid"].tolist() == [False, False, True, True]
     waits.set()
-    until = time.monotonic() + 5
-    while stuck() and time.monotonic() < until:
-        time.sleep(0.01)
+    settled(stuck, 5)
 
 
 def test_what_is_warned_of_is_at_the_users_line_and_masked(
@@ -174,9 +173,7 @@ def test_one_thread_is_still_in_a_call(sampler: EnginePool) -> None:
     with pytest.warns(UserWarning, match="; 1 thread is still in calls that did not return$"):
         rollout(sampler, single_turn(lambda *_: waits.wait(), timeout=0.1), TASKS[:1])
     waits.set()
-    until = time.monotonic() + 5
-    while stuck() and time.monotonic() < until:
-        time.sleep(0.01)
+    settled(stuck, 5)
 
 
 def test_each_environment_of_a_mixture_keeps_its_own_limit(sampler: EnginePool) -> None:

@@ -21,7 +21,7 @@ from nrl.episodes import rollouts
 from nrl.episodes.summaries import summary
 from nrl.errors import DataError, EnvError, LostRequest, PlacementError
 from nrl.reduce import finalize
-from nrl.runtime import Cluster
+from nrl.runtime import Slots
 from tests.episodes.scripted import TASKS, Scripted
 
 
@@ -70,8 +70,8 @@ def test_a_take_that_is_broken_off_has_taken_nothing(sampler: EnginePool) -> Non
 
 
 @pytest.mark.parametrize("n", [0, 1, 3])
-def test_the_lag_of_ahead_is_exactly_min_k_n(cluster: Cluster, trainer: Trainer, n: int) -> None:
-    sampler = hf.sampler(cluster.reserve(1), tiny.model(num_hidden_layers=1), Sampling(max_new_tokens=2))
+def test_the_lag_of_ahead_is_exactly_min_k_n(slots: Slots, trainer: Trainer, n: int) -> None:
+    sampler = hf.sampler(slots[2:3], tiny.model(num_hidden_layers=1), Sampling(max_new_tokens=2))
     env = single_turn(lambda task, response: float(len(response)))
     stream = nrl.ahead(nrl.batched(rollouts(sampler, env, data.tasks("arithmetic"), n=4), 2), n)
     state, step = trainer.init(), trainer.train_step(grpo_loss)

@@ -17,6 +17,7 @@ from nrl.episodes.call_threads import stuck
 from nrl.episodes.user_errors import Failed, error_text
 from nrl.episodes.verifier_calls import Calls
 from nrl.runtime.threads import Daemons
+from tests.processes import settled
 
 WHO = contextvars.ContextVar("who", default="nobody")
 LONG = threading.Event()  # never set while a test waits
@@ -27,10 +28,7 @@ def nothing_is_left() -> Any:
     LONG.clear()
     yield
     LONG.set()
-    until = time.monotonic() + 5
-    while stuck() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert stuck() == 0
+    assert settled(stuck, 5) == 0
 
 
 def ask(*fns: Callable[..., Any], timeout: float | None = 5.0) -> list[Any]:

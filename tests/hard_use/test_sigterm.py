@@ -23,8 +23,8 @@ from nrl.checkpoint import Checkpoints, checkpoints
 from nrl.envs import Environment, Step, single_turn
 from nrl.log import Sink, open_sinks
 from tests.children import server
+from tests.jsonlines import untimed
 from tests.processes import marked, settled, titles
-from tests.test_kill import numbers
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +148,7 @@ def test_a_run_that_is_ended_again_and_again_is_one_run(tmp_path: Path, lag: int
         assert ended[-1] == steps(broken)  # every step that was logged is saved
     assert len(ended) >= 2
     assert ended == sorted(ended)
-    assert numbers(broken / "run") == numbers(whole / "run")
+    assert untimed(broken / "run") == untimed(whole / "run")
     model = "run/model/model.safetensors"
     assert (broken / model).read_bytes() == (whole / model).read_bytes()
 

@@ -10,6 +10,7 @@ import yaml
 
 import nrl
 from nrl import tiny
+from nrl.command.cli import main
 from nrl.reduce import Mean
 from nrl.stream import counting
 
@@ -44,21 +45,46 @@ def test_no_file_has_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not [path.name for path in files if SECRET.encode() in path.read_bytes()]
 
 
+@attrs.frozen
+class Service:
+    url: str
+    password: str
+
+
+@attrs.frozen
+class Nested(Config):
+    token: str = ""
+    services: tuple[Service, ...] = ()
+    pad_token: str = "<pad>"
+
+
 def test_a_secret_by_its_key_is_in_no_file_and_the_run_goes_on_with_another_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The configuration of what is resumed reads as it was written: a bare mask would be an alias of YAML."""
-    for steps, secret in enumerate(("pw1", "pw-2", "pw~3"), 1):
+    secrets = ("pw1", "pw-2", "pw~3")
+    for steps, secret in enumerate(secrets, 1):
         monkeypatch.setenv("MY_API_KEY", f"it is {secret}")
-        engine = {"api_key": secret, "servers": [{"url": f"http://me:{secret}@gpu7", "hf_token": secret}], "tp": 2}
-        with nrl.run(Config(tmp_path, steps, note=f"it is {secret}", engine=engine)) as run:
+        url = f"http://me:{secret}@gpu7"
+        servers = [{"url": url, "hf_token": secret, "headers": {"Authorization": secret}}]
+        engine = {"api_key": secret, "servers": servers, "max_tokens": 3}
+        asked = Nested(
+            tmp_path, steps, f"it is {secret}", engine=engine, token=secret, services=(Service(url, secret),)
+        )
+        with nrl.run(asked) as run:
             (stream,) = (run.restore(stream=counting()),)
             for i, _ in run.steps(nrl.batched(stream, 1, collate=lambda _: nrl.Batch({}, batch_size=[1]))):
-                run.log(i)
+                run.log(i, samples={"password": secret, "rows": []})
                 run.save(i, stream=stream)
-    asked = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert asked["engine"] == {"api_key": "***", "servers": [{"url": "http://***@gpu7", "hf_token": "***"}], "tp": 2}
-    assert asked["note"] == "***"
+    assert main(["report", str(tmp_path)]) == 0
+    written = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    url = "http://***@gpu7"
+    servers = [{"url": url, "hf_token": "***", "headers": {"Authorization": "***"}}]
+    assert written["engine"] == {"api_key": "***", "servers": servers, "max_tokens": 3}
+    assert written["services"] == [{"url": url, "password": "***"}]
+    assert (written["note"], written["token"], written["pad_token"]) == ("***", "***", "<pad>")
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"metrics.jsonl", "rollouts.jsonl", "report.html", "config.1.yaml"} <= {path.name for path in files}
     assert any(path.name.startswith("events.out.tfevents") for path in files)
-    assert not [path for path in files for secret in (b"pw1", b"pw-2", b"pw~3") if secret in path.read_bytes()]
+    assert not [path for path in files for secret in secrets if secret.encode() in path.read_bytes()]
+    assert not [secret for secret in secrets if secret in "".join(capfd.readouterr())]

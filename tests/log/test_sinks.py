@@ -114,6 +114,8 @@ def test_wandb_offline_and_its_run_that_goes_on(tmp_path: Path, monkeypatch: pyt
     first, second = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     number = (tmp_path / "wandb-run").read_text()
     assert first.name == second.name == f"run-{number}.wandb"
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if CONFIG["note"].encode() in path.read_bytes()]
     for file, steps in ((first, range(3)), (second, range(2, 4))):
         config, history = read_wandb(file)
         assert config["optimizer.lr"] == "0.5"

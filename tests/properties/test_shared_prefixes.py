@@ -39,12 +39,6 @@ def trainer(slots: Slots, dp: int = 1, max_tokens: int = LARGE, packed: bool = T
     return fsdp.trainer(slots[:dp], MODEL, SHOW, max_tokens=max_tokens, packed=packed)
 
 
-@pytest.fixture(scope="module")
-def slots() -> Iterator[Slots]:
-    with nrl.cluster("local") as cluster:
-        yield cluster.reserve(3)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def laid_out() -> Iterator[list[Packed]]:
     """Every layout that was made, newest last; blocks are free."""

@@ -1,7 +1,5 @@
 """Laws 4 and 6: state is linear, and versions count publishes, whatever the order of steps, publishes and copies."""
 
-from collections.abc import Iterator
-
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -14,15 +12,15 @@ from nrl.backends import Params, Trainer, TrainState, publish
 from nrl.backends.training.trainer import make_trainer
 from nrl.errors import ConsumedState
 from nrl.reduce import finalize
+from nrl.runtime import Slots
 from tests.backends.bigram import VOCABULARY, Bigram, Recorder
 
 OPERATIONS = ("step", "skip", "publish", "publish to another", "freeze", "save and restore")
 
 
 @pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    with nrl.cluster("local") as cluster:
-        yield make_trainer(cluster.reserve(2).mesh(), Bigram, name="bigram", max_tokens=100)
+def trainer(slots: Slots) -> Trainer:
+    return make_trainer(slots[:2].mesh(), Bigram, name="bigram", max_tokens=100)
 
 
 def batch_of(trained: bool) -> nrl.Batch:

@@ -4,7 +4,6 @@ The optimizer is AdamW without memory and with a huge epsilon, ``w - g / (1 + |g
 and rounding does not grow.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import hypothesis.strategies as st
@@ -45,12 +44,6 @@ class Result(NamedTuple):
 
     metrics: dict[str, float]
     change: dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def slots() -> Iterator[Slots]:
-    with nrl.cluster("local") as cluster:
-        yield cluster.reserve(3)
 
 
 def trainer(slots: Slots, dp: int = 1, max_tokens: int = LARGE, packed: bool = True) -> Trainer:

@@ -5,7 +5,7 @@ saw the bad one.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,14 +32,9 @@ from tests.properties.strategies import (
     TINY,
     make_batch,
 )
+from tests.weights import assert_equal, weights
 
 LARGE = 10_000
-
-
-@pytest.fixture(scope="module")
-def slots() -> Iterator[Slots]:
-    with nrl.cluster("local") as cluster:
-        yield cluster.reserve(3)
 
 
 def make(slots: Slots, dp: int = 1, max_tokens: int = LARGE) -> Trainer:
@@ -59,15 +54,6 @@ def batch() -> Batch:
     return batch
 
 
-def weights(state: Any) -> dict[str, Tensor]:
-    return {name: x.clone() for name, x in state.params.tensors()}
-
-
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
-
-
 def refused(trainer: Trainer, loss: Loss, batch: Batch, error: type[Exception], match: str) -> None:
     """``loss`` raises, and the state that it was given is as good as new."""
     state = trainer.init()
@@ -75,12 +61,12 @@ def refused(trainer: Trainer, loss: Loss, batch: Batch, error: type[Exception], 
     with pytest.raises(error, match=match):
         trainer.train_step(loss)(state, batch)
     assert not state.handle.consumed
-    assert_same(weights(state), before)
+    assert_equal(weights(state), before)
     good = make_batch([6, 6, 6], [False] * 3, [False] * 3, seed=8, pairs=False)
     after, _ = trainer.train_step(sft_loss)(state, good)
     expected, _ = trainer.train_step(sft_loss)(trainer.init(), good)
     assert after.step == 1
-    assert_same(weights(after), weights(expected))
+    assert_equal(weights(after), weights(expected))
 
 
 def mean_of_means(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:

@@ -1,10 +1,9 @@
 """The programs that tests of runs start, kill and start again."""
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -35,10 +34,6 @@ def batches() -> Source[Batch]:
 
 def mean(total: float, weight: float = 1.0) -> Mean:
     return Mean(torch.tensor(total), torch.tensor(weight))
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def names(out: Path) -> list[str]:

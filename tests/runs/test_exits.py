@@ -3,7 +3,6 @@
 import errno
 import os
 import pty
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -122,14 +121,15 @@ def test_a_program_is_called_with_its_configuration(
 
 
 @pytest.mark.parametrize(("variables", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
-def test_it_is_in_colour_on_a_terminal(variables: dict[str, str], coloured: bool) -> None:
+def test_it_is_in_colour_on_a_terminal(
+    variables: dict[str, str], coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     above, below = pty.openpty()
-    program = "from nrl.runs.exits import exit_status; import nrl.errors\n"
-    program += "def f(): raise nrl.errors.DataError('no')\nexit_status(f, 'it')"
-    environment = {**os.environ, "TERM": "xterm", **variables}
-    with subprocess.Popen([sys.executable, "-c", program], stderr=below, env=environment) as child:
-        os.close(below)
+    for name, value in {"TERM": "xterm", **variables}.items():
+        monkeypatch.setenv(name, value)
+    with os.fdopen(below, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert exit_status(raising(DataError("no")), "it") == 2
         said = os.read(above, 1000).decode()
-        assert child.wait(60) == 0
     os.close(above)
     assert said.startswith("\x1b[1;31mit:\x1b[0m no" if coloured else "it: no")

@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
@@ -24,7 +23,8 @@ from nrl.runtime.trace import timeline
 from nrl.stream import ahead, counting
 from tests.children import child
 from tests.disks import small_disk_at
-from tests.runs.programs import Config, Resumable, batches, mean, names, read, walk
+from tests.jsonlines import lines, untimed
+from tests.runs.programs import Config, Resumable, batches, mean, names, walk
 
 ALWAYS = {"step", "loss", "grad_norm", "tokens_per_second", "time/rollout", "time/train", "time/total"}
 
@@ -60,19 +60,19 @@ def test_one_flushed_line_a_step(tmp_path: Path) -> None:
     with run(Config(out=tmp_path)) as entered:
         for i, _ in entered.steps(batches()):
             entered.log(i, {"loss": mean(i + 1.0, 2.0), "grad_norm": Max(torch.tensor(0.5))})
-            assert len(read(tmp_path / "metrics.jsonl")) == i + 1
-    lines = read(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [0, 1, 2]
-    assert [line["loss"] for line in lines] == [0.5, 1.0, 1.5]
-    assert all(line.keys() == ALWAYS and line["grad_norm"] == 0.5 for line in lines)
-    assert all(isinstance(line["step"], int) for line in lines)
+            assert len(lines(tmp_path / "metrics.jsonl")) == i + 1
+    found = lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in found] == [0, 1, 2]
+    assert [line["loss"] for line in found] == [0.5, 1.0, 1.5]
+    assert all(line.keys() == ALWAYS and line["grad_norm"] == 0.5 for line in found)
+    assert all(isinstance(line["step"], int) for line in found)
 
 
 def test_a_line_has_all_metrics_and_what_it_took(tmp_path: Path) -> None:
     with run(Config(out=tmp_path, steps=1)) as entered:
         for i, _ in entered.steps(batches()):
             logged = entered.log(i, {"tokens": Sum(torch.tensor(50)), "env/score": mean(3.0)})
-    (line,) = read(tmp_path / "metrics.jsonl")
+    (line,) = lines(tmp_path / "metrics.jsonl")
     assert line.keys() == {*ALWAYS, "tokens", "env/score"}
     assert line == {key: None if math.isnan(value) else value for key, value in logged.items()}
     assert line["env/score"] == 3
@@ -91,7 +91,7 @@ def test_a_step_that_publishes_says_what_it_took(tmp_path: Path) -> None:
                 with timeline.span("publish"):
                     time.sleep(0.01)
             entered.log(i, {"loss": mean(0.5)})
-    first, second = read(tmp_path / "metrics.jsonl")
+    first, second = lines(tmp_path / "metrics.jsonl")
     assert 0.02 <= first["time/publish"] <= first["time/train"]
     assert second.keys() == ALWAYS
 
@@ -101,7 +101,7 @@ def test_what_was_not_measured_is_null(tmp_path: Path) -> None:
         for i, _ in entered.steps(batches()):
             logged = entered.log(i, {"kl": mean(0.0, 0.0), "ratio": Max(torch.tensor(-math.inf))})
             assert all(math.isnan(logged[key]) for key in ("loss", "grad_norm", "kl"))
-    (line,) = read(tmp_path / "metrics.jsonl")
+    (line,) = lines(tmp_path / "metrics.jsonl")
     assert (line["loss"], line["grad_norm"], line["kl"], line["ratio"]) == (None, None, None, None)
     assert line["tokens_per_second"] == 0
 
@@ -111,7 +111,7 @@ def test_futures_are_waited_for_and_several_metrics_are_merged(tmp_path: Path) -
     with run(Config(out=tmp_path, steps=1)) as entered:
         for i, _ in entered.steps(batches()):
             entered.log(i, done(of_the_step), {"reward": mean(3.0, 4.0), "both": Sum(torch.tensor(2.0))})
-    (line,) = read(tmp_path / "metrics.jsonl")
+    (line,) = lines(tmp_path / "metrics.jsonl")
     assert (line["loss"], line["reward"], line["both"]) == (1.0, 0.75, 3.0)
     assert of_the_step.keys() == {"loss", "both"}
 
@@ -123,8 +123,8 @@ def test_other_loops_have_files_of_their_own(tmp_path: Path) -> None:
             assert names(tmp_path) == ["config.yaml", "timeline.json", "warmup.jsonl"]
         for i, _ in entered.steps(batches()):
             entered.log(i, {"loss": mean(20.0)})
-    assert [(line["step"], line["loss"]) for line in read(tmp_path / "warmup.jsonl")] == [(0, 10), (1, 10), (2, 10)]
-    assert [(line["step"], line["loss"]) for line in read(tmp_path / "metrics.jsonl")] == [(0, 20), (1, 20)]
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path / "warmup.jsonl")] == [(0, 10), (1, 10), (2, 10)]
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path / "metrics.jsonl")] == [(0, 20), (1, 20)]
 
 
 def test_a_loop_within_a_step_leaves_that_step_its_own_file(tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_a_loop_within_a_step_leaves_that_step_its_own_file(tmp_path: Path) -> N
             for j, _ in entered.steps(batches(), 3, name="eval"):
                 entered.log(j, {"loss": mean(10.0)})
             entered.log(i, {"loss": mean(20.0)})
-    assert [(line["step"], line["loss"]) for line in read(tmp_path / "metrics.jsonl")] == [(0, 20), (1, 20)]
-    assert [(line["step"], line["loss"]) for line in read(tmp_path / "eval.jsonl")] == [(0, 10), (1, 10), (2, 10)] * 2
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path / "metrics.jsonl")] == [(0, 20), (1, 20)]
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path / "eval.jsonl")] == [(0, 10), (1, 10), (2, 10)] * 2
 
 
 def test_what_was_logged_before_an_error_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +147,7 @@ def test_what_was_logged_before_an_error_stays(tmp_path: Path, capsys: pytest.Ca
 
     with pytest.raises(ZeroDivisionError):
         program()
-    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [0, 1]
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1]
     assert "done in" not in capsys.readouterr().out
 
 
@@ -177,7 +177,7 @@ def test_trouble_is_shown_only_where_there_is_some(tmp_path: Path, capsys: pytes
     assert not any(word in first for word in ("invalid", "skipped", "lag"))
     assert "invalid 3" in last
     assert "skipped" not in last
-    assert all(line.keys() >= {"invalid", "skipped", "lag"} for line in read(tmp_path / "metrics.jsonl"))
+    assert all(line.keys() >= {"invalid", "skipped", "lag"} for line in lines(tmp_path / "metrics.jsonl"))
 
 
 # --- going on
@@ -185,15 +185,6 @@ def test_trouble_is_shown_only_where_there_is_some(tmp_path: Path, capsys: pytes
 
 class Killed(BaseException):
     """Ends a program where it is raised."""
-
-
-def logs(out: Path) -> dict[str, list[dict[str, Any]]]:
-    """All that was written but times."""
-    timed = ("time/", "tokens_per_second")
-    return {
-        path.name: [{k: v for k, v in line.items() if not k.startswith(timed)} for line in read(path)]
-        for path in sorted(out.glob("*.jsonl"))
-    }
 
 
 def killed(cfg: Resumable, place: str, step: int) -> None:
@@ -215,8 +206,8 @@ def places() -> list[tuple[str, int]]:
 
 def test_killed_anywhere_and_started_again_it_is_as_if_nothing_had_been(tmp_path: Path) -> None:
     expected = walk(Resumable(tmp_path / "whole"))
-    lines = logs(tmp_path / "whole")
-    assert {name: len(found) for name, found in lines.items()} == {
+    logs = untimed(tmp_path / "whole")
+    assert {name: len(found) for name, found in logs.items()} == {
         "metrics.jsonl": 7,
         "rollouts.jsonl": 7,
         "eval.jsonl": 6,
@@ -235,7 +226,7 @@ def test_killed_anywhere_and_started_again_it_is_as_if_nothing_had_been(tmp_path
         total, kl = walk(cfg)
         assert (total, kl.mean) == (expected[0], expected[1].mean), (place, step)
         assert torch.equal(kl.seen, expected[1].seen)
-        assert logs(cfg.out) == lines, (place, step)
+        assert untimed(cfg.out) == logs, (place, step)
 
 
 def test_killed_again_and_again(tmp_path: Path) -> None:
@@ -251,7 +242,7 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     ]:
         killed(cfg, place, step)
     assert walk(cfg)[0] == expected[0]
-    assert logs(cfg.out) == logs(tmp_path / "whole")
+    assert untimed(cfg.out) == untimed(tmp_path / "whole")
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,7 +268,7 @@ def test_more_steps_may_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixtu
     before = (cfg.out / "config.yaml").read_text()
     capsys.readouterr()
     assert walk(attrs.evolve(cfg, steps=9))[0] == expected[0]
-    assert logs(cfg.out) == logs(tmp_path / "whole")
+    assert untimed(cfg.out) == untimed(tmp_path / "whole")
     assert "run: going on with another configuration: steps: 4 -> 9" in capsys.readouterr().out
     assert (cfg.out / "config.1.yaml").read_text() == before
     assert nrl.config.load(Resumable, [str(cfg.out / "config.yaml")]).steps == 9
@@ -309,7 +300,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, tmp_path: Path, capsys
     if damage != "gone":
         file.write_bytes(b"" if damage == "x = b''" else data[:200] + bytes([data[200] ^ 4]) + data[201:])
     assert walk(cfg)[0] == expected[0]
-    assert logs(cfg.out) == logs(tmp_path / "whole")
+    assert untimed(cfg.out) == untimed(tmp_path / "whole")
     said = capsys.readouterr().out
     assert f"checkpoint: {newest}: " in said
     assert "it is now 000006.damaged, and 000003 is used" in said
@@ -322,12 +313,12 @@ def test_all_checkpoints_damaged_is_an_error_and_nothing_is_cut(tmp_path: Path) 
     killed(cfg, "pulled", 6)
     for file in tmp_path.glob("checkpoints/train/*/total.pt"):
         file.write_bytes(b"")
-    before = logs(tmp_path)
+    before = untimed(tmp_path)
     root = tmp_path / "checkpoints" / "train"
     for _ in range(2):
         with pytest.raises(CheckpointError, match=f"none of its 2 checkpoints .* remove {root} to start from the beg"):
             walk(cfg)
-        assert logs(tmp_path) == before
+        assert untimed(tmp_path) == before
 
 
 def test_the_best_outlives_others_and_is_known_after_a_resume(tmp_path: Path) -> None:
@@ -385,14 +376,14 @@ def never_restores(cfg: Resumable) -> None:
 def test_a_program_that_never_restores_is_refused_in_a_used_folder(tmp_path: Path) -> None:
     cfg = Resumable(tmp_path)
     never_restores(cfg)
-    before = logs(tmp_path)
+    before = untimed(tmp_path)
     message = (
         r"run.steps: out=.* holds steps of the loop 'train', which this run did not restore; call "
         r"run.restore\('train', ...\) before the loop, or give another folder"
     )
     with pytest.raises(ConfigError, match=message):
         never_restores(cfg)
-    assert logs(tmp_path) == before
+    assert untimed(tmp_path) == before
 
 
 def test_a_loop_may_come_twice_in_one_run(tmp_path: Path) -> None:
@@ -400,8 +391,8 @@ def test_a_loop_may_come_twice_in_one_run(tmp_path: Path) -> None:
         for name in ("train", "probe", "probe", "train"):
             for i, _ in entered.steps(counting(), 2, name=name):
                 entered.log(i, {"loss": mean(1.0)})
-    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [0, 1, 0, 1]
-    assert [line["step"] for line in read(tmp_path / "probe.jsonl")] == [0, 1, 0, 1]
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 0, 1]
+    assert [line["step"] for line in lines(tmp_path / "probe.jsonl")] == [0, 1, 0, 1]
 
 
 def test_what_this_run_wrote_before_it_restores_is_not_cut(tmp_path: Path) -> None:
@@ -409,7 +400,7 @@ def test_what_this_run_wrote_before_it_restores_is_not_cut(tmp_path: Path) -> No
         for i, _ in entered.steps(counting(), 2, name="baseline"):
             entered.log(i, {"loss": mean(1.0)})
         entered.restore(x=1)
-        assert len(read(tmp_path / "baseline.jsonl")) == 2
+        assert len(lines(tmp_path / "baseline.jsonl")) == 2
 
 
 def test_names_are_compared_at_the_first_step(tmp_path: Path) -> None:
@@ -439,13 +430,13 @@ def test_what_cannot_be_held_is_said_at_the_first_step(tmp_path: Path) -> None:
 
 def test_other_names_than_the_checkpoint_has(tmp_path: Path) -> None:
     walk(Resumable(tmp_path))
-    before = logs(tmp_path)
+    before = untimed(tmp_path)
     with run(Resumable(tmp_path)) as entered:
         with pytest.raises(CheckpointError, match="load: .*7 holds kl, stream, total, and the program asks for x;"):
             entered.restore(x=1)
         with pytest.raises(CheckpointError, match="'kl' was saved as a Controller with the fields mean, seen"):
             entered.restore(kl={"mean": 0.0}, stream=ahead(counting(), 2), total=0.0)
-    assert logs(tmp_path) == before
+    assert untimed(tmp_path) == before
 
 
 def test_what_is_logged_after_the_save_would_be_lost(tmp_path: Path) -> None:
@@ -515,7 +506,7 @@ def test_a_full_disk_anywhere_and_then_room_again(place: str, small_disk: Path, 
     assert not list(cfg.out.glob("checkpoints/*/.*"))
     heavy.unlink()
     assert walk(cfg)[0] == expected[0]
-    assert logs(cfg.out) == logs(tmp_path / "whole")
+    assert untimed(cfg.out) == untimed(tmp_path / "whole")
 
 
 def writes_until_it_may_not(cfg: Resumable) -> None:

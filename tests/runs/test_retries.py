@@ -1,6 +1,5 @@
 """A program that loses processes goes on by itself, and ends as if it had lost none."""
 
-import json
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +19,8 @@ from nrl.checkpoint import Checkpoints
 from nrl.errors import ClosedCluster, ConfigError, LostActor
 from nrl.reduce import Sum
 from nrl.stream import counting
+from tests.jsonlines import untimed
+from tests.weights import assert_equal
 
 
 @attrs.frozen
@@ -71,16 +72,6 @@ def train(cfg: Config, at: Callable[[str, int], None] = lambda place, step: None
 EVERYWHERE = [("built", 0), ("pulled", 1), ("stepped", 3), ("logged", 4), ("saved", 5), ("finished", 0)]
 
 
-def logged(out: Path) -> list[dict[str, Any]]:
-    """All but times."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "tokens_per_second"))} for line in lines]
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     pauses: list[float] = []
@@ -96,9 +87,9 @@ def test_lost_anywhere_the_metrics_and_weights_are_those_of_an_uninterrupted_run
 ) -> None:
     expected = train(Config(str(tmp_path / "whole")))
     found = nrl.retrying(partial(train, at=losing(*EVERYWHERE)), times=2)(Config(str(tmp_path / "lost")))
-    assert same(found, expected)
-    assert logged(tmp_path / "lost") == logged(tmp_path / "whole")
-    assert len(logged(tmp_path / "lost")) == 6
+    assert_equal(found, expected)
+    assert untimed(tmp_path / "lost")["metrics.jsonl"] == untimed(tmp_path / "whole")["metrics.jsonl"]
+    assert len(untimed(tmp_path / "lost")["metrics.jsonl"]) == 6
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("retrying: attempt")]
     start, after = "from the beginning", f"after step {{}} of 'train' in {tmp_path / 'lost'}"
     assert said == [
@@ -123,8 +114,8 @@ def test_without_a_folder_it_goes_on_in_the_one_that_was_made_first(
     (whole,) = Path("runs").iterdir()
     found = nrl.retrying(partial(train, at=losing(*EVERYWHERE)))(Config())
     (lost,) = set(Path("runs").iterdir()) - {whole}
-    assert same(found, expected)
-    assert logged(lost) == logged(whole)
+    assert_equal(found, expected)
+    assert untimed(lost)["metrics.jsonl"] == untimed(whole)["metrics.jsonl"]
     assert (lost / "config.yaml").read_text() == (whole / "config.yaml").read_text()
     assert not (lost / "config.1.yaml").exists()
     nrl.retrying(train)(Config())
@@ -210,7 +201,7 @@ def test_retries_without_a_new_checkpoint_are_counted(tmp_path: Path, slept: lis
     assert caught.value.__notes__ == ["retrying: 4 retries in a row came to no new checkpoint"]
     assert len(attempts) == 1 + 4
     assert slept == [0.5, 1, 2, 4]
-    assert [line["step"] for line in logged(tmp_path)] == [0, 1, 2]
+    assert [line["step"] for line in untimed(tmp_path)["metrics.jsonl"]] == [0, 1, 2]
 
 
 def test_a_new_checkpoint_starts_the_count_anew(tmp_path: Path, slept: list[float]) -> None:

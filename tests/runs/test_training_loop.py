@@ -1,24 +1,23 @@
 """Several optimizer steps on one batch."""
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import nrl
 from nrl import Batch, tiny
 from nrl.algos import dapo_loss, sft_loss
-from nrl.backends import Trainer, TrainState, adamw, fsdp
+from nrl.backends import Trainer, adamw, fsdp
 from nrl.errors import BatchError, ConfigError
 from nrl.reduce import finalize, merge, without
+from nrl.runtime import Slots
+from tests.weights import assert_equal, weights
 
 
 @pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    with nrl.cluster("local") as cluster:
-        yield fsdp.trainer(cluster.reserve(1), tiny.model(hidden_size=32), adamw(lr=1e-2))
+def trainer(slots: Slots) -> Trainer:
+    return fsdp.trainer(slots[:1], tiny.model(hidden_size=32), adamw(lr=1e-2))
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +26,6 @@ def batch(trainer: Trainer) -> Batch:
     logprobs = trainer.logprobs(trainer.init().params, rows).result()
     advantages = torch.arange(16.0).unsqueeze(-1) * rows["loss_mask"] - 7
     return nrl.assign(rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=advantages)
-
-
-def weights(state: TrainState) -> Mapping[str, Tensor]:
-    return dict(state.params.tensors())
 
 
 def test_the_parts_are_stepped_on_one_after_the_other(trainer: Trainer, batch: Batch) -> None:
@@ -42,13 +37,13 @@ def test_the_parts_are_stepped_on_one_after_the_other(trainer: Trainer, batch: B
         one, found = step(one, part)
         expected = merge(expected, without("mismatch/", found.result()) if number else found.result())
     assert state.step == one.step == 3
-    assert all(torch.equal(x, weights(one)[name]) for name, x in weights(state).items())
+    assert_equal(weights(state), weights(one))
     assert finalize(metrics.result()) == finalize(expected)
     assert finalize(expected)["mismatch/max_abs"] < 1e-5  # not those of weights that the sampler never had
     following, _ = some(state, batch)
     for part in nrl.minibatches(batch, 3, seed=5 + 3):  # another draw
         one, _ = step(one, part)
-    assert all(torch.equal(x, weights(one)[name]) for name, x in weights(following).items())
+    assert_equal(weights(following), weights(one))
 
 
 def test_columns_are_split_too(trainer: Trainer, batch: Batch) -> None:
@@ -56,7 +51,7 @@ def test_columns_are_split_too(trainer: Trainer, batch: Batch) -> None:
     bare = Batch({name: x for name, x in batch.items() if name != "advantages"}, batch_size=[16])
     state, _ = some(trainer.init(), bare, advantages=batch["advantages"])
     whole, _ = some(trainer.init(), batch)
-    assert all(torch.equal(x, weights(whole)[name]) for name, x in weights(state).items())
+    assert_equal(weights(state), weights(whole))
 
 
 def test_one_part_is_the_step_itself(trainer: Trainer) -> None:

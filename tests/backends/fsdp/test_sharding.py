@@ -52,6 +52,7 @@ from nrl.reduce import Max, Mean, Metrics, Min, Sum, finalize
 from tests.backends.fsdp.test_torch_engine import CONFIGS, MIXED, QWEN3, batch_of, entropy_loss
 from tests.backends.processes import Processes
 from tests.disks import small_disk_at, transferred
+from tests.weights import assert_close, assert_equal
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -245,11 +246,6 @@ def headed(mesh: DeviceMesh | None, head: Any, sizes: Sequence[int]) -> tuple[li
     return numbers, everything(made, state), out
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], x) for name, x in expected.items())
-
-
 @both
 @pytest.mark.parametrize("sizes", [(*MIXED, 3), (9, 5)])
 @pytest.mark.parametrize("head", list(HEADS))
@@ -266,12 +262,6 @@ def test_other_heads_and_a_teachers_tokens(pool: Processes, head: str, sizes: tu
     for expected_output, *outputs in zip(whole, *(out for _, _, out in found), strict=True):
         torch.testing.assert_close(parts.restore(outputs), expected_output, atol=1e-4, rtol=1e-4)
         assert bool(expected_output.any())
-
-
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, x in expected.items():
-        torch.testing.assert_close(found[name], x, rtol=relative, atol=relative * (1e-9 + float(x.abs().max())))
 
 
 # the same numbers

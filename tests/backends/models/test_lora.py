@@ -28,19 +28,14 @@ from nrl.batch import Batch
 from nrl.errors import ModelError
 from nrl.reduce import finalize
 from nrl.runtime import Slots
-from tests.backends.fsdp.test_sharding import assert_close, assert_equal, engine, everything, mine
+from tests.backends.fsdp.test_sharding import engine, everything, mine
 from tests.backends.fsdp.test_torch_engine import CONFIGS, MIXED, QWEN3, batch_of
 from tests.backends.processes import Processes
+from tests.weights import assert_close, assert_equal, weights
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 MODEL = Model(QWEN3, lora=LORA)
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@pytest.fixture(scope="module")
-def slots() -> Iterator[Slots]:
-    with nrl.cluster("local") as cluster:
-        yield cluster.reserve(4)
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +61,6 @@ def adapter_in(folder: Path, module: Any, *, kind: Any = peft.PeftModel, **field
     return made
 
 
-def tensors(params: Params) -> dict[str, Tensor]:
-    return {name: x.clone() for name, x in params.tensors()}
-
-
 def logprobs(by: Trainer, params: Params, batch: Batch | None = None) -> Tensor:
     found: Tensor = by.logprobs(params, batch_of(MIXED) if batch is None else batch).result()
     return found
@@ -93,7 +84,7 @@ def test_at_full_rank_the_first_step_has_the_direction_of_full_fine_tuning(slots
     batch, moved = batch_of(MIXED), []
     for model in (Model(QWEN3), Model(QWEN3, lora=str(tmp_path))):
         trainer = fsdp.trainer(slots[:1], model, plain)
-        before = tensors(trainer.load())
+        before = weights(trainer.load())
         state, _ = trainer.train_step(sft_loss)(trainer.init(), batch)
         moved.append({name: x - before[name] for name, x in state.params.tensors()})
     full, adapted = moved
@@ -124,7 +115,7 @@ def test_only_the_adapter_is_trained(slots: Slots) -> None:
 def test_a_new_adapter_changes_nothing(slots: Slots) -> None:
     base, adapted = trainer_of(slots[:1], Model(QWEN3)), trainer_of(slots[:1])
     assert torch.equal(logprobs(base, base.load()), logprobs(adapted, adapted.init().params))
-    assert_equal(tensors(adapted.init().params), tensors(base.load()))
+    assert_equal(weights(adapted.init()), weights(base.load()))
 
 
 def test_a_seed_gives_the_same_adapter_everywhere() -> None:
@@ -157,7 +148,7 @@ def test_it_computes_what_peft_does(slots: Slots, name: str, tmp_path: Path) -> 
             torch.testing.assert_close(found[row, 1:length], own, atol=1e-5, rtol=0)
     base = trainer_of(slots[:1], Model(CONFIGS[name]))
     assert not torch.allclose(logprobs(base, base.load()), found, atol=1e-2)
-    assert_close(tensors(params), dict(named_weights.named_tensors(theirs.merge_and_unload())), 1e-6)
+    assert_close(weights(params), dict(named_weights.named_tensors(theirs.merge_and_unload())), 1e-6)
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------
@@ -172,7 +163,7 @@ def test_layout_cannot_be_seen(slots: Slots, dp: int, options: dict[str, Any]) -
         state, step = trainer.init(), trainer.train_step(algos.grpo_loss)
         for _ in range(3):
             state, _ = step(state, batch)
-        found.append(tensors(state.params))
+        found.append(weights(state))
     assert_close(found[1], found[0], 1e-9)
 
 
@@ -346,13 +337,13 @@ def test_a_critic_begins_with_the_adapter_of_the_policy(slots: Slots) -> None:
     actor, critic = trainer_of(slots[:1]), trainer_of(slots[:1], attrs.evolve(MODEL, head="value"))
     state, _ = actor.train_step(sft_loss)(actor.init(), batch_of(MIXED))
     values = critic.init(state.params)
-    expected = tensors(state.params)
-    found = tensors(values.params)
+    expected = weights(state)
+    found = weights(values)
     assert_equal({name: found[name] for name in expected}, expected)
     assert not found["score.weight"].any()
     values, _ = critic.train_step(HEADS["value"])(values, rows_of("value"))
-    again = tensors(critic.init(values.params).params)
-    assert_equal(again, tensors(values.params))
+    again = weights(critic.init(values.params))
+    assert_equal(again, weights(values))
     assert again["score.weight"].any()
 
 
@@ -383,16 +374,16 @@ def test_what_is_saved_goes_on_exactly(slots: Slots, head: Any, tmp_path: Path) 
     state, _ = step(state, batch)
     trainer.save(state, tmp_path / "state")
     trainer.save(trainer.freeze(state.params), tmp_path / "params")
-    expected = tensors(state.params)
+    expected = weights(state)
     after, _ = step(state, batch)
     for again in (trainer, trainer_of(slots[:2], model)):
         restored, params = again.restore(tmp_path / "state"), again.restore(tmp_path / "params")
         assert restored.params.adapter == params.adapter == model.adapter
-        assert_equal(tensors(restored.params), expected)
-        assert_equal(tensors(params), expected)
+        assert_equal(weights(restored), expected)
+        assert_equal(weights(params), expected)
         gone_on, _ = again.train_step(HEADS[head])(restored, batch)
         assert gone_on.step == 3
-        assert_equal(tensors(gone_on.params), tensors(after.params))
+        assert_equal(weights(gone_on), weights(after))
     names = {name for file in tmp_path.glob("*/*.safetensors") for name in load_file(file)}
     assert all(".lora_" in name or ".score." in name for name in names)
 
@@ -408,7 +399,7 @@ def test_a_base_that_is_not_the_models_own_is_saved_with_the_adapter(slots: Slot
         restored = trainer.restore(tmp_path / str(number))
         a, b = (x if isinstance(x, Params) else x.params for x in (value, restored))
         assert b.adapter is None
-        assert_equal(tensors(b), tensors(a))
+        assert_equal(weights(b), weights(a))
 
 
 def test_an_adapter_is_not_restored_on_another_base(slots: Slots, tmp_path: Path) -> None:
@@ -534,7 +525,7 @@ def test_an_exported_adapter_is_read_by_peft_and_by_nrl(slots: Slots, head: Any,
     labels = {} if head == "lm" else {"num_labels": 1}
     base = kind.from_pretrained(tmp_path / "base", **labels)
     theirs: Any = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
-    assert_close(dict(named_weights.named_tensors(theirs.merge_and_unload())), tensors(state.params), 1e-6)
+    assert_close(dict(named_weights.named_tensors(theirs.merge_and_unload())), weights(state), 1e-6)
 
 
 def test_what_is_no_adapter_is_not_exported_as_one(slots: Slots, tmp_path: Path) -> None:

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,13 +11,13 @@ from nrl.backends.training.trainer import make_trainer
 from nrl.batch import Batch
 from nrl.errors import MissingOutput
 from nrl.reduce import Mean, finalize
+from nrl.runtime import Slots
 from tests.backends.bigram import Bigram
 
 
 @pytest.fixture
-def trainer() -> Iterator[Trainer]:
-    with nrl.cluster("local") as cluster:
-        yield make_trainer(cluster.reserve(1).mesh(), Bigram, name="bigram", max_tokens=8)
+def trainer(slots: Slots) -> Trainer:
+    return make_trainer(slots[:1].mesh(), Bigram, name="bigram", max_tokens=8)
 
 
 def rows() -> Batch:

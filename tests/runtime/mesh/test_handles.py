@@ -1,15 +1,7 @@
-from collections.abc import Iterator
-
 import pytest
 
 from nrl.errors import ClosedCluster, ConsumedState, ForeignState
 from nrl.runtime import Cluster, Handle, Mesh, cluster
-
-
-@pytest.fixture
-def local() -> Iterator[Cluster]:
-    with cluster("local") as entered:
-        yield entered
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 import itertools
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +13,6 @@ from nrl.backends import TRAINERS, adamw, fsdp
 from nrl.errors import PlacementError
 from nrl.reduce import Sum, finalize
 from nrl.runtime import Cluster
-
-
-@pytest.fixture
-def local() -> Iterator[Cluster]:
-    with nrl.cluster("local") as cluster:
-        yield cluster
-
 
 SQUARE = Layout(dp=2, tp=3, cp=2, pp=2)
 

@@ -1,17 +1,16 @@
-from collections.abc import Iterator
+"""The local cluster: its slots and meshes, and what a function mapped over it does otherwise than on processes."""
+
+from functools import partial
 
 import pytest
+import torch
+from torch import Tensor
 
-from nrl.errors import ClosedCluster, PlacementError
-from nrl.runtime import Cluster, Mesh, Slots, as_mesh, cluster, done
+from nrl.batch import Batch
+from nrl.errors import ClosedCluster, ForeignState, MutatedBatch, PlacementError
+from nrl.reduce import Metrics, Sum, finalize
+from nrl.runtime import Cluster, Mesh, P, Slots, as_mesh, cluster, donated, done, merged, resident, shard_map
 from nrl.runtime.executables.registry import EXECUTABLES, Executable, check_importable
-
-
-@pytest.fixture
-def local() -> Iterator[Cluster]:
-    with cluster("local") as entered:
-        yield entered
-
 
 # --- cluster
 
@@ -154,3 +153,63 @@ def test_a_future_that_is_done() -> None:
     assert done(3).result() == 3
     assert done(3).result(timeout=0.0) == 3
     assert done(None).result() is None
+
+
+# --- functions mapped over it: in this process, at once
+
+
+def test_one_shard_always_agrees_with_itself(local: Cluster) -> None:
+    assert shard_map(lambda x: x.sum(), local.reserve(1).mesh(), P("dp"), P())(torch.arange(4)).result() == 6
+
+
+def test_a_call_that_fails_consumes_nothing(local: Cluster) -> None:
+    mesh = local.reserve(3).mesh()
+    state = shard_map(lambda: 1, mesh, (), resident)()
+
+    def fail(state: int, x: Tensor) -> int:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        shard_map(fail, mesh, (donated, P("dp")), resident)(state, torch.arange(3))
+    assert shard_map(lambda state: state, mesh, resident, P())(state).result() == 1
+
+
+def test_a_handle_of_another_mesh(local: Cluster) -> None:
+    def step(state: int) -> int:
+        return state + 1
+
+    one, other = local.reserve(3).mesh(), local.reserve(3).mesh()
+    state = shard_map(lambda: 1, one, (), resident)()
+    for spec in (resident, donated):
+        with pytest.raises(ForeignState, match=r"shard_map\(step\): this value of shard_map\(<lambda>\) belongs to"):
+            shard_map(step, other, spec, resident)(state)
+    assert shard_map(step, one, donated, P())(state).result() == 2
+
+
+def test_a_cluster_that_has_been_left() -> None:
+    with cluster("local") as here:
+        mesh = here.reserve(2).mesh()
+        init = shard_map(lambda: 1, mesh, (), resident)
+        borrow, consume = (partial(shard_map(lambda x: x, mesh, spec, P()), init()) for spec in (resident, donated))
+    for call in (init, borrow, consume):
+        with pytest.raises(ClosedCluster, match=r"shard_map\(<lambda>\): the cluster 'local' has been left"):
+            call()
+
+
+@pytest.mark.parametrize("spec", [P("dp"), P()], ids=repr)
+@pytest.mark.parametrize("others", [0, 1])
+def test_debug_catches_a_function_that_writes_into_a_batch(
+    monkeypatch: pytest.MonkeyPatch, local: Cluster, spec: P, others: int
+) -> None:
+    monkeypatch.setenv("NRL_DEBUG", "1")
+    batch = Batch({"row": torch.arange(3)}, batch_size=[3])
+    mesh = local.reserve(3).mesh()
+
+    def my_fn(*batches: Batch) -> Metrics:
+        batches[-1]["row"].add_(1)
+        return {}
+
+    with pytest.raises(MutatedBatch, match="my_fn wrote into its batch: row"):
+        shard_map(my_fn, mesh, spec, merged)(*[batch] * others, batch.clone())
+    count = shard_map(lambda batch: {"rows": Sum(batch["row"].sum())}, mesh, P("dp"), merged)
+    assert finalize(count(batch).result()) == {"rows": 3}
