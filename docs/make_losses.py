@@ -27,7 +27,7 @@ SECTIONS = {
     "Critics": ("critics",),
     "Measures of an evaluation": ("measures",),
 }
-OTHERS = ("masking", "protocol")
+OTHERS = ("masking", "loss_contract")
 """Modules without a method."""
 
 HEAD = """# Methods

@@ -1,6 +1,5 @@
 """GRPO: `python examples/grpo.py` teaches a tiny model to add; `model=<name> data=<file>` trains a real model."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -10,7 +9,7 @@ from attrs.validators import ge, gt
 import nrl
 from nrl import Layout, algos, config, data, tiny
 from nrl.algos import advantages, check_mismatch, clip, policy_loss, sft_loss
-from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw
+from nrl.backends import SAMPLERS, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw, fsdp
 from nrl.checkpoint import Checkpoints
 from nrl.envs import VERIFIERS, single_turn
 from nrl.runs import Run
@@ -22,7 +21,7 @@ EMBEDDED = adamw(lr=7e-4, betas=(0.9, 0.95), schedule=Schedule("linear", steps=3
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
-    lora: str | Mapping[str, Any] | None = None  # arguments of peft.LoraConfig, or a folder in its format
+    lora: str | dict[str, Any] | None = None  # arguments of peft.LoraConfig, or a folder in its format
     data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
     format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
@@ -40,7 +39,6 @@ class Config:
     sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
     engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
     inflight: Literal["wait", "keep", "abort"] = "wait"  # what becomes of rows under way, when weights are published
-    trainer: Literal["fsdp"] = "fsdp"
     dp: int = attrs.field(default=1, validator=ge(1))  # shards that the trainer splits a batch into
     layout: Layout = config.derived(lambda cfg: Layout(cfg.dp))  # all axes of the trainer's mesh; dp is the short form
     samplers: int = attrs.field(default=1, validator=ge(0))  # processes that sample; 0: on the trainer's slots
@@ -80,12 +78,11 @@ def main(cfg: Config) -> None:
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
         slots = cluster.reserve(cfg.layout.slots + cfg.samplers)
-        train, sample = slots[: cfg.layout.slots], slots[cfg.layout.slots :] or slots
+        mesh = slots[: cfg.layout.slots].mesh(layout=cfg.layout, name="trainer")
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, lora=cfg.lora, trust_remote_code=cfg.trust_remote_code)
-        make = partial(TRAINERS[cfg.trainer], max_tokens=cfg.max_tokens, checkpointing=cfg.checkpointing)
-        trainer = make(train, model, cfg.optimizer, layout=cfg.layout)
-        warm = make(trainer.mesh, model, cfg.warmup_optimizer)
-        sampler = SAMPLERS[cfg.sampler](sample, model, cfg.sampling, **cfg.engine)
+        make = partial(fsdp.trainer, mesh, model, max_tokens=cfg.max_tokens, checkpointing=cfg.checkpointing)
+        trainer, warm = make(cfg.optimizer), make(cfg.warmup_optimizer)
+        sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)
         loss = policy_loss(clip(0.2), aggregate=getattr(algos, cfg.aggregate))
         step = nrl.minibatched(trainer.train_step(loss), cfg.updates, cfg.seed)
         groups = nrl.rollouts(sampler, single_turn(VERIFIERS[cfg.verifier]), tasks, n=cfg.group_size, seed=cfg.seed)

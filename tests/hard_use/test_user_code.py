@@ -122,7 +122,7 @@ def test_rows_fail_and_the_run_comes_to_its_end(tmp_path: Path, name: str, clust
     assert child.exitcode == 0, err
     assert invalid(tmp_path) == [1.0] * 4
     assert (tmp_path / "run/model/model.safetensors").exists()
-    assert ("TimeoutError: step did not return within 1 s" if name == "sleeps" else "SystemExit: ") in err
+    assert ("TimeoutError: verifier did not return within 1 s" if name == "sleeps" else "SystemExit: ") in err
 
 
 def test_coroutines_that_exit_fail_their_rows_alone(tmp_path: Path) -> None:
