@@ -25,7 +25,7 @@ from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading, named_weights
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch, lengths
-from nrl.errors import BatchError, ModelError, PlacementError
+from nrl.errors import BatchError, ModelError
 from nrl.reduce import Mean, Metrics, Sum, finalize
 from nrl.runtime import Slots
 from tests.backends.bigram import Recorder
@@ -799,11 +799,6 @@ def test_the_mismatch_takes_no_forward_of_its_own(slots: Slots, monkeypatch: pyt
 
 
 # where it runs
-
-
-def test_axes_that_it_does_not_have(slots: Slots) -> None:
-    with pytest.raises(PlacementError, match="tp=2"):
-        fsdp.trainer(slots[:2].mesh(tp=2), Model(QWEN3), QUIET)
 
 
 def test_a_mesh_that_is_made_already(slots: Slots) -> None:
