@@ -8,7 +8,7 @@ from nrl.backends.base import Completion, Model, Sampling
 from nrl.backends.engines import SampleEngine, TrainEngine
 from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.publishing import publish
-from nrl.backends.samplers import Sampler
+from nrl.backends.samplers import Capabilities, Sampler
 from nrl.backends.training.measurement import evaluate
 from nrl.backends.training.optimizers import Optimizer, Schedule, adamw, learning_rate
 from nrl.backends.training.states import Params, TrainState
@@ -17,6 +17,7 @@ from nrl.backends.training.trainer import Trainer, TrainStep
 __all__ = [
     "SAMPLERS",
     "TRAINERS",
+    "Capabilities",
     "Completion",
     "Model",
     "Optimizer",

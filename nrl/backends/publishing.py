@@ -6,7 +6,9 @@ each engine, then ``add`` for each bucket that the trainer's processes send (`nr
 completes a prompt, and its log-probabilities are compared with the trainer's.
 """
 
-from nrl.backends.samplers import Inflight, Probed, Sampler
+from typing import cast
+
+from nrl.backends.samplers import Inflight, Probed, Sampler, capabilities
 from nrl.backends.sampling.weights import Weights
 from nrl.backends.training.states import Params
 from nrl.errors import ConsumedState, ModelError, PlacementError, WeightMismatch
@@ -71,11 +73,12 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
     weights = Weights(params, _alone(params, sampler))
     sampler.receive(weights, version, inflight=inflight)
     params.version, params.published = version, True
-    if isinstance(sampler, Probed):
+    if capabilities(sampler).tolerance is not None:
+        probed = cast(Probed, sampler)
         try:
-            weights.check(sampler, version, lambda *asked: sampler.everywhere(*asked).result())
+            weights.check(sampler, version, lambda *asked: probed.everywhere(*asked).result())
         except WeightMismatch as error:
-            sampler.distrust(str(error))
+            probed.distrust(str(error))
             raise
     return version
 
@@ -94,7 +97,7 @@ def _check_lag(trainer: Mesh, sampler: Sampler) -> None:
 
 def _alone(params: Params, sampler: Sampler) -> bool:
     """Whether the sampler gets the adapter alone."""
-    wanted = getattr(sampler, "adapter", None)
+    wanted = capabilities(sampler).adapter
     if wanted is not None and params.adapter != wanted:
         found = "are not an adapter on the weights that their Model names"
         if params.adapter is not None:

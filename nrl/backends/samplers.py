@@ -2,20 +2,55 @@
 
 from collections.abc import Iterable, Sequence
 from concurrent import futures
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
+
+import attrs
 
 from nrl.backends.base import Bucket, Completion, Sampling
 from nrl.runtime.mesh.futures import Future
 
-__all__ = ["Inflight", "Probed", "Sampler", "Streams"]
+__all__ = ["Capabilities", "Inflight", "Probed", "Sampler", "Streams", "capabilities"]
 
 
 type Inflight = Literal["wait", "keep", "abort"]
 """What becomes of requests that are under way when new weights come; see `nrl.publish`."""
 
 
+@attrs.frozen
+class Capabilities:
+    """What a sampler can do beside the methods that every `Sampler` has.
+
+    Args:
+        streams: it takes on requests while it decodes others, and has the method of `Streams`.
+        remote: it decodes in other processes, so that the program can do something else meanwhile.
+        tolerance: nats by which its log-probabilities may differ from a trainer's, because it computes differently:
+            `publish` compares them, by the methods of `Probed`. None: they need no check.
+        adapter: `nrl.backends.Model.adapter` of its model; with one, `publish` sends the adapter alone.
+        media: the kinds of inputs that are not tokens which its prompts may have.
+
+    >>> Capabilities().streams
+    False
+    """
+
+    streams: bool = False
+    remote: bool = False
+    tolerance: float | None = None
+    adapter: tuple[Any, ...] | None = None
+    media: frozenset[str] = frozenset()
+
+
+def capabilities(sampler: Any) -> Capabilities:
+    """What a sampler can do: its attribute ``capabilities``; one that has none can do nothing more than it must.
+
+    >>> capabilities(object()) == Capabilities()
+    True
+    """
+    found: Capabilities = getattr(sampler, "capabilities", Capabilities())
+    return found
+
+
 class Sampler(Protocol):
-    """What rollouts and `nrl.publish` need of a sampler."""
+    """What rollouts and `nrl.publish` need of a sampler. It may have ``capabilities``, too: see `Capabilities`."""
 
     @property
     def version(self) -> int:
@@ -75,9 +110,8 @@ class Sampler(Protocol):
         ...
 
 
-@runtime_checkable
 class Streams(Protocol):
-    """A sampler that takes on requests while it decodes others."""
+    """A sampler that takes on requests while it decodes others (`Capabilities.streams`)."""
 
     def stream(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling | None = None
@@ -86,14 +120,8 @@ class Streams(Protocol):
         ...
 
 
-@runtime_checkable
 class Probed(Protocol):
-    """A sampler whose engines compute differently from a trainer, so that `publish` compares log-probabilities."""
-
-    @property
-    def tolerance(self) -> float | None:
-        """Nats by which its log-probabilities may differ from a trainer's; None: they need no check."""
-        ...
+    """A sampler whose engines compute differently from a trainer (`Capabilities.tolerance`)."""
 
     def everywhere(self, prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
         """Let every engine complete a prompt."""

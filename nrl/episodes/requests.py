@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from nrl.backends.base import Completion, Sampling
-from nrl.backends.samplers import Sampler, Streams
+from nrl.backends.samplers import Sampler, Streams, capabilities
 
 __all__ = ["requests_to"]
 
@@ -16,8 +16,8 @@ def requests_to(sampler: Sampler, sampling: Sampling | None, seeds: Sequence[int
 
     ``generate(index, tokens)`` continues the tokens of an episode; ``leave()`` says that an episode has ended.
     """
-    if isinstance(sampler, Streams):
-        return _AsTheyCome(sampler, sampling, seeds)
+    if capabilities(sampler).streams:
+        return _AsTheyCome(cast(Streams, sampler), sampling, seeds)
     return _Together(sampler, sampling, seeds)
 
 

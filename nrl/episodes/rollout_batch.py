@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nrl.backends.base import Sampling
-from nrl.backends.samplers import Sampler, Streams
+from nrl.backends.samplers import Sampler, capabilities
 from nrl.batch import Batch, assign
 from nrl.batch.ragged import ragged
 from nrl.data import render
@@ -84,7 +84,7 @@ def rows_and_failures(
     if not tasks or n < 1:
         raise DataError(f"rollout: {len(tasks)} tasks with n={n}; there must be at least one of each")
     seeds = [_seed(seed, first_group + group, place) for group in range(len(tasks)) for place in range(n)]
-    streams = isinstance(sampler, Streams)
+    streams = capabilities(sampler).streams
     requests = requests_to(sampler, sampling, seeds)
     rendered: dict[str, list[int]] = {}
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from nrl.backends.base import Sampling
-from nrl.backends.samplers import Sampler
+from nrl.backends.samplers import Sampler, capabilities
 from nrl.batch import Batch
 from nrl.envs import Env, Task
 from nrl.episodes.rollout_batch import rows_and_failures
@@ -84,5 +84,5 @@ def rollouts(
         before = {"tasks": tasks.state(), "groups": drawn}
         return lambda: restore(before)
 
-    remote = bool(getattr(sampler, "remote", False))
+    remote = capabilities(sampler).remote
     return whole(Source(take, lambda: {"tasks": tasks.state(), "groups": drawn}, restore, remote, mark, sampler))

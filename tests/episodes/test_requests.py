@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from nrl.backends import Capabilities
 from nrl.backends.base import Completion
 from nrl.episodes.requests import requests_to
 
@@ -33,6 +34,8 @@ class Whole:
 
 
 class Streaming(Whole):
+    capabilities = Capabilities(streams=True)
+
     def stream(self, prompts: Any, seeds: Any, sampling: Any) -> list[futures.Future[Completion]]:
         return [completed(each) for each in self._complete(prompts, seeds)]
 

@@ -14,7 +14,7 @@ import pytest
 import nrl
 from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
-from nrl.backends import Completion, Sampling, Trainer, adamw, fsdp, hf
+from nrl.backends import Capabilities, Completion, Sampling, Trainer, adamw, fsdp, hf
 from nrl.backends.sampling.pool import EnginePool
 from nrl.envs import Environment, Step, exact, number, single_turn
 from nrl.episodes import rollouts
@@ -199,6 +199,8 @@ class Slow(Pressed):
 
 class Streaming(Pressed):
     """Takes rows as they come, and never answers."""
+
+    capabilities = Capabilities(streams=True)
 
     def stream(self, prompts: Any, seeds: Any, sampling: Any = None) -> Any:
         self.press()

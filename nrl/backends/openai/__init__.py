@@ -17,7 +17,7 @@ from nrl.backends.base import Bucket, Completion, Model, Sampling
 from nrl.backends.models.loading import end_tokens, load_config, load_tokenizer
 from nrl.backends.openai.client import Server, beside, is_private
 from nrl.backends.openai.endpoint import Endpoint, Meaning, probe, served
-from nrl.backends.samplers import Inflight
+from nrl.backends.samplers import Capabilities, Inflight
 from nrl.backends.sampling.request_checks import check_prompts, truncates, warn_of_truncation
 from nrl.errors import GenerationError
 from nrl.runtime.mesh.futures import Future, gathered
@@ -123,7 +123,7 @@ class EndpointSampler:
         tokenizer: the transformers tokenizer of the model.
         sampling: for calls that do not say.
         version: 0, as it never receives weights.
-        remote: it decodes elsewhere, so that this process can do something else meanwhile.
+        capabilities: it streams, and decodes elsewhere.
     """
 
     endpoint: Endpoint
@@ -131,7 +131,7 @@ class EndpointSampler:
     tokenizer: Any = attrs.field(repr=False)
     sampling: Sampling
     version: int = 0
-    remote: bool = True
+    capabilities: Capabilities = Capabilities(streams=True, remote=True)
 
     @property
     def context_length(self) -> int:

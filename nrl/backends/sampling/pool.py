@@ -18,7 +18,7 @@ from typing import cast
 from nrl.backends.base import Bucket, Completion, Model, Sampling
 from nrl.backends.engines import Request, SampleEngine
 from nrl.backends.models.loading import load_tokenizer
-from nrl.backends.samplers import Inflight
+from nrl.backends.samplers import Capabilities, Inflight
 from nrl.backends.sampling.request_checks import check_prompts, warn_of_truncation
 from nrl.backends.sampling.routing import Router
 from nrl.backends.sampling.seat import Awaited, Seat, SeatState, Work
@@ -43,7 +43,7 @@ class EnginePool:
         make: makes an engine, in each process.
         model: to sample from.
         sampling: for calls that do not say.
-        tolerance: see `nrl.backends.samplers.Probed`.
+        tolerance: see `nrl.backends.samplers.Capabilities`.
 
     Raises:
         ModelError: the model does not predict tokens, or its tokenizer cannot be loaded.
@@ -60,17 +60,19 @@ class EnginePool:
     ) -> None:
         if model.head != "lm":
             raise ModelError(f"{name}: the model has head='{model.head}'; only a language model, head='lm', samples")
-        self.sampling, self.tolerance = sampling, tolerance
+        self.sampling = sampling
         self.tokenizer = load_tokenizer(model)
         """The transformers tokenizer of its model."""
         self.version = 0
         """See `nrl.backends.Sampler`."""
         self.lag = 0
         """How many publishes early it samples, for `nrl.ahead`."""
-        self.adapter = model.adapter
-        """`nrl.backends.Model.adapter` of its model; with one, `publish` sends the adapter alone."""
-        self.remote = meshes[0].cluster.remote
-        """Whether it decodes in other processes, so that this one can do something else meanwhile."""
+        self.capabilities = Capabilities(
+            streams=isinstance(self, StreamingEnginePool),
+            remote=meshes[0].cluster.remote,
+            tolerance=tolerance,
+            adapter=model.adapter,
+        )
         self._name, self._cluster = name, meshes[0].cluster
         self._changed = threading.Condition()  # guards the seats; every change of theirs notifies it
         self._seats = [Seat(mesh, name, make, self._changed) for mesh in meshes]
@@ -168,7 +170,7 @@ class EnginePool:
             idle = [seat for seat in self._seats if seat.wanted and seat not in self._tended]
             self._tended.update(idle)
         for seat in idle:
-            if self.remote:
+            if self.capabilities.remote:
                 threading.Thread(target=self._work, args=(seat,), name=self._name, daemon=True).start()
             else:
                 self._work(seat)
@@ -193,7 +195,7 @@ class EnginePool:
                 self._tended.discard(seat)
                 self._called.discard(seat)
                 self._changed.notify_all()
-            if not (self.remote and isinstance(error, Exception)):
+            if not (self.capabilities.remote and isinstance(error, Exception)):
                 raise
 
     def _next(self, seat: Seat) -> list[Work] | None:

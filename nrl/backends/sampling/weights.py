@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nrl.backends.base import Bucket, Completion, Sampling
+from nrl.backends.samplers import capabilities
 from nrl.backends.sampling.seat import Seat
 from nrl.backends.training.states import Params
 from nrl.batch import Batch
@@ -47,7 +48,7 @@ class Weights:
         """Let engines that have these weights complete a prompt, and compare log-probabilities with the trainer's.
 
         Args:
-            sampler: of these engines, `nrl.backends.samplers.Probed`.
+            sampler: of these engines.
             version: that completions have to bear.
             complete: lets each engine complete a prompt, always the same one.
 
@@ -55,7 +56,8 @@ class Weights:
             WeightMismatch: an engine computes something else than the trainer does.
             ConsumedState: a step has consumed the params.
         """
-        if sampler.tolerance is None:
+        tolerance = capabilities(sampler).tolerance
+        if tolerance is None:
             return
         length = min(_PROBE[0], sampler.context_length - _PROBE[1])
         prompt = [(31 * place + 7) % len(sampler.tokenizer) for place in range(length)]
@@ -68,12 +70,12 @@ class Weights:
         for place, (each, values) in enumerate(zip(found, expected, strict=True)):
             trainers = values[: len(each.logprobs)]
             apart = float((trainers - each.logprobs).abs().max())
-            if not apart <= sampler.tolerance or each.version != version:
+            if not apart <= tolerance or each.version != version:
                 raise WeightMismatch(
                     f"publish: with the weights of version {version}, engine {place} of {len(found)} that were asked "
                     f"(at version {each.version}) gives the tokens {each.token_ids.tolist()} after a prompt of "
                     f"{length} the log-probabilities {_rounded(each.logprobs)}, and the trainer {_rounded(trainers)}: "
-                    f"they are {apart:.2g} nats apart, and {sampler.tolerance:g} may be rounding. The engine holds "
+                    f"they are {apart:.2g} nats apart, and {tolerance:g} may be rounding. The engine holds "
                     "other weights, or keys and values that were computed with older ones; what it samples cannot be "
                     "trained on"
                 )

@@ -25,7 +25,6 @@ from nrl.backends import Sampling, adamw, fsdp, hf, openai
 from nrl.backends.hf.noise import keep_most_probable
 from nrl.backends.models.loading import build, load_config
 from nrl.backends.openai import EndpointSampler, client
-from nrl.backends.samplers import Streams
 from nrl.data import tasks
 from nrl.envs import Environment, Step, Task, exact, single_turn
 from nrl.errors import ClusterError, GenerationError, LostRequest, ModelError
@@ -280,7 +279,7 @@ def test_a_row_takes_its_next_turn_while_others_decode(local: Any) -> None:
         lambda last, text: Step(True, 1.0, done=last, observation=[8, 9]),
     )
     with sampling_from(respond, Sampling(max_new_tokens=2)) as sampler:
-        assert isinstance(sampler, Streams)
+        assert sampler.capabilities.streams
         batch = nrl.rollout(sampler, env, [{"prompt": [6, 6]}, {"prompt": [7, 7]}])
     assert batch["rewards"].tolist() == [1.0, 2.0]
     assert torch.equal(batch["versions"], torch.where(batch["loss_mask"], 0, -1))
@@ -350,7 +349,7 @@ def test_the_model_that_is_served(local: Any) -> None:
                 openai.sampler(url, model(), name=name)
         assert openai.sampler(f"{url}/v1/", model(), name="a").context_length == 512  # the config's
         found = openai.sampler(url, model(), name="b")
-    assert (found.endpoint.name, found.context_length, found.version, found.remote) == ("b", 100, 0, True)
+    assert (found.endpoint.name, found.context_length, found.version, found.capabilities.remote) == ("b", 100, 0, True)
     assert served.asked[-1]["model"] == "b"
 
 

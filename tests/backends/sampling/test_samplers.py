@@ -16,7 +16,6 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, Params, Sampler, Sampling, adamw, fsdp, hf, vllm
-from nrl.backends.samplers import Streams
 from nrl.backends.sampling.weights import Weights
 from nrl.batch import Batch
 from nrl.errors import (
@@ -29,12 +28,12 @@ from nrl.errors import (
     WeightMismatch,
 )
 from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
-from nrl.runtime.mesh.placement import Out
+from nrl.runtime.mesh.calling import from_all
 
 pytestmark = pytest.mark.timeout(600)  # an environment may have to be built
 
 PROMPTS = [[5, 6, 7], [9] * 30, [(7 * place) % 60 + 5 for place in range(150)], [5, 6, 7]]
-STREAMING = ("vllm",)  # which of them satisfy `Streams`, too
+STREAMING = ("vllm",)  # which of them can stream, too
 LONG, SHORT = Sampling(max_new_tokens=150), Sampling(max_new_tokens=2)
 
 
@@ -88,12 +87,14 @@ def made(on: Cluster, kind: str, tied: bool) -> Made:
     make: Callable[..., Sampler] = {"hf": hf.sampler, "vllm": vllm.sampler}[kind]
     trainers = slots[:1].mesh(executable="system", name=f"trainers {tied}")
     sampler: Any = make(mesh, model(tied=tied), Sampling(max_new_tokens=12))
-    assert isinstance(sampler, Streams) is (kind in STREAMING)
+    assert sampler.capabilities.streams is (kind in STREAMING)
 
     def unfinished() -> int:
         (seat,) = sampler._seats
-        found = seat._call("unfinished", lambda engine: engine._engine.get_num_unfinished_requests(), Out.each)
-        return int(max(found.then(list).result()))
+        left: list[int] = from_all(
+            seat.mesh, "unfinished", lambda engine: engine._engine.get_num_unfinished_requests(), seat._there
+        )
+        return max(left)
 
     return Made(sampler, mesh, trainers, tied, *([unfinished] if kind == "vllm" else []))
 
@@ -247,10 +248,10 @@ def test_samples_of_a_prompt_share_its_prefill(it: Made) -> None:
         return found.requests, found.queries, found.hits
 
     nrl.publish(it.params(1), it.sampler)  # nothing has been read with these
-    seat._call("count", count, Out.each).then(list).result()
+    from_all(seat.mesh, "count", count, seat._there)
     prompt = [(11 * place) % 60 + 5 for place in range(3 * 128 + 20)]
     rows = it.sampler.generate([prompt] * 8, sampling=SHORT).result()
-    found = seat._call("counted", counted, Out.each).then(list).result()
+    found = from_all(seat.mesh, "counted", counted, seat._there)
     assert set(found) == {(8, 8 * len(prompt), 7 * 3 * 128)}
     assert len({tuple(row.token_ids.tolist()) for row in rows}) > 1
 
