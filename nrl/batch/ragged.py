@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-__all__ = ["is_ragged", "numbered", "of_values", "parts_of", "ragged", "rows_of"]
+__all__ = ["is_ragged", "numbered", "of_values", "parts_of", "ragged", "rows_of", "take"]
 
 
 # Where the first nested tensor is made, torch warns of something that concerns torch.fx alone
@@ -22,12 +22,15 @@ logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tr
 
 
 def is_ragged(value: Any) -> bool:
-    """Whether it is a jagged nested tensor whose rows are its first dimension.
+    """Whether it is a jagged nested tensor of rows that lie one after the other, without gaps.
 
     >>> is_ragged(ragged([torch.zeros(2, 3), torch.zeros(0, 3)])), is_ragged(torch.zeros(2))
     (True, False)
     """
-    return isinstance(value, Tensor) and value.layout is torch.jagged and value._ragged_idx == 1  # type: ignore[attr-defined]
+    if not isinstance(value, Tensor) or value.layout is not torch.jagged:
+        return False
+    whole: Any = value
+    return whole._ragged_idx == 1 and whole._lengths is None
 
 
 def ragged(rows: Sequence[Tensor]) -> Tensor:
@@ -72,6 +75,20 @@ def rows_of(column: Tensor) -> list[Tensor]:
     values, offsets = parts_of(column)
     ends: list[int] = offsets.tolist()
     return [values[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def take(value: Any, index: Tensor) -> Any:
+    """Some rows of a tensor or a batch, ragged or not, in this order.
+
+    >>> rows_of(take(ragged([torch.tensor([1, 2]), torch.tensor([3])]), torch.tensor([1])))
+    [tensor([3])]
+    """
+    if not is_ragged(value):
+        return value[index]
+    rows = rows_of(value)
+    return (
+        ragged([rows[row] for row in index.tolist()]) if len(index) else of_values(rows[0][:0], torch.zeros(1).long())
+    )
 
 
 def numbered(value: Tensor | TensorDict) -> np.ndarray:

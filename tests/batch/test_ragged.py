@@ -92,7 +92,10 @@ def test_a_difference_in_entries_is_a_difference() -> None:
         assert is_ragged(again)
         with pytest.raises(PlacementError, match="the shards differ"):
             shard_map(lambda x: x["media"], mesh, P("dp"), P())(base)
-        assert len(rows_of(shard_map(lambda x: x["media"], mesh, P("dp"), P("dp"))(base).result())) == 4
+        alone = shard_map(lambda x: x, mesh, P("dp"), P("dp"))(base["media"]).result()
+        assert [row.tolist() for row in rows_of(alone)] == [row.tolist() for row in rows_of(base["media"])]
+        nobody = shard_map(lambda x: x, cluster.reserve(9).mesh(), P("dp"), P("dp"))(base["media"]).result()
+        assert [row.tolist() for row in rows_of(nobody)] == [row.tolist() for row in rows_of(base["media"])]
 
 
 def test_a_write_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,10 +111,13 @@ def not_ragged() -> dict[str, Tensor]:
     return {
         "strided": torch.nested.nested_tensor([torch.zeros(1, 2), torch.zeros(3, 2)]),
         "transposed": ragged([torch.zeros(1, 2), torch.zeros(3, 2)]).transpose(1, 2),
+        "gaps": torch.nested.narrow(
+            torch.zeros(2, 4, 2), 1, torch.tensor([0, 1]), torch.tensor([2, 1]), layout=torch.jagged
+        ),
     }
 
 
-@pytest.mark.parametrize("name", ["strided", "transposed"])
+@pytest.mark.parametrize("name", ["strided", "transposed", "gaps"])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_other_nested_tensors_are_refused(name: str) -> None:
     with pytest.raises(ColumnError, match=r"it must be torch.nested.nested_tensor\(rows, layout=torch.jagged\)"):

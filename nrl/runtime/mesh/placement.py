@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.batch.ragged import take
 from nrl.errors import ClosedCluster, PlacementError
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.executables.registry import executable as find
@@ -75,7 +76,7 @@ class Rows:
 
     def open(self) -> Tensor | TensorDict:
         """The rows themselves."""
-        part = self.whole[self.index]
+        part = take(self.whole, self.index)
         return part.lock_() if isinstance(part, TensorDict) else part
 
     def are_all(self) -> bool:

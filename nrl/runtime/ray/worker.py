@@ -13,7 +13,7 @@ import torch
 import xxhash
 from tensordict import TensorDict
 
-from nrl.batch.ragged import is_ragged, parts_of
+from nrl.batch.ragged import is_ragged, parts_of, take
 from nrl.runtime.mesh.current_process import Process, entered, perform, rest, wake
 from nrl.runtime.ray.exceptions import carried
 from nrl.runtime.ray.messages import FUNCTIONS, Argument, NeverMade, Order, Receipt, unfolded
@@ -157,7 +157,7 @@ class Worker:
             values.append(value)
             shared.append(held)
         value = values[0] if arg.combine is None else deserialized(beside[arg.combine], copy=True)[0](values)
-        return value if arg.rows is None else value[deserialized(beside[arg.rows])[0]]
+        return value if arg.rows is None else take(value, deserialized(beside[arg.rows])[0])
 
 
 def _digest(value: Any) -> bytes:
