@@ -85,10 +85,10 @@ def take(value: Any, index: Tensor) -> Any:
     """
     if not is_ragged(value):
         return value[index]
+    if len(index) == 0:
+        return of_values(parts_of(value)[0][:0], torch.zeros(1, dtype=torch.int64))
     rows = rows_of(value)
-    return (
-        ragged([rows[row] for row in index.tolist()]) if len(index) else of_values(rows[0][:0], torch.zeros(1).long())
-    )
+    return ragged([rows[row] for row in index.tolist()])
 
 
 def numbered(value: Tensor | TensorDict) -> np.ndarray:

@@ -76,7 +76,7 @@ class Rows:
 
     def open(self) -> Tensor | TensorDict:
         """The rows themselves."""
-        part = take(self.whole, self.index)
+        part: Tensor | TensorDict = take(self.whole, self.index)
         return part.lock_() if isinstance(part, TensorDict) else part
 
     def are_all(self) -> bool:
