@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from nrl.backends import fsdp, hf, vllm
-from nrl.backends.base import Completion, Model, Sampling
+from nrl.backends.base import Completion, Media, Model, Sampling
 from nrl.backends.engines import SampleEngine, TrainEngine
 from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.publishing import publish
@@ -19,6 +19,7 @@ __all__ = [
     "TRAINERS",
     "Capabilities",
     "Completion",
+    "Media",
     "Model",
     "Optimizer",
     "Params",

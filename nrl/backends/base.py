@@ -3,17 +3,65 @@
 Authors of backends implement the protocols of `nrl.backends.engines`.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import attrs
+import torch
 from torch import Tensor
 
-__all__ = ["Bucket", "Completion", "Model", "Sampling", "top_k", "top_k_of"]
+__all__ = ["Bucket", "Chunks", "Completion", "Media", "Model", "Sampling", "length_of", "top_k", "top_k_of"]
 
 
 type Bucket = Mapping[str, Tensor]
 """Some weights, by their Hugging Face names."""
+
+
+@attrs.frozen(eq=False)
+class Media:
+    """A part of a prompt that is not tokens, such as a picture. Two are equal if their contents are.
+
+    Args:
+        kind: such as ``"image"``; a sampler says in its `nrl.backends.Capabilities` which kinds it takes.
+        data: of any shape, as the model's processor makes it.
+        length: the tokens that stand for it in the context.
+
+    >>> Media("image", torch.zeros(2), 4) == Media("image", torch.zeros(2), 4)
+    True
+    """
+
+    kind: str
+    data: Tensor
+    length: int = attrs.field(default=1, validator=attrs.validators.ge(0))
+    _content: tuple[Any, ...] = attrs.field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        data = self.data.detach().cpu().contiguous()
+        content = hashlib.blake2b(data.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+        told = self.kind, self.length, tuple(data.shape), str(data.dtype), content
+        object.__setattr__(self, "_content", told)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Media) and self._content == other._content
+
+    def __hash__(self) -> int:
+        return hash(self._content)
+
+
+type Chunks = Sequence[int | Media]
+"""A prompt as a sampler takes it: token ids, and between them what is not tokens."""
+
+
+def length_of(prompt: Chunks) -> int:
+    """How many tokens a prompt takes in the context.
+
+    >>> length_of([5, Media("image", torch.zeros(2), 4), 6])
+    6
+    """
+    if Media not in map(type, prompt):
+        return len(prompt)
+    return sum(part.length if isinstance(part, Media) else 1 for part in prompt)
 
 
 @attrs.frozen(kw_only=False)
@@ -122,7 +170,6 @@ class Completion(NamedTuple):
         times: how often an engine or a server was asked: more than once, where an engine died or was told to begin
             again, or a server failed.
 
-    >>> import torch
     >>> Completion(torch.tensor([7, 2]), torch.tensor([-0.5, -0.1]), truncated=False, version=1).version
     1
     """

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss
-from nrl.backends.base import Bucket, Sampling
+from nrl.backends.base import Bucket, Chunks, Sampling
 from nrl.batch import Batch
 from nrl.files import Saved
 from nrl.reduce import Metrics
@@ -116,13 +116,13 @@ class Request(NamedTuple):
 
     Args:
         number: of this request and of its answer; unique in the sampler.
-        prompt: token ids.
+        prompt: token ids; and media, if the engine takes them.
         seed: of its noise.
         sampling: how its tokens are drawn.
     """
 
     number: int
-    prompt: Sequence[int]
+    prompt: Chunks
     seed: int
     sampling: Sampling
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 import attrs
 
-from nrl.backends.base import Bucket, Completion, Sampling
+from nrl.backends.base import Bucket, Chunks, Completion, Sampling
 from nrl.runtime.mesh.futures import Future
 
 __all__ = ["Capabilities", "Inflight", "Probed", "Sampler", "Streams", "capabilities"]
@@ -26,7 +26,7 @@ class Capabilities:
         tolerance: nats by which its log-probabilities may differ from a trainer's, because it computes differently:
             `publish` compares them, by the methods of `Probed`. None: they need no check.
         adapter: `nrl.backends.Model.adapter` of its model; with one, `publish` sends the adapter alone.
-        media: the kinds of inputs that are not tokens which its prompts may have.
+        media: the kinds of `nrl.backends.Media` that its prompts may have, such as ``"image"``.
 
     >>> Capabilities().streams
     False
@@ -74,7 +74,7 @@ class Sampler(Protocol):
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Chunks],
         *,
         seeds: Sequence[int] | None = None,
         sampling: Sampling | None = None,
@@ -82,7 +82,8 @@ class Sampler(Protocol):
         """Complete each prompt once. A row's noise depends on its seed alone.
 
         Args:
-            prompts: token ids, of any lengths; equal ones may be read once.
+            prompts: token ids, of any lengths, and among them `nrl.backends.Media` of the kinds that the sampler takes;
+                equal ones may be read once.
             seeds: of each row's noise; None: 0, 1, 2 ...
             sampling: None: the sampler's own.
 
@@ -90,7 +91,7 @@ class Sampler(Protocol):
             A future of one `Completion` for each prompt, in order.
 
         Raises:
-            GenerationError: a prompt that cannot be completed.
+            GenerationError: a prompt that cannot be completed, or has media that the sampler does not take.
         """
         ...
 
@@ -114,7 +115,7 @@ class Streams(Protocol):
     """A sampler that takes on requests while it decodes others (`Capabilities.streams`)."""
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling | None = None
+        self, prompts: Sequence[Chunks], seeds: Sequence[int], sampling: Sampling | None = None
     ) -> "list[futures.Future[Completion]]":
         """As `Sampler.generate`, with a future for each row; if one is cancelled, the sampler forgets the row."""
         ...

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nrl.algos import Loss, mismatch_metrics
 from nrl.backends import Completion, Sampling
-from nrl.backends.base import Bucket
+from nrl.backends.base import Bucket, Chunks
 from nrl.backends.training.terms import check_weights, terms_of
 from nrl.batch import Batch, lengths
 from nrl.files import Saved, write
@@ -123,7 +123,7 @@ class Recorder:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Chunks],
         *,
         seeds: Sequence[int] | None = None,
         sampling: Sampling | None = None,

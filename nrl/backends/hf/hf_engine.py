@@ -1,7 +1,7 @@
 """A transformers model in one process, which decodes all of its requests at once."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -45,7 +45,7 @@ class HfEngine:
             alike = [request for request in requests if request.sampling == sampling]
             rows = decode(
                 self.module,
-                [request.prompt for request in alike],
+                [cast(Sequence[int], request.prompt) for request in alike],
                 [request.seed for request in alike],
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,

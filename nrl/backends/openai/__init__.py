@@ -8,12 +8,12 @@ import os
 import warnings
 from collections.abc import Iterable, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import attrs
 
-from nrl.backends.base import Bucket, Completion, Model, Sampling
+from nrl.backends.base import Bucket, Chunks, Completion, Model, Sampling
 from nrl.backends.models.loading import end_tokens, load_config, load_tokenizer
 from nrl.backends.openai.client import Server, beside, is_private
 from nrl.backends.openai.endpoint import Endpoint, Meaning, probe, served
@@ -140,7 +140,7 @@ class EndpointSampler:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Chunks],
         *,
         seeds: Sequence[int] | None = None,
         sampling: Sampling | None = None,
@@ -156,7 +156,7 @@ class EndpointSampler:
         return gathered(self.stream(prompts, list(range(len(prompts))) if seeds is None else seeds, sampling))
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling | None = None
+        self, prompts: Sequence[Chunks], seeds: Sequence[int], sampling: Sampling | None = None
     ) -> "list[futures.Future[Completion]]":
         """As `generate`, with a future for each row; cancelling one hangs up on the server.
 
@@ -168,7 +168,8 @@ class EndpointSampler:
         check_prompts(prompts, seeds, chosen.stop_token_ids, self.endpoint.vocabulary, self.context_length)
         self.check(chosen)
         warn_of_truncation(_WHO, chosen, self.endpoint.vocabulary)
-        bodies = [self.endpoint.request(*each, chosen) for each in zip(prompts, seeds, strict=True)]
+        tokens = cast(Sequence[Sequence[int]], prompts)
+        bodies = [self.endpoint.request(*each, chosen) for each in zip(tokens, seeds, strict=True)]
         return [beside(self.endpoint.complete(body)) for body in bodies]
 
     def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:

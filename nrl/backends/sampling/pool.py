@@ -15,7 +15,7 @@ from concurrent import futures
 from contextlib import contextmanager
 from typing import cast
 
-from nrl.backends.base import Bucket, Completion, Model, Sampling
+from nrl.backends.base import Bucket, Chunks, Completion, Model, Sampling
 from nrl.backends.engines import Request, SampleEngine
 from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.samplers import Capabilities, Inflight
@@ -44,6 +44,7 @@ class EnginePool:
         model: to sample from.
         sampling: for calls that do not say.
         tolerance: see `nrl.backends.samplers.Capabilities`.
+        media: likewise.
 
     Raises:
         ModelError: the model does not predict tokens, or its tokenizer cannot be loaded.
@@ -57,6 +58,7 @@ class EnginePool:
         model: Model,
         sampling: Sampling,
         tolerance: float | None = None,
+        media: frozenset[str] = frozenset(),
     ) -> None:
         if model.head != "lm":
             raise ModelError(f"{name}: the model has head='{model.head}'; only a language model, head='lm', samples")
@@ -72,6 +74,7 @@ class EnginePool:
             remote=meshes[0].cluster.remote,
             tolerance=tolerance,
             adapter=model.adapter,
+            media=media,
         )
         self._name, self._cluster = name, meshes[0].cluster
         self._changed = threading.Condition()  # guards the seats; every change of theirs notifies it
@@ -94,7 +97,7 @@ class EnginePool:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Chunks],
         *,
         seeds: Sequence[int] | None = None,
         sampling: Sampling | None = None,
@@ -121,7 +124,7 @@ class EnginePool:
 
     def _ask(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Chunks],
         seeds: Sequence[int] | None,
         sampling: Sampling | None,
         engines: Sequence[int] | None = None,
@@ -130,7 +133,8 @@ class EnginePool:
         chosen = sampling or self.sampling
         self._warned = self._warned or warn_of_truncation(self._name, chosen, self._vocabulary, stacklevel=4)
         noise = list(range(len(prompts)) if seeds is None else seeds)
-        check_prompts(prompts, noise, chosen.stop_token_ids, self._vocabulary, self.context_length)
+        media = self.capabilities.media
+        check_prompts(prompts, noise, chosen.stop_token_ids, self._vocabulary, self.context_length, media)
         pairs = zip(prompts, noise, strict=True)
         asked = [Awaited(Request(next(self._numbers), list(prompt), seed, chosen)) for prompt, seed in pairs]
         with self._changed:
@@ -384,7 +388,7 @@ class StreamingEnginePool(EnginePool):
     """A pool whose engines take on requests while they decode others; `nrl.backends.vllm.sampler` makes one."""
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling | None = None
+        self, prompts: Sequence[Chunks], seeds: Sequence[int], sampling: Sampling | None = None
     ) -> "list[futures.Future[Completion]]":
         """As `generate`, with a future for each row; if one is cancelled, its engine forgets the row."""
         return self._ask(prompts, seeds, sampling)

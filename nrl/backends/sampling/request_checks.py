@@ -1,29 +1,32 @@
 """Checks of requests: whether prompts can be completed, and whether top-k or top-p leave out tokens."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import cast
 
-from nrl.backends.base import Sampling
+from nrl.backends.base import Chunks, Media, Sampling, length_of
 from nrl.errors import GenerationError
 
 __all__ = ["check_prompts", "truncates", "warn_of_truncation"]
 
 
 def check_prompts(
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Chunks],
     seeds: Sequence[int],
     stop_token_ids: Sequence[int],
     vocabulary: int,
     context_length: int,
+    media: Collection[str] = (),
 ) -> None:
     """Check that prompts can be completed.
 
     Args:
-        prompts: token ids.
+        prompts: token ids, and media.
         seeds: one for each prompt.
         stop_token_ids: that end a completion.
         vocabulary: how many tokens the model knows.
         context_length: the most tokens that a prompt and its completion may have together.
+        media: the kinds that the sampler takes.
 
     Raises:
         GenerationError: one cannot.
@@ -41,13 +44,22 @@ def check_prompts(
                 f"decode: the prompt of row {row} has 0 tokens; give it from 1 to {context_length - 1}, such as the "
                 "tokenizer's beginning-of-sequence token"
             )
-        if len(prompt) >= context_length:
+        if (length := length_of(prompt)) >= context_length:
             raise GenerationError(
-                f"decode: the prompt of row {row} has {len(prompt)} tokens, which leaves no room in a context "
+                f"decode: the prompt of row {row} has {length} tokens, which leaves no room in a context "
                 f"of {context_length}; shorten or drop the prompt, or use a model with a longer context"
             )
-        if min(prompt) < 0 or max(prompt) >= vocabulary:
-            found = next(token for token in prompt if not 0 <= token < vocabulary)
+        tokens = cast(Sequence[int], prompt)
+        if Media in map(type, prompt):
+            tokens = [part for part in prompt if not isinstance(part, Media)]
+            for part in prompt:
+                if isinstance(part, Media) and part.kind not in media:
+                    raise GenerationError(
+                        f"generate: the prompt of row {row} has media of the kind '{part.kind}', and the sampler takes "
+                        f"{', '.join(sorted(media)) or 'tokens alone'}; see its capabilities.media"
+                    )
+        if len(tokens) and (min(tokens) < 0 or max(tokens) >= vocabulary):
+            found = next(token for token in tokens if not 0 <= token < vocabulary)
             raise GenerationError(
                 f"decode: the prompt of row {row} has the token id {found}, outside of the model's vocabulary of "
                 f"{vocabulary}; encode it with the model's own tokenizer"

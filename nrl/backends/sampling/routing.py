@@ -5,6 +5,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from nrl.backends.base import Chunks
+
 __all__ = ["Router"]
 
 _BLOCK = 64  # tokens; beginnings are multiples of it
@@ -30,11 +32,11 @@ class Router:
         self._engines = engines
         self._readers: OrderedDict[int, int] = OrderedDict()
 
-    def choose(self, prompts: Sequence[Sequence[int]], load: Sequence[float]) -> list[int]:
+    def choose(self, prompts: Sequence[Chunks], load: Sequence[float]) -> list[int]:
         """Choose an engine for each of some prompts.
 
         Args:
-            prompts: token ids.
+            prompts: token ids; equal tokens with other media are other prompts.
             load: for each engine, how many requests it has; infinite, if it takes none.
 
         Returns:
@@ -73,7 +75,7 @@ class Router:
             self._readers.popitem(last=False)
 
 
-def _beginnings(prompt: Sequence[int]) -> list[tuple[int, int]]:
+def _beginnings(prompt: Chunks) -> list[tuple[int, int]]:
     """Lengths and hashes of beginnings, the longest first."""
     found, key = [], 0
     for start in range(0, len(prompt), _BLOCK):
