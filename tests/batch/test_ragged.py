@@ -124,6 +124,11 @@ def test_other_nested_tensors_are_refused(name: str) -> None:
         assign(Batch({}, batch_size=[2]), media=not_ragged()[name])
 
 
+def test_a_nested_tensor_needs_no_declaration() -> None:
+    batch = assign(rows(), sounds=ragged([torch.zeros(count) for count in COUNTS]))
+    assert [len(row) for row in rows_of(pad(batch, 9)["sounds"])] == COUNTS
+
+
 def test_where_a_ragged_column_cannot_be() -> None:
     some = ragged([torch.zeros(1, 2), torch.zeros(3, 2)])
     with pytest.raises(ColumnError, match=r"'media' is a nested tensor, of the layout torch.jagged, .* size \[2, 2\]"):
