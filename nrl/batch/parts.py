@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.batch.columns import COLUMNS, kind_of
-from nrl.batch.ragged import is_ragged, ragged, rows_of
+from nrl.batch.ragged import is_ragged, ragged, rows_of, take
 from nrl.batch.values import Batch, lengths, remembered, require
 from nrl.errors import BatchError
 
@@ -83,14 +83,14 @@ def _put_together(rows: Sequence[Tensor], outputs: Sequence[Any]) -> Any:
         columns = {name: _put_together(rows, [each[name] for each in outputs]) for name in first.keys()}
         return TensorDict(columns, batch_size=[sum(map(len, rows)), *first.batch_size[1:]])
     if isinstance(first, Tensor) and all(map(is_ragged, outputs)):
-        each = [row for output in outputs for row in rows_of(output)]
-        return ragged([each[place] for place in torch.argsort(torch.cat(list(rows))).tolist()])
+        joined: Any = ragged([row for output in outputs for row in rows_of(output)])
+        return take(joined, torch.argsort(torch.cat(list(rows))))
     if len({_kind(each) for each in outputs}) == 1 and isinstance(first, Tensor):
         whole = first.new_empty((sum(map(len, rows)), *first.shape[1:]))
         for index, output in zip(rows, outputs, strict=True):
             whole.index_copy_(0, index.to(whole.device), output)
         return whole
-    joined: Any = torch.cat(cast(Any, outputs))
+    joined = torch.cat(cast(Any, outputs))
     return joined[torch.argsort(torch.cat(list(rows))).to(joined.device)]
 
 

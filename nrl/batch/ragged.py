@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-__all__ = ["is_ragged", "numbered", "of_values", "parts_of", "ragged", "rows_of", "take"]
+__all__ = ["is_ragged", "memory_of", "numbered", "of_values", "parts_of", "ragged", "rows_of", "take"]
 
 
 # Where the first nested tensor is made, torch warns of something that concerns torch.fx alone
@@ -64,6 +64,11 @@ def parts_of(column: Tensor) -> tuple[Tensor, Tensor]:
     """
     whole: Any = column
     return whole._values, whole._offsets
+
+
+def memory_of(column: Tensor) -> Tensor:
+    """The plain tensor that a column lies in: itself, or the values of a ragged one, by which a write is known."""
+    return parts_of(column)[0] if is_ragged(column) else column
 
 
 def rows_of(column: Tensor) -> list[Tensor]:

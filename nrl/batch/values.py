@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nrl.batch.columns import COLUMNS, Column, kind_of
-from nrl.batch.ragged import is_ragged, parts_of
+from nrl.batch.ragged import is_ragged, memory_of
 from nrl.errors import ColumnError, MissingColumn, MutatedBatch
 
 __all__ = ["Batch", "assign", "lengths", "remembered", "require", "unchanged"]
@@ -188,7 +188,7 @@ def unchanged(batch: TensorDict, who: str) -> Iterator[None]:
 
 def _leaves(batch: TensorDict) -> dict[str, Tensor]:
     leaves = {str(key): cast(Tensor, value) for key, value in batch.items(include_nested=True, leaves_only=True)}
-    return {key: parts_of(value)[0] if is_ragged(value) else value for key, value in leaves.items()}
+    return {key: memory_of(value) for key, value in leaves.items()}
 
 
 def remembered[T](tensor: Tensor, what: Hashable, find: Callable[[], T]) -> T:

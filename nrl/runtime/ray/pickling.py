@@ -25,7 +25,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from nrl.batch.ragged import is_ragged, of_values, parts_of
+from nrl.batch.ragged import is_ragged, memory_of, of_values, parts_of
 from nrl.errors import MutatedBatch, ShippingError
 from nrl.runtime.ray.unpadded import BatchLayout, Unpadded, padded
 
@@ -92,7 +92,7 @@ def written(batch: TensorDict) -> tuple[int, ...]:
     False
     """
     leaves = [x for x in batch.values(include_nested=True, leaves_only=True) if isinstance(x, Tensor)]
-    tensors = [parts_of(x)[0] if is_ragged(x) else x for x in leaves]
+    tensors = map(memory_of, leaves)
     return tuple(x._version for x in tensors if not x.is_inference())
 
 
@@ -181,7 +181,7 @@ def _batch(layout: BatchLayout, data: Any) -> TensorDict:
         made = padded(layout, bytearray(data) if now is None else data)
     if now is not None:
         leaves: Any = made.values(include_nested=True, leaves_only=True)
-        now.tensors.extend(parts_of(x)[0] if is_ragged(x) else x for x in leaves)
+        now.tensors.extend(map(memory_of, leaves))
     return made
 
 

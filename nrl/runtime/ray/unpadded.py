@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.batch.ragged import is_ragged, of_values, parts_of
+from nrl.batch.ragged import is_ragged, memory_of, of_values, parts_of
 from nrl.batch.values import remembered
 
 __all__ = ["BatchLayout", "Unpadded", "padded"]
@@ -205,7 +205,7 @@ def _pad_rows(data: Any, lengths: Sequence[int], row: int, size: int, item: int,
 
 
 def _is_ordinary(value: Any) -> bool:
-    value = parts_of(value)[0] if is_ragged(value) else value
+    value = memory_of(value)
     return type(value) is Tensor and value.layout is torch.strided and not (value.is_quantized or value.requires_grad)
 
 
