@@ -336,7 +336,7 @@ class Nowhere(LocalCluster):
     def start(self, mesh: Mesh, executable: Executable) -> Processes:
         """Nobody, once for each slot."""
         actors = [_Actor(rank, self.replies) for rank in range(mesh.size)]
-        return RayProcesses(mesh, actors, [("node", "address")] * mesh.size, 60.0)
+        return RayProcesses(mesh, actors, [("node", "address")] * mesh.size, 60.0, actors.__getitem__)
 
     def __enter__(self) -> "Nowhere":
         return self

@@ -50,7 +50,7 @@ def cluster(address: str = "local", *, deadline: float = _DEADLINE) -> Iterator[
     'local'
     """
     if address == "local":
-        entered: Cluster = LocalCluster(address)
+        entered: Cluster = LocalCluster(address, deadline)
     elif address in ("ray", "auto") or ":" in address:
         from nrl.runtime.ray.cluster import RayCluster
 

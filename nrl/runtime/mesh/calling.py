@@ -1,11 +1,15 @@
 """Calling a function in each process of a mesh, and waiting for the results of the first or of all."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from tensordict import TensorDict
+
+from nrl.batch import unchanged
 from nrl.runtime.mesh.placement import Mesh, Out
 
-__all__ = ["Each", "call", "from_all", "from_first", "method", "only"]
+__all__ = ["Each", "call", "from_all", "from_first", "method", "only", "watched"]
 
 
 class Each(NamedTuple):
@@ -81,3 +85,16 @@ def only(results: list[Any]) -> Any:
     3
     """
     return results[0]
+
+
+def watched(fn: Callable[..., Any], name: str, *args: Any) -> Any:
+    """Call a function; under ``NRL_DEBUG=1`` raise if it writes into a batch that it is given.
+
+    >>> watched(len, "len", [3, 4])
+    2
+    """
+    with ExitStack() as stack:
+        for value in args:
+            if isinstance(value, TensorDict):
+                stack.enter_context(unchanged(value, name))
+        return fn(*args)

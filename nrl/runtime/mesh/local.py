@@ -1,11 +1,15 @@
 """The local cluster: this process.
 
 Its slots are numbers. A mesh of ``dp=3`` splits batches into three, runs the shards one after the other, and merges, so
-that a unit test shows a mistake of layout. Calls are done when they return.
+that a unit test shows a mistake of layout. Calls are done when they return; submitted functions run in threads.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import attrs
 from tensordict import TensorDict
@@ -17,6 +21,8 @@ from nrl.runtime.executables.registry import Executable, check_importable
 from nrl.runtime.mesh.current_process import Process, entered, perform
 from nrl.runtime.mesh.futures import Future, done
 from nrl.runtime.mesh.placement import Cluster, Donated, Mesh, Out, Processes, Rows, Slots, Strategy, Value
+from nrl.runtime.mesh.submitting import SIDE_BY_SIDE, Desk, Helper, Task
+from nrl.runtime.threads import Daemons
 from nrl.runtime.trace import profiles, timeline
 
 __all__ = ["DIFFER", "LocalCluster"]
@@ -28,11 +34,17 @@ DIFFER = (
 
 
 class LocalCluster(Cluster):
-    """This process, as a cluster."""
+    """This process, as a cluster.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: its address.
+        deadline: seconds that a submitted function may run.
+    """
+
+    def __init__(self, name: str, deadline: float = math.inf) -> None:
         super().__init__(name)
-        self._reserved = 0
+        self._reserved, self._deadline = 0, deadline
+        self._desks: WeakSet[Desk] = WeakSet()
 
     def reserve(self, n: int, *, strategy: Strategy = "PACK", deadline: float | None = None) -> Slots:
         """Number ``n`` places in this process."""
@@ -43,7 +55,14 @@ class LocalCluster(Cluster):
     def start(self, mesh: Mesh, executable: Executable) -> Processes:
         """Check that this process can import what the executable is for."""
         check_importable(executable)
-        return _ThisProcess(mesh)
+        desk = Desk(mesh.name, mesh.size, self._deadline, partial(_Threads, mesh.size))
+        self._desks.add(desk)
+        return _ThisProcess(mesh, desk)
+
+    def close(self) -> None:
+        """Give up submitted functions."""
+        for desk in list(self._desks):
+            desk.close(self.left)
 
 
 @attrs.frozen
@@ -66,6 +85,7 @@ class _Ready:
 @attrs.frozen
 class _ThisProcess:
     mesh: Mesh
+    desk: Desk
 
     @property
     def count(self) -> int:
@@ -102,6 +122,41 @@ class _ThisProcess:
         if sent is not None:
             sent()
         return given
+
+    def submit(
+        self, who: str, fn: Callable[..., Any], args: Sequence[Any], rank: int | None, deadline: float | None
+    ) -> "futures.Future[Any]":
+        return self.desk.submit(who, fn, args, rank, deadline, partial)
+
+
+class _Threads(Helper):
+    """Threads of this process, which nobody waits for."""
+
+    fate = "its thread cannot be ended, and goes on"
+
+    def __init__(self, size: int, desk: Desk, rank: int) -> None:
+        super().__init__(desk, rank)
+        self.here = Process(rank, size, None, desk.mesh)
+        self.ready, self._threads = True, Daemons(SIDE_BY_SIDE, desk.label)
+
+    def begin(self, task: Task) -> None:
+        self._threads.submit(self._run, task)
+
+    def _run(self, task: Task) -> None:
+        started, now = timeline.stopwatch()
+        value, error = None, None
+        try:
+            with entered(self.here):
+                value = task.load()
+        except BaseException as raised:
+            error = raised
+        if task.shown:
+            timeline.record(self.desk.label, self.rank, task.who, started, now())
+        self.desk.over(self, task)
+        task.settle(value, error)
+
+    def end(self) -> None:
+        """They end when their functions return."""
 
 
 def _local(arg: Any) -> Any:

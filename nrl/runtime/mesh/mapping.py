@@ -6,7 +6,6 @@ specs say how each argument gets there and how each result comes back.
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from enum import Enum
 from typing import Any
 
@@ -15,10 +14,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import name_of
-from nrl.batch import Batch, deal, microbatches, restore, unchanged
+from nrl.batch import Batch, deal, microbatches, restore
 from nrl.errors import ConsumedState, PlacementError
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, merge
-from nrl.runtime.mesh.calling import only
+from nrl.runtime.mesh.calling import only, watched
 from nrl.runtime.mesh.futures import Coming, on_its_way
 from nrl.runtime.mesh.handles import Handle
 from nrl.runtime.mesh.placement import Donated, Mesh, Out, Rows
@@ -124,7 +123,7 @@ def shard_map(
     """
     name = name_of(fn)
     who = f"shard_map({name})"
-    local = functools.partial(_watched, fn, name)
+    local = functools.partial(watched, fn, name)
     outs = _out(who, out_specs) if isinstance(out_specs, P | Spec) else tuple(_out(who, spec) for spec in out_specs)
 
     @functools.wraps(fn)
@@ -152,14 +151,6 @@ def shard_map(
         return given[0] if isinstance(outs, Out) else tuple(given)
 
     return mapped
-
-
-def _watched(fn: Callable[..., Any], name: str, *args: Any) -> Any:
-    with ExitStack() as stack:
-        for value in args:
-            if isinstance(value, TensorDict):
-                stack.enter_context(unchanged(value, name))
-        return fn(*args)
 
 
 def _out(who: str, spec: _AnySpec) -> Out:

@@ -7,6 +7,7 @@ each of them. Everything above, from `nrl.shard_map` to a trainer, uses these tw
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from enum import Enum
 from typing import Any, Literal, Protocol
 
@@ -15,6 +16,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.algos import name_of
 from nrl.batch.ragged import take
 from nrl.errors import ClosedCluster, PlacementError
 from nrl.runtime.executables.registry import Executable
@@ -146,6 +148,12 @@ class Processes(Protocol):
         """
         ...
 
+    def submit(
+        self, who: str, fn: Callable[..., Any], args: Sequence[Any], rank: int | None, deadline: float | None
+    ) -> "futures.Future[Any]":
+        """Call ``fn`` beside one process, and beside its calls; see `Mesh.submit`."""
+        ...
+
 
 class Cluster(ABC):
     """A cluster that has been entered; made by `cluster`.
@@ -195,13 +203,17 @@ class Cluster(ABC):
         """Take back slots and end processes; called when the ``with`` block is left."""
         return
 
+    def left(self, who: str) -> ClosedCluster:
+        """The error of what needs the cluster after its ``with`` block."""
+        return ClosedCluster(
+            f"{who}: the cluster '{self.name}' has been left, and what it held is gone; "
+            "keep the call inside `with nrl.cluster(...)`"
+        )
+
     def check_open(self, who: str) -> None:
         """Raise `ClosedCluster` if the ``with`` block of this cluster has been left."""
         if not self.open:
-            raise ClosedCluster(
-                f"{who}: the cluster '{self.name}' has been left, and what it held is gone; "
-                "keep the call inside `with nrl.cluster(...)`"
-            )
+            raise self.left(who)
 
     def check_count(self, n: int) -> None:
         """Raise if nobody can reserve ``n`` slots here."""
@@ -338,6 +350,41 @@ class Mesh:
     def shard_of(self, rank: int) -> int:
         """Which shard of a batch a rank gets: its dp coordinate."""
         return self.layout.coordinates(rank)["dp"]
+
+    def submit[T](
+        self, fn: Callable[..., T], *args: Any, rank: int | None = None, deadline: float | None = None
+    ) -> "futures.Future[T]":
+        """Call ``fn(*args)`` beside one process of the mesh; a slow one delays no other, and no call in all processes.
+
+        Functions run side by side in a helper: a second process in the rank's slot, which starts with the first of
+        them; on the local cluster a thread. They are in no order with each other, nor with calls in all processes.
+
+        Args:
+            fn: what to call; `nrl.process` tells it its rank. It travels as with `nrl.shard_map`.
+            *args: of the function; futures are waited for first.
+            rank: beside which process; None: where the fewest run or wait.
+            deadline: seconds that it may run; None: the cluster's. A helper with a function that takes longer gets no
+                more of them, and is killed once its others have returned. A thread cannot be killed.
+
+        Returns:
+            The standard library's future. ``cancel()`` takes back a function that has not begun. ``result()`` raises
+            what the function raised, `DeadlineExceeded` if it took too long, `LostActor` if its helper died, and what
+            a call raises if the mesh has ended.
+
+        Raises:
+            PlacementError: the mesh has no such rank, or an argument is a handle.
+            ShippingError: the function or an argument cannot be sent.
+            ClosedCluster: the cluster has been left.
+
+        >>> from nrl.runtime import cluster, process
+        >>> with cluster("local") as here:
+        ...     mesh = here.reserve(2).mesh()
+        ...     mesh.submit(len, "abc").result(), mesh.submit(lambda: process().rank, rank=1).result()
+        (3, 1)
+        """
+        who = f"submit({name_of(fn)})"
+        self.cluster.check_open(who)
+        return self.processes.submit(who, fn, args, rank, deadline)
 
 
 def as_mesh(

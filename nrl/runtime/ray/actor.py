@@ -36,13 +36,12 @@ class Actor:
     Args:
         env: environment variables.
         sources: folders to import from, beside the environment.
-        mesh: the name of the mesh.
-        rank: of the process in the mesh.
-        given: the worker's other arguments.
+        name: of the process in logs.
+        given: the worker's arguments.
     """
 
-    def __init__(self, env: Mapping[str, str], sources: Sequence[str], mesh: str, rank: int, *given: Any) -> None:
-        self._name = f"{mesh}[{rank}]"
+    def __init__(self, env: Mapping[str, str], sources: Sequence[str], name: str, *given: Any) -> None:
+        self._name = name
         for folder in (sys.prefix, *sources):
             hold(Path(folder))
         os.environ.update(env)
@@ -51,7 +50,7 @@ class Actor:
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), *sources)))
         from nrl.runtime.ray.worker import Worker
 
-        self._worker = Worker(mesh, rank, *given)
+        self._worker = Worker(*given)
 
     def __repr__(self) -> str:
         return self._name  # Ray writes it before each line of the log, also where it does not start

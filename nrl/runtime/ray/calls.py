@@ -6,12 +6,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from nrl.errors import DeadlineExceeded, FailedStart, LostActor, MutatedBatch, PlacementError
+from nrl.errors import DeadlineExceeded, LostActor, MutatedBatch, PlacementError
 from nrl.log.waits import SILENCE, wait_until
 from nrl.runtime.mesh.local import DIFFER
-from nrl.runtime.ray.deaths import cause, error_of, is_death, original, raised_at_start
+from nrl.runtime.ray.deaths import cause, error_of, is_death, lost, raised
 from nrl.runtime.ray.messages import NeverMade, Receipt
 from nrl.runtime.trace import timeline
 
@@ -116,9 +117,9 @@ class Call:
                 f"{self.who}: a result is ready on mesh '{self.actors.name}', but did not arrive within {timeout:g} s"
             ) from None
         except ray.exceptions.RayError as error:  # the node that held a result is gone
-            lost = LostActor(self.who, self.actors.name, None, "?", cause(error))
-            self.actors.end(lost)
-            raise lost from None
+            death = LostActor(self.who, self.actors.name, None, "?", cause(error))
+            self.actors.end(death)
+            raise death from None
 
     def _ready(self, patience: float = 0.0) -> list[Ref]:
         """The receipts that are there, or get there within ``patience`` seconds."""
@@ -203,21 +204,16 @@ class Call:
         errors, silent = self._errors()
         for rank, error in errors.items():
             if is_death(error):
-                lost = self._lost(rank, error)
-                self.actors.end(lost)
-                return lost
-        rank, raised = next(iter(errors.items()), (0, failure))
-        found = original(raised, f"raised in rank {rank} of mesh '{self.actors.name}'")
+                log = partial(self.actors.last_lines, rank)
+                death = lost(self.who, self.actors.name, rank, self.actors.nodes[rank][1], error, log)
+                self.actors.end(death)
+                return death
+        rank, first = next(iter(errors.items()), (0, failure))
+        found = raised(first, self.actors.name, rank)
         if isinstance(found, MutatedBatch):
             self.actors.forget()
             for call in self.read:
                 call.error = found
-        if isinstance(found, ModuleNotFoundError) and found.name:
-            package = found.name.partition(".")[0]
-            found.add_note(
-                f"The environment of mesh '{self.actors.name}' has no package '{package}': name it in the requirements "
-                "of its Executable, or use executable='system' if the driver's own interpreter has it"
-            )
         if isinstance(found, NeverMade):
             for call in self.before:
                 if (earlier := call.failure(_GRACE)) is not None:
@@ -254,12 +250,6 @@ class Call:
         self._ready(_GRACE)
         errors = [error_of(ref) for ref in self.receipts]
         return all(error is not None and not is_death(error) for error in errors)
-
-    def _lost(self, rank: int, error: BaseException) -> LostActor:
-        node, trace = self.actors.nodes[rank][1], raised_at_start(error)
-        if trace:
-            return FailedStart(self.who, self.actors.name, rank, node, f"it raised {trace.splitlines()[-1]}", trace)
-        return LostActor(self.who, self.actors.name, rank, node, cause(error), self.actors.last_lines(rank))
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -1,6 +1,7 @@
 """The Ray cluster: placement groups, and actors in them."""
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from nrl.errors import ClosedCluster, PlacementError
 from nrl.log.waits import wait_until
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.mesh.placement import Cluster, Mesh, Processes, Slots, Strategy
+from nrl.runtime.mesh.submitting import SIDE_BY_SIDE
 from nrl.runtime.ray.actor import Actor, split
 from nrl.runtime.ray.connection import enter, leave, stock, target
 from nrl.runtime.ray.nodes import address_of, by_value, command, interpreters
@@ -96,7 +98,6 @@ class RayCluster(Cluster):
         nodes = [where[index] for index in mesh.slots.indices]
         pythons = interpreters(mesh.name, executable, set(nodes), self.deadline, self._sound)
         shares = [sum(other == node for other in where) for node in nodes]
-        commands = {node: command(mesh.name, each.python) for node, each in pythons.items()}
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if "OMP_NUM_THREADS" in os.environ:
             env["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"]
@@ -105,20 +106,26 @@ class RayCluster(Cluster):
         threads = int(said) if said.isdecimal() else None
         early, late = split(env)
         kind: Any = ray.remote(by_value(Actor))
-        actors: list[Any] = []
-        for rank, ((group, place), node) in enumerate(zip(bundles, nodes, strict=True)):
+        seed = torch.initial_seed()
+
+        def begin(name: str, threads_of_it: int, rank: int) -> Any:
+            (group, place), node = bundles[rank], nodes[rank]
             options: dict[str, Any] = {
                 "num_cpus": 0,
-                "num_gpus": 0.01 if self.gpus else 0,  # meshes on the same slots share its GPU
+                "num_gpus": 0.01 if self.gpus else 0,  # meshes on the same slots share its GPU, and so do helpers
                 "max_restarts": 0,
                 "max_task_retries": 0,
+                "max_concurrency": threads_of_it,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place),
-                "runtime_env": {"env_vars": early, "py_executable": commands[node]},
+                "runtime_env": {"env_vars": early, "py_executable": command(name, pythons[node].python)},
             }
-            given = (mesh.name, rank, mesh.size, shares[rank], threads, torch.initial_seed())
-            actors.append(kind.options(**options).remote(late, pythons[node].sources, *given))
+            given = (mesh.name, rank, mesh.size, shares[rank], threads, seed)
+            return kind.options(**options).remote(late, pythons[node].sources, f"{name}[{rank}]", *given)
+
+        actors = [begin(mesh.name, 1, rank) for rank in range(mesh.size)]
+        helper = functools.partial(begin, f"{mesh.name}.helper", SIDE_BY_SIDE + 1)  # one more, to be told of its end
         places = [(node, address_of(node)) for node in nodes]
-        processes = RayProcesses(mesh, actors, places, self.deadline, self._meshes if self.gpus else ())
+        processes = RayProcesses(mesh, actors, places, self.deadline, helper, self._meshes if self.gpus else ())
         self._meshes.append(processes)
         return processes
 

@@ -1,11 +1,13 @@
 """Why a call on Ray failed: a process has died, or a function has raised."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
+from nrl.errors import FailedStart, LostActor
 from nrl.runtime.ray.exceptions import Raised
 
-__all__ = ["cause", "error_of", "is_death", "original", "raised_at_start"]
+__all__ = ["cause", "error_of", "is_death", "lost", "original", "raised"]
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")  # Ray writes its tracebacks in colours
 
@@ -46,7 +48,26 @@ def original(error: BaseException, where: str) -> BaseException:
     return found
 
 
-def raised_at_start(error: BaseException) -> str:
+def raised(error: BaseException, mesh: str, rank: int) -> BaseException:
+    """What a function raised in a process of a mesh, with notes that say where, and what to do about it."""
+    found = original(error, f"raised in rank {rank} of mesh '{mesh}'")
+    if isinstance(found, ModuleNotFoundError) and found.name:
+        package = found.name.partition(".")[0]
+        found.add_note(
+            f"The environment of mesh '{mesh}' has no package '{package}': name it in the requirements of its "
+            "Executable, or use executable='system' if the driver's own interpreter has it"
+        )
+    return found
+
+
+def lost(who: str, mesh: str, rank: int, node: str, error: BaseException, log: Callable[[], str]) -> LostActor:
+    """The error that says of a process that it died; ``log`` has the last lines that it wrote."""
+    if trace := _raised_at_start(error):
+        return FailedStart(who, mesh, rank, node, f"it raised {trace.splitlines()[-1]}", trace)
+    return LostActor(who, mesh, rank, node, cause(error), log())
+
+
+def _raised_at_start(error: BaseException) -> str:
     """The traceback of an actor's constructor, or of the import of its class; empty if neither raised."""
     text = _ANSI.sub("", str(error)).partition("\nAn unexpected internal error")[0].rstrip()
     _, constructor, raised = text.partition("raised in its creation task, ")

@@ -63,11 +63,11 @@ def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[
 
 
 @contextmanager
-def carried(who: str) -> Iterator[None]:
-    """Raise any exception of the block as `Raised`."""
+def carried(who: str, kinds: type[BaseException] = Exception) -> Iterator[None]:
+    """Raise any exception of the block as `Raised`, if it is of these kinds."""
     try:
         yield
-    except Exception as error:
+    except kinds as error:
         told = _short(traceback.TracebackException(type(error), error, _of_user(error.__traceback__)))
         summary = "".join(told.format_exception_only()).strip()
         raise Raised(_parts(error, who), summary, "".join(told.format())) from None

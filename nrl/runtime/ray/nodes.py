@@ -17,9 +17,10 @@ from nrl.runtime.executables.registry import Executable
 from nrl.runtime.node.building import provide
 from nrl.runtime.node.environments import sources
 from nrl.runtime.node.interpreters import fault
+from nrl.runtime.ray.actor import tail
 from nrl.runtime.trace import profiles
 
-__all__ = ["Interpreter", "address_of", "by_value", "command", "interpreters", "on_node"]
+__all__ = ["Interpreter", "address_of", "by_value", "command", "interpreters", "last_lines", "on_node"]
 
 
 class Interpreter(NamedTuple):
@@ -136,6 +137,25 @@ def on_node(node: str, fn: Callable[..., Any], *args: Any, **options: Any) -> An
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     task: Any = ray.remote(by_value(fn)).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
     return task.remote(*args, **options)
+
+
+def last_lines(node: str, files: Any, most: int = 20) -> str:
+    """The last lines of a process's log; empty where they cannot be read any more.
+
+    Args:
+        node: its Ray id.
+        files: a reference to the names of the files.
+        most: how many lines.
+    """
+    import ray
+
+    try:
+        names = ray.get(files, timeout=1)
+        if ray.get_runtime_context().get_node_id() == node:
+            return tail(names, most)
+        return str(ray.get(on_node(node, tail, names, most), timeout=10))
+    except ray.exceptions.RayError:  # it, or its node, is gone
+        return ""
 
 
 def by_value[T: Callable[..., Any]](fn: T) -> T:

@@ -1,21 +1,24 @@
-"""The driver's side of a mesh of Ray actors: sending calls, and ending the actors."""
+"""The driver's side of a mesh of Ray actors: sending calls, and ending the actors and their helpers."""
 
+import functools
 import itertools
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any
 
 from nrl.errors import ClusterError, StateError
 from nrl.runtime.executables.registry import executable
 from nrl.runtime.mesh.placement import Donated, Mesh, Out
-from nrl.runtime.ray.actor import tail
+from nrl.runtime.mesh.submitting import Desk
 from nrl.runtime.ray.call_arguments import Arguments, Kept, Stored
 from nrl.runtime.ray.calls import Call, Ref
+from nrl.runtime.ray.helpers import ActorHelper, packed
 from nrl.runtime.ray.interrupts import deferred
 from nrl.runtime.ray.messages import Order, folded
-from nrl.runtime.ray.nodes import on_node
+from nrl.runtime.ray.nodes import last_lines
 from nrl.runtime.ray.results import ActorResults
 from nrl.runtime.trace import profiles
 
@@ -35,6 +38,7 @@ class RayProcesses:
         actors: one for each rank.
         nodes: for each actor, the Ray id and the address of its node.
         deadline: seconds that a call may take.
+        helper: starts the actor of a rank's helper.
         others: meshes that may share devices with this one. Where they do, a call on this one makes them rest: their
             values leave the device.
     """
@@ -45,6 +49,7 @@ class RayProcesses:
         actors: Sequence[Any],
         nodes: Sequence[tuple[str, str]],
         deadline: float,
+        helper: Callable[[int], Any],
         others: Sequence["RayProcesses"] = (),
     ) -> None:
         self.mesh, self.actors, self.nodes, self.deadline = mesh, list(actors), list(nodes), deadline
@@ -56,6 +61,7 @@ class RayProcesses:
         self._open: deque[Call] = deque()
         self._failed: list[Call] = []
         self.stored = Stored()
+        self._desk = Desk(self.name, mesh.size, deadline, functools.partial(ActorHelper, self, helper))
         self._speakers = [mesh.layout.speaker(shard) for shard in range(mesh.dp)]
         self._logs = [actor.do.remote("logs") for actor in actors]
         meeting = actors[0].do.remote("listen", deadline) if mesh.size > 1 else None
@@ -134,6 +140,14 @@ class RayProcesses:
                 sent()  # now that each kept value has its name: without one, the processes would keep it for good
         return found
 
+    def submit(
+        self, who: str, fn: Callable[..., Any], args: Sequence[Any], rank: int | None, deadline: float | None
+    ) -> "futures.Future[Any]":
+        """Let a helper call a function; returns at once."""
+        if (ended := self.after_end(who)) is not None:
+            raise ended
+        return self._desk.submit(who, fn, args, rank, deadline, functools.partial(packed, self, who))
+
     def _send(
         self, who: str, letters: Sequence[list[Any]], rested: Sequence[Ref], returns: Sequence[int]
     ) -> list[list[Ref]]:
@@ -200,16 +214,7 @@ class RayProcesses:
 
     def last_lines(self, rank: int, most: int = 20) -> str:
         """The last lines of a process's log; empty where they cannot be read any more."""
-        import ray
-
-        try:
-            files = ray.get(self._logs[rank], timeout=1)
-            here = ray.get_runtime_context().get_node_id() == self.nodes[rank][0]
-            if here:
-                return tail(files, most)
-            return str(ray.get(on_node(self.nodes[rank][0], tail, files, most), timeout=10))
-        except ray.exceptions.RayError:  # it, or its node, is gone
-            return ""
+        return last_lines(self.nodes[rank][0], self._logs[rank], most)
 
     def end(self, why: BaseException) -> None:
         """Kill every process; from now on calls raise ``why``."""
@@ -219,6 +224,7 @@ class RayProcesses:
             self._ended = self._ended or why
             for actor in self.actors:
                 ray.kill(actor, no_restart=True)
+        self._desk.close(lambda who: self.after_end(who) or why)
 
     def after_end(self, who: str) -> BaseException | None:
         """What a call raises if the processes have been ended; None: they have not."""

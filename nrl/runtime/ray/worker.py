@@ -1,8 +1,9 @@
-"""A process of a mesh inside its actor: keeps values and calls functions on them."""
+"""A process of a mesh inside its actor: keeps values and calls functions on them. A helper is one that keeps none."""
 
 import os
 import pickle
 import random
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ class Worker:
         self._resting = False
         self._values: dict[int, Any] = {}
         self._functions: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()
+        self._guard = threading.Lock()  # of `_functions`: a helper has several threads
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(threads or max(1, cores // share))
         seed = (seed + rank) % 2**32
@@ -105,6 +107,16 @@ class Worker:
         with carried(order.who):
             return self._call(order, beside)
 
+    def submitted(self, letter: bytes, *arrived: Any) -> Any:
+        """As `call`, in a thread; no exception, not even `sys.exit`, ends the process and what else runs in it."""
+        order, beside = unfolded(letter, arrived)
+        with carried(order.who, BaseException):
+            return self._call(order, beside)
+
+    def stay(self) -> None:
+        """Never return, so that the driver is told when the process ends."""
+        threading.Event().wait()
+
     def _call(self, order: Order, beside: Sequence[Any]) -> Any:
         for key in order.dropped:
             self._values.pop(key, None)
@@ -139,12 +151,15 @@ class Worker:
         return (receipt, *(each if len(each) > 1 else each[0] for each in sent)) if sent else receipt
 
     def _function(self, key: bytes, parts: Any) -> Callable[..., Any]:
-        if key not in self._functions:
-            self._functions[key] = deserialized(parts, copy=True)[0]
+        found = self._functions.get(key)
+        if found is None:
+            found = deserialized(parts, copy=True)[0]
+        with self._guard:
+            self._functions[key] = found
+            self._functions.move_to_end(key)
             if len(self._functions) > FUNCTIONS:
                 self._functions.popitem(last=False)
-        self._functions.move_to_end(key)
-        return self._functions[key]
+        return found
 
     def _argument(self, who: str, arg: Argument, beside: Sequence[Any], shared: list[Shared], copy: bool) -> Any:
         if arg.key is not None:

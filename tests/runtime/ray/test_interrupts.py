@@ -62,7 +62,7 @@ def calls(mesh: Mesh, then: Callable[[int], None]) -> tuple[RayProcesses, list[i
         return SimpleNamespace(do=SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote)))
 
     actors = [actor(rank) for rank in range(mesh.size)]
-    return RayProcesses(mesh, actors, [("node", "address")] * mesh.size, 60.0), got
+    return RayProcesses(mesh, actors, [("node", "address")] * mesh.size, 60.0, actor), got
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
