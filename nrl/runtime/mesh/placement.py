@@ -356,31 +356,26 @@ class Mesh:
     ) -> "futures.Future[T]":
         """Call ``fn(*args)`` beside one process of the mesh; a slow one delays no other, and no call in all processes.
 
-        Functions run side by side in a helper: a second process in the rank's slot, which starts with the first of
-        them; on the local cluster a thread. They are in no order with each other, nor with calls in all processes.
+        Functions run side by side in a helper, a second process in the rank's slot that starts with the first of them;
+        on the local cluster in threads. They are in no order with each other, nor with calls.
 
         Args:
             fn: what to call; `nrl.process` tells it its rank. It travels as with `nrl.shard_map`.
             *args: of the function; futures are waited for first.
             rank: beside which process; None: where the fewest run or wait.
-            deadline: seconds that it may run; None: the cluster's. A helper with a function that takes longer gets no
-                more of them, and is killed once its others have returned. A thread cannot be killed.
+            deadline: seconds that it may run; None: the cluster's. Then its helper is killed, once nothing else runs.
 
         Returns:
-            The standard library's future. ``cancel()`` takes back a function that has not begun. ``result()`` raises
-            what the function raised, `DeadlineExceeded` if it took too long, `LostActor` if its helper died, and what
-            a call raises if the mesh has ended.
+            The standard library's future, of the function's value or error, or of what a call raises.
 
         Raises:
             PlacementError: the mesh has no such rank, or an argument is a handle.
-            ShippingError: the function or an argument cannot be sent.
-            ClosedCluster: the cluster has been left.
+            ShippingError, ClosedCluster, LostActor: as a call.
 
-        >>> from nrl.runtime import cluster, process
+        >>> from nrl.runtime import cluster
         >>> with cluster("local") as here:
-        ...     mesh = here.reserve(2).mesh()
-        ...     mesh.submit(len, "abc").result(), mesh.submit(lambda: process().rank, rank=1).result()
-        (3, 1)
+        ...     here.reserve(2).mesh().submit(len, "abc").result()
+        3
         """
         who = f"submit({name_of(fn)})"
         self.cluster.check_open(who)

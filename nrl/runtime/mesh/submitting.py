@@ -107,7 +107,7 @@ class Task:
 
 
 class Helper(ABC):
-    """What runs functions for a rank, up to `SIDE_BY_SIDE` at once. Its methods are called by the desk's thread.
+    """What runs functions for a rank, up to `SIDE_BY_SIDE` at once; the desk's thread lets them begin, and ends it.
 
     Args:
         desk: which is told, by ``started``, ``over`` and ``lost``, what becomes of the helper and its functions.

@@ -71,7 +71,8 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 
 def test_a_function_runs_beside_one_process(mesh: Mesh) -> None:
-    assert [mesh.submit(here, rank=rank).result() for rank in (1, 0)] == [(1, 2, "judges"), (0, 2, "judges")]
+    one, zero = mesh.submit(here, rank=1), mesh.submit(here, rank=0)
+    assert [zero.result(), one.result()] == [(0, 2, "judges"), (1, 2, "judges")]
     assert mesh.submit(here).result() == (0, 2, "judges")
     assert mesh.submit(partial(divmod, 7), 4).result() == (1, 3)
     assert process().mesh == ""
@@ -115,7 +116,7 @@ def test_an_exception_arrives_as_itself(mesh: Mesh) -> None:
     def late() -> None:
         raise TimeoutError("its own")
 
-    with pytest.raises(TimeoutError, match="^its own$"):
+    with pytest.raises(TimeoutError, match="^its own"):
         mesh.submit(late).result(timeout=60)
 
 
@@ -233,7 +234,9 @@ def test_it_is_a_future_of_the_standard_library(mesh: Mesh) -> None:
 
 def test_what_cannot_be_submitted(mesh: Mesh) -> None:
     for rank in (-1, 2):
-        with pytest.raises(PlacementError, match=rf"submit\(len\): rank is {rank}, but mesh 'judges' has ranks 0 to 1;"):
+        with pytest.raises(
+            PlacementError, match=rf"submit\(len\): rank is {rank}, but mesh 'judges' has ranks 0 to 1;"
+        ):
             mesh.submit(len, "", rank=rank)
     for deadline in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=rf"submit\(len\): deadline is {deadline}; give seconds, or None"):
@@ -243,20 +246,15 @@ def test_what_cannot_be_submitted(mesh: Mesh) -> None:
         mesh.submit(len, handle)
 
 
-def test_two_meshes_on_the_same_slots(mesh: Mesh) -> None:
-    other = mesh.slots.mesh(executable="system", name="others")
-    assert other.submit(here).result() == (0, 2, "others")
-    assert mesh.submit(here).result() == (0, 2, "judges")
-
-
 def test_the_timeline_shows_functions_beside_the_calls(mesh: Mesh, tmp_path: Path) -> None:
     with timeline.recording(tmp_path) as path:
         mesh.submit(here, rank=1).result()
         with timeline.unshown():
             mesh.submit(gc.collect).result()
-    events = [event for event in timeline._events(path) if event.get("name") in ("submit(here)", "process_name")]
-    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["judges.helper"]
-    assert [event["ph"] for event in events] == ["M", "X"]
+    events = list(timeline._events(path))
+    meshes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    shown = [(meshes[event["pid"]], event["name"]) for event in events if event["ph"] == "X"]
+    assert shown == [("judges.helper", "submit(here)")]
 
 
 # --- the local cluster
@@ -266,7 +264,7 @@ def test_a_local_cluster_that_is_left_gives_functions_up() -> None:
     gate = threading.Event()
     with cluster("local") as here:
         mesh = here.reserve(1).mesh()
-        running = [mesh.submit(gate.wait) for _ in range(SIDE_BY_SIDE)]
+        running: list[Any] = [mesh.submit(gate.wait) for _ in range(SIDE_BY_SIDE)]
         waiting = mesh.submit(len, "")
         given = mesh.submit(len, waiting)
     for future in (*running, waiting, given):
@@ -511,7 +509,7 @@ def test_functions_without_a_rank_wait_for_any(offices: Callable[..., Office]) -
 def test_a_desk_that_closes_ends_everything(offices: Callable[..., Office]) -> None:
     office = offices()
     running, late = office.submit("a"), office.submit("b", deadline=0.1)
-    helper = office.started()
+    office.started()
     assert isinstance(late.exception(), DeadlineExceeded)
     waiting = office.submit("c")  # for a new helper
     until(lambda: len(office.made) == 2)
