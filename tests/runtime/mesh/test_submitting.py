@@ -405,7 +405,8 @@ def test_a_helper_that_does_not_start_in_time(offices: Callable[..., Office]) ->
             "nrl.cluster(..., deadline=) more seconds. The last lines of its log:\n    one\n    two"
         )
     until(lambda: office.made[0].ended == 1)
-    again = office.submit("c", deadline=60)
+    office.desk.deadline = 60.0
+    again = office.submit("c")
     helper = office.started(1)
     until(lambda: helper.begun == ["c"])
     helper.returns("c")

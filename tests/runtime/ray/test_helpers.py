@@ -64,7 +64,8 @@ def test_a_helper_that_is_killed(mesh: Mesh, tmp_path: Path) -> None:
     assert new not in (helper, own)
     os.kill(new, signal.SIGKILL)  # with nothing to do
     assert settled(lambda: alive(new), 5) is False
-    time.sleep(0.5)  # until Ray has told the driver
+    lane: Any = mesh.processes._desk._lanes[0]  # type: ignore[attr-defined]
+    assert settled(lambda: lane.helper is not None, 30) is False  # Ray tells the driver
     assert mesh.submit(os.getpid).result() not in (new, own)
 
 
@@ -89,7 +90,7 @@ def test_what_is_sent(mesh: Mesh) -> None:
         mesh.submit(len, [threading.Lock()])
     with pytest.raises(ShippingError, match=r"submit\(<lambda>\): an object of type _thread.lock"):
         mesh.submit(lambda *_: 0, nrl.runtime.done(3), threading.Lock()).result()
-    with pytest.raises(ShippingError, match=r"the result of submit\(Lock\): an object of type _thread.lock"):
+    with pytest.raises(ShippingError, match=r"the result of submit\(.*\): an object of type _thread.lock"):
         mesh.submit(threading.Lock).result()
 
     def writes(batch: Batch) -> None:
