@@ -274,8 +274,20 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
             return [(f"[{index}]", part) for index, part in enumerate(value)]
         case _ if hasattr(value, "func") and hasattr(value, "args") and hasattr(value, "keywords"):  # a partial
             return [("its function", value.func), ("its arguments", value.args), ("its arguments", value.keywords)]
+        case _ if _refuses(value):
+            return []
         case _:
             return [(f".{key}", part) for key, part in getattr(value, "__dict__", {}).items()]
+
+
+def _refuses(value: Any) -> bool:
+    """Whether an object's own class says that it cannot be sent, whatever it is made of."""
+    if isinstance(type(value).__reduce__, types.FunctionType):
+        try:
+            value.__reduce__()
+        except Exception:
+            return True
+    return False
 
 
 def _content(cell: types.CellType) -> Any:

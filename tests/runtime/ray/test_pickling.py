@@ -181,3 +181,20 @@ def uses_a_global() -> Any:
 def test_a_global_that_cannot_be_sent_is_named() -> None:
     with pytest.raises(ShippingError, match=r"_thread\.lock.*'GLOBAL', a global of uses_a_global"):
         serialized(uses_a_global, "f")
+
+
+class Refuses:
+    """Cannot be sent, whatever it holds."""
+
+    def __init__(self) -> None:
+        self.held = lock()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it stays here")
+
+
+def test_an_object_that_refuses_is_named_and_not_what_it_holds() -> None:
+    with pytest.raises(
+        ShippingError, match=r"f: an object of type .*Refuses, .*\[0\], cannot be sent.*: it stays here"
+    ):
+        serialized([Refuses()], "f")
