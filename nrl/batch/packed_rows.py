@@ -16,9 +16,6 @@ __all__ = ["After", "Block", "Packing", "Rectangles", "Runs", "Sequences", "bloc
 _BLOCK_COST = 50
 """The cost of one more block, a call of the attention kernel, in tokens of padding."""
 
-_GATHER_COST = 10
-"""The cost of a row that continues another one, whose keys are gathered, in tokens."""
-
 
 class Runs(NamedTuple):
     """Tokens of rows that lie side by side, in the order in which they lie.
@@ -126,8 +123,9 @@ class Sequences(NamedTuple):
     The fields have the names of FlashAttention's ``flash_attn_varlen_func``. torch's ``varlen_attn`` calls them
     ``cu_seq_q``, ``cu_seq_k``, ``max_q`` and ``max_k``, Megatron's ``PackedSeqParams`` (``qkv_format="thd"``)
     ``cu_seqlens_q``, ``cu_seqlens_kv``, ``max_seqlen_q`` and ``max_seqlen_kv``. Queries are ``[N, heads, D]``. Keys and
-    values are these kernels' too, after ``keys`` has put those of its prefix before a row's own. Then causal attention
-    is the kernels' own: aligned to the lower right, so that a row's last query sees its last key.
+    values are ``[K, heads, D]``: ``keys`` puts those of its prefix before a row's own. Then the causal mask is aligned
+    to the lower right, so that a row's last query sees its last key. It is what FlashAttention and torch mean by
+    causal; Transformer Engine calls it ``padding_causal_bottom_right``.
 
     Args:
         cu_seqlens_q: ``[S + 1]`` int32; the own tokens of row s are those from ``cu_seqlens_q[s]`` to
@@ -189,8 +187,8 @@ class Sequences(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """What decides whether beginnings are shared, in tokens."""
-        return int(self.cu_seqlens_q[-1]) + _GATHER_COST * int((self.parent >= 0).sum())
+        """What decides whether beginnings are shared: tokens alone, since gathering keys costs next to nothing."""
+        return int(self.cu_seqlens_q[-1])
 
     def to(self, device: torch.device) -> Self:
         """The same with its tensors there."""

@@ -444,8 +444,9 @@ def test_tokens_are_shared_where_that_is_cheaper() -> None:
     assert in_rectangles(rows_of(few), share=None)[1].blocks == (Block(2, 3),)
     assert [block[:2] for block in in_rectangles(rows_of(many, 41), share=None)[1].blocks] == [(1, 40), (4, 1)]
     assert in_rectangles(rows_of(many, 41))[1].blocks == (Block(4, 41),)
-    assert in_sequences(rows_of(few), share=None)[1].parent.tolist() == [-1, -1]
+    assert in_sequences(rows_of(few), share=None)[1].parent.tolist() == [-1, 0]
     assert in_sequences(rows_of(many, 41), share=None)[1].parent.tolist() == [-1, 0, 0, 0]
+    assert in_sequences(rows_of([[1, 2], [2, 2]]), share=None)[1].parent.tolist() == [-1, -1]
     assert in_sequences(rows_of(many, 41))[1].parent.tolist() == [-1] * 4
 
 

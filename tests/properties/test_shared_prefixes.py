@@ -44,7 +44,7 @@ def trainer(slots: Slots, dp: int = 1, max_tokens: int = LARGE, packing: Packing
 
 @pytest.fixture(autouse=True, scope="module")
 def laid_out() -> Iterator[list[Packed]]:
-    """All packed tokens that were made, newest last; blocks and gathered keys are free."""
+    """All packed tokens that were made, newest last; blocks are free."""
     made: list[Packed] = []
 
     def recorded(*args: Any, **kwargs: Any) -> Packed:
@@ -53,7 +53,6 @@ def laid_out() -> Iterator[list[Packed]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nrl.batch.packed_rows._BLOCK_COST", 0)
-        patch.setattr("nrl.batch.packed_rows._GATHER_COST", 0)
         patch.setattr("nrl.batch.prefixes._PART_COST", 0)
         patch.setattr(plans, "pack", recorded)
         yield made

@@ -880,7 +880,6 @@ def test_common_first_tokens_give_the_logprobs_of_each_row_alone(
 ) -> None:
     """For every architecture, sliding windows among them: two prompts of 9 and 6 tokens with five answers each."""
     monkeypatch.setattr("nrl.batch.packed_rows._BLOCK_COST", 0)
-    monkeypatch.setattr("nrl.batch.packed_rows._GATHER_COST", 0)
     module, folder = stock
     batch = batch_of([14, 9, 17, 12, 11, 10, 7, 17, 8, 6])
     ids = batch["input_ids"].clone()
