@@ -14,6 +14,7 @@ import nrl.imports  # isort: skip  # noqa: F401  # before any other module impor
 from nrl.backends import Model, Sampling, adamw, evaluate, publish
 from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibatches, pad, require, shard
 from nrl.batch.columns import COLUMNS, declare
+from nrl.batch.packed_rows import Rectangles, Sequences
 from nrl.batch.packing import pack, packed, unpack
 from nrl.envs.scoring import scored_by
 from nrl.episodes import rollout, rollouts, run_episode
@@ -52,7 +53,9 @@ __all__ = [
     "Min",
     "Model",
     "P",
+    "Rectangles",
     "Sampling",
+    "Sequences",
     "Sum",
     "adamw",
     "ahead",

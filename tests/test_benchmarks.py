@@ -12,7 +12,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import by_hand, driver, lag, mismatch, overhead, overlap, ray_calls, ray_runs, same_numbers, vs_trl
+from benchmarks import (
+    by_hand,
+    driver,
+    lag,
+    mismatch,
+    overhead,
+    overlap,
+    packings,
+    ray_calls,
+    ray_runs,
+    same_numbers,
+    vs_trl,
+)
 from benchmarks._figure import curves
 from benchmarks._machine import resident, shares, watched
 from benchmarks._paired import Clock, Worker, disagreement, lengths_of, pair, percentile, ratios, spread, table
@@ -250,6 +262,34 @@ def test_nrl_and_the_loop_by_hand_take_the_same_steps(loss: str) -> None:
     assert len(by_hand.compare(args, "tiny", loss, 4)) == args.steps  # raises where losses differ
 
 
+@pytest.mark.parametrize("regime", packings.REGIMES)
+def test_the_forms_of_packed_rows_take_the_same_steps(regime: str) -> None:
+    args = packings.options(["--quick", "--prompts", "2"])
+    pairs = packings.compare(args, "tiny", packings.REGIMES[regime])  # raises where losses differ
+    assert len(pairs) == args.steps
+    batch = packings.make_batch(args, packings.REGIMES[regime], 0)
+    assert len(batch) == 8
+    assert packings.tokens(batch) <= 1
+
+
+def test_packings_that_do_different_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, made = packings.stepper, []
+
+    def other_each_time(trainer: Any) -> Any:
+        made.append(trainer)
+        step, number = original(trainer), len(made)
+
+        def changed(batch: Any) -> Any:
+            loss, times = step(batch)
+            return loss + number, times
+
+        return changed
+
+    monkeypatch.setattr(packings, "stepper", other_each_time)
+    with pytest.raises(RuntimeError, match="packings: in step 0 the losses are"):
+        packings.compare(packings.options(["--quick"]), "tiny", packings.REGIMES["short"])
+
+
 def test_different_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_hand, "LR", 0.0)
     original = by_hand.by_hand
@@ -337,7 +377,9 @@ def test_the_benchmarks_on_ray_run_as_scripts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_by_hand_and_overhead_and_driver_run_as_scripts(tmp_path: Path) -> None:
+def test_by_hand_and_packings_and_overhead_and_driver_run_as_scripts(tmp_path: Path) -> None:
+    assert "| tiny | alone |" in run("packings", "--quick", "--out", str(tmp_path / "packings.json"))
+    assert len(json.loads((tmp_path / "packings.json").read_text())["results"]) == 4
     assert "| tiny | GRPO | 4 |" in run("by_hand", "--quick", "--out", str(tmp_path / "hand.json"))
     assert len(json.loads((tmp_path / "hand.json").read_text())["results"]) == 4
     assert "| 4 ranks |" in run("driver", "--quick", "--out", str(tmp_path / "driver.json"))

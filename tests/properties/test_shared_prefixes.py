@@ -23,6 +23,7 @@ from nrl.backends.models.loading import build
 from nrl.backends.training import plans
 from nrl.backends.training.fused_logprobs import linear_logprobs
 from nrl.batch import Batch
+from nrl.batch.packed_rows import Packing
 from nrl.batch.packing import Packed, pack
 from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Slots
@@ -33,15 +34,17 @@ WIDTH = 12
 CONFIG = TINY | {"model_type": "starcoder2", "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": None}
 """Layer norms in float64: RMS norms round to float32 in transformers, and adding gradients up before or after shows."""
 MODEL = Model(CONFIG, dtype="float64")
+PACKINGS: list[Packing] = [nrl.Rectangles, nrl.Sequences]
+packings = st.sampled_from(PACKINGS)
 
 
-def trainer(slots: Slots, dp: int = 1, max_tokens: int = LARGE, packed: bool = True) -> Trainer:
-    return fsdp.trainer(slots[:dp], MODEL, SHOW, max_tokens=max_tokens, packed=packed)
+def trainer(slots: Slots, dp: int = 1, max_tokens: int = LARGE, packing: Packing | None = nrl.Rectangles) -> Trainer:
+    return fsdp.trainer(slots[:dp], MODEL, SHOW, max_tokens=max_tokens, packing=packing)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def laid_out() -> Iterator[list[Packed]]:
-    """Every layout that was made, newest last; blocks are free."""
+    """All packed tokens that were made, newest last; blocks are free."""
     made: list[Packed] = []
 
     def recorded(*args: Any, **kwargs: Any) -> Packed:
@@ -49,7 +52,7 @@ def laid_out() -> Iterator[list[Packed]]:
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nrl.batch.packing._BLOCK_COST", 0)
+        patch.setattr("nrl.batch.packed_rows._BLOCK_COST", 0)
         patch.setattr("nrl.batch.prefixes._PART_COST", 0)
         patch.setattr(plans, "pack", recorded)
         yield made
@@ -103,17 +106,18 @@ def families(draw: st.DrawFn) -> Batch:
 def test_a_step_on_shared_tokens_is_that_of_rows_laid_out_whole(
     data: st.DataObject, batch: Batch, loss: Loss, slots: Slots
 ) -> None:
-    batch = near(trainer(slots, packed=False), batch)
-    expected = run(trainer(slots, packed=False), loss, batch)
+    batch = near(trainer(slots, packing=None), batch)
+    expected = run(trainer(slots, packing=None), loss, batch)
     order = data.draw(st.permutations(range(len(batch))))
     dp, n = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 4))
-    assert_equal(run(trainer(slots, dp, tokens_for(batch, n)), loss, taken(batch, order)), expected)
+    made = trainer(slots, dp, tokens_for(batch, n), data.draw(packings))
+    assert_equal(run(made, loss, taken(batch, order)), expected)
 
 
 @settings(max_examples=25, phases=NO_SHRINK)
-@given(batch=families())
-def test_log_probabilities_of_shared_tokens(batch: Batch, slots: Slots) -> None:
-    plain, made = trainer(slots, packed=False), trainer(slots)
+@given(batch=families(), packing=packings)
+def test_log_probabilities_of_shared_tokens(batch: Batch, packing: Packing, slots: Slots) -> None:
+    plain, made = trainer(slots, packing=None), trainer(slots, packing=packing)
     expected = plain.logprobs(plain.init().params, batch).result()
     found = made.logprobs(made.init().params, batch).result()
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
@@ -142,9 +146,12 @@ def each_alone(loss: Loss, batch: Batch) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("loss", [algos.grpo_loss, algos.sft_loss])
-def test_the_gradient_is_that_of_rows_one_at_a_time(loss: Loss, slots: Slots, laid_out: list[Packed]) -> None:
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_the_gradient_is_that_of_rows_one_at_a_time(
+    loss: Loss, packing: Packing, slots: Slots, laid_out: list[Packed]
+) -> None:
     batch = near(trainer(slots), batch_of(GROUPS, PROMPTS))
-    found = run(trainer(slots), loss, batch)
+    found = run(trainer(slots, packing=packing), loss, batch)
     assert len(laid_out[-1].input_ids) < int(nrl.lengths(batch).sum()) - 4 * 3
     expected = each_alone(loss, batch)
     assert len(expected) > 20
@@ -162,34 +169,38 @@ def test_sliding_windows_reach_into_shared_tokens(window: int, slots: Slots) -> 
             Model(CONFIG | {"sliding_window": window}, dtype="float64"),
             SHOW,
             max_tokens=LARGE,
-            packed=packed,
+            packing=packing,
         )
-        for packed in (True, False)
+        for packing in (*PACKINGS, None)
     ]
     params = [made.init().params for made in results]
     logprobs = [made.logprobs(x, batch).result() for made, x in zip(results, params, strict=True)]
-    torch.testing.assert_close(logprobs[0], logprobs[1], rtol=1e-9, atol=1e-12)
-    shared, whole = (run(made, algos.grpo_loss, batch) for made in results)
-    assert_equal(shared, whole)
+    *shared, whole = (run(made, algos.grpo_loss, batch) for made in results)
+    for found, step in zip(logprobs, shared, strict=False):
+        torch.testing.assert_close(found, logprobs[-1], rtol=1e-9, atol=1e-12)
+        assert_equal(step, whole)
 
 
-def test_checkpointing_recomputes_shared_tokens(slots: Slots) -> None:
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_checkpointing_recomputes_shared_tokens(packing: Packing, slots: Slots) -> None:
     batch = batch_of(GROUPS, PROMPTS)
-    made = fsdp.trainer(slots[:1], MODEL, SHOW, checkpointing=True)
-    assert_equal(run(made, algos.grpo_loss, batch), run(trainer(slots, packed=False), algos.grpo_loss, batch))
+    made = fsdp.trainer(slots[:1], MODEL, SHOW, packing=packing, checkpointing=True)
+    assert_equal(run(made, algos.grpo_loss, batch), run(trainer(slots, packing=None), algos.grpo_loss, batch))
 
 
 # what is computed
 
 
-def test_no_token_is_computed_that_no_trained_one_needs(slots: Slots, laid_out: list[Packed]) -> None:
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_no_token_is_computed_that_no_trained_one_needs(packing: Packing, slots: Slots, laid_out: list[Packed]) -> None:
     """A row goes as far as the token before its last trained one, and one without any does not go at all."""
     batch = batch_of([[5, 1, 2, 3, 4], [6, 1, 2, 3], [7, 1, 2]], [0, 0, 0])
     trained = torch.zeros(3, WIDTH, dtype=torch.bool)
     trained[0, 2] = trained[2, 2] = True
-    run(trainer(slots), algos.sft_loss, nrl.assign(batch, loss_mask=trained))
+    run(trainer(slots, packing=packing), algos.sft_loss, nrl.assign(batch, loss_mask=trained))
     tokens = laid_out[-1]
-    assert sorted(tokens.input_ids[tokens.real].tolist()) == [1, 1, 5, 7]
+    real = tokens.rows.real if isinstance(tokens.rows, nrl.Rectangles) else slice(None)
+    assert sorted(tokens.input_ids[real].tolist()) == [1, 1, 5, 7]
 
 
 def spy(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -284,7 +295,7 @@ def test_a_loss_that_reads_elsewhere_in_one_batch_only(slots: Slots) -> None:
         return token_mean(batch["advantages"] * (out["logprobs"] + row), batch["loss_mask"]), {}
 
     batch = batch_of(GROUPS, PROMPTS)
-    made, plain = trainer(slots), trainer(slots, packed=False)
+    made, plain = trainer(slots), trainer(slots, packing=None)
     step, other = made.train_step(loss), plain.train_step(algos.add((1.0, loss), (1.0, everything)))
     quiet = nrl.assign(batch, advantages=torch.zeros_like(batch["advantages"]))
     state, _ = step(made.init(), quiet)

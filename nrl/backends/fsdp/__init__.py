@@ -9,6 +9,7 @@ from nrl.backends.engines import TrainEngine
 from nrl.backends.training.optimizers import Optimizer
 from nrl.backends.training.trainer import Trainer, make_trainer
 from nrl.batch import microbatches
+from nrl.batch.packed_rows import Packing, Rectangles
 from nrl.batch.prefixes import microbatches_by_prefix
 from nrl.errors import PlacementError
 from nrl.runtime import Layout, Mesh, Slots, as_mesh
@@ -24,7 +25,7 @@ def trainer(
     optimizer: Optimizer,
     *,
     max_tokens: int = 16_384,
-    packed: bool = True,
+    packing: Packing | None = Rectangles,
     checkpointing: bool = False,
     compile: bool = False,
     device: str | None = None,
@@ -40,7 +41,8 @@ def trainer(
             moments stay in float32 and it computes in bfloat16.
         optimizer: `adamw` with its schedule and clipping.
         max_tokens: bound on the tokens of a micro-batch, padding counted; a longer row is an error.
-        packed: lay rows out flat, without padding between them; False: the model's own padded forward.
+        packing: how rows are laid out flat: as `nrl.Rectangles`, or as `nrl.Sequences`, which have no padding at all;
+            None: the model's own padded forward.
         checkpointing: recompute activations in the backward pass, which saves memory.
         compile: compile the layers with ``torch.compile``; the first step takes longer.
         device: ``"cpu"``, ``"cuda"``; None: a GPU if there is one.
@@ -61,8 +63,8 @@ def trainer(
     ...     policy.init().step
     0
     """
-    name, parts_of = f"fsdp.trainer {next(_NUMBERS)}", microbatches_by_prefix if packed else microbatches
-    make_engine = partial(_make_engine, model, optimizer, packed, checkpointing, compile, device)
+    name, parts_of = f"fsdp.trainer {next(_NUMBERS)}", microbatches if packing is None else microbatches_by_prefix
+    make_engine = partial(_make_engine, model, optimizer, packing, checkpointing, compile, device)
     _check(place, place.layout if isinstance(place, Mesh) else layout)
     return make_trainer(
         as_mesh(place, "base", "trainer", layout),
@@ -81,7 +83,12 @@ def _check(place: Slots | Mesh, layout: Layout | None) -> None:
 
 
 def _make_engine(
-    model: Model, optimizer: Optimizer, packed: bool, checkpointing: bool, compile: bool, device: str | None
+    model: Model,
+    optimizer: Optimizer,
+    packing: Packing | None,
+    checkpointing: bool,
+    compile: bool,
+    device: str | None,
 ) -> TrainEngine[Any, Any]:
     """In a process of the mesh."""
     import torch
@@ -90,4 +97,4 @@ def _make_engine(
     from nrl.runtime import process
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return TorchEngine(model, optimizer, packed, checkpointing, compile, where, process().device_mesh)
+    return TorchEngine(model, optimizer, packing, checkpointing, compile, where, process().device_mesh)

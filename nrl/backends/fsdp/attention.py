@@ -1,43 +1,70 @@
-"""Attention over packed rows: causal inside of each row, blind to all others."""
+"""Attention over packed rows: causal inside of each row, blind to all others.
 
-from collections.abc import Sequence
+Each form of packed rows has its own: `OverRectangles` calls a kernel for each block, `OverSequences` for each row.
+"""
+
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from nrl.batch.packing import Block
+from nrl.batch.packed_rows import Block, Rectangles, Sequences
 from nrl.errors import ModelError
 
-__all__ = ["NAME", "PackedLayout", "register_attention"]
+__all__ = ["NAME", "OverRectangles", "OverSequences", "over", "register_attention"]
 
-NAME = "nrl_blocks"
+NAME = "nrl_packed"
 """The name of this attention in transformers."""
 
 _SMALL = 8192
 """Up to so many scores for a row and key-value head, two plain products are faster on a CPU than the fused kernel."""
 
 
-class PackedLayout:
-    """The blocks of packed tokens on a device, with their masks, which are made once for all layers.
+class OverRectangles:
+    """Attention over rectangles, with their masks, which are made once for all layers.
 
     Args:
-        blocks: from `nrl.batch.packing.pack`.
+        rows: from `nrl.batch.packing.pack`.
         device: of the tokens.
     """
 
-    def __init__(self, blocks: Sequence[Block], device: torch.device) -> None:
-        self.device = device
-        self.blocks = tuple(
-            block
-            if block.after is None
-            else block._replace(
-                after=block.after._replace(row=block.after.row.to(device), length=block.after.length.to(device))
-            )
-            for block in blocks
-        )
+    def __init__(self, rows: Rectangles, device: torch.device) -> None:
+        self.device, self.blocks = device, rows.to(device).blocks
         self._biases: dict[tuple[object, ...], Tensor] = {}
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None) -> Tensor:
+        """``query`` ``[H, N, D]``, ``key`` and ``value`` ``[h, N, D]``; returns ``[N, H, D]``."""
+        outputs = []
+        sizes = [block.rows * block.width for block in self.blocks]
+        parts = [zip(*(x.split(sizes, 1) for x in (query, key, value)), strict=True)]
+        earlier: list[tuple[Tensor, Tensor]] = []
+        for number, (block, qkv) in enumerate(zip(self.blocks, *parts, strict=True)):
+            q, k, v = (x.unflatten(1, (block.rows, block.width)).transpose(0, 1) for x in qkv)
+            earlier.append((k, v))
+            if block.after is not None:
+                before = (x.index_select(0, block.after.row) for x in earlier[block.after.block])
+                k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
+            here = None if window is None or window >= k.shape[2] else window
+            outputs.append(self._one(q, k, v, number, here, scaling).transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs)
+
+    def _one(self, q: Tensor, k: Tensor, v: Tensor, number: int, window: int | None, scaling: float | None) -> Tensor:
+        """One block: ``[rows, H, width, D]`` against keys ``[rows, h, keys, D]``."""
+        rows, H, width, D = q.shape
+        h, keys = k.shape[1:3]
+        group = H // h
+        if q.device.type == "cpu" and not torch.is_autocast_enabled("cpu") and group * width * keys <= _SMALL:
+            # The query heads that share a key-value head are queries of one product, so keys are never repeated
+            bias = self.bias(number, window, q.dtype, (h, group))
+            q, k, v = (x.reshape(rows * h, -1, x.shape[-1]) for x in (q, k, v))
+            scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=D**-0.5 if scaling is None else scaling)
+            return torch.bmm(scores.softmax(-1), v).view(rows, H, width, -1)
+        causal = window is None and self.blocks[number].after is None
+        bias_or_none = None if causal else self.bias(number, window, q.dtype)
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=bias_or_none, is_causal=causal, scale=scaling, enable_gqa=h != H
+        )
 
     def bias(self, number: int, window: int | None, dtype: torch.dtype, heads: tuple[int, int] = (1, 1)) -> Tensor:
         """The bias for the scores of a block, minus infinity where a token does not see a key.
@@ -78,16 +105,73 @@ class PackedLayout:
         return torch.cat([x.expand(block.rows, 1, block.width, -1) for x in (before, own)], -1)
 
 
+class OverSequences:
+    """Attention over sequences: what a varlen kernel does, by a call for each row.
+
+    On a GPU, ``varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window_size=(left, 0))``
+    belongs in the place of the loop, where ``left`` is the window less one, or -1 without a window.
+
+    Args:
+        rows: from `nrl.batch.packing.pack`, on the CPU.
+        device: of the tokens.
+    """
+
+    def __init__(self, rows: Sequences, device: torch.device) -> None:
+        self.device = device
+        self.keys = None if rows.keys is None else rows.keys.to(device)
+        self.own: list[int] = rows.cu_seqlens_q.diff().tolist()
+        self.all: list[int] = rows.cu_seqlens_k.diff().tolist()
+        self._biases: dict[tuple[object, ...], Tensor] = {}
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None) -> Tensor:
+        """``query`` ``[H, N, D]``, ``key`` and ``value`` ``[h, N, D]``; returns ``[N, H, D]``."""
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # tokens first, as varlen kernels have them
+        if self.keys is not None:
+            k, v = (x.index_select(0, self.keys) for x in (k, v))
+        outputs = []
+        for parts in zip(q.split(self.own), k.split(self.all), v.split(self.all), strict=True):
+            q, k, v = (x.transpose(0, 1)[None] for x in parts)
+            outputs.append(self._one(q, k, v, window, scaling)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+    def _one(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, scaling: float | None) -> Tensor:
+        """One row: ``[1, H, own, D]`` against keys ``[1, h, seen, D]``."""
+        own, seen = q.shape[2], k.shape[2]
+        window = None if window is None or window >= seen else window
+        causal = window is None and own == seen
+        bias = None if causal else self._bias(window, q.dtype)[-own:, -seen:]
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, is_causal=causal, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
+        )
+
+    def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """``[most queries, most keys]``, aligned to the lower right: any row's bias is its lower right corner."""
+        if (window, dtype) not in self._biases:
+            wide = [(q, k) for q, k in zip(self.own, self.all, strict=True) if q < k or window is not None]
+            own, seen = (max(sizes) for sizes in zip(*wide, strict=True))
+            position = torch.arange(seen - own, seen, device=self.device)[:, None]
+            ahead = position - torch.arange(seen, device=self.device)  # how far the query is ahead of the key
+            hidden = (ahead < 0) if window is None else (ahead < 0) | (ahead >= window)
+            bias = torch.zeros(own, seen, dtype=dtype, device=self.device)
+            self._biases[window, dtype] = bias.masked_fill_(hidden, -torch.inf)
+        return self._biases[window, dtype]
+
+
+def over(rows: Rectangles | Sequences, device: torch.device) -> OverRectangles | OverSequences:
+    """Attention over packed rows, which a model's forward is given as ``nrl_attention``."""
+    return OverRectangles(rows, device) if isinstance(rows, Rectangles) else OverSequences(rows, device)
+
+
 def register_attention() -> str:
     """Make the attention known to transformers, and return its name.
 
-    transformers builds no mask for it: each block is a rectangle of right-padded rows, so causality is the whole mask.
+    transformers builds no mask for it: rows are known by the form that they lie in.
     transformers' own packing by ``position_ids`` is not used: a cache or a mask of ones switches it off silently.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    # Not compiled: the blocks differ from batch to batch, and torch would compile each layout anew
+    # Not compiled: the rows differ from batch to batch, and torch would compile for each anew
     AttentionInterface.register(NAME, torch.compiler.disable(_attend))
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
     return NAME
@@ -100,7 +184,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    nrl_blocks: PackedLayout | None = None,
+    nrl_attention: OverRectangles | OverSequences | None = None,
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -109,43 +193,11 @@ def _attend(
         if options.get(unsupported) is not None:
             raise ModelError(
                 f"{type(module).__name__}: packed rows do not support attention with '{unsupported}'; "
-                "use fsdp.trainer(..., packed=False)"
+                "use fsdp.trainer(..., packing=None)"
             )
-    if nrl_blocks is None:
+    if nrl_attention is None:
         raise ModelError(
             f"{type(module).__name__}: the model does not hand its attention what packed rows need; "
-            "use fsdp.trainer(..., packed=False)"
+            "use fsdp.trainer(..., packing=None)"
         )
-    layout, outputs = nrl_blocks, []
-    sizes = [block.rows * block.width for block in layout.blocks]
-    parts = [zip(*(x[0].split(sizes, 1) for x in (query, key, value)), strict=True)]
-    earlier: list[tuple[Tensor, Tensor]] = []
-    for number, (block, qkv) in enumerate(zip(layout.blocks, *parts, strict=True)):
-        q, k, v = (x.unflatten(1, (block.rows, block.width)).transpose(0, 1) for x in qkv)
-        earlier.append((k, v))
-        if block.after is not None:
-            before = (x.index_select(0, block.after.row) for x in earlier[block.after.block])
-            k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
-        window = None if sliding_window is None or sliding_window >= k.shape[2] else sliding_window
-        outputs.append(_one(q, k, v, layout, number, window, scaling).transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[None], None
-
-
-def _one(
-    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, number: int, window: int | None, scaling: float | None
-) -> Tensor:
-    """One block: ``[rows, H, width, D]`` against keys ``[rows, h, keys, D]``."""
-    rows, H, width, D = q.shape
-    h, keys = k.shape[1:3]
-    group = H // h
-    if q.device.type == "cpu" and not torch.is_autocast_enabled("cpu") and group * width * keys <= _SMALL:
-        # The query heads that share a key-value head are queries of one product, so keys are never repeated
-        bias = layout.bias(number, window, q.dtype, (h, group))
-        q, k, v = (x.reshape(rows * h, -1, x.shape[-1]) for x in (q, k, v))
-        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=D**-0.5 if scaling is None else scaling)
-        return torch.bmm(scores.softmax(-1), v).view(rows, H, width, -1)
-    causal = window is None and layout.blocks[number].after is None
-    bias_or_none = None if causal else layout.bias(number, window, q.dtype)
-    return scaled_dot_product_attention(
-        q, k, v, attn_mask=bias_or_none, is_causal=causal, scale=scaling, enable_gqa=h != H
-    )
+    return nrl_attention(query[0], key[0], value[0], sliding_window, scaling)[None], None

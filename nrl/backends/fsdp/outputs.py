@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nrl.algos import logprobs_at
 from nrl.backends.base import top_k, top_k_of
-from nrl.backends.fsdp.attention import PackedLayout
+from nrl.backends.fsdp import attention
 from nrl.backends.models.named_weights import head_weight
 from nrl.backends.training.fused_logprobs import linear_logprobs, linear_top_k
 from nrl.backends.training.plans import Outputs, Plan
@@ -30,8 +30,8 @@ def compute(module: Any, work: Plan, needs: Collection[str]) -> Outputs:
     hidden = weight[:0]
     if work.places is not None:
         inputs: dict[str, Any] = {name: x.to(device) for name, x in work.inputs.items()}
-        if work.blocks is not None:
-            inputs["nrl_blocks"] = PackedLayout(work.blocks, device)
+        if work.rows is not None:
+            inputs["nrl_attention"] = attention.over(work.rows, device)
         states = module.base_model(use_cache=False, **inputs).last_hidden_state
         hidden = states.flatten(0, 1).index_select(0, work.places.to(device))
     if numbers := {"values", "rewards"} & set(needs):

@@ -12,8 +12,9 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from nrl.backends.fsdp.attention import PackedLayout
+from nrl.backends.fsdp import attention
 from nrl.backends.models.named_weights import head_weight
+from nrl.batch.packed_rows import Packing
 from nrl.batch.packing import pack
 from nrl.errors import ModelError
 
@@ -76,14 +77,14 @@ def check_head(module: Any) -> None:
         )
 
 
-def check_packing(module: Any, attention: str) -> None:
+def check_packing(module: Any, packing: Packing) -> None:
     """Switch to the attention of packed rows, and compare last hidden states with the model's own, one row at a time.
 
     The rows are packed twice: each row whole, and with common first tokens laid out once.
 
     Args:
         module: it is changed.
-        attention: its name in transformers.
+        packing: the form of the rows.
 
     Raises:
         ModelError: they differ: some layer looks across rows, or does not use the attention that it should.
@@ -93,15 +94,15 @@ def check_packing(module: Any, attention: str) -> None:
     with torch.no_grad():
         alone = [module.base_model(input_ids=row[None].to(module.device), use_cache=False) for row in rows]
         own = torch.cat([each.last_hidden_state[0] for each in alone])
-        module.set_attn_implementation(attention)
+        module.set_attn_implementation(attention.register_attention())
         found = []
         for share in (False, True):
-            tokens = pack(TensorDict({"input_ids": rows}, batch_size=[len(rows)]), share=share)
+            tokens = pack(TensorDict({"input_ids": rows}, batch_size=[len(rows)]), packing=packing, share=share)
             hidden = module.base_model(
                 input_ids=tokens.input_ids[None].to(module.device),
                 position_ids=tokens.position_ids[None].to(module.device),
                 use_cache=False,
-                nrl_blocks=PackedLayout(tokens.blocks, module.device),
+                nrl_attention=attention.over(tokens.rows, module.device),
             ).last_hidden_state[0]
             found.append(hidden[tokens.place.to(module.device)])
     packed = max(found, key=lambda hidden: float((own - hidden).abs().max()))
@@ -109,7 +110,7 @@ def check_packing(module: Any, attention: str) -> None:
         raise ModelError(
             f"{type(module).__name__}: packed rows give hidden states that differ from the model's own by up to "
             f"{float((own - packed).abs().max()):.3g}; it has parts that look across rows. Use "
-            "fsdp.trainer(..., packed=False)"
+            "fsdp.trainer(..., packing=None)"
         )
 
 

@@ -27,6 +27,7 @@ from nrl.backends.training.optimizers import Optimizer, learning_rate
 from nrl.backends.training.plans import Outputs, Plan, last, plan, predicted
 from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened
 from nrl.batch import Batch
+from nrl.batch.packed_rows import Packing
 from nrl.errors import ModelError
 from nrl.files import Saved
 from nrl.reduce import Mean, Metrics
@@ -81,7 +82,7 @@ class TorchEngine:
 
     model: Model
     optimizer: Optimizer
-    packed: bool
+    packing: Packing | None
     checkpointing: bool
     compile: bool
     device: torch.device
@@ -238,9 +239,9 @@ class TorchEngine:
         words, always = module.get_input_embeddings().num_embeddings, not self._peers.alone
         with held.back():
             if held.error is None and batch is not IDLE:
-                return plan(batch, wanted(batch), self.packed, words=words, needs=needs, always=always)
+                return plan(batch, wanted(batch), self.packing, words=words, needs=needs, always=always)
         nothing = torch.zeros_like(IDLE["input_ids"], dtype=torch.bool)  # after an error, computing more is in vain
-        return plan(IDLE, nothing, self.packed, words=words, needs=self.provides & {"rewards"}, always=always)
+        return plan(IDLE, nothing, self.packing, words=words, needs=self.provides & {"rewards"}, always=always)
 
     def _outputs(
         self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], needs: frozenset[str], held: HeldError
@@ -279,12 +280,12 @@ class TorchEngine:
         probe.check_positions(module)
         if model.head == "lm":
             probe.check_head(module)
-        if self.packed:
-            probe.check_packing(module, attention.register_attention())
+        if self.packing is not None:
+            probe.check_packing(module, self.packing)
         return module
 
     def _ready(self, module: Any) -> nn.Module:
-        if self.packed:
+        if self.packing is not None:
             attention.register_attention()
         if self.checkpointing:
             # In versions of transformers with the new name, the old one warns

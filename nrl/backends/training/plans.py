@@ -4,7 +4,7 @@ A language model predicts a token from the hidden state before it, and a critic 
 model reads the last token of a row.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from nrl.algos import ids_column, output_kind
 from nrl.batch import Batch, lengths
-from nrl.batch.packing import Block, pack
+from nrl.batch.packed_rows import Packing, Rectangles, Sequences
+from nrl.batch.packing import pack
 from nrl.errors import BatchError
 
 __all__ = ["Outputs", "Plan", "last", "plan", "predicted"]
@@ -74,7 +75,7 @@ class Plan(NamedTuple):
 
     Args:
         inputs: of the body of the model, on the CPU.
-        blocks: of packed tokens; None: the rows are padded.
+        rows: of packed tokens; None: they are padded.
         places: ``[n]`` int64, the tokens of the flattened inputs whose hidden states are read; None: no forward.
         targets: ``[n]`` or ``[n, k]`` int64, for each column of ids whose log-probabilities are wanted.
         temperature: ``[n]``, or None.
@@ -83,7 +84,7 @@ class Plan(NamedTuple):
     """
 
     inputs: dict[str, Tensor]
-    blocks: Sequence[Block] | None
+    rows: Rectangles | Sequences | None
     places: Tensor | None
     targets: Mapping[str, Tensor]
     temperature: Tensor | None
@@ -94,7 +95,7 @@ class Plan(NamedTuple):
 def plan(
     batch: Batch,
     wanted: Tensor,
-    packed: bool,
+    packing: Packing | None,
     *,
     words: int,
     needs: Collection[str] = ("logprobs",),
@@ -109,7 +110,7 @@ def plan(
     Args:
         batch: on the CPU, where all indices are computed.
         wanted: ``[*b, T]`` bool, within `predicted`; for rewards, within `last`.
-        packed: lay the tokens out flat; otherwise use the model's own padded forward.
+        packing: how the tokens are laid out flat; None: they are not, for the model's own padded forward.
         words: how many tokens the model knows.
         needs: the names of the outputs.
         always: send a token through the model even where none is wanted, so that the collectives are those of any other
@@ -119,7 +120,7 @@ def plan(
         BatchError: a token that the model does not know.
 
     >>> batch = Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1])
-    >>> found = plan(batch, torch.tensor([[False, True, False]]), True, words=8)
+    >>> found = plan(batch, torch.tensor([[False, True, False]]), Rectangles, words=8)
     >>> found.inputs["input_ids"], found.targets
     (tensor([[5]]), {'input_ids': tensor([6])})
     """
@@ -128,7 +129,7 @@ def plan(
     before = 0 if of_rows else 1  # how many tokens before a wanted one its hidden state lies
     ends = (wanted * torch.arange(1 - before, 1 - before + ids.shape[-1])).amax(-1)
     source = torch.nonzero(wanted.flatten())[:, 0]
-    inputs, blocks, places = (_packed if packed else _padded)(batch, ends, source - before, always)
+    inputs, rows, places = _laid_out(batch, packing, ends, source - before, always)
     _check_known("input_ids", inputs["input_ids"], words)
     columns = [ids_column(need) for need in sorted(needs) if output_kind(need) == "logprobs_at"]
     targets = {}
@@ -136,12 +137,12 @@ def plan(
         targets[name] = batch[name].flatten(0, ids.ndim - 1)[source]
         _check_known(name, targets[name], words)
     if of_rows:
-        return Plan(inputs, blocks, places, targets, None, source // ids.shape[-1], ids.shape[:-1])
+        return Plan(inputs, rows, places, targets, None, source // ids.shape[-1], ids.shape[:-1])
     temperature = None
     if "temperature" in batch.keys():
         each = batch["temperature"].flatten()[source // ids.shape[-1]]
         temperature = torch.where(each == 0, 1.0, each)
-    return Plan(inputs, blocks, places, targets, temperature, source, ids.shape)
+    return Plan(inputs, rows, places, targets, temperature, source, ids.shape)
 
 
 def _check_known(column: str, tokens: Tensor, words: int) -> None:
@@ -153,17 +154,19 @@ def _check_known(column: str, tokens: Tensor, words: int) -> None:
         )
 
 
-type _Inputs = tuple[dict[str, Tensor], Sequence[Block] | None, Tensor | None]
+type _Inputs = tuple[dict[str, Tensor], Rectangles | Sequences | None, Tensor | None]
 
 
-def _packed(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _Inputs:
-    """Inputs and blocks of rows laid out flat, and ``places``, which are of the flattened batch, among them."""
-    tokens = pack(batch, ends=ends, share=None)
+def _laid_out(batch: Batch, packing: Packing | None, ends: Tensor, places: Tensor, always: bool) -> _Inputs:
+    """Inputs of rows up to their ends, how they lie, and ``places``, which are of the flattened batch, among them."""
+    if packing is None:
+        return _padded(batch, ends, places, always)
+    tokens = pack(batch, packing=packing, ends=ends, share=None)
+    at: Tensor | None = tokens.place[places]
     if len(tokens.input_ids) == 0:
-        one = torch.zeros(1, 1, dtype=torch.int64)
-        return {"input_ids": one, "position_ids": one}, (Block(1, 1),), places if always else None
-    inputs = {"input_ids": tokens.input_ids[None], "position_ids": tokens.position_ids[None]}
-    return inputs, tokens.blocks, tokens.place[places]
+        one = Batch({"input_ids": torch.zeros(1, 1, dtype=torch.int64)}, batch_size=[1])
+        tokens, at = pack(one, packing=packing), at if always else None
+    return {"input_ids": tokens.input_ids[None], "position_ids": tokens.position_ids[None]}, tokens.rows, at
 
 
 def _padded(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _Inputs:

@@ -37,6 +37,7 @@ from nrl.backends.training import on_ranks
 from nrl.backends.training.agreement import HeldError, Peers, pickled
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch
+from nrl.batch.packed_rows import Packing
 from nrl.errors import (
     BatchError,
     CheckpointError,
@@ -170,10 +171,12 @@ def where(mesh: DeviceMesh | None) -> tuple[int, int]:
     return (0, 1) if mesh is None else (mesh["dp"].get_local_rank(), mesh["dp"].size())
 
 
-def engine(mesh: DeviceMesh | None, model: Model | None = None, packed: bool = True, **options: Any) -> TorchEngine:
+def engine(
+    mesh: DeviceMesh | None, model: Model | None = None, packing: Packing | None = nrl.Rectangles, **options: Any
+) -> TorchEngine:
     settings = {"checkpointing": False, "compile": False} | options
     optimizer = adamw(lr=1e-2, eps=1e-3, weight_decay=0.01)
-    return TorchEngine(model or Model(QWEN3), optimizer, packed, device=torch.device("cpu"), mesh=mesh, **settings)
+    return TorchEngine(model or Model(QWEN3), optimizer, packing, device=torch.device("cpu"), mesh=mesh, **settings)
 
 
 def pairs(batch: Batch) -> Batch:
@@ -270,15 +273,16 @@ def test_other_heads_and_a_teachers_tokens(pool: Processes, head: str, sizes: tu
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("two", "grpo", {}),
     ("three", "grpo", {"model": Model(QWEN3, dtype="float64")}),
-    ("two", "grpo", {"packed": False, "checkpointing": True, "model": Model(QWEN3, dtype="float64")}),
+    ("two", "grpo", {"packing": None, "checkpointing": True, "model": Model(QWEN3, dtype="float64")}),
     ("three", "grpo", {"checkpointing": True}),
     ("three", "sft", {"model": Model(CONFIGS["qwen3 untied"])}),
     ("two", "dpo", {"model": Model(QWEN3, dtype="float64")}),
-    ("three", "dpo", {"packed": False}),
+    ("three", "dpo", {"packing": None}),
+    ("two", "grpo", {"packing": nrl.Sequences, "model": Model(QWEN3, dtype="float64")}),
     ("two", "two terms", {"model": Model(TINY_PARTS, dtype="float64")}),
     ("three", "two terms", {"model": Model(TINY_PARTS, dtype="float64")}),
     ("three", "everywhere", {"model": Model(CONFIGS["llama tied"], dtype="float64")}),
-    ("two", "everywhere", {"model": Model(CONFIGS["qwen2 untied"], dtype="float64"), "packed": False}),
+    ("two", "everywhere", {"model": Model(CONFIGS["qwen2 untied"], dtype="float64"), "packing": None}),
     ("three", "of some rows", {"model": Model(CONFIGS["phi, a head with a bias"], dtype="float64")}),
 ]
 
@@ -305,13 +309,13 @@ def cut(mesh: DeviceMesh | None, batch: Batch, assigned: list[list[list[int]]]) 
 
 
 def one_step(
-    mesh: DeviceMesh | None, loss: str, assigned: list[list[list[int]]], hidden: list[int], packed: bool
+    mesh: DeviceMesh | None, loss: str, assigned: list[list[list[int]]], hidden: list[int], packing: Packing | None
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     batch = batch_of([*MIXED, 3])
     mask = batch["loss_mask"].clone()
     mask[hidden] = False
     batch = nrl.assign(batch, loss_mask=mask)
-    made, fn = engine(mesh, Model(QWEN3, dtype="float64"), packed), LOSSES[loss]
+    made, fn = engine(mesh, Model(QWEN3, dtype="float64"), packing), LOSSES[loss]
     state, metrics = made.train(made.init(), fn, cut(mesh, batch, assigned), global_weights(fn, batch))
     return finalize(metrics), everything(made, state)
 
@@ -325,25 +329,25 @@ UNEVEN: dict[str, tuple[list[list[list[int]]], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize(("loss", "packed"), [("grpo", True), ("everywhere", False)])
+@pytest.mark.parametrize(("loss", "packing"), [("grpo", nrl.Rectangles), ("grpo", nrl.Sequences), ("everywhere", None)])
 @pytest.mark.parametrize("split", list(UNEVEN))
-def test_uneven_splits(two: Processes, split: str, loss: str, packed: bool) -> None:
+def test_uneven_splits(two: Processes, split: str, loss: str, packing: Packing | None) -> None:
     assigned, hidden = UNEVEN[split]
-    numbers, weights = one_step(None, loss, assigned, hidden, packed)
+    numbers, weights = one_step(None, loss, assigned, hidden, packing)
     for turned in (assigned, assigned[::-1]):
-        for others, parts in two(one_step, loss, turned, hidden, packed):
+        for others, parts in two(one_step, loss, turned, hidden, packing):
             assert others == pytest.approx(numbers, rel=1e-9, abs=1e-12)
             assert_close(parts, weights, 1e-9)
 
 
 def test_any_split_of_rows_gives_the_same_step(three: Processes) -> None:
     generator = torch.Generator().manual_seed(7)
-    for _ in range(4):
+    for packing in (nrl.Rectangles, nrl.Sequences, None, nrl.Rectangles):
         rank, part = (torch.randint(0, 3, (10,), generator=generator) for _ in range(2))
         assigned = [[torch.nonzero((rank == r) & (part == p))[:, 0].tolist() for p in range(3)] for r in range(3)]
         assigned = [[rows for rows in parts if rows] for parts in assigned]
-        numbers, weights = one_step(None, "two terms", assigned, [], True)
-        for others, parts in three(one_step, "two terms", assigned, [], True):
+        numbers, weights = one_step(None, "two terms", assigned, [], packing)
+        for others, parts in three(one_step, "two terms", assigned, [], packing):
             assert others == pytest.approx(numbers, rel=1e-9, abs=1e-12)
             assert_close(parts, weights, 1e-9)
 
@@ -389,8 +393,8 @@ def test_a_compiled_model(two: Processes) -> None:
 # outputs without gradients
 
 
-def outputs(mesh: DeviceMesh | None, assigned: list[list[list[int]]], packed: bool) -> list[TensorDict]:
-    made = engine(mesh, packed=packed)
+def outputs(mesh: DeviceMesh | None, assigned: list[list[list[int]]], packing: Packing | None) -> list[TensorDict]:
+    made = engine(mesh, packing=packing)
     batch = batches("grpo", 1)[0]
     params = made.init().module
     found = made.forward(params, cut(mesh, batch, assigned), frozenset({"logprobs", "entropy"}))
@@ -400,12 +404,12 @@ def outputs(mesh: DeviceMesh | None, assigned: list[list[list[int]]], packed: bo
     return list(found)
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
 @pytest.mark.parametrize("split", list(UNEVEN))
-def test_forward(two: Processes, split: str, packed: bool) -> None:
+def test_forward(two: Processes, split: str, packing: Packing | None) -> None:
     assigned, _ = UNEVEN[split]
-    expected = outputs(None, assigned, packed)
-    found = [out for outs in two(outputs, assigned, packed) for out in outs]
+    expected = outputs(None, assigned, packing)
+    found = [out for outs in two(outputs, assigned, packing) for out in outs]
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         assert a["logprobs"].shape == b["logprobs"].shape

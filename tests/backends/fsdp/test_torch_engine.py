@@ -25,6 +25,7 @@ from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading, named_weights
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch, lengths
+from nrl.batch.packed_rows import Packing
 from nrl.errors import BatchError, ModelError
 from nrl.reduce import Mean, Metrics, Sum, finalize
 from nrl.runtime import Slots
@@ -190,8 +191,8 @@ def close(a: Tensor, b: Tensor, atol: float = 1e-5) -> None:
 # log-probabilities
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_logprobs_are_those_of_each_row_alone(slots: Slots, stock: tuple[Any, str], packed: bool) -> None:
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
+def test_logprobs_are_those_of_each_row_alone(slots: Slots, stock: tuple[Any, str], packing: Packing | None) -> None:
     module, folder = stock
     batch = batch_of(MIXED, temperature=torch.tensor([1.0, 1.0, 0.5, 0.0, 1.0, 2.0, 0.7, 1.3, 1.0]))
     with torch.no_grad():
@@ -199,17 +200,17 @@ def test_logprobs_are_those_of_each_row_alone(slots: Slots, stock: tuple[Any, st
     assert expected.min() < -3  # it is not all alike
     choices: list[dict[str, Any]] = [{}, {"max_tokens": 20}, {"dp": 3}]
     for options in choices:
-        found = logprobs(make(slots, Model(folder), packed=packed, **options), batch)
+        found = logprobs(make(slots, Model(folder), packing=packing, **options), batch)
         assert found.dtype == torch.float32
         close(found, expected)
     assert not expected[~batch["attention_mask"]].any()
     assert not expected[:, 0].any()
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_neighbour_changes_nothing(slots: Slots, stock: tuple[Any, str], packed: bool) -> None:
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
+def test_a_neighbour_changes_nothing(slots: Slots, stock: tuple[Any, str], packing: Packing | None) -> None:
     _, folder = stock
-    trainer = make(slots, Model(folder), packed=packed)
+    trainer = make(slots, Model(folder), packing=packing)
     params, batch = trainer.init().params, batch_of(MIXED)
     expected = trainer.logprobs(params, batch).result()
     for row in (0, 2, 5):
@@ -221,9 +222,9 @@ def test_a_neighbour_changes_nothing(slots: Slots, stock: tuple[Any, str], packe
         assert not torch.allclose(found[row], expected[row], atol=1e-2)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_what_stands_in_the_padding_changes_nothing(slots: Slots, packed: bool) -> None:
-    trainer, batch = make(slots, packed=packed), batch_of(MIXED)
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
+def test_what_stands_in_the_padding_changes_nothing(slots: Slots, packing: Packing | None) -> None:
+    trainer, batch = make(slots, packing=packing), batch_of(MIXED)
     params = trainer.init().params
     ids = torch.where(batch["attention_mask"], batch["input_ids"], 5)
     found = trainer.logprobs(params, nrl.assign(batch, input_ids=ids)).result()
@@ -239,27 +240,27 @@ def test_a_batch_without_an_attention_mask_is_full(slots: Slots) -> None:
 def test_pairs(slots: Slots) -> None:
     flat = batch_of([5, 9, 3, 0, 7, 7])
     pairs = Batch({name: flat[name].unflatten(0, (3, 2)) for name in flat.keys()}, batch_size=[3, 2]).lock_()
-    choices: list[dict[str, Any]] = [{}, {"max_tokens": 18, "dp": 2}, {"packed": False}]
+    choices: list[dict[str, Any]] = [{}, {"max_tokens": 18, "dp": 2}, {"packing": nrl.Sequences}, {"packing": None}]
     for options in choices:
         trainer = make(slots, **options)
         close(logprobs(trainer, pairs), logprobs(trainer, flat).unflatten(0, (3, 2)))
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
 @pytest.mark.parametrize("sizes", [[0, 0], [1], [1, 0, 1], []])
-def test_rows_that_predict_nothing(slots: Slots, packed: bool, sizes: list[int]) -> None:
-    trainer, batch = make(slots, dp=2, packed=packed), batch_of(sizes, width=4)
+def test_rows_that_predict_nothing(slots: Slots, packing: Packing | None, sizes: list[int]) -> None:
+    trainer, batch = make(slots, dp=2, packing=packing), batch_of(sizes, width=4)
     assert torch.equal(logprobs(trainer, batch), torch.zeros(len(sizes), 4))
     state, metrics = trainer.train_step(sft_loss)(trainer.init(), batch)
     assert finalize(metrics.result())["skipped"] == 1
     assert state.step == 0
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_trained_token_that_nothing_predicts_has_no_gradient(slots: Slots, packed: bool) -> None:
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
+def test_a_trained_token_that_nothing_predicts_has_no_gradient(slots: Slots, packing: Packing | None) -> None:
     """The first token of a row: its log-probability is 0, whatever the weights are. A batch of such is a mistake."""
     batch, longer = batch_of([1, 1], width=3), batch_of([1, 1, 3], width=3)
-    trainer = make(slots, packed=packed)
+    trainer = make(slots, packing=packing)
     state = trainer.init()
     before, step = weights(state), trainer.train_step(sft_loss)
     with pytest.raises(BatchError, match=r"train_step\(sft_loss\): no output of the model is read"):
@@ -280,9 +281,9 @@ def test_more_shards_than_rows(slots: Slots) -> None:
         close(weights(results[1])[name], x, atol=1e-6)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_token_outside_of_the_vocabulary(slots: Slots, packed: bool) -> None:
-    trainer, batch = make(slots, packed=packed), batch_of([5, 3])
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
+def test_a_token_outside_of_the_vocabulary(slots: Slots, packing: Packing | None) -> None:
+    trainer, batch = make(slots, packing=packing), batch_of([5, 3])
     ids = batch["input_ids"].clone()
     ids[1, 1] = SIZES["vocab_size"]
     with pytest.raises(BatchError, match="forward: input_ids has the token 23, and the model knows those from 0 to 22"):
@@ -327,26 +328,26 @@ def test_entropy(slots: Slots, stock: tuple[Any, str]) -> None:
 
 def test_a_model_whose_attention_is_capped_is_refused(slots: Slots) -> None:
     trainer = make(slots, Model(GEMMA2 | {"final_logit_softcapping": None}))
-    with pytest.raises(ModelError, match=r"Gemma2.*packed=False"):
+    with pytest.raises(ModelError, match=r"Gemma2.*packing=None"):
         trainer.init()
-    with pytest.raises(ModelError, match=r"Gemma2.*packed=False"):
+    with pytest.raises(ModelError, match=r"Gemma2.*packing=None"):
         trainer.load()
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
 @pytest.mark.parametrize("scale", [0.02, 1.0])
-def test_a_model_whose_logits_are_capped_is_refused(slots: Slots, packed: bool, scale: float) -> None:
+def test_a_model_whose_logits_are_capped_is_refused(slots: Slots, packing: Packing | None, scale: float) -> None:
     """Its head alone does not give its log-probabilities, however small those of a fresh model are."""
     config = GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": 2.0, "initializer_range": scale}
     with pytest.raises(ModelError, match=r"Gemma2ForCausalLM"):
-        make(slots, Model(config), packed=packed).init()
+        make(slots, Model(config), packing=packing).init()
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_model_whose_logits_are_scaled_is_refused(slots: Slots, packed: bool) -> None:
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
+def test_a_model_whose_logits_are_scaled_is_refused(slots: Slots, packing: Packing | None) -> None:
     config = SIZES | {"model_type": "granite", "logits_scaling": 4.0}
     with pytest.raises(ModelError, match="GraniteForCausalLM"):
-        make(slots, Model(config), packed=packed).init()
+        make(slots, Model(config), packing=packing).init()
 
 
 def test_a_model_that_looks_across_rows_is_refused(slots: Slots) -> None:
@@ -361,19 +362,19 @@ def test_a_model_that_looks_across_rows_works_when_padded(slots: Slots) -> None:
     batch = batch_of(MIXED)
     with torch.no_grad():
         expected = stock_logprobs(loading.build(Model(config)).eval(), batch)
-    close(logprobs(make(slots, Model(config), packed=False), batch), expected)
+    close(logprobs(make(slots, Model(config), packing=None), batch), expected)
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
 @pytest.mark.parametrize("name", list(OTHERS))
-def test_any_other_model_is_right_or_refused(slots: Slots, name: str, packed: bool, tmp_path: Path) -> None:
+def test_any_other_model_is_right_or_refused(slots: Slots, name: str, packing: Packing | None, tmp_path: Path) -> None:
     """Positions that depend on the longest row of a batch, for one, let a row see its neighbours."""
     module, batch = randomised(OTHERS[name]), batch_of(MIXED)
     with torch.no_grad():
         expected = stock_logprobs(module, batch)
     module.save_pretrained(tmp_path)
     try:
-        found = logprobs(make(slots, Model(str(tmp_path)), packed=packed), batch)
+        found = logprobs(make(slots, Model(str(tmp_path)), packing=packing), batch)
     except ModelError:
         return
     close(found, expected)
@@ -411,12 +412,12 @@ def test_bfloat16_accumulates_small_steps(slots: Slots) -> None:
     assert 5e-6 < moved.max() < 3e-5
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_checkpointing_gives_the_same_step(slots: Slots, packed: bool) -> None:
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
+def test_checkpointing_gives_the_same_step(slots: Slots, packing: Packing | None) -> None:
     batch = batch_of(MIXED)
     found = []
     for checkpointing in (False, True):
-        trainer = make(slots, checkpointing=checkpointing, packed=packed, max_tokens=40)
+        trainer = make(slots, checkpointing=checkpointing, packing=packing, max_tokens=40)
         state, metrics = trainer.train_step(algos.grpo_loss)(trainer.init(), batch)
         found.append((weights(state), finalize(metrics.result())))
     for name, x in found[0][0].items():
@@ -441,12 +442,12 @@ class Peak(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_checkpointing_holds_fewer_bytes(slots: Slots, packed: bool) -> None:
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
+def test_checkpointing_holds_fewer_bytes(slots: Slots, packing: Packing | None) -> None:
     """Of eight layers one is held at a time, and what goes into each."""
     peaks = []
     for checkpointing in (False, True):
-        trainer = make(slots, Model(QWEN3 | {"num_hidden_layers": 8}), checkpointing=checkpointing, packed=packed)
+        trainer = make(slots, Model(QWEN3 | {"num_hidden_layers": 8}), checkpointing=checkpointing, packing=packing)
         state = trainer.init()
         with Peak() as peak:
             state, metrics = trainer.train_step(algos.grpo_loss)(state, batch_of([40] * 8))
@@ -457,9 +458,9 @@ def test_checkpointing_holds_fewer_bytes(slots: Slots, packed: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler has some about torch itself
-@pytest.mark.parametrize("packed", [True, False])
-def test_compiled_layers_compute_the_same(slots: Slots, packed: bool) -> None:
-    plain, compiled = make(slots, packed=packed), make(slots, packed=packed, compile=True)
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
+def test_compiled_layers_compute_the_same(slots: Slots, packing: Packing | None) -> None:
+    plain, compiled = make(slots, packing=packing), make(slots, packing=packing, compile=True)
     state, other = plain.init(), compiled.init()
     for seed in range(2):
         for sizes in (MIXED, [4, 11, 3]):
@@ -863,7 +864,7 @@ def test_more_micro_batches_read_no_more_numbers(slots: Slots) -> None:
     for loss in (algos.grpo_loss, curious):
         counts = []
         for max_tokens in (64, 8):
-            engine = TorchEngine(Model(QWEN3), QUIET, True, False, False, torch.device("cpu"))
+            engine = TorchEngine(Model(QWEN3), QUIET, nrl.Rectangles, False, False, torch.device("cpu"))
             state = engine.init()
             parts = nrl.microbatches(batch, max_tokens=max_tokens)
             with Reads(state.module) as reads:
@@ -878,7 +879,7 @@ def test_common_first_tokens_give_the_logprobs_of_each_row_alone(
     slots: Slots, stock: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For every architecture, sliding windows among them: two prompts of 9 and 6 tokens with five answers each."""
-    monkeypatch.setattr("nrl.batch.packing._BLOCK_COST", 0)
+    monkeypatch.setattr("nrl.batch.packed_rows._BLOCK_COST", 0)
     module, folder = stock
     batch = batch_of([14, 9, 17, 12, 11, 10, 7, 17, 8, 6])
     ids = batch["input_ids"].clone()
@@ -886,12 +887,12 @@ def test_common_first_tokens_give_the_logprobs_of_each_row_alone(
     batch = nrl.assign(batch, input_ids=ids * batch["attention_mask"])
     with torch.no_grad():
         expected = stock_logprobs(module, batch)
-    choices: list[dict[str, Any]] = [{}, {"max_tokens": 40}, {"checkpointing": True}]
+    choices: list[dict[str, Any]] = [{}, {"max_tokens": 40}, {"checkpointing": True}, {"packing": nrl.Sequences}]
     for options in choices:
         trainer = make(slots, Model(folder), **options)
         close(logprobs(trainer, batch), expected)
         after = []
-        for other in (trainer, make(slots, Model(folder), packed=False)):
+        for other in (trainer, make(slots, Model(folder), packing=None)):
             state, _ = other.train_step(algos.grpo_loss)(other.init(), batch)
             after.append(weights(state))
         for name, x in after[0].items():

@@ -155,7 +155,9 @@ def test_it_computes_what_peft_does(slots: Slots, name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dp", [1, 3])
-@pytest.mark.parametrize("options", [{"packed": False}, {"max_tokens": 20}, {"checkpointing": True}, {}])
+@pytest.mark.parametrize(
+    "options", [{"packing": None}, {"packing": nrl.Sequences}, {"max_tokens": 20}, {"checkpointing": True}, {}]
+)
 def test_layout_cannot_be_seen(slots: Slots, dp: int, options: dict[str, Any]) -> None:
     model, batch = attrs.evolve(MODEL, dtype="float64"), batch_of(MIXED)
     found = []
@@ -199,7 +201,7 @@ def _raw(state: TorchState) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("head", list(HEADS))
-@pytest.mark.parametrize("options", [{}, {"packed": False, "checkpointing": True}])
+@pytest.mark.parametrize("options", [{}, {"packing": None, "checkpointing": True}])
 def test_two_processes_are_as_one(two: Processes, head: Any, options: dict[str, Any]) -> None:
     """With adapters of fewer rows than there are processes."""
     model = attrs.evolve(MODEL, dtype="float64", head=head, lora=LORA | {"r": 1})

@@ -16,6 +16,7 @@ from nrl.algos import bradley_terry_loss, distillation_loss, logprobs_at, needs,
 from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf
 from nrl.backends.models import loading
 from nrl.batch import Batch, lengths
+from nrl.batch.packed_rows import Packing
 from nrl.errors import BatchError, ColumnError, ConfigError, MissingOutput, ModelError
 from nrl.reduce import Mean, Metrics, finalize
 from nrl.runtime import Cluster, Slots
@@ -25,8 +26,10 @@ WORDS = QWEN3["vocab_size"]
 NAMES = ["qwen3 tied", "qwen2 untied", "llama tied"]
 
 
-def trainer_of(place: Slots, source: Any, head: Any, *, packed: bool = True, max_tokens: int = 64) -> Trainer:
-    return fsdp.trainer(place, Model(source, head=head), adamw(lr=1e-2), packed=packed, max_tokens=max_tokens)
+def trainer_of(
+    place: Slots, source: Any, head: Any, *, packing: Packing | None = nrl.Rectangles, max_tokens: int = 64
+) -> Trainer:
+    return fsdp.trainer(place, Model(source, head=head), adamw(lr=1e-2), packing=packing, max_tokens=max_tokens)
 
 
 def written(config: dict[str, Any], head: str, folder: Path) -> Any:
@@ -51,15 +54,15 @@ def hidden(module: Any, ids: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
 @pytest.mark.parametrize("name", NAMES)
 def test_values_are_those_of_transformers_one_token_earlier(
-    slots: Slots, name: str, packed: bool, tmp_path: Path
+    slots: Slots, name: str, packing: Packing | None, tmp_path: Path
 ) -> None:
     module = written(CONFIGS[name], "value", tmp_path)
     batch = batch_of(MIXED)
     for dp in (1, 3):
-        trainer = trainer_of(slots[:dp], str(tmp_path), "value", packed=packed)
+        trainer = trainer_of(slots[:dp], str(tmp_path), "value", packing=packing)
         found = trainer.values(trainer.load(), batch).result()
         expected = torch.zeros_like(found)
         for row, length in enumerate(lengths(batch).tolist()):
@@ -71,9 +74,9 @@ def test_values_are_those_of_transformers_one_token_earlier(
         assert bool((found != 0).any())
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
 @pytest.mark.parametrize("name", NAMES)
-def test_rewards_are_those_of_transformers(slots: Slots, name: str, packed: bool, tmp_path: Path) -> None:
+def test_rewards_are_those_of_transformers(slots: Slots, name: str, packing: Packing | None, tmp_path: Path) -> None:
     """Of single rows and of pairs; a row without a token has none."""
     module = written(CONFIGS[name], "reward", tmp_path)
     batch = batch_of(MIXED)
@@ -83,7 +86,7 @@ def test_rewards_are_those_of_transformers(slots: Slots, name: str, packed: bool
             with torch.no_grad():
                 expected[row] = module(input_ids=batch["input_ids"][row : row + 1, :length]).logits[0, 0]
     for dp in (1, 3):
-        trainer = trainer_of(slots[:dp], str(tmp_path), "reward", packed=packed)
+        trainer = trainer_of(slots[:dp], str(tmp_path), "reward", packing=packing)
         params = trainer.load()
         torch.testing.assert_close(trainer.rewards(params, batch).result(), expected, atol=1e-5, rtol=0)
         pairs = batch[:8].reshape(4, 2).lock_()
@@ -114,8 +117,10 @@ def rewards_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
 
 
 @pytest.mark.parametrize(("head", "loss"), [("value", regression), ("reward", rewards_loss)])
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_step_is_that_of_plain_torch(slots: Slots, head: str, loss: Any, packed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
+def test_a_step_is_that_of_plain_torch(
+    slots: Slots, head: str, loss: Any, packing: Packing | None, tmp_path: Path
+) -> None:
     """By any number of micro-batches and shards, from transformers' own model and torch's AdamW."""
     draw = torch.Generator().manual_seed(5)
     batch = batch_of(MIXED)
@@ -142,7 +147,7 @@ def test_a_step_is_that_of_plain_torch(slots: Slots, head: str, loss: Any, packe
     expected = dict(module.named_parameters())
     for dp, max_tokens in ((1, 200), (3, 20)):
         model = Model(str(tmp_path), head=head)  # type: ignore[arg-type]
-        trainer = fsdp.trainer(slots[:dp], model, spec, packed=packed, max_tokens=max_tokens)
+        trainer = fsdp.trainer(slots[:dp], model, spec, packing=packing, max_tokens=max_tokens)
         state, metrics = trainer.train_step(loss)(trainer.init(), batch)
         assert finalize(metrics.result())["loss"] == pytest.approx(float(total.detach() / weight), rel=1e-5)
         for name, x in state.params.tensors():
@@ -244,15 +249,15 @@ def softmax(module: Any, batch: Batch, temperature: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_the_most_probable_tokens(slots: Slots, packed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
+def test_the_most_probable_tokens(slots: Slots, packing: Packing | None, tmp_path: Path) -> None:
     module = written(QWEN3, "lm", tmp_path)
     batch = batch_of(MIXED)
     heat = torch.linspace(0.5, 2, len(batch))
     batch = nrl.assign(batch, temperature=heat)
     expected = softmax(module, batch, heat)
     for dp in (1, 4):
-        trainer = trainer_of(slots[:dp], str(tmp_path), "lm", packed=packed)
+        trainer = trainer_of(slots[:dp], str(tmp_path), "lm", packing=packing)
         columns = trainer.top_k(trainer.load(), batch, 5)
         found = nrl.assign(batch, **columns)
         ids, known = found["teacher_ids"], found["teacher_topk_logprobs"]
@@ -265,8 +270,10 @@ def test_the_most_probable_tokens(slots: Slots, packed: bool, tmp_path: Path) ->
         trainer.top_k(trainer.load(), batch, 0)["teacher_ids"].result()
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_distillation_has_the_gradient_of_a_plain_softmax(slots: Slots, packed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
+def test_distillation_has_the_gradient_of_a_plain_softmax(
+    slots: Slots, packing: Packing | None, tmp_path: Path
+) -> None:
     """One step of the student, by any number of micro-batches, is that of the loss over transformers' own logits."""
     batch = batch_of(MIXED)
     teacher = trainer_of(slots[:1], QWEN3 | {"num_hidden_layers": 1}, "lm")
@@ -290,7 +297,7 @@ def test_distillation_has_the_gradient_of_a_plain_softmax(slots: Slots, packed: 
     optimizer.step()
     expected = dict(module.named_parameters())
     for dp, max_tokens in ((1, 200), (3, 20)):
-        trainer = fsdp.trainer(slots[:dp], Model(str(tmp_path)), spec, packed=packed, max_tokens=max_tokens)
+        trainer = fsdp.trainer(slots[:dp], Model(str(tmp_path)), spec, packing=packing, max_tokens=max_tokens)
         state, _ = trainer.train_step(distillation_loss())(trainer.init(), batch)
         for name, x in state.params.tensors():
             torch.testing.assert_close(x, expected[name].detach(), atol=2e-5, rtol=0)
