@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed, output_kind
-from nrl.backends.base import Bucket
+from nrl.backends.base import Bucket, outputs_of
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.engines import TrainEngine
 from nrl.backends.training import on_ranks, shared_folders
@@ -145,22 +145,58 @@ class Trainer:
 
     # --- outputs, forward only
 
-    def forward(self, params: Params, batch: Batch, needs: Collection[str]) -> dict[str, Future[Tensor]]:
-        """What a loss with these needs sees, as futures."""
-        names = sorted({*needs, *(self._provides & LOGPROBS)})
-        return dict(zip(names, self._computed("forward", params, batch, names, names), strict=True))
+    def forward(
+        self, params: Params, batch: Batch, needs: Collection[str], *, who: str = "forward"
+    ) -> dict[str, Future[Tensor]]:
+        """Outputs of a model, all by one call on the mesh, and none but these.
+
+        `logprobs`, `values`, `rewards` and `top_k` are forward and a name.
+
+        Args:
+            params: ``state.params``, or frozen ones.
+            batch: any.
+            needs: names of outputs, as a loss asks for them (`nrl.algos.needs`), of the kinds in `provides`.
+            who: how errors begin, and what the timeline shows.
+
+        Returns:
+            A future for each name, of the shape of `nrl.algos.output_shape`. ``top_k(8)`` stands for ``top_k_ids`` and
+            ``top_k_logprobs``, each ``[*B, T, 8]``.
+
+        Raises:
+            MissingOutput: the model does not compute one of them.
+
+        >>> import nrl
+        >>> from nrl import data, tiny
+        >>> from nrl.backends import adamw, fsdp
+        >>> with nrl.cluster("local") as cluster:
+        ...     trainer = fsdp.trainer(cluster.reserve(1), tiny.model(), adamw(lr=1e-3))
+        ...     batch = data.supervised([{"prompt": "1+1=", "response": "2"}], tiny.tokenizer())
+        ...     found = trainer.forward(trainer.load(), batch, {"logprobs", "entropy"})
+        >>> {name: list(future.result().shape) for name, future in found.items()}
+        {'entropy': [1, 6], 'logprobs': [1, 6]}
+        """
+        self._check_needs(who, needs)
+        values = self._borrow(params, who)
+        rows, shards = self._shards(batch)
+        names = outputs_of(needs)
+        fn = partial(on_ranks.forward, self._split, frozenset(needs), params.frozen)
+        replies = self._call(who, fn, values, *shards, outs=(Out.each,) * len(names))
+        return {
+            name: reply.then(partial(_in_order, who, rows), rows, _like(name, batch))
+            for name, reply in zip(names, replies, strict=True)
+        }
 
     def logprobs(self, params: Params, batch: Batch) -> Future[Tensor]:
         """``[*B, T]`` float32, nats, of each token under its row's ``temperature``; 0 for the first and for padding."""
-        return self._output("logprobs", params, batch)
+        return self.forward(params, batch, ["logprobs"], who="logprobs")["logprobs"]
 
     def values(self, params: Params, batch: Batch) -> Future[Tensor]:
         """``[*B, T]`` float32, of a model with ``head="value"``: V before each token, and 0 as in `logprobs`."""
-        return self._output("values", params, batch)
+        return self.forward(params, batch, ["values"], who="values")["values"]
 
     def rewards(self, params: Params, batch: Batch) -> Future[Tensor]:
         """``[*B]`` float32, of a model with ``head="reward"``."""
-        return self._output("rewards", params, batch)
+        return self.forward(params, batch, ["rewards"], who="rewards")["rewards"]
 
     def top_k(self, params: Params, batch: Batch, k: int) -> dict[str, Future[Tensor]]:
         """The most probable tokens at each place, for ``step(state, batch, **teacher.top_k(params, batch, k))``.
@@ -169,38 +205,20 @@ class Trainer:
             Futures of ``teacher_ids`` ``[*B, T, k]`` int64, and of ``teacher_topk_logprobs``, nats, under the row's
             ``temperature``.
         """
-        keys = ["top_k_ids", "top_k_logprobs"]
-        ids, logprobs = self._computed("top_k", params, batch, [top_k_named(k)], keys)
-        return {"teacher_ids": ids, "teacher_topk_logprobs": logprobs}
-
-    def _output(self, need: str, params: Params, batch: Batch) -> Future[Tensor]:
-        (found,) = self._computed(need, params, batch, [need], [need])
-        return found
-
-    def _computed(
-        self, who: str, params: Params, batch: Batch, needs: Collection[str], keys: Sequence[str]
-    ) -> list[Future[Tensor]]:
-        """Each of some outputs."""
-        self._check_needs(who, needs)
-        values = self._borrow(params, who)
-        rows, shards = self._shards(batch)
-        fn = partial(on_ranks.forward, self._split, frozenset(needs), tuple(keys), params.frozen)
-        replies = self._call(who, fn, values, *shards, outs=(Out.each,) * len(keys))
-        return [
-            reply.then(partial(_in_order, who, rows), rows, _like(key, batch))
-            for key, reply in zip(keys, replies, strict=True)
-        ]
+        found = self.forward(params, batch, [top_k_named(k)], who="top_k")
+        return {"teacher_ids": found["top_k_ids"], "teacher_topk_logprobs": found["top_k_logprobs"]}
 
     @cached_property
-    def _provides(self) -> frozenset[str]:
+    def provides(self) -> frozenset[str]:
+        """The kinds of outputs that it computes (`nrl.algos.output_kind`), such as ``logprobs``."""
         found: frozenset[str] = from_first(self.mesh, self.name, attrgetter("provides"), self._engines)
         return found
 
     def _check_needs(self, who: str, needs: Collection[str]) -> None:
-        missing = sorted(need for need in needs if output_kind(need) not in self._provides)
+        missing = sorted(need for need in needs if output_kind(need) not in self.provides)
         if missing:
             raise MissingOutput(
-                f"{who}: it needs {', '.join(missing)}, and {self.name} provides {', '.join(sorted(self._provides))}; "
+                f"{who}: it needs {', '.join(missing)}, and {self.name} provides {', '.join(sorted(self.provides))}; "
                 "another Model(..., head=...) computes other things"
             )
 
@@ -214,7 +232,7 @@ class Trainer:
         """
         who = f"train_step({name_of(loss)})"
         self._check_needs(who, needed(loss))
-        always = self._provides & LOGPROBS
+        always = self.provides & LOGPROBS
         checked = told = False
 
         def step(

@@ -14,6 +14,7 @@ import nrl
 from nrl import tiny
 from nrl.algos import bradley_terry_loss, distillation_loss, logprobs_at, needs, sft_loss, token_mean, value_loss
 from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf
+from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading
 from nrl.batch import Batch, lengths
 from nrl.errors import BatchError, ColumnError, ConfigError, MissingOutput, ModelError
@@ -207,14 +208,48 @@ def test_what_a_head_does_not_compute(slots: Slots) -> None:
         critic.train_step(sft_loss)(critic.init(), batch)
     with pytest.raises(MissingOutput, match=r"logprobs: it needs logprobs, and fsdp.trainer \d+ provides values; anot"):
         critic.logprobs(critic.load(), batch)
-    with pytest.raises(MissingOutput, match=r"needs top_k\(2\), and fsdp.trainer \d+ provides values"):
+    with pytest.raises(MissingOutput, match=r"top_k: it needs top_k\(2\), and fsdp.trainer \d+ provides values"):
         critic.top_k(critic.load(), batch, 2)
+    with pytest.raises(MissingOutput, match=r"forward: it needs entropy, logprobs, and fsdp.trainer \d+ provides val"):
+        critic.forward(critic.load(), batch, {"logprobs", "values", "entropy"})
     with pytest.raises(MissingOutput, match=r"train_step\(value_loss\): it needs values, and .* provides entropy, log"):
         policy.train_step(value_loss())
     with pytest.raises(MissingOutput, match=r"rewards: it needs rewards, and .* provides entropy"):
         policy.rewards(policy.load(), batch)
     with pytest.raises(ModelError, match=r"hf.sampler: .* has head='value'; only a language model, head='lm', samples"):
         hf.sampler(slots[:1], attrs.evolve(tiny.model(), head="value"))
+
+
+def test_every_output_is_a_forward(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name, with others in one call of the engine; and the engine is asked for nothing else, nor returns it."""
+    calls, forward = list[Any](), TorchEngine.forward
+
+    def watched(engine: Any, params: Any, parts: Any, needs: frozenset[str]) -> Any:
+        found = forward(engine, params, parts, needs)
+        calls.append((needs, {str(key) for out in found for key in out.keys()}))
+        return found
+
+    monkeypatch.setattr(TorchEngine, "forward", watched)
+    policy, batch = trainer_of(slots[:1], QWEN3, "lm"), batch_of(MIXED)
+    params = policy.load()
+    found = policy.forward(params, batch, ["top_k(3)", "logprobs", "entropy"])
+    assert list(found) == ["entropy", "logprobs", "top_k_ids", "top_k_logprobs"]
+    assert calls.pop() == ({"top_k(3)", "logprobs", "entropy"}, set(found))
+    (entropy,) = policy.forward(params, batch, {"entropy"}).values()
+    assert calls.pop() == ({"entropy"}, {"entropy"})
+    logprobs, likely = policy.logprobs(params, batch), policy.top_k(params, batch, 3)
+    assert calls == [({"logprobs"}, {"logprobs"}), ({"top_k(3)"}, {"top_k_ids", "top_k_logprobs"})]
+    each = [entropy, logprobs, likely["teacher_ids"], likely["teacher_topk_logprobs"]]
+    for one, other in zip(found.values(), each, strict=True):
+        assert torch.equal(one.result(), other.result())
+    calls.clear()
+    for head, name in [("value", "values"), ("reward", "rewards")]:
+        trainer = trainer_of(slots[:1], QWEN3, head)
+        assert trainer.provides == {name}
+        getattr(trainer, name)(trainer.load(), batch)
+        assert calls.pop() == ({name}, {name})
+    nrl.evaluate(sft_loss, policy, params, nrl.assign(batch, loss_mask=batch["attention_mask"]))
+    assert calls.pop() == ({"logprobs"}, {"logprobs"})  # which every loss on a language model sees
 
 
 def test_a_head_of_another_kind_is_refused(tmp_path: Path) -> None:
