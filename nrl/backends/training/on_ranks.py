@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -11,7 +11,7 @@ from torch import Tensor
 from nrl.algos import Loss, output_shape
 from nrl.backends.base import Bucket, outputs_of, top_k_of
 from nrl.backends.engines import TrainEngine
-from nrl.batch import Batch, assign
+from nrl.batch import Batch
 from nrl.reduce import Metrics
 from nrl.runtime.transfer import Tensors, sent
 
@@ -86,18 +86,7 @@ def _widen(dim: int, width: int, x: Tensor) -> Tensor:
 
 
 def train(
-    loss: Loss,
-    split: _Split,
-    columns: Sequence[str],
-    engine: _Engine,
-    state: Any,
-    weights: dict[str, float],
-    *parts: Batch | Tensor,
+    loss: Loss, split: _Split, engine: _Engine, state: Any, weights: dict[str, float], *shards: Batch
 ) -> tuple[Any, Metrics]:
-    """One optimizer step, on shards each of which is followed by these columns of it."""
-    each = 1 + len(columns)
-    shards = (
-        assign(cast(Batch, parts[i]), **dict(zip(columns, parts[i + 1 : i + each], strict=True)))
-        for i in range(0, len(parts), each)
-    )
+    """One optimizer step, on shards."""
     return engine.train(state, loss, (part for shard in shards for part in split(shard)), weights)

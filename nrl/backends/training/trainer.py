@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from nrl.algos import Loss, name_of, needed, output_kind
-from nrl.backends.base import Bucket, outputs_of
+from nrl.algos import Loss, name_of, needed, output_kind, output_shape
+from nrl.backends.base import Bucket, outputs_of, top_k_of
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.engines import TrainEngine
 from nrl.backends.training import on_ranks, shared_folders
@@ -22,12 +21,13 @@ from nrl.backends.training.law import check_law
 from nrl.backends.training.states import Params, TrainState
 from nrl.backends.training.terms import LOGPROBS, global_weights
 from nrl.batch import Batch, deal, microbatches, restore
+from nrl.batch.handles import stand_ins, without_handles
 from nrl.errors import CheckpointError, MissingOutput, ModelError
 from nrl.files import MANIFEST, Saved, Written, check_sizes, flush, saved_in, write_manifest
 from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Future, Handle, Mesh, done
 from nrl.runtime.mesh.calling import Each, call, from_all, from_first, method, only
-from nrl.runtime.mesh.futures import Coming, on_its_way
+from nrl.runtime.mesh.futures import on_its_way
 from nrl.runtime.mesh.placement import Donated, Out, Rows, Value
 from nrl.runtime.transfer import opened, route
 
@@ -178,12 +178,12 @@ class Trainer:
         self._check_needs(who, needs)
         values = self._borrow(params, who)
         rows, shards = self._shards(batch)
-        names = outputs_of(needs)
+        likes = {name: _like(name, batch, top_k_of(needs)) for name in outputs_of(needs)}
         fn = partial(on_ranks.forward, self._split, frozenset(needs), params.frozen)
-        replies = self._call(who, fn, values, *shards, outs=(Out.each,) * len(names))
+        replies = self._call(who, fn, values, *shards, outs=(Out.each,) * len(likes))
         return {
-            name: reply.then(partial(_in_order, who, rows), rows, _like(name, batch))
-            for name, reply in zip(names, replies, strict=True)
+            name: reply.then(partial(_in_order, who, rows), rows, like)
+            for (name, like), reply in zip(likes.items(), replies, strict=True)
         }
 
     def logprobs(self, params: Params, batch: Batch) -> Future[Tensor]:
@@ -227,8 +227,8 @@ class Trainer:
     def train_step(self, loss: Loss) -> TrainStep:
         """``step(state, batch, **columns) -> (state, Future[Metrics])``: one optimizer step on this loss.
 
-        Columns are added as by `nrl.assign`, but for futures of other meshes: these go from there to the trainer's
-        processes, and not through the program.
+        Columns are added as by `nrl.assign`, but those that other processes compute become handles, heavy or not: their
+        numbers go from there to the trainer's processes, and not through the program.
         """
         who = f"train_step({name_of(loss)})"
         self._check_needs(who, needed(loss))
@@ -239,22 +239,23 @@ class Trainer:
             state: TrainState, batch: Batch, **columns: Tensor | Future[Tensor]
         ) -> tuple[TrainState, Future[Metrics]]:
             nonlocal checked, told
-            batch, whole, coming = with_columns(who, batch, columns)
+            batch = with_columns(batch, columns)
+            here, whole = without_handles(batch), stand_ins(batch)
             if not isinstance(state, TrainState):
                 raise TypeError(f"{who}: expected a train state (trainer.init()), found {type(state).__name__}")
             values, params = state.handle.borrow(self, who), state.params
             weights = global_weights(loss, whole, always=always)
             checked = checked or check_law(loss, whole, weights, always)
-            metrics = lag(state.version, batch)
+            metrics = lag(state.version, here)
             if any(weight == 0 for weight in weights.values()):
                 state.handle.donate(self, who)
                 metrics |= {"skipped": Sum(torch.tensor(1.0))}
                 return self._state(values, state.step, state.version, params.published, params.adapter), done(metrics)
-            check_finite(who, batch)
-            told = told or told_of_no_advantages(who, loss, batch, always)
-            _, shards = self._shards(batch, coming.values())
+            check_finite(who, here)
+            told = told or told_of_no_advantages(who, loss, here, always)
+            _, shards = self._shards(batch)
             # What stays the same from step to step is part of the function, which a process remembers
-            fn = partial(on_ranks.train, loss, self._split, tuple(coming))
+            fn = partial(on_ranks.train, loss, self._split)
             donated, consume = Each([Donated(value) for value in values]), partial(state.handle.donate, self, who)
             with self._stepping:
                 new, found = self._call(who, fn, donated, weights, *shards, outs=(Out.kept, Out.first), sent=consume)
@@ -368,12 +369,12 @@ class Trainer:
         values = self._borrow(params, who)
         return partial(on_ranks.with_params, name, params.frozen), values
 
-    def _shards(self, batch: Batch, coming: Collection[Coming] = ()) -> tuple[list[Tensor], list[Each]]:
-        """Which rows the shards hold; and which of them each process gets, followed by those of other columns."""
+    def _shards(self, batch: Batch) -> tuple[list[Tensor], list[Each]]:
+        """Which rows the shards hold; and which of them each process gets."""
         rows = deal(batch, self.mesh.dp)
-        shards = [[Rows(batch, index), *(column.part(index) for column in coming)] for index in rows]
+        shards = [Rows(batch, index) for index in rows]
         n = self.mesh.processes.count
-        given = [list(chain(*shards))] if n == 1 else [shards[self.mesh.shard_of(rank)] for rank in range(n)]
+        given = [shards] if n == 1 else [[shards[self.mesh.shard_of(rank)]] for rank in range(n)]
         return rows, [Each(column) for column in zip(*given, strict=True)]
 
 
@@ -389,8 +390,9 @@ def _of_the_step(metrics: Metrics, results: list[Metrics]) -> Metrics:
     return metrics | found | {"loss": whole, "skipped": Sum(torch.tensor(0.0))}
 
 
-def _like(output: str, batch: Batch) -> Tensor:
+def _like(output: str, batch: Batch, k: int | None) -> Tensor:
     """Stands for an output of a batch; see `nrl.runtime.mesh.futures.Coming`."""
-    shape = batch.batch_size if output == "rewards" else batch["input_ids"].shape
-    deeper = (1,) if output_kind(output) in ("top_k_ids", "top_k_logprobs", "logprobs_at") else ()
-    return torch.zeros((), dtype=torch.int64 if output == "top_k_ids" else torch.float32).expand(*shape, *deeper)
+    shape = output_shape(output, batch)
+    if output in ("top_k_ids", "top_k_logprobs"):
+        shape = torch.Size([*shape, max(0, k or 0)])
+    return torch.zeros((), dtype=torch.int64 if output == "top_k_ids" else torch.float32).expand(shape)

@@ -572,7 +572,7 @@ def splitting(mesh: DeviceMesh | None) -> list[tuple[str, list[str]]]:
     state, shard, split = made.init(), nrl.shard(batch, 2)[rank], partial(nrl.microbatches, max_tokens=8)
     for call in (
         lambda: on_ranks.forward(split, LOGPROBS, False, made, state, shard),
-        lambda: on_ranks.train(sft_loss, split, (), made, state, global_weights(sft_loss, batch), shard),
+        lambda: on_ranks.train(sft_loss, split, made, state, global_weights(sft_loss, batch), shard),
     ):
         with pytest.raises(BatchError) as caught:
             call()
