@@ -7,9 +7,9 @@ import torch
 from attrs.validators import ge, gt
 
 import nrl
-from nrl import data, tiny
+from nrl import Layout, config, data, tiny
 from nrl.algos import advantages, from_rewards, leave_one_out, sft_loss, token_mean, token_ratio
-from nrl.backends import adamw, fsdp, hf
+from nrl.backends import SAMPLERS, TRAINERS, adamw
 from nrl.envs import number, single_turn
 
 
@@ -51,18 +51,21 @@ class Config:
     seed: int = 0
     out: str | None = None
     cluster: str = "local"
+    trainer: Literal["fsdp"] = "fsdp"  # of nrl.backends.TRAINERS
     sampler: Literal["hf"] = "hf"
     dp: int = attrs.field(default=1, validator=ge(1))
+    layout: Layout = config.derived(lambda cfg: Layout(cfg.dp))  # all axes of the trainer's mesh; dp is the short form
 
 
 def main(cfg: Config) -> None:
     """The loop of `grpo.py` with another loss and another estimator."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        slots = cluster.reserve(cfg.dp + 1)
+        slots, make = cluster.reserve(cfg.layout.slots + 1), TRAINERS[cfg.trainer]
         model = tiny.model_or(cfg.model, trust_remote_code=cfg.trust_remote_code)
-        warm = fsdp.trainer(slots[: cfg.dp], model, adamw(lr=1e-3))
-        trainer = fsdp.trainer(slots[: cfg.dp], model, adamw(lr=cfg.lr, betas=(0.9, 0.95)))
-        sampler = hf.sampler(slots[cfg.dp :], model, nrl.Sampling(max_new_tokens=cfg.max_new_tokens))
+        warm = make(slots[: cfg.layout.slots], model, adamw(lr=1e-3), layout=cfg.layout)
+        trainer = make(warm.mesh, model, adamw(lr=cfg.lr, betas=(0.9, 0.95)))
+        sampling = nrl.Sampling(max_new_tokens=cfg.max_new_tokens)
+        sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :], model, sampling)
         learn, step = warm.train_step(sft_loss), trainer.train_step(my_loss)
         rows = nrl.batched(
             data.tasks(cfg.data, seed=cfg.seed + 1), 128, collate=lambda rows: data.supervised(rows, sampler.tokenizer)

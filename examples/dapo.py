@@ -6,9 +6,9 @@ import attrs
 from attrs.validators import ge, gt
 
 import nrl
-from nrl import config, data, tiny
+from nrl import Layout, config, data, tiny
 from nrl.algos import advantages, check_mismatch, dapo_loss, overlong_penalty, sft_loss
-from nrl.backends import SAMPLERS, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp
+from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
 
@@ -27,9 +27,11 @@ class Config:
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
+    trainer: Literal["fsdp"] = "fsdp"  # of nrl.backends.TRAINERS
     sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
     engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
     dp: int = attrs.field(default=1, validator=ge(1))  # shards that the trainer splits a batch into
+    layout: Layout = config.derived(lambda cfg: Layout(cfg.dp))  # all axes of the trainer's mesh; dp is the short form
     samplers: int = attrs.field(default=1, validator=ge(0))  # processes that sample; 0: on the trainer's slots
     prompts: int = attrs.field(default=16, validator=ge(1))  # a step, with differing rewards each
     group_size: int = attrs.field(default=8, validator=ge(1))  # samples a prompt
@@ -47,17 +49,16 @@ def main(cfg: Config) -> None:
     """The whole of DAPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
-        slots = cluster.reserve(cfg.dp + cfg.samplers)
-        mesh = slots[: cfg.dp].mesh(name="trainer")
+        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
-        trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
-        sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
+        trainer = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)
+        sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(dapo_loss)
         groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
         stream = nrl.batched(nrl.drop_uniform(groups, cfg.patience), cfg.prompts)
         policy: Trainer | TrainState = trainer
         if cfg.warmup:  # so that there is a reward to start from
-            warm = fsdp.trainer(mesh, model, adamw(lr=1e-3))
+            warm = make(trainer.mesh, model, adamw(lr=1e-3))
             rows = tiny.sums(128, seed=cfg.seed + 1)
             policy = trainer.init(nrl.fit(run, "warmup", warm, sft_loss, rows, cfg.warmup).params)
         state, stream = run.restore(policy=policy, stream=stream)

@@ -6,7 +6,7 @@ import attrs
 from attrs.validators import ge, gt
 
 import nrl
-from nrl import config, data, tiny
+from nrl import Layout, config, data, tiny
 from nrl.algos import (
     advantages,
     check_mismatch,
@@ -18,7 +18,7 @@ from nrl.algos import (
     reverse_kl,
     sft_loss,
 )
-from nrl.backends import SAMPLERS, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw, fsdp
+from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
 from nrl.errors import ConfigError
@@ -41,9 +41,11 @@ class Config:
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
+    trainer: Literal["fsdp"] = "fsdp"  # of nrl.backends.TRAINERS
     sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
     engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
     dp: int = attrs.field(default=1, validator=ge(1))  # shards that the trainer splits a batch into
+    layout: Layout = config.derived(lambda cfg: Layout(cfg.dp))  # all axes of the trainer's mesh; dp is the short form
     samplers: int = attrs.field(default=1, validator=ge(0))  # processes that sample; 0: on the trainer's slots
     prompts: int = attrs.field(default=128, validator=ge(1))  # a step, each of which the student answers once
     top_k: int = attrs.field(default=16, validator=ge(0))  # likeliest tokens of the teacher; 0: the sampled one
@@ -61,14 +63,13 @@ def main(cfg: Config) -> None:
         raise ConfigError(f"distill: model={cfg.model} needs teacher=, a larger model with its tokenizer")
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
-        slots = cluster.reserve(cfg.dp + cfg.samplers)
-        mesh = slots[: cfg.dp].mesh(name="trainer")
+        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
         given = {"dtype": cfg.dtype, "trust_remote_code": cfg.trust_remote_code}
         model = tiny.model_or(cfg.model, **given)
         larger = tiny.model_or(cfg.teacher, num_hidden_layers=4, **given)
-        trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
-        teacher = fsdp.trainer(mesh, larger, adamw(lr=1e-3), max_tokens=cfg.max_tokens)
-        sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
+        trainer = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)
+        teacher = make(trainer.mesh, larger, adamw(lr=1e-3), max_tokens=cfg.max_tokens)
+        sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)
         loss = distillation_loss(reverse_kl) if cfg.top_k else policy_loss(reinforce, ratio=on_policy_ratio)
         step = trainer.train_step(loss)
         stream = nrl.batched(nrl.rollouts(sampler, single_turn(number), tasks, n=1, seed=cfg.seed), cfg.prompts)

@@ -1,6 +1,5 @@
 """GRPO: `python examples/grpo.py` teaches a tiny model to add; `model=<name> data=<file>` trains a real model."""
 
-from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -9,7 +8,7 @@ from attrs.validators import ge, gt
 import nrl
 from nrl import Layout, algos, config, data, tiny
 from nrl.algos import advantages, check_mismatch, clip, policy_loss, sft_loss
-from nrl.backends import SAMPLERS, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw, fsdp
+from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw
 from nrl.checkpoint import Checkpoints
 from nrl.envs import VERIFIERS, single_turn
 from nrl.runs import Run
@@ -36,6 +35,7 @@ class Config:
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
+    trainer: Literal["fsdp"] = "fsdp"  # of nrl.backends.TRAINERS
     sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
     engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
     inflight: Literal["wait", "keep", "abort"] = "wait"  # what becomes of rows under way, when weights are published
@@ -78,10 +78,10 @@ def main(cfg: Config) -> None:
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
         slots = cluster.reserve(cfg.layout.slots + cfg.samplers)
-        mesh = slots[: cfg.layout.slots].mesh(layout=cfg.layout, name="trainer")
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, lora=cfg.lora, trust_remote_code=cfg.trust_remote_code)
-        make = partial(fsdp.trainer, mesh, model, max_tokens=cfg.max_tokens, checkpointing=cfg.checkpointing)
-        trainer, warm = make(cfg.optimizer), make(cfg.warmup_optimizer)
+        make, options = TRAINERS[cfg.trainer], {"max_tokens": cfg.max_tokens, "checkpointing": cfg.checkpointing}
+        trainer = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, **options)
+        warm = make(trainer.mesh, model, cfg.warmup_optimizer, **options)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)
         loss = policy_loss(clip(0.2), aggregate=getattr(algos, cfg.aggregate))
         step = nrl.minibatched(trainer.train_step(loss), cfg.updates, cfg.seed)

@@ -7,9 +7,9 @@ import attrs
 from attrs.validators import ge, gt, lt
 
 import nrl
-from nrl import config, data, tiny
+from nrl import Layout, config, data, tiny
 from nrl.algos import advantages, check_mismatch, grpo_loss, sft_loss
-from nrl.backends import SAMPLERS, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp
+from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw
 from nrl.checkpoint import Checkpoints
 from nrl.envs import by_source, exact, number, single_turn
 
@@ -29,9 +29,11 @@ class Config:
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
+    trainer: Literal["fsdp"] = "fsdp"  # of nrl.backends.TRAINERS
     sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
     engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
     dp: int = attrs.field(default=1, validator=ge(1))  # shards that the trainer splits a batch into
+    layout: Layout = config.derived(lambda cfg: Layout(cfg.dp))  # all axes of the trainer's mesh; dp is the short form
     samplers: int = attrs.field(default=1, validator=ge(0))  # processes that sample; 0: on the trainer's slots
     prompts: int = attrs.field(default=32, validator=ge(1))  # a step
     group_size: int = attrs.field(default=8, validator=ge(1))  # samples a prompt
@@ -45,11 +47,10 @@ class Config:
 def main(cfg: Config) -> None:
     """GRPO, over a mixture."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        slots = cluster.reserve(cfg.dp + cfg.samplers)
-        mesh = slots[: cfg.dp].mesh(name="trainer")
+        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
-        trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
-        sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
+        trainer = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)
+        sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(grpo_loss)
         read = partial(data.tasks, chat=cfg.chat)
         parts = {"numbers": (cfg.numbers, cfg.share), "texts": (cfg.texts, 1 - cfg.share)}
@@ -61,7 +62,7 @@ def main(cfg: Config) -> None:
         stream = nrl.batched(nrl.rollouts(sampler, env, mixed(cfg.seed), n=cfg.group_size, seed=cfg.seed), cfg.prompts)
         policy: Trainer | TrainState = trainer
         if cfg.warmup:  # so that there is a reward to start from
-            warm = fsdp.trainer(mesh, model, adamw(lr=1e-3))
+            warm = make(trainer.mesh, model, adamw(lr=1e-3))
             rows = nrl.batched(mixed(cfg.seed + 1), 128, collate=partial(data.supervised, tokenizer=sampler.tokenizer))
             policy = trainer.init(nrl.fit(run, "warmup", warm, sft_loss, rows, cfg.warmup).params)
         state, stream = run.restore(policy=policy, stream=stream)

@@ -6,19 +6,8 @@ import attrs
 from attrs.validators import ge, gt, le
 
 import nrl
-from nrl import config, data, tiny
-from nrl.algos import (
-    check_mismatch,
-    clip,
-    explained_variance,
-    gae,
-    policy_loss,
-    sft_loss,
-    token_rewards,
-    value_loss,
-    whiten,
-)
-from nrl.backends import SAMPLERS, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp
+from nrl import Layout, algos, config, data, tiny
+from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw
 from nrl.checkpoint import Checkpoints
 from nrl.envs import number, single_turn
 
@@ -38,9 +27,11 @@ class Config:
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
+    trainer: Literal["fsdp"] = "fsdp"  # of nrl.backends.TRAINERS
     sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
     engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
     dp: int = attrs.field(default=1, validator=ge(1))  # shards that the trainers split a batch into
+    layout: Layout = config.derived(lambda cfg: Layout(cfg.dp))  # all axes of the trainers' mesh; dp is the short form
     samplers: int = attrs.field(default=1, validator=ge(0))  # processes that sample; 0: on the trainers' slots
     prompts: int = attrs.field(default=256, validator=ge(1))  # a step, each of which is answered once
     updates: int = attrs.field(default=2, validator=ge(1))  # optimizer steps a batch, each on a part of it
@@ -60,29 +51,29 @@ def main(cfg: Config) -> None:
     """The whole of PPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
-        slots = cluster.reserve(cfg.dp + cfg.samplers)
-        mesh = slots[: cfg.dp].mesh(name="trainer")
+        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         judge = attrs.evolve(model, source=cfg.critic or model.source, head="value")
-        actor = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
-        critic = fsdp.trainer(mesh, judge, cfg.critic_optimizer, max_tokens=cfg.max_tokens)
-        sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
-        act, value = actor.train_step(policy_loss(clip(cfg.clip))), critic.train_step(value_loss(cfg.value_clip))
+        actor = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)
+        critic = make(actor.mesh, judge, cfg.critic_optimizer, max_tokens=cfg.max_tokens)
+        sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)
+        act = actor.train_step(algos.policy_loss(algos.clip(cfg.clip)))
+        value = critic.train_step(algos.value_loss(cfg.value_clip))
         stream = nrl.batched(nrl.rollouts(sampler, single_turn(number), tasks, n=1, seed=cfg.seed), cfg.prompts)
         policy: Trainer | TrainState = actor
         valuer: Trainer | TrainState = critic
         if cfg.warmup:  # so that there is a reward to start from
-            warm = fsdp.trainer(mesh, model, adamw(lr=1e-3))
-            start = nrl.fit(run, "warmup", warm, sft_loss, tiny.sums(128, seed=cfg.seed + 1), cfg.warmup).params
+            warm = make(actor.mesh, model, adamw(lr=1e-3))
+            start = nrl.fit(run, "warmup", warm, algos.sft_loss, tiny.sums(128, seed=cfg.seed + 1), cfg.warmup).params
             policy, valuer = actor.init(start), critic.init(start)
         state, values, stream = run.restore(policy=policy, critic=valuer, stream=stream)
         nrl.publish(state.params, sampler)
         for i, batch in run.steps(stream):
-            batch = nrl.assign(token_rewards(batch), old_logprobs=batch["rollout_logprobs"])
+            batch = nrl.assign(algos.token_rewards(batch), old_logprobs=batch["rollout_logprobs"])
             batch, mask = nrl.assign(batch, values=critic.values(values.params, batch)), batch["loss_mask"]
-            found, returns = gae(batch["token_rewards"], batch["values"], mask, gamma=cfg.gamma, lam=cfg.lam)
-            batch = nrl.assign(batch, advantages=whiten(found, mask), returns=returns)
-            metrics = nrl.summary(batch) | {"explained_variance": explained_variance(batch)}
+            found, returns = algos.gae(batch["token_rewards"], batch["values"], mask, gamma=cfg.gamma, lam=cfg.lam)
+            batch = nrl.assign(batch, advantages=algos.whiten(found, mask), returns=returns)
+            metrics = nrl.summary(batch) | {"explained_variance": algos.explained_variance(batch)}
             for n, part in enumerate(nrl.minibatches(batch, cfg.updates, seed=cfg.seed + i)):
                 state, acted = act(state, part)
                 values, valued = value(values, part)
@@ -90,7 +81,7 @@ def main(cfg: Config) -> None:
                 metrics = nrl.merge(metrics, nrl.prefixed("critic/", valued.result()))
             nrl.publish(state.params, sampler)
             numbers = run.log(i, metrics, samples=nrl.samples(batch, sampler.tokenizer))
-            check_mismatch(numbers, cfg.max_mismatch)
+            algos.check_mismatch(numbers, cfg.max_mismatch)
             run.save(i, policy=state, critic=values, stream=stream)
         actor.export(state.params, run.out / "model")
 

@@ -7,9 +7,9 @@ import attrs
 from attrs.validators import ge
 
 import nrl
-from nrl import config, data, tiny
+from nrl import Layout, config, data, tiny
 from nrl.algos import bradley_terry_loss
-from nrl.backends import Optimizer, adamw, fsdp, load_tokenizer
+from nrl.backends import TRAINERS, Optimizer, adamw, load_tokenizer
 from nrl.checkpoint import Checkpoints
 
 
@@ -28,7 +28,9 @@ class Config:
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
+    trainer: Literal["fsdp"] = "fsdp"  # of nrl.backends.TRAINERS
     dp: int = attrs.field(default=1, validator=ge(1))  # shards that the trainer splits a batch into
+    layout: Layout = config.derived(lambda cfg: Layout(cfg.dp))  # all axes of the trainer's mesh; dp is the short form
     pairs: int = attrs.field(default=64, validator=ge(1))  # a step
     centering: float = attrs.field(default=0.01, validator=ge(0))  # how strongly rewards are kept near 0
     max_length: int = attrs.field(default=1024, validator=ge(1))  # tokens; longer rows are left out and counted
@@ -43,7 +45,8 @@ def main(cfg: Config) -> None:
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         model = tiny.model_or(cfg.model, head="reward", dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         tokenizer = load_tokenizer(model)
-        trainer = fsdp.trainer(cluster.reserve(cfg.dp), model, cfg.optimizer, max_tokens=cfg.max_tokens)
+        slots, make = cluster.reserve(cfg.layout.slots), TRAINERS[cfg.trainer]
+        trainer = make(slots, model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)
         loss = bradley_terry_loss(cfg.centering)
         step = trainer.train_step(loss)
         collate = partial(data.preferences, tokenizer=tokenizer)

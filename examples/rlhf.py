@@ -10,8 +10,8 @@ import attrs
 from attrs.validators import ge, gt
 
 import nrl
-from nrl import algos, config, data, tiny
-from nrl.backends import SAMPLERS, Optimizer, Sampling, Trainer, TrainState, adamw, fsdp, load_tokenizer
+from nrl import Layout, algos, config, data, tiny
+from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw, load_tokenizer
 from nrl.checkpoint import Checkpoints
 from nrl.envs import Environment, Step, Task, number, single_turn
 from nrl.errors import ConfigError
@@ -32,9 +32,11 @@ class Config:
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
+    trainer: Literal["fsdp"] = "fsdp"  # of nrl.backends.TRAINERS
     sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
     engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
     dp: int = attrs.field(default=1, validator=ge(1))  # shards that the trainers split a batch into
+    layout: Layout = config.derived(lambda cfg: Layout(cfg.dp))  # all axes of the trainers' mesh; dp is the short form
     samplers: int = attrs.field(default=1, validator=ge(0))  # processes that sample; 0: on the trainers' slots
     prompts: int = attrs.field(default=64, validator=ge(1))  # a step
     group_size: int = attrs.field(default=4, validator=ge(1))  # samples a prompt
@@ -53,13 +55,12 @@ def main(cfg: Config) -> None:
         raise ConfigError(f"rlhf: model={cfg.model} needs reward=, what examples/reward_model.py has exported")
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
-        slots = cluster.reserve(cfg.dp + cfg.samplers)
-        mesh = slots[: cfg.dp].mesh(name="trainer")
+        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         judge = tiny.model_or(cfg.reward, head="reward", dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
-        trainer = fsdp.trainer(mesh, model, cfg.optimizer, max_tokens=cfg.max_tokens)
-        rewarder = fsdp.trainer(mesh, judge, adamw(lr=2e-3), max_tokens=cfg.max_tokens)
-        sampler = SAMPLERS[cfg.sampler](slots[cfg.dp :] or slots, model, cfg.sampling, **cfg.engine)
+        trainer = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)
+        rewarder = make(trainer.mesh, judge, adamw(lr=2e-3), max_tokens=cfg.max_tokens)
+        sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(algos.reinforce_loss)
         if cfg.judging:
             collate = partial(data.preferences, tokenizer=load_tokenizer(judge))

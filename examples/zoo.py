@@ -2,18 +2,17 @@
 
 import json
 import statistics
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import attrs
 import rich.table
 from attrs.validators import ge
 
 import nrl
-from nrl import algos, data, tiny
+from nrl import Layout, algos, data, tiny
 from nrl.algos import clip, from_rewards, group_center, group_normalize, policy_loss
-from nrl.backends import Sampler, adamw, fsdp, hf
+from nrl.backends import TRAINERS, Sampler, adamw, hf
 from nrl.envs import number, single_turn
-from nrl.errors import ConfigError
 
 
 class Method(NamedTuple):
@@ -21,8 +20,7 @@ class Method(NamedTuple):
 
     loss: algos.Loss
     estimator: algos.Estimator = from_rewards(group_normalize)
-    before: algos.Shaping = lambda batch: batch  # rewards reshaped
-    after: algos.Shaping = lambda batch: batch  # rows and tokens left out
+    before: algos.Shaping = lambda batch: batch  # rewards reshaped, rows and tokens left out
 
 
 ZOO = {
@@ -48,7 +46,7 @@ ZOO = {
     "icepop": Method(policy_loss(clip(0.2), correction=algos.icepop(0.5, 5.0))),
     "opsm": Method(policy_loss(clip(0.2), keep=algos.opsm(0.5))),
     "entropy_bonus": Method(algos.add((1.0, algos.grpo_loss), (-0.01, algos.entropy_loss))),
-    "rejection_sampling": Method(algos.sft_loss, after=algos.keep_at_least(1.0)),
+    "rejection_sampling": Method(algos.sft_loss, before=algos.keep_at_least(1.0)),
 }
 
 
@@ -59,6 +57,8 @@ class Config:
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
+    trainer: Literal["fsdp"] = "fsdp"  # of nrl.backends.TRAINERS
+    layout: Layout = Layout()  # all axes of the trainer's mesh
     prompts: int = attrs.field(default=32, validator=ge(1))  # a step
     group_size: int = attrs.field(default=8, validator=ge(1))  # samples a prompt
     lag: int = attrs.field(default=1, validator=ge(0))  # publishes that a rollout is early, so that ratios are not 1
@@ -75,12 +75,13 @@ def main(cfg: Config) -> None:
     """One loop for all of them."""
     names = list(ZOO) if cfg.algo == "all" else [name.strip() for name in cfg.algo.split(",")]
     if unknown := [name for name in names if name not in ZOO]:
-        raise ConfigError(f"zoo: there is no algo '{unknown[0]}'; there are {', '.join(ZOO)}")
+        raise nrl.errors.ConfigError(f"zoo: there is no algo '{unknown[0]}'; there are {', '.join(ZOO)}")
     table = rich.table.Table("algo", "reward before", "after", "seconds a step", title=f"{cfg.steps} steps each")
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        slots, model = cluster.reserve(2), tiny.model()
-        warm, trainer = (fsdp.trainer(slots[:1], model, adamw(lr=lr, betas=(0.9, 0.95))) for lr in (1e-3, 5e-4))
-        sampler = hf.sampler(slots[1:], model, nrl.Sampling(max_new_tokens=6))
+        slots, model, make = cluster.reserve(cfg.layout.slots + 1), tiny.model(), TRAINERS[cfg.trainer]
+        trainer = make(slots[:-1], model, adamw(lr=5e-4, betas=(0.9, 0.95)), layout=cfg.layout)
+        warm = make(trainer.mesh, model, adamw(lr=1e-3, betas=(0.9, 0.95)))
+        sampler = hf.sampler(slots[-1:], model, nrl.Sampling(max_new_tokens=6))
         start = warm.freeze(nrl.fit(run, "warmup", warm, algos.sft_loss, tiny.sums(128, cfg.seed), cfg.warmup).params)
         for name in names:
             method, step, tasks = ZOO[name], trainer.train_step(ZOO[name].loss), data.tasks("arithmetic")
@@ -91,9 +92,8 @@ def main(cfg: Config) -> None:
             state, stream = run.restore(name, policy=trainer.init(start), stream=stream)
             nrl.publish(state.params, sampler)
             for i, batch in run.steps(stream, cfg.steps, name=name):
-                batch = nrl.assign(batch, old_logprobs=trainer.logprobs(state.params, batch))
-                batch = method.after(algos.advantages(method.before(batch), method.estimator))
-                state, metrics = step(state, batch)
+                batch = algos.advantages(method.before(batch), method.estimator)
+                state, metrics = step(state, nrl.assign(batch, old_logprobs=trainer.logprobs(state.params, batch)))
                 nrl.publish(state.params, sampler)
                 run.log(i, metrics, nrl.summary(batch))
                 run.save(i, policy=state, stream=stream)

@@ -17,10 +17,11 @@ import pytest
 import yaml
 
 import nrl
-from nrl import tiny
-from nrl.backends import adamw
+from nrl import Layout, config, tiny
+from nrl.backends import TRAINERS, Model, Optimizer, adamw
 from nrl.data import read_jsonl
 from nrl.errors import ConfigError, DataError, ModelError, NrlError, RolloutMismatch
+from nrl.runtime import Slots
 from tests.jsonlines import lines
 
 ROOT = Path(__file__).parent.parent
@@ -70,6 +71,36 @@ def test_the_loop_of_grpo_has_at_most_25_lines() -> None:
     main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
     assert main.end_lineno is not None
     assert main.end_lineno - main.lineno + 1 <= 25
+
+
+class Asked(Exception):
+    """A trainer has been asked for."""
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_configuration_names_the_trainer_and_its_layout(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All axes as ``layout``, or ``dp`` as the short form; and no trainer that is not one of `TRAINERS`."""
+    module = load(path.stem)
+    asked = list[tuple[int, Layout]]()
+
+    def other(slots: Slots, model: Model, optimizer: Optimizer, *, layout: Layout, **_: Any) -> Any:
+        asked.append((len(slots), layout))
+        raise Asked
+
+    monkeypatch.setitem(TRAINERS, "fsdp", other)
+    layouts = {"layout.tp=2": Layout(tp=2), "dp=3": Layout(3), "dp=2 layout.pp=2": Layout(2, pp=2), "": Layout()}
+    if path.stem == "zoo":  # which never had the short form
+        layouts = {"layout.dp=3": Layout(3), "": Layout()}
+    for given, layout in layouts.items():
+        cfg = config.load(module.Config, [*given.split(), "trainer=fsdp", f"out={tmp_path / str(len(asked))}"])
+        with pytest.raises(Asked):
+            module.main(cfg)
+        assert asked.pop() == (layout.slots, layout)
+    with pytest.raises(ConfigError, match="trainer: expected 'fsdp', found 'fsdq'"):
+        config.load(module.Config, ["trainer=fsdq"])
+    assert "fsdp.trainer" not in path.read_text()
 
 
 def test_grpo_leaves_behind_what_is_documented(tmp_path: Path) -> None:
@@ -127,8 +158,6 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
 
 def test_defaults_depend_on_whether_the_model_is_real() -> None:
     grpo = load("grpo")
-    from nrl import config
-
     assert config.load(grpo.Config, []).warmup == 40
     real = config.load(grpo.Config, ["model=somewhere", "optimizer.clip=0.5"])
     assert (real.warmup, real.optimizer.lr, real.optimizer.clip) == (0, 1e-6, 0.5)
@@ -168,8 +197,6 @@ def test_a_number_that_cannot_be_is_a_mistake_before_anything_starts(
 
 @pytest.mark.parametrize("name", ["grpo", "sft", "dpo"])
 def test_an_evaluation_every_0_steps_is_refused(name: str) -> None:
-    from nrl import config
-
     with pytest.raises(ConfigError, match="'evaluate_every' must be >= 1: 0; from the command line"):
         config.load(load(name).Config, ["evaluate_every=0"])
 

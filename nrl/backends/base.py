@@ -11,7 +11,18 @@ import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["Bucket", "Chunks", "Completion", "Media", "Model", "Sampling", "length_of", "top_k", "top_k_of"]
+__all__ = [
+    "Bucket",
+    "Chunks",
+    "Completion",
+    "Media",
+    "Model",
+    "Sampling",
+    "length_of",
+    "outputs_of",
+    "top_k",
+    "top_k_of",
+]
 
 
 type Bucket = Mapping[str, Tensor]
@@ -201,3 +212,13 @@ def top_k_of(needs: Collection[str]) -> int | None:
     (8, None)
     """
     return next((int(name.removeprefix(_TOP_K).removesuffix(")")) for name in needs if name.startswith(_TOP_K)), None)
+
+
+def outputs_of(needs: Collection[str]) -> list[str]:
+    """The names of the outputs that needs stand for, in order: their own, and two for `top_k`.
+
+    >>> outputs_of({"values"}), outputs_of({"logprobs", top_k(8)})
+    (['values'], ['logprobs', 'top_k_ids', 'top_k_logprobs'])
+    """
+    likely = set() if top_k_of(needs) is None else {"top_k_ids", "top_k_logprobs"}
+    return sorted({name for name in needs if not name.startswith(_TOP_K)} | likely)

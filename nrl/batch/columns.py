@@ -1,4 +1,4 @@
-"""The vocabulary of batches: what each column is for, its shape and dtype.
+"""The vocabulary of batches: what each column is for, its shape and dtype, and whether it is heavy.
 
 A column has one entry for each row, one for each token, or as many entries a row as that row needs (ragged). Its name
 says which: it stands in `COLUMNS`, or a program declares it. A shape says nothing, because ``[B, K]`` may be K numbers
@@ -21,7 +21,7 @@ type Kind = Literal["row", "token", "ragged"]
 
 
 class Column(NamedTuple):
-    """A column of the vocabulary: what it has entries for, its dtype, how to get it, and its default.
+    """A column of the vocabulary: what it has entries for, its dtype, how to get it, its default, and its weight.
 
     >>> COLUMNS["advantages"].per, COLUMNS["advantages"].dtype
     ('token', torch.float32)
@@ -35,6 +35,8 @@ class Column(NamedTuple):
     """The value of an absent column; None: its absence has no meaning."""
     entry: tuple[int, int] = (0, 0)
     """How many dimensions an entry may have, from and to."""
+    heavy: bool = False
+    """Whether there is so much of it that a batch has a handle of what other processes have computed."""
 
 
 def _from_trainer(call: str, column: str) -> str:
@@ -84,12 +86,14 @@ COLUMNS: dict[str, Column] = {
         torch.int64,
         _from_trainer("teacher.top_k(params, batch, k)['teacher_ids']", "teacher_ids"),
         entry=(1, 1),
+        heavy=True,
     ),
     "teacher_topk_logprobs": Column(
         "token",
         torch.float32,
         _from_trainer("teacher.top_k(params, batch, k)['teacher_topk_logprobs']", "teacher_topk_logprobs"),
         entry=(1, 1),
+        heavy=True,
     ),
     "media": Column("ragged", None, "Data writes it, for inputs that are not tokens."),
     "info": Column("ragged", None, "rollout writes it, where the environment reports numbers."),

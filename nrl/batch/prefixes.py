@@ -6,13 +6,17 @@ media have nothing in common, because the same tokens stand for different things
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from nrl.batch import Parts, lengths, microbatches
-from nrl.batch.ragged import numbered
+from nrl.batch.ragged import memory_of, numbered
+from nrl.batch.values import remembered
 
 __all__ = ["common_prefixes", "media_numbers", "microbatches_by_prefix"]
 
@@ -81,13 +85,37 @@ def _in_common(ids: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 def media_numbers(batch: TensorDict) -> np.ndarray | None:
     """What `common_prefixes` has to know of the rows' media: rows with equal media, and no others, have equal numbers.
 
+    Media are read once: a batch remembers the numbers, and parts of `microbatches_by_prefix` have those of the whole.
+
     Returns:
         ``[B]`` int64; None where the batch has none.
     """
+    each = [_numbers(column) for column in _media(batch)]
+    if len(each) < 2:
+        return each[0] if each else None
+    found: np.ndarray = np.unique(np.stack(each), axis=1, return_inverse=True)[1]
+    return found.reshape(-1)
+
+
+def _media(batch: TensorDict) -> list[Tensor]:
+    """The columns that media are made of, always in the same order."""
     if "media" not in batch.keys():
-        return None
-    media = batch["media"]
-    return numbered(media.reshape(-1) if batch.ndim > 1 else media)
+        return []
+    media: Any = batch["media"].reshape(-1) if batch.ndim > 1 else batch["media"]
+    leaves: Any = media.values(True, True, sort=True) if isinstance(media, TensorDict) else [media]
+    return list(leaves)
+
+
+def _numbers(column: Tensor) -> np.ndarray:
+    return remembered(memory_of(column), "numbers", partial(numbered, column))
+
+
+def _inheriting(batch: TensorDict, parts: Parts) -> Parts:
+    """Let parts know the numbers of their media, so that nobody reads them again."""
+    for rows, part in zip(parts.rows, parts, strict=True):
+        for whole, column in zip(_media(batch), _media(part), strict=True):
+            remembered(memory_of(column), "numbers", partial(_numbers(whole).take, rows.numpy()))
+    return parts
 
 
 def microbatches_by_prefix(batch: TensorDict, *, max_tokens: int) -> Parts:
@@ -122,8 +150,8 @@ def microbatches_by_prefix(batch: TensorDict, *, max_tokens: int) -> Parts:
 
     plan = _fill(sizes, stem, max_tokens)
     if cost(plan) >= cost([rows.numpy() for rows in parts.rows]):
-        return parts
-    return Parts(batch, [torch.from_numpy(rows) for rows in plan], trim=True)
+        return _inheriting(batch, parts)
+    return _inheriting(batch, Parts(batch, [torch.from_numpy(rows) for rows in plan], trim=True))
 
 
 def _fill(sizes: np.ndarray, stem: np.ndarray, max_tokens: int) -> list[np.ndarray]:

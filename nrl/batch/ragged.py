@@ -7,11 +7,10 @@ Here is what torch does not do with one alone.
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 __all__ = ["is_ragged", "memory_of", "numbered", "of_values", "parts_of", "ragged", "rows_of", "take"]
@@ -96,11 +95,8 @@ def take(value: Any, index: Tensor) -> Any:
     return ragged([rows[row] for row in index.tolist()])
 
 
-def numbered(value: Tensor | TensorDict) -> np.ndarray:
-    """Number the rows of a column so that equal rows, and no others, have the same number.
-
-    Args:
-        value: of B rows: ragged, plain, or a batch of such columns.
+def numbered(column: Tensor) -> np.ndarray:
+    """Number the rows of a column, ragged or not, so that equal rows, and no others, have the same number.
 
     Returns:
         ``[B]`` int64.
@@ -108,11 +104,9 @@ def numbered(value: Tensor | TensorDict) -> np.ndarray:
     >>> numbered(ragged([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([1, 2])])).tolist()
     [0, 1, 0]
     """
-    leaves = list(value.values(True, True, sort=True)) if isinstance(value, TensorDict) else [value]
-    each = [rows_of(leaf) if is_ragged(leaf) else list(leaf) for leaf in cast(list[Tensor], leaves)]
-    parts = [map(_content, rows) for rows in each]
-    known: dict[tuple[Any, ...], int] = {}
-    return np.array([known.setdefault(row, len(known)) for row in zip(*parts, strict=True)], dtype=np.int64)
+    rows = rows_of(column) if is_ragged(column) else list(column)
+    known: dict[Any, int] = {}
+    return np.array([known.setdefault(_content(row), len(known)) for row in rows], dtype=np.int64)
 
 
 def _content(row: Tensor) -> tuple[tuple[int, ...], bytes]:

@@ -1,4 +1,4 @@
-"""Batches as values: locked TensorDicts of concrete tensors that no function changes.
+"""Batches as values: locked TensorDicts of tensors, which no function changes.
 
 A column at position ``t`` describes token ``t``. Rows are right-padded. `nrl.COLUMNS` is the vocabulary. Other columns
 are carried along, as `nrl.declare` says.
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nrl.batch.columns import COLUMNS, Column, kind_of
+from nrl.batch.handles import handle_of
 from nrl.batch.ragged import is_ragged, memory_of
 from nrl.errors import ColumnError, MissingColumn, MutatedBatch
 
@@ -34,9 +35,10 @@ torch.Size([1, 2])
 def assign(batch: TensorDict, **columns: Any) -> Batch:
     """Add or replace columns: the only way to change a batch, and it returns a new one.
 
-    Waits for values that have ``.result()``. Columns are constants: they are detached, and share memory with the given
-    tensors, so do not write into these afterwards. Rows that ``valid`` marks false have their ``loss_mask`` cleared,
-    whichever of the two is assigned.
+    Waits for values that have ``.result()``, but for heavy columns that other processes compute: of these the batch has
+    a handle, which meshes open, and whose numbers come here only if somebody computes with them. Columns are constants:
+    they are detached, and share memory with the given tensors, so do not write into these afterwards. Rows that
+    ``valid`` marks false have their ``loss_mask`` cleared, whichever of the two is assigned.
 
     Args:
         batch: any TensorDict; it is left as it is.
@@ -51,7 +53,7 @@ def assign(batch: TensorDict, **columns: Any) -> Batch:
     >>> sorted(assign(batch, rewards=torch.tensor([1.0])).keys())
     ['input_ids', 'rewards']
     """
-    values = {name: _constant(name, _wait(value)) for name, value in columns.items()}
+    values = {name: _constant(name, _here(name, value)) for name, value in columns.items()}
     width = _width({**dict(batch.items()), **values}, batch.ndim)
     for name, value in values.items():
         _check(name, value, batch.batch_size, width)
@@ -67,7 +69,10 @@ def assign(batch: TensorDict, **columns: Any) -> Batch:
     return cast(Batch, out.lock_())
 
 
-def _wait(value: Any) -> Any:
+def _here(name: str, value: Any) -> Any:
+    """The value of a future, or a handle of a heavy one."""
+    if name in COLUMNS and COLUMNS[name].heavy:
+        value = handle_of(value)
     return value.result() if hasattr(value, "result") else value
 
 

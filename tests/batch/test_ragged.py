@@ -9,6 +9,7 @@ from torch import Tensor
 
 import nrl
 from nrl.batch import Batch, assign, concatenate, microbatches, minibatches, pad, restore, shard, unchanged
+from nrl.batch.prefixes import media_numbers
 from nrl.batch.ragged import is_ragged, numbered, ragged, rows_of
 from nrl.checkpoint.serialization import decode, encode
 from nrl.errors import ColumnError, MutatedBatch, PlacementError
@@ -152,7 +153,11 @@ def test_where_a_ragged_column_cannot_be() -> None:
     ],
 )
 def test_equal_rows_have_equal_numbers(value: Any, expected: list[int]) -> None:
-    assert numbered(value).tolist() == expected
+    found = media_numbers(Batch({"media": value}, [3]))
+    assert found is not None
+    assert [[number == other for other in found] for number in found] == [[x == y for y in expected] for x in expected]
+    if isinstance(value, Tensor):
+        assert numbered(value).tolist() == expected
 
 
 def test_restore_takes_entries_of_different_lengths() -> None:

@@ -9,37 +9,18 @@ from torch import Tensor
 from nrl.algos import Loss
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch, assign
+from nrl.batch.handles import handle_of
 from nrl.batch.values import remembered
-from nrl.errors import ColumnError, MissingColumn, NotFinite
+from nrl.errors import MissingColumn, NotFinite
 from nrl.reduce import Mean, Metrics
 from nrl.runtime import Future
-from nrl.runtime.mesh.futures import Coming
 
 __all__ = ["check_finite", "lag", "told_of_no_advantages", "with_columns"]
 
 
-def with_columns(
-    who: str, batch: Batch, columns: Mapping[str, Tensor | Future[Tensor]]
-) -> tuple[Batch, Batch, dict[str, Coming]]:
-    """Add columns to a batch, some of which other processes still compute.
-
-    Returns:
-        The batch with the columns that are here; the same with stand-ins for the others (`Coming.like`); and the others
-        by name.
-
-    Raises:
-        ColumnError: a column was computed for another number of rows.
-    """
-    if not columns:
-        return batch, batch, {}
-    coming = {name: x for name, x in columns.items() if isinstance(x, Coming) and x.rows and x.like is not None}
-    batch = assign(batch, **{name: x for name, x in columns.items() if name not in coming})
-    for name, column in coming.items():
-        if (rows := sum(map(len, column.rows or ()))) != len(batch):
-            raise ColumnError(
-                f"{who}: the column '{name}' was computed for {rows} rows, and the batch has {len(batch)}"
-            )
-    return batch, assign(batch, **{name: column.like for name, column in coming.items()}), coming
+def with_columns(batch: Batch, columns: Mapping[str, Tensor | Future[Tensor]]) -> Batch:
+    """Add columns to a batch. Of those that other processes compute it has a handle, heavy or not."""
+    return assign(batch, **{name: handle_of(value) for name, value in columns.items()}) if columns else batch
 
 
 def lag(version: int, batch: Batch) -> Metrics:

@@ -4,7 +4,7 @@ from tensordict import TensorDict
 
 from nrl.algos import Loss, name_of, needed
 from nrl.backends.training.states import Params
-from nrl.backends.training.terms import terms_of
+from nrl.backends.training.terms import LOGPROBS, terms_of
 from nrl.backends.training.trainer import Trainer
 from nrl.batch import Batch
 from nrl.errors import MissingOutput
@@ -42,7 +42,7 @@ def evaluate(loss: Loss, trainer: Trainer, params: Params, batch: Batch) -> Metr
     """
     name = name_of(loss)
     try:
-        computed = trainer.forward(params, batch, needed(loss))
+        computed = trainer.forward(params, batch, needed(loss) | (trainer.provides & LOGPROBS))
     except MissingOutput as error:
         raise MissingOutput(f"evaluate({name}): {error}") from None
     out = TensorDict({key: x.result() for key, x in computed.items()}, batch_size=batch.batch_size)

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos import Loss, output_kind, output_shape
-from nrl.backends.base import Bucket, top_k_of
+from nrl.algos import Loss, output_shape
+from nrl.backends.base import Bucket, outputs_of, top_k_of
 from nrl.backends.engines import TrainEngine
-from nrl.batch import Batch, assign
+from nrl.batch import Batch
 from nrl.reduce import Metrics
 from nrl.runtime.transfer import Tensors, sent
 
@@ -49,13 +49,12 @@ def next_bucket(send: Callable[[Tensors], Any], reading: Iterator[tuple[str, Ten
 def forward(
     split: _Split,
     needs: frozenset[str],
-    keys: Sequence[str],
     frozen: bool,
     engine: _Engine,
     value: Any,
     *shards: Batch,
 ) -> tuple[Tensor | list[Tensor], ...]:
-    """Some outputs of each shard: a list of them, or, as other processes may be given it, the one shard's itself."""
+    """The outputs of each shard, by `outputs_of`: a list, or, as other processes may be given it, the one shard's."""
     found, parts = [], list[Any]()
 
     def read(shard: Batch) -> Iterator[Batch]:
@@ -66,17 +65,17 @@ def forward(
         outs = with_params("forward", frozen, engine, value, read(shard), needs)
         wide = [out.apply(partial(_widen, out.ndim, shard["input_ids"].shape[-1])) for out in outs]
         found.append(parts[-1].restore(wide) if wide else _nothing(shard, needs))
-    each = [[out[key] for out in found] for key in keys]
+    each = [[out[name] for out in found] for name in outputs_of(needs)]
     return tuple(some[0] if len(some) == 1 else some for some in each)
 
 
 def _nothing(shard: Batch, needs: frozenset[str]) -> TensorDict:
     """The outputs for no rows."""
     k = top_k_of(needs)
-    found = {name: torch.zeros(output_shape(name, shard)) for name in needs if output_kind(name) != "top_k"}
+    found = {name: torch.zeros(output_shape(name, shard)) for name in outputs_of(needs)}
     if k is not None:
-        shape = *shard["input_ids"].shape, k
-        found |= {"top_k_ids": torch.zeros(shape, dtype=torch.int64), "top_k_logprobs": torch.zeros(shape)}
+        likely = torch.zeros(*shard["input_ids"].shape, k)
+        found |= {"top_k_ids": likely.long(), "top_k_logprobs": likely}
     return TensorDict(found, batch_size=shard.batch_size)
 
 
@@ -87,18 +86,7 @@ def _widen(dim: int, width: int, x: Tensor) -> Tensor:
 
 
 def train(
-    loss: Loss,
-    split: _Split,
-    columns: Sequence[str],
-    engine: _Engine,
-    state: Any,
-    weights: dict[str, float],
-    *parts: Batch | Tensor,
+    loss: Loss, split: _Split, engine: _Engine, state: Any, weights: dict[str, float], *shards: Batch
 ) -> tuple[Any, Metrics]:
-    """One optimizer step, on shards each of which is followed by these columns of it."""
-    each = 1 + len(columns)
-    shards = (
-        assign(cast(Batch, parts[i]), **dict(zip(columns, parts[i + 1 : i + each], strict=True)))
-        for i in range(0, len(parts), each)
-    )
+    """One optimizer step, on shards."""
     return engine.train(state, loss, (part for shard in shards for part in split(shard)), weights)

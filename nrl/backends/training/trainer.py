@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from nrl.algos import Loss, name_of, needed, output_kind
-from nrl.backends.base import Bucket
+from nrl.algos import Loss, name_of, needed, output_kind, output_shape
+from nrl.backends.base import Bucket, outputs_of, top_k_of
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.engines import TrainEngine
 from nrl.backends.training import on_ranks, shared_folders
@@ -22,12 +21,13 @@ from nrl.backends.training.law import check_law
 from nrl.backends.training.states import Params, TrainState
 from nrl.backends.training.terms import LOGPROBS, global_weights
 from nrl.batch import Batch, deal, microbatches, restore
+from nrl.batch.handles import stand_ins, without_handles
 from nrl.errors import CheckpointError, MissingOutput, ModelError
 from nrl.files import MANIFEST, Saved, Written, check_sizes, flush, saved_in, write_manifest
 from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Future, Handle, Mesh, done
 from nrl.runtime.mesh.calling import Each, call, from_all, from_first, method, only
-from nrl.runtime.mesh.futures import Coming, on_its_way
+from nrl.runtime.mesh.futures import on_its_way
 from nrl.runtime.mesh.placement import Donated, Out, Rows, Value
 from nrl.runtime.transfer import opened, route
 
@@ -145,22 +145,58 @@ class Trainer:
 
     # --- outputs, forward only
 
-    def forward(self, params: Params, batch: Batch, needs: Collection[str]) -> dict[str, Future[Tensor]]:
-        """What a loss with these needs sees, as futures."""
-        names = sorted({*needs, *(self._provides & LOGPROBS)})
-        return dict(zip(names, self._computed("forward", params, batch, names, names), strict=True))
+    def forward(
+        self, params: Params, batch: Batch, needs: Collection[str], *, who: str = "forward"
+    ) -> dict[str, Future[Tensor]]:
+        """Outputs of a model, all by one call on the mesh, and none but these.
+
+        `logprobs`, `values`, `rewards` and `top_k` are forward and a name.
+
+        Args:
+            params: ``state.params``, or frozen ones.
+            batch: any.
+            needs: names of outputs, as a loss asks for them (`nrl.algos.needs`), of the kinds in `provides`.
+            who: how errors begin, and what the timeline shows.
+
+        Returns:
+            A future for each name, of the shape of `nrl.algos.output_shape`. ``top_k(8)`` stands for ``top_k_ids`` and
+            ``top_k_logprobs``, each ``[*B, T, 8]``.
+
+        Raises:
+            MissingOutput: the model does not compute one of them.
+
+        >>> import nrl
+        >>> from nrl import data, tiny
+        >>> from nrl.backends import adamw, fsdp
+        >>> with nrl.cluster("local") as cluster:
+        ...     trainer = fsdp.trainer(cluster.reserve(1), tiny.model(), adamw(lr=1e-3))
+        ...     batch = data.supervised([{"prompt": "1+1=", "response": "2"}], tiny.tokenizer())
+        ...     found = trainer.forward(trainer.load(), batch, {"logprobs", "entropy"})
+        >>> {name: list(future.result().shape) for name, future in found.items()}
+        {'entropy': [1, 6], 'logprobs': [1, 6]}
+        """
+        self._check_needs(who, needs)
+        values = self._borrow(params, who)
+        rows, shards = self._shards(batch)
+        likes = {name: _like(name, batch, top_k_of(needs)) for name in outputs_of(needs)}
+        fn = partial(on_ranks.forward, self._split, frozenset(needs), params.frozen)
+        replies = self._call(who, fn, values, *shards, outs=(Out.each,) * len(likes))
+        return {
+            name: reply.then(partial(_in_order, who, rows), rows, like)
+            for (name, like), reply in zip(likes.items(), replies, strict=True)
+        }
 
     def logprobs(self, params: Params, batch: Batch) -> Future[Tensor]:
         """``[*B, T]`` float32, nats, of each token under its row's ``temperature``; 0 for the first and for padding."""
-        return self._output("logprobs", params, batch)
+        return self.forward(params, batch, ["logprobs"], who="logprobs")["logprobs"]
 
     def values(self, params: Params, batch: Batch) -> Future[Tensor]:
         """``[*B, T]`` float32, of a model with ``head="value"``: V before each token, and 0 as in `logprobs`."""
-        return self._output("values", params, batch)
+        return self.forward(params, batch, ["values"], who="values")["values"]
 
     def rewards(self, params: Params, batch: Batch) -> Future[Tensor]:
         """``[*B]`` float32, of a model with ``head="reward"``."""
-        return self._output("rewards", params, batch)
+        return self.forward(params, batch, ["rewards"], who="rewards")["rewards"]
 
     def top_k(self, params: Params, batch: Batch, k: int) -> dict[str, Future[Tensor]]:
         """The most probable tokens at each place, for ``step(state, batch, **teacher.top_k(params, batch, k))``.
@@ -169,38 +205,20 @@ class Trainer:
             Futures of ``teacher_ids`` ``[*B, T, k]`` int64, and of ``teacher_topk_logprobs``, nats, under the row's
             ``temperature``.
         """
-        keys = ["top_k_ids", "top_k_logprobs"]
-        ids, logprobs = self._computed("top_k", params, batch, [top_k_named(k)], keys)
-        return {"teacher_ids": ids, "teacher_topk_logprobs": logprobs}
-
-    def _output(self, need: str, params: Params, batch: Batch) -> Future[Tensor]:
-        (found,) = self._computed(need, params, batch, [need], [need])
-        return found
-
-    def _computed(
-        self, who: str, params: Params, batch: Batch, needs: Collection[str], keys: Sequence[str]
-    ) -> list[Future[Tensor]]:
-        """Each of some outputs."""
-        self._check_needs(who, needs)
-        values = self._borrow(params, who)
-        rows, shards = self._shards(batch)
-        fn = partial(on_ranks.forward, self._split, frozenset(needs), tuple(keys), params.frozen)
-        replies = self._call(who, fn, values, *shards, outs=(Out.each,) * len(keys))
-        return [
-            reply.then(partial(_in_order, who, rows), rows, _like(key, batch))
-            for key, reply in zip(keys, replies, strict=True)
-        ]
+        found = self.forward(params, batch, [top_k_named(k)], who="top_k")
+        return {"teacher_ids": found["top_k_ids"], "teacher_topk_logprobs": found["top_k_logprobs"]}
 
     @cached_property
-    def _provides(self) -> frozenset[str]:
+    def provides(self) -> frozenset[str]:
+        """The kinds of outputs that it computes (`nrl.algos.output_kind`), such as ``logprobs``."""
         found: frozenset[str] = from_first(self.mesh, self.name, attrgetter("provides"), self._engines)
         return found
 
     def _check_needs(self, who: str, needs: Collection[str]) -> None:
-        missing = sorted(need for need in needs if output_kind(need) not in self._provides)
+        missing = sorted(need for need in needs if output_kind(need) not in self.provides)
         if missing:
             raise MissingOutput(
-                f"{who}: it needs {', '.join(missing)}, and {self.name} provides {', '.join(sorted(self._provides))}; "
+                f"{who}: it needs {', '.join(missing)}, and {self.name} provides {', '.join(sorted(self.provides))}; "
                 "another Model(..., head=...) computes other things"
             )
 
@@ -209,34 +227,35 @@ class Trainer:
     def train_step(self, loss: Loss) -> TrainStep:
         """``step(state, batch, **columns) -> (state, Future[Metrics])``: one optimizer step on this loss.
 
-        Columns are added as by `nrl.assign`, but for futures of other meshes: these go from there to the trainer's
-        processes, and not through the program.
+        Columns are added as by `nrl.assign`, but those that other processes compute become handles, heavy or not: their
+        numbers go from there to the trainer's processes, and not through the program.
         """
         who = f"train_step({name_of(loss)})"
         self._check_needs(who, needed(loss))
-        always = self._provides & LOGPROBS
+        always = self.provides & LOGPROBS
         checked = told = False
 
         def step(
             state: TrainState, batch: Batch, **columns: Tensor | Future[Tensor]
         ) -> tuple[TrainState, Future[Metrics]]:
             nonlocal checked, told
-            batch, whole, coming = with_columns(who, batch, columns)
+            batch = with_columns(batch, columns)
+            here, whole = without_handles(batch), stand_ins(batch)
             if not isinstance(state, TrainState):
                 raise TypeError(f"{who}: expected a train state (trainer.init()), found {type(state).__name__}")
             values, params = state.handle.borrow(self, who), state.params
             weights = global_weights(loss, whole, always=always)
             checked = checked or check_law(loss, whole, weights, always)
-            metrics = lag(state.version, batch)
+            metrics = lag(state.version, here)
             if any(weight == 0 for weight in weights.values()):
                 state.handle.donate(self, who)
                 metrics |= {"skipped": Sum(torch.tensor(1.0))}
                 return self._state(values, state.step, state.version, params.published, params.adapter), done(metrics)
-            check_finite(who, batch)
-            told = told or told_of_no_advantages(who, loss, batch, always)
-            _, shards = self._shards(batch, coming.values())
+            check_finite(who, here)
+            told = told or told_of_no_advantages(who, loss, here, always)
+            _, shards = self._shards(batch)
             # What stays the same from step to step is part of the function, which a process remembers
-            fn = partial(on_ranks.train, loss, self._split, tuple(coming))
+            fn = partial(on_ranks.train, loss, self._split)
             donated, consume = Each([Donated(value) for value in values]), partial(state.handle.donate, self, who)
             with self._stepping:
                 new, found = self._call(who, fn, donated, weights, *shards, outs=(Out.kept, Out.first), sent=consume)
@@ -350,12 +369,12 @@ class Trainer:
         values = self._borrow(params, who)
         return partial(on_ranks.with_params, name, params.frozen), values
 
-    def _shards(self, batch: Batch, coming: Collection[Coming] = ()) -> tuple[list[Tensor], list[Each]]:
-        """Which rows the shards hold; and which of them each process gets, followed by those of other columns."""
+    def _shards(self, batch: Batch) -> tuple[list[Tensor], list[Each]]:
+        """Which rows the shards hold; and which of them each process gets."""
         rows = deal(batch, self.mesh.dp)
-        shards = [[Rows(batch, index), *(column.part(index) for column in coming)] for index in rows]
+        shards = [Rows(batch, index) for index in rows]
         n = self.mesh.processes.count
-        given = [list(chain(*shards))] if n == 1 else [shards[self.mesh.shard_of(rank)] for rank in range(n)]
+        given = [shards] if n == 1 else [[shards[self.mesh.shard_of(rank)]] for rank in range(n)]
         return rows, [Each(column) for column in zip(*given, strict=True)]
 
 
@@ -371,8 +390,9 @@ def _of_the_step(metrics: Metrics, results: list[Metrics]) -> Metrics:
     return metrics | found | {"loss": whole, "skipped": Sum(torch.tensor(0.0))}
 
 
-def _like(output: str, batch: Batch) -> Tensor:
+def _like(output: str, batch: Batch, k: int | None) -> Tensor:
     """Stands for an output of a batch; see `nrl.runtime.mesh.futures.Coming`."""
-    shape = batch.batch_size if output == "rewards" else batch["input_ids"].shape
-    deeper = (1,) if output_kind(output) in ("top_k_ids", "top_k_logprobs", "logprobs_at") else ()
-    return torch.zeros((), dtype=torch.int64 if output == "top_k_ids" else torch.float32).expand(*shape, *deeper)
+    shape = output_shape(output, batch)
+    if output in ("top_k_ids", "top_k_logprobs"):
+        shape = torch.Size([*shape, max(0, k or 0)])
+    return torch.zeros((), dtype=torch.int64 if output == "top_k_ids" else torch.float32).expand(shape)

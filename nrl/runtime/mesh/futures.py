@@ -78,7 +78,7 @@ class Coming(Protocol):
     """Which rows of the value each part holds; None: it is not put together from rows."""
 
     like: Tensor | None
-    """A tensor of the value's dtype and shape where its numbers do not matter; it may have 1 in further dimensions."""
+    """A tensor of the value's dtype and shape, for where its numbers do not matter; None: these are not known."""
 
     def part(self, index: Tensor) -> Any:
         """An argument of a call that stands for these rows of the value."""

@@ -10,9 +10,11 @@ import attrs
 from tensordict import TensorDict
 
 from nrl.batch.columns import declared, declaring
+from nrl.batch.handles import without_handles
 from nrl.errors import ForeignState, MutatedBatch
 from nrl.runtime.mesh.placement import Donated, Rows
 from nrl.runtime.ray.calls import Call, Ref
+from nrl.runtime.ray.held_columns import column_of, handles_in, opened
 from nrl.runtime.ray.messages import FUNCTIONS, Argument
 from nrl.runtime.ray.pickling import rows_serializer, serialized, size, written
 from nrl.runtime.ray.results import Pending, PendingRows
@@ -118,6 +120,16 @@ class Arguments:
                     return Argument(parts=(add(alone),))
                 parts, combine = tuple(map(add, arg.whole.refs)), add(self._packing(arg.whole.combine))
                 return Argument(parts=parts, combine=combine, rows=add(self._packing(arg.index)))
+            case TensorDict() | Rows(whole=TensorDict()) if handles := handles_in(arg):
+                places, columns = [add(self._packing(arg))], []
+                for name, handle in handles.items():
+                    column, refs, calls = column_of(name, handle)
+                    columns.append(column)
+                    places += map(add, refs)
+                    for call in calls:
+                        self._reads(call)
+                put = self._packing(functools.partial(opened, columns))
+                return Argument(parts=tuple(places), combine=add(put))
             case _:
                 return Argument(parts=(add(self._packing(arg)),))
 
@@ -164,14 +176,15 @@ class Arguments:
         return found
 
     def _pack_rows(self, value: Rows) -> Any:
-        serialize = self._of(rows_serializer, cast(TensorDict, value.whole))
-        parts = serialize(value.index.tolist()) if serialize else serialized(value.open(), self.who)
+        here = self._of(without_handles, cast(TensorDict, value.whole))
+        serialize = self._of(rows_serializer, here)
+        parts = serialize(value.index.tolist()) if serialize else serialized(Rows(here, value.index).open(), self.who)
         return self._put_if_large(parts)
 
     def _put(self, value: TensorDict) -> Ref:
         import ray
 
-        return ray.put(serialized(value, self.who))
+        return ray.put(serialized(self._of(without_handles, value), self.who))
 
     def _put_if_large(self, parts: list[Any]) -> Any:
         import ray

@@ -239,13 +239,9 @@ def headed(mesh: DeviceMesh | None, head: Any, sizes: Sequence[int]) -> tuple[li
         state, metrics = made.train(state, fn, mine(mesh, batch), global_weights(fn, batch))
         numbers.append(finalize(metrics))
     rank, size = where(mesh)
-    need, keys = {
-        "value": ("values", ["values"]),
-        "reward": ("rewards", ["rewards"]),
-        "lm": (top_k(4), ["top_k_ids", "top_k_logprobs"]),
-    }[head]
+    need = {"value": "values", "reward": "rewards", "lm": top_k(4)}[head]
     split = partial(nrl.microbatches, max_tokens=40)
-    out = on_ranks.forward(split, frozenset({need}), keys, False, made, state, nrl.shard(batch, size)[rank])
+    out = on_ranks.forward(split, frozenset({need}), False, made, state, nrl.shard(batch, size)[rank])
     return numbers, everything(made, state), out
 
 
@@ -579,8 +575,8 @@ def splitting(mesh: DeviceMesh | None) -> list[tuple[str, list[str]]]:
     batch, made, errors = batch_of([5, 9]), engine(mesh), []
     state, shard, split = made.init(), nrl.shard(batch, 2)[rank], partial(nrl.microbatches, max_tokens=8)
     for call in (
-        lambda: on_ranks.forward(split, LOGPROBS, ["logprobs"], False, made, state, shard),
-        lambda: on_ranks.train(sft_loss, split, (), made, state, global_weights(sft_loss, batch), shard),
+        lambda: on_ranks.forward(split, LOGPROBS, False, made, state, shard),
+        lambda: on_ranks.train(sft_loss, split, made, state, global_weights(sft_loss, batch), shard),
     ):
         with pytest.raises(BatchError) as caught:
             call()

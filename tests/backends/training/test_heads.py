@@ -14,11 +14,12 @@ import nrl
 from nrl import tiny
 from nrl.algos import bradley_terry_loss, distillation_loss, logprobs_at, needs, sft_loss, token_mean, value_loss
 from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf
+from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading
 from nrl.batch import Batch, lengths
 from nrl.batch.packed_rows import Packing
 from nrl.errors import BatchError, ColumnError, ConfigError, MissingOutput, ModelError
-from nrl.reduce import Mean, Metrics, finalize
+from nrl.reduce import Mean, Metrics, Sum, finalize
 from nrl.runtime import Cluster, Slots
 from tests.backends.fsdp.test_torch_engine import CONFIGS, MIXED, QWEN3, batch_of
 
@@ -212,14 +213,48 @@ def test_what_a_head_does_not_compute(slots: Slots) -> None:
         critic.train_step(sft_loss)(critic.init(), batch)
     with pytest.raises(MissingOutput, match=r"logprobs: it needs logprobs, and fsdp.trainer \d+ provides values; anot"):
         critic.logprobs(critic.load(), batch)
-    with pytest.raises(MissingOutput, match=r"needs top_k\(2\), and fsdp.trainer \d+ provides values"):
+    with pytest.raises(MissingOutput, match=r"top_k: it needs top_k\(2\), and fsdp.trainer \d+ provides values"):
         critic.top_k(critic.load(), batch, 2)
+    with pytest.raises(MissingOutput, match=r"forward: it needs entropy, logprobs, and fsdp.trainer \d+ provides val"):
+        critic.forward(critic.load(), batch, {"logprobs", "values", "entropy"})
     with pytest.raises(MissingOutput, match=r"train_step\(value_loss\): it needs values, and .* provides entropy, log"):
         policy.train_step(value_loss())
     with pytest.raises(MissingOutput, match=r"rewards: it needs rewards, and .* provides entropy"):
         policy.rewards(policy.load(), batch)
     with pytest.raises(ModelError, match=r"hf.sampler: .* has head='value'; only a language model, head='lm', samples"):
         hf.sampler(slots[:1], attrs.evolve(tiny.model(), head="value"))
+
+
+def test_every_output_is_a_forward(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name, with others in one call of the engine; and the engine is asked for nothing else, nor returns it."""
+    calls, forward = list[Any](), TorchEngine.forward
+
+    def watched(engine: Any, params: Any, parts: Any, needs: frozenset[str]) -> Any:
+        found = forward(engine, params, parts, needs)
+        calls.append((needs, {str(key) for out in found for key in out.keys()}))
+        return found
+
+    monkeypatch.setattr(TorchEngine, "forward", watched)
+    policy, batch = trainer_of(slots[:1], QWEN3, "lm"), batch_of(MIXED)
+    params = policy.load()
+    found = policy.forward(params, batch, ["top_k(3)", "logprobs", "entropy"])
+    assert list(found) == ["entropy", "logprobs", "top_k_ids", "top_k_logprobs"]
+    assert calls.pop() == ({"top_k(3)", "logprobs", "entropy"}, set(found))
+    (entropy,) = policy.forward(params, batch, {"entropy"}).values()
+    assert calls.pop() == ({"entropy"}, {"entropy"})
+    logprobs, likely = policy.logprobs(params, batch), policy.top_k(params, batch, 3)
+    assert calls == [({"logprobs"}, {"logprobs"}), ({"top_k(3)"}, {"top_k_ids", "top_k_logprobs"})]
+    each = [entropy, logprobs, likely["teacher_ids"], likely["teacher_topk_logprobs"]]
+    for one, other in zip(found.values(), each, strict=True):
+        assert torch.equal(one.result(), other.result())
+    calls.clear()
+    for head, name in [("value", "values"), ("reward", "rewards")]:
+        trainer = trainer_of(slots[:1], QWEN3, head)
+        assert trainer.provides == {name}
+        getattr(trainer, name)(trainer.load(), batch)
+        assert calls.pop() == ({name}, {name})
+    nrl.evaluate(sft_loss, policy, params, nrl.assign(batch, loss_mask=batch["attention_mask"]))
+    assert calls.pop() == ({"logprobs"}, {"logprobs"})  # which every loss on a language model sees
 
 
 def test_a_head_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -359,27 +394,65 @@ def test_a_step_is_given_columns(slots: Slots) -> None:
         trainer.train_step(distillation_loss())(trainer.init(), batch_of(MIXED), **other)
 
 
+def sums(shard: Batch) -> Metrics:
+    """Of a teacher's columns, and of rows."""
+    both = (shard["teacher_ids"].double() + shard["teacher_topk_logprobs"]).sum()
+    return {"both": Sum(both), "rows": Sum(torch.tensor(float(len(shard))))}
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_columns_go_from_mesh_to_mesh(on_ray: Cluster) -> None:
-    """Without passing through the program, whether the other mesh splits rows alike or not."""
+def test_heavy_columns_go_from_mesh_to_mesh(on_ray: Cluster) -> None:
+    """Without passing through the program, whether the other mesh splits rows alike or not, and in whatever order."""
     slots = on_ray.reserve(2)
     both = slots.mesh(executable="system", name="students")
     options: dict[str, Any] = {"max_tokens": 64}
     trainer = fsdp.trainer(both, Model(QWEN3), adamw(lr=1e-2, eps=1e-3), **options)
+    small = Model(QWEN3 | {"num_hidden_layers": 1})
     with nrl.cluster("local") as here:
         place = here.reserve(1)
-        small = Model(QWEN3 | {"num_hidden_layers": 1})
-        expected, _ = distilled(
-            fsdp.trainer(place, Model(QWEN3), adamw(lr=1e-2, eps=1e-3), **options),
-            fsdp.trainer(place, small, adamw(lr=1e-2), **options),
-            given=False,
-        )
+        student = fsdp.trainer(place, Model(QWEN3), adamw(lr=1e-2, eps=1e-3), **options)
+        other = fsdp.trainer(place, small, adamw(lr=1e-2), **options)
+        expected, _ = distilled(student, other, given=False)
+        whole = nrl.assign(batch_of(MIXED), **other.top_k(other.load(), batch_of(MIXED), 4))
     for mesh in (both, slots[:1].mesh(executable="system", name="teacher")):
-        found, columns = distilled(trainer, fsdp.trainer(mesh, small, adamw(lr=1e-2), **options), given=True)
-        for key in ("loss", "grad_norm"):
-            assert found[key] == pytest.approx(expected[key], rel=1e-4)
-        assert [column._value for column in columns.values()] == [[], []]  # nobody here has fetched them
-    other = trainer.top_k(trainer.load(), batch_of([3, 4, 5]), 4)
-    with pytest.raises(ColumnError, match=r"'teacher_ids' was computed for 3 rows, and the batch has \d+"):
-        trainer.train_step(distillation_loss())(trainer.init(), batch_of(MIXED), **other)
+        teacher = fsdp.trainer(mesh, small, adamw(lr=1e-2), **options)
+        for given in (True, False):
+            found, columns = distilled(trainer, teacher, given=given)
+            for key in ("loss", "grad_norm"):
+                assert found[key] == pytest.approx(expected[key], rel=1e-4)
+            assert [column._value for column in columns.values()] == [[], []]  # nobody here has fetched them
+    likely: Any = teacher.top_k(teacher.load(), batch_of(MIXED), 4)
+    batch = nrl.assign(batch_of(MIXED), **likely)
+    parts = nrl.minibatches(batch, 3, seed=0)
+    joined = nrl.concatenate([nrl.pad(part, part["input_ids"].shape[1] + 3) for part in (*parts, parts[0])])
+    length = nrl.microbatches(batch, max_tokens=40)
+    for some, same in [
+        (batch, whole),
+        *zip(parts, nrl.minibatches(whole, 3, seed=0), strict=True),
+        *zip(length, nrl.microbatches(whole, max_tokens=40), strict=True),
+        (joined, nrl.concatenate([whole, nrl.minibatches(whole, 3, seed=0)[0]])),
+    ]:
+        found = finalize(nrl.shard_map(sums, both, nrl.P("dp"), nrl.merged)(some).result())
+        assert found == pytest.approx(finalize(sums(same)), rel=1e-5)
+    everywhere = finalize(nrl.shard_map(sums, both, nrl.P(), nrl.P())(batch).result())
+    assert everywhere == pytest.approx(finalize(sums(whole)), rel=1e-5)
+    assert trainer.logprobs(trainer.load(), parts[0]).result().shape == parts[0]["input_ids"].shape
+    assert [column._value for column in likely.values()] == [[], []]
+    torch.testing.assert_close(batch["teacher_topk_logprobs"] + 0, whole["teacher_topk_logprobs"], atol=1e-5, rtol=0)
+    assert [len(column._value) for column in likely.values()] == [0, 1]  # this program has asked for one of them
+    wrong = trainer.top_k(trainer.load(), batch_of([3, 4, 5]), 4)
+    with pytest.raises(ColumnError, match=r"'teacher_ids' has shape \[3, 5, 4\], but the batch has batch size \["):
+        trainer.train_step(distillation_loss())(trainer.init(), batch_of(MIXED), **wrong)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_what_failed_while_it_computed_a_heavy_column(on_ray: Cluster) -> None:
+    """It is raised by whoever reads the step that was given the column."""
+    mesh = on_ray.reserve(1).mesh(executable="system")
+    trainer = fsdp.trainer(mesh, Model(QWEN3), adamw(lr=1e-2))
+    batch = nrl.assign(batch_of(MIXED), **trainer.top_k(trainer.load(), batch_of(MIXED), 24))
+    _, metrics = trainer.train_step(distillation_loss())(trainer.init(), batch)
+    with pytest.raises(ConfigError, match=r"top_k: k is 24; it must be at least 1 and at most the 23 words"):
+        metrics.result()

@@ -1,0 +1,79 @@
+"""Media are read once for a batch: its parts know what was found of the whole."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import nrl
+from nrl import tiny
+from nrl.algos import sft_loss
+from nrl.backends import adamw, fsdp
+from nrl.batch import Batch, ragged
+from nrl.batch.packing import pack
+from nrl.batch.prefixes import media_numbers, microbatches_by_prefix
+from nrl.runtime import Slots
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Every row of media whose contents somebody has looked at."""
+    seen, content = list[Tensor](), ragged._content
+
+    def watched(row: Tensor) -> Any:
+        seen.append(row)
+        return content(row)
+
+    monkeypatch.setattr(ragged, "_content", watched)
+    return seen
+
+
+def shown(pictures: Sequence[int], *, nested: bool = True, width: int = 600) -> Batch:
+    """Rows of the same tokens; each has so many pictures of a kind as its number says, and a caption."""
+    n = len(pictures)
+    mask = torch.arange(width) < width - torch.arange(n)[:, None] % 2
+    media: Any = ragged.ragged([torch.full((count, 2), float(count)) for count in pictures])
+    if nested:
+        media = Batch({"pixels": media, "caption": torch.tensor(pictures) // 2}, [n])
+    columns = {"input_ids": mask.long(), "attention_mask": mask, "loss_mask": mask, "media": media}
+    return nrl.assign(Batch({}, batch_size=[n]), **columns)
+
+
+@pytest.mark.parametrize(("nested", "leaves"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize("pictures", [[1, 2, 1, 2], [0, 0, 0, 0], [4, 3, 2, 1], [1]])
+def test_they_are_read_once(read: list[Tensor], pictures: list[int], nested: bool, leaves: int) -> None:
+    batch = shown(pictures, nested=nested)
+    parts = microbatches_by_prefix(batch, max_tokens=1200)
+    found = [pack(part, share=True) for part in parts]
+    assert len(read) == leaves * len(pictures)
+    for rows, part, packed in zip(parts.rows, parts, found, strict=True):
+        fresh = nrl.assign(part, media=shown([pictures[row] for row in rows.tolist()], nested=nested)["media"])
+        inherited, expected = media_numbers(part), media_numbers(fresh)
+        assert inherited is not None
+        assert expected is not None
+        assert np.array_equal(inherited[:, None] == inherited, expected[:, None] == expected)
+        assert torch.equal(packed.place, pack(fresh, share=True).place)
+
+
+def test_a_write_is_seen(read: list[Tensor]) -> None:
+    """Nobody should write into a batch; what is remembered of the old numbers is forgotten then."""
+    batch = shown([1, 2, 1])
+    assert media_numbers(batch) is not None
+    before = len(read)
+    batch["media", "caption"].copy_(torch.tensor([1, 1, 1]))
+    numbers: Any = media_numbers(batch)
+    assert len(read) == before + 3  # the captions again, and no pictures
+    assert numbers[0] == numbers[2] != numbers[1]
+
+
+def test_a_step_reads_them_once(read: list[Tensor], slots: Slots) -> None:
+    """In all shards together, each of which falls into several micro-batches."""
+    trainer = fsdp.trainer(slots[:2], tiny.model(), adamw(lr=1e-3), max_tokens=40)
+    state, step = trainer.init(), trainer.train_step(sft_loss)
+    batch = shown([1, 2, 1, 2, 3, 3, 1, 2], width=20)
+    state, metrics = step(state, batch)
+    assert nrl.finalize(metrics.result())["skipped"] == 0
+    assert len(read) == 2 * len(batch)
