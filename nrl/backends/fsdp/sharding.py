@@ -6,7 +6,7 @@ backward, and adds up their gradients after it. A sharded module cannot be copie
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from nrl.backends.base import Piece
+from nrl.backends.models import pieces
 from nrl.backends.training.agreement import Peers
 from nrl.errors import PlacementError
 
-__all__ = ["axis", "copied", "reset_after", "run", "shard", "unsharded", "whole"]
+__all__ = ["axis", "copied", "own", "piece", "reset_after", "run", "shard", "skeleton", "spoken", "whole"]
 
 _UNSHARDED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 """For each sharded model, the same model before it was sharded, with parameters that take no memory."""
@@ -133,9 +136,35 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def unsharded(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model as it was before it was sharded, on the CPU, with parameters that are not yet initialised."""
-    return _remade(_UNSHARDED[module], lambda x: torch.empty_like(x, device="cpu", dtype=dtype))
+def piece(name: str, tensor: Tensor) -> Piece:
+    """What this process has of a weight; it may be empty."""
+    if not isinstance(tensor, DTensor):
+        return pieces.whole(name, tensor)
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    index = tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True))
+    return Piece(name, tuple(tensor.shape), index, tensor.to_local())
+
+
+def own(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+    """What this process has of some weights, by name; a weight that has two names is one piece."""
+    made: dict[int, Piece] = {}
+    for name, tensor in tensors.items():
+        if id(tensor) not in made:
+            made[id(tensor)] = piece(name, tensor)
+    return {name: made[id(tensor)] for name, tensor in tensors.items()}
+
+
+def spoken(peers: Peers, name: str, tensor: Tensor) -> Piece | None:
+    """As `piece`; None: another process has the same, and speaks for it."""
+    if not isinstance(tensor, DTensor):
+        return piece(name, tensor) if peers.rank == 0 else None
+    places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
+    return None if any(at for placement, at in places if placement.is_replicate()) else piece(name, tensor)
+
+
+def skeleton(module: nn.Module) -> nn.Module:
+    """The model as it was before it was sharded, with parameters that take no memory."""
+    return _remade(_UNSHARDED.get(module, module), lambda x: torch.empty_like(x, device="meta"))
 
 
 def _remade(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:

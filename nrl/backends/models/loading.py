@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nrl.backends.base import Model
 from nrl.backends.models.named_weights import SCORE, a_few, is_score
@@ -134,13 +134,13 @@ def _reason(source: Any, error: Exception, wanted: str) -> str:
     return f"the config does not make a {wanted}: {first}"
 
 
-def save_model(module: nn.Module, folder: str | Path) -> None:
-    """Write config and weights in Hugging Face format."""
+def save_model(module: nn.Module, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write config and weights in Hugging Face format; ``weights`` are those to write, and None: the model's own."""
     # In a process group, transformers by itself writes in the first process alone
     module.should_save_on_this_rank = lambda is_main_process: is_main_process  # type: ignore[assignment]
     try:
         with _counting(f"writing the model to {folder}"):
-            module.save_pretrained(folder)  # type: ignore[operator]
+            module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
     finally:
         del module.should_save_on_this_rank
 
