@@ -52,15 +52,21 @@ def axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
     return mesh["dp"] if mesh["dp"].size() > 1 else None
 
 
-def shard(module: nn.Module | None, peers: Peers, layer_dtype: torch.dtype | None = None) -> nn.Module:
-    """Shard a model that the first process holds; a collective.
+def shard(
+    module: nn.Module | None,
+    read: Callable[[str], Tensor],
+    peers: Peers,
+    layer_dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """Shard a model that the first process holds, or reads; a collective.
 
     It is sharded layer by layer; embeddings and head, which are in no layer, are one more part. Gradients are sums over
-    processes, in the parameters' own dtype. Meanwhile the first process holds the whole model, the others their part
-    and one tensor.
+    processes, in the parameters' own dtype. Meanwhile each process holds its part and one tensor, beside the module
+    that the first one was given.
 
     Args:
         module: a Hugging Face model on the CPU; None in all processes but the first.
+        read: in the first process, reads a parameter that takes no memory (of the device ``meta``), by its name.
         peers: more than one process.
         layer_dtype: in which layers are gathered; None: their own.
     """
@@ -70,7 +76,9 @@ def shard(module: nn.Module | None, peers: Peers, layer_dtype: torch.dtype | Non
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             assert isinstance(parameter, DTensor)
-            value = values[name] if values else torch.empty(parameter.shape, dtype=parameter.dtype)
+            value = torch.empty(parameter.shape, dtype=parameter.dtype) if not values else values[name]
+            if values and value.is_meta:
+                value = read(name).to(parameter.dtype)
             part = distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements)  # from the first
             parameter.to_local().copy_(part.to_local())
     return made

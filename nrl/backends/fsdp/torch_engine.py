@@ -24,6 +24,7 @@ from nrl.backends.fsdp import attention, probe, sharding, storage
 from nrl.backends.fsdp.outputs import compute
 from nrl.backends.models import loading, lora
 from nrl.backends.models.exporting import export_weights
+from nrl.backends.models.named_weights import weight_name
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.backends.training.optimizers import Optimizer, learning_rate
 from nrl.backends.training.plans import Outputs, Plan, last, plan, predicted
@@ -78,6 +79,11 @@ class _Adapter(NamedTuple):
 
 
 type _Params = nn.Module | _Adapter
+
+
+def _nothing(name: str) -> Tensor:
+    """Reads nothing: all parameters are there."""
+    raise KeyError(name)
 
 
 def _module(params: _Params) -> nn.Module:
@@ -273,40 +279,59 @@ class TorchEngine:
         self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], needs: frozenset[str], held: HeldError
     ) -> Outputs:
         work = self._plan(module, batch, wanted, needs, held)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.dtype == "bfloat16"):
+        with self._autocast(self.model.dtype == "bfloat16"):
             return sharding.run(module, lambda: compute(module, work, needs))
 
+    def _autocast(self, enabled: bool) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
     def _make(self, model: Model, frozen: bool = False) -> nn.Module:
-        """A model with its own weights; where it is sharded, the first process alone builds the whole."""
-        held, module = HeldError(self._peers), None
+        """A model with its own weights; where it is sharded, the first process reads them for all, one at a time."""
+        who, held = "trainer.load" if frozen else "trainer.init", HeldError(self._peers)
+        module: Any = None
+        read: Callable[[str], Tensor] = _nothing
         with held.back():
             if self._peers.rank == 0:
-                module = self._build(model)
+                module, read = self._build(model)
                 if frozen:
                     module.requires_grad_(False)
-        held.meet("trainer.load" if frozen else "trainer.init")
+        held.meet(who)
         if not self._peers.alone:
-            module = sharding.shard(module, self._peers, self._layer_dtype)
+            module = sharding.shard(module, read, self._peers, self._layer_dtype)
+        with held.back():
+            self._probe(module)
+        held.meet(who)
         ready = self._ready(module)
         if frozen:
             _FROZEN.add(ready)
         return ready
 
-    def _build(self, model: Model) -> Any:
+    def _build(self, model: Model) -> tuple[Any, Callable[[str], Tensor]]:
+        """A model in this process, and what reads its parameters that take no memory yet."""
         master = torch.float64 if model.dtype == "float64" else torch.float32
-        module: Any = lora.build(model, dtype=master)
-        if self._peers.alone:
-            module = module.to(self.device)
+        unread = None if self._peers.alone else lora.unread(model, dtype=master)
+        if unread is not None:
+            return unread.module, lambda name: unread.read(weight_name(name))
+        module = lora.build(model, dtype=master)
+        return module.to(self.device) if self._peers.alone else module, _nothing
+
+    def _probe(self, module: Any) -> None:
+        """Refuse a model whose numbers this engine would not compute; a collective."""
         probe.check_positions(module)
-        if model.head == "lm":
-            probe.check_head(module)
-        if self.packed:
-            probe.check_packing(module, attention.register_attention())
-        return module
+
+        def check() -> None:
+            if self.model.head == "lm":
+                probe.check_head(module)
+            if self.packed:
+                probe.check_packing(module, attention.register_attention())
+
+        sharded_in_bfloat16 = self._layer_dtype is not None and not self._peers.alone
+        with sharding.reset_after(module), self._autocast(sharded_in_bfloat16):
+            sharding.run(module, check)
 
     def _ready(self, module: Any) -> nn.Module:
         if self.packed:
-            attention.register_attention()
+            module.set_attn_implementation(attention.register_attention())
         if self.checkpointing:
             # In versions of transformers with the new name, the old one warns
             getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)()

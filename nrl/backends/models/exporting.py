@@ -33,12 +33,13 @@ def export_weights(weights: Iterable[tuple[str, Tensor]], skeleton: nn.Module, f
     for stale in chain(folder.glob("model*.safetensors"), folder.glob(_INDEX)):
         stale.unlink()
     own = dict(named_tensors(skeleton))
-    apart = {name: _in_files(skeleton, {name: tensor}) for name, tensor in own.items()}
-    files = {name: tensor for each in apart.values() for name, tensor in each.items()}
-    if files.keys() != _in_files(skeleton, own).keys():
-        module = skeleton.to_empty(device="cpu")
+    files = _in_files(skeleton, own)
+    if files.keys() != {each for name, tensor in own.items() for each in _in_files(skeleton, {name: tensor})}:
+        module: Any = skeleton.to_empty(device="cpu")
+        module.tie_weights()  # torch has untied them
+        held = dict(named_tensors(module))
         for name, tensor in weights:
-            dict(named_tensors(module))[name].copy_(tensor)
+            held[name].copy_(tensor)
         save_model(module, folder)
         return
     save_model(skeleton, folder, {})

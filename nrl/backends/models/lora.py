@@ -37,6 +37,7 @@ __all__ = [
     "signature",
     "skeleton",
     "trained",
+    "unread",
     "unwrap",
 ]
 
@@ -83,7 +84,24 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
     >>> sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     1024
     """
-    module = loading.build(model, dtype=dtype)
+    return _adapted(loading.build(model, dtype=dtype), model)
+
+
+def unread(model: Model, *, dtype: torch.dtype | None = None) -> loading.Unread | None:
+    """As `build`, with a base whose weights are still in its files; see `nrl.backends.models.loading.unread`."""
+    found = loading.unread(model, dtype=dtype)
+    if found is not None:
+        unread = {part: part.weight for part in found.module.modules() if isinstance(part, nn.Linear)}
+        for part, weight in unread.items():  # peft makes an adapter where its layer is: there, and without memory
+            part.weight = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape))
+        _adapted(found.module, model)
+        for part, weight in unread.items():
+            part.weight = weight.requires_grad_(part.weight.requires_grad)
+    return found
+
+
+def _adapted(module: nn.Module, model: Model) -> nn.Module:
+    """A model with its adapter, if it has one."""
     if model.lora is not None:
         _wrap(module, model)
         if isinstance(model.lora, str):
