@@ -34,7 +34,8 @@ def export_weights(weights: Iterable[tuple[str, Tensor]], skeleton: nn.Module, f
         stale.unlink()
     own = dict(named_tensors(skeleton))
     files = _in_files(skeleton, own)
-    if files.keys() != {each for name, tensor in own.items() for each in _in_files(skeleton, {name: tensor})}:
+    alone = [pair for name, tensor in own.items() for pair in _in_files(skeleton, {name: tensor}).items()]
+    if sorted((name, x.shape) for name, x in alone) != sorted((name, x.shape) for name, x in files.items()):
         module: Any = skeleton.to_empty(device="cpu")
         module.tie_weights()  # torch has untied them
         held = dict(named_tensors(module))
