@@ -130,8 +130,10 @@ def unread(model: Model, *, dtype: torch.dtype | None = None) -> Unread | None:
 
     if isinstance(model.source, Mapping) or not Path(model.source).is_dir():
         return None
-    files: list[Any] = [safe_open(path, "pt") for path in sorted(Path(model.source).glob("model*.safetensors"))]
-    there = {name: file for file in files for name in file.keys()}
+    there: dict[str, tuple[Path, list[int]]] = {}
+    for path in sorted(Path(model.source).glob("model*.safetensors")):
+        with safe_open(path, "pt") as file:
+            there |= {name: (path, file.get_slice(name).get_shape()) for name in file.keys()}
     auto, labels, _ = _kind(model)
     try:
         config = AutoConfig.from_pretrained(model.source, trust_remote_code=model.trust_remote_code, **labels)
@@ -146,7 +148,7 @@ def unread(model: Model, *, dtype: torch.dtype | None = None) -> Unread | None:
     names = {id(tensor): name for name, tensor in own.items() if name in there}
     lacks = [name for name, tensor in own.items() if id(tensor) not in names and not is_score(name)]
     others = [name for name in there if name not in own and not is_head(name)]
-    odd = [name for name in own if name in there and there[name].get_slice(name).get_shape() != list(own[name].shape)]
+    odd = [name for name in own if name in there and there[name][1] != list(own[name].shape)]
     if lacks or others or odd or dict(module.named_buffers()).keys() & own.keys():
         return None
     if model.head != "lm":
@@ -154,7 +156,11 @@ def unread(model: Model, *, dtype: torch.dtype | None = None) -> Unread | None:
 
     def read(name: str) -> Tensor:
         found = names.get(id(own[name]))
-        return torch.zeros(own[name].shape) if found is None else there[found].get_tensor(found)
+        if found is None:
+            return torch.zeros(own[name].shape)
+        with safe_open(there[found][0], "pt") as file:  # as long as it is open, all that was read stays mapped
+            tensor: Tensor = file.get_tensor(found)
+        return tensor
 
     return Unread(_without_dropout(module), read)
 
