@@ -6,7 +6,8 @@
 A trainer and a sampler have a process each on a Ray cluster of this machine. `nrl.publish` takes turns with a copy of
 as many bytes from one place in the memory of this process to another, by one thread. The first result is the ratio of
 their wall-clock times; meanwhile the sampler decodes nothing. Then the loop runs some steps of GRPO, with a trivial
-reward. The second result is the share of a step that it spends in publishing.
+reward. The last result is the share of a step that it spends in publishing. In between stands `trainer.init(params)`,
+which builds a second model on the same processes, fills it with these weights and computes one row with it.
 """
 
 import argparse
@@ -51,6 +52,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="*", default=["100M", "500M"], choices=list(SHAPES))
     parser.add_argument("--samplers", nargs="*", default=["hf", "vllm-cpu"], choices=["hf", "vllm-cpu", "vllm"])
+    parser.add_argument("--dp", type=int, default=1, help="processes of the trainer, which share its model")
     parser.add_argument("--rounds", type=int, default=5, help="after one that does not count")
     parser.add_argument("--steps", type=int, default=3, help="of GRPO, after one that does not count")
     parser.add_argument("--rows", type=int, default=32, help="of a step")
@@ -98,20 +100,20 @@ def model(size: str) -> Model:
 
 
 def _one(cluster: Cluster, size: str, kind: str, args: argparse.Namespace) -> dict[str, Any]:
-    slots = cluster.reserve(2)
-    trainer = fsdp.trainer(slots[:1].mesh(executable="system", name="trainer"), model(size), adamw(lr=1e-6))
+    slots = cluster.reserve(args.dp + 1)
+    trainer = fsdp.trainer(slots[: args.dp].mesh(executable="system", name="trainer"), model(size), adamw(lr=1e-6))
     sampling = Sampling(max_new_tokens=args.tokens)
     sampler: Any = (
-        hf.sampler(slots[1:].mesh(executable="system", name="sampler"), model(size), sampling)
+        hf.sampler(slots[args.dp :].mesh(executable="system", name="sampler"), model(size), sampling)
         if kind == "hf"
-        else vllm.sampler(slots[1:], model(size), sampling, executable=kind)
+        else vllm.sampler(slots[args.dp :], model(size), sampling, executable=kind)
     )
     bytes_, pairs = publishes(trainer, sampler, args.rounds)
     return {"bytes": bytes_, "pairs": pairs, "shares": shares(trainer, sampler, args.steps, args.rows)}
 
 
-def publishes(trainer: Any, sampler: Any, rounds: int) -> tuple[int, list[tuple[float, float]]]:
-    """How many bytes the weights have; and for each round, seconds of a publish and of a copy.
+def publishes(trainer: Any, sampler: Any, rounds: int) -> tuple[int, list[tuple[float, float, float]]]:
+    """How many bytes the weights have; and for each round, seconds of a publish, of a copy and of an init.
 
     >>> with nrl.cluster("local") as here:
     ...     trainer = fsdp.trainer(here.reserve(1), tiny.model(), adamw(lr=1e-3))
@@ -120,16 +122,21 @@ def publishes(trainer: Any, sampler: Any, rounds: int) -> tuple[int, list[tuple[
     """
     params = trainer.load()
     size = sum(tensor.nbytes for _, tensor in params.tensors())
+    row = data.supervised([{"prompt": "1+1=", "response": "2"}], tiny.tokenizer())
     source = np.ones(size, dtype=np.uint8)
     target = np.ones_like(source)
     found = []
     for _ in range(rounds + 1):
         times = []
-        for act in (lambda: nrl.publish(params, sampler), lambda: np.copyto(target, source)):
+        for act in (
+            lambda: nrl.publish(params, sampler),
+            lambda: np.copyto(target, source),
+            lambda: trainer.logprobs(trainer.init(params).params, row).result(),  # when it has its weights
+        ):
             start = time.perf_counter()
             act()
             times.append(time.perf_counter() - start)
-        found.append((times[0], times[1]))
+        found.append((times[0], times[1], times[2]))
     return size, found[1:]
 
 
@@ -160,20 +167,21 @@ def shares(trainer: Any, sampler: Any, steps: int, rows: int) -> list[float]:
 def report(found: dict[str, Any], machine: Machine) -> str:
     """Medians and ranges, as Markdown.
 
-    >>> print(report({"1M, hf": {"bytes": 2e9, "pairs": [(2.0, 1.0)], "shares": [0.1]}}, {}).splitlines()[2])
-    | 1M, hf | 2.00 GB | 1.00 (1.00-1.00) | 2.00 (2.00-2.00) | 2.00 (2.00-2.00) | 0.10 (0.10-0.10) |
+    >>> print(report({"1M, hf": {"bytes": 2e9, "pairs": [(2.0, 1.0, 8.0)], "shares": [0.1]}}, {}).splitlines()[2])
+    | 1M, hf | 2.00 GB | 1.00 (1.00-1.00) | 2.00 (2.00-2.00) | 2.00 (2.00-2.00) | 8.00 (8.00-8.00) | 0.10 (0.10-0.10) |
     """
     lines = [
-        "| model, sampler | weights | publish, GB/s | a copy, GB/s | publish, in copies | publish, share of a step |",
-        "|---|---|---|---|---|---|",
+        "| model, sampler | weights | publish, GB/s | a copy, GB/s | publish, copies | init, copies | share of a step |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, each in found.items():
         gigabytes, pairs = each["bytes"] / 1e9, each["pairs"]
         columns = [
             f"{gigabytes:.2f} GB",
-            spread([gigabytes / mine for mine, _ in pairs]),
-            spread([gigabytes / copy for _, copy in pairs]),
-            spread([mine / copy for mine, copy in pairs]),
+            spread([gigabytes / mine for mine, _, _ in pairs]),
+            spread([gigabytes / copy for _, copy, _ in pairs]),
+            spread([mine / copy for mine, copy, _ in pairs]),
+            spread([init / copy for _, copy, init in pairs]),
             spread(each["shares"]),
         ]
         lines.append(f"| {name} | {' | '.join(columns)} |")

@@ -6,8 +6,15 @@ import torch
 from torch import Tensor
 
 from nrl.backends import Params, TrainState
+from nrl.backends.base import Bucket
+from nrl.backends.models.pieces import whole
 
-__all__ = ["assert_close", "assert_equal", "weights"]
+__all__ = ["assert_close", "assert_equal", "bucket_of", "weights"]
+
+
+def bucket_of(tensors: Mapping[str, Tensor]) -> Bucket:
+    """Whole weights, as a sampler receives them."""
+    return [whole(name, tensor) for name, tensor in tensors.items()]
 
 
 def weights(of: TrainState | Params) -> dict[str, Tensor]:

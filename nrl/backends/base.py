@@ -17,6 +17,7 @@ __all__ = [
     "Completion",
     "Media",
     "Model",
+    "Piece",
     "Sampling",
     "length_of",
     "outputs_of",
@@ -25,8 +26,28 @@ __all__ = [
 ]
 
 
-type Bucket = Mapping[str, Tensor]
-"""Some weights, by their Hugging Face names."""
+@attrs.frozen(eq=False)
+class Piece:
+    """A block of a weight: all of it, or what one of the processes that share it holds.
+
+    Args:
+        name: of the weight, as in Hugging Face's files.
+        shape: of the whole weight, as there.
+        index: where the block lies in the whole: a slice for each dimension, with a start and a stop.
+        tensor: the numbers of the block.
+
+    >>> Piece("score.weight", (1, 4), (slice(0, 1), slice(2, 4)), torch.zeros(1, 2)).shape
+    (1, 4)
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+    tensor: Tensor
+
+
+type Bucket = Sequence[Piece]
+"""Pieces of some weights, as many as travel at once."""
 
 
 @attrs.frozen(eq=False)

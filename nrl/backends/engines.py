@@ -8,12 +8,32 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss
-from nrl.backends.base import Bucket, Chunks, Sampling
+from nrl.backends.base import Bucket, Chunks, Piece, Sampling
 from nrl.batch import Batch
 from nrl.files import Saved
 from nrl.reduce import Metrics
 
-__all__ = ["Decoded", "Request", "SampleEngine", "TrainEngine"]
+__all__ = ["Decoded", "Receives", "Request", "SampleEngine", "TrainEngine"]
+
+
+class Receives(Protocol):
+    """What takes weights, some pieces at a time; `nrl.backends.models.pieces.Filling` is one."""
+
+    def add(self, bucket: Bucket) -> None:
+        """Take some pieces, of which others may belong to other processes.
+
+        Raises:
+            ModelError: a name that the model does not have, or a wrong shape.
+        """
+        ...
+
+    def end(self) -> None:
+        """Check that all have come.
+
+        Raises:
+            ModelError: some did not.
+        """
+        ...
 
 
 class TrainEngine[S, M](Protocol):
@@ -31,15 +51,23 @@ class TrainEngine[S, M](Protocol):
         """The kinds of outputs that it computes (`nrl.algos.output_kind`), such as ``logprobs``."""
         ...
 
-    def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> S:
-        """A fresh train state with the model's own weights, or with these.
+    def init(self) -> S:
+        """A fresh train state with the model's own weights."""
+        ...
 
-        These may be an adapter's alone, or of a model with another head.
+    def receive(self, state: S) -> Receives:
+        """Replace the weights of a fresh train state: those of its adapter alone, if such come, or else all.
+
+        They may be of a model with another head.
         """
         ...
 
     def params(self, state: S) -> M:
         """The params inside of a train state, shared with it."""
+        ...
+
+    def adapter(self, params: M) -> M:
+        """The adapter alone of these params, shared with them: for `pieces`, `save`, `save_params` and `export`."""
         ...
 
     def load(self, source: str | None) -> M:
@@ -73,16 +101,20 @@ class TrainEngine[S, M](Protocol):
         """
         ...
 
-    def tensors(self, params: M, adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """The params by their Hugging Face names, whole, tied ones once; all processes iterate together.
+    def pieces(self, params: M) -> Iterator[Piece]:
+        """The weights, or what this process has of them, under Hugging Face's names and in its shapes.
 
-        With ``adapter`` those of an adapter alone; otherwise adapters are added to the weights.
+        Adapters are added to the weights, if ``params`` are not an `adapter` alone. Together the pieces of all
+        processes are every number of every weight once, tied weights once: of copies, one process yields its own. All
+        processes iterate together. Those that have pieces of the same weights yield them in the same order; a process
+        that has nothing of such a weight may yield an empty piece, so that it keeps step.
         """
         ...
 
-    def save(self, state: S, folder: Path, adapter: bool = False) -> Saved:
-        """Write all that `restore` needs; with ``adapter``, leave out the base, which is the model's own.
+    def save(self, state: S, params: M, folder: Path) -> Saved:
+        """Write all that `restore` needs.
 
+        ``params`` are the state's, or their `adapter` alone, where the base is the model's own and can be left out.
         When one process returns, the files of all are on the disk (see `nrl.files.write`).
 
         Returns:
@@ -95,7 +127,7 @@ class TrainEngine[S, M](Protocol):
         """The state that was saved, by any number of processes; raises `CheckpointError` where a part is missing."""
         ...
 
-    def save_params(self, params: M, folder: Path, adapter: bool = False) -> Saved:
+    def save_params(self, params: M, folder: Path) -> Saved:
         """As `save`, for params and `restore_params`."""
         ...
 
@@ -103,8 +135,8 @@ class TrainEngine[S, M](Protocol):
         """The frozen params that were saved."""
         ...
 
-    def export(self, params: M, folder: Path, adapter: bool = False) -> None:
-        """Write params and tokenizer in Hugging Face format; with ``adapter``, the adapter alone in peft's.
+    def export(self, params: M, folder: Path) -> None:
+        """Write params and tokenizer in Hugging Face format; an `adapter` in peft's.
 
         All processes call it, and the first one writes.
         """
@@ -185,7 +217,10 @@ class SampleEngine(Protocol):
         ...
 
     def add(self, bucket: Bucket) -> None:
-        """Take some of the new weights, by their Hugging Face names; of tied weights one name is enough.
+        """Take some pieces of the new weights; of tied weights one name is enough.
+
+        `nrl.backends.models.pieces` has what an engine needs that copies them into its own weights, or that has to have
+        each weight whole.
 
         Raises:
             ModelError: a name that the model does not have, or a wrong shape.

@@ -70,7 +70,7 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
     _check_lag(params.handle.mesh, sampler)
     # Other weights, such as a reference's, count on from the sampler's version, or two would share a number
     version = params.version if params.published else max(params.version, sampler.version) + 1
-    weights = Weights(params, _alone(params, sampler))
+    weights = Weights(params, _given(params, sampler))
     sampler.receive(weights, version, inflight=inflight)
     params.version, params.published = version, True
     if capabilities(sampler).tolerance is not None:
@@ -95,15 +95,15 @@ def _check_lag(trainer: Mesh, sampler: Sampler) -> None:
         )
 
 
-def _alone(params: Params, sampler: Sampler) -> bool:
-    """Whether the sampler gets the adapter alone."""
+def _given(params: Params, sampler: Sampler) -> Params:
+    """What the sampler gets of some params: all of them, or their adapter alone."""
     wanted = capabilities(sampler).adapter
-    if wanted is not None and params.adapter != wanted:
+    if wanted is not None and params.adapter_of != wanted:
         found = "are not an adapter on the weights that their Model names"
-        if params.adapter is not None:
-            found = f"have (source, seed, lora) {params.adapter}"
+        if params.adapter_of is not None:
+            found = f"have (source, seed, lora) {params.adapter_of}"
         raise ModelError(
             f"publish: the sampler has the adapter (source, seed, lora) {wanted}, and these params {found}; give both "
             "sides the same Model, or leave lora out of the sampler's, and merged weights are published"
         )
-    return wanted is not None
+    return params if wanted is None else params.adapter

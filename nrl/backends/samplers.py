@@ -99,9 +99,10 @@ class Sampler(Protocol):
         """Replace the weights in place; `publish` calls it.
 
         Args:
-            buckets: tensors by their Hugging Face names, some at a time. Futures stand for values on a mesh: a sampler
-                on a mesh passes them on to its processes, without a wait or a copy here. `publish` gives buckets that
-                can be iterated again, until a step has consumed the params; then iterating raises `ConsumedState`.
+            buckets: pieces of weights (`nrl.backends.base.Piece`), some at a time. Futures stand for values on a mesh:
+                a sampler on a mesh passes them on to its processes, without a wait or a copy here. `publish` gives
+                buckets that can be iterated again, until a step has consumed the params; then iterating raises
+                `ConsumedState`.
             version: of these weights, which completions bear from now on.
             inflight: what becomes of requests that are under way; see `nrl.publish`.
 

@@ -1,8 +1,9 @@
 """Moving tensors between the processes of two meshes, by the way that their placement allows.
 
-There are three ways. By value: through the object store, which the processes of a node read without a copy. Lent: to
-processes on the same GPUs, which see the tensors where they lie (CUDA IPC). Cast: between GPUs, to all receivers at
-once (a broadcast over NCCL). A sample of the tensors bears checksums, which the receiver compares.
+There are three ways. By value: each process puts what it holds into the object store, which the processes of a node
+read without a copy. Lent: to processes on the same GPUs, which see the tensors where they lie (CUDA IPC). Cast: between
+GPUs, to all receivers at once (a broadcast over NCCL). For the last two, the sending processes first give each other
+what they hold (`gathered`). A sample of the tensors bears checksums, which the receiver compares.
 """
 
 import itertools
@@ -10,6 +11,7 @@ import os
 import pickle
 import threading
 import zlib
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,9 +30,22 @@ from nrl.errors import CorruptedTransfer, TransferError
 from nrl.runtime.mesh.current_process import process
 from nrl.runtime.mesh.placement import Mesh, Out
 
-__all__ = ["Route", "Tensors", "by_value", "cast", "checksum", "has_checksum", "lend", "opened", "route", "sent"]
+__all__ = [
+    "Route",
+    "Tensors",
+    "by_value",
+    "cast",
+    "checksum",
+    "gathered",
+    "has_checksum",
+    "lend",
+    "opened",
+    "route",
+    "sent",
+]
 
 type Tensors = Mapping[str, Tensor]
+type _Content = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 
 _SECONDS = 300  # that processes wait for each other
 _ALIGNED = 16  # bytes, so that every dtype can be read where it lies
@@ -41,23 +56,48 @@ class Route(NamedTuple):
     """How tensors travel.
 
     Args:
-        send: called with the same tensors in each process of the sending mesh; its results travel.
+        send: called with tensors in each process of the sending mesh; its results travel.
         out: which of the results do.
+        same: whether all processes have to send the same tensors; otherwise each sends those that it holds.
     """
 
     send: Callable[[Tensors], Any]
     out: Out
+    same: bool
 
 
 def route(source: Mesh, to: Sequence[Mesh]) -> Route:
-    """Choose how tensors travel that every process of ``source`` holds and that all processes of ``to`` receive."""
+    """Choose how tensors travel that the processes of ``source`` hold and that all processes of ``to`` receive."""
     here, there = set(source.slots.indices), [set(mesh.slots.indices) for mesh in to]
     if source.cluster.gpus and there:
         if source.dp == source.size and all(each <= here for each in there):
-            return Route(lend, Out.each)
+            return Route(lend, Out.each, True)
         if not any(each & here for each in there):
-            return Route(_Cast(tuple(map(_key, to)), sum(mesh.size for mesh in to)), Out.first)
-    return Route(by_value, Out.first)
+            return Route(_Cast(tuple(map(_key, to)), sum(mesh.size for mesh in to)), Out.first, True)
+    return Route(by_value, Out.all, False)
+
+
+def gathered(tensors: Tensors, about: Any = None, group: Any = None) -> list[tuple[Tensors, Any]]:
+    """The tensors of all processes, by rank, in each of them, and what each says about them; a collective.
+
+    Args:
+        tensors: on the device of this process.
+        about: what to tell the others.
+        group: the ``torch.distributed`` process group; None: all processes.
+
+    >>> gathered({"x": torch.ones(1)}, "mine")
+    [({'x': tensor([1.])}, 'mine')]
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [(tensors, about)]
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (_content(tensors), about), group=group)
+    size = max(_bytes(content) for content, _ in told)  # all have to send as many
+    flat = _flat(tensors, size)
+    buffers = [torch.empty_like(flat) for _ in told]
+    if size:
+        dist.all_gather(buffers, flat, group=group)
+    return [(_tensors(buffer, content), said) for buffer, (content, said) in zip(buffers, told, strict=True)]
 
 
 def sent(send: Callable[[Tensors], Any], tensors: Tensors) -> tuple[Any, dict[str, int]]:
@@ -68,9 +108,9 @@ def sent(send: Callable[[Tensors], Any], tensors: Tensors) -> tuple[Any, dict[st
         tensors: by name; the names decide which of them bear a checksum.
 
     Returns:
-        What travels, and from the first process the checksums.
+        What travels, and the checksums: of what it sends itself, or of what all send from the first process.
     """
-    if not process().first:  # whose go along
+    if send is not by_value and not process().first:
         return send(tensors), {}
     sample = list(filter(has_checksum, tensors)) or list(tensors)[:1]
     return send(tensors), {name: checksum(tensors[name]) for name in sample}
@@ -105,7 +145,7 @@ def opened(results: Sequence[tuple[Any, Mapping[str, int]]]) -> Tensors:
     {'x': tensor([1.])}
     """
     tensors = _arrived([travelled for travelled, _ in results])
-    for name, expected in results[0][1].items():
+    for name, expected in ChainMap(*(dict(sums) for _, sums in results)).items():
         found = checksum(tensors[name])
         if found != expected:
             raise CorruptedTransfer(
@@ -122,7 +162,9 @@ def _arrived(travelled: Sequence[Any]) -> Tensors:
         tensors: Tensors = pickle.loads(lent[_device()])
         return tensors
     first = travelled[0]
-    return _received(first) if isinstance(first, _Parcel) else first
+    return (
+        _received(first) if isinstance(first, _Parcel) else {name: x for each in travelled for name, x in each.items()}
+    )
 
 
 def by_value(tensors: Tensors) -> Tensors:
@@ -157,7 +199,7 @@ class _Parcel:
 
     meeting: tuple[str, int]
     receivers: int
-    content: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+    content: _Content
 
 
 @attrs.frozen
@@ -211,8 +253,8 @@ class _Sender:
     def send(self, tensors: Tensors) -> _Parcel:
         if self._sending is not None:
             self._sending.result()  # so that one buffer is on its way, and not two
-        content = tuple((name, x.dtype, tuple(x.shape)) for name, x in tensors.items())
-        self._sending = self._background.submit(self._send, _flat(tensors))
+        content = _content(tensors)
+        self._sending = self._background.submit(self._send, _flat(tensors, _bytes(content)))
         return _Parcel((self._store.host, self._store.port), self._receivers, content)
 
     def _send(self, flat: Tensor) -> None:
@@ -233,28 +275,39 @@ def _received(parcel: _Parcel) -> Tensors:
             _GROUPS.clear()
             store = TCPStore(*parcel.meeting, timeout=timedelta(seconds=_SECONDS))
             _GROUPS[parcel.meeting] = _met(store, store.add("receivers", 1), 1 + parcel.receivers)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        sizes = [prod(shape) * dtype.itemsize for _, dtype, shape in parcel.content]
-        flat = torch.empty(sum(map(_aligned, sizes)), dtype=torch.uint8, device=device)
+        flat = _room(_bytes(parcel.content))
         _GROUPS[parcel.meeting].broadcast(flat, 0).wait()
-    pieces = flat.split([_aligned(size) for size in sizes])
-    return {
-        name: piece[:size].view(dtype).view(shape)
-        for piece, size, (name, dtype, shape) in zip(pieces, sizes, parcel.content, strict=True)
-    }
+    return _tensors(flat, parcel.content)
 
 
-def _flat(tensors: Tensors) -> Tensor:
-    """The bytes of all tensors one after the other, in memory that is allocated once."""
-    sizes = [_aligned(x.numel() * x.element_size()) for x in tensors.values()]
-    flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
-    for x, piece in zip(tensors.values(), flat.split(sizes), strict=True):
-        piece[: x.numel() * x.element_size()].view(x.dtype).view(x.shape).copy_(x.detach())
+def _content(tensors: Tensors) -> _Content:
+    return tuple((name, x.dtype, tuple(x.shape)) for name, x in tensors.items())
+
+
+def _bytes(content: _Content) -> int:
+    return sum(-(-prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED for _, dtype, shape in content)
+
+
+def _room(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _flat(tensors: Tensors, size: int) -> Tensor:
+    """The bytes of all tensors one after the other, in memory of this size that is allocated once."""
+    flat = _room(size)
+    for x, place in zip(tensors.values(), _tensors(flat, _content(tensors)).values(), strict=True):
+        place.copy_(x.detach())
     return flat
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+def _tensors(flat: Tensor, content: _Content) -> dict[str, Tensor]:
+    """The tensors whose bytes lie one after the other."""
+    found, begin = {}, 0
+    for each in content:
+        name, dtype, shape = each
+        found[name] = flat[begin : begin + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        begin += _bytes((each,))
+    return found
 
 
 def _met(store: Any, rank: int, size: int) -> Any:

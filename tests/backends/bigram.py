@@ -15,7 +15,8 @@ from torch import Tensor
 
 from nrl.algos import Loss, mismatch_metrics
 from nrl.backends import Completion, Sampling
-from nrl.backends.base import Bucket, Chunks
+from nrl.backends.base import Bucket, Chunks, Piece
+from nrl.backends.models.pieces import Filling, whole
 from nrl.backends.training.terms import check_weights, terms_of
 from nrl.batch import Batch, lengths
 from nrl.files import Saved, write
@@ -40,11 +41,12 @@ class Bigram:
     rate: float = 0.5
     provides: frozenset[str] = frozenset({"logprobs"})
 
-    def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> BigramState:
-        if tensors is not None:
-            return BigramState(dict(tensors)["table"].clone())
+    def init(self) -> BigramState:
         generator = torch.Generator().manual_seed(0)
         return BigramState(torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64))
+
+    def receive(self, state: BigramState) -> Filling:
+        return Filling({"table": whole("table", state.table)}, "trainer.init")
 
     def params(self, state: BigramState) -> Tensor:
         return state.table
@@ -84,23 +86,26 @@ class Bigram:
         real = torch.arange(ids.shape[-1]) < lengths(batch).unsqueeze(-1)
         return TensorDict({"logprobs": torch.where(real, logprobs, 0.0)}, batch_size=batch.batch_size)
 
-    def tensors(self, params: Tensor, adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
-        yield "table", params
+    def adapter(self, params: Tensor) -> Tensor:
+        raise NotImplementedError
 
-    def save(self, state: BigramState, folder: Path, adapter: bool = False) -> Saved:
+    def pieces(self, params: Tensor) -> Iterator[Piece]:
+        yield whole("table", params)
+
+    def save(self, state: BigramState, params: Tensor, folder: Path) -> Saved:
         return _saved(state.table, folder / "table.pt")
 
     def restore(self, folder: Path, record: Mapping[str, Any]) -> BigramState:
         return BigramState(torch.load(folder / "table.pt", weights_only=True))
 
-    def save_params(self, params: Tensor, folder: Path, adapter: bool = False) -> Saved:
+    def save_params(self, params: Tensor, folder: Path) -> Saved:
         return _saved(params, folder / "params.pt")
 
     def restore_params(self, folder: Path, record: Mapping[str, Any]) -> Tensor:
         found: Tensor = torch.load(folder / "params.pt", weights_only=True)
         return found
 
-    def export(self, params: Tensor, folder: Path, adapter: bool = False) -> None:
+    def export(self, params: Tensor, folder: Path) -> None:
         torch.save(params, folder / "table.pt")
 
 
@@ -132,6 +137,6 @@ class Recorder:
         return done([Completion(token, torch.zeros(1), truncated=True, version=self.version) for _ in prompts])
 
     def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Any = "wait") -> None:
-        whole = [on_its_way(bucket) for bucket in buckets]
-        self.weights = {name: tensor.clone() for bucket in whole for name, tensor in bucket.items()}
+        came = [on_its_way(bucket) for bucket in buckets]
+        self.weights = {piece.name: piece.tensor.clone() for bucket in came for piece in bucket}
         self.version, self.calls = version, self.calls + 1

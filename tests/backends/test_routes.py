@@ -13,7 +13,7 @@ from nrl import tiny
 from nrl.backends import Params, Sampling, adamw, fsdp
 from nrl.backends.hf.hf_engine import HfEngine
 from nrl.backends.sampling.pool import EnginePool
-from nrl.backends.training import on_ranks
+from nrl.backends.training import reading
 from nrl.batch import Batch
 from nrl.errors import CorruptedTransfer, TransferError
 from nrl.runtime import Cluster, Mesh, P, shard_map, transfer
@@ -50,7 +50,7 @@ def engines(meshes: list[Mesh]) -> EnginePool:
 
 
 def many_buckets() -> int:
-    on_ranks._BUCKET = 20_000
+    reading._BUCKET = 20_000
     return 0
 
 
@@ -116,15 +116,15 @@ def test_which_way_weights_take(monkeypatch: pytest.MonkeyPatch) -> None:
     with nrl.cluster("local") as here:
         slots = here.reserve(4)
         trainer, same, part, other = slots[:2].mesh(), slots[1:2].mesh(), slots[1:3].mesh(), slots[2:].mesh()
-        assert transfer.route(trainer, [other]) == (transfer.by_value, Out.first)
+        assert transfer.route(trainer, [other]) == (transfer.by_value, Out.all, False)
         monkeypatch.setattr(here, "gpus", True)
-        assert transfer.route(trainer, []) == (transfer.by_value, Out.first)
-        assert transfer.route(trainer, [same]) == (transfer.lend, Out.each)
+        assert transfer.route(trainer, []) == (transfer.by_value, Out.all, False)
+        assert transfer.route(trainer, [same]) == (transfer.lend, Out.each, True)
         assert transfer.route(trainer, [part]) == transfer.route(trainer, [same, other])
-        assert transfer.route(trainer, [part]) == (transfer.by_value, Out.first)
+        assert transfer.route(trainer, [part]) == (transfer.by_value, Out.all, False)
         cast = transfer.route(trainer, [other])
         assert cast == transfer.route(trainer, [other])  # they meet once
-        assert cast not in (transfer.route(trainer, [slots[2:].mesh()]), (transfer.by_value, Out.first))
+        assert cast not in (transfer.route(trainer, [slots[2:].mesh()]), (transfer.by_value, Out.all, False))
 
 
 def test_what_cannot_be_received_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ backward, and adds up their gradients after it. A sharded module cannot be copie
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from nrl.backends.base import Piece
+from nrl.backends.models import pieces
 from nrl.backends.training.agreement import Peers
 from nrl.errors import PlacementError
 
-__all__ = ["axis", "copied", "reset_after", "run", "shard", "unsharded", "whole"]
+__all__ = ["axis", "copied", "own", "piece", "reset_after", "run", "shard", "skeleton", "spoken", "whole"]
 
 _UNSHARDED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 """For each sharded model, the same model before it was sharded, with parameters that take no memory."""
@@ -49,15 +52,21 @@ def axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
     return mesh["dp"] if mesh["dp"].size() > 1 else None
 
 
-def shard(module: nn.Module | None, peers: Peers, layer_dtype: torch.dtype | None = None) -> nn.Module:
-    """Shard a model that the first process holds; a collective.
+def shard(
+    module: nn.Module | None,
+    read: Callable[[str], Tensor],
+    peers: Peers,
+    layer_dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """Shard a model that the first process holds, or reads; a collective.
 
     It is sharded layer by layer; embeddings and head, which are in no layer, are one more part. Gradients are sums over
-    processes, in the parameters' own dtype. Meanwhile the first process holds the whole model, the others their part
-    and one tensor.
+    processes, in the parameters' own dtype. Meanwhile each process holds its part and one tensor, beside the module
+    that the first one was given.
 
     Args:
         module: a Hugging Face model on the CPU; None in all processes but the first.
+        read: in the first process, reads a parameter that takes no memory (of the device ``meta``), by its name.
         peers: more than one process.
         layer_dtype: in which layers are gathered; None: their own.
     """
@@ -67,7 +76,9 @@ def shard(module: nn.Module | None, peers: Peers, layer_dtype: torch.dtype | Non
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             assert isinstance(parameter, DTensor)
-            value = values[name] if values else torch.empty(parameter.shape, dtype=parameter.dtype)
+            value = torch.empty(parameter.shape, dtype=parameter.dtype) if not values else values[name]
+            if values and value.is_meta:
+                value = read(name).to(parameter.dtype)
             part = distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements)  # from the first
             parameter.to_local().copy_(part.to_local())
     return made
@@ -133,9 +144,35 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def unsharded(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model as it was before it was sharded, on the CPU, with parameters that are not yet initialised."""
-    return _remade(_UNSHARDED[module], lambda x: torch.empty_like(x, device="cpu", dtype=dtype))
+def piece(name: str, tensor: Tensor) -> Piece:
+    """What this process has of a weight; it may be empty."""
+    if not isinstance(tensor, DTensor):
+        return pieces.whole(name, tensor)
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    index = tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True))
+    return Piece(name, tuple(tensor.shape), index, tensor.to_local())
+
+
+def own(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+    """What this process has of some weights, by name; a weight that has two names is one piece."""
+    made: dict[int, Piece] = {}
+    for name, tensor in tensors.items():
+        if id(tensor) not in made:
+            made[id(tensor)] = piece(name, tensor)
+    return {name: made[id(tensor)] for name, tensor in tensors.items()}
+
+
+def spoken(peers: Peers, name: str, tensor: Tensor) -> Piece | None:
+    """As `piece`; None: another process has the same, and speaks for it."""
+    if not isinstance(tensor, DTensor):
+        return piece(name, tensor) if peers.rank == 0 else None
+    places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
+    return None if any(at for placement, at in places if placement.is_replicate()) else piece(name, tensor)
+
+
+def skeleton(module: nn.Module) -> nn.Module:
+    """The model as it was before it was sharded, with parameters that take no memory."""
+    return _remade(_UNSHARDED.get(module, module), lambda x: torch.empty_like(x, device="meta"))
 
 
 def _remade(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:

@@ -8,18 +8,18 @@ writes the files. See docs/decisions/0024-checksums-are-computed-by-the-writer.m
 import json
 import math
 import socket
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from nrl.backends.base import Piece
+from nrl.backends.fsdp import sharding
+from nrl.backends.models import safetensors
 from nrl.backends.models.named_weights import SAME, a_few, check_weight, named_tensors, weight_name
+from nrl.backends.models.pieces import fill
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.errors import CheckpointError, ModelError
 from nrl.files import Buffer, Written, flush
@@ -34,30 +34,8 @@ _KEYS = ("step", "exp_avg", "exp_avg_sq")
 _SHARDS = "DCP_SHARDING_INFO"
 """The field with DCP's offsets in the header of a file; nrl adds the whole shapes."""
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
 
 type _Wanted = Callable[[str], bool] | None
-
-
-class _Part(NamedTuple):
-    """A block of a tensor: in this process, or in a file."""
-
-    offsets: Sequence[int]
-    shape: Sequence[int]
-    whole: Sequence[int]  # the shape of the tensor
-    where: Any  # the block itself, or its file
 
 
 def write(
@@ -88,10 +66,9 @@ def write(
         tensors = {_MODEL + name: tensor for name, tensor in _weights(module, wanted)}
         if optimizer is not None:
             tensors |= _moments(module, optimizer)
-        own = ((name, _local(x, peers)) for name, x in tensors.items())
-        parts = {name: part for name, part in own if part is not None}
+        spoken = (sharding.spoken(peers, name, x) for name, x in tensors.items())
         name = f"{peers.rank + 1:05}-of-{peers.count:05}.safetensors"
-        found[name] = write_file(folder / name, _safetensors(parts))
+        found[name] = write_file(folder / name, _safetensors([x for x in spoken if x is not None and x.tensor.numel()]))
         flush(folder)
     held.meet("save")  # when one process returns, all have written
     return found
@@ -107,10 +84,10 @@ def read(
         CheckpointError: a part is missing, or a file is not one of `write`. Nothing has been changed then, either.
     """
     with ExitStack() as files:
-        held, there = HeldError(peers), dict[str, list[_Part]]()
+        held, there = HeldError(peers), dict[str, list[Piece]]()
         with held.back():
-            there = _parts(folder, files)
-            whole = {name: tuple(parts[0].whole) for name, parts in there.items()}
+            there = _pieces(folder, files)
+            whole = {name: pieces[0].shape for name, pieces in there.items()}
             own = {name: tuple(tensor.shape) for name, tensor in _weights(module, wanted)}
             _check({name.removeprefix(_MODEL): x for name, x in whole.items() if name.startswith(_MODEL)}, own)
         held.meet("restore")
@@ -126,44 +103,24 @@ def read(
             if lost := sorted(tensors.keys() - there.keys()):
                 raise CheckpointError(f"restore: {folder} has nothing of {a_few(lost)}; use another checkpoint")
             for name, tensor in tensors.items():
-                _fill(name, tensor, there[name])
+                fill({name: sharding.piece(name, tensor.detach())}, there[name], who="restore")
         held.meet("restore")
 
 
-def _local(tensor: Tensor, peers: Peers) -> _Part | None:
-    """The part of a tensor that this process writes; None: it has none, or another process writes the same."""
-    if not isinstance(tensor, DTensor):
-        return _Part([0] * tensor.ndim, tensor.shape, tensor.shape, tensor) if peers.rank == 0 else None
-    mesh, placements, local = tensor.device_mesh, tensor.placements, tensor.to_local()
-    copies = [place for at, place in zip(placements, mesh.get_coordinate() or (), strict=True) if at.is_replicate()]
-    if any(copies) or not local.numel():
-        return None
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    return _Part(offsets, shape, tensor.shape, local)
+def _safetensors(pieces: Sequence[Piece]) -> Iterator[Buffer]:
+    """The bytes of a file, one piece after the other, so that only one at a time is copied from its device."""
+    pieces = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that each is aligned
+    info = {x.name: {"saved_offsets": [at.start for at in x.index], "shape": list(x.shape)} for x in pieces}
+    about = {"format": "pt", _SHARDS: json.dumps(info)}
+    yield safetensors.header({x.name: (x.tensor.dtype, x.tensor.shape) for x in pieces}, about)
+    yield from (safetensors.content(piece.tensor) for piece in pieces)
 
 
-def _safetensors(parts: Mapping[str, _Part]) -> Iterator[Buffer]:
-    """The bytes of a file, one tensor after the other, so that only one at a time is copied from its device."""
-    parts = dict(sorted(parts.items(), key=lambda pair: -pair[1].where.element_size()))  # so that each is aligned
-    end, header = 0, dict[str, Any]()
-    info = {name: {"saved_offsets": list(x.offsets), "shape": list(x.whole)} for name, x in parts.items()}
-    header["__metadata__"] = {"format": "pt", _SHARDS: json.dumps(info)}
-    for name, part in parts.items():
-        begin, end = end, end + part.where.numel() * part.where.element_size()
-        dtype = _DTYPES[part.where.dtype]
-        header[name] = {"dtype": dtype, "shape": list(part.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield struct.pack("<Q", len(text)) + text
-    for part in parts.values():
-        yield memoryview(part.where.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-
-
-def _parts(folder: Path, files: ExitStack) -> dict[str, list[_Part]]:
-    """The parts in a folder by tensor, if they make whole tensors; ``files`` keeps their files open."""
+def _pieces(folder: Path, files: ExitStack) -> dict[str, list[Piece]]:
+    """What is in a folder by tensor, if it makes whole tensors; read from ``files``, which stay open, when indexed."""
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, list[_Part]] = {}
+    found: dict[str, list[Piece]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             file = files.enter_context(safe_open(path, "pt"))
@@ -173,10 +130,14 @@ def _parts(folder: Path, files: ExitStack) -> dict[str, list[_Part]]:
                 f"restore: {path} is not what a trainer saved ({type(error).__name__}: {error}); use another checkpoint"
             ) from error
         for name, about in info.items():
-            shape = file.get_slice(name).get_shape()
-            found.setdefault(name, []).append(_Part(about["saved_offsets"], shape, about["shape"], file))
-    for name, parts in found.items():
-        have, all_of_it = sum(math.prod(part.shape) for part in parts), math.prod(parts[0].whole)
+            lazy = file.get_slice(name)
+            index = tuple(
+                slice(first, first + size) for first, size in zip(about["saved_offsets"], lazy.get_shape(), strict=True)
+            )
+            found.setdefault(name, []).append(Piece(name, tuple(about["shape"]), index, lazy))
+    for name, pieces in found.items():
+        have = sum(math.prod(at.stop - at.start for at in piece.index) for piece in pieces)
+        all_of_it = math.prod(pieces[0].shape)
         if have != all_of_it:
             raise CheckpointError(
                 f"restore: {folder} on host {socket.gethostname()} has {have} of the {all_of_it} numbers of '{name}': "
@@ -184,26 +145,6 @@ def _parts(folder: Path, files: ExitStack) -> dict[str, list[_Part]]:
                 "the others there, or use another checkpoint"
             )
     return found
-
-
-def _fill(name: str, tensor: Tensor, parts: Iterable[_Part]) -> None:
-    """Fill this process's part of a tensor from the parts in files."""
-    own = tensor.detach()
-    offsets: Sequence[int] = [0] * own.ndim
-    if isinstance(own, DTensor):
-        _, offsets = compute_local_shape_and_global_offset(own.shape, own.device_mesh, own.placements)
-        own = own.to_local()
-    for part in parts:
-        begin = [max(pair) for pair in zip(offsets, part.offsets, strict=True)]
-        ends = (start + size for start, size in zip(offsets, own.shape, strict=True))
-        theirs = (start + size for start, size in zip(part.offsets, part.shape, strict=True))
-        end = [min(pair) for pair in zip(ends, theirs, strict=True)]
-        if all(a < b for a, b in zip(begin, end, strict=True)):
-            here, there = (
-                tuple(slice(a - first, b - first) for a, b, first in zip(begin, end, firsts, strict=True))
-                for firsts in (offsets, part.offsets)
-            )
-            own[here].copy_(part.where.get_slice(name)[there])
 
 
 def _moments(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ every call together. A finding in the numbers of one is known to all before any 
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
@@ -18,13 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.algos import Loss, name_of, needed
-from nrl.backends.base import Model
+from nrl.backends.base import Model, Piece
 from nrl.backends.fsdp import attention, probe, sharding, storage
 from nrl.backends.fsdp.outputs import compute
 from nrl.backends.models import loading, lora
+from nrl.backends.models.exporting import export_weights
+from nrl.backends.models.named_weights import weight_name
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.backends.training.optimizers import Optimizer, learning_rate
 from nrl.backends.training.plans import Outputs, Plan, last, plan, predicted
+from nrl.backends.training.reading import whole_weights
 from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Packing
@@ -69,6 +73,24 @@ class TorchState(NamedTuple):
             moments |= {key: x.to(device) for key, x in moments.items() if isinstance(x, Tensor)}
 
 
+class _Adapter(NamedTuple):
+    """The adapter alone of a model."""
+
+    module: nn.Module
+
+
+type _Params = nn.Module | _Adapter
+
+
+def _nothing(name: str) -> Tensor:
+    """Reads nothing: all parameters are there."""
+    raise KeyError(name)
+
+
+def _module(params: _Params) -> nn.Module:
+    return params.module if isinstance(params, _Adapter) else params
+
+
 @attrs.frozen
 class TorchEngine:
     """Satisfies `nrl.backends.engines.TrainEngine`; see `nrl.backends.fsdp.trainer` for the fields.
@@ -100,14 +122,22 @@ class TorchEngine:
         """The kinds of outputs that it computes."""
         return _PROVIDES[self.model.head]
 
-    def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> TorchState:
+    def init(self) -> TorchState:
         """A fresh train state."""
-        module = self._make(self.model, tensors)
+        module = self._make(self.model)
         return TorchState(module, self._optimizer(module), 0)
+
+    def receive(self, state: TorchState) -> lora.Receiving:
+        """Replace the weights of a fresh train state."""
+        return lora.Receiving(state.module, sharding.own, "trainer.init")
 
     def params(self, state: TorchState) -> nn.Module:
         """The module inside of a train state."""
         return state.module
+
+    def adapter(self, params: _Params) -> _Adapter:
+        """The adapter of a module."""
+        return _Adapter(_module(params))
 
     def load(self, source: str | None) -> nn.Module:
         """A frozen module."""
@@ -124,9 +154,12 @@ class TorchEngine:
         _FROZEN.add(module)
         return module
 
-    def tensors(self, params: nn.Module, adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Parameters by name, tied ones once; where they are sharded, all processes iterate together."""
-        return (lora.adapter if adapter else lora.merged)(params, sharding.whole)
+    def pieces(self, params: _Params) -> Iterator[Piece]:
+        """What this process has of the weights; where an adapter is added to them, all processes iterate together."""
+        mine = partial(sharding.spoken, self._peers)
+        if isinstance(params, _Adapter):
+            return lora.adapter(params.module, mine)
+        return lora.merged(params, mine, sharding.whole)
 
     def forward(self, params: nn.Module, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
         """Outputs without gradients, on the CPU."""
@@ -247,46 +280,59 @@ class TorchEngine:
         self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], needs: frozenset[str], held: HeldError
     ) -> Outputs:
         work = self._plan(module, batch, wanted, needs, held)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.dtype == "bfloat16"):
+        with self._autocast(self.model.dtype == "bfloat16"):
             return sharding.run(module, lambda: compute(module, work, needs))
 
-    def _make(
-        self, model: Model, tensors: Iterable[tuple[str, Tensor]] | None = None, frozen: bool = False
-    ) -> nn.Module:
-        """A model with its own weights or these; where it is sharded, the first process alone builds the whole."""
-        held, module, given = HeldError(self._peers), None, iter(tensors or ())
+    def _autocast(self, enabled: bool) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
+    def _make(self, model: Model, frozen: bool = False) -> nn.Module:
+        """A model with its own weights; where it is sharded, the first process reads them for all, one at a time."""
+        who, held = "trainer.load" if frozen else "trainer.init", HeldError(self._peers)
+        module: Any = None
+        read: Callable[[str], Tensor] = _nothing
         with held.back():
             if self._peers.rank == 0:
-                module = self._build(model)
+                module, read = self._build(model)
                 if frozen:
                     module.requires_grad_(False)
-                if tensors is not None:
-                    lora.load(module, given, who="trainer.init")
-        for _ in given:  # all processes iterate together
-            pass
-        held.meet("trainer.load" if frozen else "trainer.init")
+        held.meet(who)
         if not self._peers.alone:
-            module = sharding.shard(module, self._peers, self._layer_dtype)
+            module = sharding.shard(module, read, self._peers, self._layer_dtype)
+        with held.back():
+            self._probe(module)
+        held.meet(who)
         ready = self._ready(module)
         if frozen:
             _FROZEN.add(ready)
         return ready
 
-    def _build(self, model: Model) -> Any:
+    def _build(self, model: Model) -> tuple[Any, Callable[[str], Tensor]]:
+        """A model in this process, and what reads its parameters that take no memory yet."""
         master = torch.float64 if model.dtype == "float64" else torch.float32
-        module: Any = lora.build(model, dtype=master)
-        if self._peers.alone:
-            module = module.to(self.device)
+        unread = None if self._peers.alone else lora.unread(model, dtype=master)
+        if unread is not None:
+            return unread.module, lambda name: unread.read(weight_name(name))
+        module = lora.build(model, dtype=master)
+        return module.to(self.device) if self._peers.alone else module, _nothing
+
+    def _probe(self, module: Any) -> None:
+        """Refuse a model whose numbers this engine would not compute; a collective."""
         probe.check_positions(module)
-        if model.head == "lm":
-            probe.check_head(module)
-        if self.packing is not None:
-            probe.check_packing(module, self.packing)
-        return module
+
+        def check() -> None:
+            if self.model.head == "lm":
+                probe.check_head(module)
+            if self.packing is not None:
+                probe.check_packing(module, self.packing)
+
+        sharded_in_bfloat16 = self._layer_dtype is not None and not self._peers.alone
+        with sharding.reset_after(module), self._autocast(sharded_in_bfloat16):
+            sharding.run(module, check)
 
     def _ready(self, module: Any) -> nn.Module:
         if self.packing is not None:
-            attention.register_attention()
+            module.set_attn_implementation(attention.register_attention())
         if self.checkpointing:
             # In versions of transformers with the new name, the old one warns
             getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)()
@@ -309,9 +355,9 @@ class TorchEngine:
         groups = [group for group in groups if group["params"]]
         return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
 
-    def save(self, state: TorchState, folder: Path, adapter: bool = False) -> Saved:
+    def save(self, state: TorchState, params: _Params, folder: Path) -> Saved:
         """Write module and optimizer."""
-        return self._write(folder, state.module, state.optimizer, state.step, adapter)
+        return self._write(folder, params, state.optimizer, state.step)
 
     def restore(self, folder: Path, record: Mapping[str, Any]) -> TorchState:
         """Read files of `save`, which any number of processes wrote."""
@@ -319,9 +365,9 @@ class TorchEngine:
         self._read(folder, state.module, state.optimizer, record["base"])
         return state._replace(step=record["step"])
 
-    def save_params(self, params: nn.Module, folder: Path, adapter: bool = False) -> Saved:
+    def save_params(self, params: _Params, folder: Path) -> Saved:
         """Write the module."""
-        return self._write(folder, params, None, 0, adapter)
+        return self._write(folder, params, None, 0)
 
     def restore_params(self, folder: Path, record: Mapping[str, Any]) -> nn.Module:
         """Read files of `save_params`."""
@@ -329,9 +375,8 @@ class TorchEngine:
         self._read(folder, module, None, record["base"])
         return module
 
-    def _write(
-        self, folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, adapter: bool
-    ) -> Saved:
+    def _write(self, folder: Path, params: _Params, optimizer: torch.optim.Optimizer | None, step: int) -> Saved:
+        module, adapter = _module(params), isinstance(params, _Adapter)
         written = storage.write(folder, module, optimizer, self._peers, lora.trained if adapter else None)
         base = lora.signature(module, sharding.whole) if adapter else None
         return Saved(written, {"step": step, "lora": bool(lora.layers(module)), "base": base})
@@ -347,28 +392,22 @@ class TorchEngine:
         if base is not None:
             lora.check_base(lora.signature(module, sharding.whole), base)
 
-    def export(self, params: nn.Module, folder: Path, adapter: bool = False) -> None:
+    def export(self, params: _Params, folder: Path) -> None:
         """Write a folder that transformers and vLLM load; of an adapter, one that peft loads."""
-        dtype: Any = getattr(torch, self.model.dtype)
         held = HeldError(self._peers)
-        if adapter:
-            found = dict(self.tensors(params, adapter))
-            with held.back():
-                if self._peers.rank == 0:
-                    lora.export(params, found, self.model, folder)
-            held.meet("export")
-            return
-        module: Any = None
-        if self._peers.rank == 0:
-            module = copy.deepcopy(params).to(dtype) if self._peers.alone else sharding.unsharded(params, dtype)
-            lora.unwrap(module)
-        own = {} if module is None else module.state_dict()
-        for name, tensor in self.tensors(params):
-            if module is not None:
-                own[name].copy_(tensor)
+        weights = whole_weights(self.pieces(params), "export", self._peers.group)
         with held.back():
             if self._peers.rank == 0:
-                loading.save_model(module, folder)
-                if self.model.tokenizer is not None or isinstance(self.model.source, str):
-                    loading.load_tokenizer(self.model).save_pretrained(folder)
+                self._export(params, weights, folder)
+        for _ in weights:  # all processes read together
+            pass
         held.meet("export")
+
+    def _export(self, params: _Params, weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+        if isinstance(params, _Adapter):
+            lora.export(params.module, dict(weights), self.model, folder)
+            return
+        dtype: Any = getattr(torch, self.model.dtype)
+        export_weights(weights, lora.unwrap(sharding.skeleton(params)).to(dtype), folder)
+        if self.model.tokenizer is not None or isinstance(self.model.source, str):
+            loading.load_tokenizer(self.model).save_pretrained(folder)

@@ -11,7 +11,7 @@ from nrl.backends.hf.cache import prepare
 from nrl.backends.hf.decoding import decode
 from nrl.backends.models import lora
 from nrl.backends.models.loading import context_length, end_tokens, load_tokenizer
-from nrl.backends.models.named_weights import Loading
+from nrl.backends.models.pieces import Filling, wholes
 from nrl.runtime.mesh.current_process import rest, wake
 
 __all__ = ["HfEngine"]
@@ -27,7 +27,7 @@ class HfEngine:
         self.context_length = min(context_length(module), int(tokenizer.model_max_length))
         self.vocabulary = int(module.get_input_embeddings().num_embeddings)
         self.stops = end_tokens(getattr(module, "generation_config", None), tokenizer)
-        self.loading: Loading | None = None
+        self.filling: Filling | None = None
         prepare(module)
 
     def rest(self) -> None:
@@ -61,15 +61,15 @@ class HfEngine:
 
     def begin(self) -> None:
         """Prepare for new weights."""
-        self.loading = Loading(lora.replaced(self.module), "receive")
+        self.filling = Filling(wholes(lora.replaced(self.module)), "receive")
 
     def add(self, bucket: Bucket) -> None:
         """Copy some of the new weights in."""
-        assert self.loading is not None
-        self.loading.add(bucket.items())
+        assert self.filling is not None
+        self.filling.add(bucket)
 
     def end(self, version: int) -> None:
         """Check that all have come."""
-        assert self.loading is not None
-        self.loading.end()
-        self.loading = None
+        assert self.filling is not None
+        self.filling.end()
+        self.filling = None

@@ -6,17 +6,26 @@ Imports transformers inside its functions, so that importing a backend stays che
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nrl.backends.base import Model
-from nrl.backends.models.named_weights import SCORE, a_few, is_score
+from nrl.backends.models.named_weights import SCORE, a_few, is_head, is_score
 from nrl.errors import ModelError
 from nrl.log import waiting
 
-__all__ = ["build", "context_length", "end_tokens", "load_config", "load_tokenizer", "save_model"]
+__all__ = [
+    "Unread",
+    "build",
+    "context_length",
+    "end_tokens",
+    "load_config",
+    "load_tokenizer",
+    "save_model",
+    "unread",
+]
 
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
@@ -40,14 +49,12 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
     >>> build(tiny.model(head="value")).score.out_features
     1
     """
-    import transformers
-
     dtype = dtype or getattr(torch, model.dtype)
-    kind, wanted = _KINDS[model.head]
-    auto: Any = getattr(transformers, kind)
-    labels = {} if model.head == "lm" else {"num_labels": 1}
+    auto, labels, wanted = _kind(model)
     try:
         if isinstance(model.source, Mapping):
+            import transformers
+
             fields = dict(model.source) | labels
             config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
             with torch.random.fork_rng(devices=[]):
@@ -75,13 +82,87 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
         for name, parameter in module.named_parameters():
             if name in missing:
                 nn.init.zeros_(parameter)
+    return _without_dropout(module)
+
+
+def _kind(model: Model) -> tuple[Any, dict[str, int], str]:
+    """The class of transformers that makes a model with this head, its arguments, and what to call such a model."""
+    import transformers
+
+    kind, wanted = _KINDS[model.head]
+    return getattr(transformers, kind), {} if model.head == "lm" else {"num_labels": 1}, wanted
+
+
+def _without_dropout(module: Any) -> nn.Module:
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
         if isinstance(getattr(part, "attention_dropout", None), float):
             part.attention_dropout = 0.0
-    built: nn.Module = module
-    return built
+    found: nn.Module = module
+    return found
+
+
+class Unread(NamedTuple):
+    """A model whose weights are still in its files.
+
+    Args:
+        module: the model, whose parameters take no memory.
+        read: reads a weight by its name, in the dtype that the file has.
+    """
+
+    module: nn.Module
+    read: Callable[[str], Tensor]
+
+
+def unread(model: Model, *, dtype: torch.dtype | None = None) -> Unread | None:
+    """As `build`, of a folder whose files have the weights as transformers holds them, without reading them.
+
+    None: only `build` can read it, as where transformers renames or joins weights, or there are no safetensors files.
+
+    >>> from nrl import tiny
+    >>> unread(tiny.model()) is None  # its weights are random
+    True
+    """
+    from accelerate import init_empty_weights
+    from safetensors import safe_open
+    from transformers import AutoConfig
+
+    if isinstance(model.source, Mapping) or not Path(model.source).is_dir():
+        return None
+    there: dict[str, tuple[Path, list[int]]] = {}
+    for path in sorted(Path(model.source).glob("model*.safetensors")):
+        with safe_open(path, "pt") as file:
+            there |= {name: (path, file.get_slice(name).get_shape()) for name in file.keys()}
+    auto, labels, _ = _kind(model)
+    try:
+        config = AutoConfig.from_pretrained(model.source, trust_remote_code=model.trust_remote_code, **labels)
+        with init_empty_weights(include_buffers=False):
+            module = auto.from_config(
+                config, dtype=dtype or getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code
+            )
+        module.tie_weights()  # accelerate has untied them
+    except Exception:  # transformers raises all kinds, and `build` says what is wrong
+        return None
+    own: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
+    names = {id(tensor): name for name, tensor in own.items() if name in there}
+    lacks = [name for name, tensor in own.items() if id(tensor) not in names and not is_score(name)]
+    others = [name for name in there if name not in own and not is_head(name)]
+    odd = [name for name in own if name in there and there[name][1] != list(own[name].shape)]
+    if lacks or others or odd or dict(module.named_buffers()).keys() & own.keys():
+        return None
+    if model.head != "lm":
+        _check_score(module)
+
+    def read(name: str) -> Tensor:
+        found = names.get(id(own[name]))
+        if found is None:
+            return torch.zeros(own[name].shape)
+        with safe_open(there[found][0], "pt") as file:  # as long as it is open, all that was read stays mapped
+            tensor: Tensor = file.get_tensor(found)
+        return tensor
+
+    return Unread(_without_dropout(module), read)
 
 
 _KINDS = {
@@ -134,13 +215,13 @@ def _reason(source: Any, error: Exception, wanted: str) -> str:
     return f"the config does not make a {wanted}: {first}"
 
 
-def save_model(module: nn.Module, folder: str | Path) -> None:
-    """Write config and weights in Hugging Face format."""
+def save_model(module: nn.Module, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write config and weights in Hugging Face format; ``weights`` are those to write, and None: the model's own."""
     # In a process group, transformers by itself writes in the first process alone
     module.should_save_on_this_rank = lambda is_main_process: is_main_process  # type: ignore[assignment]
     try:
         with _counting(f"writing the model to {folder}"):
-            module.save_pretrained(folder)  # type: ignore[operator]
+            module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
     finally:
         del module.should_save_on_this_rank
 

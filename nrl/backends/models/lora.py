@@ -11,33 +11,33 @@ import difflib
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, islice
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import attrs
 import torch
 from torch import Tensor, nn
 
-from nrl.backends.base import Model
-from nrl.backends.models import loading, named_weights
+from nrl.backends.base import Bucket, Model, Piece
+from nrl.backends.models import loading, named_weights, pieces
 from nrl.errors import ModelError
 
 __all__ = [
+    "Receiving",
     "adapter",
     "build",
     "check_base",
-    "delta",
     "export",
     "layers",
-    "load",
     "merged",
     "read",
     "replaced",
     "signature",
     "skeleton",
     "trained",
+    "unread",
     "unwrap",
 ]
 
@@ -84,12 +84,29 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
     >>> sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     1024
     """
-    module = loading.build(model, dtype=dtype)
+    return _adapted(loading.build(model, dtype=dtype), model)
+
+
+def unread(model: Model, *, dtype: torch.dtype | None = None) -> loading.Unread | None:
+    """As `build`, with a base whose weights are still in its files; see `nrl.backends.models.loading.unread`."""
+    found = loading.unread(model, dtype=dtype)
+    if found is not None:
+        unread = {part: part.weight for part in found.module.modules() if isinstance(part, nn.Linear)}
+        for part, weight in unread.items():  # peft makes an adapter where its layer is: there, and without memory
+            part.weight = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape))
+        _adapted(found.module, model)
+        for part, weight in unread.items():
+            part.weight = weight.requires_grad_(part.weight.requires_grad)
+    return found
+
+
+def _adapted(module: nn.Module, model: Model) -> nn.Module:
+    """A model with its adapter, if it has one."""
     if model.lora is not None:
         _wrap(module, model)
         if isinstance(model.lora, str):
             who = f"Model(lora='{model.lora}')"
-            named_weights.load_tensors(_some(module, trained), read(model.lora), who=who)
+            pieces.fill(pieces.wholes(_some(module, trained)), read(model.lora), who=who)
     return module
 
 
@@ -124,34 +141,47 @@ def _of_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
+type _Pieces = Callable[[str, Tensor], Piece | None]
+
+
 def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def merged(module: nn.Module, whole: Callable[[Tensor], Tensor] = _identity) -> Iterator[tuple[str, Tensor]]:
+def merged(
+    module: nn.Module,
+    piece: _Pieces = pieces.whole,
+    whole: Callable[[Tensor], Tensor] = _identity,
+) -> Iterator[Piece]:
     """The weights of a model with its adapters added in, one at a time.
 
     Args:
         module: with adapters or without.
+        piece: what this process gives of a weight; None: nothing.
         whole: makes a whole tensor of one that is sharded.
     """
     adapted = {f"{named_weights.weight_name(name)}.weight": layer for name, layer in layers(module).items()}
     for name, tensor in named_weights.named_tensors(module):
         if not _of_adapter(name):
-            tensor = whole(tensor)
-            yield name, tensor + delta(adapted[name], whole) if name in adapted else tensor
+            found = piece(name, tensor)
+            if found is not None and name in adapted:
+                found = attrs.evolve(found, tensor=found.tensor + _delta(adapted[name], found.index, whole))
+            if found is not None:
+                yield found
 
 
-def delta(layer: Any, whole: Callable[[Tensor], Tensor] = _identity) -> Tensor:
-    """The product that an adapter adds to the weight of its layer; ``whole`` as for `merged`."""
+def _delta(layer: Any, index: tuple[slice, ...], whole: Callable[[Tensor], Tensor]) -> Tensor:
+    """What an adapter adds to a block of the weight of its layer."""
     a, b = (whole(part["default"].weight.detach()) for part in (layer.lora_A, layer.lora_B))
-    found: Tensor = layer.scaling["default"] * (b @ a)
+    rows, columns = index
+    found: Tensor = layer.scaling["default"] * (b[rows] @ a[:, columns])
     return found
 
 
-def adapter(module: nn.Module, whole: Callable[[Tensor], Tensor] = _identity) -> Iterator[tuple[str, Tensor]]:
-    """The `trained` weights of a model with an adapter, one at a time; ``whole`` as for `merged`."""
-    return ((name, whole(tensor)) for name, tensor in named_weights.named_tensors(module) if trained(name))
+def adapter(module: nn.Module, piece: _Pieces = pieces.whole) -> Iterator[Piece]:
+    """The `trained` weights of a model with an adapter, one at a time; ``piece`` as for `merged`."""
+    some = (piece(name, tensor) for name, tensor in named_weights.named_tensors(module) if trained(name))
+    return (found for found in some if found is not None)
 
 
 def _some(module: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -163,26 +193,37 @@ def replaced(module: nn.Module) -> dict[str, Tensor]:
     return _some(module, trained) if layers(module) else named_weights.weights(module)
 
 
-def load(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, who: str) -> None:
-    """Copy in the adapter of a model on the same base; or all weights, under an adapter that changes nothing yet.
+class Receiving:
+    """Takes the adapter of a model on the same base; or all weights, under an adapter that changes nothing yet.
+
+    Satisfies `nrl.backends.engines.Receives`. The first weight that comes tells which of the two.
 
     Args:
-        module: its weights are replaced.
-        tensors: from `adapter` or `merged`; of a model with another head all but the head is used.
+        module: its weights are replaced. Of a model with another head all but the head is used.
+        own: makes pieces, which are filled, of what this process has of some weights.
         who: how errors name the caller.
-
-    Raises:
-        ModelError: as `nrl.backends.models.named_weights.load_tensors`.
     """
-    several = iter(tensors)
-    first = list(islice(several, 1))
-    given = chain(first, several)
-    if first and _of_adapter(first[0][0]):
-        named_weights.load_tensors(_some(module, trained), given, who=who)
-    else:
-        named_weights.load_tensors(_some(module, lambda name: not _of_adapter(name)), given, who=who)
-        for layer in layers(module).values():
-            nn.init.zeros_(layer.lora_B["default"].weight)
+
+    def __init__(self, module: nn.Module, own: Callable[[Mapping[str, Tensor]], Mapping[str, Piece]], who: str) -> None:
+        self._module, self._own, self._who = module, own, who
+        self._filling: pieces.Filling | None = None
+
+    def add(self, bucket: Bucket) -> None:
+        """Copy some in."""
+        self._begun(any(_of_adapter(piece.name) for piece in bucket)).add(bucket)
+
+    def end(self) -> None:
+        """Check that all have come."""
+        self._begun(False).end()
+
+    @torch.no_grad()
+    def _begun(self, alone: bool) -> pieces.Filling:
+        if self._filling is None:
+            wanted = trained if alone else lambda name: not _of_adapter(name)
+            self._filling = pieces.Filling(self._own(_some(self._module, wanted)), self._who, other_head=True)
+            for layer in () if alone else layers(self._module).values():
+                layer.lora_B["default"].weight.zero_()
+        return self._filling
 
 
 def signature(module: nn.Module, whole: Callable[[Tensor], Tensor] = _identity) -> dict[str, float]:
@@ -310,18 +351,19 @@ def _described(model: Model) -> dict[str, Any]:
     folder = Path(str(model.lora))
     if missing := [name for name in (_CONFIG, _FILE) if not (folder / name).is_file()]:
         what = f"the folder has no {' and no '.join(missing)}" if folder.is_dir() else "there is no such folder"
-        wrote = "peft's save_pretrained or trainer.export(..., adapter=True)"
+        wrote = "peft's save_pretrained or trainer.export(params.adapter, ...)"
         raise _refused(model, f"{what}; give one that {wrote} wrote")
     found: dict[str, Any] = json.loads((folder / _CONFIG).read_text())
     return found
 
 
-def read(folder: str) -> Iterator[tuple[str, Tensor]]:
+def read(folder: str) -> Iterator[Piece]:
     """The weights of an adapter in a folder."""
     from safetensors import safe_open
 
     with safe_open(Path(folder) / _FILE, "pt") as file:
-        yield from ((name.removeprefix(_PREFIX), file.get_tensor(name)) for name in file.keys())
+        for name in file.keys():
+            yield pieces.whole(name.removeprefix(_PREFIX), file.get_tensor(name))
 
 
 def _refused(model: Model, why: str) -> ModelError:

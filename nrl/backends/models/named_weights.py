@@ -1,9 +1,8 @@
-"""The weights of a transformers model by their Hugging Face names, and loading others into their place."""
+"""The weights of a transformers model by their Hugging Face names."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from nrl.errors import ModelError
@@ -11,13 +10,12 @@ from nrl.errors import ModelError
 __all__ = [
     "SAME",
     "SCORE",
-    "Loading",
     "a_few",
     "check_arrived",
     "check_weight",
     "head_weight",
+    "is_head",
     "is_score",
-    "load_tensors",
     "named_tensors",
     "weight_name",
     "weights",
@@ -40,6 +38,15 @@ def is_score(name: str) -> bool:
     (True, False)
     """
     return name.split(".")[0] == SCORE
+
+
+def is_head(name: str) -> bool:
+    """Whether a weight is of some head.
+
+    >>> is_head("score.weight"), is_head("lm_head.weight"), is_head("model.norm.weight")
+    (True, True, False)
+    """
+    return name.split(".")[0] in _HEADS
 
 
 def head_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -69,68 +76,6 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor.detach()
-
-
-def load_tensors(own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], *, who: str) -> None:
-    """Copy weights in by name, in place, one at a time; the inverse of `named_tensors`.
-
-    Of a model with another head all but the head is used; value and reward heads share their weight.
-
-    Args:
-        own: `weights`, which are replaced.
-        tensors: names and values, of any dtype and device; of tied weights one name is enough.
-        who: how errors name the caller.
-
-    Raises:
-        ModelError: a name that the model does not have, a wrong shape, weights that are missing, or tied ones that
-            differ. Some weights may have been replaced by then.
-    """
-    loading = Loading(own, who)
-    loading.add(_for_head(own, tensors))
-    loading.end()
-
-
-def _for_head(own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Weights of a model that may have another head: without its head, and with this model's own in its place."""
-    came = set()
-    for name, tensor in tensors:
-        if name in own or name.split(".")[0] not in _HEADS:
-            came.add(name)
-            yield name, tensor
-    yield from ((name, tensor) for name, tensor in own.items() if is_score(name) and name not in came)
-
-
-class Loading:
-    """`load_tensors` for weights that come a few at a time: any number of `add`, then `end`.
-
-    Args:
-        own: `weights`, which are replaced.
-        who: how errors name the caller.
-    """
-
-    def __init__(self, own: Mapping[str, Tensor], who: str) -> None:
-        self._own = own
-        self._waiting = {tensor.data_ptr(): name for name, tensor in self._own.items()}  # tied ones once
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._own.items()}
-        self._who = who
-
-    @torch.no_grad()
-    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy some weights in."""
-        for name, tensor in tensors:
-            check_weight(name, tuple(tensor.shape), self._shapes, self._who)
-            held = self._own[name]
-            if self._waiting.pop(held.data_ptr(), None) is not None:
-                held.copy_(tensor)
-            elif not torch.equal(held, tensor.to(held)):
-                raise ModelError(
-                    f"{self._who}: '{name}' came twice with different values, or is tied to another weight here and "
-                    f"not where it came from; {SAME}"
-                )
-
-    def end(self) -> None:
-        """Check that no weight is missing."""
-        check_arrived(self._waiting.values(), self._who)
 
 
 def check_weight(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], who: str) -> None:

@@ -29,18 +29,18 @@ class Weights:
 
     Args:
         params: of a trainer. When a step has consumed them, iterating raises `ConsumedState`.
-        adapter: whether to give those of their adapter alone.
+        given: those of them that are given away: all, or the adapter alone.
     """
 
     params: Params
-    adapter: bool = False
+    given: Params = attrs.field(default=attrs.Factory(lambda self: self.params, takes_self=True))
 
     def __iter__(self) -> Iterator[Future[Bucket]]:
-        return self.params.buckets("publish", adapter=self.adapter)
+        return self.given.buckets("publish")
 
     def to(self, meshes: Sequence[Mesh]) -> Iterable[Bucket | Future[Bucket]]:
         """The same buckets, by the best way to these meshes; see `nrl.runtime.transfer`."""
-        return self.params.buckets("publish", meshes, self.adapter)
+        return self.given.buckets("publish", meshes)
 
     def check(
         self, sampler: Any, version: int, complete: Callable[[Sequence[int], Sampling], Sequence[Completion]]

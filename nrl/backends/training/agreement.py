@@ -43,6 +43,11 @@ class Peers:
         """The number of processes."""
         return 1 if self.mesh is None else self.mesh.size()
 
+    @property
+    def group(self) -> Any:
+        """Their process group, of ``torch.distributed``; None: there is none."""
+        return None if self.mesh is None else self.mesh.get_group()
+
     def gather[T](self, value: T) -> list[T]:
         """The values of all processes, by rank; a collective."""
         if self.mesh is None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,47 +10,55 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss, output_shape
-from nrl.backends.base import Bucket, outputs_of, top_k_of
+from nrl.backends.base import outputs_of, top_k_of
 from nrl.backends.engines import TrainEngine
+from nrl.backends.training.reading import Reading
 from nrl.batch import Batch
+from nrl.files import Saved
 from nrl.reduce import Metrics
-from nrl.runtime.transfer import Tensors, sent
 
-__all__ = ["forward", "init", "next_bucket", "train", "with_params"]
+__all__ = ["Find", "adapter_of", "as_it_is", "forward", "of_state", "read", "save", "train", "with_params"]
 
 type _Engine = TrainEngine[Any, Any]
 type _Split = Callable[[Batch], Sequence[Batch]]
-
-_BUCKET = 256 * 2**20
-"""Bytes of weights that travel at once, unless one tensor alone is larger."""
-
-
-def with_params(name: str, frozen: bool, engine: _Engine, value: Any, *args: Any) -> Any:
-    """Call a method of the engine that takes params first: frozen ones, or those of a train state."""
-    return getattr(engine, name)(value if frozen else engine.params(value), *args)
+type Find = Callable[[_Engine, Any], Any]
+"""How a process finds params in the value that it holds."""
 
 
-def init(engine: _Engine, *buckets: Bucket) -> Any:
-    """A fresh train state."""
-    return engine.init((pair for bucket in buckets for pair in bucket.items()) if buckets else None)
+def as_it_is(engine: _Engine, value: Any) -> Any:
+    """Frozen params: the value itself."""
+    return value
 
 
-def next_bucket(send: Callable[[Tensors], Any], reading: Iterator[tuple[str, Tensor]]) -> tuple[Any, bool]:
-    """Some more weights, sent, and whether there may be others. All processes go along, and end together."""
-    bucket: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in reading:
-        bucket[name] = tensor
-        size += tensor.numel() * tensor.element_size()
-        if size >= _BUCKET:
-            return sent(send, bucket), True
-    return sent(send, bucket), False
+def of_state(engine: _Engine, value: Any) -> Any:
+    """The params of a train state."""
+    return engine.params(value)
+
+
+def adapter_of(find: Find, engine: _Engine, value: Any) -> Any:
+    """The adapter alone of some params."""
+    return engine.adapter(find(engine, value))
+
+
+def with_params(name: str, find: Find, engine: _Engine, value: Any, *args: Any) -> Any:
+    """Call a method of the engine that takes params first."""
+    return getattr(engine, name)(find(engine, value), *args)
+
+
+def read(find: Find, engine: _Engine, value: Any) -> Reading:
+    """Begin to read the pieces of some params."""
+    return Reading(engine.pieces(find(engine, value)))
+
+
+def save(find: Find, engine: _Engine, state: Any, folder: Path) -> Saved:
+    """Write a train state, and of its params these."""
+    return engine.save(state, find(engine, state), folder)
 
 
 def forward(
     split: _Split,
     needs: frozenset[str],
-    frozen: bool,
+    find: Find,
     engine: _Engine,
     value: Any,
     *shards: Batch,
@@ -62,7 +71,7 @@ def forward(
         yield from parts[-1]
 
     for shard in shards:
-        outs = with_params("forward", frozen, engine, value, read(shard), needs)
+        outs = with_params("forward", find, engine, value, read(shard), needs)
         wide = [out.apply(partial(_widen, out.ndim, shard["input_ids"].shape[-1])) for out in outs]
         found.append(parts[-1].restore(wide) if wide else _nothing(shard, needs))
     each = [[out[name] for out in found] for name in outputs_of(needs)]

@@ -1,11 +1,15 @@
 """Train states, which a step consumes, and params, which are borrowed from them or frozen."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from nrl.backends.base import Bucket
+from nrl.backends.models.pieces import Joining
+from nrl.backends.training import on_ranks
+from nrl.errors import ModelError
 from nrl.runtime.mesh.futures import Future
 from nrl.runtime.mesh.handles import Handle
 from nrl.runtime.mesh.placement import Mesh
@@ -23,28 +27,62 @@ class Params:
     """
 
     def __init__(
-        self, handle: Handle, trainer: "Trainer", version: int, *, published: bool, adapter: Any, frozen: bool
+        self,
+        handle: Handle,
+        trainer: "Trainer",
+        version: int,
+        *,
+        published: bool,
+        adapter_of: Any,
+        find: on_ranks.Find = on_ranks.as_it_is,
     ) -> None:
         self.handle, self.trainer, self.version, self.published = handle, trainer, version, published
-        self.adapter = adapter
+        self.adapter_of = adapter_of
         """`Model.adapter`, if they are an adapter on the weights that their model names; else None."""
-        self.frozen = frozen
-        """Whether they have a handle of their own; otherwise the handle is that of a train state."""
+        self.find = find
+        """How a process finds them in the value that the handle names."""
 
-    def buckets(self, who: str = "buckets", to: Sequence[Mesh] = (), adapter: bool = False) -> Iterator[Future[Bucket]]:
-        """The weights in buckets, each of them a future of a value on the mesh.
+    @property
+    def alone(self) -> bool:
+        """Whether they are an adapter without the weights that it is on."""
+        return self.find not in (on_ranks.as_it_is, on_ranks.of_state)
+
+    @property
+    def adapter(self) -> "Params":
+        """Their adapter alone, without the weights that it is on.
+
+        Raises:
+            ModelError: they are not an adapter on the weights that their model names.
+        """
+        if self.adapter_of is None:
+            raise ModelError(
+                "params.adapter: these params are not an adapter on the weights that Model names: it has no lora, or "
+                "they come from init(params) or load(folder). Take all of them"
+            )
+        return Params(
+            self.handle,
+            self.trainer,
+            self.version,
+            published=self.published,
+            adapter_of=self.adapter_of,
+            find=partial(on_ranks.adapter_of, self.find),
+        )
+
+    def buckets(self, who: str = "buckets", to: Sequence[Mesh] = ()) -> Iterator[Future[Bucket]]:
+        """The weights in pieces, with adapters added in; each bucket of them is a future of a value on the mesh.
 
         Args:
             who: how errors name the reader.
             to: the meshes whose processes will all open every bucket; nobody else may. See `nrl.runtime.transfer`.
-            adapter: those of the adapter alone; otherwise all, with adapters added in.
         """
-        return self.trainer.buckets(self, who, to, adapter)
+        return self.trainer.buckets(self, who, to)
 
     def tensors(self, who: str = "tensors") -> Iterator[tuple[str, Tensor]]:
-        """The weights by their Hugging Face names, one at a time, in this process."""
+        """The weights by their Hugging Face names, one at a time, whole, in this process."""
+        joining = Joining()
         for bucket in self.buckets(who):
-            yield from bucket.result().items()
+            yield from joining.add(bucket.result())
+        joining.end(who)
 
 
 class TrainState:

@@ -15,7 +15,7 @@ from nrl.algos import Loss, name_of, needed, output_kind, output_shape
 from nrl.backends.base import Bucket, outputs_of, top_k_of
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.engines import TrainEngine
-from nrl.backends.training import on_ranks, shared_folders
+from nrl.backends.training import on_ranks, reading, shared_folders
 from nrl.backends.training.before_step import check_finite, lag, told_of_no_advantages, with_columns
 from nrl.backends.training.law import check_law
 from nrl.backends.training.states import Params, TrainState
@@ -26,10 +26,10 @@ from nrl.errors import CheckpointError, MissingOutput, ModelError
 from nrl.files import MANIFEST, Saved, Written, check_sizes, flush, saved_in, write_manifest
 from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Future, Handle, Mesh, done
-from nrl.runtime.mesh.calling import Each, call, from_all, from_first, method, only
+from nrl.runtime.mesh.calling import Each, call, from_all, from_first, method
 from nrl.runtime.mesh.futures import on_its_way
 from nrl.runtime.mesh.placement import Donated, Out, Rows, Value
-from nrl.runtime.transfer import opened, route
+from nrl.runtime.transfer import route
 
 __all__ = ["TrainStep", "Trainer", "make_trainer"]
 
@@ -107,9 +107,18 @@ class Trainer:
         and a new adapter begins that changes nothing.
         """
         # The base is the model's own
-        same = self.adapter is not None and (params is None or params.adapter == self.adapter)
-        given = [] if params is None else [on_its_way(bucket) for bucket in params.buckets("init", adapter=same)]
-        return self._state(self._call("init", on_ranks.init, *given), 0, 0, False, self.adapter if same else None)
+        same = self.adapter is not None and (params is None or params.adapter_of == self.adapter)
+        values = self._call("init", partial(method, "init"))
+        if params is not None:
+            self._fill(values, params.adapter if same else params)
+        return self._state(values, 0, 0, False, self.adapter if same else None)
+
+    def _fill(self, values: list[Value], params: Params) -> None:
+        """Give a fresh train state these weights, a bucket at a time: no process holds more of them than it keeps."""
+        filling = Each(self._call("init", partial(method, "receive"), Each(values), turn=False))
+        for bucket in params.buckets("init"):
+            from_first(self.mesh, "init", partial(method, "add"), filling, on_its_way(bucket), turn=False)
+        from_first(self.mesh, "init", partial(method, "end"), filling, turn=False)
 
     def load(self, source: str | None = None) -> Params:
         """Frozen params, for a reference or a teacher; None: those of the model itself."""
@@ -118,28 +127,30 @@ class Trainer:
 
     def freeze(self, params: Params) -> Params:
         """A copy that training does not change."""
-        values = self._call("freeze", *self._method_of(params, "freeze", "freeze"))
-        return self._params(values, params.version, params.published, params.adapter)
+        fn, given = self._method_of(params, "freeze", "freeze")
+        _check_all(params, "freeze")
+        values = self._call("freeze", fn, given)
+        return self._params(values, params.version, params.published, params.adapter_of)
 
     def _state(self, values: list[Value], step: int, version: int, published: bool, adapter: Any) -> TrainState:
-        return TrainState(self._params(values, version, published, adapter, frozen=False), step)
+        handle = Handle(self.mesh, self, "train state", values)
+        params = Params(handle, self, version, published=published, adapter_of=adapter, find=on_ranks.of_state)
+        return TrainState(params, step)
 
-    def _params(
-        self, values: list[Value], version: int, published: bool, adapter: Any, *, frozen: bool = True
-    ) -> Params:
-        handle = Handle(self.mesh, self, "frozen params" if frozen else "train state", values)
-        return Params(handle, self, version, published=published, adapter=adapter, frozen=frozen)
+    def _params(self, values: list[Value], version: int, published: bool, adapter: Any) -> Params:
+        handle = Handle(self.mesh, self, "frozen params", values)
+        return Params(handle, self, version, published=published, adapter_of=adapter)
 
-    def buckets(self, params: Params, who: str, to: Sequence[Mesh], adapter: bool) -> Iterator[Future[Bucket]]:
+    def buckets(self, params: Params, who: str, to: Sequence[Mesh]) -> Iterator[Future[Bucket]]:
         """What `Params.buckets` gives."""
-        send, out = route(self.mesh, to)
+        way = route(self.mesh, to)
         # Those that receive may be on the same devices, and both have to be there
-        reading = Each(self._call(who, *self._method_of(params, "tensors", who), adapter, turn=False))
-        some, more = partial(on_ranks.next_bucket, send), True
+        pieces = Each(self._call(who, partial(on_ranks.read, params.find), self._borrow(params, who), turn=False))
+        some, more = partial(reading.next_bucket, who, way.send, way.same), True
         while more:
-            bucket, going_on = call(self.mesh, who, some, reading, outs=(out, Out.first), turn=False)
-            yield bucket.then(opened)
-            more = going_on.then(only).result()
+            bucket, going_on = call(self.mesh, who, some, pieces, outs=(way.out, Out.all), turn=False)
+            yield bucket.then(reading.received)
+            more = any(going_on.then(list).result())
             with self._stepping:
                 self._borrow(params, who)  # in another thread a step may have changed them meanwhile: it raises
 
@@ -177,9 +188,10 @@ class Trainer:
         """
         self._check_needs(who, needs)
         values = self._borrow(params, who)
+        _check_all(params, who)
         rows, shards = self._shards(batch)
         likes = {name: _like(name, batch, top_k_of(needs)) for name in outputs_of(needs)}
-        fn = partial(on_ranks.forward, self._split, frozenset(needs), params.frozen)
+        fn = partial(on_ranks.forward, self._split, frozenset(needs), params.find)
         replies = self._call(who, fn, values, *shards, outs=(Out.each,) * len(likes))
         return {
             name: reply.then(partial(_in_order, who, rows), rows, like)
@@ -250,7 +262,8 @@ class Trainer:
             if any(weight == 0 for weight in weights.values()):
                 state.handle.donate(self, who)
                 metrics |= {"skipped": Sum(torch.tensor(1.0))}
-                return self._state(values, state.step, state.version, params.published, params.adapter), done(metrics)
+                same = self._state(values, state.step, state.version, params.published, params.adapter_of)
+                return same, done(metrics)
             check_finite(who, here)
             told = told or told_of_no_advantages(who, loss, here, always)
             _, shards = self._shards(batch)
@@ -260,7 +273,7 @@ class Trainer:
             with self._stepping:
                 new, found = self._call(who, fn, donated, weights, *shards, outs=(Out.kept, Out.first), sent=consume)
             return (
-                self._state(new, state.step + 1, state.version, False, params.adapter),
+                self._state(new, state.step + 1, state.version, False, params.adapter_of),
                 found.then(partial(_of_the_step, metrics)),
             )
 
@@ -283,18 +296,16 @@ class Trainer:
         """As `save`, but for the manifest, which is left to who writes that of a folder above."""
         folder = Path(folder).absolute()
         params = value._params if isinstance(value, TrainState) else value
-        alone = params.adapter is not None
+        alone = params.adapter_of is not None
         record = {"version": params.version, "published": params.published, "adapter": alone}
+        fn, values = self._method_of(params.adapter if alone else params, "save_params", "save")
         if isinstance(value, TrainState):
-            fn: Callable[..., Any] = partial(method, "save")
-            values = Each(params.handle.borrow(self, "save"))
+            fn = partial(on_ranks.save, (params.adapter if alone else params).find)
             record |= {"step": value.step}
-        else:
-            fn, values = self._method_of(params, "save_params", "save")
         self.mesh.cluster.check_open("save")
         folder.mkdir(parents=True, exist_ok=True)
         self.check_folder(folder, "save")
-        each: list[Saved] = from_all(self.mesh, "save", fn, self._engines, values, folder, alone)
+        each: list[Saved] = from_all(self.mesh, "save", fn, self._engines, values, folder)
         files = shared_folders.arrived(self.name, folder, [saved.files for saved in each])
         flush(folder)
         return Saved(files, record | {"engine": each[0].record})
@@ -338,18 +349,13 @@ class Trainer:
         """
         shared_folders.check_shared(self.mesh, self.name, folder, who)
 
-    def export(self, params: Params, folder: str | Path, adapter: bool = False) -> None:
-        """Write Hugging Face format, with adapters added to the weights; or the adapter alone, in peft's."""
+    def export(self, params: Params, folder: str | Path) -> None:
+        """Write Hugging Face format, with adapters added to the weights; of ``params.adapter``, peft's format."""
         folder = Path(folder).absolute()
         fn, values = self._method_of(params, "export", "export")
-        if adapter and params.adapter is None:
-            raise ModelError(
-                "export: adapter=True, and these params are not an adapter on the weights that Model names: it has no "
-                "lora, or they come from init(params) or load(folder). Leave it out, and all weights are written"
-            )
         self.mesh.cluster.check_open("export")
         folder.mkdir(parents=True, exist_ok=True)
-        self._call("export", fn, values, folder, adapter, outs=Out.each).then(only).result()
+        from_all(self.mesh, "export", fn, self._engines, values, folder)
         shared_folders.check_exported(self.mesh, folder)
 
     # --- calls
@@ -367,7 +373,7 @@ class Trainer:
     def _method_of(self, params: Params, name: str, who: str) -> tuple[Callable[..., Any], Each]:
         """A method of the engine that takes these params first, and they."""
         values = self._borrow(params, who)
-        return partial(on_ranks.with_params, name, params.frozen), values
+        return partial(on_ranks.with_params, name, params.find), values
 
     def _shards(self, batch: Batch) -> tuple[list[Tensor], list[Each]]:
         """Which rows the shards hold; and which of them each process gets."""
@@ -376,6 +382,11 @@ class Trainer:
         n = self.mesh.processes.count
         given = [shards] if n == 1 else [[shards[self.mesh.shard_of(rank)]] for rank in range(n)]
         return rows, [Each(column) for column in zip(*given, strict=True)]
+
+
+def _check_all(params: Params, who: str) -> None:
+    if params.alone:
+        raise ModelError(f"{who}: params.adapter is an adapter without the weights that it is on; give the params")
 
 
 def _in_order(who: str, rows: list[Tensor], results: list[Tensor | list[Tensor]]) -> Tensor:

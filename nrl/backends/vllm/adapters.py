@@ -1,12 +1,13 @@
 """LoRA adapters in vLLM: computed beside the weights and replaced in place."""
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from nrl.backends.base import Bucket, Model
+from nrl.backends.base import Model
 from nrl.backends.models import lora
 from nrl.backends.models.named_weights import check_arrived
 from nrl.errors import ModelError
@@ -52,13 +53,13 @@ class Adapter:
     def begin(self, engine: Any) -> None:
         """Load the adapter that the model names, if it names one, into an engine that has just started."""
         if isinstance(self._model.lora, str):
-            self.add({name: tensor for name, tensor in lora.read(self._model.lora) if name in self.shapes})
+            self.add((piece.name, piece.tensor) for piece in lora.read(self._model.lora) if piece.name in self.shapes)
             check_arrived(self.shapes.keys() - self._came.keys(), f"Model(lora='{self._model.lora}')")
             self.replace(engine)
 
-    def add(self, bucket: Bucket) -> None:
+    def add(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Keep some of the new weights."""
-        self._came |= {name: tensor.cpu().clone() for name, tensor in bucket.items()}
+        self._came |= {name: tensor.cpu().clone() for name, tensor in weights}
 
     def replace(self, engine: Any) -> None:
         """Let the engine use the weights that have come; the caller drops keys and values of older ones."""

@@ -21,6 +21,7 @@ from nrl.backends.base import Bucket, Model
 from nrl.backends.engines import Decoded, Request
 from nrl.backends.models.loading import build, end_tokens, load_tokenizer, save_model
 from nrl.backends.models.named_weights import check_arrived, check_weight
+from nrl.backends.models.pieces import Joining
 from nrl.backends.vllm import adapters, settings, tensor_parallel, weight_loading
 from nrl.errors import ConfigError, GenerationError, ModelError
 from nrl.runtime.transfer import has_checksum
@@ -50,6 +51,7 @@ class VllmEngine:
         self._model, self._options = model, options
         self._waiting: dict[str, tuple[int, ...]] | None = None  # while it receives weights, those still to come
         self._came: dict[str, tuple[torch.Size, int]] = {}  # fingerprints of a sample of the weights that came
+        self._joining = Joining()
         self._asked: dict[int, Request] = {}  # that are unfinished
         self._start()
         _ALIVE.add(self)
@@ -143,7 +145,7 @@ class VllmEngine:
             self._start()
             for request in self._asked.values():
                 self._ask(request)
-        self._waiting, self._came = dict(self._shapes), {}
+        self._waiting, self._came, self._joining = dict(self._shapes), {}, Joining()
         if self._engine.is_sleeping():
             self._engine.wake_up(["weights"])  # without keys and values: a trainer may be on the device, too
         if self._adapter is None:
@@ -152,15 +154,17 @@ class VllmEngine:
     def add(self, bucket: Bucket) -> None:
         """Load some of the new weights."""
         assert self._waiting is not None
-        for name, tensor in bucket.items():
-            check_weight(name, tuple(tensor.shape), self._shapes, "receive")
+        for piece in bucket:
+            check_weight(piece.name, piece.shape, self._shapes, "receive")
+        weights = dict(self._joining.add(bucket))  # vLLM takes whole ones, and cuts them itself
+        for name, tensor in weights.items():
             self._waiting.pop(name, None)
             if self._adapter is None and (tensor.ndim == 1 or has_checksum(name)):
                 self._came[name] = weight_loading.fingerprint(tensor, self._engine.model_config.dtype)
         if self._adapter is not None:
-            self._adapter.add(bucket)
+            self._adapter.add(weights.items())
         else:
-            self._engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": dict(bucket)}})
+            self._engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": weights}})
 
     def end(self, version: int) -> None:
         """Use the new weights, and check that vLLM holds them and has dropped older keys and values."""

@@ -9,7 +9,7 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from nrl.backends.fsdp.torch_engine import TorchEngine, TorchState
 from nrl.backends.models import loading, named_weights
 from nrl.backends.training import on_ranks
 from nrl.backends.training.agreement import HeldError, Peers, pickled
+from nrl.backends.training.reading import whole_weights
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Packing
@@ -53,7 +54,7 @@ from nrl.reduce import Max, Mean, Metrics, Min, Sum, finalize
 from tests.backends.fsdp.test_torch_engine import CONFIGS, MIXED, QWEN3, batch_of, entropy_loss
 from tests.backends.processes import Processes
 from tests.disks import small_disk_at, transferred
-from tests.weights import assert_close, assert_equal
+from tests.weights import assert_close, assert_equal, bucket_of
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -205,9 +206,23 @@ def train(mesh: DeviceMesh | None, loss: str, steps: int, **options: Any) -> tup
     return numbers, everything(made, state)
 
 
+def whole(made: TorchEngine, params: Any) -> dict[str, Tensor]:
+    """The weights that all processes have pieces of, in each of them; copies."""
+    return {name: x.clone() for name, x in whole_weights(made.pieces(params), "test", made._peers.group)}
+
+
+def filled(made: TorchEngine, tensors: Mapping[str, Tensor]) -> TorchState:
+    """A fresh state with these weights."""
+    state = made.init()
+    receiving = made.receive(state)
+    receiving.add(bucket_of(tensors))
+    receiving.end()
+    return state
+
+
 def everything(made: TorchEngine, state: TorchState) -> dict[str, Tensor]:
     """Weights and moments, whole, by name."""
-    found = dict(made.tensors(state.module))
+    found = whole(made, state.module)
     for name, parameter in state.module.named_parameters():
         for key, x in state.optimizer.state[parameter].items():
             found[f"{name}.{key}"] = x.full_tensor() if isinstance(x, DTensor) else x
@@ -241,7 +256,7 @@ def headed(mesh: DeviceMesh | None, head: Any, sizes: Sequence[int]) -> tuple[li
     rank, size = where(mesh)
     need = {"value": "values", "reward": "rewards", "lm": top_k(4)}[head]
     split = partial(nrl.microbatches, max_tokens=40)
-    out = on_ranks.forward(split, frozenset({need}), False, made, state, nrl.shard(batch, size)[rank])
+    out = on_ranks.forward(split, frozenset({need}), on_ranks.of_state, made, state, nrl.shard(batch, size)[rank])
     return numbers, everything(made, state), out
 
 
@@ -575,7 +590,7 @@ def splitting(mesh: DeviceMesh | None) -> list[tuple[str, list[str]]]:
     batch, made, errors = batch_of([5, 9]), engine(mesh), []
     state, shard, split = made.init(), nrl.shard(batch, 2)[rank], partial(nrl.microbatches, max_tokens=8)
     for call in (
-        lambda: on_ranks.forward(split, LOGPROBS, False, made, state, shard),
+        lambda: on_ranks.forward(split, LOGPROBS, on_ranks.of_state, made, state, shard),
         lambda: on_ranks.train(sft_loss, split, made, state, global_weights(sft_loss, batch), shard),
     ):
         with pytest.raises(BatchError) as caught:
@@ -685,20 +700,20 @@ def test_each_process_holds_its_part(three: Processes) -> None:
 def in_and_out(mesh: DeviceMesh | None) -> dict[str, dict[str, Tensor]]:
     made, batch = engine(mesh, Model(TINY_PARTS)), batch_of(MIXED)
     state = made.init()
-    fresh = {name: x.clone() for name, x in made.tensors(made.params(state))}
+    fresh = whole(made, made.params(state))
     state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
     frozen = made.freeze(state.module)
     assert not any(p.requires_grad for p in frozen.parameters())
-    trained = {name: x.clone() for name, x in made.tensors(state.module)}
+    trained = whole(made, state.module)
     before = made.forward(frozen, mine(mesh, batch), LOGPROBS)
-    copy = made.init(made.tensors(state.module))  # from weights that are read while it is made
+    copy = filled(made, trained)
     state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
     again = made.freeze(frozen)
     for params in (frozen, again):
         after = made.forward(params, mine(mesh, batch), LOGPROBS)
         assert all(torch.equal(a["logprobs"], b["logprobs"]) for a, b in zip(before, after, strict=True))
-    found = {"frozen": made.tensors(frozen), "again": made.tensors(again), "copy": made.tensors(copy.module)}
-    return {"fresh": fresh, "trained": trained} | {name: dict(tensors) for name, tensors in found.items()}
+    found = {"frozen": whole(made, frozen), "again": whole(made, again), "copy": whole(made, copy.module)}
+    return {"fresh": fresh, "trained": trained} | found
 
 
 @both
@@ -714,11 +729,11 @@ def test_weights_go_in_and_out(pool: Processes) -> None:
 
 def wrong(mesh: DeviceMesh | None) -> list[str]:
     made, errors = engine(mesh), []
-    tensors = dict(made.tensors(made.init().module))
+    tensors = whole(made, made.init().module)
     one = next(iter(tensors))
     for given in (tensors | {one: torch.zeros(1)}, tensors | {"other": torch.zeros(1)}, {one: tensors[one]}):
         with pytest.raises(ModelError) as caught:
-            made.init(given.items())
+            filled(made, given)
         errors.append(str(caught.value))
     return errors
 
@@ -731,7 +746,7 @@ def elsewhere(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Tensor],
     made = engine(mesh)
     with pytest.raises(ModelError) as caught:
         made.load(str(folder / "none"))
-    found = {name: x.clone() for name, x in made.tensors(made.load(str(folder)))}
+    found = whole(made, made.load(str(folder)))
     return found, [str(caught.value)], getattr(caught.value, "__notes__", [])
 
 
@@ -759,7 +774,7 @@ def save(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Tensor], dict
         state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
     (folder / "state").mkdir(exist_ok=True)
     (folder / "params").mkdir(exist_ok=True)
-    assert made.save(state, folder / "state").record == RECORD
+    assert made.save(state, state.module, folder / "state").record == RECORD
     made.save_params(made.freeze(state.module), folder / "params")
     saved = everything(made, state)
     return saved, another(mesh, made, state)
@@ -778,7 +793,7 @@ def restore(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Tensor], d
     restored = everything(made, state)
     params = made.restore_params(folder / "params", RECORD)
     assert not any(p.requires_grad for p in params.parameters())
-    return restored, dict(made.tensors(params)), another(mesh, made, state)
+    return restored, whole(made, params), another(mesh, made, state)
 
 
 def test_checkpoints_of_any_number_of_processes_in_any_number(two: Processes, three: Processes, tmp_path: Path) -> None:
@@ -803,7 +818,7 @@ def counted(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Written], 
     made = engine(mesh, tiny.model())
     state, batch = made.init(), batch_of(MIXED)
     state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
-    (read, wrote), (files, _) = transferred(), made.save(state, folder)
+    (read, wrote), (files, _) = transferred(), made.save(state, state.module, folder)
     now_read, now_wrote = transferred()
     return dict(files), now_read - read, now_wrote - wrote
 
@@ -882,7 +897,7 @@ def doubles(mesh: DeviceMesh | None, folder: Path) -> None:
     made = engine(mesh, Model(TINY_PARTS, dtype="float64"))
     state, batch = made.init(), batch_of(MIXED)
     state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
-    _, record = made.save(state, folder)
+    _, record = made.save(state, state.module, folder)
     assert_equal(everything(made, made.restore(folder, record)), everything(made, state))
 
 
@@ -918,7 +933,7 @@ def no_room(mesh: DeviceMesh | None, folder: Path) -> str:
     made = engine(mesh, tiny.model())
     state = made.init()
     with pytest.raises(OSError, match="No space left on device|os error 28") as caught:
-        made.save(state, folder)
+        made.save(state, state.module, folder)
     return str(caught.value)
 
 
@@ -933,7 +948,7 @@ def export(mesh: DeviceMesh | None, folder: Path, dtype: str) -> dict[str, Tenso
     state, batch = made.init(), batch_of([5, 6, 7])
     state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
     made.export(state.module, folder)
-    return {name: x.clone() for name, x in made.tensors(state.module)}
+    return whole(made, state.module)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

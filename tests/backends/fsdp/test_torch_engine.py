@@ -23,6 +23,7 @@ from nrl.backends.fsdp import torch_engine
 from nrl.backends.fsdp.outputs import compute
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading, named_weights
+from nrl.backends.models.pieces import fill, wholes
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch, lengths
 from nrl.batch.packed_rows import Packing
@@ -30,7 +31,7 @@ from nrl.errors import BatchError, ModelError
 from nrl.reduce import Mean, Metrics, Sum, finalize
 from nrl.runtime import Slots
 from tests.backends.bigram import Recorder
-from tests.weights import assert_equal, weights
+from tests.weights import assert_equal, bucket_of, weights
 
 SIZES: dict[str, Any] = {
     "vocab_size": 23,
@@ -756,7 +757,7 @@ def test_what_is_published_is_what_the_state_holds(slots: Slots) -> None:
     assert publish(state.params, sampler) == 2
     assert_equal(sampler.weights, weights(state))
     module: Any = loading.build(Model(QWEN3, seed=5))
-    named_weights.load_tensors(named_weights.weights(module), sampler.weights.items(), who="receive")
+    fill(wholes(named_weights.weights(module)), bucket_of(sampler.weights), who="receive")
     with torch.no_grad():
         close(stock_logprobs(module.eval(), batch_of(MIXED)), trainer.logprobs(state.params, batch_of(MIXED)).result())
 

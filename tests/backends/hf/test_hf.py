@@ -8,12 +8,13 @@ from torch import Tensor
 
 from nrl import tiny
 from nrl.backends import hf
-from nrl.backends.base import Completion, Model, Sampling
+from nrl.backends.base import Bucket, Completion, Model, Sampling
 from nrl.backends.hf.cache import ATTENTION
 from nrl.backends.models.loading import build
 from nrl.backends.models.named_weights import named_tensors
 from nrl.errors import ConfigError, GenerationError, ModelError
 from nrl.runtime import cluster
+from tests.weights import bucket_of
 
 WORDS = ["<pad>", "<bos>", "<eos>", *"abcdefghijklmnopqrst"]
 CONFIG = {
@@ -151,7 +152,7 @@ def test_sampling_that_truncates_nothing_does_not_warn(slots: Any, sampling: Sam
 def test_receiving_copies_and_converts(slots: Any) -> None:
     sampler = hf.sampler(slots, model(), Sampling(max_new_tokens=4))
     new = {name: tensor.double() for name, tensor in weights().items()}
-    sampler.receive([new], 1)
+    sampler.receive([bucket_of(new)], 1)
     before = ids(sampler.generate(PROMPTS).result())
     for tensor in new.values():
         tensor.zero_()
@@ -162,14 +163,14 @@ def test_tied_weights_may_come_under_both_names_if_they_agree(slots: Any) -> Non
     sampler = hf.sampler(slots, model())
     new = weights()
     embedding = new["model.embed_tokens.weight"]
-    sampler.receive([{**new, "lm_head.weight": embedding.clone()}], 1)
+    sampler.receive([bucket_of({**new, "lm_head.weight": embedding.clone()})], 1)
     with pytest.raises(ModelError, match=r"'lm_head.weight' came twice with different values, or is tied"):
-        sampler.receive([{**new, "lm_head.weight": embedding + 1}], 2)
+        sampler.receive([bucket_of({**new, "lm_head.weight": embedding + 1})], 2)
 
 
 def test_a_sender_that_fails_midway_stops_it(slots: Any) -> None:
-    def broken() -> Iterator[dict[str, Tensor]]:
-        yield dict([next(iter(weights().items()))])
+    def broken() -> Iterator[Bucket]:
+        yield bucket_of(dict([next(iter(weights().items()))]))
         raise OSError("the wire broke")
 
     sampler = hf.sampler(slots, model())

@@ -15,8 +15,10 @@ from transformers import GenerationConfig
 from nrl import tiny
 from nrl.backends import Model
 from nrl.backends.models import loading, named_weights
+from nrl.backends.models.pieces import fill, wholes
 from nrl.errors import ModelError
 from tests.properties.strategies import TINY
+from tests.weights import bucket_of
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 23, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
 GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
@@ -256,6 +258,10 @@ def test_head_weight() -> None:
 # weights, out and in
 
 
+def load(module: nn.Module, tensors: Mapping[str, Tensor], who: str = "receive") -> None:
+    fill(wholes(named_weights.weights(module)), bucket_of(tensors), who=who)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_named_tensors_are_what_a_folder_holds(tied: bool, tmp_path: Path) -> None:
     from safetensors.torch import load_file
@@ -268,10 +274,10 @@ def test_named_tensors_are_what_a_folder_holds(tied: bool, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_load_tensors_is_the_inverse(tied: bool) -> None:
+def test_filling_is_the_inverse(tied: bool) -> None:
     config = TINY | {"tie_word_embeddings": tied}
     a, b = build(config, seed=1), build(config, seed=2)
-    named_weights.load_tensors(named_weights.weights(b), named_weights.named_tensors(a), who="test")
+    load(b, weights(a), "test")
     ids = torch.arange(8)[None]
     assert torch.equal(a(input_ids=ids).logits, b(input_ids=ids).logits)
     with torch.no_grad():
@@ -280,25 +286,23 @@ def test_load_tensors_is_the_inverse(tied: bool) -> None:
     assert (b.lm_head.weight is b.model.embed_tokens.weight) == tied
 
 
-def test_load_tensors_from_another_dtype() -> None:
+def test_filling_from_another_dtype() -> None:
     a, b = loading.build(Model(TINY, seed=1, dtype="float64")), loading.build(Model(TINY, seed=2))
-    named_weights.load_tensors(named_weights.weights(b), named_weights.named_tensors(a), who="test")
+    load(b, weights(a), "test")
     assert {x.dtype for x in weights(b).values()} == {torch.float32}
     assert torch.equal(weights(b)["model.norm.weight"], weights(a)["model.norm.weight"].float())
 
 
-def test_load_tensors_says_what_does_not_fit() -> None:
+def test_filling_says_what_does_not_fit() -> None:
     module = loading.build(Model(TINY))
     tensors = weights(module)
     with pytest.raises(ModelError, match="receive: the model has no weight 'extra'"):
-        named_weights.load_tensors(named_weights.weights(module), [("extra", torch.zeros(1))], who="receive")
+        load(module, {"extra": torch.zeros(1)})
     with pytest.raises(ModelError, match=r"receive: 'model.norm.weight' has shape \[3\], and here it is \[16\]"):
-        named_weights.load_tensors(
-            named_weights.weights(module), [("model.norm.weight", torch.zeros(3))], who="receive"
-        )
-    some = [(name, x) for name, x in tensors.items() if name != "model.norm.weight"]
+        load(module, {"model.norm.weight": torch.zeros(3)})
+    some = {name: x for name, x in tensors.items() if name != "model.norm.weight"}
     with pytest.raises(ModelError, match="receive: 1 weights did not arrive: model.norm.weight"):
-        named_weights.load_tensors(named_weights.weights(module), some, who="receive")
+        load(module, some)
 
 
 def test_a_saved_config_is_plain(tmp_path: Path) -> None:

@@ -120,7 +120,8 @@ def test_a_new_adapter_changes_nothing(slots: Slots) -> None:
 
 def test_a_seed_gives_the_same_adapter_everywhere() -> None:
     def a(seed: int, dtype: Any = "float32") -> dict[str, Tensor]:
-        return dict(lora.adapter(lora.build(Model(QWEN3, lora=LORA, seed=seed, dtype=dtype))))
+        module = lora.build(Model(QWEN3, lora=LORA, seed=seed, dtype=dtype))
+        return {piece.name: piece.tensor for piece in lora.adapter(module)}
 
     torch.manual_seed(1)
     first, state = a(3), torch.random.get_rng_state()
@@ -281,7 +282,7 @@ def test_a_sampler_with_the_adapter_gets_that_alone(slots: Slots, tmp_path: Path
         torch.testing.assert_close(*heard(sampler, trainer, trainer.load()), atol=1e-5, rtol=0)  # as it was made
         state = trained(trainer)
         before = heard(sampler, trainer, state.params)
-        sent = [name for bucket in state.params.buckets(adapter=True) for name in bucket.result()]
+        sent = [name for name, _ in state.params.adapter.tensors()]
         assert len(sent) == 2 * len(LAYERS) * 2
         assert all(".lora_" in name for name in sent)
         assert nrl.publish(state.params, sampler) == 1
@@ -324,12 +325,12 @@ def test_states_from_the_params_of_others(slots: Slots, tmp_path: Path) -> None:
     for by in (trainer, trainer_of(slots[:1], model)):
         copied = by.init(state.params)
         torch.testing.assert_close(logprobs(by, copied.params), expected, atol=1e-6, rtol=0)
-        assert copied.params.adapter == model.adapter
+        assert copied.params.adapter_of == model.adapter
     full = trainer_of(slots[:1], Model(QWEN3, seed=4))
     for params in (full.load(), state.params):
         for by in (full, trainer_of(slots[:1], attrs.evolve(model, seed=4)), trainer_of(slots[:1], MODEL)):
             found = by.init(params)
-            assert found.params.adapter is None
+            assert found.params.adapter_of is None
             torch.testing.assert_close(logprobs(by, found.params), logprobs(params.trainer, params), atol=1e-5, rtol=0)
             found, _ = by.train_step(sft_loss)(found, batch)
             assert not torch.allclose(logprobs(by, found.params), expected, atol=1e-3)
@@ -380,7 +381,7 @@ def test_what_is_saved_goes_on_exactly(slots: Slots, head: Any, tmp_path: Path) 
     after, _ = step(state, batch)
     for again in (trainer, trainer_of(slots[:2], model)):
         restored, params = again.restore(tmp_path / "state"), again.restore(tmp_path / "params")
-        assert restored.params.adapter == params.adapter == model.adapter
+        assert restored.params.adapter_of == params.adapter_of == model.adapter
         assert_equal(weights(restored), expected)
         assert_equal(weights(params), expected)
         gone_on, _ = again.train_step(HEADS[head])(restored, batch)
@@ -400,7 +401,7 @@ def test_a_base_that_is_not_the_models_own_is_saved_with_the_adapter(slots: Slot
         trainer.save(value, tmp_path / str(number))
         restored = trainer.restore(tmp_path / str(number))
         a, b = (x if isinstance(x, Params) else x.params for x in (value, restored))
-        assert b.adapter is None
+        assert b.adapter_of is None
         assert_equal(weights(b), weights(a))
 
 
@@ -454,10 +455,10 @@ def saved(mesh: DeviceMesh | None, folder: Path, model: Model) -> dict[str, Tens
         state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
     for name in ("state", "merged", "adapter"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    record = made.save(state, folder / "state", adapter=True).record
+    record = made.save(state, made.adapter(state.module), folder / "state").record
     (folder / "record.json").write_text(json.dumps(record))
     made.export(made.freeze(state.module), folder / "merged")
-    made.export(made.freeze(state.module), folder / "adapter", adapter=True)
+    made.export(made.adapter(made.freeze(state.module)), folder / "adapter")
     return everything(made, state) | _raw(state)
 
 
@@ -515,7 +516,7 @@ def test_an_exported_adapter_is_read_by_peft_and_by_nrl(slots: Slots, head: Any,
     trainer, batch = trainer_of(slots[:1], model), rows_of(head)
     state, _ = trainer.train_step(HEADS[head])(trainer.init(), batch)
     state, _ = trainer.train_step(HEADS[head])(state, batch)
-    trainer.export(state.params, tmp_path / "adapter", adapter=True)
+    trainer.export(state.params.adapter, tmp_path / "adapter")
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -533,10 +534,8 @@ def test_an_exported_adapter_is_read_by_peft_and_by_nrl(slots: Slots, head: Any,
 def test_what_is_no_adapter_is_not_exported_as_one(slots: Slots, tmp_path: Path) -> None:
     plain, trainer = trainer_of(slots[:1], Model(QWEN3)), trainer_of(slots[:1])
     for by, params in ((plain, plain.load()), (trainer, trainer.init(plain.load()).params)):
-        with pytest.raises(
-            ModelError, match=r"export: adapter=True, and these params are not an adapter on the weights"
-        ):
-            by.export(params, tmp_path, adapter=True)
+        with pytest.raises(ModelError, match=r"params.adapter: these params are not an adapter on the weights that"):
+            by.export(params.adapter, tmp_path)
 
 
 def test_an_example_with_an_adapter_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -610,7 +609,7 @@ def test_what_vllm_cannot_have() -> None:
 
 
 def test_folders_that_are_no_adapter(tmp_path: Path) -> None:
-    give = r"give one that peft's save_pretrained or trainer.export\(..., adapter=True\) wrote"
+    give = r"give one that peft's save_pretrained or trainer.export\(params.adapter, ...\) wrote"
     refused(rf"Model\(lora='.*/none'\): there is no such folder; {give}", str(tmp_path / "none"))
     refused(rf"the folder has no adapter_config.json and no adapter_model.safetensors; {give}", str(tmp_path))
     adapter_in(tmp_path / "a", loading.build(Model(QWEN3)))

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,7 +28,7 @@ from nrl.backends.sampling.pool import StreamingEnginePool
 from nrl.backends.sampling.routing import Router
 from nrl.backends.sampling.seat import Seat
 from nrl.backends.sampling.weights import Weights
-from nrl.backends.training import on_ranks
+from nrl.backends.training import reading
 from nrl.batch import Batch
 from nrl.errors import (
     ClosedCluster,
@@ -43,6 +44,7 @@ from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
 from nrl.runtime.mesh.local import LocalCluster
 from nrl.runtime.trace import timeline
 from tests.processes import settled
+from tests.weights import bucket_of
 
 SHORT, LONG = Sampling(max_new_tokens=1), Sampling(max_new_tokens=100)
 PAUSE = 0.01
@@ -89,9 +91,10 @@ class Patient:
         """Nothing is forgotten."""
 
     def add(self, bucket: Any) -> None:
-        if "bad" in bucket:
+        names = [piece.name for piece in bucket]
+        if "bad" in names:
             raise GenerationError("bad weights")
-        if "first" in bucket and self is ENGINES[0]:
+        if "first" in names and self is ENGINES[0]:
             raise RuntimeError("CUDA error: out of memory")
 
     def end(self, version: int) -> None:
@@ -213,7 +216,7 @@ def test_what_an_engine_raises_is_for_those_that_it_was_asked(here: Cluster) -> 
 
 def test_an_engine_that_raises_what_nrl_does_not_is_started_again(here: Cluster) -> None:
     sampler = sampler_on(here)
-    sampler.receive([{}], 1)
+    sampler.receive([[]], 1)
     (row,) = sampler.stream([[5]], [0], LONG)
     settled(lambda: not ENGINES[0].rows, 5)
 
@@ -251,7 +254,7 @@ def test_an_engine_that_raises_while_it_receives_is_started_again(here: Cluster)
     sampler = sampler_on(here, 2)
 
     def received() -> None:
-        sampler.receive([{"first": torch.zeros(1)}], 1)
+        sampler.receive([bucket_of({"first": torch.zeros(1)})], 1)
         assert not settled(lambda: sampler._tended, 5)
 
     with pytest.warns(UserWarning, match="an engine was lost, and it has been started again; .*out of memory"):
@@ -325,7 +328,7 @@ def test_an_engine_that_is_started_again_is_checked_before_it_serves(
     add, checks = HfEngine.add, list[int]()
 
     def others(self: Any, bucket: Any) -> None:
-        add(self, {name: tensor + 0.01 for name, tensor in bucket.items()})
+        add(self, [attrs.evolve(piece, tensor=piece.tensor + 0.01) for piece in bucket])
 
     monkeypatch.setattr(HfEngine, "add", others)
     wrong = r"it has been started again; 1 requests .*weights are not to be trusted \(publish: .*0\.001 may be rounding"
@@ -358,7 +361,11 @@ def test_an_engine_that_computes_otherwise_after_a_start_leaves_the_others_alone
     sampler = StreamingEnginePool("checked", meshes, partial(HfEngine, tiny.model()), tiny.model(), SHORT, 1e-3)
     nrl.publish(params, sampler)
     add = HfEngine.add
-    monkeypatch.setattr(HfEngine, "add", lambda self, bucket: add(self, {k: x + 0.01 for k, x in bucket.items()}))
+
+    def others(self: Any, bucket: Any) -> None:
+        add(self, [attrs.evolve(piece, tensor=piece.tensor + 0.01) for piece in bucket])
+
+    monkeypatch.setattr(HfEngine, "add", others)
     does_not_serve = "what was started again does not serve before the next publish. publish: with the weights"
     with pytest.warns(UserWarning, match="an engine was lost"), pytest.warns(UserWarning, match=does_not_serve):
         assert dies(sampler, monkeypatch).result(20).version == 1
@@ -403,7 +410,7 @@ class Failed:
     def result(self, timeout: float | None = None) -> Any:
         raise self.error
 
-    def __contains__(self, name: str) -> bool:
+    def __iter__(self) -> Iterator[Any]:
         raise self.error
 
 
@@ -444,7 +451,7 @@ def test_engines_that_are_being_started_are_not_waited_for(here: Cluster, monkey
     ENGINES[0].raises.append(RuntimeError("no"))
     (row,) = sampler._ask([[5]], [0], SHORT, [0])
     assert tokens(row) == [0]  # elsewhere
-    sampler.receive([{}], 1)
+    sampler.receive([[]], 1)
     assert [seat.state for seat in sampler._seats] == ["starting", "serving"]
     assert len(sampler.everywhere([5], SHORT).result(5)) == 1
     ENGINES[1].raises.append(RuntimeError("no"))
@@ -460,7 +467,7 @@ def test_engines_that_are_being_started_are_not_waited_for(here: Cluster, monkey
 
 def test_engines_without_weights_say_so(here: Cluster) -> None:
     sampler = sampler_on(here)
-    sampler.receive(iter([{}]), 1)  # which cannot be iterated again, as those that a step has consumed
+    sampler.receive(iter([[]]), 1)  # which cannot be iterated again, as those that a step has consumed
     ENGINES[0].raises.append(RuntimeError("no"))
 
     def asked() -> Any:
@@ -472,7 +479,7 @@ def test_engines_without_weights_say_so(here: Cluster) -> None:
     with pytest.warns(UserWarning, match="them: requests wait for the next publish. .*its engine raised RuntimeError"):
         row = asked()
     assert not row.done()
-    sampler.receive([{}], 2)
+    sampler.receive([[]], 2)
     assert tokens(row) == [2]
 
 
@@ -488,10 +495,10 @@ def test_a_sampler_that_is_distrusted_refuses(here: Cluster) -> None:
     with pytest.raises(GenerationError, match="not to be trusted"):
         sampler.everywhere([5], SHORT)
     with pytest.raises(GenerationError, match="bad weights"):
-        sampler.receive([{"bad": torch.zeros(1)}], 1)
+        sampler.receive([bucket_of({"bad": torch.zeros(1)})], 1)
     with pytest.raises(GenerationError, match="incomplete since the last receive"):
         sampler.generate([[5]])
-    sampler.receive([{}], 1)
+    sampler.receive([[]], 1)
     assert tokens(sampler.stream([[5]], [0])[0]) == [1]
 
 
@@ -511,7 +518,7 @@ def test_new_weights_while_rows_are_under_way(here: Cluster, inflight: Any, begi
     sampler = sampler_on(here, 2)
     rows = sampler.stream([[5], [6]], [0, 1], LONG)
     settled(lambda: not all(engine.rows for engine in ENGINES), 5)
-    sampler.receive([{}], 1, inflight=inflight)
+    sampler.receive([[]], 1, inflight=inflight)
     for row in rows:
         found = tokens(row)
         assert (found[0], found[-1]) == (begins, ends)
@@ -523,11 +530,11 @@ def test_weights_that_are_refused_end_what_is_under_way(here: Cluster) -> None:
     sampler = sampler_on(here, 2)
     rows = sampler.stream([[5], [6]], [0, 1], LONG)
     with pytest.raises(GenerationError, match="bad weights"):
-        sampler.receive([{"bad": torch.zeros(1)}], 1, inflight="keep")
+        sampler.receive([bucket_of({"bad": torch.zeros(1)})], 1, inflight="keep")
     for row in rows:
         with pytest.raises(GenerationError, match=r"incomplete since the last receive \(bad weights\)"):
             row.result(10)
-    sampler.receive([{}], 1)
+    sampler.receive([[]], 1)
     assert tokens(sampler.stream([[5]], [0])[0]) == [1]
 
 
@@ -538,7 +545,7 @@ def test_an_interrupt_leaves_a_sampler_that_works() -> None:
         ENGINES[0].raises.append(KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             sampler.generate([[5]])
-        sampler.receive([{}], 1)
+        sampler.receive([[]], 1)
         assert [row.version for row in sampler.generate([[5]]).result()] == [1]
 
 
@@ -548,7 +555,7 @@ def test_an_interrupt_while_rows_are_waited_for(here: Cluster) -> None:
     (row,) = sampler.stream([[5]], [0], LONG)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        sampler.receive([{}], 1)
+        sampler.receive([[]], 1)
     signal.signal(signal.SIGINT, before)
     assert tokens(row) == [0] * 100
     assert tokens(sampler.stream([[5]], [0])[0]) == [0]
@@ -559,7 +566,7 @@ def test_many_small_calls_are_one_bar_of_the_timeline(here: Cluster, tmp_path: P
     with timeline.recording(tmp_path) as path:
         assert tokens(sampler.stream([[5]], [0], LONG)[0])
         settled(lambda: sampler._tended, 5)
-        sampler.receive([{}], 1)
+        sampler.receive([[]], 1)
     events = [json.loads(line.rstrip(",")) for line in path.read_text().splitlines() if line.startswith("{")]
     bars = [event for event in events if event["ph"] == "X"]
     assert [bar["name"] for bar in bars] == ["generate", "receive", "receive", "receive"]
@@ -588,15 +595,15 @@ def batch_of(rows: int = 4) -> Batch:
 
 def test_weights_that_a_step_consumes_are_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an engine that is started again would, while another thread trains; half of each would be wrong."""
-    monkeypatch.setattr(on_ranks, "_BUCKET", 1)
+    monkeypatch.setattr(reading, "_BUCKET", 1)
     with cluster("local") as entered:
         trainer = fsdp.trainer(entered.reserve(1), tiny.model(), adamw(lr=1e-3))
         state = trainer.init()
-        reading = state.params.buckets("receive")
-        next(reading)
+        buckets = state.params.buckets("receive")
+        next(buckets)
         trainer.train_step(sft_loss)(state, batch_of())
         with pytest.raises(ConsumedState, match="receive: this train state was consumed"):
-            next(reading)
+            next(buckets)
 
 
 def kill(mesh: Mesh) -> None:

@@ -16,6 +16,7 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, Params, Sampler, Sampling, adamw, fsdp, hf, vllm
+from nrl.backends.base import Bucket
 from nrl.backends.sampling.weights import Weights
 from nrl.batch import Batch
 from nrl.errors import (
@@ -29,6 +30,7 @@ from nrl.errors import (
 )
 from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
 from nrl.runtime.mesh.calling import from_all
+from tests.weights import bucket_of
 
 pytestmark = pytest.mark.timeout(600)  # an environment may have to be built
 
@@ -222,7 +224,7 @@ def test_weights_that_are_not_its_own_are_refused(it: Made) -> None:
         ({key: x for key, x in whole.items() if key != name}, f"1 weights did not arrive: {name}; send all of them"),
     ):
         with pytest.raises(ModelError, match=why):
-            it.sampler.receive([bad], 9)
+            it.sampler.receive([bucket_of(bad)], 9)
         with pytest.raises(GenerationError, match="incomplete since the last receive"):
             it.sampler.generate([[5]]).result()
         assert it.sampler.version == version
@@ -322,8 +324,8 @@ def test_new_weights_while_rows_are_under_way(it: Made, inflight: Any) -> None:
 class BreaksOff(Weights):
     """Weights that can be had by value alone; on a better way the first ones come, and no more."""
 
-    def to(self, meshes: Any) -> Iterator[dict[str, torch.Tensor]]:
-        yield dict([next(self.params.tensors())])
+    def to(self, meshes: Any) -> Iterator[Bucket]:
+        yield bucket_of(dict([next(self.params.tensors())]))
         raise TransferError("cast: another engine died")
 
 

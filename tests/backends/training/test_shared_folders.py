@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
+from torch import Tensor
 
 import nrl
 from nrl import checkpoint
@@ -187,8 +188,8 @@ class Loses(Bigram):
 
     left: bytes | None = None
 
-    def save(self, state: BigramState, folder: Path, adapter: bool = False) -> Saved:
-        written = super().save(state, folder, adapter)
+    def save(self, state: BigramState, params: Tensor, folder: Path) -> Saved:
+        written = super().save(state, params, folder)
         if self.left is None:
             (folder / "table.pt").unlink()
         else:

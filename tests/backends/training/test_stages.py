@@ -12,6 +12,8 @@ from torch import Tensor
 
 from nrl import P, shard_map
 from nrl.algos import Loss
+from nrl.backends.base import Piece
+from nrl.backends.models.pieces import Filling, whole
 from nrl.backends.training.trainer import make_trainer
 from nrl.batch import Batch, assign
 from nrl.files import Saved
@@ -19,6 +21,9 @@ from nrl.reduce import Mean, Metrics, finalize
 from nrl.runtime import Cluster, process
 
 pytestmark = pytest.mark.ray
+
+
+NAMES = ["first", "last"]
 
 
 class TwoStages:
@@ -31,8 +36,14 @@ class TwoStages:
         self.stage, peers = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
         self.other, self.copies = dist.get_global_rank(peers, 1 - self.stage), mesh["dp"].get_group()
 
-    def init(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> Tensor:
-        return torch.tensor(0.5 + self.stage, requires_grad=True)
+    def init(self) -> Tensor:
+        return torch.tensor([0.5 + self.stage], requires_grad=True)
+
+    def receive(self, state: Tensor) -> Filling:
+        """A stage has its own weight, and nothing of the other one."""
+        mine, other = NAMES[self.stage], NAMES[1 - self.stage]
+        nothing = Piece(other, (1,), (slice(0, 0),), torch.empty(0))
+        return Filling({mine: whole(mine, state.detach()), other: nothing}, "trainer.init")
 
     def params(self, state: Tensor) -> Tensor:
         return state
@@ -87,14 +98,13 @@ class TwoStages:
         one = torch.ones(())
         return new, {"loss": Mean(total, one), "stage": Mean(one * self.stage, one)}
 
-    def tensors(self, params: Tensor, adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """The last stage has all of them."""
-        found = [torch.empty(()), params.detach()]
-        if self.stage:
-            dist.recv(found[0], self.other)
-        else:
-            dist.send(found[1], self.other)
-        yield from (("first", found[0]), ("last", found[1])) if self.stage else (("first", found[1]),)
+    def adapter(self, params: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def pieces(self, params: Tensor) -> Iterator[Piece]:
+        """Each stage has its own; of its two copies the first speaks."""
+        if process().device_mesh.get_local_rank("dp") == 0:
+            yield whole(NAMES[self.stage], params.detach())
 
     def save(self, *args: Any) -> Saved:
         raise NotImplementedError
@@ -106,7 +116,7 @@ class TwoStages:
 
     restore_params = restore
 
-    def export(self, params: Tensor, folder: Path, adapter: bool = False) -> None:
+    def export(self, params: Tensor, folder: Path) -> None:
         raise NotImplementedError
 
 
@@ -137,3 +147,5 @@ def test_what_a_pipeline_says_comes_from_its_last_stage(on_ray: Cluster) -> None
     assert w1.grad is not None
     assert weights["first"].item() == pytest.approx(0.5 - 0.1 * w0.grad.item())
     assert weights["last"].item() == pytest.approx(1.5 - 0.1 * w1.grad.item())
+    copied = trainer.init(state.params)  # each stage takes its own weight out of those of all
+    assert dict(copied.params.tensors()) == weights

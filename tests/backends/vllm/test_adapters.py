@@ -63,7 +63,7 @@ def test_an_adapter_is_replaced_in_place(on_ray: Cluster, tied: bool, tp: int, t
     mesh = slots[:1].mesh(executable="system", name="lora: trainer")
     first = fsdp.trainer(mesh, model, adamw(lr=2e-2))
     state, _ = first.train_step(sft_loss)(first.init(), tiny.sums(8).take(1)[0])
-    first.export(state.params, tmp_path, adapter=True)
+    first.export(state.params.adapter, tmp_path)
     model = attrs.evolve(model, lora=str(tmp_path))
     trainer = fsdp.trainer(mesh, model, adamw(lr=2e-2))
     state, step = trainer.init(), trainer.train_step(sft_loss)

@@ -1,0 +1,91 @@
+"""Writing a model in Hugging Face format from weights that come one at a time, so that nobody holds all of them."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from nrl.backends.models import safetensors
+from nrl.backends.models.loading import save_model
+from nrl.backends.models.named_weights import named_tensors
+from nrl.log import waiting
+
+__all__ = ["export_weights"]
+
+_FILE, _INDEX, _LARGEST = "model{suffix}.safetensors", "model.safetensors.index.json", "50GB"  # transformers' own
+
+
+def export_weights(weights: Iterable[tuple[str, Tensor]], skeleton: nn.Module, folder: Path) -> None:
+    """Write config and weights.
+
+    transformers keeps some weights in another form than files have, such as the experts of a layer in one tensor. Each
+    weight is turned back by itself. Where that takes several weights together, all are held until the last one came.
+
+    Args:
+        weights: of the model, whole, under the names that it has in transformers; tied ones once.
+        skeleton: the model without its adapter; its weights take no memory, and have the dtypes that files get.
+        folder: where to.
+    """
+    for stale in chain(folder.glob("model*.safetensors"), folder.glob(_INDEX)):
+        stale.unlink()
+    own = dict(named_tensors(skeleton))
+    files = _in_files(skeleton, own)
+    alone = [pair for name, tensor in own.items() for pair in _in_files(skeleton, {name: tensor}).items()]
+    if sorted((name, x.shape) for name, x in alone) != sorted((name, x.shape) for name, x in files.items()):
+        module: Any = skeleton.to_empty(device="cpu")
+        module.tie_weights()  # torch has untied them
+        held = dict(named_tensors(module))
+        for name, tensor in weights:
+            held[name].copy_(tensor)
+        save_model(module, folder)
+        return
+    save_model(skeleton, folder, {})
+    with waiting(f"writing the model to {folder}") as far, ExitStack() as stack:
+        places = _places(files, folder, stack)
+        for done, (name, tensor) in enumerate(weights):
+            for each, value in _in_files(skeleton, {name: tensor.to(own[name].dtype)}).items():
+                file, offset = places[each]
+                file.seek(offset)
+                file.write(safetensors.content(value))
+            far(done, len(own))
+
+
+def _in_files(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights as files have them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(skeleton, dict(tensors))  # type: ignore[arg-type]
+    return found
+
+
+def _places(tensors: Mapping[str, Tensor], folder: Path, stack: ExitStack) -> dict[str, tuple[Any, int]]:
+    """Files with room for all tensors, and for each tensor its file and where in it its content begins."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    split = split_torch_state_dict_into_shards(dict(tensors), filename_pattern=_FILE, max_shard_size=_LARGEST)
+    found: dict[str, tuple[Any, int]] = {}
+    for name, there in split.filename_to_tensors.items():
+        file = stack.enter_context((folder / name).open("wb"))
+        ordered = sorted(there, key=lambda each: -tensors[each].element_size())
+        found |= {each: (file, offset) for each, offset in zip(ordered, _begun(file, tensors, ordered), strict=True)}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return found
+
+
+def _begun(file: Any, tensors: Mapping[str, Tensor], ordered: Sequence[str]) -> list[int]:
+    """Begin a file, and say where the content of each of its tensors begins."""
+    end = file.write(safetensors.header({name: (tensors[name].dtype, tensors[name].shape) for name in ordered}, _ABOUT))
+    offsets = []
+    for name in ordered:
+        offsets.append(end)
+        end += tensors[name].numel() * tensors[name].element_size()
+    return offsets
+
+
+_ABOUT = {"format": "pt"}
