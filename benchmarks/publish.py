@@ -171,7 +171,7 @@ def report(found: dict[str, Any], machine: Machine) -> str:
     | 1M, hf | 2.00 GB | 1.00 (1.00-1.00) | 2.00 (2.00-2.00) | 2.00 (2.00-2.00) | 8.00 (8.00-8.00) | 0.10 (0.10-0.10) |
     """
     lines = [
-        "| model, sampler | weights | publish, GB/s | a copy, GB/s | publish, copies | init, copies | share of a step |",
+        "| model, sampler | weights | publish, GB/s | copy, GB/s | publish, copies | init, copies | share of a step |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, each in found.items():

@@ -22,7 +22,7 @@ def _main(programs: tuple[Callable[[Cluster], None], ...]) -> None:
     os.environ["RAY_AUTH_MODE"] = "disabled"  # read when Ray is imported; a cluster before it may have set another
     import ray
 
-    ray.init("local", num_cpus=4, num_gpus=4, include_dashboard=False)
+    ray.init("local", num_cpus=5, num_gpus=5, include_dashboard=False)
     with nrl.cluster("ray", deadline=300) as cluster:
         for program in programs:
             program(cluster)

@@ -64,10 +64,13 @@ def dies_when_it_receives() -> int:
 
 
 def casts(cluster: Cluster) -> None:
-    """All buckets, twice over the same process group; and when an engine dies of it, by value, and cast again."""
-    slots = cluster.reserve(3)
-    mesh = slots[:1].mesh(executable="system", name="routes: trainer")
-    sampler = engines([slots[i].mesh(executable="system", name=f"routes: engine {i}") for i in (1, 2)])
+    """All buckets, twice over the same process group; and when an engine dies of it, by value, and cast again.
+
+    Two processes share the model, and put each bucket together before the first one casts it.
+    """
+    slots = cluster.reserve(4)
+    mesh = slots[:2].mesh(executable="system", name="routes: trainer")
+    sampler = engines([slots[i].mesh(executable="system", name=f"routes: engine {i}") for i in (2, 3)])
     inside(mesh, many_buckets)
     for seed in (1, 2):
         weights = params(mesh, seed)

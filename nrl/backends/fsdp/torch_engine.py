@@ -116,6 +116,8 @@ class TorchEngine:
         factory=WeakValueDictionary, init=False, repr=False, eq=False
     )
     """Losses that turned out to read outputs where ``loss_mask`` is false."""
+    _probed: set[tuple[str, str]] = attrs.field(factory=set, init=False, repr=False, eq=False)
+    """The classes and configs of models that it computes rightly."""
 
     @property
     def provides(self) -> frozenset[str]:
@@ -317,7 +319,10 @@ class TorchEngine:
         return module.to(self.device) if self._peers.alone else module, _nothing
 
     def _probe(self, module: Any) -> None:
-        """Refuse a model whose numbers this engine would not compute; a collective."""
+        """Refuse a model whose numbers this engine would not compute; a collective. What is alike is probed once."""
+        kind = type(module).__name__, module.config.to_json_string()
+        if kind in self._probed:
+            return
         probe.check_positions(module)
 
         def check() -> None:
@@ -329,6 +334,7 @@ class TorchEngine:
         sharded_in_bfloat16 = self._layer_dtype is not None and not self._peers.alone
         with sharding.reset_after(module), self._autocast(sharded_in_bfloat16):
             sharding.run(module, check)
+        self._probed.add(kind)
 
     def _ready(self, module: Any) -> nn.Module:
         if self.packing is not None:

@@ -289,7 +289,12 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("three", "sft", {"model": Model(CONFIGS["qwen3 untied"])}),
     ("two", "dpo", {"model": Model(QWEN3, dtype="float64")}),
     ("three", "dpo", {"packing": None}),
-    ("two", "grpo", {"packing": nrl.Sequences, "model": Model(QWEN3, dtype="float64")}),
+    # Sequences share in other micro-batches than rectangles, and RMS norms round to float32 where a row is shared
+    (
+        "two",
+        "grpo",
+        {"packing": nrl.Sequences, "model": Model(CONFIGS["phi, a head with a bias"], dtype="float64")},
+    ),
     ("two", "two terms", {"model": Model(TINY_PARTS, dtype="float64")}),
     ("three", "two terms", {"model": Model(TINY_PARTS, dtype="float64")}),
     ("three", "everywhere", {"model": Model(CONFIGS["llama tied"], dtype="float64")}),
