@@ -35,20 +35,20 @@ class Reading:
         self.more = True
         """Whether there may be others."""
 
-    def next(self) -> list[Piece]:
-        """Some more pieces of this process; at the end none."""
+    def next(self, share: float = 1) -> list[Piece]:
+        """Some more pieces of this process, a share of a bucket; at the end none."""
         found, size = list[Piece](), 0
         for piece in self._pieces:
             found.append(piece)
             size += prod(piece.shape) * piece.tensor.element_size()
-            if size >= _BUCKET:
+            if size >= share * _BUCKET:
                 return found
         self.more = False
         return found
 
     def next_whole(self, group: Any = None) -> list[Piece]:
         """Some more whole weights, put together of the pieces of all processes; a collective."""
-        mine = self.next()
+        mine = self.next(1 / 2)  # they are there twice, in pieces and whole
         each = gathered(_tensors(mine), (_places(mine), self.more), group)
         self.more = any(more for _, (_, more) in each)
         pieces = chain(*(_pieces(tensors, places) for tensors, (places, _) in each))

@@ -50,6 +50,7 @@ def test_a_part_and_two_buckets(on_ray: Cluster, tmp_path: Path) -> None:
     mesh = slots[:RANKS].mesh(dp=RANKS, executable=FREES, name="sharded")
     trainer = fsdp.trainer(mesh, named, adamw(lr=1e-6))
     sampler = hf.sampler(slots[RANKS:].mesh(executable=FREES), named)
+    fsdp.trainer(mesh, tiny.model(), adamw(lr=1e-6)).load()  # what is imported then stays
     params, loaded = peaks(mesh, trainer.load)
     size = sum(tensor.nbytes for _, tensor in params.tensors())
     assert size > 2e9
@@ -58,8 +59,6 @@ def test_a_part_and_two_buckets(on_ray: Cluster, tmp_path: Path) -> None:
     _, published = peaks(mesh, lambda: nrl.publish(params, sampler))
     _, exported = peaks(mesh, lambda: trainer.export(params, tmp_path / "out"))
     most = 2 * _BUCKET
-    print({"part": size / RANKS, "loaded": loaded, "filled": filled, "published": published, "exported": exported})
-    assert max(loaded) < size / RANKS + most
-    assert max(filled) < size / RANKS + most
-    assert max(published) < most
-    assert max(exported) < most
+    taken = {"loaded": loaded, "filled": filled, "published": published, "exported": exported}
+    part = {"loaded": size / RANKS, "filled": size / RANKS, "published": 0, "exported": 0}
+    assert not {name: each for name, each in taken.items() if max(each) >= part[name] + most}
