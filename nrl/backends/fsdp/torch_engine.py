@@ -9,8 +9,8 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-from weakref import WeakSet, WeakValueDictionary
+from typing import Any
+from weakref import WeakValueDictionary
 
 import attrs
 import torch
@@ -22,6 +22,7 @@ from nrl.algos import Loss, name_of, needed
 from nrl.backends.base import Model, Piece
 from nrl.backends.fsdp import attention, probe, sharding, storage
 from nrl.backends.fsdp.outputs import compute
+from nrl.backends.fsdp.torch_state import FROZEN, Adapter, TorchParams, TorchState, module_of
 from nrl.backends.models import loading, lora
 from nrl.backends.models.exporting import export_weights
 from nrl.backends.models.named_weights import weight_name
@@ -37,11 +38,8 @@ from nrl.files import Saved
 from nrl.reduce import Mean, Metrics
 from nrl.runtime.mesh.current_process import rest, wake
 
-__all__ = ["TorchEngine", "TorchState"]
+__all__ = ["TorchEngine"]
 
-
-_FROZEN: WeakSet[nn.Module] = WeakSet()
-"""Frozen models of this process: they leave the device when a model trains, and come back for their next forward."""
 
 _PROVIDES = {
     "lm": frozenset({"logprobs", "entropy", "logprobs_at", "top_k"}),
@@ -51,44 +49,9 @@ _PROVIDES = {
 """The kinds of outputs of each head."""
 
 
-class TorchState(NamedTuple):
-    """A model in training, its optimizer, and how many steps it has taken."""
-
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    step: int
-
-    def rest(self) -> None:
-        """Move model and moments off the device; see `nrl.runtime.mesh.current_process.Rests`."""
-        rest(self.module)
-        self._move_moments(torch.device("cpu"))
-
-    def wake(self) -> None:
-        """Move them back."""
-        wake(self.module)
-        self._move_moments(next(self.module.parameters()).device)
-
-    def _move_moments(self, device: torch.device) -> None:
-        for moments in self.optimizer.state.values():
-            moments |= {key: x.to(device) for key, x in moments.items() if isinstance(x, Tensor)}
-
-
-class _Adapter(NamedTuple):
-    """The adapter alone of a model."""
-
-    module: nn.Module
-
-
-type _Params = nn.Module | _Adapter
-
-
 def _nothing(name: str) -> Tensor:
     """Reads nothing: all parameters are there."""
     raise KeyError(name)
-
-
-def _module(params: _Params) -> nn.Module:
-    return params.module if isinstance(params, _Adapter) else params
 
 
 @attrs.frozen
@@ -137,9 +100,9 @@ class TorchEngine:
         """The module inside of a train state."""
         return state.module
 
-    def adapter(self, params: _Params) -> _Adapter:
+    def adapter(self, params: TorchParams) -> Adapter:
         """The adapter of a module."""
-        return _Adapter(_module(params))
+        return Adapter(module_of(params))
 
     def load(self, source: str | None) -> nn.Module:
         """A frozen module."""
@@ -153,13 +116,13 @@ class TorchEngine:
             module = copy.deepcopy(params).requires_grad_(False)
         else:
             module = self._ready(sharding.copied(params, self._peers, self._layer_dtype))
-        _FROZEN.add(module)
+        FROZEN.add(module)
         return module
 
-    def pieces(self, params: _Params) -> Iterator[Piece]:
+    def pieces(self, params: TorchParams) -> Iterator[Piece]:
         """What this process has of the weights; where an adapter is added to them, all processes iterate together."""
         mine = partial(sharding.spoken, self._peers)
-        if isinstance(params, _Adapter):
+        if isinstance(params, Adapter):
             return lora.adapter(params.module, mine)
         return lora.merged(params, mine, sharding.whole)
 
@@ -188,7 +151,7 @@ class TorchEngine:
         """One optimizer step; either steps once or raises and leaves the state as it was."""
         module, optimizer, step = state
         name = name_of(loss)
-        for frozen in _FROZEN:
+        for frozen in FROZEN:
             rest(frozen)
         module.train()
         with sharding.reset_after(module):
@@ -306,7 +269,7 @@ class TorchEngine:
         held.meet(who)
         ready = self._ready(module)
         if frozen:
-            _FROZEN.add(ready)
+            FROZEN.add(ready)
         return ready
 
     def _build(self, model: Model) -> tuple[Any, Callable[[str], Tensor]]:
@@ -361,7 +324,7 @@ class TorchEngine:
         groups = [group for group in groups if group["params"]]
         return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
 
-    def save(self, state: TorchState, params: _Params, folder: Path) -> Saved:
+    def save(self, state: TorchState, params: TorchParams, folder: Path) -> Saved:
         """Write module and optimizer."""
         return self._write(folder, params, state.optimizer, state.step)
 
@@ -371,7 +334,7 @@ class TorchEngine:
         self._read(folder, state.module, state.optimizer, record["base"])
         return state._replace(step=record["step"])
 
-    def save_params(self, params: _Params, folder: Path) -> Saved:
+    def save_params(self, params: TorchParams, folder: Path) -> Saved:
         """Write the module."""
         return self._write(folder, params, None, 0)
 
@@ -381,8 +344,8 @@ class TorchEngine:
         self._read(folder, module, None, record["base"])
         return module
 
-    def _write(self, folder: Path, params: _Params, optimizer: torch.optim.Optimizer | None, step: int) -> Saved:
-        module, adapter = _module(params), isinstance(params, _Adapter)
+    def _write(self, folder: Path, params: TorchParams, optimizer: torch.optim.Optimizer | None, step: int) -> Saved:
+        module, adapter = module_of(params), isinstance(params, Adapter)
         written = storage.write(folder, module, optimizer, self._peers, lora.trained if adapter else None)
         base = lora.signature(module, sharding.whole) if adapter else None
         return Saved(written, {"step": step, "lora": bool(lora.layers(module)), "base": base})
@@ -398,7 +361,7 @@ class TorchEngine:
         if base is not None:
             lora.check_base(lora.signature(module, sharding.whole), base)
 
-    def export(self, params: _Params, folder: Path) -> None:
+    def export(self, params: TorchParams, folder: Path) -> None:
         """Write a folder that transformers and vLLM load; of an adapter, one that peft loads."""
         held = HeldError(self._peers)
         weights = whole_weights(self.pieces(params), "export", self._peers.group)
@@ -409,8 +372,8 @@ class TorchEngine:
             pass
         held.meet("export")
 
-    def _export(self, params: _Params, weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
-        if isinstance(params, _Adapter):
+    def _export(self, params: TorchParams, weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+        if isinstance(params, Adapter):
             lora.export(params.module, dict(weights), self.model, folder)
             return
         dtype: Any = getattr(torch, self.model.dtype)

@@ -1,6 +1,6 @@
 """The half of training that runs in each process: the calls that the driver makes around an engine."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,18 @@ from nrl.batch import Batch
 from nrl.files import Saved
 from nrl.reduce import Metrics
 
-__all__ = ["Find", "adapter_of", "as_it_is", "forward", "of_state", "read", "save", "train", "with_params"]
+__all__ = [
+    "Find",
+    "adapter_of",
+    "as_it_is",
+    "forward",
+    "of_state",
+    "outputs_like",
+    "read",
+    "save",
+    "train",
+    "with_params",
+]
 
 type _Engine = TrainEngine[Any, Any]
 type _Split = Callable[[Batch], Sequence[Batch]]
@@ -78,13 +89,19 @@ def forward(
     return tuple(some[0] if len(some) == 1 else some for some in each)
 
 
+def outputs_like(batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
+    """For each output that needs stand for, a tensor of its shape and dtype that takes no memory."""
+    found = {}
+    for name in outputs_of(needs):
+        k = max(0, top_k_of(needs) or 0)
+        shape = output_shape(name, batch) + ((k,) if name in ("top_k_ids", "top_k_logprobs") else ())
+        found[name] = torch.zeros((), dtype=torch.int64 if name == "top_k_ids" else torch.float32).expand(shape)
+    return found
+
+
 def _nothing(shard: Batch, needs: frozenset[str]) -> TensorDict:
     """The outputs for no rows."""
-    k = top_k_of(needs)
-    found = {name: torch.zeros(output_shape(name, shard)) for name in outputs_of(needs)}
-    if k is not None:
-        likely = torch.zeros(*shard["input_ids"].shape, k)
-        found |= {"top_k_ids": likely.long(), "top_k_logprobs": likely}
+    found = {name: like.contiguous() for name, like in outputs_like(shard, needs).items()}
     return TensorDict(found, batch_size=shard.batch_size)
 
 

@@ -42,10 +42,14 @@ class Params:
         self.find = find
         """How a process finds them in the value that the handle names."""
 
-    @property
-    def alone(self) -> bool:
-        """Whether they are an adapter without the weights that it is on."""
-        return self.find not in (on_ranks.as_it_is, on_ranks.of_state)
+    def check_whole(self, who: str) -> None:
+        """Check that they are more than an adapter.
+
+        Raises:
+            ModelError: they are `adapter` of some params; ``who`` is how it begins.
+        """
+        if self.find not in (on_ranks.as_it_is, on_ranks.of_state):
+            raise ModelError(f"{who}: params.adapter is an adapter without the weights that it is on; give the params")
 
     @property
     def adapter(self) -> "Params":

@@ -11,8 +11,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from nrl.algos import Loss, name_of, needed, output_kind, output_shape
-from nrl.backends.base import Bucket, outputs_of, top_k_of
+from nrl.algos import Loss, name_of, needed, output_kind
+from nrl.backends.base import Bucket
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.engines import TrainEngine
 from nrl.backends.training import on_ranks, reading, shared_folders
@@ -22,7 +22,7 @@ from nrl.backends.training.states import Params, TrainState
 from nrl.backends.training.terms import LOGPROBS, global_weights
 from nrl.batch import Batch, deal, microbatches, restore
 from nrl.batch.handles import stand_ins, without_handles
-from nrl.errors import CheckpointError, MissingOutput, ModelError
+from nrl.errors import CheckpointError, MissingOutput
 from nrl.files import MANIFEST, Saved, Written, check_sizes, flush, saved_in, write_manifest
 from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Future, Handle, Mesh, done
@@ -128,7 +128,7 @@ class Trainer:
     def freeze(self, params: Params) -> Params:
         """A copy that training does not change."""
         fn, given = self._method_of(params, "freeze", "freeze")
-        _check_all(params, "freeze")
+        params.check_whole("freeze")
         values = self._call("freeze", fn, given)
         return self._params(values, params.version, params.published, params.adapter_of)
 
@@ -188,9 +188,9 @@ class Trainer:
         """
         self._check_needs(who, needs)
         values = self._borrow(params, who)
-        _check_all(params, who)
+        params.check_whole(who)
         rows, shards = self._shards(batch)
-        likes = {name: _like(name, batch, top_k_of(needs)) for name in outputs_of(needs)}
+        likes = on_ranks.outputs_like(batch, needs)
         fn = partial(on_ranks.forward, self._split, frozenset(needs), params.find)
         replies = self._call(who, fn, values, *shards, outs=(Out.each,) * len(likes))
         return {
@@ -298,9 +298,10 @@ class Trainer:
         params = value._params if isinstance(value, TrainState) else value
         alone = params.adapter_of is not None
         record = {"version": params.version, "published": params.published, "adapter": alone}
-        fn, values = self._method_of(params.adapter if alone else params, "save_params", "save")
+        kept = params.adapter if alone else params
+        fn, values = self._method_of(kept, "save_params", "save")
         if isinstance(value, TrainState):
-            fn = partial(on_ranks.save, (params.adapter if alone else params).find)
+            fn = partial(on_ranks.save, kept.find)
             record |= {"step": value.step}
         self.mesh.cluster.check_open("save")
         folder.mkdir(parents=True, exist_ok=True)
@@ -384,11 +385,6 @@ class Trainer:
         return rows, [Each(column) for column in zip(*given, strict=True)]
 
 
-def _check_all(params: Params, who: str) -> None:
-    if params.alone:
-        raise ModelError(f"{who}: params.adapter is an adapter without the weights that it is on; give the params")
-
-
 def _in_order(who: str, rows: list[Tensor], results: list[Tensor | list[Tensor]]) -> Tensor:
     shards = [shard for result in results for shard in (result if isinstance(result, list) else [result])]
     whole: Tensor = restore(rows, shards, who=who)
@@ -399,11 +395,3 @@ def _of_the_step(metrics: Metrics, results: list[Metrics]) -> Metrics:
     (found,) = results
     whole = Mean(found["loss"][0], torch.ones(()))  # its parts have been added up: over steps it is a mean
     return metrics | found | {"loss": whole, "skipped": Sum(torch.tensor(0.0))}
-
-
-def _like(output: str, batch: Batch, k: int | None) -> Tensor:
-    """Stands for an output of a batch; see `nrl.runtime.mesh.futures.Coming`."""
-    shape = output_shape(output, batch)
-    if output in ("top_k_ids", "top_k_logprobs"):
-        shape = torch.Size([*shape, max(0, k or 0)])
-    return torch.zeros((), dtype=torch.int64 if output == "top_k_ids" else torch.float32).expand(shape)

@@ -356,8 +356,7 @@ class Mesh:
     ) -> "futures.Future[T]":
         """Call ``fn(*args)`` beside one process of the mesh; a slow one delays no other, and no call in all processes.
 
-        Functions run side by side in a helper, a second process in the rank's slot that starts with the first of them;
-        on the local cluster in threads. They are in no order with each other, nor with calls.
+        Functions run side by side and in no order, in a helper: a second process in the rank's slot, or local threads.
 
         Args:
             fn: what to call; `nrl.process` tells it its rank. It travels as with `nrl.shard_map`.
@@ -377,8 +376,7 @@ class Mesh:
         ...     here.reserve(2).mesh().submit(len, "abc").result()
         3
         """
-        who = f"submit({name_of(fn)})"
-        self.cluster.check_open(who)
+        self.cluster.check_open(who := f"submit({name_of(fn)})")
         return self.processes.submit(who, fn, args, rank, deadline)
 
 

@@ -31,7 +31,8 @@ from nrl import algos, tiny
 from nrl.algos import Loss, needs, sft_loss, token_mean
 from nrl.backends import Model, adamw
 from nrl.backends.base import top_k
-from nrl.backends.fsdp.torch_engine import TorchEngine, TorchState
+from nrl.backends.fsdp.torch_engine import TorchEngine
+from nrl.backends.fsdp.torch_state import TorchState
 from nrl.backends.models import loading, named_weights
 from nrl.backends.training import on_ranks
 from nrl.backends.training.agreement import HeldError, Peers, pickled

@@ -22,6 +22,7 @@ from nrl.backends import Model, Optimizer, Schedule, Trainer, adamw, fsdp, learn
 from nrl.backends.fsdp import torch_engine
 from nrl.backends.fsdp.outputs import compute
 from nrl.backends.fsdp.torch_engine import TorchEngine
+from nrl.backends.fsdp.torch_state import FROZEN
 from nrl.backends.models import loading, named_weights
 from nrl.backends.models.pieces import fill, wholes
 from nrl.backends.training.terms import global_weights
@@ -704,11 +705,11 @@ def test_a_model_in_bfloat16_is_exported_in_bfloat16_with_its_tokenizer(slots: S
 def test_a_reference_leaves_the_device_while_a_model_trains(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     """And comes back for the next one who asks; here the device is a note in a list."""
     story: list[tuple[str, Any]] = []
-    before = set(torch_engine._FROZEN)
+    before = set(FROZEN)
     policy, teacher = make(slots), make(slots, Model(QWEN3, seed=1))
     state = policy.init()
     frozen = [policy.freeze(state.params), policy.load(), teacher.load()]
-    made = [module for module in torch_engine._FROZEN if module not in before]
+    made = [module for module in FROZEN if module not in before]
     assert len(made) == 3
     for name in ("rest", "wake"):
         monkeypatch.setattr(torch_engine, name, lambda module, name=name: story.append((name, module)))

@@ -20,7 +20,7 @@ from examples import sft
 from nrl import algos, config, tiny
 from nrl.algos import Loss, sft_loss
 from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf
-from nrl.backends.fsdp.torch_engine import TorchState
+from nrl.backends.fsdp.torch_state import TorchState
 from nrl.backends.models import loading, lora, named_weights
 from nrl.backends.training.terms import global_weights
 from nrl.backends.vllm import adapters

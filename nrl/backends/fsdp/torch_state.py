@@ -1,0 +1,54 @@
+"""What the torch engine keeps on a mesh: models, models in training, and adapters alone."""
+
+from typing import NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from nrl.runtime.mesh.current_process import rest, wake
+
+__all__ = ["FROZEN", "Adapter", "TorchParams", "TorchState", "module_of"]
+
+FROZEN: WeakSet[nn.Module] = WeakSet()
+"""Frozen models of this process: they leave the device when a model trains, and come back for their next forward."""
+
+
+class TorchState(NamedTuple):
+    """A model in training, its optimizer, and how many steps it has taken."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: int
+
+    def rest(self) -> None:
+        """Move model and moments off the device; see `nrl.runtime.mesh.current_process.Rests`."""
+        rest(self.module)
+        self._move_moments(torch.device("cpu"))
+
+    def wake(self) -> None:
+        """Move them back."""
+        wake(self.module)
+        self._move_moments(next(self.module.parameters()).device)
+
+    def _move_moments(self, device: torch.device) -> None:
+        for moments in self.optimizer.state.values():
+            moments |= {key: x.to(device) for key, x in moments.items() if isinstance(x, Tensor)}
+
+
+class Adapter(NamedTuple):
+    """The adapter alone of a model."""
+
+    module: nn.Module
+
+
+type TorchParams = nn.Module | Adapter
+
+
+def module_of(params: TorchParams) -> nn.Module:
+    """The model that they are, or that they are the adapter of.
+
+    >>> module_of(Adapter(nn.Identity()))
+    Identity()
+    """
+    return params.module if isinstance(params, Adapter) else params
