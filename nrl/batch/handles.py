@@ -72,6 +72,14 @@ class ColumnHandle(Tensor):
         """Zeros of its shape and dtype, which take no memory."""
         return torch.zeros((), dtype=self.dtype).expand(self.shape)
 
+    def tolist(self) -> Any:
+        """The numbers, as lists."""
+        return self.fetch().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The numbers, as an array."""
+        return self.fetch().numpy(force=force)
+
     def fetch(self) -> Tensor:
         """The numbers."""
         return filled(self.shape, self.dtype, self.parts, [part.source.result()[part.rows] for part in self.parts])

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.batch import Parts, lengths, microbatches
-from nrl.batch.ragged import memory_of, numbered
+from nrl.batch.ragged import is_ragged, memory_of, numbered, parts_of
 from nrl.batch.values import remembered
 
 __all__ = ["common_prefixes", "media_numbers", "microbatches_by_prefix"]
@@ -67,8 +67,8 @@ def common_prefixes(
         below = cut.pop(begin, []) + cut.pop(left + 1, [])
         saved[begin], cut[begin] = (whole, [(begin, end + 1, common)]) if whole >= parts else (parts, below)
     stem, shared = np.arange(len(ids)), np.array(sizes, dtype=np.int64)
-    for parts_of in cut.values():
-        for begin, stop, common in parts_of:
+    for sets in cut.values():
+        for begin, stop, common in sets:
             rows = order[begin:stop]
             stem[rows], shared[rows] = rows.min(), common
     return stem, shared
@@ -107,14 +107,19 @@ def _media(batch: TensorDict) -> list[Tensor]:
 
 
 def _numbers(column: Tensor) -> np.ndarray:
-    return remembered(memory_of(column), "numbers", partial(numbered, column))
+    return remembered(memory_of(column), _key(column), partial(numbered, column))
+
+
+def _key(column: Tensor) -> tuple[str, bytes]:
+    """Which rows the memory of a column is cut into."""
+    return "numbers", parts_of(column)[1].numpy().tobytes() if is_ragged(column) else b""
 
 
 def _inheriting(batch: TensorDict, parts: Parts) -> Parts:
     """Let parts know the numbers of their media, so that nobody reads them again."""
     for rows, part in zip(parts.rows, parts, strict=True):
         for whole, column in zip(_media(batch), _media(part), strict=True):
-            remembered(memory_of(column), "numbers", partial(_numbers(whole).take, rows.numpy()))
+            remembered(memory_of(column), _key(column), partial(_numbers(whole).take, rows.numpy()))
     return parts
 
 

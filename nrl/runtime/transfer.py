@@ -11,7 +11,7 @@ import os
 import pickle
 import threading
 import zlib
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -92,12 +92,14 @@ def gathered(tensors: Tensors, about: Any = None, group: Any = None) -> list[tup
         return [(tensors, about)]
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, (_content(tensors), about), group=group)
-    size = max(_bytes(content) for content, _ in told)  # all have to send as many
-    flat = _flat(tensors, size)
-    buffers = [torch.empty_like(flat) for _ in told]
-    if size:
-        dist.all_gather(buffers, flat, group=group)
-    return [(_tensors(buffer, content), said) for buffer, (content, said) in zip(buffers, told, strict=True)]
+    found = list[tuple[Tensors, Any]]()
+    for rank, (content, said) in enumerate(told):
+        size = _bytes(content)
+        flat = _flat(tensors, size) if rank == dist.get_rank(group) else _room(size)
+        if size:
+            dist.broadcast(flat, group=group, group_src=rank)
+        found.append((_tensors(flat, content), said))
+    return found
 
 
 def sent(send: Callable[[Tensors], Any], tensors: Tensors) -> tuple[Any, dict[str, int]]:
@@ -161,10 +163,12 @@ def _arrived(travelled: Sequence[Any]) -> Tensors:
     if lent:
         tensors: Tensors = pickle.loads(lent[_device()])
         return tensors
-    first = travelled[0]
-    return (
-        _received(first) if isinstance(first, _Parcel) else {name: x for each in travelled for name, x in each.items()}
-    )
+    if isinstance(travelled[0], _Parcel):
+        return _received(travelled[0])
+    times = Counter(name for each in travelled for name, tensor in each.items() if tensor.numel())
+    if twice := [name for name, count in times.items() if count > 1]:
+        raise CorruptedTransfer(f"transfer: '{twice[0]}' came from two processes; one has to speak for it")
+    return {name: tensor for each in travelled for name, tensor in each.items()}
 
 
 def by_value(tensors: Tensors) -> Tensors:

@@ -166,6 +166,7 @@ def test_pairs_have_handles_too() -> None:
 def test_whoever_computes_with_it_gets_the_numbers() -> None:
     here, there, (source, _) = taught(rows([3, 1]))
     ids, known = there["teacher_ids"], here["teacher_ids"]
+    assert ids.tolist() == ids.numpy().tolist() == known.tolist()
     for fn in (
         lambda x: x + 1,
         lambda x: x[:, 0],

@@ -77,3 +77,14 @@ def test_a_step_reads_them_once(read: list[Tensor], slots: Slots) -> None:
     state, metrics = step(state, batch)
     assert nrl.finalize(metrics.result())["skipped"] == 0
     assert len(read) == 2 * len(batch)
+
+
+def test_rows_that_are_cut_otherwise_out_of_the_same_memory() -> None:
+    values = torch.zeros(4, 2)
+    values[1] = 1
+    for offsets, expected in (([0, 2, 4], [1, 0]), ([0, 1, 4], [0, 1]), ([0, 1, 2, 4], [0, 2, 1])):
+        media = ragged.of_values(values, torch.tensor(offsets))
+        found = media_numbers(Batch({"media": media}, batch_size=[len(offsets) - 1]))
+        assert found is not None
+        assert len(set(found.tolist())) == len(set(expected))
+        assert found.shape == (len(offsets) - 1,)

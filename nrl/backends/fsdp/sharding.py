@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from nrl.backends.base import Piece
 from nrl.backends.models import pieces
-from nrl.backends.training.agreement import Peers
+from nrl.backends.training.agreement import HeldError, Peers
 from nrl.errors import PlacementError
 
 __all__ = ["axis", "copied", "own", "piece", "reset_after", "run", "shard", "skeleton", "spoken", "whole"]
@@ -55,7 +55,7 @@ def axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
 def shard(
     module: nn.Module | None,
     read: Callable[[str], Tensor],
-    peers: Peers,
+    held: HeldError,
     layer_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Shard a model that the first process holds, or reads; a collective.
@@ -67,18 +67,21 @@ def shard(
     Args:
         module: a Hugging Face model on the CPU; None in all processes but the first.
         read: in the first process, reads a parameter that takes no memory (of the device ``meta``), by its name.
-        peers: more than one process.
+        held: of more than one process; an error of ``read`` is held back there, and the model is then of no use.
         layer_dtype: in which layers are gathered; None: their own.
     """
+    peers = held.peers
     skeleton = peers.send(None if module is None else _remade(module, lambda x: torch.empty_like(x, device="meta")))
     made = _empty(skeleton, peers, layer_dtype)
     values = dict(module.named_parameters()) if module is not None else {}
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             assert isinstance(parameter, DTensor)
-            value = torch.empty(parameter.shape, dtype=parameter.dtype) if not values else values[name]
-            if values and value.is_meta:
-                value = read(name).to(parameter.dtype)
+            value = values.get(name, torch.empty(parameter.shape, dtype=parameter.dtype))
+            if value.is_meta:
+                value = torch.zeros(value.shape, dtype=value.dtype)
+                with held.back():
+                    value = read(name).to(parameter.dtype)
             part = distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements)  # from the first
             parameter.to_local().copy_(part.to_local())
     return made
@@ -162,12 +165,13 @@ def own(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
     return {name: made[id(tensor)] for name, tensor in tensors.items()}
 
 
-def spoken(peers: Peers, name: str, tensor: Tensor) -> Piece | None:
-    """As `piece`; None: another process has the same, and speaks for it."""
-    if not isinstance(tensor, DTensor):
-        return piece(name, tensor) if peers.rank == 0 else None
-    places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
-    return None if any(at for placement, at in places if placement.is_replicate()) else piece(name, tensor)
+def spoken(peers: Peers, name: str, tensor: Tensor) -> Piece:
+    """As `piece`; empty, if another process has the same and speaks for it."""
+    found, copy = piece(name, tensor), peers.rank > 0
+    if isinstance(tensor, DTensor):
+        places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
+        copy = any(at for placement, at in places if placement.is_replicate())
+    return pieces.nothing(found) if copy else found
 
 
 def skeleton(module: nn.Module) -> nn.Module:

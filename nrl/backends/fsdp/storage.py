@@ -19,7 +19,7 @@ from nrl.backends.base import Piece
 from nrl.backends.fsdp import sharding
 from nrl.backends.models import safetensors
 from nrl.backends.models.named_weights import SAME, a_few, check_weight, named_tensors, weight_name
-from nrl.backends.models.pieces import fill
+from nrl.backends.models.pieces import apart, fill
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.errors import CheckpointError, ModelError
 from nrl.files import Buffer, Written, flush
@@ -66,9 +66,9 @@ def write(
         tensors = {_MODEL + name: tensor for name, tensor in _weights(module, wanted)}
         if optimizer is not None:
             tensors |= _moments(module, optimizer)
-        spoken = (sharding.spoken(peers, name, x) for name, x in tensors.items())
+        spoken = [sharding.spoken(peers, name, x) for name, x in tensors.items()]
         name = f"{peers.rank + 1:05}-of-{peers.count:05}.safetensors"
-        found[name] = write_file(folder / name, _safetensors([x for x in spoken if x is not None and x.tensor.numel()]))
+        found[name] = write_file(folder / name, _safetensors([x for x in spoken if x.tensor.numel()]))
         flush(folder)
     held.meet("save")  # when one process returns, all have written
     return found
@@ -138,7 +138,7 @@ def _pieces(folder: Path, files: ExitStack) -> dict[str, list[Piece]]:
     for name, pieces in found.items():
         have = sum(math.prod(at.stop - at.start for at in piece.index) for piece in pieces)
         all_of_it = math.prod(pieces[0].shape)
-        if have != all_of_it:
+        if have != all_of_it or not apart([piece.index for piece in pieces]):
             raise CheckpointError(
                 f"restore: {folder} on host {socket.gethostname()} has {have} of the {all_of_it} numbers of '{name}': "
                 f"of the files that were written there is {', '.join(sorted(x.name for x in folder.iterdir()))}. Bring "

@@ -263,7 +263,8 @@ class TorchEngine:
                     module.requires_grad_(False)
         held.meet(who)
         if not self._peers.alone:
-            module = sharding.shard(module, read, self._peers, self._layer_dtype)
+            module = sharding.shard(module, read, held, self._layer_dtype)
+            held.meet(who)
         with held.back():
             self._probe(module)
         held.meet(who)

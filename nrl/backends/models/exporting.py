@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nrl.backends.models import safetensors
 from nrl.backends.models.loading import save_model
-from nrl.backends.models.named_weights import named_tensors
+from nrl.backends.models.named_weights import check_arrived, named_tensors
 from nrl.log import waiting
 
 __all__ = ["export_weights"]
@@ -29,6 +29,9 @@ def export_weights(weights: Iterable[tuple[str, Tensor]], skeleton: nn.Module, f
         weights: of the model, whole, under the names that it has in transformers; tied ones once.
         skeleton: the model without its adapter; its weights take no memory, and have the dtypes that files get.
         folder: where to.
+
+    Raises:
+        ModelError: a weight did not come.
     """
     for stale in chain(folder.glob("model*.safetensors"), folder.glob(_INDEX)):
         stale.unlink()
@@ -40,10 +43,12 @@ def export_weights(weights: Iterable[tuple[str, Tensor]], skeleton: nn.Module, f
         module.tie_weights()  # torch has untied them
         held = dict(named_tensors(module))
         for name, tensor in weights:
-            held[name].copy_(tensor)
+            held.pop(name).copy_(tensor)
+        check_arrived(held, "export")
         save_model(module, folder)
         return
     save_model(skeleton, folder, {})
+    left = set(own)
     with waiting(f"writing the model to {folder}") as far, ExitStack() as stack:
         places = _places(files, folder, stack)
         for done, (name, tensor) in enumerate(weights):
@@ -52,6 +57,8 @@ def export_weights(weights: Iterable[tuple[str, Tensor]], skeleton: nn.Module, f
                 file.seek(offset)
                 file.write(safetensors.content(value))
             far(done, len(own))
+            left.discard(name)
+    check_arrived(left, "export")
 
 
 def _in_files(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -88,7 +88,12 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def unread(model: Model, *, dtype: torch.dtype | None = None) -> loading.Unread | None:
-    """As `build`, with a base whose weights are still in its files; see `nrl.backends.models.loading.unread`."""
+    """As `build`, with a base whose weights are still in its files; see `nrl.backends.models.loading.unread`.
+
+    None also where a folder with an adapter has the model's head, too.
+    """
+    if isinstance(model.lora, str) and model.head != "lm":
+        return None
     found = loading.unread(model, dtype=dtype)
     if found is not None:
         unread = {part: part.weight for part in found.module.modules() if isinstance(part, nn.Linear)}
@@ -141,33 +146,29 @@ def _of_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-type _Pieces = Callable[[str, Tensor], Piece | None]
-
-
 def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
 def merged(
     module: nn.Module,
-    piece: _Pieces = pieces.whole,
+    piece: Callable[[str, Tensor], Piece] = pieces.whole,
     whole: Callable[[Tensor], Tensor] = _identity,
 ) -> Iterator[Piece]:
     """The weights of a model with its adapters added in, one at a time.
 
     Args:
         module: with adapters or without.
-        piece: what this process gives of a weight; None: nothing.
+        piece: what this process gives of a weight.
         whole: makes a whole tensor of one that is sharded.
     """
     adapted = {f"{named_weights.weight_name(name)}.weight": layer for name, layer in layers(module).items()}
     for name, tensor in named_weights.named_tensors(module):
         if not _of_adapter(name):
             found = piece(name, tensor)
-            if found is not None and name in adapted:
+            if name in adapted:
                 found = attrs.evolve(found, tensor=found.tensor + _delta(adapted[name], found.index, whole))
-            if found is not None:
-                yield found
+            yield found
 
 
 def _delta(layer: Any, index: tuple[slice, ...], whole: Callable[[Tensor], Tensor]) -> Tensor:
@@ -178,10 +179,9 @@ def _delta(layer: Any, index: tuple[slice, ...], whole: Callable[[Tensor], Tenso
     return found
 
 
-def adapter(module: nn.Module, piece: _Pieces = pieces.whole) -> Iterator[Piece]:
+def adapter(module: nn.Module, piece: Callable[[str, Tensor], Piece] = pieces.whole) -> Iterator[Piece]:
     """The `trained` weights of a model with an adapter, one at a time; ``piece`` as for `merged`."""
-    some = (piece(name, tensor) for name, tensor in named_weights.named_tensors(module) if trained(name))
-    return (found for found in some if found is not None)
+    return (piece(name, tensor) for name, tensor in named_weights.named_tensors(module) if trained(name))
 
 
 def _some(module: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -210,7 +210,8 @@ class Receiving:
 
     def add(self, bucket: Bucket) -> None:
         """Copy some in."""
-        self._begun(any(_of_adapter(piece.name) for piece in bucket)).add(bucket)
+        if bucket:
+            self._begun(any(_of_adapter(piece.name) for piece in bucket)).add(bucket)
 
     def end(self) -> None:
         """Check that all have come."""

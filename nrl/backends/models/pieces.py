@@ -4,9 +4,10 @@ A process never has to hold more of a model than its own pieces and those that a
 whoever receives them may have cut the weights in different ways.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from nrl.backends.base import Piece
 from nrl.backends.models.named_weights import a_few, check_arrived, check_weight, is_head, is_score
 from nrl.errors import ModelError
 
-__all__ = ["Filling", "Joining", "common", "fill", "whole", "wholes"]
+__all__ = ["Filling", "Joining", "apart", "common", "fill", "nothing", "whole", "wholes"]
 
 type _Index = tuple[slice, ...]
 
@@ -26,6 +27,23 @@ def whole(name: str, tensor: Tensor) -> Piece:
     (slice(0, 3, None),)
     """
     return Piece(name, tuple(tensor.shape), tuple(slice(0, size) for size in tensor.shape), tensor)
+
+
+def nothing(piece: Piece) -> Piece:
+    """An empty piece of the same weight."""
+    return Piece(piece.name, piece.shape, tuple(slice(0, 0) for _ in piece.shape), piece.tensor.new_empty(0))
+
+
+def apart(blocks: Sequence[_Index]) -> bool:
+    """Whether no two blocks of a weight overlap.
+
+    >>> apart([(slice(0, 2),), (slice(2, 3),)]), apart([(slice(0, 2),), (slice(1, 3),)])
+    (True, False)
+    """
+    ends = np.array([[(each.start, each.stop) for each in block] for block in blocks], dtype=np.int64)
+    starts, stops = ends.reshape(len(blocks), -1, 2).transpose(2, 0, 1)
+    overlap = ((starts[:, None] < stops) & (starts < stops[:, None])).all(-1)
+    return not (overlap & ~np.eye(len(blocks), dtype=bool)).any()
 
 
 def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
@@ -71,7 +89,7 @@ class Filling:
         for name, piece in own.items():
             self._names.setdefault(id(piece), name)
         self._left = {id(piece): piece.tensor.numel() for piece in own.values()}
-        self._filled: set[tuple[int, tuple[tuple[int, int], ...]]] = set()
+        self._filled: dict[int, list[_Index]] = {piece: [] for piece in self._left}
 
     @torch.no_grad()
     def add(self, pieces: Iterable[Piece]) -> None:
@@ -94,9 +112,8 @@ class Filling:
             return
         here, there = where
         mine, theirs = own.tensor[here], piece.tensor[there]
-        block = id(own), tuple((each.start, each.stop) for each in here)
-        if block not in self._filled:
-            self._filled.add(block)
+        if here not in (filled := self._filled[id(own)]):
+            filled.append(here)
             self._left[id(own)] -= mine.numel()
             mine.copy_(theirs)
         elif not torch.equal(mine, theirs.to(mine)):
@@ -111,15 +128,23 @@ class Filling:
         Raises:
             ModelError: a weight is missing, or some of its pieces overlapped.
         """
-        left = [name for piece, name in self._names.items() if self._left[piece]]
-        part = [name for name in left if self._left[id(self._own[name])] != self._own[name].tensor.numel()]
-        lost = [name for name in left if name not in part and not (self._other_head and is_score(name))]
+        lost, wrong = [], []
+        for piece, name in self._names.items():
+            filled = self._filled[piece]
+            if self._left[piece] and not filled and not (self._other_head and is_score(name)):
+                lost.append(name)
+            elif filled and (self._left[piece] or not apart(filled)):
+                wrong.append(name)
         check_arrived(lost, self._who)
-        if part:
-            raise ModelError(
-                f"{self._who}: of {a_few(part)} not every number came, or one came twice; the pieces of an engine's "
-                "processes have to be each number of each weight once"
-            )
+        if wrong:
+            raise _not_once(self._who, wrong)
+
+
+def _not_once(who: str, names: Sequence[str]) -> ModelError:
+    return ModelError(
+        f"{who}: of {a_few(names)} not every number came, or one came twice; the pieces of an engine's processes have "
+        "to be each number of each weight once"
+    )
 
 
 def fill(own: Mapping[str, Piece], pieces: Iterable[Piece], *, who: str, other_head: bool = False) -> None:
@@ -144,18 +169,24 @@ class Joining:
     """
 
     def __init__(self) -> None:
-        self._begun: dict[str, tuple[Tensor, int]] = {}
+        self._begun: dict[str, tuple[Tensor, list[_Index]]] = {}
 
     def add(self, pieces: Iterable[Piece]) -> Iterator[tuple[str, Tensor]]:
-        """Take some pieces, and yield each weight with its name when its last piece has come."""
+        """Take some pieces, and yield each weight with its name when its last piece has come.
+
+        Raises:
+            ModelError: pieces of a weight overlap.
+        """
         for piece in pieces:
             if piece.tensor.shape == piece.shape:
                 yield piece.name, piece.tensor
                 continue
-            made, left = self._begun.get(piece.name) or (piece.tensor.new_empty(piece.shape), prod(piece.shape))
+            made, blocks = self._begun.setdefault(piece.name, (piece.tensor.new_empty(piece.shape), []))
             made[piece.index] = piece.tensor
-            self._begun[piece.name] = made, left - piece.tensor.numel()
-            if left == piece.tensor.numel():
+            blocks.append(piece.index)
+            if sum(prod(each.stop - each.start for each in block) for block in blocks) >= made.numel():
+                if not apart(blocks):
+                    raise _not_once("weights", [piece.name])
                 del self._begun[piece.name]
                 yield piece.name, made
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nrl.backends.base import Bucket, Piece
 from nrl.backends.models.pieces import Joining, whole
+from nrl.runtime.mesh.current_process import process
 from nrl.runtime.transfer import Tensors, gathered, opened, sent
 
 __all__ = ["Reading", "next_bucket", "received", "whole_weights"]
@@ -41,7 +42,7 @@ class Reading:
         for piece in self._pieces:
             found.append(piece)
             size += prod(piece.shape) * piece.tensor.element_size()
-            if size >= share * _BUCKET:
+            if size >= share * _BUCKET / _stages():
                 return found
         self.more = False
         return found
@@ -57,6 +58,12 @@ class Reading:
     def end(self, who: str) -> None:
         """Check that no weight was left in parts; `next_whole` alone puts them together."""
         self._joining.end(who)
+
+
+def _stages() -> int:
+    """How many processes read other weights than this one at the same time: those of a pipeline share a bucket."""
+    mesh = process().device_mesh
+    return int(mesh["pp"].size()) if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else 1
 
 
 def whole_weights(pieces: Iterable[Piece], who: str, group: Any = None) -> Iterator[tuple[str, Tensor]]:

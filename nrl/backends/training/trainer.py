@@ -227,6 +227,12 @@ class Trainer:
         return found
 
     def _check_needs(self, who: str, needs: Collection[str]) -> None:
+        if isinstance(needs, str) or len(several := sorted(need for need in needs if output_kind(need) == "top_k")) > 1:
+            raise MissingOutput(
+                f"{who}: needs is {needs!r}; give a collection of names"
+                if isinstance(needs, str)
+                else f"{who}: it needs {' and '.join(several)}, and one of them at a time can be computed"
+            )
         missing = sorted(need for need in needs if output_kind(need) not in self.provides)
         if missing:
             raise MissingOutput(

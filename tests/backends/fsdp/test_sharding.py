@@ -33,7 +33,7 @@ from nrl.backends import Model, adamw
 from nrl.backends.base import top_k
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.fsdp.torch_state import TorchState
-from nrl.backends.models import loading, named_weights
+from nrl.backends.models import loading, lora, named_weights
 from nrl.backends.training import on_ranks
 from nrl.backends.training.agreement import HeldError, Peers, pickled
 from nrl.backends.training.reading import whole_weights
@@ -765,6 +765,28 @@ def test_weights_from_a_folder_are_read_by_one_process(two: Processes, tmp_path:
     assert "there is no such folder" in message[0]
     assert (same, notes) == (message, [])
     assert more == [f"trainer.load: rank 0 of dp raised it: ModelError: {message[0]}"]
+
+
+def unreadable(mesh: DeviceMesh | None, folder: Path) -> tuple[str, list[str]]:
+    made = engine(mesh, Model(str(folder)))
+    found: Any = lora.unread
+    with pytest.MonkeyPatch.context() as patch:
+        if where(mesh)[0] == 0:
+            patch.setattr(lora, "unread", lambda *args, **how: found(*args, **how)._replace(read=broken_disk))
+        with pytest.raises(OSError, match="the disk is gone") as caught:
+            made.load(None)
+    return str(caught.value), getattr(caught.value, "__notes__", [])
+
+
+def broken_disk(name: str) -> Tensor:
+    raise OSError(f"the disk is gone at {name}")
+
+
+def test_a_weight_that_cannot_be_read_is_said_by_all(two: Processes, tmp_path: Path) -> None:
+    loading.save_model(loading.build(Model(CONFIGS["qwen3 untied"])), tmp_path)
+    (mine, _), (theirs, notes) = two(unreadable, tmp_path)
+    assert mine == theirs == "the disk is gone at model.embed_tokens.weight"
+    assert notes == [f"trainer.load: rank 0 of dp raised it: OSError: {mine}"]
 
 
 # files

@@ -65,6 +65,14 @@ def test_it_is_what_transformers_writes(
     assert all(torch.equal(x, dict(module.named_parameters())[name]) for name, x in again.named_parameters())
 
 
+@pytest.mark.parametrize("kind", ["tied", "split"])
+def test_a_weight_that_does_not_come_is_missed(kind: str, tmp_path: Path) -> None:
+    module: Any = loading.build(Model(CONFIGS[kind]))
+    some = [(name, x) for name, x in named_tensors(module) if name != "model.embed_tokens.weight"]
+    with pytest.raises(ModelError, match="export: 1 weights did not arrive: model.embed_tokens.weight"):
+        export_weights(iter(some), skeleton(CONFIGS[kind], torch.float32), tmp_path)
+
+
 def test_a_folder_is_read_one_weight_at_a_time(tmp_path: Path) -> None:
     """With any head and adapter it gives the model that transformers reads as a whole."""
     for kind, config in CONFIGS.items():
@@ -100,5 +108,7 @@ def test_what_only_transformers_can_read(tmp_path: Path) -> None:
     config = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps(config | {"hidden_size": 32, "num_hidden_layers": 1}))
     assert loading.unread(Model(str(wrong))) is None
+    loading.save_model(loading.build(Model(TINY)), tmp_path / "base")  # an adapter's folder may hold a head
+    assert lora.unread(Model(str(tmp_path / "base"), head="value", lora=str(tmp_path / "adapter"))) is None
     with pytest.raises(ModelError, match="the folder cannot be loaded as a causal language model"):
         loading.build(Model(str(wrong)))

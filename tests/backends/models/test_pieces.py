@@ -16,7 +16,7 @@ from nrl.backends.base import Piece
 from nrl.backends.models.pieces import Filling, Joining, common, fill, whole, wholes
 from nrl.backends.training import reading
 from nrl.backends.training.reading import Reading, next_bucket, received, whole_weights
-from nrl.errors import ModelError
+from nrl.errors import CorruptedTransfer, ModelError
 from nrl.runtime.transfer import by_value
 from tests.backends.processes import Processes
 
@@ -134,11 +134,15 @@ def test_what_is_missing_or_overlaps_is_said() -> None:
     b = whole("b", torch.ones(2))
     with pytest.raises(ModelError, match="test: 1 weights did not arrive: b; send all of them"):
         fill(own(), [rows(0, 4)], who="test")
-    for pieces in ([rows(0, 3), b], [rows(0, 3), rows(2, 4), b]):
+    for pieces in ([rows(0, 3), b], [rows(0, 3), rows(2, 4), b], [rows(0, 2), rows(1, 3), b]):
         with pytest.raises(ModelError, match="test: of a not every number came, or one came twice; the pieces"):
             fill(own(), pieces, who="test")
     with pytest.raises(ModelError, match="test: the model has no weight 'c'"):
         fill(own(), [whole("c", torch.ones(1))], who="test")
+    with pytest.raises(ModelError, match="weights: of a not every number came, or one came twice"):
+        list(Joining().add([rows(0, 2), rows(1, 3)]))
+    with pytest.raises(CorruptedTransfer, match="transfer: 'a' came from two processes; one has to speak for it"):
+        received([next_bucket("test", by_value, False, Reading([whole("a", torch.zeros(4))]))[0] for _ in range(2)])
     joining = Joining()
     assert list(joining.add([rows(0, 3)])) == []
     with pytest.raises(ModelError, match="test: 1 weights did not arrive: a"):

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 import nrl
 from nrl.algos import Loss, needs, policy_loss, reinforce, sft_loss, token_mean, weighted_sft_loss
 from nrl.backends import Sampler, TrainEngine, Trainer, publish
+from nrl.backends.base import top_k
 from nrl.backends.training.terms import check_weights, global_weights, terms_of
 from nrl.backends.training.trainer import make_trainer
 from nrl.batch import Batch
@@ -402,6 +403,14 @@ def test_a_part_that_needs_an_output_makes_the_composition_need_it(trainer: Trai
     loss = nrl.algos.add((1.0, policy_loss(reinforce, penalty=penalty)))
     with pytest.raises(MissingOutput, match="values"):
         trainer.train_step(loss)
+
+
+def test_needs_that_are_none(trainer: Trainer) -> None:
+    params = trainer.load()
+    with pytest.raises(MissingOutput, match=r"forward: needs is 'logprobs'; give a collection of names"):
+        trainer.forward(params, batch_of(), "logprobs")
+    with pytest.raises(MissingOutput, match=r"forward: it needs top_k\(4\) and top_k\(8\), and one of them at a time"):
+        trainer.forward(params, batch_of(), {top_k(4), top_k(8)})
 
 
 def test_things_that_are_no_state_and_no_params(trainer: Trainer) -> None:
