@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nrl.backends.models import safetensors
+from nrl.backends.models import pieces, safetensors, splitting
 from nrl.backends.models.loading import save_model
 from nrl.backends.models.named_weights import check_arrived, named_tensors
 from nrl.log import waiting
@@ -22,11 +22,10 @@ _FILE, _INDEX, _LARGEST = "model{suffix}.safetensors", "model.safetensors.index.
 def export_weights(weights: Iterable[tuple[str, Tensor]], skeleton: nn.Module, folder: Path) -> None:
     """Write config and weights.
 
-    transformers keeps some weights in another form than files have, such as the experts of a layer in one tensor. Each
-    weight is turned back by itself. Where that takes several weights together, all are held until the last one came.
+    Where a weight of files is made of several of the model's, all are held until the last one came.
 
     Args:
-        weights: of the model, whole, under the names that it has in transformers; tied ones once.
+        weights: of the model, whole, as `nrl.backends.models.splitting.cut` gives them; tied ones once.
         skeleton: the model without its adapter; its weights take no memory, and have the dtypes that files get.
         folder: where to.
 
@@ -35,10 +34,10 @@ def export_weights(weights: Iterable[tuple[str, Tensor]], skeleton: nn.Module, f
     """
     for stale in chain(folder.glob("model*.safetensors"), folder.glob(_INDEX)):
         stale.unlink()
+    parts = splitting.parts(skeleton)
     own = dict(named_tensors(skeleton))
-    files = _in_files(skeleton, own)
-    alone = [pair for name, tensor in own.items() for pair in _in_files(skeleton, {name: tensor}).items()]
-    if sorted((name, x.shape) for name, x in alone) != sorted((name, x.shape) for name, x in files.items()):
+    files = {piece.name: piece.tensor for piece in splitting.cut(map(pieces.whole, own, own.values()), parts)}
+    if _shapes(files) != _shapes(_in_files(skeleton, own)):
         module: Any = skeleton.to_empty(device="cpu")
         module.tie_weights()  # torch has untied them
         held = dict(named_tensors(module))
@@ -48,17 +47,20 @@ def export_weights(weights: Iterable[tuple[str, Tensor]], skeleton: nn.Module, f
         save_model(module, folder)
         return
     save_model(skeleton, folder, {})
-    left = set(own)
+    left = set(files)
     with waiting(f"writing the model to {folder}") as far, ExitStack() as stack:
         places = _places(files, folder, stack)
         for done, (name, tensor) in enumerate(weights):
-            for each, value in _in_files(skeleton, {name: tensor.to(own[name].dtype)}).items():
-                file, offset = places[each]
-                file.seek(offset)
-                file.write(safetensors.content(value))
-            far(done, len(own))
+            file, offset = places[name]
+            file.seek(offset)
+            file.write(safetensors.content(tensor.to(files[name].dtype)))
+            far(done, len(files))
             left.discard(name)
     check_arrived(left, "export")
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _in_files(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

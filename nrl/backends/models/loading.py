@@ -4,6 +4,7 @@ Imports transformers inside its functions, so that importing a backend stays che
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nrl.backends.base import Model
+from nrl.backends.models import splitting
 from nrl.backends.models.named_weights import SCORE, a_few, is_head, is_score
 from nrl.errors import ModelError
 from nrl.log import waiting
@@ -21,14 +23,17 @@ __all__ = [
     "build",
     "context_length",
     "end_tokens",
+    "files",
     "load_config",
     "load_tokenizer",
     "save_model",
+    "skeleton",
     "unread",
 ]
 
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
+_WANTED, _UNWANTED = ["*.json", "*.safetensors"], ["original/*", "consolidated*"]  # files on the hub
 
 
 def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
@@ -108,61 +113,103 @@ class Unread(NamedTuple):
 
     Args:
         module: the model, whose parameters take no memory.
-        read: reads a weight by its name, in the dtype that the file has.
+        read: reads a weight by the name that it has in the model, in the dtype that files have.
     """
 
     module: nn.Module
     read: Callable[[str], Tensor]
 
 
-def unread(model: Model, *, dtype: torch.dtype | None = None) -> Unread | None:
-    """As `build`, of a folder whose files have the weights as transformers holds them, without reading them.
+def files(model: Model) -> Path | None:
+    """The folder with the files of a model; one of the hub is fetched once for all processes of a node. None: a config.
 
-    None: only `build` can read it, as where transformers renames or joins weights, or there are no safetensors files.
+    Raises:
+        Exception: of any kind; the hub does not give it.
+    """
+    from huggingface_hub import snapshot_download
+
+    if isinstance(model.source, Mapping):
+        return None
+    if Path(model.source).is_dir():
+        return Path(model.source)
+    wanted = [*_WANTED, "*.py"] if model.trust_remote_code else _WANTED
+    return Path(snapshot_download(str(model.source), allow_patterns=wanted, ignore_patterns=_UNWANTED))
+
+
+def skeleton(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
+    """As `build`, with parameters that take no memory; buffers have their values.
 
     >>> from nrl import tiny
-    >>> unread(tiny.model()) is None  # its weights are random
-    True
+    >>> next(skeleton(tiny.model()).parameters()).device
+    device(type='meta')
     """
     from accelerate import init_empty_weights
-    from safetensors import safe_open
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
 
-    if isinstance(model.source, Mapping) or not Path(model.source).is_dir():
-        return None
-    there: dict[str, tuple[Path, list[int]]] = {}
-    for path in sorted(Path(model.source).glob("model*.safetensors")):
-        with safe_open(path, "pt") as file:
-            there |= {name: (path, file.get_slice(name).get_shape()) for name in file.keys()}
-    auto, labels, _ = _kind(model)
+    auto, labels, wanted = _kind(model)
     try:
-        config = AutoConfig.from_pretrained(model.source, trust_remote_code=model.trust_remote_code, **labels)
+        folder = files(model)
+        if isinstance(model.source, Mapping):
+            fields = dict(model.source) | labels
+            config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        else:
+            config = AutoConfig.from_pretrained(str(folder), trust_remote_code=model.trust_remote_code, **labels)
         with init_empty_weights(include_buffers=False):
             module = auto.from_config(
                 config, dtype=dtype or getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code
             )
         module.tie_weights()  # accelerate has untied them
-    except Exception:  # transformers raises all kinds, and `build` says what is wrong
-        return None
-    own: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
-    names = {id(tensor): name for name, tensor in own.items() if name in there}
-    lacks = [name for name, tensor in own.items() if id(tensor) not in names and not is_score(name)]
-    others = [name for name in there if name not in own and not is_head(name)]
-    odd = [name for name in own if name in there and there[name][1] != list(own[name].shape)]
-    if lacks or others or odd or dict(module.named_buffers()).keys() & own.keys():
-        return None
+        if folder is not None and module.can_generate() and (folder / "generation_config.json").is_file():
+            module.generation_config = GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # transformers raises all kinds
+        raise ModelError(f"Model(source={_name(model)}): {_reason(model.source, error, wanted)}") from error
     if model.head != "lm":
         _check_score(module)
+    return _without_dropout(module)
+
+
+def unread(model: Model, *, dtype: torch.dtype | None = None) -> Unread | None:
+    """As `build`, of files that have the weights of which the model's are made, without reading them.
+
+    None: only `build` can read it, as where transformers cuts a weight of files, or there are no safetensors files.
+
+    >>> from nrl import tiny
+    >>> unread(tiny.model()) is None  # its weights are random
+    True
+    """
+    from safetensors import safe_open
+
+    there: dict[str, tuple[Path, list[int]]] = {}
+    try:
+        if (folder := files(model)) is None:
+            return None
+        for path in sorted(folder.glob("model*.safetensors")):
+            with safe_open(path, "pt") as file:
+                there |= {name: (path, file.get_slice(name).get_shape()) for name in file.keys()}
+        module: Any = skeleton(model, dtype=dtype)
+    except Exception:  # of all kinds, and `build` says what is wrong
+        return None
+    own: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
+    if all(name in own or is_head(name) for name in there):
+        module._weight_conversions = []  # files have the model's own form; so transformers remembers what it turned
+    parts = splitting.parts(module)
+    shapes = {part.name: list(part.shape) for each in parts.values() for part in each}
+    names = {id(own[name]): name for name, each in parts.items() if all(part.name in there for part in each)}
+    lacks = [name for name, tensor in own.items() if id(tensor) not in names and not is_score(name)]
+    others = [name for name in there if name not in shapes and not is_head(name)]
+    odd = [name for name in shapes if name in there and there[name][1] != shapes[name]]
+    if lacks or others or odd or dict(module.named_buffers()).keys() & own.keys():
+        return None
 
     def read(name: str) -> Tensor:
         found = names.get(id(own[name]))
         if found is None:
             return torch.zeros(own[name].shape)
-        with safe_open(there[found][0], "pt") as file:  # as long as it is open, all that was read stays mapped
-            tensor: Tensor = file.get_tensor(found)
-        return tensor
+        with contextlib.ExitStack() as stack:  # as long as a file is open, all that was read stays mapped
+            opened = functools.cache(lambda path: stack.enter_context(safe_open(path, "pt")))
+            return splitting.joined(parts[found], lambda each: opened(there[each][0]).get_tensor(each))
 
-    return Unread(_without_dropout(module), read)
+    return Unread(module, read)
 
 
 _KINDS = {

@@ -90,13 +90,15 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
 def unread(model: Model, *, dtype: torch.dtype | None = None) -> loading.Unread | None:
     """As `build`, with a base whose weights are still in its files; see `nrl.backends.models.loading.unread`.
 
-    None also where a folder with an adapter has the model's head, too.
+    A value or reward head is read where an adapter's folder has one, too, which replaces it.
     """
-    if isinstance(model.lora, str) and model.head != "lm":
-        return None
     found = loading.unread(model, dtype=dtype)
     if found is not None:
-        unread = {part: part.weight for part in found.module.modules() if isinstance(part, nn.Linear)}
+        head: Any = found.module.score if isinstance(model.lora, str) and model.head != "lm" else nn.Identity()
+        for name, weight in list(head.named_parameters()):
+            setattr(head, name, nn.Parameter(found.read(f"{named_weights.SCORE}.{name}").to(weight.dtype)))
+        linear = [part for part in found.module.modules() if isinstance(part, nn.Linear)]
+        unread = {part: part.weight for part in linear if part.weight.is_meta}
         for part, weight in unread.items():  # peft makes an adapter where its layer is: there, and without memory
             part.weight = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape))
         _adapted(found.module, model)

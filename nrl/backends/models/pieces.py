@@ -4,8 +4,7 @@ A process never has to hold more of a model than its own pieces and those that a
 whoever receives them may have cut the weights in different ways.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ def nothing(piece: Piece) -> Piece:
     return Piece(piece.name, piece.shape, tuple(slice(0, 0) for _ in piece.shape), piece.tensor.new_empty(0))
 
 
-def apart(blocks: Sequence[_Index]) -> bool:
+def apart(blocks: Collection[_Index]) -> bool:
     """Whether no two blocks of a weight overlap.
 
     >>> apart([(slice(0, 2),), (slice(2, 3),)]), apart([(slice(0, 2),), (slice(1, 3),)])
@@ -76,20 +75,23 @@ class Filling:
     compared.
 
     Args:
-        own: what is filled, by name; a tied weight is one piece under two names.
+        own: what is filled, by name: a piece, or several; a tied weight is the same pieces under two names. Of a weight
+            that only other processes have, an empty piece.
         who: how errors name the caller.
         other_head: whether the weights may be of a model with another head. Then all but the head is used; value and
             reward heads share their weight.
     """
 
-    def __init__(self, own: Mapping[str, Piece], who: str, *, other_head: bool = False) -> None:
-        self._own, self._who, self._other_head = own, who, other_head
-        self._shapes = {name: piece.shape for name, piece in own.items()}
+    def __init__(self, own: Mapping[str, Piece | Sequence[Piece]], who: str, *, other_head: bool = False) -> None:
+        self._own = {name: [pieces] if isinstance(pieces, Piece) else pieces for name, pieces in own.items()}
+        self._who, self._other_head = who, other_head
+        self._shapes = {name: pieces[0].shape for name, pieces in self._own.items()}
+        every = [(name, piece) for name, pieces in self._own.items() for piece in pieces]
         self._names: dict[int, str] = {}
-        for name, piece in own.items():
+        for name, piece in every:
             self._names.setdefault(id(piece), name)
-        self._left = {id(piece): piece.tensor.numel() for piece in own.values()}
-        self._filled: dict[int, list[_Index]] = {piece: [] for piece in self._left}
+        self._left = {id(piece): piece.tensor.numel() for _, piece in every}
+        self._filled: dict[int, set[_Index]] = {piece: set() for piece in self._left}
 
     @torch.no_grad()
     def add(self, pieces: Iterable[Piece]) -> None:
@@ -104,7 +106,8 @@ class Filling:
             if self._other_head and piece.name not in self._own and is_head(piece.name):
                 continue
             check_weight(piece.name, piece.shape, self._shapes, self._who)
-            self._copy(self._own[piece.name], piece)
+            for own in self._own[piece.name]:
+                self._copy(own, piece)
 
     def _copy(self, own: Piece, piece: Piece) -> None:
         where = common(own, piece)
@@ -113,7 +116,7 @@ class Filling:
         here, there = where
         mine, theirs = own.tensor[here], piece.tensor[there]
         if here not in (filled := self._filled[id(own)]):
-            filled.append(here)
+            filled.add(here)
             self._left[id(own)] -= mine.numel()
             mine.copy_(theirs)
         elif not torch.equal(mine, theirs.to(mine)):
@@ -128,16 +131,16 @@ class Filling:
         Raises:
             ModelError: a weight is missing, or some of its pieces overlapped.
         """
-        lost, wrong = [], []
+        lost, wrong = set[str](), set[str]()
         for piece, name in self._names.items():
             filled = self._filled[piece]
             if self._left[piece] and not filled and not (self._other_head and is_score(name)):
-                lost.append(name)
+                lost.add(name)
             elif filled and (self._left[piece] or not apart(filled)):
-                wrong.append(name)
-        check_arrived(lost, self._who)
+                wrong.add(name)
+        check_arrived(sorted(lost), self._who)
         if wrong:
-            raise _not_once(self._who, wrong)
+            raise _not_once(self._who, sorted(wrong))
 
 
 def _not_once(who: str, names: Sequence[str]) -> ModelError:
@@ -147,7 +150,9 @@ def _not_once(who: str, names: Sequence[str]) -> ModelError:
     )
 
 
-def fill(own: Mapping[str, Piece], pieces: Iterable[Piece], *, who: str, other_head: bool = False) -> None:
+def fill(
+    own: Mapping[str, Piece | Sequence[Piece]], pieces: Iterable[Piece], *, who: str, other_head: bool = False
+) -> None:
     """Fill pieces with others that come all at once; as `Filling`.
 
     >>> there = torch.zeros(3)
@@ -170,6 +175,7 @@ class Joining:
 
     def __init__(self) -> None:
         self._begun: dict[str, tuple[Tensor, list[_Index]]] = {}
+        self._left: dict[str, int] = {}
 
     def add(self, pieces: Iterable[Piece]) -> Iterator[tuple[str, Tensor]]:
         """Take some pieces, and yield each weight with its name when its last piece has come.
@@ -184,10 +190,11 @@ class Joining:
             made, blocks = self._begun.setdefault(piece.name, (piece.tensor.new_empty(piece.shape), []))
             made[piece.index] = piece.tensor
             blocks.append(piece.index)
-            if sum(prod(each.stop - each.start for each in block) for block in blocks) >= made.numel():
+            self._left[piece.name] = self._left.get(piece.name, made.numel()) - piece.tensor.numel()
+            if self._left[piece.name] <= 0:
                 if not apart(blocks):
                     raise _not_once("weights", [piece.name])
-                del self._begun[piece.name]
+                del self._begun[piece.name], self._left[piece.name]
                 yield piece.name, made
 
     def end(self, who: str) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from nrl.backends.base import Bucket, Model
 from nrl.backends.engines import Decoded, Request
-from nrl.backends.models.loading import build, end_tokens, load_tokenizer, save_model
+from nrl.backends.models.loading import build, end_tokens, files, load_tokenizer, save_model
 from nrl.backends.models.named_weights import check_arrived, check_weight
 from nrl.backends.models.pieces import Joining
 from nrl.backends.vllm import adapters, settings, tensor_parallel, weight_loading
@@ -29,7 +29,6 @@ from nrl.runtime.transfer import has_checksum
 __all__ = ["VllmEngine"]
 
 _SOON, _LATEST = 0.02, 0.03  # seconds of decoding until it returns with finished requests, or without any
-_WANTED, _UNWANTED = ["*.json", "*.safetensors"], ["original/*", "consolidated*"]  # files on the hub
 _COLDEST = 0.01  # vLLM's own bound
 _MORE = "; give a smaller max_model_len, or more memory with kv_cache_memory_bytes or gpu_memory_utilization"
 _NO_ROOM = "KV cache is needed", "No available memory for the cache"  # how vLLM says so
@@ -197,7 +196,7 @@ def _written(model: Model, tokenizer: Any, scratch: Path) -> tuple[Path, tuple[i
     """A folder that vLLM can read, and the tokens that end a completion."""
     from transformers import GenerationConfig
 
-    folder = _files(model.source, model.trust_remote_code) if isinstance(model.source, str) else scratch
+    folder = _files(model) or scratch
     if any(folder.glob("*.safetensors")):
         has = (folder / "generation_config.json").exists()
         generation = GenerationConfig.from_pretrained(folder) if has else None
@@ -207,17 +206,11 @@ def _written(model: Model, tokenizer: Any, scratch: Path) -> tuple[Path, tuple[i
     return scratch, end_tokens(getattr(module, "generation_config", None), tokenizer)
 
 
-def _files(source: str, code: bool) -> Path:
-    """The folder of a model; one of the hub is fetched once for all processes of a node."""
-    import huggingface_hub
-
-    if Path(source).is_dir():
-        return Path(source)
+def _files(model: Model) -> Path | None:
     try:
-        wanted = [*_WANTED, "*.py"] if code else _WANTED
-        return Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted, ignore_patterns=_UNWANTED))
+        return files(model)
     except Exception as error:  # libraries that it reads files with raise all kinds
-        raise ModelError(f"vllm.sampler: the files of '{source}' cannot be had from the hub: {error}") from error
+        raise ModelError(f"vllm.sampler: the files of '{model.source}' cannot be had from the hub: {error}") from error
 
 
 def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, Any]) -> Any:

@@ -9,7 +9,16 @@ from torch import Tensor
 from nrl.errors import GenerationError, WeightMismatch
 from nrl.runtime.transfer import checksum
 
-__all__ = ["check_forgotten", "check_head", "check_held", "fingerprint", "forget", "register_backend", "repack"]
+__all__ = [
+    "check_forgotten",
+    "check_head",
+    "check_held",
+    "fingerprint",
+    "forget",
+    "lay_out_anew",
+    "register_backend",
+    "repack",
+]
 
 _NAME = "nrl"
 _COLUMNS = 8  # of a head that are looked at
@@ -43,6 +52,18 @@ def repack(model: Any) -> None:
 
     if (head := _tied_head(model)) is not None:
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def lay_out_anew(model: Any) -> None:
+    """Let experts on a CPU be laid out for their kernel when they come, as they were when the model was loaded.
+
+    vLLM does that when it makes the kernel, and keeps the kernel in a reload, since other devices may have recorded
+    where its weights are. On a CPU nothing is recorded; so the kernel is made anew.
+    """
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and next(layer.parameters()).device.type == "cpu":
+            method.moe_kernel = None
 
 
 def _tied_head(model: Any) -> Any:
@@ -146,6 +167,7 @@ def _made() -> type[Any]:
             """Nothing is to be set up."""
 
         def start_weight_update(self) -> None:
+            lay_out_anew(self.model)
             initialize_layerwise_reload(self.model)
 
         def update_weights(self, update_info: dict[str, Any]) -> None:

@@ -1,7 +1,9 @@
 """Weights between trainers that share a model among other numbers of processes, to a sampler, and into a folder."""
 
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from nrl.algos import sft_loss
 from nrl.backends import Model, Sampling, adamw, fsdp, hf
 from nrl.backends.training import reading
 from nrl.batch import Batch
+from nrl.errors import ClosedCluster
 from nrl.runtime import Cluster
 from nrl.runtime.mesh.calling import from_all
 from tests.weights import assert_equal, weights
@@ -22,9 +25,14 @@ def small_buckets() -> None:
     reading._BUCKET = 200_000
 
 
-def test_from_two_processes_to_three(on_ray: Cluster, tmp_path: Path) -> None:
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize("fields", [{}, EXPERTS], ids=["dense", "experts"])
+def test_from_two_processes_to_three(fields: dict[str, Any], on_ray: Cluster, tmp_path: Path) -> None:
     """Of uneven parts, in several buckets; every number arrives as it was."""
     slots, model = on_ray.reserve(4), tiny.model()
+    model = attrs.evolve(model, source={**model.source, **fields})  # type: ignore[dict-item]
     two, three, one = (slots[part].mesh(executable="system") for part in (slice(0, 2), slice(0, 3), slice(3, 4)))
     for mesh in (two, three):
         from_all(mesh, "test", small_buckets)
@@ -43,3 +51,5 @@ def test_from_two_processes_to_three(on_ray: Cluster, tmp_path: Path) -> None:
     ids = torch.tensor([[5, 6, 7, *row.token_ids.tolist()]])
     batch = Batch({"input_ids": ids, "attention_mask": ids > -1}, batch_size=[1]).lock_()
     torch.testing.assert_close(row.logprobs, other.logprobs(again.params, batch).result()[0, 3:], atol=1e-5, rtol=0)
+    for mesh in (two, three, one):
+        mesh.processes.end(ClosedCluster("the test is over"))  # they take some GB

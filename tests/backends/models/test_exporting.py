@@ -1,6 +1,9 @@
 """Folders that are written one weight at a time hold what transformers itself would write."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,16 +14,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nrl.backends import Model
-from nrl.backends.models import exporting, loading, lora, named_weights
+from nrl.backends.models import exporting, loading, lora, named_weights, splitting
 from nrl.backends.models.exporting import export_weights
 from nrl.backends.models.named_weights import named_tensors
+from nrl.backends.models.pieces import whole
 from nrl.errors import ModelError
 from tests.properties.strategies import TINY
 
 LORA = {"r": 2, "target_modules": ["q_proj"]}
 EXPERTS = TINY | {"model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 SPLIT = TINY | {"model_type": "hrm_text"}
-CONFIGS = {"tied": TINY, "untied": TINY | {"tie_word_embeddings": False}, "experts": EXPERTS, "split": SPLIT}
+MIXTRAL = TINY | {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2}
+UNTIED = TINY | {"tie_word_embeddings": False}
+CONFIGS = {"tied": TINY, "untied": UNTIED, "experts": EXPERTS, "mixtral": MIXTRAL, "split": SPLIT}
+"""Of the last one transformers cuts weights of files; of those before it, it joins them."""
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -28,9 +35,10 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def one_at_a_time(module: Any, seen: list[str]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in named_tensors(module):
-        seen.append(name)
-        yield name, tensor.clone()
+    mine = (whole(name, tensor) for name, tensor in named_tensors(module))
+    for piece in splitting.cut(mine, splitting.parts(module)):
+        seen.append(piece.name)
+        yield piece.name, piece.tensor.clone()
 
 
 def skeleton(config: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -55,7 +63,7 @@ def test_it_is_what_transformers_writes(
     found, expected = tensors(tmp_path / "ours"), tensors(tmp_path / "theirs")
     assert found.keys() == expected.keys()
     assert all(x.dtype == expected[name].dtype and torch.equal(x, expected[name]) for name, x in found.items())
-    assert len(seen) == len(dict(named_tensors(module)))
+    assert len(seen) == len(dict(named_tensors(module))) if kind == "split" else sorted(seen) == sorted(expected)
     if kind in ("tied", "untied"):  # transformers keeps the experts of a layer in one file
         names = [{path.name for path in (tmp_path / each).iterdir()} for each in ("ours", "theirs")]
         assert names[0] == names[1]
@@ -78,7 +86,7 @@ def test_a_folder_is_read_one_weight_at_a_time(tmp_path: Path) -> None:
     for kind, config in CONFIGS.items():
         loading.save_model(loading.build(Model(config, seed=4)), tmp_path / kind)
     heads: list[Any] = ["lm", "value", "reward"]
-    for kind in ("tied", "untied"):
+    for kind in ("tied", "untied", "experts", "mixtral"):
         for head in heads:
             for adapter in (None, LORA):
                 model = Model(str(tmp_path / kind), head=head, lora=adapter, seed=5)
@@ -96,10 +104,64 @@ def test_a_folder_is_read_one_weight_at_a_time(tmp_path: Path) -> None:
                     assert (name, x.tolist()) == (other, y.tolist())
 
 
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize("head", ["value", "reward"])
+def test_an_adapters_folder_with_a_head_is_read_over_a_folder(head: Any, has_head: bool, tmp_path: Path) -> None:
+    """The head of the adapter's folder replaces the one that lies with the base, or that is new."""
+    loading.save_model(loading.build(Model(UNTIED, seed=4, head=head if has_head else "lm")), tmp_path / "base")
+    base = str(tmp_path / "base")
+    adapted = lora.build(Model(base, head=head, lora=LORA))
+    trained = {name: torch.randn(x.shape) for name, x in named_weights.weights(adapted).items() if lora.trained(name)}
+    (tmp_path / "adapter").mkdir()
+    lora.export(adapted, trained, Model(base, head=head, lora=LORA), tmp_path / "adapter")
+    model = Model(base, head=head, lora=str(tmp_path / "adapter"), dtype="float64")
+    unread, expected = lora.unread(model), lora.build(model)
+    assert unread is not None
+    own = dict(unread.module.named_parameters())
+    assert own.keys() == dict(expected.named_parameters()).keys()
+    for name, x in expected.named_parameters():
+        mine = own[name]
+        assert mine.is_meta == (not lora.trained(named_weights.weight_name(name)))
+        value = unread.read(named_weights.weight_name(name)).to(x.dtype) if mine.is_meta else mine
+        assert torch.equal(value, x), name
+        assert (mine.dtype, mine.requires_grad) == (x.dtype, x.requires_grad)
+    assert torch.equal(own["score.weight"], trained["score.weight"].double())
+
+
+HUB = """
+import torch
+from nrl.backends import Model
+from nrl.backends.models import loading, lora
+for head in ("lm", "value"):
+    model = Model("someone/tiny", head=head)
+    unread, whole = lora.unread(model), lora.build(model)
+    assert unread is not None
+    for name, expected in whole.named_parameters():
+        assert torch.equal(unread.read(name), expected), name
+    if head == "lm":
+        assert unread.module.generation_config.eos_token_id == whole.generation_config.eos_token_id == [7, 9]
+assert loading.unread(Model("someone/other")) is None
+print(loading.files(Model("someone/tiny")), loading.files(Model({"model_type": "qwen3"})))
+"""
+
+
+def test_a_name_on_the_hub_is_read_one_weight_at_a_time(tmp_path: Path) -> None:
+    """From its folder in the hub's cache, as a folder is."""
+    cache = tmp_path / "hub" / "models--someone--tiny"
+    snapshot = cache / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text(snapshot.name)
+    module: Any = loading.build(Model(TINY))
+    module.generation_config.eos_token_id = [7, 9]
+    loading.save_model(module, snapshot)
+    env = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", HUB], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, [str(snapshot), "None"]), done.stderr
+
+
 def test_what_only_transformers_can_read(tmp_path: Path) -> None:
-    for kind in ("experts", "split"):
-        loading.save_model(loading.build(Model(CONFIGS[kind])), tmp_path / kind)
-        assert loading.unread(Model(str(tmp_path / kind))) is None
+    loading.save_model(loading.build(Model(SPLIT)), tmp_path / "split")
+    assert loading.unread(Model(str(tmp_path / "split"))) is None
     assert loading.unread(Model(TINY)) is None
     assert loading.unread(Model("a/name-on-the-hub")) is None
     assert loading.unread(Model(str(tmp_path / "none"))) is None
@@ -108,7 +170,5 @@ def test_what_only_transformers_can_read(tmp_path: Path) -> None:
     config = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps(config | {"hidden_size": 32, "num_hidden_layers": 1}))
     assert loading.unread(Model(str(wrong))) is None
-    loading.save_model(loading.build(Model(TINY)), tmp_path / "base")  # an adapter's folder may hold a head
-    assert lora.unread(Model(str(tmp_path / "base"), head="value", lora=str(tmp_path / "adapter"))) is None
     with pytest.raises(ModelError, match="the folder cannot be loaded as a causal language model"):
         loading.build(Model(str(wrong)))
