@@ -1,8 +1,11 @@
 """What every test runs under: no network, one thread, the same examples each time; and on how many cores they run."""
 
 import os
+import sys
 from collections.abc import Generator, Iterator
 
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # as in many images: each process would compile torch anew
+    sys.dont_write_bytecode = False
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported, which reads it once
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of what tests start, too: each core has a test of its own
 
@@ -22,9 +25,13 @@ hypothesis.settings.load_profile("nrl")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """All cores for the whole suite. What is chosen by a path, `-k` or `-m` runs in this process: it starts sooner."""
+    """One more than cores for the whole suite: many tests wait for processes that they start.
+
+    What is chosen by a path, `-k` or `-m` runs in this process: it starts sooner.
+    """
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return None if whole and not {"-k", "-m"} & set(config.invocation_params.args) else 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + 1 if whole and not {"-k", "-m"} & set(config.invocation_params.args) else 0
 
 
 @pytest.hookimpl(wrapper=True)

@@ -65,6 +65,7 @@ class UserCall:
     def run(self) -> None:
         """Call a plain function, in a worker's thread."""
         try:
+            _wait_until_left(self.context)
             self.value = self.context.run(self.fn, *self.args)
         except BaseException as error:
             self._fail(error)
@@ -84,6 +85,19 @@ class UserCall:
             self.error = error
             return
         self.error, self.shown = Failed(error_text(error)), "" if self.given_up else traceback_text(error)
+
+
+def _wait_until_left(context: contextvars.Context) -> None:
+    """Wait for a loop that has told the end of the call before, in its context, and is about to leave it.
+
+    A call that was given up may stay in it. After a tenth of a second entering it is left to raise.
+    """
+    for _ in range(100):
+        try:
+            context.run(lambda: None)
+            break
+        except RuntimeError:
+            time.sleep(1e-3)
 
 
 def _name(fn: Any) -> str:
@@ -133,6 +147,7 @@ class LoopThread:
 
         def start(call: UserCall) -> None:
             if claim(call, self):  # it begins at once; until then it may be moved
+                _wait_until_left(call.context)
                 asyncio.Task(run(call), loop=self._loop, context=call.context, eager_start=True)
 
         def every() -> None:

@@ -61,7 +61,7 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
     retrying: train_step: rank 1 of mesh 'trainer' on node 10.0.0.3 is lost: killed by signal 9.
     retrying: attempt 2 begins in 0 s, after step 2 of 'train' in ...; retry 1 of 3 since the last new checkpoint
     train: 2 of 3 steps were done; going on after them
-    done in 0:00; metrics are in ...
+    done in 0:...; metrics are in ...
     3
     """
     if times < 0 or pause < 0:

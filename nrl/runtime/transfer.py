@@ -95,7 +95,7 @@ def gathered(tensors: Tensors, about: Any = None, group: Any = None) -> list[tup
     found = list[tuple[Tensors, Any]]()
     for rank, (content, said) in enumerate(told):
         size = _bytes(content)
-        flat = _flat(tensors, size) if rank == dist.get_rank(group) else _room(size)
+        flat = _flat(tensors) if rank == dist.get_rank(group) else _room(size)
         if size:
             dist.broadcast(flat, group=group, group_src=rank)
         found.append((_tensors(flat, content), said))
@@ -258,7 +258,7 @@ class _Sender:
         if self._sending is not None:
             self._sending.result()  # so that one buffer is on its way, and not two
         content = _content(tensors)
-        self._sending = self._background.submit(self._send, _flat(tensors, _bytes(content)))
+        self._sending = self._background.submit(self._send, _flat(tensors))
         return _Parcel((self._store.host, self._store.port), self._receivers, content)
 
     def _send(self, flat: Tensor) -> None:
@@ -296,10 +296,11 @@ def _room(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _flat(tensors: Tensors, size: int) -> Tensor:
-    """The bytes of all tensors one after the other, in memory of this size that is allocated once."""
-    flat = _room(size)
-    for x, place in zip(tensors.values(), _tensors(flat, _content(tensors)).values(), strict=True):
+def _flat(tensors: Tensors) -> Tensor:
+    """The bytes of all tensors one after the other, in memory that is allocated once."""
+    content = _content(tensors)
+    flat = _room(_bytes(content))
+    for x, place in zip(tensors.values(), _tensors(flat, content).values(), strict=True):
         place.copy_(x.detach())
     return flat
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -41,6 +41,7 @@ def check(batch: Batch, counts: Sequence[int]) -> None:
     assert batch.is_locked
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(1, 4))
 def test_entries_go_along_with_their_rows(counts: list[int], n: int) -> None:
     batch = rows(counts)

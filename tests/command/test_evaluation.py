@@ -447,7 +447,7 @@ def grpo() -> ModuleType:
 
 def test_it_prints_the_number_that_keep_best_uses(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example = grpo()
-    cfg = example.Config(steps=2, warmup=60, prompts=4, group_size=4, evaluate_every=1, evaluate_prompts=96, out="run")
+    cfg = example.Config(steps=2, warmup=30, prompts=4, group_size=4, evaluate_every=1, evaluate_prompts=96, out="run")
     example.main(cfg)
     first, last = (line["eval/reward"] for line in lines(here / "run" / "metrics.jsonl"))
     assert 0 < last < 1

@@ -360,3 +360,33 @@ def test_daemons_begin_in_order_and_raise_what_was_raised() -> None:
     assert seen == list(range(100))
     with pytest.raises(ValueError, match="invalid literal"):
         broken.result(5)
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("plain", 0.03), ("coroutine", 0.03), ("plain", 0.5)])
+def test_a_context_that_is_about_to_be_left_is_waited_for(kind: str, seconds: float) -> None:
+    """The loop tells that a call has ended before it leaves its context, and the next call may be quicker than that."""
+    context, entered = contextvars.copy_context(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        time.sleep(seconds)
+
+    async def coroutine() -> int:
+        return 7
+
+    async def asked() -> Any:
+        calls = Calls()
+        try:
+            return await calls.call(coroutine if kind == "coroutine" else lambda: 7, timeout=5.0, context=context)
+        finally:
+            calls.close()
+
+    holder = threading.Thread(target=context.run, args=(hold,))
+    holder.start()
+    entered.wait()
+    if seconds < 0.1:
+        assert asyncio.run(asked()) == 7
+    else:  # one that was given up may stay there
+        with pytest.raises(Failed, match="already entered"):
+            asyncio.run(asked())
+    holder.join()

@@ -18,9 +18,8 @@ import nrl
 from nrl import algos
 from nrl.algos import Loss, needs, token_mean
 from nrl.backends import Model, Trainer, fsdp
-from nrl.backends.fsdp import outputs
 from nrl.backends.models.loading import build
-from nrl.backends.training import plans
+from nrl.backends.training import heads, plans
 from nrl.backends.training.fused_logprobs import linear_logprobs
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Packing
@@ -211,7 +210,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(hidden))
         return linear_logprobs(hidden, *args, **kwargs)
 
-    monkeypatch.setattr(outputs, "linear_logprobs", counted)
+    monkeypatch.setattr(heads, "linear_logprobs", counted)
     return counts
 
 

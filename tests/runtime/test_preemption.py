@@ -3,8 +3,6 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from nrl.errors import LostActor
 from nrl.runtime import preemption
 from nrl.runtime.preemption import Terminated, heeded
 from nrl.stream import Source, Stream, ahead, counting
+from tests.children import ends
 
 
 @attrs.frozen
@@ -333,12 +332,9 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
-def test_whatever_has_been_left_the_process_ends_in_time(block: str) -> None:
+def test_whatever_has_been_left_the_process_ends_in_time() -> None:
     begin = "import atexit, os, signal, time\nfrom nrl.runtime.preemption import heeded\n"
     term = "def term() -> None: os.kill(os.getpid(), signal.SIGTERM)\n"
-    done = subprocess.run(
-        [sys.executable, "-c", begin + term + block], timeout=30, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 143
-    assert "run: 0.95 s are over; no checkpoint could be saved" in done.stderr
+    for name, done in ends(begin, {name: begin + term + block for name, block in BLOCKS.items()}, 30).items():
+        assert done.status == 143, name
+        assert "run: 0.95 s are over; no checkpoint could be saved" in done.err, name

@@ -1,14 +1,17 @@
 """Futures: values that may not exist yet."""
 
+import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent import futures
 from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Coming", "Future", "done", "gathered", "on_its_way"]
+from nrl.errors import DeadlineExceeded
+
+__all__ = ["Coming", "Future", "Submitted", "done", "gathered", "on_its_way"]
 
 
 class Future[T](Protocol):
@@ -33,6 +36,43 @@ def done[T](value: T) -> "futures.Future[T]":
     future: futures.Future[T] = futures.Future()
     future.set_result(value)
     return future
+
+
+class Submitted[T](futures.Future[T]):
+    """The future of a submitted function: the standard library's, whose `result` says what is late; it can be awaited.
+
+    Args:
+        who: how errors name the function.
+        mesh: the name of the mesh.
+
+    >>> late = Submitted("submit(score)", "judges")
+    >>> late.result(timeout=0.01)
+    Traceback (most recent call last):
+    nrl.errors.DeadlineExceeded: submit(score) on mesh 'judges' has not returned within 0.01 s; it goes on, and may \
+be waited for again
+    """
+
+    def __init__(self, who: str, mesh: str) -> None:
+        super().__init__()
+        self._who, self._mesh = who, mesh
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the value, ``timeout`` seconds at most, and return it, or raise what the function raised."""
+        try:
+            return super().result(timeout)
+        except TimeoutError:
+            if self.done():  # the function raised it, or has ended in this moment
+                return super().result()
+            raise DeadlineExceeded(
+                f"{self._who} on mesh '{self._mesh}' has not returned within {timeout:.3g} s; it goes on, and may be "
+                "waited for again"
+            ) from None
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self).__await__()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a future is known to its own program only; give it to the call as an argument of its own")
 
 
 def gathered[T](answers: Sequence["futures.Future[T]"]) -> "futures.Future[list[T]]":

@@ -6,7 +6,6 @@ that a unit test shows a mistake of layout. Calls are done when they return; sub
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -19,7 +18,7 @@ from nrl.batch.ragged import is_ragged, parts_of
 from nrl.errors import PlacementError
 from nrl.runtime.executables.registry import Executable, check_importable
 from nrl.runtime.mesh.current_process import Process, entered, perform
-from nrl.runtime.mesh.futures import Future, done
+from nrl.runtime.mesh.futures import Future, Submitted, done
 from nrl.runtime.mesh.placement import Cluster, Donated, Mesh, Out, Processes, Rows, Slots, Strategy, Value
 from nrl.runtime.mesh.submitting import SIDE_BY_SIDE, Desk, Helper, Task
 from nrl.runtime.threads import Daemons
@@ -125,7 +124,7 @@ class _ThisProcess:
 
     def submit(
         self, who: str, fn: Callable[..., Any], args: Sequence[Any], rank: int | None, deadline: float | None
-    ) -> "futures.Future[Any]":
+    ) -> Submitted[Any]:
         return self.desk.submit(who, fn, args, rank, deadline, partial)
 
 

@@ -7,7 +7,6 @@ each of them. Everything above, from `nrl.shard_map` to a trainer, uses these tw
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from enum import Enum
 from typing import Any, Literal, Protocol
 
@@ -21,7 +20,7 @@ from nrl.batch.ragged import take
 from nrl.errors import ClosedCluster, PlacementError
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.executables.registry import executable as find
-from nrl.runtime.mesh.futures import Future
+from nrl.runtime.mesh.futures import Future, Submitted
 from nrl.runtime.mesh.layout import Layout
 
 __all__ = [
@@ -150,7 +149,7 @@ class Processes(Protocol):
 
     def submit(
         self, who: str, fn: Callable[..., Any], args: Sequence[Any], rank: int | None, deadline: float | None
-    ) -> "futures.Future[Any]":
+    ) -> Submitted[Any]:
         """Call ``fn`` beside one process, and beside its calls; see `Mesh.submit`."""
         ...
 
@@ -353,7 +352,7 @@ class Mesh:
 
     def submit[T](
         self, fn: Callable[..., T], *args: Any, rank: int | None = None, deadline: float | None = None
-    ) -> "futures.Future[T]":
+    ) -> Submitted[T]:
         """Call ``fn(*args)`` beside one process of the mesh; a slow one delays no other, and no call in all processes.
 
         Functions run side by side and in no order, in a helper: a second process in the rank's slot, or local threads.
@@ -365,7 +364,7 @@ class Mesh:
             deadline: seconds that it may run; None: the cluster's. Then its helper is killed, once nothing else runs.
 
         Returns:
-            The standard library's future, of the function's value or error, or of what a call raises.
+            The standard library's future, of the function's value or error, or of what a call raises; to await, too.
 
         Raises:
             PlacementError: the mesh has no such rank, or an argument is a handle.

@@ -22,12 +22,12 @@ import attrs
 from nrl.algos import name_of
 from nrl.errors import DeadlineExceeded, PlacementError
 from nrl.runtime.mesh.calling import watched
-from nrl.runtime.mesh.futures import on_its_way
+from nrl.runtime.mesh.futures import Submitted, on_its_way
 from nrl.runtime.mesh.handles import Handle
 from nrl.runtime.threads import Daemons
 from nrl.runtime.trace import timeline
 
-__all__ = ["SIDE_BY_SIDE", "THREADS", "Desk", "Helper", "Submitted", "Task"]
+__all__ = ["SIDE_BY_SIDE", "THREADS", "Desk", "Helper", "Task"]
 
 SIDE_BY_SIDE = 32
 """How many functions a helper runs at once."""
@@ -37,40 +37,6 @@ THREADS = Daemons(32, "submitted")
 
 _ARGUMENTS = Daemons(1000, "arguments")  # each waits for futures that a function is to be given
 _ENDING = 5.0  # seconds for the desk's thread to end
-
-
-class Submitted[T](futures.Future[T]):
-    """The future of a submitted function: the standard library's, whose `result` says what is late.
-
-    Args:
-        who: how errors name the function.
-        mesh: the name of the mesh.
-
-    >>> late = Submitted("submit(score)", "judges")
-    >>> late.result(timeout=0.01)
-    Traceback (most recent call last):
-    nrl.errors.DeadlineExceeded: submit(score) on mesh 'judges' has not returned within 0.01 s; it goes on, and may \
-be waited for again
-    """
-
-    def __init__(self, who: str, mesh: str) -> None:
-        super().__init__()
-        self._who, self._mesh = who, mesh
-
-    def result(self, timeout: float | None = None) -> T:
-        """Wait for the value, ``timeout`` seconds at most, and return it, or raise what the function raised."""
-        try:
-            return super().result(timeout)
-        except TimeoutError:
-            if self.done():  # the function raised it, or has ended in this moment
-                return super().result()
-            raise DeadlineExceeded(
-                f"{self._who} on mesh '{self._mesh}' has not returned within {timeout:.3g} s; it goes on, and may be "
-                "waited for again"
-            ) from None
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a future is known to its own program only; give it to the call as an argument of its own")
 
 
 @attrs.define(eq=False)

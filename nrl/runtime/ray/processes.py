@@ -6,11 +6,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from typing import Any
 
 from nrl.errors import ClusterError, StateError
 from nrl.runtime.executables.registry import executable
+from nrl.runtime.mesh.futures import Submitted
 from nrl.runtime.mesh.placement import Donated, Mesh, Out
 from nrl.runtime.mesh.submitting import Desk
 from nrl.runtime.ray.call_arguments import Arguments, Kept, Stored
@@ -142,7 +142,7 @@ class RayProcesses:
 
     def submit(
         self, who: str, fn: Callable[..., Any], args: Sequence[Any], rank: int | None, deadline: float | None
-    ) -> "futures.Future[Any]":
+    ) -> Submitted[Any]:
         """Let a helper call a function; returns at once."""
         if (ended := self.after_end(who)) is not None:
             raise ended

@@ -36,7 +36,9 @@ from nrl.runtime.trace import timeline
 def mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
     """Of two processes; each test leaves it as it was."""
     if request.param == "ray":
-        yield request.getfixturevalue("on_ray").reserve(2).mesh(executable="system", name="judges")
+        mesh = request.getfixturevalue("on_ray").reserve(2).mesh(executable="system", name="judges")
+        yield mesh
+        mesh.processes.end(ClosedCluster("the tests are over"))  # it and its helpers take some GB
     else:
         with cluster("local") as here:
             yield here.reserve(2).mesh(name="judges")
@@ -226,10 +228,26 @@ def test_it_is_a_future_of_the_standard_library(mesh: Mesh) -> None:
     assert gathered(futures).result() == [1, 2, 4, 8]
     assert wait(futures, timeout=60).not_done == set()
 
-    async def awaited() -> list[int]:
-        return await asyncio.gather(*(asyncio.wrap_future(mesh.submit(pow, 3, n)) for n in range(3)))
+    async def awaited() -> list[Any]:
+        return await asyncio.gather(*(mesh.submit(pow, 3, n) for n in range(3)), mesh.submit(here, rank=1))
 
-    assert asyncio.run(awaited()) == [1, 3, 9]
+    *powers, place = asyncio.run(awaited())
+    assert (powers, place[0]) == ([1, 3, 9], 1)
+
+
+def test_who_stops_to_wait_takes_back_what_has_not_begun(mesh: Mesh, gate: Gate) -> None:
+    running = [mesh.submit(gate.wait, rank=rank) for rank in (0, 1) for _ in range(SIDE_BY_SIDE)]
+    waiting = mesh.submit(here)
+
+    async def stops() -> None:
+        async with asyncio.timeout(0.1):
+            await waiting
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(stops())
+    assert waiting.cancelled()
+    gate.open()
+    assert {each.result() for each in running} == {"through"}
 
 
 def test_what_cannot_be_submitted(mesh: Mesh) -> None:
