@@ -51,7 +51,7 @@ class Config:
     seed: int = 0
     out: str | None = None
     cluster: str = "local"
-    trainer: Literal["fsdp"] = "fsdp"  # of nrl.backends.TRAINERS
+    trainer: Literal["fsdp", "megatron"] = "fsdp"  # of nrl.backends.TRAINERS
     sampler: Literal["hf"] = "hf"
     dp: int = attrs.field(default=1, validator=ge(1))
     layout: Layout = config.derived(lambda cfg: Layout(cfg.dp))  # all axes of the trainer's mesh; dp is the short form

@@ -35,7 +35,7 @@ class Config:
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
-    trainer: Literal["fsdp"] = "fsdp"  # of nrl.backends.TRAINERS
+    trainer: Literal["fsdp", "megatron"] = "fsdp"  # of nrl.backends.TRAINERS
     sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU
     engine: dict[str, Any] = attrs.field(factory=dict)  # vLLM's engine arguments, such as engine.max_model_len=2048
     inflight: Literal["wait", "keep", "abort"] = "wait"  # what becomes of rows under way, when weights are published

@@ -28,7 +28,7 @@ class Config:
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
-    trainer: Literal["fsdp"] = "fsdp"  # of nrl.backends.TRAINERS
+    trainer: Literal["fsdp", "megatron"] = "fsdp"  # of nrl.backends.TRAINERS
     dp: int = attrs.field(default=1, validator=ge(1))  # shards that the trainer splits a batch into
     layout: Layout = config.derived(lambda cfg: Layout(cfg.dp))  # all axes of the trainer's mesh; dp is the short form
     pairs: int = attrs.field(default=64, validator=ge(1))  # a step

@@ -57,7 +57,7 @@ class Config:
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
-    trainer: Literal["fsdp"] = "fsdp"  # of nrl.backends.TRAINERS
+    trainer: Literal["fsdp", "megatron"] = "fsdp"  # of nrl.backends.TRAINERS
     layout: Layout = Layout()  # all axes of the trainer's mesh
     prompts: int = attrs.field(default=32, validator=ge(1))  # a step
     group_size: int = attrs.field(default=8, validator=ge(1))  # samples a prompt

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("nrl", "nrl.algos")  # whose names are the public API
 
 
+@functools.cache
 def module_files() -> dict[str, Path]:
     found = {}
     for path in sorted((ROOT / "nrl").rglob("*.py")):

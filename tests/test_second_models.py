@@ -35,7 +35,7 @@ def mean(rows: list[dict[str, Any]], key: str) -> float:
 
 def test_ppo_learns_and_its_critic_foresees(tmp_path: Path) -> None:
     ppo = load("ppo")
-    ppo.main(ppo.Config(steps=60, out=str(tmp_path)))
+    ppo.main(ppo.Config(steps=50, out=str(tmp_path)))
     rows = lines(tmp_path / "metrics.jsonl")
     assert mean(rows[:5], "reward") < 0.35
     assert mean(rows[-5:], "reward") > 0.6
@@ -202,7 +202,7 @@ def test_the_zoo_runs_several_methods_from_one_start(tmp_path: Path, capsys: pyt
 def test_a_method_of_the_zoo_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And what is resumed has the times of all its steps."""
     zoo = load("zoo")
-    cfg = zoo.Config(algo="rejection_sampling", steps=20, out=str(tmp_path))
+    cfg = zoo.Config(algo="rejection_sampling", steps=12, out=str(tmp_path))
     rows = []
     for _ in range(2):
         zoo.main(cfg)
@@ -225,7 +225,7 @@ def test_a_real_model_needs_a_real_second_one(name: str, other: str) -> None:
 def test_the_mismatch_is_that_of_the_first_update(name: str, tmp_path: Path) -> None:
     """The next ones have left the policy that sampled; at the first step nothing else has."""
     example = load(name)
-    example.main(example.Config(steps=1, warmup=40, prompts=64, updates=2, out=str(tmp_path)))
+    example.main(example.Config(steps=1, warmup=15, prompts=32, updates=2, out=str(tmp_path)))
     (row,) = lines(tmp_path / "metrics.jsonl")
     assert row["mismatch/kl"] < 1e-6
     assert row["ratio_max"] > 1.01

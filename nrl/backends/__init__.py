@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from nrl.backends import fsdp, hf, vllm
+from nrl.backends import fsdp, hf, megatron, vllm
 from nrl.backends.base import Completion, Media, Model, Sampling
 from nrl.backends.engines import SampleEngine, TrainEngine
 from nrl.backends.models.loading import load_tokenizer
@@ -38,8 +38,8 @@ __all__ = [
     "publish",
 ]
 
-TRAINERS: dict[str, Callable[..., Trainer]] = {"fsdp": fsdp.trainer}
-"""What makes a trainer, by the names that a config may have: torch's FSDP2."""
+TRAINERS: dict[str, Callable[..., Trainer]] = {"fsdp": fsdp.trainer, "megatron": megatron.trainer}
+"""What makes a trainer, by the names that a config may have: torch's FSDP2, and Megatron Core."""
 
 SAMPLERS: dict[str, Callable[..., Sampler]] = {
     "hf": hf.sampler,

@@ -23,9 +23,9 @@ AXES = ("dp", "tp", "pp", "cp")
 class Processes:
     """``n`` processes with a mesh of ``dp=n``. Calling it with a function runs ``function(mesh, ...)`` in each."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, *imported: str) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        context, file = server(), str(Path(self.folder.name) / "meeting")
+        context, file = server(*imported), str(Path(self.folder.name) / "meeting")
         self.ends, self.processes = [], []
         for rank in range(n):
             mine, theirs = context.Pipe()

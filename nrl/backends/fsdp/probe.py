@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from nrl.backends.fsdp import attention
 from nrl.backends.models.named_weights import head_weight
+from nrl.backends.training import packed_attention
 from nrl.batch.packed_rows import Packing
 from nrl.batch.packing import pack
 from nrl.errors import ModelError
@@ -105,7 +106,7 @@ def check_packing(module: Any, packing: Packing) -> None:
                 input_ids=tokens.input_ids[None].to(module.device),
                 position_ids=tokens.position_ids[None].to(module.device),
                 use_cache=False,
-                nrl_attention=attention.over(tokens.rows, module.device),
+                nrl_attention=packed_attention.over(tokens.rows, module.device),
             ).last_hidden_state[0]
             found.append(hidden[tokens.place.to(module.device)])
     packed = max(found, key=lambda hidden: float((own - hidden).abs().max()))

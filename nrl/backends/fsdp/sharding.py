@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nrl.backends.base import Piece
-from nrl.backends.models import pieces
+from nrl.backends.models import pieces, splitting
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.errors import PlacementError
 
-__all__ = ["axis", "copied", "own", "piece", "reset_after", "run", "shard", "skeleton", "spoken", "whole"]
+__all__ = ["axis", "copied", "own", "parts", "piece", "reset_after", "run", "shard", "skeleton", "spoken", "whole"]
 
 _UNSHARDED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 """For each sharded model, the same model before it was sharded, with parameters that take no memory."""
@@ -156,13 +156,18 @@ def piece(name: str, tensor: Tensor) -> Piece:
     return Piece(name, tuple(tensor.shape), index, tensor.to_local())
 
 
-def own(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-    """What this process has of some weights, by name; a weight that has two names is one piece."""
+def own(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+    """What this process has of some weights of a model, by the names of files; one that has two names is one piece."""
     made: dict[int, Piece] = {}
     for name, tensor in tensors.items():
         if id(tensor) not in made:
             made[id(tensor)] = piece(name, tensor)
-    return {name: made[id(tensor)] for name, tensor in tensors.items()}
+    return splitting.in_files({name: made[id(tensor)] for name, tensor in tensors.items()}, parts(module))
+
+
+def parts(module: nn.Module) -> splitting.Parts:
+    """Of which weights of files a model's are made; it may be sharded, which changes the names of its classes."""
+    return splitting.parts(_UNSHARDED.get(module, module))
 
 
 def spoken(peers: Peers, name: str, tensor: Tensor) -> Piece:

@@ -4,13 +4,11 @@ It runs in one process, or sharded over several. Then each process computes rows
 every call together. A finding in the numbers of one is known to all before any acts (`training/agreement.py`).
 """
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import attrs
 import torch
@@ -20,13 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.algos import Loss, name_of, needed
 from nrl.backends.base import Model, Piece
-from nrl.backends.fsdp import attention, probe, sharding, storage
+from nrl.backends.fsdp import attention, probe, sharding, stored
 from nrl.backends.fsdp.outputs import compute
 from nrl.backends.fsdp.torch_state import FROZEN, Adapter, TorchParams, TorchState, module_of
-from nrl.backends.models import loading, lora
+from nrl.backends.models import loading, lora, splitting
 from nrl.backends.models.exporting import export_weights
 from nrl.backends.models.named_weights import weight_name
+from nrl.backends.training import storage
 from nrl.backends.training.agreement import HeldError, Peers
+from nrl.backends.training.curiosity import Curious
+from nrl.backends.training.heads import PROVIDES
 from nrl.backends.training.optimizers import Optimizer, learning_rate
 from nrl.backends.training.plans import Outputs, Plan, last, plan, predicted
 from nrl.backends.training.reading import whole_weights
@@ -39,14 +40,6 @@ from nrl.reduce import Mean, Metrics
 from nrl.runtime.mesh.current_process import rest, wake
 
 __all__ = ["TorchEngine"]
-
-
-_PROVIDES = {
-    "lm": frozenset({"logprobs", "entropy", "logprobs_at", "top_k"}),
-    "value": frozenset({"values"}),
-    "reward": frozenset({"rewards"}),
-}
-"""The kinds of outputs of each head."""
 
 
 def _nothing(name: str) -> Tensor:
@@ -75,17 +68,14 @@ class TorchEngine:
     _peers: Peers = attrs.field(
         default=attrs.Factory(lambda self: Peers(sharding.axis(self.mesh)), takes_self=True), init=False, repr=False
     )
-    _curious: WeakValueDictionary[int, Loss] = attrs.field(
-        factory=WeakValueDictionary, init=False, repr=False, eq=False
-    )
-    """Losses that turned out to read outputs where ``loss_mask`` is false."""
+    _curious: Curious = attrs.field(factory=Curious, init=False, repr=False, eq=False)
     _probed: set[tuple[str, str]] = attrs.field(factory=set, init=False, repr=False, eq=False)
     """The classes and configs of models that it computes rightly."""
 
     @property
     def provides(self) -> frozenset[str]:
         """The kinds of outputs that it computes."""
-        return _PROVIDES[self.model.head]
+        return PROVIDES[self.model.head]
 
     def init(self) -> TorchState:
         """A fresh train state."""
@@ -94,7 +84,7 @@ class TorchEngine:
 
     def receive(self, state: TorchState) -> lora.Receiving:
         """Replace the weights of a fresh train state."""
-        return lora.Receiving(state.module, sharding.own, "trainer.init")
+        return lora.Receiving(state.module, partial(sharding.own, state.module), "trainer.init")
 
     def params(self, state: TorchState) -> nn.Module:
         """The module inside of a train state."""
@@ -124,7 +114,7 @@ class TorchEngine:
         mine = partial(sharding.spoken, self._peers)
         if isinstance(params, Adapter):
             return lora.adapter(params.module, mine)
-        return lora.merged(params, mine, sharding.whole)
+        return splitting.cut(lora.merged(params, mine, sharding.whole), sharding.parts(params))
 
     def forward(self, params: nn.Module, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
         """Outputs without gradients, on the CPU."""
@@ -155,7 +145,9 @@ class TorchEngine:
             rest(frozen)
         module.train()
         with sharding.reset_after(module):
-            metrics = self._accumulate(module, loss, name, microbatches, weights)
+            compute = partial(self._sums, module, loss, name, weights)
+            undo = partial(module.zero_grad, set_to_none=True)
+            metrics = self._curious.sums(self._peers, loss, microbatches, compute, undo)
             norm = self._clipped(module, f"train_step({name})", step)
             rate = learning_rate(self.optimizer, step)
             for group in optimizer.param_groups:
@@ -181,30 +173,13 @@ class TorchEngine:
         torch.nn.utils.clip_grads_with_norm_(module.parameters(), self.optimizer.clip, norm)
         return norm
 
-    def _accumulate(
-        self, module: nn.Module, loss: Loss, name: str, microbatches: Iterable[Batch], weights: Mapping[str, float]
-    ) -> Metrics:
-        """Backward through every micro-batch; returns the metrics, the loss among them."""
-        seen = self._curious.get(id(loss)) is loss
-        parts, curious = evened(self._peers, f"train_step({name})", microbatches, seen)
-        if not any(curious):
-            metrics = self._sums(module, loss, name, parts, weights, everywhere=False)
-            if metrics is not None:
-                return metrics
-            module.zero_grad(set_to_none=True)
-            with contextlib.suppress(TypeError):  # some callables have no weak references
-                self._curious[id(loss)] = loss
-        metrics = self._sums(module, loss, name, parts, weights, everywhere=True)
-        assert metrics is not None
-        return metrics
-
     def _sums(
         self,
         module: nn.Module,
         loss: Loss,
         name: str,
-        microbatches: Sequence[Batch],
         weights: Mapping[str, float],
+        microbatches: Sequence[Batch],
         everywhere: bool,
     ) -> Metrics | None:
         """The sums over the micro-batches of all processes; None: the loss reads outputs that have been left out."""
@@ -347,7 +322,12 @@ class TorchEngine:
 
     def _write(self, folder: Path, params: TorchParams, optimizer: torch.optim.Optimizer | None, step: int) -> Saved:
         module, adapter = module_of(params), isinstance(params, Adapter)
-        written = storage.write(folder, module, optimizer, self._peers, lora.trained if adapter else None)
+
+        def pieces() -> Iterator[Piece]:
+            for name, tensor in stored.tensors(module, optimizer, lora.trained if adapter else None).items():
+                yield sharding.spoken(self._peers, name, tensor)
+
+        written = storage.write(folder, pieces, self._peers)
         base = lora.signature(module, sharding.whole) if adapter else None
         return Saved(written, {"step": step, "lora": bool(lora.layers(module)), "base": base})
 
@@ -358,7 +338,15 @@ class TorchEngine:
         optimizer: torch.optim.Optimizer | None,
         base: Mapping[str, float] | None,
     ) -> None:
-        storage.read(folder, module, optimizer, self._peers, None if base is None else lora.trained)
+        wanted = None if base is None else lora.trained
+
+        def pieces(there: Collection[str]) -> Iterator[Piece]:
+            if optimizer is not None:
+                stored.fresh_moments(module, optimizer, there)
+            for name, tensor in stored.tensors(module, optimizer, wanted).items():
+                yield sharding.piece(name, tensor.detach())
+
+        storage.read(folder, stored.shapes(module, wanted), pieces, self._peers)
         if base is not None:
             lora.check_base(lora.signature(module, sharding.whole), base)
 

@@ -12,6 +12,7 @@ from nrl.backends.hf.decoding import decode
 from nrl.backends.models import lora
 from nrl.backends.models.loading import context_length, end_tokens, load_tokenizer
 from nrl.backends.models.pieces import Filling, wholes
+from nrl.backends.models.splitting import in_files, parts
 from nrl.runtime.mesh.current_process import rest, wake
 
 __all__ = ["HfEngine"]
@@ -61,7 +62,7 @@ class HfEngine:
 
     def begin(self) -> None:
         """Prepare for new weights."""
-        self.filling = Filling(wholes(lora.replaced(self.module)), "receive")
+        self.filling = Filling(in_files(wholes(lora.replaced(self.module)), parts(self.module)), "receive")
 
     def add(self, bucket: Bucket) -> None:
         """Copy some of the new weights in."""

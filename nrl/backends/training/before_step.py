@@ -6,21 +6,46 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from nrl.algos import Loss
+from nrl.algos import Loss, output_kind
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch, assign
 from nrl.batch.handles import handle_of
 from nrl.batch.values import remembered
-from nrl.errors import MissingColumn, NotFinite
+from nrl.errors import MissingColumn, MissingOutput, NotFinite
 from nrl.reduce import Mean, Metrics
 from nrl.runtime import Future
 
-__all__ = ["check_finite", "lag", "told_of_no_advantages", "with_columns"]
+__all__ = ["check_finite", "check_needs", "lag", "told_of_no_advantages", "with_columns"]
 
 
 def with_columns(batch: Batch, columns: Mapping[str, Tensor | Future[Tensor]]) -> Batch:
     """Add columns to a batch. Of those that other processes compute it has a handle, heavy or not."""
     return assign(batch, **{name: handle_of(value) for name, value in columns.items()}) if columns else batch
+
+
+def check_needs(who: str, needs: Collection[str], provides: Collection[str], name: str) -> None:
+    """Check that a trainer computes what is needed.
+
+    Args:
+        who: how errors name the caller.
+        needs: names of outputs.
+        provides: the kinds that the trainer computes.
+        name: of the trainer.
+
+    Raises:
+        MissingOutput: it does not, or not all of them at once.
+    """
+    if isinstance(needs, str):
+        raise MissingOutput(f"{who}: needs is {needs!r}; give a collection of names")
+    several = sorted(need for need in needs if output_kind(need) == "top_k")
+    if len(several) > 1:
+        raise MissingOutput(f"{who}: it needs {' and '.join(several)}, and one of them at a time can be computed")
+    missing = sorted(need for need in needs if output_kind(need) not in provides)
+    if missing:
+        raise MissingOutput(
+            f"{who}: it needs {', '.join(missing)}, and {name} provides {', '.join(sorted(provides))}; another "
+            "Model(..., head=...) computes other things"
+        )
 
 
 def lag(version: int, batch: Batch) -> Metrics:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nrl.backends.training.vocabulary import VocabularyShard
 from nrl.errors import BatchError, ConfigError, ModelError
 
 __all__ = ["CHUNK_BYTES", "KEEP_BYTES", "linear_logprobs", "linear_top_k"]
@@ -42,6 +43,7 @@ def linear_logprobs(
     bias: Tensor | None = None,
     entropy: bool = False,
     chunk: int | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Log-probabilities of `targets` under the softmax of a linear layer, and that distribution's entropy.
 
@@ -68,6 +70,9 @@ def linear_logprobs(
         entropy: whether to return the entropy.
         chunk: the most tokens whose logits exist at once. None: as many as fit in `CHUNK_BYTES`. If one chunk holds all
             tokens, and their log-probabilities fit in `KEEP_BYTES`, these are kept for the backward.
+        shard: which words `weight` and `bias` are of, where processes share the vocabulary. All call this together,
+            with equal tokens and targets, and get equal results. The gradient of `hidden` is then a part, to be added
+            up over them.
 
     Returns:
         ``(logprobs, entropy)``: nats, float32 (float64 for float64 inputs), in the shape of the targets and ``[N]``;
@@ -88,10 +93,10 @@ def linear_logprobs(
     _check(hidden, weight, targets, temperature, bias, chunk)
     if temperature is not None:
         temperature = temperature.detach().to(_ACCUMULATE[hidden.dtype])[:, None]
-    size = _chunk_size(hidden, weight, chunk)
+    size = _chunk_size(hidden, _words(weight, shard), chunk)
     words = targets[:, None] if targets.ndim == 1 else targets
     outputs: tuple[Tensor, Tensor | None] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, words, temperature, entropy, size
+        hidden, weight, bias, words, temperature, entropy, size, shard
     )
     return outputs[0].view(targets.shape), outputs[1]
 
@@ -105,6 +110,7 @@ def linear_top_k(
     temperature: Tensor | None = None,
     bias: Tensor | None = None,
     chunk: int | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The most probable words under the softmax of a linear layer, and their log-probabilities; without gradient.
 
@@ -115,6 +121,7 @@ def linear_top_k(
         temperature: ``[N]``, or None.
         bias: ``[V]``, or None.
         chunk: the most tokens whose logits exist at once; None: as many as fit.
+        shard: which words `weight` and `bias` are of, where processes share the vocabulary.
 
     Returns:
         ``(words, logprobs)``: ``[N, k]`` each, int64 and nats, the most probable first.
@@ -129,25 +136,35 @@ def linear_top_k(
     ([[1]], [[0.5]])
     """
     _check(hidden, weight, None, temperature, bias, chunk)
-    if not 1 <= k <= len(weight):
-        raise ConfigError(f"top_k: k is {k}; it must be at least 1 and at most the {len(weight)} words of the model")
+    words_here = torch.tensor(len(weight))
+    known = int(words_here if shard is None else shard.summed(words_here.to(weight.device)))
+    if not 1 <= k <= known:
+        raise ConfigError(f"top_k: k is {k}; it must be at least 1 and at most the {known} words of the model")
     if temperature is not None:
         temperature = temperature.to(_ACCUMULATE[hidden.dtype])[:, None]
-    size = _chunk_size(hidden, weight, chunk)
+    size = _chunk_size(hidden, _words(weight, shard), chunk)
     low, logits = _buffers(hidden, weight, size)
     logp = torch.empty_like(logits)
     words = torch.empty((len(hidden), k), dtype=torch.int64, device=hidden.device)
     logprobs = logits.new_empty(words.shape)
     for rows in _slices(len(hidden), size):
-        found = _log_softmax(hidden, weight, bias, temperature, rows, low, logits, logp).topk(k)
-        words[rows], logprobs[rows] = found.indices, found.values
+        found = _log_softmax(hidden, weight, bias, temperature, rows, low, logits, logp, shard)
+        if shard is None:
+            logprobs[rows], words[rows] = found.topk(k)
+        else:
+            words[rows], logprobs[rows] = shard.top_k(found, k)
     return words, logprobs
 
 
-def _chunk_size(hidden: Tensor, weight: Tensor, chunk: int | None) -> int:
+def _words(weight: Tensor, shard: VocabularyShard | None) -> int:
+    """The words of a chunk's logits; where processes share the vocabulary, the most that one of them has."""
+    return len(weight) if shard is None else shard.most
+
+
+def _chunk_size(hidden: Tensor, words: int, chunk: int | None) -> int:
     """Tokens in a chunk: as even as possible, because a small last chunk costs a pass over the weight all the same."""
     if chunk is None:
-        chunk = max(1, CHUNK_BYTES // (weight.shape[0] * _ACCUMULATE[hidden.dtype].itemsize))
+        chunk = max(1, CHUNK_BYTES // (words * _ACCUMULATE[hidden.dtype].itemsize))
     chunks = max(1, -(-hidden.shape[0] // chunk))
     return -(-hidden.shape[0] // chunks)
 
@@ -168,28 +185,31 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature: Tensor | None,
         entropy: bool,
         size: int,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor | None]:
         low, logits = _buffers(hidden, weight, size)
         logp = torch.empty_like(logits)
         logprobs = logits.new_empty(targets.shape)
         entropies = logits.new_empty(hidden.shape[0]) if entropy else None
         for rows in _slices(hidden.shape[0], size):
-            chunk = _log_softmax(hidden, weight, bias, temperature, rows, low, logits, logp)
-            logprobs[rows] = chunk.gather(1, targets[rows])
+            chunk = _log_softmax(hidden, weight, bias, temperature, rows, low, logits, logp, shard)
+            logprobs[rows] = chunk.gather(1, targets[rows]) if shard is None else shard.gather(chunk, targets[rows])
             if entropies is not None:
                 p = torch.exp(chunk, out=logits[: len(chunk)])
                 entropies[rows] = p.mul_(chunk).sum(1).neg_()
-        keep = size == hidden.shape[0] and logp.numel() * logp.itemsize <= KEEP_BYTES
+        if entropies is not None and shard is not None:
+            shard.summed(entropies)
+        keep = size == hidden.shape[0] and size * _words(weight, shard) * logp.itemsize <= KEEP_BYTES
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropies, logp if keep else None)
         ctx.set_materialize_grads(False)
-        ctx.size = size
+        ctx.size, ctx.shard = size, shard
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 8
         hidden, weight, bias, targets, temperature, entropies, kept = ctx.saved_tensors
         hidden_grad, weight_sum, bias_sum = _gradients(
             hidden,
@@ -203,11 +223,12 @@ class _LinearLogprobs(torch.autograd.Function):
             _by_temperature(None if grad_entropy is None else grad_entropy[:, None], temperature),
             ctx.needs_input_grad[:3],
             ctx.size,
+            ctx.shard,
         )
         # Here the chunk's buffers are gone: the weight's cast needs memory too.
         weight_grad = None if weight_sum is None else weight_sum.to(weight.dtype)
         bias_grad = None if bias_sum is None else bias_sum.to(bias.dtype)
-        return hidden_grad, weight_grad, bias_grad, None, None, None, None
+        return hidden_grad, weight_grad, bias_grad, None, None, None, None, None
 
 
 def _gradients(
@@ -222,6 +243,7 @@ def _gradients(
     of_entropy: Tensor | None,
     needs: tuple[bool, bool, bool],
     size: int,
+    shard: VocabularyShard | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias, the last two as sums over chunks, which the caller casts."""
     low, logits = _buffers(hidden, weight, size)
@@ -234,7 +256,7 @@ def _gradients(
     for rows in _slices(hidden.shape[0], size):
         chunk = kept
         if chunk is None:
-            chunk = _log_softmax(hidden, weight, bias, temperature, rows, low, logits, logp)
+            chunk = _log_softmax(hidden, weight, bias, temperature, rows, low, logits, logp, shard)
         # d logprob / d z_v = 1[v = target] - p_v and d entropy / d z_v = -p_v (log p_v + entropy)
         grad = torch.exp(chunk, out=logits[: len(chunk)])
         summed = None if of_logprobs is None else of_logprobs[rows].sum(1, keepdim=True)  # over a token's targets
@@ -245,8 +267,10 @@ def _gradients(
             grad.mul_(slope.sub_(constant))
         elif summed is not None:
             grad.mul_(-summed)
-        if of_logprobs is not None:
+        if of_logprobs is not None and shard is None:
             grad.scatter_add_(1, targets[rows], of_logprobs[rows])
+        elif of_logprobs is not None and shard is not None:
+            shard.add_at(grad, targets[rows], of_logprobs[rows])
         if bias_sum is not None:
             bias_sum.add_(grad.sum(0))
         if low is not logits:
@@ -280,6 +304,7 @@ def _log_softmax(
     low: Tensor,
     logits: Tensor,
     out: Tensor,
+    shard: VocabularyShard | None,
 ) -> Tensor:
     """Log-probabilities of all words for the tokens `rows`, written to `out`; `low` and `logits` are scratch."""
     count = rows.stop - rows.start
@@ -291,6 +316,8 @@ def _log_softmax(
         logits[:count].copy_(low[:count])
     if temperature is not None:
         logits[:count].div_(temperature[rows])
+    if shard is not None:
+        return shard.log_softmax(logits[:count], out[:count])
     return torch.log_softmax(logits[:count], 1, out=out[:count])
 
 

@@ -109,11 +109,15 @@ def _key(piece: Piece) -> str:
 
 
 def _tensors(pieces: Iterable[Piece]) -> dict[str, Tensor]:
-    return {_key(piece): piece.tensor for piece in pieces if piece.tensor.numel() or not prod(piece.shape)}
+    return {_key(piece): piece.tensor for piece in pieces if _travels(piece)}
 
 
 def _places(pieces: Iterable[Piece]) -> _Places:
-    return {_key(piece): (piece.name, piece.shape, piece.index) for piece in pieces}
+    return {_key(piece): (piece.name, piece.shape, piece.index) for piece in pieces if _travels(piece)}
+
+
+def _travels(piece: Piece) -> bool:
+    return bool(piece.tensor.numel() or not prod(piece.shape))
 
 
 def _pieces(tensors: Tensors, places: _Places) -> Iterator[Piece]:

@@ -56,6 +56,7 @@ class StepSums:
         name: of the loss in errors.
         weights: of each of its terms, over the whole batch.
         device: of the outputs.
+        counted: whether the sums of this process count; of processes that have the same outputs, one does.
 
     >>> from nrl.algos import sft_loss
     >>> ids = torch.tensor([[5, 6]])
@@ -65,8 +66,10 @@ class StepSums:
     {'logprobs': tensor([[-0.0000, -0.5000]])}
     """
 
-    def __init__(self, loss: Loss, name: str, weights: Mapping[str, float], device: torch.device) -> None:
-        self._loss, self._name, self._weights = loss, name, weights
+    def __init__(
+        self, loss: Loss, name: str, weights: Mapping[str, float], device: torch.device, counted: bool = True
+    ) -> None:
+        self._loss, self._name, self._weights, self._counted = loss, name, weights, counted
         self._sums: Metrics = {}
         self._trusted = torch.ones((), dtype=torch.bool, device=device)
 
@@ -102,7 +105,7 @@ class StepSums:
         who = f"train_step({self._name})"
         tokens = Sum(torch.tensor(sum(int(lengths(batch).sum()) for batch in microbatches if batch is not IDLE)))
         sums, (certain,) = _fetch(self._sums, self._trusted)
-        everybody = held.meet(who, (sums | {"tokens": tokens}, certain, read))
+        everybody = held.meet(who, (sums | {"tokens": tokens} if self._counted else {}, certain, read))
         if not all(certain for _, certain, _ in everybody):
             return None
         if not any(read for *_, read in everybody):

@@ -11,18 +11,18 @@ import attrs
 import torch
 from torch import Tensor
 
-from nrl.algos import Loss, name_of, needed, output_kind
+from nrl.algos import Loss, name_of, needed
 from nrl.backends.base import Bucket
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.engines import TrainEngine
 from nrl.backends.training import on_ranks, reading, shared_folders
-from nrl.backends.training.before_step import check_finite, lag, told_of_no_advantages, with_columns
+from nrl.backends.training.before_step import check_finite, check_needs, lag, told_of_no_advantages, with_columns
 from nrl.backends.training.law import check_law
 from nrl.backends.training.states import Params, TrainState
 from nrl.backends.training.terms import LOGPROBS, global_weights
 from nrl.batch import Batch, deal, microbatches, restore
 from nrl.batch.handles import stand_ins, without_handles
-from nrl.errors import CheckpointError, MissingOutput
+from nrl.errors import CheckpointError
 from nrl.files import MANIFEST, Saved, Written, check_sizes, flush, saved_in, write_manifest
 from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Future, Handle, Mesh, done
@@ -186,7 +186,7 @@ class Trainer:
         >>> {name: list(future.result().shape) for name, future in found.items()}
         {'entropy': [1, 6], 'logprobs': [1, 6]}
         """
-        self._check_needs(who, needs)
+        check_needs(who, needs, self.provides, self.name)
         values = self._borrow(params, who)
         params.check_whole(who)
         rows, shards = self._shards(batch)
@@ -226,20 +226,6 @@ class Trainer:
         found: frozenset[str] = from_first(self.mesh, self.name, attrgetter("provides"), self._engines)
         return found
 
-    def _check_needs(self, who: str, needs: Collection[str]) -> None:
-        if isinstance(needs, str) or len(several := sorted(need for need in needs if output_kind(need) == "top_k")) > 1:
-            raise MissingOutput(
-                f"{who}: needs is {needs!r}; give a collection of names"
-                if isinstance(needs, str)
-                else f"{who}: it needs {' and '.join(several)}, and one of them at a time can be computed"
-            )
-        missing = sorted(need for need in needs if output_kind(need) not in self.provides)
-        if missing:
-            raise MissingOutput(
-                f"{who}: it needs {', '.join(missing)}, and {self.name} provides {', '.join(sorted(self.provides))}; "
-                "another Model(..., head=...) computes other things"
-            )
-
     # --- steps
 
     def train_step(self, loss: Loss) -> TrainStep:
@@ -249,7 +235,7 @@ class Trainer:
         numbers go from there to the trainer's processes, and not through the program.
         """
         who = f"train_step({name_of(loss)})"
-        self._check_needs(who, needed(loss))
+        check_needs(who, needed(loss), self.provides, self.name)
         always = self.provides & LOGPROBS
         checked = told = False
 

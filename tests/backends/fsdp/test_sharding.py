@@ -247,36 +247,40 @@ def rows_of(head: str, sizes: Sequence[int]) -> Batch:
     return pairs(batch).lock_() if head == "reward" else batch
 
 
-def headed(mesh: DeviceMesh | None, head: Any, sizes: Sequence[int]) -> tuple[list[dict[str, float]], Any, Any]:
+MANY_AND_FEW: tuple[tuple[int, ...], ...] = ((*MIXED, 3), (9, 5))
+
+
+def headed(mesh: DeviceMesh | None, head: Any) -> list[tuple[list[dict[str, float]], Any, Any]]:
     """Two steps of a loss of another head, or of a teacher's tokens; and what the model says of its rows after them."""
-    made, fn, batch, numbers = engine(mesh, Model(QWEN3, head=head)), HEADS[head], rows_of(head, sizes), []
-    state = made.init()
-    for _ in range(2):
-        state, metrics = made.train(state, fn, mine(mesh, batch), global_weights(fn, batch))
-        numbers.append(finalize(metrics))
+    made, fn, found = engine(mesh, Model(QWEN3, head=head)), HEADS[head], []
     rank, size = where(mesh)
     need = {"value": "values", "reward": "rewards", "lm": top_k(4)}[head]
     split = partial(nrl.microbatches, max_tokens=40)
-    out = on_ranks.forward(split, frozenset({need}), on_ranks.of_state, made, state, nrl.shard(batch, size)[rank])
-    return numbers, everything(made, state), out
+    for sizes in MANY_AND_FEW:
+        state, batch, numbers = made.init(), rows_of(head, sizes), []
+        for _ in range(2):
+            state, metrics = made.train(state, fn, mine(mesh, batch), global_weights(fn, batch))
+            numbers.append(finalize(metrics))
+        out = on_ranks.forward(split, frozenset({need}), on_ranks.of_state, made, state, nrl.shard(batch, size)[rank])
+        found.append((numbers, everything(made, state), out))
+    return found
 
 
 @both
-@pytest.mark.parametrize("sizes", [(*MIXED, 3), (9, 5)])
 @pytest.mark.parametrize("head", list(HEADS))
-def test_other_heads_and_a_teachers_tokens(pool: Processes, head: str, sizes: tuple[int, ...]) -> None:
+def test_other_heads_and_a_teachers_tokens(pool: Processes, head: str) -> None:
     """As in one process, also where some processes have no rows at all."""
-    numbers, expected, whole = headed(None, head, sizes)
-    found = pool(headed, head, sizes)
-    for rank, (theirs, weights, _) in enumerate(found):
-        assert theirs == found[0][0], rank
-        assert_close(weights, expected, 1e-4)
-    for one, other in zip(found[0][0], numbers, strict=True):
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
-    parts = nrl.shard(rows_of(head, sizes), len(found))
-    for expected_output, *outputs in zip(whole, *(out for _, _, out in found), strict=True):
-        torch.testing.assert_close(parts.restore(outputs), expected_output, atol=1e-4, rtol=1e-4)
-        assert bool(expected_output.any())
+    alone, together = headed(None, head), pool(headed, head)
+    for sizes, (numbers, expected, whole), *found in zip(MANY_AND_FEW, alone, *together, strict=True):
+        for rank, (theirs, weights, _) in enumerate(found):
+            assert theirs == found[0][0], rank
+            assert_close(weights, expected, 1e-4)
+        for one, other in zip(found[0][0], numbers, strict=True):
+            assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+        parts = nrl.shard(rows_of(head, sizes), len(found))
+        for expected_output, *outputs in zip(whole, *(out for _, _, out in found), strict=True):
+            torch.testing.assert_close(parts.restore(outputs), expected_output, atol=1e-4, rtol=1e-4)
+            assert bool(expected_output.any())
 
 
 # the same numbers
@@ -305,10 +309,10 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("pool", "loss", "options"), CASES, indirect=["pool"])
-def test_five_steps_give_the_numbers_of_one_process(pool: Processes, loss: str, options: dict[str, Any]) -> None:
+def test_three_steps_give_the_numbers_of_one_process(pool: Processes, loss: str, options: dict[str, Any]) -> None:
     relative = 1e-9 if options.get("model", Model(QWEN3)).dtype == "float64" else 1e-5
-    numbers, weights = train(None, loss, 5, **options)
-    found = pool(train, loss, 5, **options)
+    numbers, weights = train(None, loss, 3, **options)
+    found = pool(train, loss, 3, **options)
     for others, parts in found:
         assert [x.keys() for x in others] == [x.keys() for x in numbers]
         assert others == found[0][0]  # the same in every process
@@ -325,16 +329,20 @@ def cut(mesh: DeviceMesh | None, batch: Batch, assigned: list[list[list[int]]]) 
     return [nrl.pad(batch[torch.tensor(rows, dtype=torch.int64)], batch["input_ids"].shape[-1]) for rows in parts]
 
 
-def one_step(
-    mesh: DeviceMesh | None, loss: str, assigned: list[list[list[int]]], hidden: list[int], packing: Packing | None
-) -> tuple[dict[str, float], dict[str, Tensor]]:
+def first_steps(
+    mesh: DeviceMesh | None, loss: str, splits: list[list[list[list[int]]]], hidden: list[int], packing: Packing | None
+) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
+    """The first step of a fresh state, with each split of the rows."""
     batch = batch_of([*MIXED, 3])
     mask = batch["loss_mask"].clone()
     mask[hidden] = False
     batch = nrl.assign(batch, loss_mask=mask)
     made, fn = engine(mesh, Model(QWEN3, dtype="float64"), packing), LOSSES[loss]
-    state, metrics = made.train(made.init(), fn, cut(mesh, batch, assigned), global_weights(fn, batch))
-    return finalize(metrics), everything(made, state)
+    found = []
+    for assigned in splits:
+        state, metrics = made.train(made.init(), fn, cut(mesh, batch, assigned), global_weights(fn, batch))
+        found.append((finalize(metrics), everything(made, state)))
+    return found
 
 
 UNEVEN: dict[str, tuple[list[list[list[int]]], list[int]]] = {
@@ -350,9 +358,9 @@ UNEVEN: dict[str, tuple[list[list[list[int]]], list[int]]] = {
 @pytest.mark.parametrize("split", list(UNEVEN))
 def test_uneven_splits(two: Processes, split: str, loss: str, packing: Packing | None) -> None:
     assigned, hidden = UNEVEN[split]
-    numbers, weights = one_step(None, loss, assigned, hidden, packing)
-    for turned in (assigned, assigned[::-1]):
-        for others, parts in two(one_step, loss, turned, hidden, packing):
+    ((numbers, weights),) = first_steps(None, loss, [assigned], hidden, packing)
+    for found in two(first_steps, loss, [assigned, assigned[::-1]], hidden, packing):
+        for others, parts in found:
             assert others == pytest.approx(numbers, rel=1e-9, abs=1e-12)
             assert_close(parts, weights, 1e-9)
 
@@ -363,8 +371,8 @@ def test_any_split_of_rows_gives_the_same_step(three: Processes) -> None:
         rank, part = (torch.randint(0, 3, (10,), generator=generator) for _ in range(2))
         assigned = [[torch.nonzero((rank == r) & (part == p))[:, 0].tolist() for p in range(3)] for r in range(3)]
         assigned = [[rows for rows in parts if rows] for parts in assigned]
-        numbers, weights = one_step(None, "two terms", assigned, [], packing)
-        for others, parts in three(one_step, "two terms", assigned, [], packing):
+        ((numbers, weights),) = first_steps(None, "two terms", [assigned], [], packing)
+        for ((others, parts),) in three(first_steps, "two terms", [assigned], [], packing):
             assert others == pytest.approx(numbers, rel=1e-9, abs=1e-12)
             assert_close(parts, weights, 1e-9)
 
@@ -767,6 +775,24 @@ def test_weights_from_a_folder_are_read_by_one_process(two: Processes, tmp_path:
     assert more == [f"trainer.load: rank 0 of dp raised it: ModelError: {message[0]}"]
 
 
+def with_adapter(mesh: DeviceMesh | None, base: Path, adapter: Path) -> dict[str, Tensor]:
+    made = engine(mesh, Model(str(base), head="value", lora=str(adapter)))
+    return whole(made, made.adapter(made.init().module))
+
+
+def test_an_adapters_folder_with_a_head_is_read_over_a_folder(two: Processes, tmp_path: Path) -> None:
+    loading.save_model(loading.build(Model(QWEN3, seed=3)), tmp_path / "base")
+    model = Model(str(tmp_path / "base"), head="value", lora={"r": 2, "target_modules": ["q_proj"]})
+    adapted = lora.build(model)
+    trained = {name: torch.randn(x.shape) for name, x in named_weights.weights(adapted).items() if lora.trained(name)}
+    (tmp_path / "adapter").mkdir()
+    lora.export(adapted, trained, model, tmp_path / "adapter")
+    assert "score.weight" in trained
+    folders = tmp_path / "base", tmp_path / "adapter"
+    for found in (with_adapter(None, *folders), *two(with_adapter, *folders)):
+        assert_equal(found, trained)
+
+
 def unreadable(mesh: DeviceMesh | None, folder: Path) -> tuple[str, list[str]]:
     made = engine(mesh, Model(str(folder)))
     found: Any = lora.unread
@@ -824,7 +850,7 @@ def restore(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Tensor], d
     return restored, whole(made, params), another(mesh, made, state)
 
 
-def test_checkpoints_of_any_number_of_processes_in_any_number(two: Processes, three: Processes, tmp_path: Path) -> None:
+def test_checkpoints_of_any_number_of_processes_in_another(two: Processes, three: Processes, tmp_path: Path) -> None:
     def alone(function: Callable[..., Any], *args: Any) -> list[Any]:
         return [function(None, *args)]
 
@@ -832,7 +858,7 @@ def test_checkpoints_of_any_number_of_processes_in_any_number(two: Processes, th
     for number, writer in enumerate(sizes):
         saved, next_one = writer(save, tmp_path)[0]  # over what another number of processes has written
         assert len(list((tmp_path / "state").glob("*.safetensors"))) == number + 1
-        for reader in sizes:
+        for reader in (writer, sizes[number - 1]):
             for restored, params, after in reader(restore, tmp_path):
                 assert_equal(restored, saved)
                 assert_equal(params, {name: saved[name] for name in params})

@@ -433,14 +433,18 @@ class Peak(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.bytes = 0
+        self.bytes = self.most = 0  # `most`: with those that are no longer held
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         for storage in (x.untyped_storage() for x in tree_leaves(found) if isinstance(x, Tensor)):
+            self.most -= self.held.get(storage._cdata, (None, 0))[1]
             self.held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.held = {key: (ref, size) for key, (ref, size) in self.held.items() if not ref.expired()}
-        self.bytes = max(self.bytes, sum(size for _, size in self.held.values()))
+            self.most += storage.nbytes()
+        if self.most > self.bytes:  # only then has anybody to know which of them are still held
+            self.held = {key: (ref, size) for key, (ref, size) in self.held.items() if not ref.expired()}
+            self.most = sum(size for _, size in self.held.values())
+            self.bytes = max(self.bytes, self.most)
         return found
 
 

@@ -215,7 +215,7 @@ def test_large_logits_are_finite(dtype: torch.dtype, chunk: int | None) -> None:
     hidden = torch.tensor([[1e4], [-1e4], [1e4], [1e4]], dtype=dtype, requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.0]], dtype=dtype, requires_grad=True)
     temperature = torch.tensor([1.0, 1.0, 1.0, 0.01])
-    given = {"hidden": hidden, "weight": weight, "targets": torch.tensor([0, 1, 1, 2])}
+    given: dict[str, Any] = {"hidden": hidden, "weight": weight, "targets": torch.tensor([0, 1, 1, 2])}
     logprobs, entropy = linear_logprobs(**given, temperature=temperature, entropy=True, chunk=chunk)
     assert entropy is not None
     size = hidden.detach()[0, 0].item()  # 1e4, as the dtype has it

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nrl
-from nrl.backends.fsdp import attention
+from nrl.backends.training import packed_attention
 from nrl.batch import Batch, assign
 from nrl.batch.packed_rows import Packing
 from nrl.batch.packing import Packed, pack, unpack
@@ -46,7 +46,7 @@ def results(
     """The output in the shape of the batch, and the gradients of the leaves, which are ``[B * T, heads, D]``."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     q, k, v = (x[tokens.source].transpose(0, 1) for x in leaves)
-    out = attention.over(tokens.rows, torch.device("cpu"))(q, k, v, window, scaling)
+    out = packed_attention.over(tokens.rows, torch.device("cpu"))(q, k, v, window, scaling)
     whole = unpack(out, tokens)
     return [whole.detach(), *torch.autograd.grad(whole, leaves, cotangent.to(whole.dtype))]
 
@@ -134,7 +134,7 @@ def test_masks_and_gathers_are_made_where_they_are_needed(monkeypatch: pytest.Mo
         seen.append((q.shape[2], k.shape[2], is_causal, attn_mask))
         return original(q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options)
 
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", spied)
+    monkeypatch.setattr(packed_attention, "scaled_dot_product_attention", spied)
     batch = rows_of([[1, 2, 3], [7, 7], [1, 2, 4, 5], [1, 2, 5]], [1] * 4)
     leaves = [numbers((4 * WIDTH, 1, 4), i) for i in range(3)]
     cotangent = numbers((4, WIDTH, 1, 4), 3)

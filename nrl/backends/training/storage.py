@@ -1,54 +1,47 @@
-"""Reading and writing sharded tensors in a folder: each process handles its own parts, for any number of processes.
+"""Reading and writing sharded tensors in a folder: each process handles its own pieces, for any number of processes.
 
 The files are safetensors, one a process, in the form of torch.distributed.checkpoint (DCP), with the offsets of each
-part in its whole tensor. DCP's own writer copies all parts in memory, and does not compute checksums, so this module
+piece in its whole tensor. DCP's own writer copies all pieces in memory, and does not compute checksums, so this module
 writes the files. See docs/decisions/0024-checksums-are-computed-by-the-writer.md.
+
+The weights of a model are ``model.`` and their Hugging Face name; the moments of an optimizer ``optimizer.``, that
+name, and one of `KEYS`. So any engine reads what any other has written.
 """
 
 import json
 import math
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-
 from nrl.backends.base import Piece
-from nrl.backends.fsdp import sharding
 from nrl.backends.models import safetensors
-from nrl.backends.models.named_weights import SAME, a_few, check_weight, named_tensors, weight_name
+from nrl.backends.models.named_weights import SAME, a_few, check_weight
 from nrl.backends.models.pieces import apart, fill
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.errors import CheckpointError, ModelError
 from nrl.files import Buffer, Written, flush
 from nrl.files import write as write_file
 
-__all__ = ["read", "write"]
+__all__ = ["KEYS", "MODEL", "MOMENTS", "read", "write"]
 
-_MODEL, _MOMENTS = "model.", "optimizer."
-_KEYS = ("step", "exp_avg", "exp_avg_sq")
+MODEL, MOMENTS = "model.", "optimizer."
+KEYS = ("step", "exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter."""
 
 _SHARDS = "DCP_SHARDING_INFO"
-"""The field with DCP's offsets in the header of a file; nrl adds the whole shapes."""
+"""The field with DCP's offsets in the header of a file; nrl adds the whole shapes, and names where they differ."""
 
 
-type _Wanted = Callable[[str], bool] | None
-
-
-def write(
-    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, peers: Peers, wanted: _Wanted = None
-) -> dict[str, Written]:
-    """Write a model, tied weights once, and an optimizer's moments by the names of the parameters; a collective.
+def write(folder: Path, pieces: Callable[[], Iterable[Piece]], peers: Peers) -> dict[str, Written]:
+    """Write pieces, of which all processes together have each number once; a collective.
 
     Args:
         folder: for the files.
-        module: the model.
-        optimizer: of its parameters; None: the model alone.
-        peers: the processes that hold it.
-        wanted: whether to write a weight of this name; None: all weights.
+        pieces: gives those of this process; all processes call it together.
+        peers: the processes.
 
     Returns:
         The file of this process, by its name.
@@ -63,21 +56,27 @@ def write(
                 file.unlink()
     held.meet("save")
     with held.back():
-        tensors = {_MODEL + name: tensor for name, tensor in _weights(module, wanted)}
-        if optimizer is not None:
-            tensors |= _moments(module, optimizer)
-        spoken = [sharding.spoken(peers, name, x) for name, x in tensors.items()]
         name = f"{peers.rank + 1:05}-of-{peers.count:05}.safetensors"
-        found[name] = write_file(folder / name, _safetensors([x for x in spoken if x.tensor.numel()]))
+        spoken = [piece for piece in pieces() if piece.tensor.numel()]
+        found[name] = write_file(folder / name, _safetensors(spoken))
         flush(folder)
     held.meet("save")  # when one process returns, all have written
     return found
 
 
 def read(
-    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, peers: Peers, wanted: _Wanted = None
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    pieces: Callable[[Collection[str]], Iterable[Piece]],
+    peers: Peers,
 ) -> None:
-    """Read files of `write` into a model, and into a fresh optimizer for it; a collective. Arguments as there.
+    """Fill pieces with what `write` has written; a collective.
+
+    Args:
+        folder: with the files of all processes that wrote.
+        shapes: of the weights of the model, by name, tied ones once.
+        pieces: gives those of this process, for the names of all tensors that are there.
+        peers: the processes.
 
     Raises:
         ModelError: the files are of another model. Nothing has been changed then.
@@ -88,31 +87,33 @@ def read(
         with held.back():
             there = _pieces(folder, files)
             whole = {name: pieces[0].shape for name, pieces in there.items()}
-            own = {name: tuple(tensor.shape) for name, tensor in _weights(module, wanted)}
-            _check({name.removeprefix(_MODEL): x for name, x in whole.items() if name.startswith(_MODEL)}, own)
+            _check({name.removeprefix(MODEL): x for name, x in whole.items() if name.startswith(MODEL)}, shapes)
         held.meet("restore")
-        tensors = {_MODEL + name: tensor for name, tensor in _weights(module, wanted)}
-        if optimizer is not None:
-            for name, parameter in _parameters(module):
-                if f"{_MOMENTS}{name}.step" in there:
-                    zeros = {key: torch.zeros_like(parameter) for key in _KEYS[1:]}
-                    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                    optimizer.state[parameter] = {"step": step, **zeros}
-            tensors |= _moments(module, optimizer)
         with held.back():
-            if lost := sorted(tensors.keys() - there.keys()):
+            own = list(pieces(there.keys()))
+            if lost := sorted({piece.name for piece in own} - there.keys()):
                 raise CheckpointError(f"restore: {folder} has nothing of {a_few(lost)}; use another checkpoint")
-            for name, tensor in tensors.items():
-                fill({name: sharding.piece(name, tensor.detach())}, there[name], who="restore")
+            for piece in own:
+                fill({piece.name: piece}, there[piece.name], who="restore")
         held.meet("restore")
 
 
 def _safetensors(pieces: Sequence[Piece]) -> Iterator[Buffer]:
     """The bytes of a file, one piece after the other, so that only one at a time is copied from its device."""
     pieces = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that each is aligned
-    info = {x.name: {"saved_offsets": [at.start for at in x.index], "shape": list(x.shape)} for x in pieces}
+    keys, seen = list[str](), Counter[str]()
+    for piece in pieces:
+        keys.append(f"{piece.name}#{seen[piece.name]}" if seen[piece.name] else piece.name)
+        seen[piece.name] += 1
+    info = {
+        key: {"saved_offsets": [at.start for at in x.index], "shape": list(x.shape)}
+        | ({} if key == x.name else {"name": x.name})
+        for key, x in zip(keys, pieces, strict=True)
+    }
     about = {"format": "pt", _SHARDS: json.dumps(info)}
-    yield safetensors.header({x.name: (x.tensor.dtype, x.tensor.shape) for x in pieces}, about)
+    yield safetensors.header(
+        {key: (x.tensor.dtype, x.tensor.shape) for key, x in zip(keys, pieces, strict=True)}, about
+    )
     yield from (safetensors.content(piece.tensor) for piece in pieces)
 
 
@@ -129,8 +130,8 @@ def _pieces(folder: Path, files: ExitStack) -> dict[str, list[Piece]]:
             raise CheckpointError(
                 f"restore: {path} is not what a trainer saved ({type(error).__name__}: {error}); use another checkpoint"
             ) from error
-        for name, about in info.items():
-            lazy = file.get_slice(name)
+        for key, about in info.items():
+            lazy, name = file.get_slice(key), about.get("name", key)
             index = tuple(
                 slice(first, first + size) for first, size in zip(about["saved_offsets"], lazy.get_shape(), strict=True)
             )
@@ -145,23 +146,6 @@ def _pieces(folder: Path, files: ExitStack) -> dict[str, list[Piece]]:
                 "the others there, or use another checkpoint"
             )
     return found
-
-
-def _moments(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{_MOMENTS}{name}.{key}": optimizer.state[parameter][key]
-        for name, parameter in _parameters(module)
-        if optimizer.state.get(parameter)
-        for key in _KEYS
-    }
-
-
-def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((weight_name(name), parameter) for name, parameter in module.named_parameters())
-
-
-def _weights(module: nn.Module, wanted: _Wanted) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensor) for name, tensor in named_tensors(module) if wanted is None or wanted(name))
 
 
 def _check(there: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,0 +1,121 @@
+"""Megatron Core: trains models of some families, split over tensor, context, pipeline and data parallel processes."""
+
+import itertools
+import logging
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from nrl.backends.base import Model
+from nrl.backends.engines import TrainEngine
+from nrl.backends.training.optimizers import Optimizer
+from nrl.backends.training.trainer import Trainer, make_trainer
+from nrl.batch.packed_rows import Packing, Rectangles, Sequences
+from nrl.batch.prefixes import microbatches_by_prefix
+from nrl.errors import ExecutableError, ModelError
+from nrl.runtime import Layout, Mesh, Slots, as_mesh
+
+__all__ = ["trainer"]
+
+_NUMBERS = itertools.count(1)  # so that errors can tell trainers apart
+
+
+def trainer(
+    place: Slots | Mesh,
+    model: Model,
+    optimizer: Optimizer,
+    *,
+    max_tokens: int = 16_384,
+    packing: Packing = Rectangles,
+    checkpointing: bool = False,
+    device: str | None = None,
+    layout: Layout | None = None,
+    **options: Any,
+) -> Trainer:
+    """A trainer on Megatron Core, which may be exchanged for `nrl.backends.fsdp.trainer`.
+
+    It knows the dense models of Llama, Mistral, Qwen 2 and Qwen 3, and splits them as ``layout`` says: along tp with
+    sequence parallelism, along cp, in a pipeline (1F1B, or with ``vp`` interleaved), and over copies, whose optimizer
+    is shared. All is Megatron's own, but for attention over packed rows, norms, and log-probabilities.
+
+    Args:
+        place: a mesh, or slots, which become a mesh in the executable ``mcore``.
+        model: what to train. Under ``dtype="bfloat16"`` it computes in bfloat16, and its optimizer has weights and
+            moments in float32.
+        optimizer: `adamw` with its schedule and clipping.
+        max_tokens: bound on the tokens of a micro-batch, padding counted; a longer row is an error.
+        packing: how rows are laid out flat, as for `nrl.backends.fsdp.trainer`; along cp it is `nrl.Sequences`.
+        checkpointing: recompute every layer in the backward pass, which saves memory; Megatron's ``recompute_...``
+            options have finer ways.
+        device: ``"cpu"``, ``"cuda"``; None: a GPU if there is one.
+        layout: of the mesh that slots become.
+        **options: Megatron's own, by name, such as ``recompute_granularity="selective"``: fields of its
+            ``TransformerConfig``, ``DistributedDataParallelConfig`` and ``OptimizerConfig``.
+
+    Returns:
+        A `Trainer`.
+
+    Raises:
+        ModelError: the model is of another family, or cannot be split so (on ``init`` or ``load``).
+        ConfigError: Megatron has no such option, or nrl decides it.
+        ExecutableError: on the local cluster, where trainers run in this process: Megatron Core is not installed here.
+        PlacementError: the slots cannot make the mesh.
+    """
+    name = f"megatron.trainer {next(_NUMBERS)}"
+    if checkpointing:
+        options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} | options
+    if model.lora is not None:
+        raise ModelError(f"{name}: it trains all weights, and no adapter (Model(lora=...)); fsdp.trainer does")
+    mesh = as_mesh(place, "mcore", "trainer", layout)
+    if not mesh.cluster.remote and find_spec("megatron") is None:
+        raise ExecutableError(
+            f"{name}: on the local cluster it runs in this process, where Megatron Core is not installed; install "
+            "nrl[mcore], or take cluster=ray, which builds an environment with it"
+        )
+    make_engine = partial(_make_engine, model, optimizer, packing, options, device, mesh.layout)
+    return make_trainer(
+        mesh, make_engine, name=name, max_tokens=max_tokens, parts_of=microbatches_by_prefix, adapter=model.adapter
+    )
+
+
+def _make_engine(
+    model: Model,
+    optimizer: Optimizer,
+    packing: Packing,
+    options: Mapping[str, Any],
+    device: str | None,
+    layout: Layout,
+) -> TrainEngine[Any, Any]:
+    """In a process of the mesh."""
+    import torch
+
+    _quiet()
+    from nrl.backends.megatron.megatron_engine import MegatronEngine
+    from nrl.backends.megatron.options import options as sorted_options
+    from nrl.runtime import process
+
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    here = process().device_mesh
+    if here is None:  # this process stands for all
+        layout = Layout()
+    if layout.cp > 1:
+        packing = Sequences
+    return MegatronEngine(model, optimizer, packing, sorted_options(options), where, layout, here)
+
+
+def _quiet() -> None:
+    """Keep Megatron from telling, in every process, what it would rather have on a GPU, and what it will rename."""
+    for message in (
+        "Transformer Engine and Apex",
+        "Apex is not",
+        "absl.logging",
+        "full scope is",
+        "When using sequence",
+    ):
+        warnings.filterwarnings("ignore", message)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", "MimoModelConfig is experimental")
+    for name in ("megatron.core.models.gpt.gpt_model", "megatron.core.transformer.transformer_layer"):
+        logging.getLogger(name).setLevel(logging.ERROR)

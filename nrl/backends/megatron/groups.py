@@ -1,0 +1,111 @@
+"""The process groups of Megatron Core, laid out as a mesh's `Layout` says."""
+
+import warnings
+from typing import Any
+
+import attrs
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
+
+from nrl.backends.training.agreement import Peers
+from nrl.errors import PlacementError
+from nrl.runtime.mesh.layout import Layout
+
+__all__ = ["Groups", "groups", "instances"]
+
+
+@attrs.frozen
+class Groups:
+    """Where this process is in a layout, and the groups that it is in.
+
+    Args:
+        layout: of the processes.
+        peers: all processes of the mesh.
+        collection: Megatron's ``ProcessGroupCollection``.
+    """
+
+    layout: Layout
+    peers: Peers
+    collection: Any
+
+    @property
+    def tp(self) -> int:
+        """The rank along tp."""
+        return int(self.collection.tp.rank())
+
+    @property
+    def cp(self) -> int:
+        """The rank along cp."""
+        return int(self.collection.cp.rank())
+
+    @property
+    def first_copy(self) -> bool:
+        """Whether no process before this one holds the same parts of the model."""
+        return int(self.collection.dp_cp.rank()) == 0
+
+    @property
+    def speaks(self) -> bool:
+        """Whether the outputs of this process count: of those that have the same, the first."""
+        return int(self.collection.pp.rank()) == self.layout.pp - 1 and self.tp == 0 and self.cp == 0
+
+
+def instances(layout: Layout) -> int:
+    """How many copies of the optimizer there are, each shared by ``layout.shard`` processes; 1 if none is shared.
+
+    >>> instances(Layout(dp=4, shard=2)), instances(Layout(dp=4)), instances(Layout(dp=4, shard=1))
+    (2, 1, 1)
+    """
+    return layout.dp // layout.shard if layout.shard is not None and layout.shard > 1 else 1
+
+
+_LAID_OUT: list[Layout] = []
+"""The layout of Megatron's groups in this process, which are global there."""
+
+
+def groups(layout: Layout, mesh: DeviceMesh | None) -> Groups:
+    """The groups of a layout; a collective of all processes of the mesh, which are all processes there are.
+
+    Raises:
+        PlacementError: there are not as many processes as the layout takes.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    if mesh is None and not dist.is_initialized():  # Megatron speaks to itself, too
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    if dist.get_world_size() != layout.slots:
+        raise PlacementError(
+            f"megatron.trainer: {layout} takes {layout.slots} processes; found {dist.get_world_size()}"
+        )
+    if [layout] != _LAID_OUT:
+        _end(parallel_state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parallel_state.initialize_model_parallel(
+                layout.tp,
+                layout.pp,
+                layout.vp if layout.vp > 1 else None,
+                context_parallel_size=layout.cp,
+                expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=1,
+                num_distributed_optimizer_instances=instances(layout),
+                create_gloo_process_groups=False,
+            )
+        _LAID_OUT[:] = [layout]
+    whole = None
+    if layout.slots > 1:
+        assert mesh is not None
+        assert dist.group.WORLD is not None
+        whole = DeviceMesh.from_group(dist.group.WORLD, mesh.device_type, mesh_dim_names=("all",))
+    return Groups(layout, Peers(whole), ProcessGroupCollection.use_mpu_process_groups())
+
+
+def _end(parallel_state: Any) -> None:
+    """End the groups of an earlier layout, of which each has threads of its own."""
+    made = {id(x): x for x in vars(parallel_state).values() if isinstance(x, dist.ProcessGroup)}
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    for group in made.values():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

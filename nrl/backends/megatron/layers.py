@@ -1,0 +1,121 @@
+"""The layers of a model on Megatron Core: its own, but for norms and attention, which know packed rows.
+
+Megatron's norms and attention for packed rows need Transformer Engine, which needs CUDA. These run anywhere.
+"""
+
+from typing import Any
+
+import attrs
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from nrl.backends.training.packed_attention import OverRectangles, OverSequences
+
+__all__ = ["PackedGPT", "Rows", "block"]
+
+
+@attrs.frozen
+class Rows:
+    """The rows of a micro-batch, in the place of Megatron's ``PackedSeqParams``, which knows no common prefixes.
+
+    Args:
+        attention: over the tokens of this process.
+    """
+
+    attention: OverRectangles | OverSequences
+    qkv_format: str = "nrl"  # neither of Megatron's, so that it leaves tokens and rotations as they are
+    cp_group: Any = None
+
+
+class _Norm(torch.nn.RMSNorm):
+    """Root mean square norm, whose gradient is added up over the processes that have parts of a row."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class _PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no types
+    """Attention over packed rows. Along cp, each process has some queries, and gathers all keys and values.
+
+    Args:
+        windows: for each layer of the model, as in `nrl.backends.training.packed_attention`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        windows: tuple[int | None, ...],
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.window, self.scale, self.group = windows[layer_number - 1], softmax_scale, pg_collection.cp
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, /, *, packed_seq_params: Rows, **_: Any
+    ) -> Tensor:
+        """``query`` ``[n, 1, H, D]``, ``key`` and ``value`` ``[n, 1, h, D]``; returns ``[n, 1, H * D]``."""
+        if self.group.size() > 1:
+            key, value = (gather_from_sequence_parallel_region(x, True, group=self.group) for x in (key, value))
+        q, k, v = (x[:, 0].transpose(0, 1) for x in (query, key, value))
+        return packed_seq_params.attention(q, k, v, self.window, self.scale).flatten(1)[:, None]
+
+
+def block(config: Any, windows: tuple[int | None, ...], stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of a stage of this process, by its number there; None: it has one stage."""
+    norm: Any = _Norm
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=ModuleSpec(module=_PackedAttention, params={"windows": windows}),
+        linear_proj=RowParallelLinear,
+        q_layernorm=norm if config.qk_layernorm else None,
+        k_layernorm=norm if config.qk_layernorm else None,
+    )
+    parts = TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=ModuleSpec(
+            module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+        ),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=norm,
+        mlp=ModuleSpec(
+            module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        ),
+        mlp_bda=get_bias_dropout_add,
+    )
+    layer = ModuleSpec(module=TransformerLayer, submodules=parts)
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, stage), layer_norm=norm)
+
+
+class PackedGPT(GPTModel):  # type: ignore[misc]
+    """A stage of a model, over flat tokens whose positions are given.
+
+    Args:
+        frequencies: ``[D / 2]`` float32, of the rotations.
+    """
+
+    def __init__(self, *args: Any, frequencies: Tensor, **options: Any) -> None:
+        super().__init__(*args, position_embedding_type="none", **options)
+        self.frequencies = frequencies
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *_: Any, **__: Any) -> tuple[Any, ...]:
+        hidden = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        angles = position_ids[0, :, None].to(self.frequencies.dtype) * self.frequencies
+        return hidden, torch.cat([angles, angles], -1)[:, None, None], None, None, None, None

@@ -1,0 +1,392 @@
+"""The Megatron engine: models of some families, split over tensor, context, pipeline and data parallel processes.
+
+All processes of a mesh make every call together. Those of one dp coordinate get the same rows. The last stage alone
+has outputs; there the loss is called, and what it finds is known to all before any process acts.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from nrl.algos import Loss, name_of, needed
+from nrl.backends.base import Model, Piece
+from nrl.backends.megatron import stages as of
+from nrl.backends.megatron import stored
+from nrl.backends.megatron.cpu import host
+from nrl.backends.megatron.families import architecture
+from nrl.backends.megatron.groups import Groups, groups
+from nrl.backends.megatron.options import Options
+from nrl.backends.megatron.tokens import Tokens, tokens
+from nrl.backends.megatron.weights import again, joined, views
+from nrl.backends.models import loading
+from nrl.backends.models.exporting import export_weights
+from nrl.backends.models.named_weights import named_tensors
+from nrl.backends.models.pieces import Filling, nothing, whole
+from nrl.backends.training import storage
+from nrl.backends.training.agreement import HeldError
+from nrl.backends.training.curiosity import Curious
+from nrl.backends.training.heads import PROVIDES
+from nrl.backends.training.optimizers import Optimizer, learning_rate
+from nrl.backends.training.plans import Outputs, Plan, last, plan, predicted
+from nrl.backends.training.reading import whole_weights
+from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened
+from nrl.batch import Batch
+from nrl.batch.packed_rows import Packing
+from nrl.errors import CheckpointError, ModelError
+from nrl.files import Saved
+from nrl.reduce import Mean, Metrics
+from nrl.runtime.mesh.layout import Layout
+
+__all__ = ["MegatronEngine", "MegatronState"]
+
+
+class MegatronState(NamedTuple):
+    """Stages in training, with room for gradients; their optimizer; and how many steps it has taken."""
+
+    copies: list[Any]
+    optimizer: Any
+    step: int
+
+    @property
+    def stages(self) -> of.Stages:
+        """The stages themselves."""
+        return [copy.module for copy in self.copies]
+
+
+@attrs.frozen(eq=False)
+class MegatronEngine:
+    """Satisfies `nrl.backends.engines.TrainEngine`; see `nrl.backends.megatron.trainer` for the fields."""
+
+    model: Model
+    optimizer: Optimizer
+    packing: Packing
+    options: Options
+    device: torch.device
+    layout: Layout
+    mesh: DeviceMesh | None = None
+    _at: Groups = attrs.field(
+        default=attrs.Factory(lambda self: groups(self.layout, self.mesh), takes_self=True), init=False, repr=False
+    )
+    _curious: Curious = attrs.field(factory=Curious, init=False, repr=False)
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """The kinds of outputs that it computes."""
+        return PROVIDES[self.model.head]
+
+    # --- states and params
+
+    def init(self) -> MegatronState:
+        """A fresh train state."""
+        stages = self._loaded(self.model, "trainer.init")
+        with host(self.device):
+            copies = of.replicas(stages, self._at, self.options.copies)
+            return MegatronState(copies, of.optimizer(self.optimizer, copies, self._at, self.options.optimizer), 0)
+
+    def receive(self, state: MegatronState) -> "_Receiving":
+        """Replace the weights of a fresh train state."""
+        return _Receiving(self._filling(state.stages, _skeleton(self.model), "trainer.init"), state.optimizer)
+
+    def params(self, state: MegatronState) -> of.Stages:
+        """The stages of a train state."""
+        return state.stages
+
+    def adapter(self, params: of.Stages) -> of.Stages:
+        """There is none."""
+        raise ModelError("megatron.trainer: it trains all weights, and has no adapter")
+
+    def load(self, source: str | None) -> of.Stages:
+        """Frozen stages."""
+        model = self.model if source is None else attrs.evolve(self.model, source=source)
+        return _frozen(self._loaded(model, "trainer.load"))
+
+    def freeze(self, params: of.Stages) -> of.Stages:
+        """A frozen copy."""
+        made = self._built(params[0].model)
+        with torch.no_grad():
+            for copy, stage in zip(made, params, strict=True):
+                for mine, other in zip(copy.parameters(), stage.parameters(), strict=True):
+                    mine.copy_(other)
+        return _frozen(made)
+
+    def pieces(self, params: of.Stages) -> Iterator[Piece]:
+        """What this process has of the weights, if no process before it has the same."""
+        for stage in params if self._at.first_copy else ():
+            for name, parameter in stage.named_parameters():
+                own = views(stage, name, parameter.detach(), self._at.tp, self.layout.tp)
+                yield from joined(sorted((x for x in own if not again(x, stage, self._at)), key=lambda x: x.name))
+
+    # --- outputs and steps
+
+    def forward(self, params: of.Stages, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
+        """Outputs without gradients, on the CPU; in processes of the last stage."""
+        asked = needs | {"top_k_ids", "top_k_logprobs"}
+        parts, _ = evened(self._at.peers, "forward", microbatches)
+        parts = self._rounded(parts)
+        held, found = HeldError(self._at.peers), dict[int, TensorDict]()
+        works, cut = self._planned(params, parts, self._all, needs, held, "forward")
+
+        def compute(number: int, hidden: Tensor) -> Tensor:
+            with held.back():
+                out = of.outputs(params[-1], hidden, works[number], cut[number], needs, self.model.head, self._at)
+                values = {key: self._gathered(out.scatter(x)) for key, x in out.values.items() if key in asked}
+                found[number] = TensorDict(values, batch_size=parts[number].batch_size).cpu()
+            return hidden.new_zeros(())
+
+        for stage in params:
+            stage.eval()
+        with torch.no_grad(), host(self.device):
+            of.passes(params, cut, compute, self._at, backward=False)
+        held.meet("forward")
+        return [found[number] for number in sorted(found) if parts[number] is not IDLE]
+
+    def train(
+        self, state: MegatronState, loss: Loss, microbatches: Iterable[Batch], weights: Mapping[str, float]
+    ) -> tuple[MegatronState, Metrics]:
+        """One optimizer step; either steps once or raises and leaves the state as it was."""
+        copies, optimizer, step = state
+        for copy in copies:
+            copy.train()
+        with host(self.device):
+            self._clear(state)
+            compute = partial(self._sums, state, loss, weights)
+            metrics = self._curious.sums(self._at.peers, loss, microbatches, compute, partial(self._clear, state))
+            optimizer.prepare_grads()
+            norm = torch.as_tensor(optimizer.get_grad_norm(), dtype=torch.float32)
+            check_norm(f"train_step({name_of(loss)})", norm, step)
+            rate = learning_rate(self.optimizer, step)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        one = torch.ones(())
+        metrics |= {"grad_norm": Mean(norm.cpu(), one), "lr": Mean(torch.tensor(rate), one)}
+        return MegatronState(copies, optimizer, step + 1), metrics
+
+    def _clear(self, state: MegatronState) -> None:
+        for copy in state.copies:
+            copy.zero_grad_buffer()
+        state.optimizer.zero_grad()
+
+    def _sums(
+        self,
+        state: MegatronState,
+        loss: Loss,
+        weights: Mapping[str, float],
+        microbatches: Sequence[Batch],
+        everywhere: bool,
+    ) -> Metrics | None:
+        """The sums over the micro-batches of all processes; None: the loss reads outputs that have been left out."""
+        name, needs = name_of(loss), needed(loss) | (self.provides & {"logprobs"})
+        sums = StepSums(loss, name, weights, self.device, self._at.speaks)
+        held, read = HeldError(self._at.peers), 0
+        parts = self._rounded(microbatches)
+        last_stage = state.stages[-1]
+
+        def wanted(batch: Batch) -> Tensor:
+            every = self._all(batch)
+            some = self.model.head != "reward" and not everywhere and "loss_mask" in batch.keys()
+            return every & batch["loss_mask"] if some else every
+
+        works, cut = self._planned(state.stages, parts, wanted, needs, held, f"train_step({name})")
+
+        def slope(number: int, hidden: Tensor) -> Tensor:
+            nonlocal read
+            batch, work = parts[number], works[number]
+            out = of.outputs(last_stage, hidden, work, cut[number], needs, self.model.head, self._at)
+            gradients: Mapping[str, Tensor] | None = None
+            if batch is not IDLE:
+                read += len(work.source)
+                whole = {key: self._gathered(out.scatter(x.detach())) for key, x in out.values.items()}
+                with held.back():
+                    left_out = torch.nonzero((self._all(batch) & ~wanted(batch)).flatten())[:, 0].to(self.device)
+                    gradients = sums.add(whole, batch.to(self.device), left_out)
+            return _slope(out, gradients)
+
+        of.passes(state.copies, cut, slope, self._at, backward=True)
+        return sums.over_all(held, parts, read)
+
+    def _planned(
+        self,
+        stages: of.Stages,
+        parts: Sequence[Batch],
+        wanted: Callable[[Batch], Tensor],
+        needs: frozenset[str],
+        held: HeldError,
+        who: str,
+    ) -> tuple[list[Plan], list[Tokens]]:
+        """The plans of all micro-batches, and of each the tokens of this process."""
+        works = list[Plan]()
+        with held.back():
+            for part in parts:
+                some = self.provides & {"rewards"} if part is IDLE else needs  # it has no columns to ask for
+                works.append(plan(part, wanted(part), self.packing, words=stages[0].words, needs=some, always=True))
+        held.meet(who)
+        config = stages[0].config
+        multiple = self.layout.tp if config.sequence_parallel else 1
+        # Where shapes do not travel with the tokens, all micro-batches have as many
+        least = 0 if config.variable_seq_lengths else max(work.inputs["input_ids"].shape[1] for work in works)
+        return works, [tokens(work, least, multiple, self.layout.cp, self._at.cp, self.device) for work in works]
+
+    def _rounded(self, parts: Sequence[Batch]) -> list[Batch]:
+        """As many micro-batches as an interleaved pipeline takes: a multiple of its stages."""
+        missing = -len(parts) % self.layout.pp if self.layout.vp > 1 else 0
+        return [*parts, *[IDLE] * (missing + (not parts))]
+
+    def _all(self, batch: Batch) -> Tensor:
+        """``[*b, T]`` bool: the tokens that have outputs."""
+        return last(batch) if self.model.head == "reward" else predicted(batch)
+
+    def _gathered(self, values: Tensor) -> Tensor:
+        """Outputs of all tokens, of which each process along cp has computed some."""
+        if self.layout.cp > 1:
+            dist.all_reduce(values, group=self._at.collection.cp)
+        return values
+
+    # --- weights
+
+    def _built(self, model: Model) -> of.Stages:
+        arch, dtype = architecture(_skeleton(model), self.layout), getattr(torch, model.dtype)
+        with host(self.device):
+            stages = of.build(arch, model.head, self.options.model, dtype, self._at, self.device)
+        for stage in stages:
+            stage.model = model
+        return stages
+
+    def _loaded(self, model: Model, who: str) -> of.Stages:
+        """Stages with a model's weights, which the first process reads for all, one at a time."""
+        held, peers = HeldError(self._at.peers), self._at.peers
+        module: Any = None
+        read: Callable[[str], Tensor] | None = None
+        with held.back():
+            if peers.rank == 0:
+                unread = loading.unread(model, dtype=getattr(torch, model.dtype))
+                module, read = unread if unread is not None else (loading.build(model), None)
+        held.meet(who)
+        skeleton, stages = _skeleton(model), self._built(model)
+        filling = self._filling(stages, skeleton, who)
+        there = dict(named_tensors(module)) if module is not None else {}
+        for name, like in named_tensors(skeleton):
+            value = torch.zeros(like.shape, dtype=like.dtype)
+            with held.back():
+                if peers.rank == 0:
+                    value = (there[name] if read is None else read(name)).to(like.dtype)
+            value = value.to(self.device).contiguous()
+            if not peers.alone:
+                dist.broadcast(value, group=peers.group, group_src=0)
+            filling.add([whole(name, value)])
+        filling.end()
+        held.meet(who)
+        return stages
+
+    def _filling(self, stages: of.Stages, skeleton: Any, who: str) -> Filling:
+        mine: dict[str, list[Piece]] = {}
+        for piece in of.own(stages, self._at):
+            mine.setdefault(piece.name, []).append(piece)
+        every = {name: mine.get(name) or [nothing(whole(name, like))] for name, like in named_tensors(skeleton)}
+        return Filling(every, who, other_head=True)
+
+    # --- folders
+
+    def save(self, state: MegatronState, params: of.Stages, folder: Path) -> Saved:
+        """Write stages and optimizer."""
+        pieces = partial(stored.of_training, state.copies, state.optimizer, self._at, spoken=True)
+        return self._saved(folder, pieces, state.step)
+
+    def restore(self, folder: Path, record: Mapping[str, Any]) -> MegatronState:
+        """Read files of `save`, which any number of processes wrote, of this engine or another one."""
+        copies, optimizer, _ = state = self.init()  # the optimizer's settings come from the configuration
+        _check_record(record)
+
+        def pieces(there: Collection[str]) -> Iterator[Piece]:
+            if any(name.startswith(storage.MOMENTS) for name in there):
+                stored.fresh_moments(optimizer)
+            yield from stored.of_training(copies, optimizer, self._at, spoken=False)
+
+        with host(self.device):
+            storage.read(folder, self._shapes(), pieces, self._at.peers)
+            stored.updated(copies, optimizer)
+        return state._replace(step=record["step"])
+
+    def save_params(self, params: of.Stages, folder: Path) -> Saved:
+        """Write stages."""
+        return self._saved(folder, partial(stored.of_stages, params, self._at, spoken=True), 0)
+
+    def restore_params(self, folder: Path, record: Mapping[str, Any]) -> of.Stages:
+        """Read files of `save_params`."""
+        stages = self.load(None)
+        _check_record(record)
+        mine = partial(stored.of_stages, stages, self._at, spoken=False)
+        storage.read(folder, self._shapes(), lambda _: mine(), self._at.peers)
+        return stages
+
+    def _saved(self, folder: Path, pieces: Callable[[], Iterator[Piece]], step: int) -> Saved:
+        written = storage.write(folder, pieces, self._at.peers)
+        return Saved(written, {"step": step, "lora": False, "base": None})
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(like.shape) for name, like in named_tensors(_skeleton(self.model))}
+
+    def export(self, params: of.Stages, folder: Path) -> None:
+        """Write a folder that transformers and vLLM load."""
+        held = HeldError(self._at.peers)
+        weights = whole_weights(self.pieces(params), "export", self._at.peers.group)
+        with held.back():
+            if self._at.peers.rank == 0:
+                model = params[0].model
+                export_weights(weights, _skeleton(model), folder)
+                if model.tokenizer is not None or isinstance(model.source, str):
+                    loading.load_tokenizer(model).save_pretrained(folder)
+        for _ in weights:  # all processes read together
+            pass
+        held.meet("export")
+
+
+def _skeleton(model: Model) -> Any:
+    return loading.skeleton(model, dtype=getattr(torch, model.dtype))
+
+
+def _frozen(stages: of.Stages) -> of.Stages:
+    return [stage.requires_grad_(False) for stage in stages]
+
+
+def _check_record(record: Mapping[str, Any]) -> None:
+    if record["lora"]:
+        raise CheckpointError(
+            "restore: what was saved there has an adapter, which megatron.trainer does not train; use fsdp.trainer"
+        )
+
+
+class _Receiving:
+    """Takes weights, and lets the optimizer know."""
+
+    def __init__(self, filling: Filling, optimizer: Any) -> None:
+        self._filling, self._optimizer = filling, optimizer
+
+    def add(self, bucket: Sequence[Piece]) -> None:
+        """Take some pieces."""
+        self._filling.add(bucket)
+
+    def end(self) -> None:
+        """Check that all have come."""
+        self._filling.end()
+        self._optimizer.reload_model_params()
+
+
+def _slope(out: Outputs, gradients: Mapping[str, Tensor] | None) -> Tensor:
+    """A scalar whose gradient with respect to the outputs is the given one; None: zeros.
+
+    It depends on every output, so that every parameter gets its gradient: else Megatron waits for some in vain.
+    """
+    depth, parts = len(out.shape), list[Tensor]()
+    for key, x in out.values.items():
+        slope = torch.zeros_like(x) if gradients is None else gradients[key].flatten(0, depth - 1)[out.source]
+        parts.append((x * slope).sum())
+    return torch.stack(parts).sum()

@@ -1,0 +1,116 @@
+"""The weights of Megatron's modules as pieces with Hugging Face's names and shapes.
+
+Every piece is a view: what is copied into it is in the module. Megatron joins the projections of queries, keys and
+values in one matrix, group by group, and those of gate and up in another one. So a weight may be several pieces.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nrl.backends.base import Piece
+from nrl.backends.megatron.groups import Groups
+from nrl.backends.models.named_weights import SCORE
+from nrl.backends.models.pieces import whole
+
+__all__ = ["again", "joined", "views"]
+
+_EMBEDDING = "model.embed_tokens.weight"
+_NORMS = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+}
+_BY_COLUMNS = {
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+
+
+def views(module: Any, name: str, values: Tensor, rank: int, size: int) -> Iterator[Piece]:
+    """The pieces of a parameter, or of what is like it, such as a moment of its optimizer.
+
+    Args:
+        module: a stage of a model (`nrl.backends.megatron.layers.PackedGPT`).
+        name: of the parameter there.
+        values: of its shape, of which pieces are views.
+        rank: of this process along tp.
+        size: of tp.
+    """
+    if name.startswith("decoder.layers."):
+        _, _, number, rest = name.split(".", 3)
+        layer = module.decoder.layers[int(number)].layer_number - 1
+        yield from _of_layer(module.config, f"model.layers.{layer}.", rest, values, rank, size)
+    elif name == "embedding.word_embeddings.weight":
+        yield from _words(_EMBEDDING, module, values, rank)
+    elif name.startswith("output_layer.") and isinstance(module.output_layer, torch.nn.Linear):
+        yield whole(f"{SCORE}.{name.rsplit('.', 1)[1]}", values)
+    elif name == "output_layer.weight":
+        tied = module.share_embeddings_and_output_weights
+        yield from _words(_EMBEDDING if tied else "lm_head.weight", module, values, rank)
+    elif name == "decoder.final_layernorm.weight":
+        yield whole("model.norm.weight", values)
+    else:
+        raise KeyError(name)
+
+
+def again(piece: Piece, stage: Any, at: Groups) -> bool:
+    """Whether a process before this one, of the same copy of the model, has the same piece."""
+    tied = at.layout.pp > 1 and stage.post_process and not stage.pre_process
+    return (tied and piece.name == _EMBEDDING) or (at.tp > 0 and piece.tensor.shape == piece.shape)
+
+
+def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Pieces of the same weight that follow each other in it, as one, which is a copy."""
+    for name, group in groupby(pieces, lambda piece: piece.name):
+        some = list(group)
+        if len(some) == 1:
+            yield some[0]
+            continue
+        first, last = some[0].index[0], some[-1].index[0]
+        at = slice(first.start, last.stop), *some[0].index[1:]
+        yield Piece(name, some[0].shape, at, torch.cat([piece.tensor for piece in some]))
+
+
+def _of_layer(config: Any, prefix: str, name: str, values: Tensor, rank: int, size: int) -> Iterator[Piece]:
+    if name in _NORMS:
+        yield whole(prefix + _NORMS[name], values)
+    elif name in _BY_COLUMNS:
+        rows, columns = values.shape
+        at = slice(0, rows), slice(rank * columns, (rank + 1) * columns)
+        yield Piece(prefix + _BY_COLUMNS[name], (rows, columns * size), at, values)
+    elif name.startswith("self_attention.linear_qkv."):
+        yield from _projections(config, prefix, name.rsplit(".", 1)[1], values, rank, size)
+    elif name == "mlp.linear_fc1.weight":
+        for which, part in zip(("gate", "up"), values.chunk(2), strict=True):
+            yield _rows(f"{prefix}mlp.{which}_proj.weight", part, rank * len(part), len(part) * size)
+    else:
+        raise KeyError(prefix + name)
+
+
+def _projections(config: Any, prefix: str, kind: str, values: Tensor, rank: int, size: int) -> Iterator[Piece]:
+    """Queries, keys and values: for each group of heads, its queries, its key and its value."""
+    width, groups = config.kv_channels, config.num_query_groups // size
+    queries = config.num_attention_heads // config.num_query_groups
+    for which, first, heads in (("q", 0, queries), ("k", queries, 1), ("v", queries + 1, 1)):
+        for group in range(groups):
+            begin = (group * (queries + 2) + first) * width
+            part = values[begin : begin + heads * width]
+            at = (rank * groups + group) * heads * width
+            yield _rows(f"{prefix}self_attn.{which}_proj.{kind}", part, at, config.num_query_groups * heads * width)
+
+
+def _words(name: str, module: Any, values: Tensor, rank: int) -> Iterator[Piece]:
+    """Without the rows that fill the vocabulary up."""
+    first = rank * len(values)
+    known = min(len(values), module.words - first)
+    yield _rows(name, values[:known], first, module.words)
+
+
+def _rows(name: str, values: Tensor, first: int, rows: int) -> Piece:
+    at = slice(first, first + len(values)), *(slice(0, size) for size in values.shape[1:])
+    return Piece(name, (rows, *values.shape[1:]), at, values)

@@ -1,0 +1,70 @@
+"""A vocabulary that several processes share: each has the logits of some of its words."""
+
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["VocabularyShard"]
+
+
+@attrs.frozen
+class VocabularyShard:
+    """The words that this process has. All its methods are collectives, but `add_at`.
+
+    Args:
+        start: the first of its words; the others follow it.
+        most: the most words that one of the processes has, so that all cut their work alike.
+        group: the processes that share the vocabulary, of ``torch.distributed``.
+    """
+
+    start: int
+    most: int
+    group: Any
+
+    def log_softmax(self, logits: Tensor, out: Tensor) -> Tensor:
+        """``[n, v]``, log-probabilities of the words here under the softmax over all; logits are used up.
+
+        out_v = z_v - max - log sum_w exp(z_w - max)
+        """
+        highest = logits.amax(1, keepdim=True)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, self.group)
+        torch.sub(logits, highest, out=out)
+        return out.sub_(self.summed(torch.exp(out, out=logits).sum(1, keepdim=True)).log())
+
+    def gather(self, logprobs: Tensor, targets: Tensor) -> Tensor:
+        """``[n, k]``, the log-probabilities of ``targets``, any words of the vocabulary, in every process."""
+        here, mine = self._places(logprobs, targets)
+        return self.summed(logprobs.gather(1, here).masked_fill_(~mine, 0.0))
+
+    def add_at(self, grad: Tensor, targets: Tensor, values: Tensor) -> None:
+        """Add ``[n, k]`` values to ``grad`` ``[n, v]`` at those targets that are words here."""
+        here, mine = self._places(grad, targets)
+        grad.scatter_add_(1, here, values.masked_fill(~mine, 0.0))
+
+    def top_k(self, logprobs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """``(words, logprobs)``, ``[n, k]`` each: the most probable of all words, in every process."""
+        found = logprobs.topk(min(k, logprobs.shape[1]))
+        missing = (0, k - found.values.shape[1])
+        values = torch.nn.functional.pad(found.values, missing, value=-torch.inf)
+        words = torch.nn.functional.pad(found.indices + self.start, missing)
+        values, words = self._gathered(values), self._gathered(words)
+        best = values.topk(k)
+        return words.gather(1, best.indices), best.values
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over processes, in place."""
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def _places(self, logprobs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        here = targets - self.start
+        mine = (here >= 0) & (here < logprobs.shape[1])
+        return here.where(mine, 0), mine
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return torch.cat(parts, 1)

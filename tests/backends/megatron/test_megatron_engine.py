@@ -1,0 +1,429 @@
+"""The Megatron engine in every layout against the torch engine in one process: the same numbers.
+
+The functions whose first argument is a mesh run in every process of a pool.
+"""
+
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import nrl
+from nrl import algos
+from nrl.algos import Loss, sft_loss, value_loss
+from nrl.backends import Model, Optimizer, adamw
+from nrl.backends.base import top_k
+from nrl.backends.fsdp.torch_engine import TorchEngine
+from nrl.backends.models import loading
+from nrl.backends.training.reading import whole_weights
+from nrl.backends.training.terms import global_weights
+from nrl.batch import Batch, deal
+from nrl.errors import BatchError, ConfigError, ModelError, NotFinite, PlacementError, WeightError
+from nrl.reduce import finalize
+from nrl.runtime import Layout
+from tests.backends.fsdp.test_sharding import Raises, everywhere, missing, not_finite, value_error, weight_by_output
+from tests.backends.fsdp.test_torch_engine import batch_of
+from tests.backends.processes import Processes
+from tests.weights import assert_close, assert_equal
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+OPTIMIZER = adamw(lr=1e-2, eps=1e-3, weight_decay=0.1)  # at eps=1e-8 rounding of tiny gradients reaches the parameters
+LENGTHS = [9, 1, 17, 5, 0, 5, 2, 12]
+LOSSES: dict[str, Loss] = {
+    "sft": sft_loss,
+    "grpo": algos.grpo_loss,
+    "dpo": algos.dpo_loss(0.1),
+    "two terms, everywhere": algos.add((1.0, algos.grpo_loss), (0.1, everywhere)),
+    "value": value_loss(0.2),
+    "reward": algos.reward_model_loss,
+    "distillation": algos.distillation_loss(),
+}
+HEADS: dict[str, Literal["lm", "value", "reward"]] = {"value": "value", "reward": "reward"}
+NEEDS = frozenset({"logprobs", "entropy", top_k(3)})
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    processes = Processes(2, "megatron.core.models.gpt", "nrl.backends.megatron.megatron_engine")
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    processes = Processes(4, "megatron.core.models.gpt", "nrl.backends.megatron.megatron_engine")
+    yield processes
+    processes.close()
+
+
+def rows(name: str) -> Batch:
+    """Rows that the loss can be called on; four of them begin alike."""
+    g = torch.Generator().manual_seed(1)
+    batch = batch_of(LENGTHS, values=torch.zeros(8, 17), returns=torch.randn(8, 17, generator=g))
+    ids = batch["input_ids"].clone()
+    ids[[2, 3, 5, 7], :4] = ids[2, :4]
+    batch = nrl.assign(batch, input_ids=ids)
+    if name == "distillation":
+        likely = torch.randn(8, 17, 23, generator=g).log_softmax(-1).topk(3)
+        batch = nrl.assign(batch, teacher_ids=likely.indices, teacher_topk_logprobs=likely.values)
+    return batch.view(4, 2).lock_() if name in ("dpo", "reward") else batch
+
+
+def engine(
+    mesh: DeviceMesh,
+    layout: Layout,
+    model: Model,
+    packing: Any = None,
+    optimizer: Optimizer = OPTIMIZER,
+    **options: Any,
+) -> Any:
+    from nrl.backends.megatron.megatron_engine import MegatronEngine
+    from nrl.backends.megatron.options import options as sorted_options
+
+    logging.disable(logging.WARNING)  # Megatron tells that its GPTModel will be replaced
+    warnings.simplefilter("ignore")  # of Megatron and of what it calls
+    packing = packing or (nrl.Sequences if layout.cp > 1 else nrl.Rectangles)
+    return MegatronEngine(model, optimizer, packing, sorted_options(options), torch.device("cpu"), layout, mesh)
+
+
+def torch_engine(model: Model) -> TorchEngine:
+    return TorchEngine(model, OPTIMIZER, nrl.Rectangles, False, False, torch.device("cpu"))
+
+
+def parts(batch: Batch, layout: Layout, rank: int) -> list[Batch]:
+    """The micro-batches of a process: of two rows each; in the first of several shards of one, so that it has more."""
+    shard = layout.coordinates(rank)["dp"]
+    mine, n = batch[deal(batch, layout.dp)[shard]], 1 if layout.dp > 1 and shard == 0 else 2
+    return [mine[i : i + n] for i in range(0, len(mine), n)]
+
+
+type Steps = tuple[list[dict[str, float]], dict[str, Tensor], list[dict[str, Tensor]]]
+
+
+def steps(made: Any, name: str, each: Sequence[Batch], group: Any = None, state: Any = None) -> Steps:
+    """Three steps: metrics, weights, and outputs after them."""
+    loss, found = LOSSES[name], []
+    weights = global_weights(loss, rows(name), always=made.provides & {"logprobs"})
+    state = state or made.init()
+    for _ in range(3):
+        state, metrics = made.train(state, loss, each, weights)
+        found.append(finalize(metrics))
+    tensors = {key: x.clone() for key, x in whole_weights(made.pieces(made.params(state)), "test", group)}
+    outs = made.forward(made.params(state), each, made.provides & {"values", "rewards"} or NEEDS)
+    return found, tensors, [dict(out) for out in outs]
+
+
+def in_process(mesh: DeviceMesh, layout: Layout, model: Model, name: str, packing: Any, options: dict[str, Any]) -> Any:
+    made = engine(mesh, layout, model, packing, **options)
+    return steps(made, name, parts(rows(name), layout, mesh.get_rank()), made._at.peers.group)
+
+
+@cache
+def expected(source: tuple[tuple[str, Any], ...], head: Any, name: str) -> Steps:
+    return steps(torch_engine(Model(dict(source), head=head)), name, parts(rows(name), Layout(), 0))
+
+
+def same(processes: Processes, layout: Layout, name: str, packing: Any = None, **changed: Any) -> None:
+    """Metrics, weights and outputs of every process are those of the torch engine in one."""
+    options = changed.pop("options", {})
+    head = HEADS.get(name, "lm")
+    source = CONFIG | changed
+    metrics, weights, outs = expected(tuple(source.items()), head, name)
+    each: list[Steps] = processes(in_process, layout, Model(source, head=head), name, packing, options)
+    for rank, (found, tensors, there) in enumerate(each):
+        assert found == [pytest.approx(step, rel=1e-5, abs=1e-5) for step in metrics]
+        assert_close(tensors, weights, 1e-5)
+        if layout.dp == 1 and layout.coordinates(rank)["pp"] == layout.pp - 1:
+            for one, other in zip(outs, there, strict=True):
+                assert_close(
+                    {key: x for key, x in other.items() if key != "top_k_ids"},
+                    {key: x for key, x in one.items() if key != "top_k_ids"},
+                    1e-5,
+                )
+        assert layout.coordinates(rank)["pp"] == layout.pp - 1 or there == []
+
+
+TWO: dict[str, dict[str, Any]] = {
+    "tp=2, with sequence parallelism": {"layout": Layout(tp=2)},
+    "tp=2, without": {"layout": Layout(tp=2), "options": {"sequence_parallel": False}},
+    "tp=2, a vocabulary that does not divide, tied": {"layout": Layout(tp=2), "tie_word_embeddings": True},
+    "pp=2": {"layout": Layout(pp=2)},
+    "pp=2, tied": {"layout": Layout(pp=2), "tie_word_embeddings": True},
+    "pp=2, vp=2": {"layout": Layout(pp=2, vp=2)},
+    "cp=2": {"layout": Layout(cp=2)},
+    "dp=2, distributed optimizer": {"layout": Layout(dp=2)},
+    "dp=2, a whole one in each": {"layout": Layout(dp=2, shard=1)},
+    "llama": {"layout": Layout(tp=2), "model_type": "llama"},
+    "qwen2, biases, sequences": {"layout": Layout(tp=2), "model_type": "qwen2", "packing": nrl.Sequences},
+    "mistral, sliding window": {"layout": Layout(cp=2), "model_type": "mistral", "sliding_window": 4},
+    "layers computed again": {
+        "layout": Layout(pp=2),
+        "options": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_two_processes_have_the_numbers_of_one(two: Processes, kind: str) -> None:
+    same(two, **{"name": "grpo"} | TWO[kind])
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout(dp=2)], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_has_the_numbers_of_one_process(two: Processes, layout: Layout, name: str) -> None:
+    same(two, layout, name)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(pp=2, dp=2), Layout(dp=2, cp=2)], ids=str)
+def test_four_processes_have_the_numbers_of_one(four: Processes, layout: Layout) -> None:
+    same(four, layout, "grpo")
+
+
+# weights
+
+
+def loaded(mesh: DeviceMesh, layout: Layout, folder: str, to: str) -> dict[str, Tensor]:
+    made = engine(mesh, layout, Model(folder))
+    params = made.load(None)
+    made.export(params, Path(to))
+    return dict(whole_weights(made.pieces(params), "test", made._at.peers.group))
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, vp=2), Layout(dp=2)], ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_weights_are_those_of_the_files_to_the_last_bit(
+    two: Processes, layout: Layout, tied: bool, tmp_path: Path
+) -> None:
+    from nrl import tiny
+
+    module = loading.build(Model(CONFIG | {"tie_word_embeddings": tied, "vocab_size": 90}))
+    loading.save_model(module, tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    weights = dict(loading.build(Model(str(tmp_path / "model"))).named_parameters())
+    for found in two(loaded, layout, str(tmp_path / "model"), str(tmp_path / "exported")):
+        assert_equal(found, weights)
+    assert_equal(dict(loading.build(Model(str(tmp_path / "exported"))).named_parameters()), weights)
+
+
+def frozen(mesh: DeviceMesh, layout: Layout) -> tuple[bool, bool]:
+    made = engine(mesh, layout, Model(CONFIG))
+    state = made.init()
+    copy = made.freeze(made.params(state))
+    before = [x.clone() for stage in copy for x in stage.parameters()]
+    weights = global_weights(sft_loss, rows("sft"))
+    state, _ = made.train(state, sft_loss, parts(rows("sft"), layout, mesh.get_rank()), weights)
+    after = [x for stage in copy for x in stage.parameters()]
+    trained = [x for stage in made.params(state) for x in stage.parameters()]
+    return (
+        all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
+        any(not torch.equal(a, b) for a, b in zip(before, trained, strict=True)),
+    )
+
+
+def test_a_frozen_copy_stays_as_it_is(two: Processes) -> None:
+    assert two(frozen, Layout(tp=2)) == [(True, True)] * 2
+
+
+# checkpoints
+
+
+def saved(mesh: DeviceMesh, layout: Layout, folder: str) -> Any:
+    """Three steps, saved; and three more."""
+    made = engine(mesh, layout, Model(CONFIG))
+    each = parts(rows("grpo"), layout, mesh.get_rank())
+    weights = global_weights(algos.grpo_loss, rows("grpo"))
+    state = made.init()
+    for _ in range(3):
+        state, _ = made.train(state, algos.grpo_loss, each, weights)
+    record = made.save(state, made.params(state), Path(folder)).record
+    return record, steps(made, "grpo", each, made._at.peers.group, state)
+
+
+def resumed(mesh: DeviceMesh, layout: Layout, folder: str, record: Mapping[str, Any]) -> Any:
+    made = engine(mesh, layout, Model(CONFIG))
+    state = made.restore(Path(folder), record)
+    assert state.step == 3
+    return steps(made, "grpo", parts(rows("grpo"), layout, mesh.get_rank()), made._at.peers.group, state)
+
+
+def followed(found: Steps, by: Steps) -> None:
+    assert found[0] == [pytest.approx(step, rel=1e-5, abs=1e-5) for step in by[0]]
+    assert_close(found[1], by[1], 1e-5)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(dp=2, shard=1)], ids=str)
+def test_a_checkpoint_goes_on_in_another_layout_and_in_the_other_engine(
+    two: Processes, layout: Layout, tmp_path: Path
+) -> None:
+    record, then = two(saved, layout, str(tmp_path))[0]
+    other = torch_engine(Model(CONFIG))
+    state = other.restore(tmp_path, record)
+    followed(steps(other, "grpo", parts(rows("grpo"), Layout(), 0), state=state), then)
+    for again in (Layout(tp=2), Layout(dp=2)):
+        followed(two(resumed, again, str(tmp_path), record)[0], then)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, vp=2), Layout(dp=2)], ids=str)
+def test_a_checkpoint_of_the_torch_engine_goes_on_here(two: Processes, layout: Layout, tmp_path: Path) -> None:
+    made = torch_engine(Model(CONFIG))
+    state, weights = made.init(), global_weights(algos.grpo_loss, rows("grpo"))
+    for _ in range(3):
+        state, _ = made.train(state, algos.grpo_loss, parts(rows("grpo"), Layout(), 0), weights)
+    record = made.save(state, made.params(state), tmp_path).record
+    then = steps(made, "grpo", parts(rows("grpo"), Layout(), 0), state=state)
+    for found in two(resumed, layout, str(tmp_path), record):
+        followed(found, then)
+
+
+def in_bfloat16(mesh: DeviceMesh, layout: Layout, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+    """Weights before three steps of a tiny rate and after them, and the first loss."""
+    made = engine(mesh, layout, Model(CONFIG, dtype="bfloat16"), optimizer=adamw(lr=1e-6, eps=1e-3))
+    group, state = made._at.peers.group, made.init()
+    before = {name: x.clone() for name, x in whole_weights(made.pieces(made.params(state)), "test", group)}
+    losses = list[float]()
+    for _ in range(3):
+        each = parts(rows("sft"), layout, mesh.get_rank())
+        state, metrics = made.train(state, sft_loss, each, global_weights(sft_loss, rows("sft")))
+        losses.append(finalize(metrics)["loss"])
+    after = dict(whole_weights(made.pieces(made.params(state)), "test", group))
+    made.save(state, made.params(state), Path(folder))
+    return before, after, losses[0]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2)], ids=str)
+def test_under_bfloat16_the_optimizer_has_float32(two: Processes, layout: Layout, tmp_path: Path) -> None:
+    """Steps that are too small for bfloat16 add up."""
+    metrics, *_ = expected(tuple(CONFIG.items()), "lm", "sft")
+    for before, after, loss in two(in_bfloat16, layout, str(tmp_path)):
+        assert {x.dtype for x in before.values()} == {torch.bfloat16}
+        assert loss == pytest.approx(metrics[0]["loss"], rel=1e-2)
+        assert moved(before, after) < 0.1
+    record = {"step": 3, "lora": False, "base": None}
+    stored = torch_engine(Model(CONFIG)).restore(tmp_path, record).module
+    assert moved(before, dict(stored.named_parameters())) > 0.9
+
+
+def moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
+    """The fraction of numbers that differ."""
+    differ = [x.float() != after[name].detach().float() for name, x in before.items()]
+    return float(torch.cat([x.flatten() for x in differ]).float().mean())
+
+
+# errors
+
+
+def refused(
+    mesh: DeviceMesh, layout: Layout, loss: Loss, change: Callable[[Batch], Batch] | None
+) -> tuple[type, str, bool]:
+    """The error of a step, and whether the next one is as if there had been none."""
+    made = engine(mesh, layout, Model(CONFIG))
+    batch = rows("sft")
+    state, weights = made.init(), global_weights(loss, batch)
+    each = parts(change(batch) if change else batch, layout, mesh.get_rank())
+    good = parts(batch, layout, mesh.get_rank()), global_weights(sft_loss, batch)
+    try:
+        made.train(state, loss, each, weights)
+    except Exception as error:
+        found = type(error), str(error)
+    after = finalize(made.train(state, sft_loss, *good)[1])
+    return *found, after == finalize(made.train(made.init(), sft_loss, *good)[1])
+
+
+def unknown_token(batch: Batch) -> Batch:
+    ids = batch["input_ids"].clone()
+    ids[2, 3] = 99
+    return nrl.assign(batch, input_ids=ids)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(dp=2)], ids=str)
+@pytest.mark.parametrize(
+    ("loss", "change", "kind", "text"),
+    [
+        (Raises(value_error), None, ValueError, "a row that I do not like"),
+        (Raises(missing), None, KeyError, "my_loss"),
+        (weight_by_output, None, WeightError, "added up over its parts"),
+        (not_finite, None, NotFinite, "nothing was changed"),
+        (sft_loss, unknown_token, BatchError, "the token 99"),
+    ],
+)
+def test_an_error_of_one_process_is_raised_in_all_and_leaves_the_state(
+    two: Processes, layout: Layout, loss: Any, change: Any, kind: type[Exception], text: str
+) -> None:
+    for error, said, unchanged in two(refused, layout, loss, change):
+        assert issubclass(error, kind), said
+        assert re.search(text, said)
+        assert unchanged
+
+
+def construction(mesh: DeviceMesh, layout: Layout, source: dict[str, Any], options: dict[str, Any]) -> tuple[type, str]:
+    try:
+        engine(mesh, layout, Model(source), **options).init()
+    except Exception as error:
+        return type(error), str(error)
+    raise AssertionError("it was made")
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "text"),
+    [
+        ({"model_type": "gpt2"}, ModelError, "found a model of type 'gpt2'; it knows llama, mistral, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, ModelError, "hidden_act='gelu'"),
+        ({"model_type": "llama", "mlp_bias": True}, ModelError, "mlp_bias=True"),
+        ({"model_type": "llama", "attention_bias": True}, ModelError, "attention_bias=True"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, ModelError, "rope_type='yarn'"),
+        ({"num_key_value_heads": 1}, ModelError, "tp = 2 does not divide num_key_value_heads=1"),
+    ],
+)
+def test_a_model_that_would_be_computed_wrongly_is_refused(
+    two: Processes, source: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    for error, said in two(construction, Layout(tp=2), CONFIG | source, {}):
+        assert error is kind, said
+        assert text in said
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"recompute_granularty": "full"}, "no option 'recompute_granularty'; did you mean 'recompute_granularity'?"),
+        ({"xyzxyz": 1}, "Megatron Core has no option 'xyzxyz'"),
+        ({"clip_grad": 2.0}, r"the option 'clip_grad' follows from adamw(...); leave it out"),
+    ],
+)
+def test_options_are_megatrons_own(two: Processes, options: dict[str, Any], text: str) -> None:
+    for error, said in two(construction, Layout(tp=2), CONFIG, options):
+        assert error is ConfigError
+        assert text in said
+
+
+def test_layers_have_to_divide_into_stages(two: Processes) -> None:
+    for error, said in two(construction, Layout(pp=2), CONFIG | {"num_hidden_layers": 3}, {}):
+        assert error is ModelError
+        assert "pp x vp = 2 does not divide num_hidden_layers=3" in said
+
+
+def test_a_layout_has_to_have_as_many_slots_as_there_are_processes(two: Processes) -> None:
+    for error, said in two(construction, Layout(tp=4), CONFIG, {}):
+        assert error is PlacementError
+        assert "takes 4 processes; found 2" in said

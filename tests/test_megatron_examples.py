@@ -1,0 +1,53 @@
+"""The examples on Megatron Core: they learn, over pipelines and tensor parallel layers, and go on after a stop."""
+
+from pathlib import Path
+
+import attrs
+import pytest
+
+from examples import grpo, ppo, sft
+from nrl import Layout, tiny
+from nrl.backends import adamw
+from nrl.data import read_jsonl
+from nrl.runtime import Cluster
+from tests.jsonlines import lines
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+GSM8K = Path(__file__).parent / "data" / "gsm8k_sample.jsonl"
+
+
+def test_grpo_learns_to_add_in_a_pipeline(on_ray: Cluster, tmp_path: Path) -> None:
+    cfg = attrs.evolve(grpo.Config(), out=str(tmp_path), cluster="ray", trainer="megatron", layout=Layout(pp=2))
+    grpo.main(attrs.evolve(cfg, steps=24, eval_data=None))
+    found = lines(tmp_path / "metrics.jsonl")
+    rewards = [each["reward"] for each in found]
+    assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.08
+    assert max(each["mismatch/max_abs"] for each in found) < 1e-4
+
+
+def test_sft_on_gsm8k_in_a_pipeline(on_ray: Cluster, tmp_path: Path) -> None:
+    rows = read_jsonl(GSM8K)
+    tokenizer = tiny.bpe((text for row in rows for text in (row["question"], row["answer"])), vocab_size=512)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    tiny.save(tiny.model(tokenizer=tokenizer, initializer_range=0.02, **sizes), tmp_path / "model")
+    cfg = attrs.evolve(
+        sft.Config(), model=str(tmp_path / "model"), data=str(GSM8K), eval_data=str(GSM8K), format="gsm8k", steps=20,
+        rows=8, evaluate_rows=8, evaluate_every=19, max_length=512, optimizer=adamw(lr=5e-3), cluster="ray",
+    )  # fmt: skip
+    sft.main(attrs.evolve(cfg, out=str(tmp_path / "fsdp"), steps=3))
+    sft.main(attrs.evolve(cfg, out=str(tmp_path / "run"), trainer="megatron", layout=Layout(pp=2)))
+    expected, found = lines(tmp_path / "fsdp" / "metrics.jsonl"), lines(tmp_path / "run" / "metrics.jsonl")
+    assert [each["loss"] for each in found[:3]] == pytest.approx([each["loss"] for each in expected], rel=1e-3)
+    assert found[-1]["eval/loss"] < found[0]["loss"] - 1  # nats
+
+
+def test_ppo_with_both_models_goes_on_after_a_stop(on_ray: Cluster, tmp_path: Path) -> None:
+    cfg = attrs.evolve(ppo.Config(), cluster="ray", trainer="megatron", layout=Layout(tp=2), warmup=5, prompts=32)
+    cfg = attrs.evolve(cfg, optimizer=adamw(lr=1e-3, eps=1e-3), critic_optimizer=adamw(lr=2e-3, eps=1e-3))
+    ppo.main(attrs.evolve(cfg, out=str(tmp_path / "whole"), steps=4))
+    for steps in (2, 4):
+        ppo.main(attrs.evolve(cfg, out=str(tmp_path / "parts"), steps=steps))
+    whole, parts = lines(tmp_path / "whole" / "metrics.jsonl"), lines(tmp_path / "parts" / "metrics.jsonl")
+    told = ("loss", "grad_norm", "reward", "critic/loss", "critic/grad_norm")
+    assert [{key: x[key] for key in told} for x in parts] == [{key: x[key] for key in told} for x in whole]
