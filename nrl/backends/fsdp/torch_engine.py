@@ -28,15 +28,15 @@ from nrl.backends.training import storage
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.backends.training.curiosity import Curious
 from nrl.backends.training.heads import PROVIDES
-from nrl.backends.training.optimizers import Optimizer, learning_rate
-from nrl.backends.training.plans import Outputs, Plan, last, plan, predicted
-from nrl.backends.training.reading import whole_weights
-from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened
+from nrl.backends.training.optimizers import Optimizer, set_learning_rate
+from nrl.backends.training.plans import Outputs, Plan, plan, read_by, with_outputs
+from nrl.backends.training.reading import written_whole
+from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Packing
 from nrl.errors import ModelError
 from nrl.files import Saved
-from nrl.reduce import Mean, Metrics
+from nrl.reduce import Metrics
 from nrl.runtime.mesh.current_process import rest, wake
 
 __all__ = ["TorchEngine"]
@@ -123,9 +123,10 @@ class TorchEngine:
         asked = needs | {"top_k_ids", "top_k_logprobs"}
         parts, _ = evened(self._peers, "forward", microbatches)
         held, found = HeldError(self._peers), []
+        wanted = partial(with_outputs, head=self.model.head)
         with torch.no_grad(), sharding.reset_after(params):
             for batch in parts:
-                found.append(self._outputs(params, batch, self._all, needs, held))  # noqa: PERF401
+                found.append(self._outputs(params, batch, wanted, needs, held))  # noqa: PERF401
             held.meet("forward")
         return [
             TensorDict(
@@ -149,13 +150,9 @@ class TorchEngine:
             undo = partial(module.zero_grad, set_to_none=True)
             metrics = self._curious.sums(self._peers, loss, microbatches, compute, undo)
             norm = self._clipped(module, f"train_step({name})", step)
-            rate = learning_rate(self.optimizer, step)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            rate = set_learning_rate(optimizer.param_groups, self.optimizer, step)
             optimizer.step()
-        one = torch.ones(())
-        metrics |= {"grad_norm": Mean(norm.cpu(), one), "lr": Mean(torch.tensor(rate), one)}
-        return TorchState(module, optimizer, step + 1), metrics
+        return TorchState(module, optimizer, step + 1), metrics | step_metrics(norm, rate)
 
     def _clipped(self, module: nn.Module, who: str, step: int) -> Tensor:
         """Clip the gradient, and return its norm before that."""
@@ -185,26 +182,18 @@ class TorchEngine:
         """The sums over the micro-batches of all processes; None: the loss reads outputs that have been left out."""
         needs = needed(loss) | (self.provides & {"logprobs"})
         sums, held, read = StepSums(loss, name, weights, self.device), HeldError(self._peers), 0
-
-        def wanted(batch: Batch) -> Tensor:
-            every = self._all(batch)
-            some = self.model.head != "reward" and not everywhere and "loss_mask" in batch.keys()
-            return every & batch["loss_mask"] if some else every
-
+        wanted = partial(read_by, head=self.model.head, everywhere=everywhere)
         for batch in microbatches:
             out = self._outputs(module, batch, wanted, needs, held)
             gradients, read = None, read + len(out.source)
             if batch is not IDLE and held.error is None:
                 with held.back():
                     outputs = {key: out.scatter(values.detach()) for key, values in out.values.items()}
-                    left_out = torch.nonzero((self._all(batch) & ~wanted(batch)).flatten())[:, 0].to(self.device)
+                    others = with_outputs(batch, self.model.head) & ~wanted(batch)
+                    left_out = torch.nonzero(others.flatten())[:, 0].to(self.device)
                     gradients = sums.add(outputs, batch.to(self.device), left_out)
             out.backward(gradients)
         return sums.over_all(held, microbatches, read)
-
-    def _all(self, batch: Batch) -> Tensor:
-        """``[*b, T]`` bool: the tokens that have outputs."""
-        return last(batch) if self.model.head == "reward" else predicted(batch)
 
     def _plan(
         self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], needs: frozenset[str], held: HeldError
@@ -323,10 +312,8 @@ class TorchEngine:
     def _write(self, folder: Path, params: TorchParams, optimizer: torch.optim.Optimizer | None, step: int) -> Saved:
         module, adapter = module_of(params), isinstance(params, Adapter)
 
-        def pieces() -> Iterator[Piece]:
-            for name, tensor in stored.tensors(module, optimizer, lora.trained if adapter else None).items():
-                yield sharding.spoken(self._peers, name, tensor)
-
+        spoken = partial(sharding.spoken, self._peers)
+        pieces = partial(stored.pieces, module, optimizer, spoken, lora.trained if adapter else None)
         written = storage.write(folder, pieces, self._peers)
         base = lora.signature(module, sharding.whole) if adapter else None
         return Saved(written, {"step": step, "lora": bool(lora.layers(module)), "base": base})
@@ -343,8 +330,7 @@ class TorchEngine:
         def pieces(there: Collection[str]) -> Iterator[Piece]:
             if optimizer is not None:
                 stored.fresh_moments(module, optimizer, there)
-            for name, tensor in stored.tensors(module, optimizer, wanted).items():
-                yield sharding.piece(name, tensor.detach())
+            return stored.pieces(module, optimizer, sharding.piece, wanted)
 
         storage.read(folder, stored.shapes(module, wanted), pieces, self._peers)
         if base is not None:
@@ -352,16 +338,9 @@ class TorchEngine:
 
     def export(self, params: TorchParams, folder: Path) -> None:
         """Write a folder that transformers and vLLM load; of an adapter, one that peft loads."""
-        held = HeldError(self._peers)
-        weights = whole_weights(self.pieces(params), "export", self._peers.group)
-        with held.back():
-            if self._peers.rank == 0:
-                self._export(params, weights, folder)
-        for _ in weights:  # all processes read together
-            pass
-        held.meet("export")
+        written_whole(self.pieces(params), self._peers, partial(self._export, params, folder))
 
-    def _export(self, params: TorchParams, weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+    def _export(self, params: TorchParams, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
         if isinstance(params, Adapter):
             lora.export(params.module, dict(weights), self.model, folder)
             return

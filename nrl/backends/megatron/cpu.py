@@ -31,19 +31,28 @@ def host(device: torch.device) -> Iterator[None]:
 
 def _answers() -> list[tuple[Any, str, Callable[..., Any]]]:
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
 
     cuda: Any = torch.cuda
     return [
         (cuda, "current_device", lambda: torch.device("cpu")),
         (cuda, "current_stream", lambda *_: _Stream()),
+        (cuda, "Stream", lambda *_, **__: _Stream()),
+        (cuda, "stream", lambda *_: contextlib.nullcontext()),
         (cuda, "synchronize", lambda *_: None),
         (cuda, "empty_cache", lambda: None),
         (cuda, "get_rng_state", lambda *_: torch.get_rng_state()),
         (cuda, "set_rng_state", lambda state, *_: torch.set_rng_state(state)),
         (cuda, "manual_seed", torch.default_generator.manual_seed),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _as_if_moved),
         (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
     ]
+
+
+def _as_if_moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """The numbers of tokens that travel, in the form in which they are after a copy from a GPU."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 class _Stream:
@@ -54,6 +63,9 @@ class _Stream:
     def wait_stream(self, stream: Any) -> None: ...
 
     def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self) -> "_Stream":
+        return self
 
     def synchronize(self) -> None: ...
 

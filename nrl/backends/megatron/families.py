@@ -9,15 +9,54 @@ from torch import Tensor
 from nrl.errors import ModelError
 from nrl.runtime.mesh.layout import Layout
 
-__all__ = ["Architecture", "architecture"]
+__all__ = ["Architecture", "ExpertNames", "architecture"]
 
-_FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {"add_qkv_bias": True},
-    "qwen3": {"qk_layernorm": True},
+
+class ExpertNames(NamedTuple):
+    """What files call the weights of a layer of experts; ``{}`` stands for an expert's number."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+
+
+class _Family(NamedTuple):
+    """What is different from Llama.
+
+    Args:
+        fields: of Megatron's ``TransformerConfig``.
+        experts: the names of their weights; None: it has none.
+    """
+
+    fields: Mapping[str, Any] = {}
+    experts: ExpertNames | None = None
+
+
+_FAMILIES = {
+    "llama": _Family(),
+    "mistral": _Family(),
+    "mixtral": _Family(
+        experts=ExpertNames(
+            "block_sparse_moe.gate.weight",
+            "block_sparse_moe.experts.{}.w1.weight",
+            "block_sparse_moe.experts.{}.w3.weight",
+            "block_sparse_moe.experts.{}.w2.weight",
+        )
+    ),
+    "qwen2": _Family({"add_qkv_bias": True}),
+    "qwen3": _Family({"qk_layernorm": True}),
+    "qwen3_moe": _Family(
+        {"qk_layernorm": True},
+        ExpertNames(
+            "mlp.gate.weight",
+            "mlp.experts.{}.gate_proj.weight",
+            "mlp.experts.{}.up_proj.weight",
+            "mlp.experts.{}.down_proj.weight",
+        ),
+    ),
 }
-"""By ``model_type``, what is different from Llama."""
+"""By ``model_type``."""
 
 _ROTATIONS = ("default", "linear", "llama3")
 """Kinds of rotary positions whose frequencies depend on the config alone."""
@@ -32,6 +71,7 @@ class Architecture(NamedTuple):
         frequencies: ``[D / 2]`` float32, of the rotary positions.
         tied: whether the head has the weight of the embedding.
         words: the size of the vocabulary.
+        experts: what files call the weights of experts; None: there are none.
     """
 
     fields: Mapping[str, Any]
@@ -39,6 +79,7 @@ class Architecture(NamedTuple):
     frequencies: Tensor
     tied: bool
     words: int
+    experts: ExpertNames | None
 
 
 def architecture(module: Any, layout: Layout) -> Architecture:
@@ -56,11 +97,14 @@ def architecture(module: Any, layout: Layout) -> Architecture:
             "takes any causal language model of transformers"
         )
     _check(kind, config, module)
-    for axes, size, name in (
-        ("tp", layout.tp, "num_key_value_heads"),
-        ("pp x vp", layout.pp * layout.vp, "num_hidden_layers"),
+    family = _FAMILIES[kind]
+    of_experts = {} if family.experts is None else _experts(kind, config)
+    for axes, size, name, count in (
+        ("tp", layout.tp, "num_key_value_heads", config.num_key_value_heads),
+        ("pp x vp", layout.pp * layout.vp, "num_hidden_layers", config.num_hidden_layers),
+        ("ep", layout.ep, "num_experts", of_experts.get("num_moe_experts", 1)),
     ):
-        if (count := getattr(config, name)) % size:
+        if count % size:
             raise ModelError(f"megatron.trainer: {axes} = {size} does not divide {name}={count}; take another layout")
     heads = config.num_attention_heads
     fields = {
@@ -80,7 +124,25 @@ def architecture(module: Any, layout: Layout) -> Architecture:
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     windows = tuple(None if each == "full_attention" else window for each in kinds)
     frequencies = _rotary(module).inv_freq.detach().float()
-    return Architecture(fields | _FAMILIES[kind], windows, frequencies, config.tie_word_embeddings, config.vocab_size)
+    fields |= {**family.fields, **of_experts}
+    return Architecture(fields, windows, frequencies, config.tie_word_embeddings, config.vocab_size, family.experts)
+
+
+def _experts(kind: str, config: Any) -> dict[str, Any]:
+    """Fields for experts: softmax over all of them or, which is the same, over those chosen; no auxiliary loss."""
+    mixtral = kind == "mixtral"
+    layers = range(config.num_hidden_layers)
+    dense = (
+        set() if mixtral else {*config.mlp_only_layers, *(i for i in layers if (i + 1) % config.decoder_sparse_step)}
+    )
+    return {
+        "num_moe_experts": config.num_local_experts if mixtral else config.num_experts,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": config.intermediate_size if mixtral else config.moe_intermediate_size,
+        "moe_layer_freq": [int(layer not in dense) for layer in layers],
+        "moe_router_pre_softmax": not (mixtral or config.norm_topk_prob),
+        "moe_router_load_balancing_type": "none",
+    }
 
 
 def _check(kind: str, config: Any, module: Any) -> None:
@@ -89,6 +151,7 @@ def _check(kind: str, config: Any, module: Any) -> None:
         "hidden_act": config.hidden_act not in ("silu", "swish"),
         "attention_bias": kind != "qwen2" and getattr(config, "attention_bias", False),
         "mlp_bias": getattr(config, "mlp_bias", False),
+        "router_jitter_noise": bool(getattr(config, "router_jitter_noise", 0)),
         "rope_type": rotation not in _ROTATIONS or getattr(_rotary(module), "attention_scaling", 1.0) != 1.0,
     }
     for name, wrong in odd.items():

@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -12,7 +13,7 @@ from nrl.backends.training.agreement import Peers
 from nrl.errors import PlacementError
 from nrl.runtime.mesh.layout import Layout
 
-__all__ = ["Groups", "groups", "instances"]
+__all__ = ["Groups", "groups", "instances", "is_expert"]
 
 
 @attrs.frozen
@@ -39,15 +40,26 @@ class Groups:
         """The rank along cp."""
         return int(self.collection.cp.rank())
 
-    @property
-    def first_copy(self) -> bool:
-        """Whether no process before this one holds the same parts of the model."""
-        return int(self.collection.dp_cp.rank()) == 0
+    def first_copy(self, parameter: Tensor) -> bool:
+        """Whether no process before this one, of those with the same place along tp, holds the same of a parameter."""
+        return int((self.collection.expt_dp if is_expert(parameter) else self.collection.dp_cp).rank()) == 0
+
+    def first_shards(self, parameter: Tensor) -> bool:
+        """Whether no process before this one keeps the same part of a parameter's training."""
+        expert = is_expert(parameter)
+        every = self.collection.expt_dp if expert else self.collection.dp_cp
+        sharing = self.collection.intra_expt_dp if expert else self.collection.intra_dp_cp
+        return int(every.rank()) < int(sharing.size())
 
     @property
     def speaks(self) -> bool:
         """Whether the outputs of this process count: of those that have the same, the first."""
         return int(self.collection.pp.rank()) == self.layout.pp - 1 and self.tp == 0 and self.cp == 0
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Whether a parameter is an expert's, which lies whole in one of the processes along ep."""
+    return not getattr(parameter, "allreduce", True)
 
 
 def instances(layout: Layout) -> int:

@@ -3,6 +3,7 @@
 Megatron's norms and attention for packed rows need Transformer Engine, which needs CUDA. These run anywhere.
 """
 
+from functools import partial
 from typing import Any
 
 import attrs
@@ -15,9 +16,15 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor
 
 from nrl.backends.training.packed_attention import OverRectangles, OverSequences
@@ -88,20 +95,27 @@ def block(config: Any, windows: tuple[int | None, ...], stage: int | None) -> Tr
         q_layernorm=norm if config.qk_layernorm else None,
         k_layernorm=norm if config.qk_layernorm else None,
     )
-    parts = TransformerLayerSubmodules(
-        input_layernorm=norm,
-        self_attention=ModuleSpec(
-            module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-        ),
-        self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=norm,
-        mlp=ModuleSpec(
-            module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        ),
-        mlp_bda=get_bias_dropout_add,
-    )
-    layer = ModuleSpec(module=TransformerLayer, submodules=parts)
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, stage), layer_norm=norm)
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    experts = MoESubmodules(experts=partial(SequentialMLP, submodules=linear))
+
+    def layer(with_experts: bool) -> ModuleSpec:
+        parts = TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=partial(MoELayer, submodules=experts)
+            if with_experts
+            else partial(MLP.as_mlp_submodule, submodules=linear),
+            mlp_bda=get_bias_dropout_add,
+        )
+        return ModuleSpec(module=TransformerLayer, submodules=parts)
+
+    first, count = get_transformer_layer_offset(config, stage), get_num_layers_to_build(config, stage)
+    sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    return TransformerBlockSubmodules([layer(bool(each)) for each in sparse[first : first + count]], layer_norm=norm)
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]

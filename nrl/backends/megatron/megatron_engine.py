@@ -25,24 +25,24 @@ from nrl.backends.megatron.families import architecture
 from nrl.backends.megatron.groups import Groups, groups
 from nrl.backends.megatron.options import Options
 from nrl.backends.megatron.tokens import Tokens, tokens
-from nrl.backends.megatron.weights import again, joined, views
-from nrl.backends.models import loading
+from nrl.backends.megatron.weights import joined, own, spoken
+from nrl.backends.models import loading, splitting
 from nrl.backends.models.exporting import export_weights
 from nrl.backends.models.named_weights import named_tensors
-from nrl.backends.models.pieces import Filling, nothing, whole
+from nrl.backends.models.pieces import Filling, nothing, whole, wholes
 from nrl.backends.training import storage
 from nrl.backends.training.agreement import HeldError
 from nrl.backends.training.curiosity import Curious
 from nrl.backends.training.heads import PROVIDES
-from nrl.backends.training.optimizers import Optimizer, learning_rate
-from nrl.backends.training.plans import Outputs, Plan, last, plan, predicted
-from nrl.backends.training.reading import whole_weights
-from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened
+from nrl.backends.training.optimizers import Optimizer, set_learning_rate
+from nrl.backends.training.plans import Outputs, Plan, plan, read_by, with_outputs
+from nrl.backends.training.reading import written_whole
+from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Packing
 from nrl.errors import CheckpointError, ModelError
 from nrl.files import Saved
-from nrl.reduce import Mean, Metrics
+from nrl.reduce import Metrics
 from nrl.runtime.mesh.layout import Layout
 
 __all__ = ["MegatronEngine", "MegatronState"]
@@ -110,7 +110,8 @@ class MegatronEngine:
 
     def freeze(self, params: of.Stages) -> of.Stages:
         """A frozen copy."""
-        made = self._built(params[0].model)
+        model = params[0].model
+        made = self._built(model, _skeleton(model))
         with torch.no_grad():
             for copy, stage in zip(made, params, strict=True):
                 for mine, other in zip(copy.parameters(), stage.parameters(), strict=True):
@@ -119,10 +120,7 @@ class MegatronEngine:
 
     def pieces(self, params: of.Stages) -> Iterator[Piece]:
         """What this process has of the weights, if no process before it has the same."""
-        for stage in params if self._at.first_copy else ():
-            for name, parameter in stage.named_parameters():
-                own = views(stage, name, parameter.detach(), self._at.tp, self.layout.tp)
-                yield from joined(sorted((x for x in own if not again(x, stage, self._at)), key=lambda x: x.name))
+        return joined(spoken(params, self._at))
 
     # --- outputs and steps
 
@@ -132,7 +130,8 @@ class MegatronEngine:
         parts, _ = evened(self._at.peers, "forward", microbatches)
         parts = self._rounded(parts)
         held, found = HeldError(self._at.peers), dict[int, TensorDict]()
-        works, cut = self._planned(params, parts, self._all, needs, held, "forward")
+        wanted = partial(with_outputs, head=self.model.head)
+        works, cut = self._planned(params, parts, wanted, needs, held, "forward")
 
         def compute(number: int, hidden: Tensor) -> Tensor:
             with held.back():
@@ -162,13 +161,9 @@ class MegatronEngine:
             optimizer.prepare_grads()
             norm = torch.as_tensor(optimizer.get_grad_norm(), dtype=torch.float32)
             check_norm(f"train_step({name_of(loss)})", norm, step)
-            rate = learning_rate(self.optimizer, step)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            rate = set_learning_rate(optimizer.param_groups, self.optimizer, step)
             optimizer.step()
-        one = torch.ones(())
-        metrics |= {"grad_norm": Mean(norm.cpu(), one), "lr": Mean(torch.tensor(rate), one)}
-        return MegatronState(copies, optimizer, step + 1), metrics
+        return MegatronState(copies, optimizer, step + 1), metrics | step_metrics(norm, rate)
 
     def _clear(self, state: MegatronState) -> None:
         for copy in state.copies:
@@ -189,12 +184,7 @@ class MegatronEngine:
         held, read = HeldError(self._at.peers), 0
         parts = self._rounded(microbatches)
         last_stage = state.stages[-1]
-
-        def wanted(batch: Batch) -> Tensor:
-            every = self._all(batch)
-            some = self.model.head != "reward" and not everywhere and "loss_mask" in batch.keys()
-            return every & batch["loss_mask"] if some else every
-
+        wanted = partial(read_by, head=self.model.head, everywhere=everywhere)
         works, cut = self._planned(state.stages, parts, wanted, needs, held, f"train_step({name})")
 
         def slope(number: int, hidden: Tensor) -> Tensor:
@@ -206,7 +196,8 @@ class MegatronEngine:
                 read += len(work.source)
                 whole = {key: self._gathered(out.scatter(x.detach())) for key, x in out.values.items()}
                 with held.back():
-                    left_out = torch.nonzero((self._all(batch) & ~wanted(batch)).flatten())[:, 0].to(self.device)
+                    others = with_outputs(batch, self.model.head) & ~wanted(batch)
+                    left_out = torch.nonzero(others.flatten())[:, 0].to(self.device)
                     gradients = sums.add(whole, batch.to(self.device), left_out)
             return _slope(out, gradients)
 
@@ -240,10 +231,6 @@ class MegatronEngine:
         missing = -len(parts) % self.layout.pp if self.layout.vp > 1 else 0
         return [*parts, *[IDLE] * (missing + (not parts))]
 
-    def _all(self, batch: Batch) -> Tensor:
-        """``[*b, T]`` bool: the tokens that have outputs."""
-        return last(batch) if self.model.head == "reward" else predicted(batch)
-
     def _gathered(self, values: Tensor) -> Tensor:
         """Outputs of all tokens, of which each process along cp has computed some."""
         if self.layout.cp > 1:
@@ -252,8 +239,8 @@ class MegatronEngine:
 
     # --- weights
 
-    def _built(self, model: Model) -> of.Stages:
-        arch, dtype = architecture(_skeleton(model), self.layout), getattr(torch, model.dtype)
+    def _built(self, model: Model, skeleton: Any) -> of.Stages:
+        arch, dtype = architecture(skeleton, self.layout), getattr(torch, model.dtype)
         with host(self.device):
             stages = of.build(arch, model.head, self.options.model, dtype, self._at, self.device)
         for stage in stages:
@@ -270,7 +257,8 @@ class MegatronEngine:
                 unread = loading.unread(model, dtype=getattr(torch, model.dtype))
                 module, read = unread if unread is not None else (loading.build(model), None)
         held.meet(who)
-        skeleton, stages = _skeleton(model), self._built(model)
+        skeleton = _skeleton(model)
+        stages, found = self._built(model, skeleton), splitting.parts(skeleton)
         filling = self._filling(stages, skeleton, who)
         there = dict(named_tensors(module)) if module is not None else {}
         for name, like in named_tensors(skeleton):
@@ -281,24 +269,23 @@ class MegatronEngine:
             value = value.to(self.device).contiguous()
             if not peers.alone:
                 dist.broadcast(value, group=peers.group, group_src=0)
-            filling.add([whole(name, value)])
+            filling.add(splitting.cut([whole(name, value)], found))
         filling.end()
         held.meet(who)
         return stages
 
     def _filling(self, stages: of.Stages, skeleton: Any, who: str) -> Filling:
         mine: dict[str, list[Piece]] = {}
-        for piece in of.own(stages, self._at):
+        for _, piece, _ in own(stages, self._at):
             mine.setdefault(piece.name, []).append(piece)
-        every = {name: mine.get(name) or [nothing(whole(name, like))] for name, like in named_tensors(skeleton)}
+        every = {name: mine.get(name) or [nothing(like)] for name, like in _in_files(skeleton).items()}
         return Filling(every, who, other_head=True)
 
     # --- folders
 
     def save(self, state: MegatronState, params: of.Stages, folder: Path) -> Saved:
         """Write stages and optimizer."""
-        pieces = partial(stored.of_training, state.copies, state.optimizer, self._at, spoken=True)
-        return self._saved(folder, pieces, state.step)
+        return self._saved(folder, stored.of_training(state.copies, state.optimizer, self._at, spoken=True), state.step)
 
     def restore(self, folder: Path, record: Mapping[str, Any]) -> MegatronState:
         """Read files of `save`, which any number of processes wrote, of this engine or another one."""
@@ -311,46 +298,49 @@ class MegatronEngine:
             yield from stored.of_training(copies, optimizer, self._at, spoken=False)
 
         with host(self.device):
-            storage.read(folder, self._shapes(), pieces, self._at.peers)
+            storage.read(folder, _shapes(self.model), pieces, self._at.peers)
             stored.updated(copies, optimizer)
         return state._replace(step=record["step"])
 
     def save_params(self, params: of.Stages, folder: Path) -> Saved:
         """Write stages."""
-        return self._saved(folder, partial(stored.of_stages, params, self._at, spoken=True), 0)
+        return self._saved(folder, stored.of_model(spoken(params, self._at)), 0)
 
     def restore_params(self, folder: Path, record: Mapping[str, Any]) -> of.Stages:
         """Read files of `save_params`."""
         stages = self.load(None)
         _check_record(record)
-        mine = partial(stored.of_stages, stages, self._at, spoken=False)
-        storage.read(folder, self._shapes(), lambda _: mine(), self._at.peers)
+        mine = (piece for _, piece, _ in own(stages, self._at))
+        storage.read(folder, _shapes(self.model), lambda _: stored.of_model(mine), self._at.peers)
         return stages
 
-    def _saved(self, folder: Path, pieces: Callable[[], Iterator[Piece]], step: int) -> Saved:
-        written = storage.write(folder, pieces, self._at.peers)
+    def _saved(self, folder: Path, pieces: Iterator[Piece], step: int) -> Saved:
+        written = storage.write(folder, lambda: pieces, self._at.peers)
         return Saved(written, {"step": step, "lora": False, "base": None})
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(like.shape) for name, like in named_tensors(_skeleton(self.model))}
 
     def export(self, params: of.Stages, folder: Path) -> None:
         """Write a folder that transformers and vLLM load."""
-        held = HeldError(self._at.peers)
-        weights = whole_weights(self.pieces(params), "export", self._at.peers.group)
-        with held.back():
-            if self._at.peers.rank == 0:
-                model = params[0].model
-                export_weights(weights, _skeleton(model), folder)
-                if model.tokenizer is not None or isinstance(model.source, str):
-                    loading.load_tokenizer(model).save_pretrained(folder)
-        for _ in weights:  # all processes read together
-            pass
-        held.meet("export")
+        model = params[0].model
+
+        def write(weights: Iterator[tuple[str, Tensor]]) -> None:
+            export_weights(weights, _skeleton(model), folder)
+            if model.tokenizer is not None or isinstance(model.source, str):
+                loading.load_tokenizer(model).save_pretrained(folder)
+
+        written_whole(self.pieces(params), self._at.peers, write)
 
 
 def _skeleton(model: Model) -> Any:
     return loading.skeleton(model, dtype=getattr(torch, model.dtype))
+
+
+def _in_files(skeleton: Any) -> dict[str, Piece]:
+    """The weights of a model by the names that files have, without memory; tied ones once."""
+    return splitting.in_files(wholes(dict(named_tensors(skeleton))), splitting.parts(skeleton))
+
+
+def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    return {name: piece.shape for name, piece in _in_files(_skeleton(model)).items()}
 
 
 def _frozen(stages: of.Stages) -> of.Stages:

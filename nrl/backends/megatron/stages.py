@@ -15,17 +15,15 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from nrl.backends.base import Piece
 from nrl.backends.megatron.families import Architecture
 from nrl.backends.megatron.groups import Groups, instances
 from nrl.backends.megatron.layers import PackedGPT, Rows, block
 from nrl.backends.megatron.tokens import Tokens
-from nrl.backends.megatron.weights import views
 from nrl.backends.training.heads import numbers, predictions
 from nrl.backends.training.plans import Outputs, Plan
 from nrl.backends.training.vocabulary import VocabularyShard
 
-__all__ = ["Stages", "build", "optimizer", "outputs", "own", "passes", "replicas"]
+__all__ = ["Stages", "build", "optimizer", "outputs", "passes", "replicas"]
 
 type Stages = list[PackedGPT]
 """What this process has of a model: one stage, or several of an interleaved pipeline."""
@@ -44,6 +42,7 @@ def build(
             "virtual_pipeline_model_parallel_size": layout.vp if layout.vp > 1 else None,
             "context_parallel_size": layout.cp,
             "expert_model_parallel_size": layout.ep,
+            "expert_tensor_parallel_size": 1,
             "params_dtype": dtype,
             "pipeline_dtype": dtype,
             "moe_token_dispatcher_type": "alltoall",
@@ -84,7 +83,7 @@ def build(
             vp_stage=virtual,
             frequencies=arch.frequencies.to(device),
         )
-        module.words = arch.words
+        module.words, module.experts = arch.words, arch.experts
         if module.post_process and head != "lm":
             module.output_layer = nn.Linear(config.hidden_size, 1, bias=head == "value", dtype=dtype)
         stages.append(module.to(device))
@@ -94,13 +93,6 @@ def build(
 def _sum_up(model: Any, tokens: Any, **options: Any) -> None:
     """Add gradients up over processes, without dividing them by a number of tokens."""
     finalize_model_grads(model, None, **options)
-
-
-def own(stages: Stages, at: Groups) -> Iterator[Piece]:
-    """The pieces that this process has of the weights; tied ones by one name."""
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            yield from views(stage, name, parameter.detach(), at.tp, at.layout.tp)
 
 
 def replicas(stages: Stages, at: Groups, fields: Mapping[str, Any]) -> list[Any]:

@@ -4,7 +4,7 @@ Every piece is a view, so that reading fills what is there. Megatron's distribut
 of the numbers of a parameter, one after the other; in the weight's own shape that is up to three blocks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from nrl.backends.base import Piece
 from nrl.backends.megatron.groups import Groups
-from nrl.backends.megatron.weights import again, views
+from nrl.backends.megatron.weights import own
 from nrl.backends.training.storage import KEYS, MODEL, MOMENTS
 
-__all__ = ["fresh_moments", "of_stages", "of_training", "ranges", "updated"]
+__all__ = ["fresh_moments", "of_model", "of_training", "ranges", "updated"]
 
 
 class _Kept(NamedTuple):
@@ -36,26 +36,18 @@ class _Kept(NamedTuple):
     alone: bool
 
 
-def of_stages(stages: Any, at: Groups, *, spoken: bool) -> Iterator[Piece]:
-    """The weights of stages; if ``spoken``, those that no process before this one has."""
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            for piece in views(stage, name, parameter.detach(), at.tp, at.layout.tp):
-                if not spoken or (at.first_copy and not again(piece, stage, at)):
-                    yield attrs.evolve(piece, name=MODEL + piece.name)
+def of_model(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Pieces of weights, by the names that they are stored by."""
+    return (attrs.evolve(piece, name=MODEL + piece.name) for piece in pieces)
 
 
 def of_training(copies: Any, optimizer: Any, at: Groups, *, spoken: bool) -> Iterator[Piece]:
     """Weights and moments; if ``spoken``, those that no process before this one has."""
     find = _finder(optimizer, at)
-    for copy in copies:
-        for name, parameter in copy.module.named_parameters():
-            kept = find(parameter)
-            if kept is None or (spoken and not kept.alone):
-                continue
-            for piece in views(copy.module, name, parameter.detach(), at.tp, at.layout.tp):
-                if not (spoken and again(piece, copy.module, at)):
-                    yield from _of_parameter(piece, parameter, kept, spoken)
+    for parameter, piece, first in own([copy.module for copy in copies], at):
+        kept = find(parameter)
+        if kept is not None and (not spoken or (first and kept.alone)):
+            yield from _of_parameter(piece, parameter, kept, spoken)
 
 
 def _of_parameter(piece: Piece, parameter: Tensor, kept: _Kept, spoken: bool) -> Iterator[Piece]:
@@ -110,15 +102,15 @@ def _finder(optimizer: Any, at: Groups) -> Callable[[Tensor], _Kept | None]:
     found = dict[int, _Kept]()
     for each in optimizer.chained_optimizers:
         if hasattr(each, "model_param_gbuf_map"):
-            alone = int(at.collection.dp_cp.rank()) < int(at.collection.intra_dp_cp.size())
             for parameter in each.model_param_group_index_map:
+                alone = at.first_shards(parameter)
                 state = each._get_main_param_and_optimizer_states(parameter)
                 begin = each._get_model_param_range_map(parameter)["param"].start
                 found[id(parameter)] = _Kept(state.pop("param"), state, begin, alone)
         else:
             for group in each.param_groups:
                 for main in group["params"]:
-                    found[id(main)] = _Kept(main, each.optimizer.state.get(main, {}), 0, at.first_copy)
+                    found[id(main)] = _Kept(main, each.optimizer.state.get(main, {}), 0, at.first_copy(main))
     return lambda parameter: found.get(id(getattr(parameter, "main_param", parameter))) or found.get(id(parameter))
 
 

@@ -42,6 +42,7 @@ def tokens(work: Plan, least: int, multiple: int, count: int, rank: int, device:
         device: where to.
     """
     assert work.rows is not None
+    assert work.places is not None
     ids, positions = work.inputs["input_ids"][0], work.inputs["position_ids"][0]
     size = max(len(ids), least)
     missing = size - len(ids) + -size % (multiple * (1 if count == 1 else 2 * count))
@@ -53,7 +54,7 @@ def tokens(work: Plan, least: int, multiple: int, count: int, rank: int, device:
         mine, rows = cut(rows, len(ids), count, rank)
     where = torch.full((len(ids),), -1)
     where[mine] = torch.arange(len(mine))
-    places = where[torch.zeros(0, dtype=torch.int64) if work.places is None else work.places]
+    places = where[work.places]
     read = torch.nonzero(places >= 0)[:, 0]
     ids, positions = (x[mine].to(device)[None] for x in (ids, positions))
     return Tokens(ids, positions, over(rows, device), places[read].to(device), read)

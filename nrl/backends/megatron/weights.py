@@ -4,7 +4,7 @@ Every piece is a view: what is copied into it is in the module. Megatron joins t
 values in one matrix, group by group, and those of gate and up in another one. So a weight may be several pieces.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from nrl.backends.base import Piece
-from nrl.backends.megatron.groups import Groups
+from nrl.backends.megatron.groups import Groups, is_expert
 from nrl.backends.models.named_weights import SCORE
 from nrl.backends.models.pieces import whole
 
-__all__ = ["again", "joined", "views"]
+__all__ = ["joined", "own", "spoken"]
 
 _EMBEDDING = "model.embed_tokens.weight"
 _NORMS = {
@@ -31,7 +31,27 @@ _BY_COLUMNS = {
 }
 
 
-def views(module: Any, name: str, values: Tensor, rank: int, size: int) -> Iterator[Piece]:
+def own(stages: Iterable[Any], at: Groups) -> Iterator[tuple[Tensor, Piece, bool]]:
+    """The pieces that this process has of the weights of stages.
+
+    Yields:
+        A parameter, a piece that is a view of it, and whether no process before this one, of the same copy of the
+        model, has the same piece.
+    """
+    for stage in stages:
+        tied = at.layout.pp > 1 and stage.post_process and not stage.pre_process
+        for name, parameter in stage.named_parameters():
+            for piece in _views(stage, name, parameter.detach(), at.tp, at.layout.tp):
+                again = (tied and piece.name == _EMBEDDING) or (at.tp > 0 and piece.tensor.shape == piece.shape)
+                yield parameter, piece, is_expert(parameter) or not again
+
+
+def spoken(stages: Iterable[Any], at: Groups) -> Iterator[Piece]:
+    """The pieces that no process before this one has."""
+    return (piece for parameter, piece, first in own(stages, at) if first and at.first_copy(parameter))
+
+
+def _views(module: Any, name: str, values: Tensor, rank: int, size: int) -> Iterator[Piece]:
     """The pieces of a parameter, or of what is like it, such as a moment of its optimizer.
 
     Args:
@@ -43,8 +63,12 @@ def views(module: Any, name: str, values: Tensor, rank: int, size: int) -> Itera
     """
     if name.startswith("decoder.layers."):
         _, _, number, rest = name.split(".", 3)
-        layer = module.decoder.layers[int(number)].layer_number - 1
-        yield from _of_layer(module.config, f"model.layers.{layer}.", rest, values, rank, size)
+        layer = module.decoder.layers[int(number)]
+        prefix = f"model.layers.{layer.layer_number - 1}."
+        if rest.startswith("mlp.") and layer.is_moe_layer:
+            yield from _of_experts(module.experts, prefix, rest, values, layer.mlp.local_expert_indices)
+        else:
+            yield from _of_layer(module.config, prefix, rest, values, rank, size)
     elif name == "embedding.word_embeddings.weight":
         yield from _words(_EMBEDDING, module, values, rank)
     elif name.startswith("output_layer.") and isinstance(module.output_layer, torch.nn.Linear):
@@ -58,12 +82,6 @@ def views(module: Any, name: str, values: Tensor, rank: int, size: int) -> Itera
         raise KeyError(name)
 
 
-def again(piece: Piece, stage: Any, at: Groups) -> bool:
-    """Whether a process before this one, of the same copy of the model, has the same piece."""
-    tied = at.layout.pp > 1 and stage.post_process and not stage.pre_process
-    return (tied and piece.name == _EMBEDDING) or (at.tp > 0 and piece.tensor.shape == piece.shape)
-
-
 def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Pieces of the same weight that follow each other in it, as one, which is a copy."""
     for name, group in groupby(pieces, lambda piece: piece.name):
@@ -74,6 +92,20 @@ def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
         first, last = some[0].index[0], some[-1].index[0]
         at = slice(first.start, last.stop), *some[0].index[1:]
         yield Piece(name, some[0].shape, at, torch.cat([piece.tensor for piece in some]))
+
+
+def _of_experts(names: Any, prefix: str, name: str, values: Tensor, numbers: Sequence[int]) -> Iterator[Piece]:
+    """Of the router, or of an expert, which is whole; ``numbers`` are those of the experts in this process."""
+    if name == "mlp.router.weight":
+        yield whole(prefix + names.router, values)
+        return
+    _, _, _, number, kind = name.removesuffix(".weight").split(".")
+    expert = numbers[int(number)]
+    if kind == "linear_fc2":
+        yield whole(prefix + names.down.format(expert), values)
+    else:
+        for which, part in zip((names.gate, names.up), values.chunk(2), strict=True):
+            yield whole(prefix + which.format(expert), part)
 
 
 def _of_layer(config: Any, prefix: str, name: str, values: Tensor, rank: int, size: int) -> Iterator[Piece]:

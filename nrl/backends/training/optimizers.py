@@ -1,11 +1,12 @@
 """Optimizers and their schedules as frozen data, which each engine realises with its own library."""
 
 import math
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import attrs
 
-__all__ = ["Optimizer", "Schedule", "adamw", "learning_rate"]
+__all__ = ["Optimizer", "Schedule", "adamw", "learning_rate", "set_learning_rate"]
 
 
 @attrs.frozen
@@ -104,3 +105,11 @@ def learning_rate(optimizer: Optimizer, step: int) -> float:
     progress = min(1.0, (step - schedule.warmup) / (schedule.steps - schedule.warmup))
     left = 1 - progress if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return optimizer.lr * (schedule.floor + (1 - schedule.floor) * left)
+
+
+def set_learning_rate(groups: Iterable[dict[str, Any]], optimizer: Optimizer, step: int) -> float:
+    """Let the groups of parameters of a torch optimizer have the rate of a step, and return it."""
+    rate = learning_rate(optimizer, step)
+    for group in groups:
+        group["lr"] = rate
+    return rate

@@ -16,7 +16,7 @@ from nrl.batch.packed_rows import Packing, Rectangles, Sequences
 from nrl.batch.packing import pack
 from nrl.errors import BatchError
 
-__all__ = ["Outputs", "Plan", "last", "plan", "predicted"]
+__all__ = ["Outputs", "Plan", "last", "plan", "predicted", "read_by", "with_outputs"]
 
 
 class Outputs(NamedTuple):
@@ -68,6 +68,17 @@ def last(batch: Batch) -> Tensor:
     tensor([[False, False,  True]])
     """
     return torch.arange(batch["input_ids"].shape[-1]) == lengths(batch).unsqueeze(-1) - 1
+
+
+def with_outputs(batch: Batch, head: str) -> Tensor:
+    """``[*b, T]`` bool: the tokens that a head has outputs for, by its name in `nrl.backends.Model`."""
+    return last(batch) if head == "reward" else predicted(batch)
+
+
+def read_by(batch: Batch, head: str, everywhere: bool) -> Tensor:
+    """``[*b, T]`` bool: of the tokens `with_outputs`, those that a loss reads: all, or those of ``loss_mask``."""
+    every = with_outputs(batch, head)
+    return every if everywhere or head == "reward" or "loss_mask" not in batch.keys() else every & batch["loss_mask"]
 
 
 class Plan(NamedTuple):

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from nrl.backends.base import Bucket, Piece
 from nrl.backends.models.pieces import Joining, whole
+from nrl.backends.training.agreement import HeldError, Peers
 from nrl.runtime.mesh.current_process import process
 from nrl.runtime.transfer import Tensors, gathered, opened, sent
 
-__all__ = ["Reading", "next_bucket", "received", "whole_weights"]
+__all__ = ["Reading", "next_bucket", "received", "whole_weights", "written_whole"]
 
 _BUCKET = 256 * 2**20
 """Bytes of weights that travel at once, unless one alone is larger."""
@@ -81,6 +82,22 @@ def whole_weights(pieces: Iterable[Piece], who: str, group: Any = None) -> Itera
         for piece in reading.next_whole(group):
             yield piece.name, piece.tensor
     reading.end(who)
+
+
+def written_whole(pieces: Iterable[Piece], peers: Peers, write: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
+    """Let the first process write the whole weights that all processes have pieces of; a collective.
+
+    Raises:
+        Exception: what writing raised; or as `whole_weights`.
+    """
+    held = HeldError(peers)
+    weights = whole_weights(pieces, "export", peers.group)
+    with held.back():
+        if peers.rank == 0:
+            write(weights)
+    for _ in weights:  # all processes read together
+        pass
+    held.meet("export")
 
 
 def next_bucket(who: str, send: Callable[[Tensors], Any], same: bool, reading: Reading) -> tuple[Any, bool]:

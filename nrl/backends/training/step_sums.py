@@ -12,9 +12,9 @@ from nrl.backends.training.gradients import ignores, value_and_grad
 from nrl.backends.training.terms import check_weights
 from nrl.batch import Batch, lengths
 from nrl.errors import BatchError, NotFinite
-from nrl.reduce import Metrics, Sum, merge
+from nrl.reduce import Mean, Metrics, Sum, merge
 
-__all__ = ["IDLE", "StepSums", "check_norm", "evened"]
+__all__ = ["IDLE", "StepSums", "check_norm", "evened", "step_metrics"]
 
 IDLE = Batch({"input_ids": torch.zeros(1, 1, dtype=torch.int64)}, batch_size=[1]).lock_()
 """The micro-batch of a process that has no more while others have: one token, which predicts nothing."""
@@ -141,3 +141,9 @@ def _fetch(metrics: Metrics, *others: Tensor) -> tuple[Metrics, list[float]]:
     copies = (part.to(x.dtype).view(x.shape) for part, x in zip(parts, values, strict=False))
     fetched = {key: type(value)(*(next(copies) for _ in value)) for key, value in metrics.items()}
     return fetched, [float(part) for part in parts[len(values) :]]
+
+
+def step_metrics(norm: Tensor, rate: float) -> Metrics:
+    """The metrics of an optimizer step: the norm of its gradient before clipping, and its learning rate."""
+    one = torch.ones(())
+    return {"grad_norm": Mean(norm.cpu(), one), "lr": Mean(torch.tensor(rate), one)}

@@ -48,6 +48,7 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
+MODEL = Model(CONFIG)
 OPTIMIZER = adamw(lr=1e-2, eps=1e-3, weight_decay=0.1)  # at eps=1e-8 rounding of tiny gradients reaches the parameters
 LENGTHS = [9, 1, 17, 5, 0, 5, 2, 12]
 LOSSES: dict[str, Loss] = {
@@ -248,20 +249,24 @@ def test_a_frozen_copy_stays_as_it_is(two: Processes) -> None:
 # checkpoints
 
 
-def saved(mesh: DeviceMesh, layout: Layout, folder: str) -> Any:
+def saved(mesh: DeviceMesh, layout: Layout, folder: str, model: Model = MODEL) -> tuple[Any, Steps]:
+    made = engine(mesh, layout, model)
+    return saved_by(made, Path(folder), parts(rows("grpo"), layout, mesh.get_rank()), made._at.peers.group)
+
+
+def saved_by(made: Any, folder: Path, each: Sequence[Batch] | None = None, group: Any = None) -> tuple[Any, Steps]:
     """Three steps, saved; and three more."""
-    made = engine(mesh, layout, Model(CONFIG))
-    each = parts(rows("grpo"), layout, mesh.get_rank())
+    each = parts(rows("grpo"), Layout(), 0) if each is None else each
     weights = global_weights(algos.grpo_loss, rows("grpo"))
     state = made.init()
     for _ in range(3):
         state, _ = made.train(state, algos.grpo_loss, each, weights)
-    record = made.save(state, made.params(state), Path(folder)).record
-    return record, steps(made, "grpo", each, made._at.peers.group, state)
+    record = made.save(state, made.params(state), folder).record
+    return record, steps(made, "grpo", each, group, state)
 
 
-def resumed(mesh: DeviceMesh, layout: Layout, folder: str, record: Mapping[str, Any]) -> Any:
-    made = engine(mesh, layout, Model(CONFIG))
+def resumed(mesh: DeviceMesh, layout: Layout, folder: str, record: Mapping[str, Any], model: Model = MODEL) -> Steps:
+    made = engine(mesh, layout, model)
     state = made.restore(Path(folder), record)
     assert state.step == 3
     return steps(made, "grpo", parts(rows("grpo"), layout, mesh.get_rank()), made._at.peers.group, state)
@@ -286,12 +291,7 @@ def test_a_checkpoint_goes_on_in_another_layout_and_in_the_other_engine(
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, vp=2), Layout(dp=2)], ids=str)
 def test_a_checkpoint_of_the_torch_engine_goes_on_here(two: Processes, layout: Layout, tmp_path: Path) -> None:
-    made = torch_engine(Model(CONFIG))
-    state, weights = made.init(), global_weights(algos.grpo_loss, rows("grpo"))
-    for _ in range(3):
-        state, _ = made.train(state, algos.grpo_loss, parts(rows("grpo"), Layout(), 0), weights)
-    record = made.save(state, made.params(state), tmp_path).record
-    then = steps(made, "grpo", parts(rows("grpo"), Layout(), 0), state=state)
+    record, then = saved_by(torch_engine(MODEL), tmp_path)
     for found in two(resumed, layout, str(tmp_path), record):
         followed(found, then)
 

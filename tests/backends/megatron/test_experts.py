@@ -1,0 +1,103 @@
+"""Mixtures of experts on Megatron Core, spread over processes, against the torch engine in one process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nrl.backends import Model
+from nrl.backends.models import loading
+from nrl.runtime import Layout
+from tests.backends.megatron.test_megatron_engine import (
+    CONFIG,
+    followed,
+    loaded,
+    parts,
+    resumed,
+    rows,
+    same,
+    saved,
+    saved_by,
+    steps,
+    torch_engine,
+)
+from tests.backends.processes import Processes
+from tests.weights import assert_equal
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
+
+QWEN: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+}
+MIXTRAL: dict[str, Any] = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+TWO: dict[str, dict[str, Any]] = {
+    "ep=2": {"layout": Layout(dp=2, ep=2)},
+    "experts in every process": {"layout": Layout(dp=2)},
+    "probabilities of all experts": {"layout": Layout(dp=2, ep=2), "norm_topk_prob": False},
+    "tp=2, whole experts": {"layout": Layout(tp=2)},
+    "tp=2, ep=2": {"layout": Layout(tp=2, ep=2)},
+    "pp=2, some layers dense": {"layout": Layout(pp=2), "decoder_sparse_step": 2},
+    "mixtral": {"layout": Layout(dp=2, ep=2), **MIXTRAL},
+}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    processes = Processes(2, "megatron.core.models.gpt", "nrl.backends.megatron.megatron_engine")
+    yield processes
+    processes.close()
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_experts_have_the_numbers_of_one_process(two: Processes, kind: str) -> None:
+    same(two, **{"name": "grpo"} | QWEN | TWO[kind])
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(tp=2, ep=2)], ids=str)
+@pytest.mark.parametrize("source", [QWEN, MIXTRAL], ids=["qwen3_moe", "mixtral"])
+def test_weights_of_experts_are_those_of_the_files_to_the_last_bit(
+    two: Processes, layout: Layout, source: dict[str, Any], tmp_path: Path
+) -> None:
+    from nrl import tiny
+
+    module = loading.build(Model(CONFIG | source | {"vocab_size": 90}))
+    loading.save_model(module, tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    files = loading.files(Model(str(tmp_path / "model")))
+    weights = dict(loading.build(Model(str(tmp_path / "model"))).named_parameters())
+    for found in two(loaded, layout, str(tmp_path / "model"), str(tmp_path / "exported")):
+        assert_equal(found, in_files(files))
+    assert_equal(dict(loading.build(Model(str(tmp_path / "exported"))).named_parameters()), weights)
+
+
+def in_files(folder: Path | None) -> dict[str, torch.Tensor]:
+    assert folder is not None
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(tp=2, ep=2), Layout(dp=2, ep=2, shard=1)], ids=str)
+def test_a_checkpoint_of_experts_goes_on_in_another_layout_and_in_the_other_engine(
+    two: Processes, layout: Layout, tmp_path: Path
+) -> None:
+    model = Model(CONFIG | QWEN)
+    record, then = two(saved, layout, str(tmp_path), model)[0]
+    other = torch_engine(model)
+    state = other.restore(tmp_path, record)
+    followed(steps(other, "grpo", parts(rows("grpo"), Layout(), 0), state=state), then)
+    for again in (Layout(tp=2), Layout(dp=2, ep=2)):
+        followed(two(resumed, again, str(tmp_path), record, model)[0], then)
+
+
+def test_a_checkpoint_of_experts_of_the_torch_engine_goes_on_here(two: Processes, tmp_path: Path) -> None:
+    made = torch_engine(Model(CONFIG | QWEN))
+    record, then = saved_by(made, tmp_path)
+    for layout in (Layout(dp=2, ep=2), Layout(pp=2)):
+        for found in two(resumed, layout, str(tmp_path), record, made.model):
+            followed(found, then)
