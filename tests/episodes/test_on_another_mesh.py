@@ -13,9 +13,9 @@ import pytest
 
 from nrl.envs import Environment, Step, Turn, single_turn
 from nrl.episodes import rollout
-from nrl.errors import ClosedCluster
 from nrl.runtime import Mesh, cluster, process
 from tests.episodes.scripted import TASKS, Scripted
+from tests.meshes import end
 
 TEXTS = ["3", "4", "19", "20"]  # two answers to each task
 
@@ -26,7 +26,7 @@ def judges(request: pytest.FixtureRequest) -> Iterator[Mesh]:
     if request.param == "ray":
         mesh = request.getfixturevalue("on_ray").reserve(2).mesh(executable="system", name="judges")
         yield mesh
-        mesh.processes.end(ClosedCluster("the tests are over"))  # it and its helpers take some GB
+        end(mesh)
     else:
         with cluster("local") as here:
             yield here.reserve(2).mesh(name="judges")

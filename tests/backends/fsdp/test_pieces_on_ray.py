@@ -13,9 +13,9 @@ from nrl.algos import sft_loss
 from nrl.backends import Model, Sampling, adamw, fsdp, hf
 from nrl.backends.training import reading
 from nrl.batch import Batch
-from nrl.errors import ClosedCluster
 from nrl.runtime import Cluster
 from nrl.runtime.mesh.calling import from_all
+from tests.meshes import end
 from tests.weights import assert_equal, weights
 
 pytestmark = pytest.mark.ray
@@ -51,5 +51,4 @@ def test_from_two_processes_to_three(fields: dict[str, Any], on_ray: Cluster, tm
     ids = torch.tensor([[5, 6, 7, *row.token_ids.tolist()]])
     batch = Batch({"input_ids": ids, "attention_mask": ids > -1}, batch_size=[1]).lock_()
     torch.testing.assert_close(row.logprobs, other.logprobs(again.params, batch).result()[0, 3:], atol=1e-5, rtol=0)
-    for mesh in (two, three, one):
-        mesh.processes.end(ClosedCluster("the test is over"))  # they take some GB
+    end(two, three, one)

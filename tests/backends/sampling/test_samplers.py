@@ -30,6 +30,7 @@ from nrl.errors import (
 )
 from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
 from nrl.runtime.mesh.calling import from_all
+from tests.meshes import end
 from tests.weights import bucket_of
 
 pytestmark = pytest.mark.timeout(600)  # an environment may have to be built
@@ -79,7 +80,9 @@ def it(request: Any) -> Iterator[Made]:
         with cluster("local") as here:
             yield made(here, kind, tied)
     else:
-        yield made(request.getfixturevalue("on_ray"), kind, tied)
+        it = made(request.getfixturevalue("on_ray"), kind, tied)
+        yield it
+        end(it.mesh, it.trainers)
 
 
 def made(on: Cluster, kind: str, tied: bool) -> Made:

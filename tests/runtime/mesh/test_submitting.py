@@ -28,6 +28,7 @@ from nrl.runtime import Mesh, P, cluster, process, resident, shard_map
 from nrl.runtime.mesh.futures import gathered
 from nrl.runtime.mesh.submitting import SIDE_BY_SIDE, Desk, Helper, Task
 from nrl.runtime.trace import timeline
+from tests.meshes import end
 
 # --- on every cluster
 
@@ -38,7 +39,7 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
     if request.param == "ray":
         mesh = request.getfixturevalue("on_ray").reserve(2).mesh(executable="system", name="judges")
         yield mesh
-        mesh.processes.end(ClosedCluster("the tests are over"))  # it and its helpers take some GB
+        end(mesh)
     else:
         with cluster("local") as here:
             yield here.reserve(2).mesh(name="judges")
