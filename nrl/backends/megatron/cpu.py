@@ -85,5 +85,6 @@ class _OnTheHost(TorchFunctionMode):
         if func is Tensor.cuda:
             return args[0]
         if func is Tensor.type and len(args) == 1 and not options:
-            return func(*args).replace("torch.", "torch.cuda.", 1)  # the optimizers take tensors of these types alone
+            name: str = func(*args).replace("torch.", "torch.cuda.", 1)  # the optimizers take these types alone,
+            return name.replace("Double", "Float")  # and compute rightly with float64
         return func(*args, **options)

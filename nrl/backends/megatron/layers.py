@@ -16,8 +16,6 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
@@ -27,6 +25,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
+from nrl.backends.megatron.experts import experts
 from nrl.backends.training.packed_attention import OverRectangles, OverSequences
 
 __all__ = ["PackedGPT", "Rows", "block"]
@@ -38,9 +37,11 @@ class Rows:
 
     Args:
         attention: over the tokens of this process.
+        reads: ``[n]``, how many outputs are read at each of them.
     """
 
     attention: OverRectangles | OverSequences
+    reads: Tensor
     qkv_format: str = "nrl"  # neither of Megatron's, so that it leaves tokens and rotations as they are
     cp_group: Any = None
 
@@ -85,6 +86,15 @@ class _PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no
         return packed_seq_params.attention(q, k, v, self.window, self.scale).flatten(1)[:, None]
 
 
+class _Layer(TransformerLayer):  # type: ignore[misc]
+    """A layer that hands the rows on to its experts."""
+
+    def _forward_mlp(
+        self, hidden_states: Tensor, inference_context: Any, padding_mask: Any, packed_seq_params: Rows
+    ) -> Any:
+        return super()._forward_mlp(hidden_states, inference_context, packed_seq_params, packed_seq_params)
+
+
 def block(config: Any, windows: tuple[int | None, ...], stage: int | None) -> TransformerBlockSubmodules:
     """The layers of a stage of this process, by its number there; None: it has one stage."""
     norm: Any = _Norm
@@ -96,7 +106,6 @@ def block(config: Any, windows: tuple[int | None, ...], stage: int | None) -> Tr
         k_layernorm=norm if config.qk_layernorm else None,
     )
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    experts = MoESubmodules(experts=partial(SequentialMLP, submodules=linear))
 
     def layer(with_experts: bool) -> ModuleSpec:
         parts = TransformerLayerSubmodules(
@@ -106,12 +115,10 @@ def block(config: Any, windows: tuple[int | None, ...], stage: int | None) -> Tr
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=partial(MoELayer, submodules=experts)
-            if with_experts
-            else partial(MLP.as_mlp_submodule, submodules=linear),
+            mlp=experts() if with_experts else partial(MLP.as_mlp_submodule, submodules=linear),
             mlp_bda=get_bias_dropout_add,
         )
-        return ModuleSpec(module=TransformerLayer, submodules=parts)
+        return ModuleSpec(module=_Layer, submodules=parts)
 
     first, count = get_transformer_layer_offset(config, stage), get_num_layers_to_build(config, stage)
     sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers

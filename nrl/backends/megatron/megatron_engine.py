@@ -21,6 +21,7 @@ from nrl.backends.base import Model, Piece
 from nrl.backends.megatron import stages as of
 from nrl.backends.megatron import stored
 from nrl.backends.megatron.cpu import host
+from nrl.backends.megatron.experts import forget_loads, loads
 from nrl.backends.megatron.families import architecture
 from nrl.backends.megatron.groups import Groups, groups
 from nrl.backends.megatron.options import Options
@@ -32,6 +33,7 @@ from nrl.backends.models.named_weights import named_tensors
 from nrl.backends.models.pieces import Filling, nothing, whole, wholes
 from nrl.backends.training import storage
 from nrl.backends.training.agreement import HeldError
+from nrl.backends.training.balance import balance
 from nrl.backends.training.curiosity import Curious
 from nrl.backends.training.heads import PROVIDES
 from nrl.backends.training.optimizers import Optimizer, set_learning_rate
@@ -40,7 +42,7 @@ from nrl.backends.training.reading import written_whole
 from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Packing
-from nrl.errors import CheckpointError, ModelError
+from nrl.errors import CheckpointError, ConfigError, ModelError
 from nrl.files import Saved
 from nrl.reduce import Metrics
 from nrl.runtime.mesh.layout import Layout
@@ -97,6 +99,10 @@ class MegatronEngine:
 
     def params(self, state: MegatronState) -> of.Stages:
         """The stages of a train state."""
+        for copy in state.copies:
+            if copy.ddp_config.overlap_param_gather:  # what the last step wrote may be in other processes still
+                with host(self.device):
+                    copy.start_param_sync(force_sync=True)
         return state.stages
 
     def adapter(self, params: of.Stages) -> of.Stages:
@@ -156,6 +162,7 @@ class MegatronEngine:
             copy.train()
         with host(self.device):
             self._clear(state)
+            forget_loads(state.stages)
             compute = partial(self._sums, state, loss, weights)
             metrics = self._curious.sums(self._at.peers, loss, microbatches, compute, partial(self._clear, state))
             optimizer.prepare_grads()
@@ -163,7 +170,17 @@ class MegatronEngine:
             check_norm(f"train_step({name_of(loss)})", norm, step)
             rate = set_learning_rate(optimizer.param_groups, self.optimizer, step)
             optimizer.step()
-        return MegatronState(copies, optimizer, step + 1), metrics | step_metrics(norm, rate)
+        metrics |= step_metrics(norm, rate) | self._balance(state.stages)
+        return MegatronState(copies, optimizer, step + 1), metrics
+
+    def _balance(self, stages: of.Stages) -> Metrics:
+        found = loads(stages)
+        if found is None:
+            return {}
+        if not self._at.peers.alone:
+            found = found.to(self.device)
+            dist.all_reduce(found, group=self._at.peers.group)
+        return balance(found.cpu())
 
     def _clear(self, state: MegatronState) -> None:
         for copy in state.copies:
@@ -241,6 +258,11 @@ class MegatronEngine:
 
     def _built(self, model: Model, skeleton: Any) -> of.Stages:
         arch, dtype = architecture(skeleton, self.layout), getattr(torch, model.dtype)
+        if arch.experts is not None and self.layout.tp > 1 and not self.options.model.get("sequence_parallel", True):
+            raise ConfigError(
+                "megatron.trainer: experts along tp need sequence parallelism, else each of them would get every token "
+                "from every process; leave out sequence_parallel"
+            )
         with host(self.device):
             stages = of.build(arch, model.head, self.options.model, dtype, self._at, self.device)
         for stage in stages:

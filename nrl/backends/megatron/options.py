@@ -39,9 +39,39 @@ _OWN = {
         "qk_layernorm",
         "attention_dropout",
         "hidden_dropout",
+        "num_moe_experts",
+        "moe_ffn_hidden_size",
+        "moe_layer_freq",
+        "moe_router_topk",
+        "moe_router_pre_softmax",
+        "moe_router_score_function",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "moe_router_topk_scaling_factor",
+        "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_gate",
     ),
+    "the column 'routes' of a batch": ("moe_enable_routing_replay",),
 }
 """What says it here, for the options that cannot be given."""
+
+_NOT_SUMS = (
+    "moe_aux_loss_coeff",
+    "moe_router_load_balancing_type",
+    "moe_z_loss_coeff",
+    "moe_input_jitter_eps",
+    "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate",
+    "moe_router_quantile_balancing_ema",
+    "moe_router_force_load_balancing",
+    "moe_router_force_biased",
+    "moe_expert_capacity_factor",
+    "moe_expert_rank_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_token_dropping",
+    "moe_token_drop_policy",
+)
+"""Options with which what a row gives depends on those beside it: Megatron averages over a micro-batch and padding."""
 
 
 class Options(NamedTuple):
@@ -76,6 +106,17 @@ def options(given: Mapping[str, Any]) -> Options:
         for instead, own in _OWN.items():
             if name in own:
                 raise ConfigError(f"megatron.trainer: the option '{name}' follows from {instead}; leave it out")
+        if name in _NOT_SUMS:
+            raise ConfigError(
+                f"megatron.trainer: with the option '{name}' the gradient of a row would depend on the rows in its "
+                "micro-batch; no token is dropped and no auxiliary loss added here. Leave it out; the metric "
+                "experts/max_violation says how balanced experts are"
+            )
+        if name == "moe_layer_recompute" or (name == "recompute_modules" and "moe" in given[name]):
+            raise ConfigError(
+                f"megatron.trainer: {name} would compute routers again without the rows that they saw; "
+                "take checkpointing=True, which computes whole layers again"
+            )
         if not any(name in names for names in known):
             near = difflib.get_close_matches(name, set().union(*known), 1)
             hint = f"; did you mean '{near[0]}'?" if near else ""

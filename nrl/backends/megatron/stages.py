@@ -100,7 +100,7 @@ def replicas(stages: Stages, at: Groups, fields: Mapping[str, Any]) -> list[Any]
     config = DistributedDataParallelConfig(
         **{
             "grad_reduce_in_fp32": stages[0].config.params_dtype == torch.bfloat16,
-            "use_distributed_optimizer": _sharded(at),
+            "use_distributed_optimizer": _sharded(at, stages[0].config.params_dtype),
             "num_distributed_optimizer_instances": instances(at.layout),
             "overlap_grad_reduce": at.layout.dp * at.layout.cp > 1,
             **fields,
@@ -112,8 +112,9 @@ def replicas(stages: Stages, at: Groups, fields: Mapping[str, Any]) -> list[Any]
     ]
 
 
-def _sharded(at: Groups) -> bool:
-    return at.layout.dp > 1 and at.layout.shard != 1
+def _sharded(at: Groups, dtype: torch.dtype) -> bool:
+    """Whether copies share the optimizer; Megatron's would round gradients of float64."""
+    return at.layout.dp > 1 and at.layout.shard != 1 and dtype != torch.float64
 
 
 def optimizer(spec: Any, copies: Sequence[Any], at: Groups, fields: Mapping[str, Any]) -> Any:
@@ -130,7 +131,7 @@ def optimizer(spec: Any, copies: Sequence[Any], at: Groups, fields: Mapping[str,
             "clip_grad": spec.clip,
             "bf16": dtype == torch.bfloat16,
             "params_dtype": dtype,
-            "use_distributed_optimizer": _sharded(at),
+            "use_distributed_optimizer": _sharded(at, dtype),
             **fields,
         }
     )
@@ -166,7 +167,7 @@ def passes(
             work.input_ids,
             work.position_ids,
             None,
-            packed_seq_params=Rows(work.attention),
+            packed_seq_params=Rows(work.attention, torch.bincount(work.places, minlength=work.input_ids.shape[1])),
             output_processor=lambda hidden_states, **_: hidden_states,
         )
 

@@ -87,7 +87,7 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
         for name, parameter in module.named_parameters():
             if name in missing:
                 nn.init.zeros_(parameter)
-    return _without_dropout(module)
+    return _finished(module)
 
 
 def _kind(model: Model) -> tuple[Any, dict[str, int], str]:
@@ -98,7 +98,10 @@ def _kind(model: Model) -> tuple[Any, dict[str, int], str]:
     return getattr(transformers, kind), {} if model.head == "lm" else {"num_labels": 1}, wanted
 
 
-def _without_dropout(module: Any) -> nn.Module:
+def _finished(module: Any) -> nn.Module:
+    """Without dropout, and with experts that compute in any dtype: torch has no grouped products in float64."""
+    if module.dtype == torch.float64 and hasattr(module, "set_experts_implementation"):
+        module.set_experts_implementation("eager")
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -165,7 +168,7 @@ def skeleton(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
         raise ModelError(f"Model(source={_name(model)}): {_reason(model.source, error, wanted)}") from error
     if model.head != "lm":
         _check_score(module)
-    return _without_dropout(module)
+    return _finished(module)
 
 
 def unread(model: Model, *, dtype: torch.dtype | None = None) -> Unread | None:

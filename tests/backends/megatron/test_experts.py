@@ -10,10 +10,13 @@ from safetensors.torch import load_file
 
 from nrl.backends import Model
 from nrl.backends.models import loading
+from nrl.errors import ConfigError, ModelError
 from nrl.runtime import Layout
 from tests.backends.megatron.test_megatron_engine import (
     CONFIG,
+    construction,
     followed,
+    in_process,
     loaded,
     parts,
     resumed,
@@ -44,6 +47,8 @@ TWO: dict[str, dict[str, Any]] = {
     "tp=2, whole experts": {"layout": Layout(tp=2)},
     "tp=2, ep=2": {"layout": Layout(tp=2, ep=2)},
     "pp=2, some layers dense": {"layout": Layout(pp=2), "decoder_sparse_step": 2},
+    "ep=2, float64": {"layout": Layout(dp=2, ep=2), "dtype": "float64"},
+    "tp=2, ep=2, float64": {"layout": Layout(tp=2, ep=2), "dtype": "float64"},
     "mixtral": {"layout": Layout(dp=2, ep=2), **MIXTRAL},
 }
 
@@ -58,6 +63,40 @@ def two() -> Iterator[Processes]:
 @pytest.mark.parametrize("kind", TWO)
 def test_experts_have_the_numbers_of_one_process(two: Processes, kind: str) -> None:
     same(two, **{"name": "grpo"} | QWEN | TWO[kind])
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "value"])
+def test_every_loss_has_the_numbers_of_one_process(two: Processes, name: str) -> None:
+    same(two, Layout(dp=2, ep=2), name, **QWEN)
+
+
+def violation(model: Model, name: str) -> float:
+    """Of balance, row by row and token by token: what is read at a token goes to the experts that it chooses."""
+    module, batch = loading.build(model), rows(name)
+    gates = [part for part in module.modules() if type(part).__name__ == "Qwen3MoeTopKRouter"]
+    loads = torch.zeros(len(gates), 4)
+    chosen: list[torch.Tensor] = []
+    for gate in gates:
+        gate.register_forward_hook(lambda _, __, out: chosen.append(out[2]))
+    for row in range(len(batch)):
+        n, chosen[:] = int(batch["attention_mask"][row].sum()), []
+        if n:
+            module(batch["input_ids"][row : row + 1, :n])
+            for t in range(1, n):
+                if batch["loss_mask"][row, t]:
+                    for layer, each in enumerate(chosen):
+                        loads[layer, each[t - 1]] += 1
+    return float((loads.amax(1) / loads.mean(1) - 1).mean())
+
+
+@pytest.mark.parametrize("kind", ["ep=2", "tp=2, ep=2", "pp=2, some layers dense", "again"])
+def test_balance_is_of_the_tokens_that_are_read(two: Processes, kind: str) -> None:
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    fields = QWEN | {"again": {"layout": Layout(dp=2, ep=2)}, **TWO}[kind]
+    layout, model = fields.pop("layout"), Model(CONFIG | fields)
+    each = two(in_process, layout, model, "sft", None, again if kind == "again" else {})
+    for found, _, _ in each:
+        assert found[0]["experts/max_violation"] == pytest.approx(violation(model, "sft"), abs=1e-6)
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(tp=2, ep=2)], ids=str)
@@ -101,3 +140,23 @@ def test_a_checkpoint_of_experts_of_the_torch_engine_goes_on_here(two: Processes
     for layout in (Layout(dp=2, ep=2), Layout(pp=2)):
         for found in two(resumed, layout, str(tmp_path), record, made.model):
             followed(found, then)
+
+
+@pytest.mark.parametrize(
+    ("layout", "source", "options", "kind", "text"),
+    [
+        (Layout(dp=2, ep=2), {"num_experts": 3}, {}, ModelError, "ep = 2 does not divide num_experts=3"),
+        (Layout(dp=2, ep=2), {"model_type": "qwen3"}, {}, ModelError, "ep = 2 does not divide num_experts=1"),
+        (Layout(dp=2), MIXTRAL | {"router_jitter_noise": 0.1}, {}, ModelError, "has router_jitter_noise=0.1"),
+        (Layout(tp=2), {}, {"sequence_parallel": False}, ConfigError, "experts along tp need sequence parallelism"),
+        (Layout(dp=2), {}, {"moe_aux_loss_coeff": 0.01}, ConfigError, "the gradient of a row would depend on the rows"),
+        (Layout(dp=2), {}, {"moe_router_topk": 1}, ConfigError, "'moe_router_topk' follows from the model"),
+        (Layout(dp=2), {}, {"recompute_modules": ["moe"]}, ConfigError, "take checkpointing=True"),
+    ],
+)
+def test_experts_that_would_be_computed_wrongly_are_refused(
+    two: Processes, layout: Layout, source: dict[str, Any], options: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    for error, said in two(construction, layout, CONFIG | QWEN | source, options):
+        assert error is kind, said
+        assert text in said
