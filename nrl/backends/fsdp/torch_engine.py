@@ -24,6 +24,7 @@ from nrl.backends.fsdp.torch_state import FROZEN, Adapter, TorchParams, TorchSta
 from nrl.backends.models import loading, lora, splitting
 from nrl.backends.models.exporting import export_weights
 from nrl.backends.models.named_weights import weight_name
+from nrl.backends.models.routers import sizes
 from nrl.backends.training import storage
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.backends.training.curiosity import Curious
@@ -31,6 +32,7 @@ from nrl.backends.training.heads import PROVIDES
 from nrl.backends.training.optimizers import Optimizer, learning_rate
 from nrl.backends.training.plans import Outputs, Plan, last, plan, predicted
 from nrl.backends.training.reading import whole_weights
+from nrl.backends.training.routes import where_routed
 from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Packing
@@ -123,9 +125,10 @@ class TorchEngine:
         asked = needs | {"top_k_ids", "top_k_logprobs"}
         parts, _ = evened(self._peers, "forward", microbatches)
         held, found = HeldError(self._peers), []
+        wanted = self._all if self.model.head == "reward" else where_routed(self._all)
         with torch.no_grad(), sharding.reset_after(params):
             for batch in parts:
-                found.append(self._outputs(params, batch, self._all, needs, held))  # noqa: PERF401
+                found.append(self._outputs(params, batch, wanted, needs, held))  # noqa: PERF401
             held.meet("forward")
         return [
             TensorDict(
@@ -212,7 +215,10 @@ class TorchEngine:
         words, always = module.get_input_embeddings().num_embeddings, not self._peers.alone
         with held.back():
             if held.error is None and batch is not IDLE:
-                return plan(batch, wanted(batch), self.packing, words=words, needs=needs, always=always)
+                routers = sizes(module) if "routes" in batch.keys() else None
+                return plan(
+                    batch, wanted(batch), self.packing, words=words, needs=needs, always=always, routers=routers
+                )
         nothing = torch.zeros_like(IDLE["input_ids"], dtype=torch.bool)  # after an error, computing more is in vain
         return plan(IDLE, nothing, self.packing, words=words, needs=self.provides & {"rewards"}, always=always)
 
