@@ -203,6 +203,48 @@ def _asked(
     return (input, k) if largest and dim in (-1, input.ndim - 1) else None
 
 
+class _Replay:
+    """What stands in the place of the forwards of a model's routers, made once: ``torch.compile`` knows it again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.kind, self.experts, found = type(module).__name__, sizes(module).experts, routers(module)
+        self.routes: Tensor | None = None
+        self.ran = dict.fromkeys(found, 0)
+        self._stand_ins = [
+            (router, torch.compiler.disable(partial(self._forward, name, router.forward, layer)))
+            for layer, (name, router) in enumerate(found.items())
+        ]
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Stand in their place while the block runs."""
+        before = [router.__dict__.get("forward") for router, _ in self._stand_ins]
+        for router, forward in self._stand_ins:
+            router.forward = forward
+        try:
+            yield
+        finally:
+            for (router, _), own in zip(self._stand_ins, before, strict=True):
+                del router.forward
+                if own is not None:
+                    router.forward = own
+
+    def _forward(self, name: str, own: Callable[..., Any], layer: int, hidden: Tensor) -> Any:
+        assert self.routes is not None
+        self.ran[name] += 1
+        tokens = hidden.numel() // hidden.shape[-1]
+        if tokens != len(self.routes):
+            raise ModelError(
+                f"{self.kind}: '{name}' routes {tokens} tokens, and there are routes of {len(self.routes)}; a model "
+                "that leaves tokens out cannot be replayed, so leave the column out: batch.exclude('routes')"
+            )
+        with _Choosing(self.experts, self.routes[:, layer].to(hidden.device, torch.int64)):
+            return own(hidden)
+
+
+_REPLAYS: WeakKeyDictionary[nn.Module, _Replay] = WeakKeyDictionary()
+
+
 @contextmanager
 def replaying(module: nn.Module, routes: Tensor | None, *, again: bool = False) -> Iterator[None]:
     """Let the routers of a model choose these experts while the block runs.
@@ -221,39 +263,16 @@ def replaying(module: nn.Module, routes: Tensor | None, *, again: bool = False) 
     if routes is None:
         yield
         return
-    found, experts = routers(module), sizes(module).experts
-    ran = dict.fromkeys(found, 0)
-
-    def forward(name: str, own: Callable[..., Any], layer: int, *args: Any, **kwargs: Any) -> Any:
-        ran[name] += 1
-        hidden: Tensor = args[0] if args else next(iter(kwargs.values()))
-        tokens = hidden.numel() // hidden.shape[-1]
-        if tokens != len(routes):
-            raise ModelError(
-                f"{type(module).__name__}: '{name}' routes {tokens} tokens, and there are routes of {len(routes)}; a "
-                "model that leaves tokens out cannot be replayed, so leave the column out: batch.exclude('routes')"
-            )
-        with _Choosing(experts, routes[:, layer].to(hidden.device, torch.int64)):
-            return own(*args, **kwargs)
-
-    before = {name: router.__dict__.get("forward") for name, router in found.items()}
-    for layer, (name, router) in enumerate(found.items()):
-        router.forward = partial(forward, name, router.forward, layer)
-    try:
+    if module not in _REPLAYS:
+        _REPLAYS[module] = _Replay(module)
+    replay = _REPLAYS[module]
+    replay.routes, replay.ran = routes, dict.fromkeys(replay.ran, 0)
+    with replay.on():
         yield
-    finally:
-        for name, router in found.items():
-            del router.forward
-            if before[name] is not None:
-                router.forward = before[name]
-    if not again:
-        _check_ran(module, ran)
-
-
-def _check_ran(module: nn.Module, ran: dict[str, int]) -> None:
-    wrong = [f"'{name}' ran {times} times" for name, times in ran.items() if times != 1]
-    if wrong:
+    replay.routes = None
+    wrong = [f"'{name}' ran {times} times" for name, times in replay.ran.items() if times != 1]
+    if wrong and not again:
         raise ModelError(
-            f"{type(module).__name__}: {wrong[0]} in a forward, and not once, so it is not known what its routes are "
-            "of; leave the column out: batch.exclude('routes')"
+            f"{replay.kind}: {wrong[0]} in a forward, and not once, so it is not known what its routes are of; leave "
+            "the column out: batch.exclude('routes')"
         )

@@ -4,6 +4,7 @@ The functions whose first argument is a mesh run in every process of a pool, and
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,19 @@ from nrl import algos, tiny
 from nrl.algos import grpo_loss, sft_loss
 from nrl.backends import Model, Sampling, adamw, fsdp, hf
 from nrl.backends.fsdp.torch_engine import TorchEngine
-from nrl.backends.models import loading
+from nrl.backends.models import loading, splitting
+from nrl.backends.models.pieces import whole as whole_piece
 from nrl.backends.models.routers import Routers, routers, sizes
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch, assign, lengths
 from nrl.batch.packed_rows import Packing
+from nrl.batch.prefixes import microbatches_by_prefix
 from nrl.envs import Env, Step, single_turn
 from nrl.errors import BatchError, ModelError
 from nrl.reduce import finalize
 from nrl.runtime import Cluster
+from tests.backends.fsdp.test_sharding import whole
+from tests.backends.fsdp.test_torch_engine import batch_of
 from tests.backends.processes import Processes
 from tests.weights import assert_close
 
@@ -135,3 +140,114 @@ def test_what_a_rollout_records(local: Cluster) -> None:
     assert "routes" not in plain.keys()
     assert torch.equal(plain["input_ids"], batch["input_ids"])
     assert torch.equal(plain["rollout_logprobs"], batch["rollout_logprobs"])
+
+
+# gradients
+
+
+PLAIN = adamw(lr=1.0, eps=1.0, clip=float("inf"))
+"""Its first step changes a weight by -g / (|g| + 1), from which the gradient g can be told."""
+SMALL = of_experts(norm_topk_prob=True, vocab_size=23)
+SHORT = [9, 1, 7, 5, 0, 5, 2, 8, 7]
+
+
+def routed(batch: Batch, seed: int = 7, layers: int = 2, experts: int = 8) -> Batch:
+    """With two different experts a token, at random; none for the last token of a row and for padding."""
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.rand(*batch["input_ids"].shape, layers, experts, generator=generator)
+    routes = draws.argsort(-1)[..., :2].to(torch.int16)
+    column = torch.arange(routes.shape[1])
+    routes[column >= lengths(batch)[:, None] - 1] = -1
+    return assign(batch, routes=routes)
+
+
+def gradients(mesh: DeviceMesh | None, batch: Batch, max_tokens: int = 40, **options: Any) -> dict[str, Tensor]:
+    settings = {"packing": nrl.Rectangles, "checkpointing": False, "compile": False} | options
+    made = TorchEngine(SMALL, PLAIN, device=torch.device("cpu"), mesh=mesh, **settings)
+    state = made.init()
+    before = whole(made, state.module)
+    rows = nrl.shard(batch, 1 if mesh is None else mesh["dp"].size())[0 if mesh is None else mesh["dp"].get_local_rank()]
+    split = nrl.microbatches if settings["packing"] is None else microbatches_by_prefix
+    state, _ = made.train(state, sft_loss, split(rows, max_tokens=max_tokens), global_weights(sft_loss, batch))
+    moved = {name: x - before[name] for name, x in whole(made, state.module).items()}
+    return {name: -x / (1 - x.abs()) for name, x in moved.items()}
+
+
+def by_hand(batch: Batch) -> dict[str, Tensor]:
+    """The same gradient, row by row, by a loop over tokens and their experts."""
+    module: Any = loading.build(SMALL)
+    total, weight = torch.zeros(()), batch["loss_mask"].sum()
+    for row, size in enumerate(lengths(batch).tolist()):
+        if size < 2:
+            continue
+        for layer, block in enumerate(module.model.layers):
+            block.mlp.forward = partial(_experts, block.mlp, batch["routes"][row, : size - 1, layer].tolist())
+        ids = batch["input_ids"][row, :size]
+        logprobs = module(ids[None, :-1], use_cache=False).logits[0].log_softmax(-1)
+        picked = logprobs[torch.arange(size - 1), ids[1:]]
+        total = total - picked[batch["loss_mask"][row, 1:size]].sum() / weight
+    total.backward()
+    for block in module.model.layers:
+        del block.mlp.forward
+    found = [whole_piece(name, x.grad) for name, x in module.named_parameters()]
+    return {piece.name: piece.tensor for piece in splitting.cut(found, splitting.parts(module))}
+
+
+def _experts(mlp: Any, routes: list[list[int]], hidden: Tensor) -> Tensor:
+    rows = []
+    for x, route in zip(hidden[0], routes, strict=True):
+        probabilities = (mlp.gate.weight @ x).softmax(0)
+        shares = probabilities[route] / probabilities[route].sum()
+        parts = []
+        for share, expert in zip(shares, route, strict=True):
+            gate, up = (mlp.experts.gate_up_proj[expert] @ x).chunk(2)
+            parts.append(share * (mlp.experts.down_proj[expert] @ (F.silu(gate) * up)))
+        rows.append(sum(parts[1:], parts[0]))
+    return torch.stack(rows)[None]
+
+
+@pytest.fixture(scope="module")
+def sample() -> Batch:
+    return routed(batch_of(SHORT))
+
+
+@pytest.fixture(scope="module")
+def expected(sample: Batch) -> dict[str, Tensor]:
+    return by_hand(sample)
+
+
+@pytest.mark.parametrize("max_tokens", [9, 1000])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
+def test_the_gradient_is_that_of_a_slow_loop(
+    sample: Batch, expected: dict[str, Tensor], packing: Packing | None, checkpointing: bool, max_tokens: int
+) -> None:
+    found = gradients(None, sample, max_tokens, packing=packing, checkpointing=checkpointing)
+    assert_close(found, expected, 1e-4)
+    if max_tokens == 9 and not checkpointing:  # the live router's is another
+        live = gradients(None, sample.exclude("routes").lock_(), max_tokens, packing=packing)
+        router = "model.layers.0.mlp.gate.weight"
+        assert float((live[router] - expected[router]).abs().max()) > 0.1 * float(expected[router].abs().max())
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    processes = Processes(2)
+    yield processes
+    processes.close()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
+def test_the_gradient_is_the_same_on_two_processes(
+    sample: Batch, expected: dict[str, Tensor], two: Processes, packing: Packing | None, checkpointing: bool
+) -> None:
+    for found in two(gradients, sample, 9, packing=packing, checkpointing=checkpointing):
+        assert_close(found, expected, 1e-4)
+
+
+def test_a_process_that_idles_routes_as_it_likes(two: Processes) -> None:
+    """One row: the other process has micro-batches without tokens, and so without routes."""
+    batch = routed(batch_of([9]))
+    for found in two(gradients, batch):
+        assert_close(found, by_hand(batch), 1e-4)
