@@ -52,7 +52,9 @@ def routers(module: nn.Module) -> dict[str, nn.Module]:
 
     >>> from nrl import tiny
     >>> from nrl.backends.models.loading import skeleton
-    >>> experts = tiny.model(model_type="qwen3_moe", num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    >>> experts = tiny.model(
+    ...     model_type="qwen3_moe", num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
+    ... )
     >>> list(routers(skeleton(experts)))
     ['model.layers.0.mlp.gate', 'model.layers.1.mlp.gate']
     >>> list(routers(skeleton(tiny.model())))
@@ -99,7 +101,9 @@ def sizes(module: nn.Module) -> Routers:
 
     >>> from nrl import tiny
     >>> from nrl.backends.models.loading import skeleton
-    >>> experts = tiny.model(model_type="qwen3_moe", num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    >>> experts = tiny.model(
+    ...     model_type="qwen3_moe", num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
+    ... )
     >>> sizes(skeleton(experts))
     Routers(layers=2, k=2, experts=4)
     """
