@@ -201,6 +201,8 @@ class Completion(NamedTuple):
         versions: ``[L]`` int64, of each token; None: the sampler gets no new weights while it decodes.
         times: how often an engine or a server was asked: more than once, where an engine died or was told to begin
             again, or a server failed.
+        routes: ``[n, layers, k]`` int16, the experts that the first n tokens of prompt and completion went to, in each
+            layer that has a router; n is all but the last token, which was no input yet. None: they were not recorded.
 
     >>> Completion(torch.tensor([7, 2]), torch.tensor([-0.5, -0.1]), truncated=False, version=1).version
     1
@@ -212,6 +214,7 @@ class Completion(NamedTuple):
     version: int
     versions: Tensor | None = None
     times: int = 1
+    routes: Tensor | None = None
 
 
 _TOP_K = "top_k("

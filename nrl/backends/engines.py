@@ -167,12 +167,14 @@ class Decoded(NamedTuple):
         logprobs: ``[L]`` float32, nats, of each under the distribution that it was drawn from.
         truncated: a length limit ended it, and not a stop token.
         versions: ``[L]`` int64, of the weights that drew each token; None: of the current ones.
+        routes: as `nrl.backends.base.Completion` has them.
     """
 
     token_ids: Tensor
     logprobs: Tensor
     truncated: bool
     versions: Tensor | None = None
+    routes: Tensor | None = None
 
 
 class SampleEngine(Protocol):

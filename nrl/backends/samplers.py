@@ -27,6 +27,7 @@ class Capabilities:
             `publish` compares them, by the methods of `Probed`. None: they need no check.
         adapter: `nrl.backends.Model.adapter` of its model; with one, `publish` sends the adapter alone.
         media: the kinds of `nrl.backends.Media` that its prompts may have, such as ``"image"``.
+        routes: (layers, k) of the ``routes`` that its completions have; None: they have none.
 
     >>> Capabilities().streams
     False
@@ -37,6 +38,7 @@ class Capabilities:
     tolerance: float | None = None
     adapter: tuple[Any, ...] | None = None
     media: frozenset[str] = frozenset()
+    routes: tuple[int, int] | None = None
 
 
 def capabilities(sampler: Any) -> Capabilities:

@@ -113,6 +113,14 @@ COLUMNS: dict[str, Column] = {
     ),
     "version": Column("row", torch.int64, "rollout writes it."),
     "versions": Column("token", torch.int64, "rollout writes it, with a sampler that streams; -1 where not sampled."),
+    "routes": Column(
+        "token",
+        torch.int16,
+        "rollout writes it, with a sampler(..., routes=True): [*B, T, layers, k], of the layers that have a router, in "
+        "order; -1 where a token has no route.",
+        entry=(2, 2),
+        heavy=True,
+    ),
     "asked_again": Column("row", torch.int64, "rollout writes it, with a sampler that streams.", 0),
     "valid": Column("row", torch.bool, "rollout writes it.", True),
     "truncated": Column("row", torch.bool, "rollout writes it.", False),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nrl.batch import lengths, require
 from nrl.batch.packed_rows import Packing, Rectangles, Runs, Sequences
-from nrl.batch.prefixes import common_prefixes, media_numbers
+from nrl.batch.prefixes import common_prefixes, media_numbers, routed_tokens
 
 __all__ = ["Packed", "pack", "packed", "unpack"]
 
@@ -79,7 +79,7 @@ def pack(
     stem, shared = np.arange(len(sizes)), sizes
     laid, runs = packing.of(sizes, stem, shared)
     if share is not False:
-        common = common_prefixes(rows, sizes, media_numbers(batch))
+        common = common_prefixes(routed_tokens(batch), sizes, media_numbers(batch))
         if bool((common[0] != stem).any()):
             other = packing.of(sizes, *common)
             if share or other[0].cost < laid.cost:

@@ -2,7 +2,8 @@
 
 Rows that answer one prompt begin with the same tokens. These are found by comparing tokens, so group numbers are not
 needed, the order of the rows does not matter, and other tokens that happen to be equal count, too. Rows with different
-media have nothing in common, because the same tokens stand for different things.
+media have nothing in common, because the same tokens stand for different things. Tokens that went to different experts
+(``routes``) are different tokens, because their states are.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from nrl.batch import Parts, lengths, microbatches
 from nrl.batch.ragged import is_ragged, memory_of, numbered, parts_of
 from nrl.batch.values import remembered
 
-__all__ = ["common_prefixes", "media_numbers", "microbatches_by_prefix"]
+__all__ = ["common_prefixes", "media_numbers", "microbatches_by_prefix", "routed_tokens"]
 
 _PART_COST = 500
 """The cost of one more micro-batch, in tokens."""
@@ -35,7 +36,7 @@ def common_prefixes(
     in common. So no single k would save more for all rows.
 
     Args:
-        ids: ``[B, T]`` integers, right-padded.
+        ids: ``[B, T]`` integers, right-padded, as from `routed_tokens`.
         sizes: ``[B]`` integers, the tokens of each row that count.
         media: ``[B]`` integers, different where what stands for tokens that are not text differs: equal tokens of such
             rows are not the same beginning. None: there is nothing of the kind.
@@ -80,6 +81,27 @@ def _in_common(ids: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     first = np.where(differs.any(1), differs.argmax(1), ids.shape[1]) if ids.shape[1] else np.zeros(len(differs), int)
     common: np.ndarray = np.minimum(np.minimum(first, sizes[1:]), sizes[:-1])
     return common
+
+
+def routed_tokens(batch: TensorDict) -> np.ndarray:
+    """What `common_prefixes` has to know of tokens: equal numbers where tokens and their routes are equal.
+
+    Returns:
+        ``[B, T]`` integers: ``input_ids`` themselves, where the batch has no ``routes``.
+
+    >>> ids, routes = torch.tensor([[5, 5, 6]]), torch.tensor([0, 1, 1]).view(1, 3, 1, 1)
+    >>> routed_tokens(TensorDict({"input_ids": ids, "routes": routes}, batch_size=[1])).tolist()
+    [[0, 1, 2]]
+    """
+    ids = batch["input_ids"].flatten(0, -2)
+    if "routes" not in batch.keys():
+        found: np.ndarray = ids.cpu().numpy()
+        return found
+    routes = batch["routes"].flatten(0, batch["input_ids"].ndim - 1).flatten(1).cpu()
+    each = torch.cat([ids.cpu().reshape(-1, 1).view(torch.int16), routes.to(torch.int16)], 1).contiguous().numpy()
+    whole = each.view(np.dtype((np.void, each.shape[1] * each.itemsize)))[:, 0]  # one value, so that they can be sorted
+    numbers: np.ndarray = np.unique(whole, return_inverse=True)[1]
+    return numbers.reshape(ids.shape)
 
 
 def media_numbers(batch: TensorDict) -> np.ndarray | None:
@@ -147,7 +169,7 @@ def microbatches_by_prefix(batch: TensorDict, *, max_tokens: int) -> Parts:
     if len(parts) < 2 or batch.ndim > 1:
         return parts
     sizes = lengths(batch).cpu().numpy()
-    stem, shared = common_prefixes(batch["input_ids"].cpu().numpy(), sizes, media_numbers(batch))
+    stem, shared = common_prefixes(routed_tokens(batch), sizes, media_numbers(batch))
 
     def cost(plan: Sequence[np.ndarray]) -> int:
         beginnings = sum(int(shared[np.unique(stem[rows])].sum()) for rows in plan)

@@ -43,6 +43,8 @@ class Episode:
         again: how often the sampler was asked again, for example because an engine died.
         failure: why the episode does not count; None: it counts.
         info: for each step of the environment, the numbers that it reported.
+        routes: ``[n, layers, k]`` int16, the experts of the first n tokens, where they were recorded: of each token
+            those that the sampler chose first, with which it computed the log-probabilities.
     """
 
     token_ids: list[int] = attrs.field(factory=list)
@@ -55,6 +57,7 @@ class Episode:
     again: int = 0
     failure: str | None = None
     info: list[dict[str, float]] = attrs.field(factory=list)
+    routes: Tensor | None = None
 
     def append(self, tokens: Sequence[int], completion: Completion | None = None) -> None:
         """Append the policy's turn, with its ``completion``, or the environment's, without one."""
@@ -70,6 +73,9 @@ class Episode:
         self.version = completion.version if self.version is None else min(completion.version, self.version)
         self.truncated = completion.truncated
         self.again += completion.times - 1
+        if completion.routes is not None:  # a later turn reads earlier tokens again
+            known = completion.routes[:0] if self.routes is None else self.routes
+            self.routes = torch.cat([known, completion.routes[len(known) :]])
 
 
 async def run_episode(generate: Generate, env: Env, task: Task, *, tokenizer: Any, context_length: int) -> Episode:

@@ -56,9 +56,10 @@ def rollout(
     Returns:
         A batch ``[len(tasks) * n, T]`` with ``input_ids``, ``attention_mask``, ``loss_mask``, ``rollout_logprobs``,
         ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``, ``truncated``, with
-        ``source`` where tasks have one, and of a sampler that streams ``versions`` (of each token; -1 where it was not
-        sampled) and ``asked_again``. Of the environment's own numbers ``env/<name>`` is the last that an episode
-        reported; ``("info", <name>)`` is ragged and has those of every step, NaN where it reported none.
+        ``source`` where tasks have one, of a sampler that streams ``versions`` (of each token; -1 where it was not
+        sampled) and ``asked_again``, and of one that records them ``routes``. Of the environment's own numbers
+        ``env/<name>`` is the last that an episode reported; ``("info", <name>)`` is ragged and has those of every step,
+        NaN where it reported none.
 
     Raises:
         DataError: there are no tasks, or ``n`` is not positive.
@@ -84,7 +85,7 @@ def rows_and_failures(
     if not tasks or n < 1:
         raise DataError(f"rollout: {len(tasks)} tasks with n={n}; there must be at least one of each")
     seeds = [_seed(seed, first_group + group, place) for group in range(len(tasks)) for place in range(n)]
-    streams = capabilities(sampler).streams
+    streams, routes = capabilities(sampler).streams, capabilities(sampler).routes
     requests = requests_to(sampler, sampling, seeds)
     rendered: dict[str, list[int]] = {}
 
@@ -125,6 +126,8 @@ def rows_and_failures(
     columns: dict[str, Tensor] = {"group_ids": groups}
     if streams:
         columns |= _streamed(episodes, batch)
+    if routes is not None:
+        columns["routes"] = _routed(episodes, batch, routes)
     if sources is not None:
         columns["source"] = torch.tensor(sources).repeat_interleave(n)
     return assign(batch, **columns), failures
@@ -231,3 +234,13 @@ def _streamed(episodes: Sequence[Episode], batch: Batch) -> dict[str, Tensor]:
     for row, episode in enumerate(episodes):
         versions[row, : len(episode.versions)] = torch.tensor(episode.versions, dtype=torch.int64)
     return {"versions": versions, "asked_again": torch.tensor([episode.again for episode in episodes])}
+
+
+def _routed(episodes: Sequence[Episode], batch: Batch, shape: tuple[int, int]) -> Tensor:
+    """The experts of each token; -1 for padding, and for tokens that the sampler never had as an input."""
+    routes = torch.full((*batch["input_ids"].shape, *shape), -1, dtype=torch.int16)
+    for row, episode in enumerate(episodes):
+        if episode.routes is not None:
+            length = min(len(episode.token_ids), len(episode.routes))
+            routes[row, :length] = episode.routes[:length]
+    return routes

@@ -1,9 +1,11 @@
 """The outputs of a transformers model at the tokens of a plan: log-probabilities, entropy, values, rewards."""
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 from nrl.backends.models.named_weights import head_weight
+from nrl.backends.models.routers import replaying
 from nrl.backends.training import packed_attention
 from nrl.backends.training.heads import numbers, predictions
 from nrl.backends.training.plans import Outputs, Plan
@@ -27,7 +29,8 @@ def compute(module: Any, work: Plan, needs: Collection[str]) -> Outputs:
         inputs: dict[str, Any] = {name: x.to(device) for name, x in work.inputs.items()}
         if work.rows is not None:
             inputs["nrl_attention"] = packed_attention.over(work.rows, device)
-        states = module.base_model(use_cache=False, **inputs).last_hidden_state
+        with replaying(module, work.routes):
+            states = module.base_model(use_cache=False, **inputs).last_hidden_state
         hidden = states.flatten(0, 1).index_select(0, work.places.to(device))
     if asked := {"values", "rewards"} & set(needs):
         (name,) = asked
@@ -35,4 +38,5 @@ def compute(module: Any, work: Plan, needs: Collection[str]) -> Outputs:
     else:
         temperature = None if work.temperature is None else work.temperature.to(device)
         values = predictions(hidden, weight, bias, work.targets, temperature, needs)
-    return Outputs(values, work.source.to(device), work.shape)
+    again = partial(replaying, module, work.routes, again=True)
+    return Outputs(values, work.source.to(device), work.shape, again)

@@ -19,11 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from nrl.algos import Loss, name_of, needed
 from nrl.backends.base import Model, Piece
 from nrl.backends.fsdp import attention, probe, sharding, stored
+from nrl.backends.fsdp.loads import Loads, counting
 from nrl.backends.fsdp.outputs import compute
 from nrl.backends.fsdp.torch_state import FROZEN, Adapter, TorchParams, TorchState, module_of
 from nrl.backends.models import loading, lora, splitting
 from nrl.backends.models.exporting import export_weights
 from nrl.backends.models.named_weights import weight_name
+from nrl.backends.models.routers import sizes
 from nrl.backends.training import storage
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.backends.training.curiosity import Curious
@@ -31,6 +33,7 @@ from nrl.backends.training.heads import PROVIDES
 from nrl.backends.training.optimizers import Optimizer, set_learning_rate
 from nrl.backends.training.plans import Outputs, Plan, plan, read_by, with_outputs
 from nrl.backends.training.reading import written_whole
+from nrl.backends.training.routes import where_routed
 from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Packing
@@ -123,7 +126,8 @@ class TorchEngine:
         asked = needs | {"top_k_ids", "top_k_logprobs"}
         parts, _ = evened(self._peers, "forward", microbatches)
         held, found = HeldError(self._peers), []
-        wanted = partial(with_outputs, head=self.model.head)
+        every = partial(with_outputs, head=self.model.head)
+        wanted = every if self.model.head == "reward" else where_routed(every)
         with torch.no_grad(), sharding.reset_after(params):
             for batch in parts:
                 found.append(self._outputs(params, batch, wanted, needs, held))  # noqa: PERF401
@@ -145,14 +149,19 @@ class TorchEngine:
         for frozen in FROZEN:
             rest(frozen)
         module.train()
-        with sharding.reset_after(module):
-            compute = partial(self._sums, module, loss, name, weights)
-            undo = partial(module.zero_grad, set_to_none=True)
+        with sharding.reset_after(module), counting(module) as loads:
+            compute = partial(self._sums, module, loss, name, weights, loads)
+
+            def undo() -> None:
+                module.zero_grad(set_to_none=True)
+                loads.clear()
+
             metrics = self._curious.sums(self._peers, loss, microbatches, compute, undo)
             norm = self._clipped(module, f"train_step({name})", step)
             rate = set_learning_rate(optimizer.param_groups, self.optimizer, step)
             optimizer.step()
-        return TorchState(module, optimizer, step + 1), metrics | step_metrics(norm, rate)
+            metrics |= step_metrics(norm, rate) | loads.metrics(self._peers)
+        return TorchState(module, optimizer, step + 1), metrics
 
     def _clipped(self, module: nn.Module, who: str, step: int) -> Tensor:
         """Clip the gradient, and return its norm before that."""
@@ -176,6 +185,7 @@ class TorchEngine:
         loss: Loss,
         name: str,
         weights: Mapping[str, float],
+        loads: Loads,
         microbatches: Sequence[Batch],
         everywhere: bool,
     ) -> Metrics | None:
@@ -184,7 +194,7 @@ class TorchEngine:
         sums, held, read = StepSums(loss, name, weights, self.device), HeldError(self._peers), 0
         wanted = partial(read_by, head=self.model.head, everywhere=everywhere)
         for batch in microbatches:
-            out = self._outputs(module, batch, wanted, needs, held)
+            out = self._outputs(module, batch, wanted, needs, held, loads)
             gradients, read = None, read + len(out.source)
             if batch is not IDLE and held.error is None:
                 with held.back():
@@ -201,14 +211,25 @@ class TorchEngine:
         words, always = module.get_input_embeddings().num_embeddings, not self._peers.alone
         with held.back():
             if held.error is None and batch is not IDLE:
-                return plan(batch, wanted(batch), self.packing, words=words, needs=needs, always=always)
+                routers = sizes(module) if "routes" in batch.keys() else None
+                return plan(
+                    batch, wanted(batch), self.packing, words=words, needs=needs, always=always, routers=routers
+                )
         nothing = torch.zeros_like(IDLE["input_ids"], dtype=torch.bool)  # after an error, computing more is in vain
         return plan(IDLE, nothing, self.packing, words=words, needs=self.provides & {"rewards"}, always=always)
 
     def _outputs(
-        self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], needs: frozenset[str], held: HeldError
+        self,
+        module: Any,
+        batch: Batch,
+        wanted: Callable[[Batch], Tensor],
+        needs: frozenset[str],
+        held: HeldError,
+        loads: Loads | None = None,
     ) -> Outputs:
         work = self._plan(module, batch, wanted, needs, held)
+        if loads is not None:
+            loads.reads = work.reads
         with self._autocast(self.model.dtype == "bfloat16"):
             return sharding.run(module, lambda: compute(module, work, needs))
 

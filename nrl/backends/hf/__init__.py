@@ -5,6 +5,8 @@ from typing import Any
 
 from nrl.backends.base import Model, Sampling
 from nrl.backends.hf.hf_engine import HfEngine
+from nrl.backends.models.loading import skeleton
+from nrl.backends.models.routers import sizes
 from nrl.backends.sampling.pool import EnginePool
 from nrl.backends.sampling.seat import meshes
 from nrl.errors import ConfigError
@@ -13,7 +15,9 @@ from nrl.runtime.mesh.placement import Mesh, Slots
 __all__ = ["sampler"]
 
 
-def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None, **engine: Any) -> EnginePool:
+def sampler(
+    place: Slots | Mesh, model: Model, sampling: Sampling | None = None, *, routes: bool = False, **engine: Any
+) -> EnginePool:
     """A sampler that decodes by plain PyTorch, with its own copy of the weights in each process of its mesh.
 
     Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE models without sliding windows decode with preallocated keys and values;
@@ -25,13 +29,16 @@ def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None,
         model: to sample from. With ``lora`` the sampler holds the adapter beside the base, gets the adapter alone, and
             decodes through transformers' layers. Without, it gets merged weights, which small models decode faster.
         sampling: for calls that do not say; None: ``Sampling()``.
+        routes: record which experts each token went to; rollouts then have the column ``routes``, which trainers
+            replay. For mixtures of experts whose routers choose by one ``topk``: Qwen, Mixtral, OLMoE, DeepSeek, GLM
+            and others.
         **engine: arguments for engines of other samplers; this one has none, and refuses them.
 
     Returns:
         The sampler, on a CUDA device if there is one, at version 0.
 
     Raises:
-        ModelError: the model or its tokenizer cannot be loaded.
+        ModelError: the model or its tokenizer cannot be loaded, or it has no routes that could be recorded.
         PlacementError: slots that no mesh can be made of.
         ConfigError: it was given an argument for an engine.
 
@@ -46,5 +53,6 @@ def sampler(place: Slots | Mesh, model: Model, sampling: Sampling | None = None,
     """
     if engine:
         raise ConfigError(f"hf.sampler: it has no engine to set {', '.join(engine)} of; that is for vllm.sampler")
-    make = partial(HfEngine, model)
-    return EnginePool("hf.sampler", meshes(place, "base"), make, model, sampling or Sampling())
+    found = sizes(skeleton(model)) if routes else None
+    make, shape = partial(HfEngine, model, routes=routes), None if found is None else (found.layers, found.k)
+    return EnginePool("hf.sampler", meshes(place, "base"), make, model, sampling or Sampling(), routes=shape)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nrl.backends.hf import layers
+from nrl.backends.hf.recording import Recording
 from nrl.errors import ModelError
 
 __all__ = ["ATTENTION", "Cache", "Generic", "Preallocated", "attend", "prepare"]
@@ -33,6 +34,9 @@ _GROWTH = 64  # columns for sampled tokens at first; doubled when they are full
 
 class Cache(Protocol):
     """Keys and values of the rows that are still being decoded, and the forward passes over them."""
+
+    routes: dict[int, Tensor]
+    """Of each prompt that was read, by its place among them, ``[len(prompt), layers, k]``, if they are recorded."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], origin: np.ndarray) -> Tensor:
         """Read each prompt once; row i answers ``prompts[origin[i]]``. Logits ``[B, V]`` of each row's next token."""
@@ -145,10 +149,12 @@ class Preallocated:
         module: a model that `prepare` has switched; it is given this object as its cache.
         rows: how many rows there are at first.
         new_tokens: the most tokens that any row will append.
+        recording: of the module's routers, which is on; None: routes are not recorded.
     """
 
-    def __init__(self, module: Any, rows: int, new_tokens: int) -> None:
+    def __init__(self, module: Any, rows: int, new_tokens: int, recording: Recording | None = None) -> None:
         self.module, self.rows, self.new_tokens = module, rows, new_tokens
+        self.recording, self.routes = recording, dict[int, Tensor]()
         self.layers: list[Tensor] = []  # for each layer, keys and values [2, B, h, capacity, D]
         self.bias: Tensor | None = None  # [B, 1, 1, capacity]; None: all prompts have the same length
         self.columns = 0  # that have been written
@@ -165,6 +171,9 @@ class Preallocated:
             T, last = int(lengths[block].max()), _index(lengths[block] - 1, device)
             ids = _padded([prompts[j] for j in block], left=False)[0].to(device)
             hidden = part.forward(ids, torch.arange(T, device=device)[None])
+            if self.recording is not None:
+                routes = self.recording.taken().unflatten(0, (len(block), T))
+                self.routes |= {int(j): row[: lengths[j]] for j, row in zip(block, routes, strict=True)}
             ends = self._head(hidden[torch.arange(len(block), device=device), last])
             if logits is None:
                 logits = ends.new_empty(self.rows, ends.shape[-1])
@@ -275,12 +284,13 @@ class Generic:
 
     Args:
         module: any transformers causal language model.
+        recording: of the module's routers, which is on; None: routes are not recorded.
 
     Raises:
         ModelError: its forward pass takes no attention mask or no cache of this kind.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, recording: Recording | None = None) -> None:
         from transformers import DynamicCache
 
         takes = inspect.signature(module.forward).parameters
@@ -290,7 +300,7 @@ class Generic:
                     f"decode: the forward pass of {type(module).__name__} takes no {name}, so it cannot decode a batch "
                     "of prompts; use a causal language model with attention, or another sampler"
                 )
-        self.module = module
+        self.module, self.recording, self.routes = module, recording, dict[int, Tensor]()
         self.options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self.numbered = "position_ids" in takes
         self.keys_values: Any = DynamicCache(config=module.config)
@@ -302,6 +312,9 @@ class Generic:
         ids, mask = _padded(prompts, left=True)
         self.mask = mask.to(device)
         logits = self._forward(ids.to(device), (self.mask.cumsum(1) - 1).clamp_(min=0))
+        if self.recording is not None:
+            routes = self.recording.taken().unflatten(0, (len(prompts), -1))
+            self.routes = {j: row[-len(prompts[j]) :] for j, row in enumerate(routes)}
         rows = _index(origin, device)
         self._select(rows)
         return logits[rows]

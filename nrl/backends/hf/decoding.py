@@ -1,7 +1,8 @@
 """Decoding: many prompts to their completions, in one batch that shrinks as rows finish."""
 
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from nrl.backends.engines import Decoded
 from nrl.backends.hf.cache import ATTENTION, Cache, Generic, Preallocated
 from nrl.backends.hf.noise import draw, uniforms
+from nrl.backends.hf.recording import Recording
 from nrl.backends.sampling.request_checks import check_prompts
 from nrl.errors import GenerationError
 
@@ -31,6 +33,7 @@ def decode(
     stop: Sequence[str] = (),
     tokenizer: Any = None,
     context_length: int,
+    recording: Recording | None = None,
 ) -> list[Decoded]:
     """Complete prompts with a transformers causal language model, one completion for each.
 
@@ -52,6 +55,7 @@ def decode(
         stop: a row also ends with the token that completes one of these texts.
         tokenizer: has the text of each token; needed for ``stop``.
         context_length: the most tokens that a prompt and its completion may have together.
+        recording: of the module's routers; with it, each answer has ``routes``.
 
     Returns:
         One `Decoded` for each prompt, in order, on the CPU.
@@ -72,8 +76,8 @@ def decode(
     check_prompts(prompts, seeds, stop_token_ids, vocabulary, context_length)
     if not prompts:
         return []
-    with torch.inference_mode():
-        rows, tokens, logprobs, ended = _loop(
+    with torch.inference_mode(), nullcontext() if recording is None else recording.on():
+        rows, tokens, logprobs, ended, routes = _loop(
             module,
             prompts,
             np.asarray([int(seed) & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64),
@@ -81,6 +85,7 @@ def decode(
             max_new_tokens,
             _Stops(stop_token_ids, stop, tokenizer),
             context_length,
+            recording,
         )
     # A stable sort by row puts each row's tokens together, in the order of steps. It happens outside of inference mode,
     # whose tensors autograd would refuse
@@ -92,8 +97,30 @@ def decode(
             "decode: the model's logits are not finite, so nothing can be sampled from them; look for a NaN in the "
             "weights that were loaded or published last, or use a wider dtype"
         )
-    parts = zip(tokens.cpu()[order].split(lengths), logprobs.split(lengths), ended.tolist(), strict=True)
-    return [Decoded(ids, values, not stopped) for ids, values, stopped in parts]
+    each = [None] * len(prompts) if routes is None else routes.of_rows()
+    parts = zip(tokens.cpu()[order].split(lengths), logprobs.split(lengths), ended.tolist(), each, strict=True)
+    return [Decoded(ids, values, not stopped, routes=route) for ids, values, stopped, route in parts]
+
+
+class _Routes(NamedTuple):
+    """The routes of all tokens that were inputs.
+
+    Args:
+        prompts: of each row, ``[len(prompt), layers, k]``; rows of one prompt have the same.
+        rows: ``[N]``, of each sampled token that was an input, in the order of time.
+        sampled: ``[N, layers, k]``, of these tokens.
+    """
+
+    prompts: list[Tensor]
+    rows: np.ndarray
+    sampled: Tensor
+
+    def of_rows(self) -> list[Tensor]:
+        """For each row, ``[n, layers, k]`` on the CPU, of its prompt and of all sampled tokens but the last."""
+        order = torch.from_numpy(np.argsort(self.rows, kind="stable"))
+        lengths = np.bincount(self.rows, minlength=len(self.prompts)).tolist()
+        parts = zip(self.prompts, self.sampled.cpu()[order].split(lengths), strict=True)
+        return [torch.cat([prompt.cpu(), sampled]) for prompt, sampled in parts]
 
 
 def _loop(
@@ -104,16 +131,21 @@ def _loop(
     max_new_tokens: int,
     stops: "_Stops",
     context_length: int,
-) -> tuple[np.ndarray, Tensor, Tensor, np.ndarray]:
-    """All sampled tokens in time order: rows, ids and log-probs ``[N]``; and which rows a stop token ended ``[B]``."""
+    recording: Recording | None,
+) -> tuple[np.ndarray, Tensor, Tensor, np.ndarray, _Routes | None]:
+    """All sampled tokens in time order: rows, ids and log-probs ``[N]``; which rows a stop token ended ``[B]``; routes.
+
+    Routes are None where they are not recorded.
+    """
     unique: dict[tuple[int, ...], int] = {}
     origin = np.array([unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts])
     lengths = np.array([len(prompt) for prompt in prompts])
     budget = np.minimum(max_new_tokens, context_length - lengths)
-    cache: Cache = Generic(module)
+    cache: Cache = Generic(module, recording)
     if module.config._attn_implementation == ATTENTION:
-        cache = Preallocated(module, len(prompts), int(budget.max()))
+        cache = Preallocated(module, len(prompts), int(budget.max()), recording)
     logits = cache.prefill(list(unique), origin)
+    routed: list[tuple[np.ndarray, Tensor]] = []
     device = logits.device
     stops.begin(len(prompts), logits.shape[-1], device)
     positions = torch.from_numpy(lengths).to(device)
@@ -139,9 +171,16 @@ def _loop(
             rows, tokens, positions, noise = rows[kept], tokens[index], positions[index], noise[:, index]
             stops.keep(index)
         logits = cache.step(tokens, positions)
+        if recording is not None:
+            routed.append((rows, recording.taken()))
         positions = positions + 1
     every, tokens_of, logprobs_of = zip(*steps, strict=True)
-    return np.concatenate(every), torch.cat(tokens_of), torch.cat(logprobs_of), ended
+    routes = None
+    if recording is not None:
+        nothing = np.zeros(0, dtype=np.int64), next(iter(cache.routes.values()))[:0]
+        of, chosen = zip(nothing, *routed, strict=True)
+        routes = _Routes([cache.routes[j] for j in origin], np.concatenate(of), torch.cat(chosen))
+    return np.concatenate(every), torch.cat(tokens_of), torch.cat(logprobs_of), ended, routes
 
 
 class _Stops:

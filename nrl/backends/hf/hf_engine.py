@@ -9,6 +9,7 @@ from nrl.backends.base import Bucket, Model
 from nrl.backends.engines import Decoded, Request
 from nrl.backends.hf.cache import prepare
 from nrl.backends.hf.decoding import decode
+from nrl.backends.hf.recording import Recording
 from nrl.backends.models import lora
 from nrl.backends.models.loading import context_length, end_tokens, load_tokenizer
 from nrl.backends.models.pieces import Filling, wholes
@@ -19,9 +20,9 @@ __all__ = ["HfEngine"]
 
 
 class HfEngine:
-    """A `nrl.backends.engines.SampleEngine` that decodes by plain PyTorch."""
+    """A `nrl.backends.engines.SampleEngine` that decodes by plain PyTorch; with ``routes`` it records them."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, routes: bool = False) -> None:
         module: Any = lora.build(model).eval().requires_grad_(False)
         tokenizer = self.tokenizer = load_tokenizer(model)
         self.module = module.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,6 +31,7 @@ class HfEngine:
         self.stops = end_tokens(getattr(module, "generation_config", None), tokenizer)
         self.filling: Filling | None = None
         prepare(module)
+        self._recording = Recording(module) if routes else None
 
     def rest(self) -> None:
         """Move the model off its device; see `nrl.runtime.mesh.current_process.Rests`."""
@@ -56,6 +58,7 @@ class HfEngine:
                 stop=sampling.stop,
                 tokenizer=self.tokenizer,
                 context_length=self.context_length,
+                recording=self._recording,
             )
             found += [(request.number, row) for request, row in zip(alike, rows, strict=True)]
         return found

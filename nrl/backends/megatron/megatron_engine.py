@@ -162,7 +162,6 @@ class MegatronEngine:
             copy.train()
         with host(self.device):
             self._clear(state)
-            forget_loads(state.stages)
             compute = partial(self._sums, state, loss, weights)
             metrics = self._curious.sums(self._at.peers, loss, microbatches, compute, partial(self._clear, state))
             optimizer.prepare_grads()
@@ -185,6 +184,7 @@ class MegatronEngine:
     def _clear(self, state: MegatronState) -> None:
         for copy in state.copies:
             copy.zero_grad_buffer()
+        forget_loads(state.stages)
         state.optimizer.zero_grad()
 
     def _sums(

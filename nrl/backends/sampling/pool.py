@@ -45,6 +45,7 @@ class EnginePool:
         sampling: for calls that do not say.
         tolerance: see `nrl.backends.samplers.Capabilities`.
         media: likewise.
+        routes: likewise.
 
     Raises:
         ModelError: the model does not predict tokens, or its tokenizer cannot be loaded.
@@ -59,6 +60,7 @@ class EnginePool:
         sampling: Sampling,
         tolerance: float | None = None,
         media: frozenset[str] = frozenset(),
+        routes: tuple[int, int] | None = None,
     ) -> None:
         if model.head != "lm":
             raise ModelError(f"{name}: the model has head='{model.head}'; only a language model, head='lm', samples")
@@ -75,6 +77,7 @@ class EnginePool:
             tolerance=tolerance,
             adapter=model.adapter,
             media=media,
+            routes=routes,
         )
         self._name, self._cluster = name, meshes[0].cluster
         self._changed = threading.Condition()  # guards the seats; every change of theirs notifies it

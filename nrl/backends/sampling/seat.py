@@ -332,4 +332,5 @@ def _stamped(answer: Decoded | Exception, version: int) -> Completion | Exceptio
     if isinstance(answer, Exception):
         return answer
     oldest = version if answer.versions is None else int(answer.versions.min())
-    return Completion(answer.token_ids, answer.logprobs, answer.truncated, oldest, answer.versions)
+    ids, logprobs, truncated, versions, routes = answer
+    return Completion(ids, logprobs, truncated, oldest, versions, routes=routes)

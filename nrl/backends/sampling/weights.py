@@ -65,7 +65,13 @@ class Weights:
         rows = [torch.tensor([*prompt, *each.token_ids.tolist()]) for each in found]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-        batch = Batch({"input_ids": ids, "attention_mask": mask}, batch_size=[len(rows)]).lock_()
+        columns = {"input_ids": ids, "attention_mask": mask}
+        routes = [each.routes for each in found if each.routes is not None]
+        if routes:  # as a step replays them
+            short = torch.nn.utils.rnn.pad_sequence(routes, batch_first=True, padding_value=-1)
+            columns["routes"] = short.new_full((*ids.shape, *short.shape[2:]), -1)
+            columns["routes"][:, : short.shape[1]] = short
+        batch = Batch(columns, batch_size=[len(rows)]).lock_()
         expected = self.params.trainer.logprobs(self.params, batch).result()[:, length:]
         for place, (each, values) in enumerate(zip(found, expected, strict=True)):
             trainers = values[: len(each.logprobs)]

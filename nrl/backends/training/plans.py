@@ -4,13 +4,16 @@ A language model predicts a token from the hidden state before it, and a critic 
 model reads the last token of a row.
 """
 
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nrl.algos import ids_column, output_kind
+from nrl.backends.models.routers import Routers
+from nrl.backends.training.routes import routes_of
 from nrl.batch import Batch, lengths
 from nrl.batch.packed_rows import Packing, Rectangles, Sequences
 from nrl.batch.packing import pack
@@ -26,6 +29,7 @@ class Outputs(NamedTuple):
         values: ``[n, ...]`` each, on the device, by name.
         source: ``[n]`` int64, on the device: the token of the flattened batch that each value is for, or the row.
         shape: of the outputs of the whole batch, ``(*b, T)``, or ``(*b)`` for rows.
+        around: what a backward pass happens in, because it may compute layers again.
 
     >>> out = Outputs({"logprobs": torch.tensor([-2.0])}, torch.tensor([1]), torch.Size([1, 3]))
     >>> out.scatter(out.values["logprobs"])
@@ -35,6 +39,7 @@ class Outputs(NamedTuple):
     values: dict[str, Tensor]
     source: Tensor
     shape: torch.Size
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def scatter(self, values: Tensor) -> Tensor:
         """Values in the shape of the batch, with zeros elsewhere."""
@@ -48,7 +53,8 @@ class Outputs(NamedTuple):
         depth = len(self.shape)
         parts = [(x, gradients[key].flatten(0, depth - 1)[self.source]) for key, x in self.values.items()]
         parts = [(x, gradient) for x, gradient in parts if x.requires_grad]
-        torch.autograd.backward([x for x, _ in parts], [gradient for _, gradient in parts])
+        with self.around():
+            torch.autograd.backward([x for x, _ in parts], [gradient for _, gradient in parts])
 
 
 def predicted(batch: Batch) -> Tensor:
@@ -92,6 +98,7 @@ class Plan(NamedTuple):
         temperature: ``[n]``, or None.
         source: ``[n]`` int64, as in `Outputs`.
         shape: as in `Outputs`.
+        routes: ``[n, layers, k]`` int16, the experts of each token of the flattened inputs; None: routers choose.
     """
 
     inputs: dict[str, Tensor]
@@ -101,6 +108,13 @@ class Plan(NamedTuple):
     temperature: Tensor | None
     source: Tensor
     shape: torch.Size
+    routes: Tensor | None = None
+
+    @property
+    def reads(self) -> Tensor:
+        """``[n]`` int64, how many outputs are read at each token of the flattened inputs."""
+        places = self.source.new_zeros(0) if self.places is None else self.places
+        return torch.bincount(places, minlength=self.inputs["input_ids"].numel())
 
 
 def plan(
@@ -111,6 +125,7 @@ def plan(
     words: int,
     needs: Collection[str] = ("logprobs",),
     always: bool = False,
+    routers: Routers | None = None,
 ) -> Plan:
     """Plan the forward for the ``wanted`` tokens of a batch.
 
@@ -126,9 +141,10 @@ def plan(
         needs: the names of the outputs.
         always: send a token through the model even where none is wanted, so that the collectives are those of any other
             micro-batch. It has no outputs, and its gradient is exactly 0.
+        routers: what replays the column ``routes``, if the batch has one; None: nothing does.
 
     Raises:
-        BatchError: a token that the model does not know.
+        BatchError: a token that the model does not know, or a route that it cannot take.
 
     >>> batch = Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1])
     >>> found = plan(batch, torch.tensor([[False, True, False]]), Rectangles, words=8)
@@ -140,20 +156,21 @@ def plan(
     before = 0 if of_rows else 1  # how many tokens before a wanted one its hidden state lies
     ends = (wanted * torch.arange(1 - before, 1 - before + ids.shape[-1])).amax(-1)
     source = torch.nonzero(wanted.flatten())[:, 0]
-    inputs, rows, places = _laid_out(batch, packing, ends, source - before, always)
+    inputs, rows, places, tokens, read = _laid_out(batch, packing, ends, source - before, always)
     _check_known("input_ids", inputs["input_ids"], words)
+    routes = routes_of(batch, tokens, read, routers)
     columns = [ids_column(need) for need in sorted(needs) if output_kind(need) == "logprobs_at"]
     targets = {}
     for name in ["input_ids", *columns]:
         targets[name] = batch[name].flatten(0, ids.ndim - 1)[source]
         _check_known(name, targets[name], words)
     if of_rows:
-        return Plan(inputs, rows, places, targets, None, source // ids.shape[-1], ids.shape[:-1])
+        return Plan(inputs, rows, places, targets, None, source // ids.shape[-1], ids.shape[:-1], routes)
     temperature = None
     if "temperature" in batch.keys():
         each = batch["temperature"].flatten()[source // ids.shape[-1]]
         temperature = torch.where(each == 0, 1.0, each)
-    return Plan(inputs, rows, places, targets, temperature, source, ids.shape)
+    return Plan(inputs, rows, places, targets, temperature, source, ids.shape, routes)
 
 
 def _check_known(column: str, tokens: Tensor, words: int) -> None:
@@ -165,31 +182,48 @@ def _check_known(column: str, tokens: Tensor, words: int) -> None:
         )
 
 
-type _Inputs = tuple[dict[str, Tensor], Rectangles | Sequences | None, Tensor | None]
+class _LaidOut(NamedTuple):
+    """Inputs, how they lie, the places of some tokens among them, which token each is, and whether it is read."""
+
+    inputs: dict[str, Tensor]
+    rows: Rectangles | Sequences | None
+    places: Tensor | None
+    tokens: Tensor
+    read: Tensor
 
 
-def _laid_out(batch: Batch, packing: Packing | None, ends: Tensor, places: Tensor, always: bool) -> _Inputs:
-    """Inputs of rows up to their ends, how they lie, and ``places``, which are of the flattened batch, among them."""
+_ONE = torch.zeros(1, dtype=torch.int64)
+"""The token of a forward that has no outputs, which may be any."""
+
+
+def _laid_out(batch: Batch, packing: Packing | None, ends: Tensor, places: Tensor, always: bool) -> _LaidOut:
+    """Inputs of rows up to their ends, and where ``places``, which are of the flattened batch, lie among them."""
     if packing is None:
         return _padded(batch, ends, places, always)
     tokens = pack(batch, packing=packing, ends=ends, share=None)
     at: Tensor | None = tokens.place[places]
-    if len(tokens.input_ids) == 0:
-        one = Batch({"input_ids": torch.zeros(1, 1, dtype=torch.int64)}, batch_size=[1])
+    source, rows = tokens.source, tokens.rows
+    read = rows.real if isinstance(rows, Rectangles) else torch.ones_like(source, dtype=torch.bool)
+    if len(source) == 0:
+        one = Batch({"input_ids": _ONE[None]}, batch_size=[1])
         tokens, at = pack(one, packing=packing), at if always else None
-    return {"input_ids": tokens.input_ids[None], "position_ids": tokens.position_ids[None]}, tokens.rows, at
+        source, read = _ONE, _ONE.bool()
+    inputs = {"input_ids": tokens.input_ids[None], "position_ids": tokens.position_ids[None]}
+    return _LaidOut(inputs, tokens.rows, at, source, read)
 
 
-def _padded(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _Inputs:
+def _padded(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _LaidOut:
     """The same for padded rows, without those that have nothing wanted."""
     ids = batch["input_ids"].flatten(0, -2)
     width, sizes = ids.shape[-1], lengths(batch).flatten()
     rows = torch.nonzero(ends.flatten())[:, 0]  # a row without any token has no softmax
     if len(rows) == 0:
-        one = torch.zeros(1, 1, dtype=torch.int64)
-        return {"input_ids": one, "attention_mask": one + 1}, None, places if always else None
-    mask = torch.arange(width) < sizes[rows, None]
+        one = {"input_ids": _ONE[None], "attention_mask": _ONE[None] + 1}
+        return _LaidOut(one, None, places if always else None, _ONE, _ONE.bool())
+    column = torch.arange(width)
+    mask = column < sizes[rows, None]
     place = torch.zeros(len(ids), dtype=torch.int64)
     place[rows] = torch.arange(len(rows))
     at = place[places // width] * width + places % width
-    return {"input_ids": ids[rows], "attention_mask": mask.long()}, None, at
+    tokens, read = (rows[:, None] * width + column).flatten(), (column < ends.flatten()[rows, None]).flatten()
+    return _LaidOut({"input_ids": ids[rows], "attention_mask": mask.long()}, None, at, tokens, read)

@@ -7,6 +7,7 @@ from nrl.backends.base import Model, Sampling
 from nrl.backends.sampling.pool import StreamingEnginePool
 from nrl.backends.sampling.seat import meshes
 from nrl.backends.vllm import settings
+from nrl.backends.vllm.routed_experts import RoutedExperts
 from nrl.backends.vllm.vllm_engine import VllmEngine
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.mesh.placement import Mesh, Slots
@@ -26,6 +27,7 @@ def sampler(
     tp: int = 1,
     tolerance: float | None = None,
     executable: str | Executable = "vllm",
+    routes: bool = False,
     **engine: Any,
 ) -> StreamingEnginePool:
     """A sampler whose tokens vLLM draws, with an engine on each slot; requests are spread over the engines.
@@ -46,14 +48,17 @@ def sampler(
         tolerance: nats by which log-probabilities may differ from a trainer's after a publish; None: 0.001 in float32,
             0.25 in bfloat16, 0.05 in float16.
         executable: of meshes that are made of slots; ``"vllm-cpu"`` where there are no GPUs.
+        routes: have vLLM return the experts that each token went to, so that rollouts have the column ``routes``, which
+            trainers replay. On GPUs alone. It has not been run: what vLLM records is parsed in tests.
         **engine: more arguments of vLLM's ``EngineArgs``, such as ``max_num_seqs=64``.
 
     Returns:
         The sampler, at version 0.
 
     Raises:
-        ModelError: the model or its tokenizer cannot be loaded, or vLLM refuses it.
-        ConfigError: vLLM has no such engine argument or cannot work with its value, or it is one that nrl sets itself.
+        ModelError: the model or its tokenizer cannot be loaded, or vLLM refuses it, or it has no routes.
+        ConfigError: vLLM has no such engine argument or cannot work with its value, or it is one that nrl sets itself;
+            or ``routes`` are to be recorded without GPUs.
         PlacementError: slots that no mesh can be made of, a mesh without vLLM, or no GPU for a vLLM that needs one.
 
     >>> import nrl
@@ -63,8 +68,10 @@ def sampler(
     ...     sampler = vllm.sampler(here.reserve(1), tiny.model(), executable="vllm-cpu")
     ...     sampler.generate([[5, 6]]).result()
     """
-    settings.check(place, executable, engine)
+    settings.check(place, executable, engine, routes)
     dtype = str(engine.get("dtype", model.dtype)).removeprefix("torch.")
     bound = _TOLERANCE.get(_ALIASES.get(dtype, dtype), 0.25) if tolerance is None else tolerance
-    make, places = partial(VllmEngine, model, engine), meshes(place, executable, tp)
-    return StreamingEnginePool("vllm.sampler", places, make, model, sampling or Sampling(), bound)
+    routed = RoutedExperts.of(model) if routes else None
+    shape = None if routed is None else (len(routed.layers), routed.k)
+    make, places = partial(VllmEngine, model, engine, routed), meshes(place, executable, tp)
+    return StreamingEnginePool("vllm.sampler", places, make, model, sampling or Sampling(), bound, routes=shape)

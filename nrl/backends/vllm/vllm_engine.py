@@ -23,6 +23,7 @@ from nrl.backends.models.loading import build, end_tokens, files, load_tokenizer
 from nrl.backends.models.named_weights import check_arrived, check_weight
 from nrl.backends.models.pieces import Joining
 from nrl.backends.vllm import adapters, settings, tensor_parallel, weight_loading
+from nrl.backends.vllm.routed_experts import RoutedExperts
 from nrl.errors import ConfigError, GenerationError, ModelError
 from nrl.runtime.transfer import has_checksum
 
@@ -40,14 +41,14 @@ _ALIVE: "weakref.WeakSet[VllmEngine]" = weakref.WeakSet()
 class VllmEngine:
     """A `nrl.backends.engines.SampleEngine`; see `nrl.backends.vllm.sampler` for the arguments."""
 
-    def __init__(self, model: Model, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: Model, options: Mapping[str, Any], routed: RoutedExperts | None = None) -> None:
         if _ALIVE:
             raise ModelError(
                 "vllm.sampler: this process has a vLLM engine already, and vLLM keeps what belongs to one in the whole "
                 "process; make the second sampler on slots of its own, or of the same slots, which gives it processes"
             )
         settings.prepare()
-        self._model, self._options = model, options
+        self._model, self._options, self._routed = model, settings.with_routes(options, routed is not None), routed
         self._waiting: dict[str, tuple[int, ...]] | None = None  # while it receives weights, those still to come
         self._came: dict[str, tuple[torch.Size, int]] = {}  # fingerprints of a sample of the weights that came
         self._joining = Joining()
@@ -88,7 +89,7 @@ class VllmEngine:
                 found.append((request.number, GenerationError(f"generate: vLLM refuses a request: {error}")))
         began = time.monotonic()
         while self._engine.has_unfinished_requests():
-            found += [(int(each.request_id), _decoded(each.outputs[0])) for each in self._engine.step()]
+            found += [self._decoded(each) for each in self._engine.step()]
             if tensor_parallel.agreed(time.monotonic() - began > (_SOON if found else _LATEST)):
                 break
         for number in [*cancelled, *(number for number, _ in found)]:
@@ -123,6 +124,16 @@ class VllmEngine:
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+
+    def _decoded(self, answer: Any) -> tuple[int, Decoded | Exception]:
+        decoded = _decoded(answer.outputs[0])
+        if self._routed is not None:
+            tokens = len(answer.prompt_token_ids) + len(decoded.token_ids) - 1
+            try:
+                decoded = decoded._replace(routes=self._routed.read(answer.outputs[0].routed_experts, tokens))
+            except GenerationError as error:
+                return int(answer.request_id), error
+        return int(answer.request_id), decoded
 
     def rest(self) -> None:
         """Leave the device: move weights to the memory of the host, and drop keys and values."""
