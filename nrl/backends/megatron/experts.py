@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -12,14 +12,26 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-__all__ = ["experts", "forget_loads", "loads"]
+from nrl.backends.models.routers import Routers
+
+__all__ = ["chosen_by", "experts", "forget_loads", "loads"]
+
+
+class _Chosen(NamedTuple):
+    """What stands in the place of Megatron's ``RouterReplay``, which is one for all micro-batches."""
+
+    routes: Tensor
+
+    def get_replay_topk(self, scores: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """``scores`` ``[n, experts]`` of the live router, at the experts that are replayed."""
+        return scores.gather(1, self.routes), self.routes
 
 
 class _Router(TopKRouter):  # type: ignore[misc]  # Megatron has no types
-    """A router that counts, in training, how many of the outputs that are read come from tokens that it sends where."""
+    """A router that chooses as it is told, and counts in training how many outputs are read at tokens of an expert."""
 
-    reads: Tensor | None = None
-    """``[n]``, how many outputs are read at each token of this process; along tp it sees a part of them."""
+    rows: Any = None
+    """Of the micro-batch that it sees; along tp it sees a part of the tokens."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -27,10 +39,17 @@ class _Router(TopKRouter):  # type: ignore[misc]  # Megatron has no types
 
     def forward(self, input: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
         """``input`` ``[n, 1, H]``; returns probabilities and choices ``[n, experts]``."""
-        probs, chosen = super().forward(input)
-        if self.training and self.reads is not None:
-            reads = self.reads.view(-1, len(chosen))[self.tp_group.rank() if self.config.sequence_parallel else 0]
-            self.load += (reads.double() @ chosen.double()).to(self.load.device)
+        first = self.tp_group.rank() * len(input) if self.config.sequence_parallel else 0
+        mine = slice(first, first + len(input))
+        if self.rows.routes is not None:
+            layer = sum(self.config.moe_layer_freq[: self.layer_number - 1])
+            self.router_replay = _Chosen(self.rows.routes[mine, layer])
+        try:
+            probs, chosen = super().forward(input)
+        finally:
+            self.router_replay = None
+        if self.training:
+            self.load += (self.rows.reads[mine].double() @ chosen.double()).to(self.load.device)
         return probs, chosen
 
 
@@ -42,7 +61,7 @@ class _Experts(MoELayer):  # type: ignore[misc]
 
     def forward(self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Any = None) -> Any:
         """``hidden_states`` ``[n, 1, H]``."""
-        self.router.reads = padding_mask.reads
+        self.router.rows = padding_mask
         return super().forward(hidden_states, intermediate_tensors)
 
 
@@ -51,6 +70,13 @@ def experts() -> Any:
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     parts = MoESubmodules(experts=partial(SequentialMLP, submodules=linear), router=_Router)
     return partial(_Experts, submodules=parts)
+
+
+def chosen_by(config: Any) -> Routers | None:
+    """What the routers of a model choose; None: it has no experts."""
+    if not config.num_moe_experts:
+        return None
+    return Routers(sum(config.moe_layer_freq), config.moe_router_topk, config.num_moe_experts)
 
 
 def _routers(stages: Sequence[Any]) -> list[_Router]:

@@ -38,10 +38,12 @@ class Rows:
     Args:
         attention: over the tokens of this process.
         reads: ``[n]``, how many outputs are read at each of them.
+        routes: ``[n, layers, k]`` int64, the experts of each of them; None: routers choose.
     """
 
     attention: OverRectangles | OverSequences
     reads: Tensor
+    routes: Tensor | None = None
     qkv_format: str = "nrl"  # neither of Megatron's, so that it leaves tokens and rotations as they are
     cp_group: Any = None
 

@@ -21,7 +21,7 @@ from nrl.backends.base import Model, Piece
 from nrl.backends.megatron import stages as of
 from nrl.backends.megatron import stored
 from nrl.backends.megatron.cpu import host
-from nrl.backends.megatron.experts import forget_loads, loads
+from nrl.backends.megatron.experts import chosen_by, forget_loads, loads
 from nrl.backends.megatron.families import architecture
 from nrl.backends.megatron.groups import Groups, groups
 from nrl.backends.megatron.options import Options
@@ -39,6 +39,7 @@ from nrl.backends.training.heads import PROVIDES
 from nrl.backends.training.optimizers import Optimizer, set_learning_rate
 from nrl.backends.training.plans import Outputs, Plan, plan, read_by, with_outputs
 from nrl.backends.training.reading import written_whole
+from nrl.backends.training.routes import where_routed
 from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Packing
@@ -136,7 +137,8 @@ class MegatronEngine:
         parts, _ = evened(self._at.peers, "forward", microbatches)
         parts = self._rounded(parts)
         held, found = HeldError(self._at.peers), dict[int, TensorDict]()
-        wanted = partial(with_outputs, head=self.model.head)
+        every = partial(with_outputs, head=self.model.head)
+        wanted = every if self.model.head == "reward" else where_routed(every)
         works, cut = self._planned(params, parts, wanted, needs, held, "forward")
 
         def compute(number: int, hidden: Tensor) -> Tensor:
@@ -231,13 +233,15 @@ class MegatronEngine:
         who: str,
     ) -> tuple[list[Plan], list[Tokens]]:
         """The plans of all micro-batches, and of each the tokens of this process."""
-        works = list[Plan]()
+        works, config, words = list[Plan](), stages[0].config, stages[0].words
+        routers = chosen_by(config)
         with held.back():
             for part in parts:
                 some = self.provides & {"rewards"} if part is IDLE else needs  # it has no columns to ask for
-                works.append(plan(part, wanted(part), self.packing, words=stages[0].words, needs=some, always=True))
+                works.append(
+                    plan(part, wanted(part), self.packing, words=words, needs=some, always=True, routers=routers)
+                )
         held.meet(who)
-        config = stages[0].config
         multiple = self.layout.tp if config.sequence_parallel else 1
         # Where shapes do not travel with the tokens, all micro-batches have as many
         least = 0 if config.variable_seq_lengths else max(work.inputs["input_ids"].shape[1] for work in works)

@@ -163,11 +163,12 @@ def passes(
     def step(numbers: Iterator[int], module: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
         number = next(numbers)
         work = works[number]
+        reads = torch.bincount(work.places, minlength=work.input_ids.shape[1])
         hidden = module(
             work.input_ids,
             work.position_ids,
             None,
-            packed_seq_params=Rows(work.attention, torch.bincount(work.places, minlength=work.input_ids.shape[1])),
+            packed_seq_params=Rows(work.attention, reads, work.routes),
             output_processor=lambda hidden_states, **_: hidden_states,
         )
 

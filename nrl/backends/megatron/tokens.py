@@ -21,6 +21,7 @@ class Tokens(NamedTuple):
         attention: over them.
         places: ``[m]`` int64, on the device, those among them whose hidden states are read.
         read: ``[m]`` int64, on the CPU, which of the plan's places these are.
+        routes: ``[n, layers, k]`` int64, on the device, the experts of each; None: routers choose.
     """
 
     input_ids: Tensor
@@ -28,6 +29,7 @@ class Tokens(NamedTuple):
     attention: OverRectangles | OverSequences
     places: Tensor
     read: Tensor
+    routes: Tensor | None
 
 
 def tokens(work: Plan, least: int, multiple: int, count: int, rank: int, device: torch.device) -> Tokens:
@@ -57,7 +59,11 @@ def tokens(work: Plan, least: int, multiple: int, count: int, rank: int, device:
     places = where[work.places]
     read = torch.nonzero(places >= 0)[:, 0]
     ids, positions = (x[mine].to(device)[None] for x in (ids, positions))
-    return Tokens(ids, positions, over(rows, device), places[read].to(device), read)
+    routes = work.routes
+    if routes is not None:
+        any_legal = torch.arange(routes.shape[2]).expand(missing, *routes.shape[1:])
+        routes = torch.cat([routes.long(), any_legal])[mine].to(device)
+    return Tokens(ids, positions, over(rows, device), places[read].to(device), read, routes)
 
 
 def filled_up(rows: Rectangles | Sequences, missing: int) -> Rectangles | Sequences:

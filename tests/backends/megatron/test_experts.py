@@ -8,17 +8,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import nrl
+from nrl.algos import sft_loss
 from nrl.backends import Model
 from nrl.backends.models import loading
-from nrl.errors import ConfigError, ModelError
+from nrl.batch import Batch
+from nrl.errors import BatchError, ConfigError, ModelError
 from nrl.runtime import Layout
 from tests.backends.megatron.test_megatron_engine import (
     CONFIG,
+    ROUTED,
     construction,
     followed,
     in_process,
     loaded,
     parts,
+    refused,
     resumed,
     rows,
     same,
@@ -40,6 +45,7 @@ QWEN: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 MIXTRAL: dict[str, Any] = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TWO: dict[str, dict[str, Any]] = {
     "ep=2": {"layout": Layout(dp=2, ep=2)},
     "experts in every process": {"layout": Layout(dp=2)},
@@ -49,6 +55,10 @@ TWO: dict[str, dict[str, Any]] = {
     "pp=2, some layers dense": {"layout": Layout(pp=2), "decoder_sparse_step": 2},
     "ep=2, float64": {"layout": Layout(dp=2, ep=2), "dtype": "float64"},
     "tp=2, ep=2, float64": {"layout": Layout(tp=2, ep=2), "dtype": "float64"},
+    "routes, ep=2": {"layout": Layout(dp=2, ep=2), "name": ROUTED},
+    "routes, tp=2, ep=2": {"layout": Layout(tp=2, ep=2), "name": ROUTED},
+    "routes, cp=2": {"layout": Layout(cp=2, ep=2), "name": ROUTED},
+    "routes, layers computed again": {"layout": Layout(pp=2), "name": ROUTED, "options": AGAIN},
     "mixtral": {"layout": Layout(dp=2, ep=2), **MIXTRAL},
 }
 
@@ -91,10 +101,9 @@ def violation(model: Model, name: str) -> float:
 
 @pytest.mark.parametrize("kind", ["ep=2", "tp=2, ep=2", "pp=2, some layers dense", "again"])
 def test_balance_is_of_the_tokens_that_are_read(two: Processes, kind: str) -> None:
-    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     fields = QWEN | {"again": {"layout": Layout(dp=2, ep=2)}, **TWO}[kind]
     layout, model = fields.pop("layout"), Model(CONFIG | fields)
-    each = two(in_process, layout, model, "sft", None, again if kind == "again" else {})
+    each = two(in_process, layout, model, "sft", None, AGAIN if kind == "again" else {})
     for found, _, _ in each:
         assert found[0]["experts/max_violation"] == pytest.approx(violation(model, "sft"), abs=1e-6)
 
@@ -160,3 +169,26 @@ def test_experts_that_would_be_computed_wrongly_are_refused(
     for error, said in two(construction, layout, CONFIG | QWEN | source, options):
         assert error is kind, said
         assert text in said
+
+
+def without_a_route(batch: Batch) -> Batch:
+    routes = torch.tensor([0, 1], dtype=torch.int16).repeat(8, 17, 4, 1)
+    routes[2, 3] = -1
+    return nrl.assign(batch, routes=routes)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "text"),
+    [
+        (Layout(dp=2, ep=2), QWEN, "and -1 is no route"),
+        (Layout(pp=2), QWEN, "and -1 is no route"),
+        (Layout(pp=2), {}, "the batch has the column 'routes', and this trainer does not replay them"),
+    ],
+)
+def test_a_route_that_is_missing_is_an_error_in_all_processes(
+    two: Processes, layout: Layout, fields: dict[str, Any], text: str
+) -> None:
+    for error, said, unchanged in two(refused, layout, sft_loss, without_a_route, Model(CONFIG | fields)):
+        assert issubclass(error, BatchError)
+        assert text in said
+        assert unchanged

@@ -60,6 +60,7 @@ LOSSES: dict[str, Loss] = {
     "reward": algos.reward_model_loss,
     "distillation": algos.distillation_loss(),
 }
+ROUTED = "grpo with routes"
 HEADS: dict[str, Literal["lm", "value", "reward"]] = {"value": "value", "reward": "reward"}
 NEEDS = frozenset({"logprobs", "entropy", top_k(3)})
 
@@ -88,6 +89,10 @@ def rows(name: str) -> Batch:
     if name == "distillation":
         likely = torch.randn(8, 17, 23, generator=g).log_softmax(-1).topk(3)
         batch = nrl.assign(batch, teacher_ids=likely.indices, teacher_topk_logprobs=likely.values)
+    if name == ROUTED:  # two experts of four in each of four layers; some rows go on from a prefix with its routes
+        routes = torch.rand(8, 17, 4, 4, generator=g).argsort(-1)[..., :2].to(torch.int16)
+        routes[[2, 3], :4] = routes[2, :4]
+        batch = nrl.assign(batch, routes=routes)
     return batch.view(4, 2).lock_() if name in ("dpo", "reward") else batch
 
 
@@ -124,7 +129,7 @@ type Steps = tuple[list[dict[str, float]], dict[str, Tensor], list[dict[str, Ten
 
 def steps(made: Any, name: str, each: Sequence[Batch], group: Any = None, state: Any = None) -> Steps:
     """Three steps: metrics, weights, and outputs after them."""
-    loss, found = LOSSES[name], []
+    loss, found = LOSSES[name.partition(" with")[0]], []
     weights = global_weights(loss, rows(name), always=made.provides & {"logprobs"})
     state = state or made.init()
     for _ in range(3):
@@ -340,10 +345,10 @@ def moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
 
 
 def refused(
-    mesh: DeviceMesh, layout: Layout, loss: Loss, change: Callable[[Batch], Batch] | None
+    mesh: DeviceMesh, layout: Layout, loss: Loss, change: Callable[[Batch], Batch] | None, model: Model = MODEL
 ) -> tuple[type, str, bool]:
     """The error of a step, and whether the next one is as if there had been none."""
-    made = engine(mesh, layout, Model(CONFIG))
+    made = engine(mesh, layout, model)
     batch = rows("sft")
     state, weights = made.init(), global_weights(loss, batch)
     each = parts(change(batch) if change else batch, layout, mesh.get_rank())
