@@ -246,7 +246,7 @@ def routed(batch: Batch, seed: int = 7, layers: int = 2, experts: int = 8) -> Ba
 
 
 def gradients(mesh: DeviceMesh | None, batch: Batch, max_tokens: int = 40, **options: Any) -> dict[str, Tensor]:
-    settings = {"packing": nrl.Rectangles, "checkpointing": False, "compile": False} | options
+    settings: dict[str, Any] = {"packing": nrl.Rectangles, "checkpointing": False, "compile": False} | options
     made = TorchEngine(SMALL, PLAIN, device=torch.device("cpu"), mesh=mesh, **settings)
     state = made.init()
     before = whole(made, state.module)
@@ -339,6 +339,7 @@ def test_a_process_that_idles_routes_as_it_likes(two: Processes) -> None:
         assert_close(found, by_hand(batch), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler imports what it calls deprecated, and knows no grouped products
 def test_compiled_layers_replay_too(sample: Batch) -> None:
     made = [
