@@ -1,5 +1,6 @@
 """Media are read once for a batch: its parts know what was found of the whole."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from nrl.algos import sft_loss
 from nrl.backends import adamw, fsdp
 from nrl.batch import Batch, ragged
 from nrl.batch.packing import pack
-from nrl.batch.prefixes import media_numbers, microbatches_by_prefix
+from nrl.batch.prefixes import common_prefixes, media_numbers, microbatches_by_prefix, routed_tokens
 from nrl.runtime import Slots
 
 
@@ -88,3 +89,43 @@ def test_rows_that_are_cut_otherwise_out_of_the_same_memory() -> None:
         assert found is not None
         assert len(set(found.tolist())) == len(set(expected))
         assert found.shape == (len(offsets) - 1,)
+
+
+def test_tokens_with_other_routes_are_other_tokens() -> None:
+    """Against a comparison token by token; also of pairs, and of a batch without rows."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 3, (12, 9), generator=g)
+    routes = torch.randint(-1, 2, (12, 9, 2, 1), generator=g).to(torch.int16)
+    batch = Batch({"input_ids": ids, "routes": routes}, batch_size=[12])
+    found = torch.from_numpy(routed_tokens(batch)).flatten()
+    tokens = [(int(a), b.tolist()) for a, b in zip(ids.flatten(), routes.flatten(0, 1), strict=True)]
+    for i, j in itertools.combinations(range(len(tokens)), 2):
+        assert bool(found[i] == found[j]) == (tokens[i] == tokens[j])
+    folded = Batch({name: x.reshape(6, 2, *x.shape[1:]) for name, x in batch.items()}, batch_size=[6, 2])
+    assert np.array_equal(routed_tokens(folded), routed_tokens(batch))
+    assert routed_tokens(batch[:0]).shape == (0, 9)
+    assert np.array_equal(routed_tokens(batch.exclude("routes")), ids.numpy())
+
+
+def test_rows_are_shared_as_far_as_their_routes_agree() -> None:
+    ids = np.array([[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 7, 4]])
+    routes = torch.zeros(3, 4, 1, 1, dtype=torch.int16)
+    routes[2, 1] = 1
+    batch = Batch({"input_ids": torch.from_numpy(ids), "routes": routes}, batch_size=[3])
+    stem, shared = common_prefixes(routed_tokens(batch), np.array([4, 4, 4]))
+    assert stem.tolist() == [0, 0, 2]
+    assert shared.tolist() == [3, 3, 4]
+    assert pack(batch, share=True, packing=nrl.Sequences).input_ids.tolist() == [5, 6, 7, 8, 9, 5, 6, 7, 4]
+
+
+def test_rows_with_equal_routes_go_into_one_part() -> None:
+    ids = torch.arange(4)[:, None] // 2 * torch.ones(1, 600, dtype=torch.int64)
+    mask = torch.arange(600) < torch.tensor([[599], [600], [600], [599]])
+    batch = Batch({"input_ids": ids, "attention_mask": mask}, batch_size=[4])
+    routes = torch.zeros(4, 600, 1, 1, dtype=torch.int16)
+    for given, expected in [
+        (routes, [[1, 0], [2, 3]]),
+        (routes + torch.arange(4)[:, None, None, None], [[1, 2], [0, 3]]),
+    ]:
+        routed = nrl.assign(batch, routes=given.to(torch.int16))
+        assert [rows.tolist() for rows in microbatches_by_prefix(routed, max_tokens=1200).rows] == expected

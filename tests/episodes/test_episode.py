@@ -1,6 +1,7 @@
 """One episode: turns, rewards, and what makes it a failure."""
 
 import asyncio
+import itertools
 import math
 import pickle
 from typing import Any
@@ -94,6 +95,22 @@ def test_later_turns_draw_fresh_noise(sampler: EnginePool) -> None:
     assert episode.failure is None
     assert len(seen) == 20
     assert len({tuple(ids) for ids in seen}) > 5
+
+
+def test_the_first_route_of_a_token_stays(sampler: EnginePool) -> None:
+    """A later turn reads all tokens again, and the sampler may route them otherwise then."""
+    turn = itertools.count(1)
+
+    async def generate(tokens: list[int]) -> Completion:
+        routes = torch.full((len(tokens) + 1, 2, 1), next(turn), dtype=torch.int16)
+        return Completion(torch.tensor([20, 21]), -torch.ones(2), truncated=False, version=0, routes=routes)
+
+    env = Environment(lambda task: (0, "123"), lambda state, _: Step(state + 1, done=state == 2, observation="45"))
+    episode = asyncio.run(run_episode(generate, env, {}, tokenizer=sampler.tokenizer, context_length=64))
+    assert len(episode.token_ids) == 13  # 123 ab 45 ab 45 ab
+    assert episode.routes is not None
+    assert episode.routes[:, 0, 0].tolist() == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    assert episode.routes.shape == (12, 2, 1)
 
 
 def test_the_oldest_version_may_be_0(sampler: EnginePool) -> None:

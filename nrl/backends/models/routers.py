@@ -191,7 +191,7 @@ class _Choosing(TorchFunctionMode):
         if self._routes is None:
             answer = func(*args, **kwargs)
         else:
-            answer = torch.return_types.topk((scores.gather(1, self._routes), self._routes))  # type: ignore[attr-defined]
+            answer = torch.return_types.topk((scores.gather(1, self._routes), self._routes))
         self.chosen.append((k, answer[1]))
         return answer
 

@@ -54,7 +54,7 @@ def routes_of(batch: Batch, source: Tensor, read: Tensor, sizes: Routers | None)
             f"{sizes.layers} layers with a router, each of which chooses {sizes.k} of {sizes.experts}; the sampler has "
             f"to have the trainer's model, or {_LIVE}"
         )
-    found = column[source]
+    found: Tensor = column[source]
     _check(batch, found[read], source[read], sizes.experts)
     found[~read] = torch.arange(sizes.k, dtype=found.dtype)
     return found
@@ -101,12 +101,13 @@ def where_routed(wanted: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]
     tensor([[False,  True, False]])
     """
 
-    def some(batch: Batch) -> Tensor:
+    def where(batch: Batch) -> Tensor:
         every = wanted(batch)
         if not {"routes", "loss_mask"} <= set(batch.keys()):
             return every
         there = (batch["routes"] != NOWHERE).flatten(-2).all(-1).cumprod(-1).bool()
         before = torch.cat([torch.ones_like(there[..., :1]), there[..., :-1]], -1)
-        return every & (before | batch["loss_mask"])
+        some: Tensor = every & (before | batch["loss_mask"])
+        return some
 
-    return some
+    return where

@@ -14,7 +14,7 @@ from nrl.errors import ConfigError, PlacementError
 from nrl.runtime.executables.registry import Executable, executable
 from nrl.runtime.mesh.placement import Mesh, Slots
 
-__all__ = ["check", "prepare", "with_defaults"]
+__all__ = ["check", "prepare", "with_defaults", "with_routes"]
 
 _ALWAYS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine runs in this process
 _ENVIRONMENT = {

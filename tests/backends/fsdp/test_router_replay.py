@@ -246,7 +246,7 @@ def routed(batch: Batch, seed: int = 7, layers: int = 2, experts: int = 8) -> Ba
 
 
 def gradients(mesh: DeviceMesh | None, batch: Batch, max_tokens: int = 40, **options: Any) -> dict[str, Tensor]:
-    settings = {"packing": nrl.Rectangles, "checkpointing": False, "compile": False} | options
+    settings: dict[str, Any] = {"packing": nrl.Rectangles, "checkpointing": False, "compile": False} | options
     made = TorchEngine(SMALL, PLAIN, device=torch.device("cpu"), mesh=mesh, **settings)
     state = made.init()
     before = whole(made, state.module)
@@ -339,6 +339,7 @@ def test_a_process_that_idles_routes_as_it_likes(two: Processes) -> None:
         assert_close(found, by_hand(batch), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler imports what it calls deprecated, and knows no grouped products
 def test_compiled_layers_replay_too(sample: Batch) -> None:
     made = [
@@ -482,3 +483,24 @@ def test_publish_compares_log_probabilities_with_the_same_routes(local: Cluster,
         sampler = EnginePool("noisy", [local.reserve(1).mesh()], make, model, Sampling(), tolerance=1e-4)
         with nullcontext() if routes else pytest.raises(WeightMismatch):
             nrl.publish(params, sampler)
+
+
+@pytest.mark.ray
+def test_routes_travel_through_ray(on_ray: Cluster, tmp_path: Path) -> None:
+    """From a sampler through the program to a trainer of two processes: with the numbers of the local cluster."""
+    mine, other = (nearly_tied(KINDS["qwen3_moe"], tmp_path, seed) for seed in (0, 1))
+    found = []
+    with nrl.cluster("local") as here:
+        for slots in (here.reserve(3), on_ray.reserve(3)):
+            sampler = hf.sampler(slots[2:], other, Sampling(temperature=0.8, max_new_tokens=10), routes=True)
+            batch = advantages(nrl.rollout(sampler, single_turn(reward), tasks(4), n=4))
+            trainer = fsdp.trainer(slots[:2], mine, adamw(lr=1e-3), max_tokens=64)
+            state = trainer.init()
+            logprobs = trainer.logprobs(state.params, batch).result()
+            state, metrics = trainer.train_step(grpo_loss)(state, batch, old_logprobs=logprobs)
+            found.append((batch, logprobs, finalize(metrics.result())))
+    (batch, expected, numbers), (others, logprobs, metrics) = found
+    assert torch.equal(others["routes"], batch["routes"])
+    torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-4)
+    assert metrics["mismatch/max_abs"] < 1e-4
+    assert metrics["grad_norm"] == pytest.approx(numbers["grad_norm"], rel=1e-3)
