@@ -317,7 +317,7 @@ def nrl_worker(cfg: dict[str, Any]) -> None:
         sampler.generate = clock.wrap("generate", sampler.generate)
         step = clock.wrap("train", trainer.train_step(grpo_loss))
         tasks = data.tasks(cfg["data"], seed=cfg["seed"], shuffle=False, chat=False)
-        env = single_turn(lambda task, text: _trl.reward(text))
+        env = single_turn(lambda task, trace: _trl.reward(trace.text))
         groups = nrl.rollouts(sampler, env, tasks, n=cfg["group"], seed=cfg["seed"])
         stream = nrl.ahead(nrl.batched(groups, cfg["prompts"]), 0)
         last: dict[str, Any] | None = None

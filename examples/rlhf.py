@@ -13,7 +13,7 @@ import nrl
 from nrl import Layout, algos, config, data, tiny
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw, load_tokenizer
 from nrl.checkpoint import Checkpoints
-from nrl.envs import Environment, Step, Task, number, single_turn
+from nrl.envs import Environment, Step, Task, Trace, Turn, number, single_turn
 from nrl.errors import ConfigError
 
 
@@ -70,9 +70,10 @@ def main(cfg: Config) -> None:
             verdicts = rewarder.load()
         verify = nrl.scored_by(verdicts, load_tokenizer(judge))
 
-        async def answer(task: Task, response: str) -> Step:
-            known = {"right": number(task, response)} if "answer" in task else {}  # which the policy is not told
-            return Step(task, await verify(task, response), info=known)
+        async def answer(task: Task, turn: Turn) -> Step:
+            trace = Trace(task["prompt"], [turn])
+            known = {"right": float(number(task, trace).reward)} if "answer" in task else {}  # the policy is not told
+            return Step(task, await verify(task, trace), info=known)
 
         env = Environment(single_turn(verify).reset, answer)
         stream = nrl.batched(nrl.rollouts(sampler, env, tasks, n=cfg.group_size, seed=cfg.seed), cfg.prompts)

@@ -23,7 +23,7 @@ from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss, sft_loss
 from nrl.backends import Sampling, adamw, fsdp, hf
 from nrl.checkpoint import Checkpoints
-from nrl.envs import Task, single_turn
+from nrl.envs import Task, Trace, single_turn
 from nrl.errors import LostActor
 from nrl.reduce import Max, Metrics, Min
 from nrl.runtime import Cluster, Future, Mesh, P, shard_map
@@ -63,9 +63,9 @@ def main(cfg: Config) -> None:
         trainer.export(state.params, run.out / "model")
 
 
-def unlike(task: Task, response: str) -> float:
+def unlike(task: Task, trace: Trace) -> float:
     """A reward that answers seldom share, so that every step has a gradient."""
-    return float(sum(map(ord, response)) % 97)
+    return float(sum(map(ord, trace.text)) % 97)
 
 
 def ahead(out: str) -> None:

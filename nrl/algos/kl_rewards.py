@@ -6,6 +6,7 @@ gives the gradient of the reverse less that of the forward KL, and `k2` that of 
 case: there, avoid `k1`. Source: https://arxiv.org/abs/2506.09477.
 """
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -53,7 +54,10 @@ def _penalties(batch: TensorDict, penalty: Penalty, reader: str) -> Tensor:
 def token_rewards(batch: Batch, penalty: Penalty | None = None) -> Batch:
     """Add the column ``token_rewards``: the row's reward at its last trained token, less a penalty at each.
 
-        r_t = [t is the row's last token] r - penalty_t
+        r_t = s_t + [t is the row's last token] (r - Σ s) - penalty_t
+
+    where s are the rewards of turns that `nrl.rollout` has put into the column, and 0 without it. So what was added to
+    ``rewards`` since, such as a shaping of the length, is earned at the end.
 
     The penalty applies to the policy that sampled: ``old_logprobs``, else ``rollout_logprobs``. All rows of an episode
     end in its reward. A row without a trained token has none, whatever its reward was; invalid rows have 0.
@@ -83,7 +87,13 @@ def token_rewards(batch: Batch, penalty: Penalty | None = None) -> Batch:
     check_finite(batch, "rewards", reader="token_rewards")
     mask = trained_tokens(batch)
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
-    earned = masked(rewards.unsqueeze(-1).expand(mask.shape), last)
+    turns = (
+        masked(batch["token_rewards"], mask)
+        if "token_rewards" in batch.keys()
+        else torch.zeros_like(rewards)[..., None]
+    )
+    rest = rewards - turns.sum(-1)
+    earned = turns + masked(rest.unsqueeze(-1).expand(mask.shape), last)
     if penalty is not None:
         earned = earned - _penalties(batch, penalty, "token_rewards")
     return assign(batch, token_rewards=earned)

@@ -98,7 +98,9 @@ COLUMNS: dict[str, Column] = {
     "media": Column("ragged", None, "Data writes it, for inputs that are not tokens."),
     "info": Column("ragged", None, "rollout writes it, where the environment reports numbers."),
     "rewards": Column("row", torch.float32, "The environment writes it, in rollout.", entry=(0, 1)),
-    "token_rewards": Column("token", torch.float32, "Add it with nrl.algos.token_rewards(batch, penalty)."),
+    "token_rewards": Column(
+        "token", torch.float32, "rollout writes it, and nrl.algos.token_rewards(batch, penalty) adds what is missing."
+    ),
     "advantages": Column("token", torch.float32, "Add it with nrl.algos.advantages(batch)."),
     "returns": Column("token", torch.float32, "Add it with nrl.algos.gae."),
     "group_ids": Column(
@@ -123,6 +125,7 @@ COLUMNS: dict[str, Column] = {
     ),
     "asked_again": Column("row", torch.int64, "rollout writes it, with a sampler that streams.", 0),
     "valid": Column("row", torch.bool, "rollout writes it.", True),
+    "status": Column("row", torch.int64, "rollout writes it; its name is nrl.envs.STATUSES[status].", 0),
     "truncated": Column("row", torch.bool, "rollout writes it.", False),
     "source": Column("row", torch.int64, "Data writes it where task sources are mixed.", 0),
     "dropped": Column("row", torch.int64, "drop_uniform and fresh write it.", 0),

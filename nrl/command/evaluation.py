@@ -28,7 +28,7 @@ from nrl.backends import SAMPLERS, Model, Sampler, Sampling, load_tokenizer, ope
 from nrl.command import evaluation_folder
 from nrl.command.evaluation_folder import MARK, config_of, digest, digest_of_files
 from nrl.data import FORMATS, Format
-from nrl.envs import VERIFIERS, Task, Verifier
+from nrl.envs import VERIFIERS, Task, Trace, Verifier
 from nrl.envs.contract import TIMEOUT
 from nrl.episodes.grades import Graded, grade, measure
 from nrl.errors import ConfigError, DataError, EnvError, ModelError, NrlError
@@ -235,7 +235,7 @@ def _answered(verifier: Verifier, format: Format) -> Format:
         found = format(row)
         for each in [found] if isinstance(found, Mapping) else found or ():
             try:
-                verifier(each, "")
+                verifier(each, Trace())
             except EnvError as error:
                 raise DataError(str(error)) from error
         return found

@@ -1,13 +1,27 @@
 """Environments and verifiers: ordinary functions, called in this process, elsewhere or behind HTTP.
 
->>> from nrl.envs import Task, number, single_turn
->>> env = single_turn(number)
+>>> from nrl.envs import Task, exact, single_turn
+>>> env = single_turn(exact)
 >>> state, prompt = env.reset({"prompt": "What is 6 * 7?", "answer": "42"})
->>> env.step(state, r"6 * 7 is \\boxed{42}.").reward
+>>> env.step(state, " 42 ").reward
 1.0
 """
 
-from nrl.envs.contract import Env, Environment, Message, Prompt, Step, Task, Turn, Verifier, by_source, single_turn
+from nrl.envs.composing import by_source, gated, judged, of_group, product, single_turn, weighted
+from nrl.envs.contract import (
+    STATUSES,
+    Env,
+    Environment,
+    Message,
+    Prompt,
+    Score,
+    Step,
+    Task,
+    Trace,
+    Turn,
+    Verdict,
+    Verifier,
+)
 from nrl.envs.verifiers import (
     VERIFIERS,
     Extractor,
@@ -20,22 +34,31 @@ from nrl.envs.verifiers import (
 )
 
 __all__ = [
+    "STATUSES",
     "VERIFIERS",
     "Env",
     "Environment",
     "Extractor",
     "Message",
     "Prompt",
+    "Score",
     "Step",
     "Task",
+    "Trace",
     "Turn",
+    "Verdict",
     "Verifier",
     "by_source",
     "exact",
     "extractor",
     "extracts",
     "final_number",
+    "gated",
+    "judged",
     "number",
     "number_or_wrong",
+    "of_group",
+    "product",
     "single_turn",
+    "weighted",
 ]

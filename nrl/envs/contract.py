@@ -1,30 +1,35 @@
 """The contract of environments and verifiers: the types that an episode is made of.
 
-An environment is two functions, `reset` and `step`, each plain or ``async``. They keep nothing between calls except the
-state that they pass on. A verifier is one function of a task and a response; `single_turn` makes an environment of it.
+An environment is functions, `reset`, `step` and, where something has to be given back, `close`, each plain or
+``async``. They keep nothing between calls except the state that they pass on. A verifier is one function of a task and
+what happened, a `Trace`.
 """
 
-import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from types import EllipsisType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import attrs
 
 from nrl.errors import EnvError
 
 __all__ = [
+    "STATUSES",
     "TIMEOUT",
     "Env",
     "Environment",
     "Message",
     "Prompt",
+    "Score",
+    "Status",
     "Step",
     "Task",
+    "Trace",
     "Turn",
+    "Verdict",
     "Verifier",
     "asynchronous",
-    "by_source",
-    "single_turn",
+    "score_of",
     "timeout_of",
 ]
 
@@ -40,8 +45,52 @@ type Prompt = str | Sequence[Message] | Sequence[int]
 type Task = Mapping[str, Any]
 """One row of data: ``"prompt"``, a `Prompt`, and the fields that the verifier reads, such as ``"answer"``."""
 
-type Verifier = Callable[[Task, str], float | Sequence[float] | Awaitable[float | Sequence[float]]]
-"""``(task, response) -> reward``, or several rewards; plain or ``async``. A failure is an exception, never a 0."""
+type Status = Literal["ok", "parse_fail", "timeout", "infra_error", "skipped"]
+"""What became of a verdict: it was found, or the answer could not be read, which is the model's doing; or it took too
+long, something else broke, or it was not asked for. Only of the first two a row is trained on."""
+
+STATUSES: tuple[Status, ...] = get_args(Status.__value__)
+"""In the order in which the column ``status`` numbers them."""
+
+
+class Score(NamedTuple):
+    """A verdict with all that there is to say.
+
+    Args:
+        reward: a number, or several; of a status other than ``"ok"`` and ``"parse_fail"`` it is not read.
+        status: what became of it.
+        components: what the reward is made of, by name, to report.
+
+    >>> Score(0.0, "parse_fail").components
+    {}
+    """
+
+    reward: float | Sequence[float] = 0.0
+    status: Status = "ok"
+    components: Mapping[str, float] = {}
+
+
+type Verdict = float | Sequence[float] | Mapping[str, float] | Score
+"""A reward; several; components by name, whose sum is the reward; or a `Score`."""
+
+
+def score_of(verdict: Verdict) -> Score:
+    """A verdict in full.
+
+    Raises:
+        EnvError: it has a status that does not exist.
+
+    >>> score_of({"right": 1.0, "short": 0.5})
+    Score(reward=1.5, status='ok', components={'right': 1.0, 'short': 0.5})
+    """
+    if isinstance(verdict, Score):
+        if verdict.status not in STATUSES:
+            raise EnvError(f"Score: the status is {verdict.status!r}; give one of {', '.join(STATUSES)}")
+        return verdict
+    if isinstance(verdict, Mapping):
+        components = {str(name): float(value) for name, value in verdict.items()}
+        return Score(sum(components.values()), components=components)
+    return Score(verdict)
 
 
 class Turn(str):
@@ -76,12 +125,51 @@ class Turn(str):
         return str.__str__(self)
 
 
+def _turns(given: Sequence[str]) -> tuple[Turn, ...]:
+    return tuple(turn if isinstance(turn, Turn) else Turn(turn) for turn in given)
+
+
+@attrs.frozen
+class Trace:
+    """What happened in an episode, as a verifier is given it.
+
+    Args:
+        prompt: what the model was asked.
+        turns: what it wrote; plain texts will do.
+        observations: what the environment answered: one fewer than turns, or as many where a limit ended the episode.
+        token_ids: all of it, prompt and observations too; with the token that ended each turn.
+        sampled: for each of these, whether the model sampled it.
+        truncated: whether a length limit ended the episode.
+
+    >>> trace = Trace("2+2=", ["4"])
+    >>> trace.text, len(trace.turns)
+    ('4', 1)
+    """
+
+    prompt: Prompt = ""
+    turns: tuple[Turn, ...] = attrs.field(default=(), converter=_turns)
+    observations: tuple[Any, ...] = attrs.field(default=(), converter=tuple)
+    token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple, repr=False)
+    sampled: tuple[bool, ...] = attrs.field(default=(), converter=tuple, repr=False)
+    truncated: bool = False
+
+    @property
+    def text(self) -> str:
+        """The last answer; empty, if the model wrote nothing."""
+        return self.turns[-1].text if self.turns else ""
+
+
+type Verifier = Callable[[Task, Trace], Verdict | Awaitable[Verdict]]
+"""``(task, trace) -> verdict``, plain or ``async``. A failure is an exception, never a 0."""
+
+
 class Step(NamedTuple):
     """The value of `step`.
 
     Args:
         state: for the next `step`.
-        reward: of this turn; an episode's is the sum over its turns. Several rewards have the same number every turn.
+        reward: of this turn, as a verifier gives it; an episode's is the sum over its turns. Several rewards have the
+            same number every turn. In the column ``token_rewards`` it lies at the turn's last token.
         done: whether the episode ends here.
         observation: if not, the model's next input: text, or token ids.
         info: numbers to report, by name. Those of every step are kept.
@@ -91,7 +179,7 @@ class Step(NamedTuple):
     """
 
     state: Any
-    reward: float | Sequence[float] = 0.0
+    reward: Verdict = 0.0
     done: bool = True
     observation: str | Sequence[int] | None = None
     info: Mapping[str, float] = {}
@@ -100,13 +188,14 @@ class Step(NamedTuple):
 class Env(Protocol):
     """Anything with `reset` and `step`: an `Environment`, a module, an object. Each may be plain or ``async``.
 
-    It may have a ``timeout``, too: the seconds that one call may take, None, or a function from the task to these.
-    Without one it is a minute.
+    It may have more of what an `Environment` has: ``close``, a ``verifier``, and a ``timeout``, the seconds that one
+    call may take, None, or a function from the task to these. Without one it is a minute.
 
     >>> def play(env: Env, task: Task) -> Step:
     ...     state, prompt = env.reset(task)
     ...     return env.step(state, Turn(prompt.upper()))
-    >>> play(single_turn(lambda task, response: float(response == "A")), {"prompt": "a"}).reward
+    >>> from nrl.envs import single_turn
+    >>> play(single_turn(lambda task, trace: float(trace.text == "A")), {"prompt": "a"}).reward
     1.0
     """
 
@@ -120,12 +209,17 @@ class Env(Protocol):
 
 
 class Environment(NamedTuple):
-    """The two functions of an environment, as a value; it is an `Env`.
+    """The functions of an environment, as a value; it is an `Env`.
 
     Args:
-        reset: ``task -> (state, prompt)``.
+        reset: ``task -> (state, prompt)``. The task has a ``"seed"``, an integer that is the same for all episodes of
+            its group, and for every run with the same seed.
         step: ``(state, turn) -> Step``, of a `Turn`.
-        timeout: seconds that one call of either may take, or a function from the task to these; None: no limit. A
+        close: called once with the last state of an episode, however it ended, and never with one that a `reset` which
+            failed did not give; its value is not read. None: there is nothing to give back.
+        verifier: called at the end with the task and the `Trace`, also where a limit ended the episode; its reward is
+            added to those of the steps. None: there is none.
+        timeout: seconds that one call of any may take, or a function from the task to these; None: no limit. A
             call that takes longer makes its row invalid, as an error does.
 
     Guess a number; the state is the number and how many turns are left.
@@ -146,6 +240,8 @@ class Environment(NamedTuple):
 
     reset: Callable[[Task], tuple[Any, Prompt] | Awaitable[tuple[Any, Prompt]]]
     step: Callable[[Any, Any], Step | Awaitable[Step]]
+    close: Callable[[Any], Any] | None = None
+    verifier: Verifier | None = None
     timeout: float | Callable[[Task], float | None] | None = TIMEOUT
 
 
@@ -165,104 +261,3 @@ def timeout_of(env: Env, task: Task) -> float | None:
 def asynchronous(fn: Any) -> bool:
     """Whether a call only makes a coroutine."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(type(fn), "__call__", None))  # noqa: B004
-
-
-def single_turn(verifier: Verifier, *, timeout: float | EllipsisType | None = ...) -> Environment:
-    """The environment that asks a task's prompt, and rewards the answer with the verifier's number.
-
-    Args:
-        verifier: plain or ``async``; `step` is of the same kind.
-        timeout: seconds that one call of it may take; None: no limit. Left out, the verifier's attribute ``timeout``,
-            or a minute if it has none.
-
-    Returns:
-        An environment whose state is the task.
-
-    Raises:
-        EnvError: by `reset`, if a task has no ``"prompt"``.
-
-    >>> env = single_turn(lambda task, response: float(response == task["answer"]))
-    >>> state, prompt = env.reset({"prompt": "2+2=", "answer": "4"})
-    >>> prompt, env.step(state, "4").reward
-    ('2+2=', 1.0)
-    """
-
-    def reset(task: Task) -> tuple[Task, Prompt]:
-        if "prompt" not in task:
-            raise EnvError(
-                f"single_turn: the task has no 'prompt', only {', '.join(map(repr, task)) or 'nothing'}; "
-                "name the column that holds what the model is asked 'prompt'"
-            )
-        return task, task["prompt"]
-
-    names = functools.wraps(verifier, assigned=(), updated=())  # so that messages name the verifier
-
-    @names
-    def step(state: Task, turn: Turn) -> Step | Awaitable[Step]:
-        reward: Any = verifier(state, turn)
-        return _later(state, reward) if inspect.isawaitable(reward) else Step(state, reward)
-
-    @names
-    async def later(state: Task, turn: Turn) -> Step:
-        return await _later(state, verifier(state, turn))  # type: ignore[arg-type]
-
-    seconds = getattr(verifier, "timeout", TIMEOUT) if isinstance(timeout, EllipsisType) else timeout
-    return Environment(reset, later if asynchronous(verifier) else step, seconds)
-
-
-def by_source(*envs: Env) -> Environment:
-    """Choose the environment of each task by the task's ``"source"``, its place among the arguments.
-
-    Args:
-        envs: in the order of the streams that `nrl.data.mixture` mixes.
-
-    Returns:
-        An environment whose state is the place and the chosen environment's own state. Each keeps its own timeout.
-
-    Raises:
-        EnvError: by `reset`, if a task has no ``"source"``, or one without an environment.
-
-    >>> sums, letters = (single_turn(lambda task, response, x=x: x) for x in (1.0, 2.0))
-    >>> env = by_source(sums, letters)
-    >>> state, prompt = env.reset({"prompt": "b", "source": 1})
-    >>> prompt, env.step(state, "B").reward
-    ('b', 2.0)
-    """
-
-    def reset(task: Task) -> Any:
-        source = task.get("source")
-        if not isinstance(source, int) or not 0 <= source < len(envs):
-            raise EnvError(
-                f"by_source: the task has the source {source!r}, and there are {len(envs)} environments; mix tasks "
-                "with nrl.data.mixture, in the order of the environments"
-            )
-        found: Any = envs[source].reset(task)
-        return _begun(source, found) if inspect.isawaitable(found) else ((source, found[0]), found[1])
-
-    def step(state: tuple[int, Any], turn: Turn) -> Any:
-        source, own = state
-        found: Any = envs[source].step(own, turn)
-        return _stepped(source, found) if inspect.isawaitable(found) else found._replace(state=(source, found.state))
-
-    def timeout(task: Task) -> float | None:
-        source = task.get("source")
-        if not isinstance(source, int) or not 0 <= source < len(envs):
-            return TIMEOUT  # `reset` reports it
-        return timeout_of(envs[source], task)
-
-    reset.__name__, step.__name__ = "an environment's reset", "an environment's step"
-    return Environment(reset, step, timeout)
-
-
-async def _begun(source: int, found: Awaitable[tuple[Any, Prompt]]) -> tuple[tuple[int, Any], Prompt]:
-    state, prompt = await found
-    return (source, state), prompt
-
-
-async def _stepped(source: int, found: Awaitable[Step]) -> Step:
-    taken = await found
-    return taken._replace(state=(source, taken.state))
-
-
-async def _later(state: Task, reward: Awaitable[float | Sequence[float]]) -> Step:
-    return Step(state, await reward)

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from nrl.backends import Params
 from nrl.batch import Batch, concatenate
 from nrl.data import supervised
-from nrl.envs import Task
+from nrl.envs import Task, Trace
 from nrl.errors import EnvError
 
 __all__ = ["scored_by"]
@@ -33,12 +33,13 @@ def scored_by(params: Params, tokenizer: Any) -> Callable[[Task, str], Coroutine
         EnvError: (when called) the task has no ``"prompt"``.
 
     >>> import nrl
+    >>> from nrl.envs import Trace
     >>> from nrl import tiny
     >>> from nrl.backends import adamw, fsdp
     >>> with nrl.cluster("local") as cluster:
     ...     judge = fsdp.trainer(cluster.reserve(1), tiny.model(head="reward"), adamw(lr=1e-3))
     ...     verify = scored_by(judge.load(), tiny.tokenizer())
-    ...     asyncio.run(verify({"prompt": "1+1="}, "2"))  # a head that has not been trained says 0
+    ...     asyncio.run(verify({"prompt": "1+1="}, Trace("1+1=", ["2"])))  # a head that has not been trained says 0
     0.0
     """
     everybody: WeakKeyDictionary[Any, list[tuple[Batch, asyncio.Future[float]]]] = WeakKeyDictionary()  # by their loop
@@ -57,10 +58,10 @@ def scored_by(params: Params, tokenizer: Any) -> Callable[[Task, str], Coroutine
         for (_, answer), reward in zip(asked, rewards, strict=True):
             answer.set_result(reward)
 
-    async def verify(task: Task, response: str) -> float:
+    async def verify(task: Task, trace: Trace) -> float:
         if "prompt" not in task:
             raise EnvError(f"scored_by: the task has no 'prompt', only {', '.join(map(repr, task)) or 'nothing'}")
-        row = supervised([{"prompt": task["prompt"], "response": response}], tokenizer)
+        row = supervised([{"prompt": task["prompt"], "response": trace.text}], tokenizer)
         loop = asyncio.get_running_loop()
         waiting = everybody.setdefault(loop, [])
         if not waiting:

@@ -27,7 +27,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from nrl.envs.contract import Task, Verifier
+from nrl.envs.contract import Score, Task, Trace, Verifier
 from nrl.errors import EnvError
 
 __all__ = ["VERIFIERS", "Extractor", "exact", "extractor", "extracts", "final_number", "number", "number_or_wrong"]
@@ -43,8 +43,8 @@ def extracts[V: Callable[..., Any]](extract: Extractor) -> Callable[[V], V]:
         extract: from a response to the answer as text, or None. Responses with equal answers get equal rewards.
 
     >>> @extracts(lambda response: response.strip().lower() or None)
-    ... def same_word(task, response):
-    ...     return float(response.strip().lower() == task["answer"])
+    ... def same_word(task, trace):
+    ...     return float(trace.text.strip().lower() == task["answer"])
     >>> extractor(same_word)(" Paris")
     'paris'
     """
@@ -61,19 +61,19 @@ def extractor(verifier: Verifier) -> Extractor | None:
 
     >>> extractor(number)("It is 6 * 7 = 42.0."), extractor(exact)(" Paris ")
     ('42', 'Paris')
-    >>> extractor(lambda task, response: 1.0)
+    >>> extractor(lambda task, trace: 1.0)
     """
     found: Extractor | None = getattr(verifier, "extract", None)
     return found
 
 
 @extracts(str.strip)
-def exact(task: Task, response: str) -> float:
+def exact(task: Task, trace: Trace) -> float:
     """1 if the response is the answer, up to white space around either; otherwise 0.
 
     Args:
         task: ``"answer"`` is a string or a number, which is compared as Python writes it.
-        response: the model's text.
+        trace: its last answer is read.
 
     Returns:
         1.0 or 0.0.
@@ -81,11 +81,11 @@ def exact(task: Task, response: str) -> float:
     Raises:
         EnvError: the task has no such ``"answer"``.
 
-    >>> exact({"answer": "Paris"}, " Paris\\n"), exact({"answer": 4}, "4"), exact({"answer": "4"}, "four")
-    (1.0, 1.0, 0.0)
+    >>> exact({"answer": "Paris"}, Trace("", [" Paris\\n"])), exact({"answer": "4"}, Trace("", ["four"]))
+    (1.0, 0.0)
     """
     answer = _answer("exact", task)
-    return float(response.strip() == str(answer).strip())
+    return float(trace.text.strip() == str(answer).strip())
 
 
 def final_number(response: str) -> str | None:
@@ -105,26 +105,26 @@ def final_number(response: str) -> str | None:
 
 
 @extracts(final_number)
-def number(task: Task, response: str) -> float:
+def number(task: Task, trace: Trace) -> Score:
     r"""1 if the final number of the response equals the answer's; otherwise 0. The module's docstring has the rules.
 
     Args:
         task: ``"answer"`` is a number, a string that holds one number (``"42"``, ``"$1,234.50"``, ``"\\boxed{42}"``),
             or a solution that ends in ``#### 42``. A ``float`` stands for the decimal that Python writes for it.
-        response: the model's text.
+        trace: its last answer is read.
 
     Returns:
-        1.0 or 0.0; 0.0 too if the response has no number.
+        A reward of 1 or 0; if the answer has no number 0, with the status ``"parse_fail"``.
 
     Raises:
         EnvError: the task has no ``"answer"``, or no number can be read from it.
 
-    >>> number({"answer": "6 * 7 = 42\n#### 42"}, "The answer is $42.00.")
+    >>> number({"answer": "6 * 7 = 42\n#### 42"}, Trace("", ["The answer is $42.00."])).reward
     1.0
-    >>> number({"answer": 1234}, r"So \boxed{1{,}234} apples, of which 5 are left.")
+    >>> number({"answer": 1234}, Trace("", [r"So \boxed{1{,}234} apples, of which 5 are left."])).reward
     1.0
-    >>> number({"answer": "12"}, "1,2"), number({"answer": "12"}, "I do not know.")
-    (0.0, 0.0)
+    >>> number({"answer": "12"}, Trace("", ["I do not know."]))
+    Score(reward=0.0, status='parse_fail', components={})
 
     Source: the format ``#### 42`` is that of Cobbe et al., 2021, "Training Verifiers to Solve Math Word Problems".
     """
@@ -137,11 +137,11 @@ def number(task: Task, response: str) -> float:
             "be read; give a number, or a solution that ends in '#### 42'; or let every response to it count as wrong, "
             "by number_or_wrong"
         )
-    return float(_final(response) == expected)
+    return _score(trace, expected)
 
 
 @extracts(final_number)
-def number_or_wrong(task: Task, response: str) -> float:
+def number_or_wrong(task: Task, trace: Trace) -> Score:
     r"""`number`; but if no number can be read from the right answer, every response is wrong.
 
     For sources with some answers that are no numbers, such as expressions, names or intervals. `number` fails on them,
@@ -150,19 +150,24 @@ def number_or_wrong(task: Task, response: str) -> float:
 
     Args:
         task: has an ``"answer"``, a string or a number.
-        response: the model's text.
+        trace: its last answer is read.
 
     Returns:
-        1.0 or 0.0.
+        As `number`.
 
     Raises:
         EnvError: the task has no such ``"answer"``.
 
-    >>> number_or_wrong({"answer": "42"}, "It is 42."), number_or_wrong({"answer": r"3\sqrt{2}"}, r"It is 3\sqrt{2}.")
+    >>> traces = Trace("", ["It is 42."]), Trace("", [r"It is 3\sqrt{2}."])
+    >>> number_or_wrong({"answer": "42"}, traces[0]).reward, number_or_wrong({"answer": r"3\sqrt{2}"}, traces[1]).reward
     (1.0, 0.0)
     """
-    expected = _expected(_answer("number_or_wrong", task))
-    return float(expected is not None and _final(response) == expected)
+    return _score(trace, _expected(_answer("number_or_wrong", task)))
+
+
+def _score(trace: Trace, expected: Fraction | None) -> Score:
+    found = _final(trace.text)
+    return Score(float(expected is not None and found == expected), "ok" if found is not None else "parse_fail")
 
 
 VERIFIERS: Mapping[str, Verifier] = {"exact": exact, "number": number, "number_or_wrong": number_or_wrong}

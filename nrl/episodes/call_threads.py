@@ -44,6 +44,7 @@ class UserCall:
     timeout: float | None
     context: contextvars.Context
     answer: "asyncio.Future[Any]"  # on the caller's loop
+    unwanted: Callable[[Any], Any] | None = None  # gets the value of a plain function that nobody waits for any more
     name: str = attrs.field(default=attrs.Factory(lambda self: _name(self.fn), takes_self=True))
     asked: float = 0.0
     began: float | None = None
@@ -67,6 +68,8 @@ class UserCall:
         try:
             _wait_until_left(self.context)
             self.value = self.context.run(self.fn, *self.args)
+            if self.unwanted is not None and (self.given_up or self.answer.cancelled()):
+                self.context.run(self.unwanted, self.value)
         except BaseException as error:
             self._fail(error)
 

@@ -4,6 +4,7 @@ An episode is kept as token ids from first to last. Sampled tokens are never dec
 appends.
 """
 
+import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -15,17 +16,20 @@ from torch import Tensor
 from nrl.backends.base import Completion
 from nrl.data import render
 from nrl.envs import Env, Step, Task
-from nrl.envs.contract import Prompt, Turn
+from nrl.envs.contract import Prompt, Status, Trace, Turn, Verdict, score_of
 from nrl.episodes.user_errors import Failed, error_text
 from nrl.episodes.verifier_calls import Caller, calling
-from nrl.errors import DataError, EnvError, LostRequest
+from nrl.errors import EnvError, LostRequest
 
-__all__ = ["Episode", "Generate", "play", "run_episode"]
+__all__ = ["TRAINED", "Episode", "Generate", "failed", "play", "run_episode"]
 
 type Generate = Callable[[list[int]], Awaitable[Completion]]
 """Asks the policy to continue token ids."""
 
 _LARGEST = torch.finfo(torch.float32).max
+
+TRAINED: tuple[Status, ...] = ("ok", "parse_fail")
+"""The statuses of verdicts that are trained on."""
 
 
 @attrs.define
@@ -37,12 +41,18 @@ class Episode:
         sampled: for each token, whether the policy sampled it.
         logprobs: for each token, the sampler's log-probability in nats; 0 for tokens that it did not sample.
         reward: the sum over turns; several, if the environment gives several.
+        turn_rewards: each turn's reward, and the place of the last token that the policy sampled until then.
+        components: what the rewards are made of, by name, where the environment says so.
+        status: what became of the verdict.
         truncated: whether a length limit stopped it.
         version: of the oldest weights that sampled it.
         versions: for each token, the version of the weights that sampled it; -1 for tokens that were not sampled.
         again: how often the sampler was asked again, for example because an engine died.
         failure: why the episode does not count; None: it counts.
         info: for each step of the environment, the numbers that it reported.
+        prompt: what the policy was asked.
+        turns: what it wrote.
+        observations: what the environment answered.
         routes: ``[n, layers, k]`` int16, the experts of the first n tokens, where they were recorded: of each token
             those that the sampler chose first, with which it computed the log-probabilities.
     """
@@ -51,12 +61,44 @@ class Episode:
     sampled: list[bool] = attrs.field(factory=list)
     logprobs: list[float] = attrs.field(factory=list)
     reward: float | tuple[float, ...] = 0.0
+    turn_rewards: list[tuple[int, float | tuple[float, ...]]] = attrs.field(factory=list)
+    components: dict[str, float] = attrs.field(factory=dict)
+    status: Status = "ok"
     truncated: bool = False
     version: int | None = None
     versions: list[int] = attrs.field(factory=list)
     again: int = 0
     failure: str | None = None
     info: list[dict[str, float]] = attrs.field(factory=list)
+    prompt: Prompt = ""
+    turns: list[Turn] = attrs.field(factory=list)
+    observations: list[Any] = attrs.field(factory=list)
+
+    @property
+    def trace(self) -> Trace:
+        """What a verifier is given."""
+        turns, seen = tuple(self.turns), tuple(self.observations)
+        return Trace(self.prompt, turns, seen, tuple(self.token_ids), tuple(self.sampled), self.truncated)
+
+    def earn(self, verdict: Verdict) -> None:
+        """Add a verdict, as of the last token that the policy has sampled."""
+        score = score_of(verdict)
+        if score.status not in TRAINED:
+            self.fail(f"Score: the verdict's status is '{score.status}'", score.status)
+            return
+        before = self.reward
+        self.reward = _add(before, score.reward)
+        last = len(self.sampled) - 1 - self.sampled[::-1].index(True) if any(self.sampled) else 0
+        self.turn_rewards.append((last, _add(0.0, score.reward)))
+        for name, value in score.components.items():
+            self.components[name] = self.components.get(name, 0.0) + float(value)
+        self.status = score.status if self.status == "ok" else self.status
+
+    def fail(self, why: str, status: Status = "infra_error") -> None:
+        """Say that the episode does not count, and why, unless it failed already."""
+        if self.failure is None:
+            self.failure, self.status = why, status
+
     routes: Tensor | None = None
 
     def append(self, tokens: Sequence[int], completion: Completion | None = None) -> None:
@@ -82,12 +124,13 @@ async def run_episode(generate: Generate, env: Env, task: Task, *, tokenizer: An
     """Run one episode to its end.
 
     The episode fails if the environment raises anything (`SystemExit` too), if one of its calls takes longer than its
-    ``timeout``, if a reward is NaN or infinite in float32, or if the prompt fills the context. A failed episode is
-    counted and not trained on, and never passes for a reward of 0.
+    ``timeout``, if a reward is NaN or infinite in float32, if a verdict's status says so, or if the prompt fills the
+    context. A failed episode is counted and not trained on, and never passes for a reward of 0. However it ends, also
+    by an interrupt, ``close`` is called once with the last state; that it fails is said, and changes nothing.
 
     Args:
         generate: asks the policy to continue token ids.
-        env: two functions, each plain or ``async``; they are called in other threads.
+        env: functions, each plain or ``async``; they are called in other threads.
         task: the argument of ``env.reset``.
         tokenizer: renders prompts and decodes sampled tokens.
         context_length: the most tokens that an episode may have.
@@ -121,43 +164,58 @@ async def play(
     call: Caller,
 ) -> Episode:
     """Run one episode of many: `run_episode`, with the rollout's own ``render`` and ``call``."""
-    episode = Episode()
+    episode, held = Episode(), list[Any]()  # the state, while there is one
+    verifier = getattr(env, "verifier", None)
 
-    async def reset() -> Any:
-        state, prompt = await call(env.reset, task)
-        episode.append(render(prompt, tokenizer))
+    async def reset() -> None:
+        state, episode.prompt = await call.reset(env.reset, task)
+        held[:] = [state]
+        episode.append(render(episode.prompt, tokenizer))
         if len(episode.token_ids) >= context_length:
-            raise DataError(f"the prompt has {len(episode.token_ids)} tokens and fills the context of {context_length}")
-        return state
+            episode.fail(
+                f"DataError: the prompt has {len(episode.token_ids)} tokens and fills the context of {context_length}",
+                "skipped",
+            )
 
-    async def step(state: Any, tokens: Sequence[int], truncated: bool) -> Step:
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        taken = await call(env.step, state, Turn(text, tokens, "length" if truncated else "stop"))
+    async def step(turn: Turn) -> Step:
+        taken = await call(env.step, held[0], turn)
         if not isinstance(taken, Step):
             raise EnvError(f"the environment's step returned {type(taken).__name__}; return a Step(state, reward, ...)")
-        episode.reward = _add(episode.reward, taken.reward)
+        held[:] = [taken.state]
+        episode.earn(taken.reward)
         episode.info.append({str(key): float(value) for key, value in taken.info.items()})
         if not taken.done:
+            episode.observations.append(taken.observation)
             episode.append(_observed(taken.observation, tokenizer))
         return taken
 
+    async def judge() -> None:
+        episode.earn(await call(verifier, task, episode.trace))
+
     # The environment is the user's code, so it may fail without ending the run. The sampler's errors are passed on
-    state = await _guarded(reset(), episode)
-    while episode.failure is None:
-        try:
-            completion = await generate(episode.token_ids)
-        except LostRequest as error:
-            episode.failure = error_text(error)
-            break
-        tokens = completion.token_ids.tolist()
-        episode.append(tokens, completion)
-        taken = await _guarded(step(state, tokens, completion.truncated), episode)
-        if taken is None or taken.done:
-            break
-        state = taken.state
-        if len(episode.token_ids) >= context_length:
-            episode.truncated = True
-            break
+    try:
+        await _guarded(reset(), episode)
+        while episode.failure is None:
+            try:
+                completion = await generate(episode.token_ids)
+            except LostRequest as error:
+                episode.fail(error_text(error))
+                break
+            tokens = completion.token_ids.tolist()
+            episode.append(tokens, completion)
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            episode.turns.append(Turn(text, tokens, "length" if completion.truncated else "stop"))
+            taken = await _guarded(step(episode.turns[-1]), episode)
+            if taken is None or taken.done:
+                break
+            if len(episode.token_ids) >= context_length:
+                episode.truncated = True
+                break
+        if episode.failure is None and verifier is not None and not getattr(verifier, "of_group", False):
+            await _guarded(judge(), episode)
+    finally:
+        if held:
+            await _close(call.close(held[0]))
     for per_token in (episode.token_ids, episode.sampled, episode.logprobs, episode.versions):
         del per_token[context_length:]
     return episode
@@ -167,8 +225,21 @@ async def _guarded[T](work: Awaitable[T], episode: Episode) -> T | None:
     try:
         return await work
     except Exception as error:
-        episode.failure = str(error) if isinstance(error, Failed) else error_text(error)
+        failed(error, episode)
         return None
+
+
+def failed(error: Exception, episode: Episode) -> None:
+    """Note what a call of an environment's function raised."""
+    text = str(error) if isinstance(error, Failed) else error_text(error)
+    episode.fail(text, "timeout" if text.startswith("TimeoutError") else "infra_error")
+
+
+async def _close(work: Awaitable[Any]) -> None:
+    try:
+        await work
+    except Failed as error:
+        warnings.warn(f"rollout: an environment's close failed, and its row stays as it is: {error}", stacklevel=2)
 
 
 def _add(a: float | tuple[float, ...], b: Any) -> float | tuple[float, ...]:

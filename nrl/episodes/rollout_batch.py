@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Sequence
 from concurrent import futures
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,12 +21,12 @@ from nrl.batch import Batch, assign
 from nrl.batch.ragged import ragged
 from nrl.data import render
 from nrl.envs import Env, Task
-from nrl.envs.contract import Prompt
+from nrl.envs.contract import STATUSES, Prompt
 from nrl.episodes.call_threads import stuck
-from nrl.episodes.episode import Episode, play
+from nrl.episodes.episode import Episode, failed, play
 from nrl.episodes.requests import requests_to
 from nrl.episodes.verifier_calls import Caller, calling
-from nrl.errors import DataError
+from nrl.errors import DataError, EnvError
 from nrl.runtime.threads import Daemons
 
 __all__ = ["rollout", "rows_and_failures"]
@@ -57,7 +57,9 @@ def rollout(
         A batch ``[len(tasks) * n, T]`` with ``input_ids``, ``attention_mask``, ``loss_mask``, ``rollout_logprobs``,
         ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``, ``truncated``, with
         ``source`` where tasks have one, of a sampler that streams ``versions`` (of each token; -1 where it was not
-        sampled) and ``asked_again``, and of one that records them ``routes``. Of the environment's own numbers
+        sampled) and ``asked_again``, and of one that records them ``routes``. ``status`` is the place of a row's among
+        `nrl.envs.STATUSES`; ``token_rewards`` are the rewards of turns, at the last token of each, where a reward is
+        one number; ``reward/<name>`` are components of rewards. Of the environment's own numbers
         ``env/<name>`` is the last that an episode reported; ``("info", <name>)`` is ragged and has those of every step,
         NaN where it reported none.
 
@@ -85,6 +87,7 @@ def rows_and_failures(
     if not tasks or n < 1:
         raise DataError(f"rollout: {len(tasks)} tasks with n={n}; there must be at least one of each")
     seeds = [_seed(seed, first_group + group, place) for group in range(len(tasks)) for place in range(n)]
+    tasks = [{"seed": _seed(seed, first_group + group), **task} for group, task in enumerate(tasks)]
     streams, routes = capabilities(sampler).streams, capabilities(sampler).routes
     requests = requests_to(sampler, sampling, seeds)
     rendered: dict[str, list[int]] = {}
@@ -109,11 +112,13 @@ def rows_and_failures(
             running = [asyncio.create_task(one(index, call)) for index, call in enumerate(calls)]
             try:
                 await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
-                return [episode.result() for episode in running if episode.done()]
-            finally:  # mark errors as seen, so that asyncio does not log them: an interrupt goes its own way
+                found = [episode.result() for episode in running if episode.done()]
+                await _judged(env, tasks, [found[at : at + n] for at in range(0, len(found), n)], calls[::n])
+                return found
+            finally:  # states are closed; errors are seen, so that asyncio does not log them
                 for episode in running:
-                    if episode.done() and not episode.cancelled():
-                        episode.exception()
+                    episode.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
 
     sources = _sources(tasks)
     episodes = _run(every())
@@ -133,6 +138,31 @@ def rows_and_failures(
     return assign(batch, **columns), failures
 
 
+async def _judged(
+    env: Env, tasks: Sequence[Task], groups: Sequence[Sequence[Episode]], calls: Sequence[Caller]
+) -> None:
+    """Ask a verifier of whole groups, if the environment has one."""
+    verifier = getattr(env, "verifier", None)
+    if not getattr(verifier, "of_group", False):
+        return
+
+    async def judge(task: Task, group: Sequence[Episode], call: Caller) -> None:
+        live = [episode for episode in group if episode.failure is None]
+        if not live:
+            return
+        try:
+            verdicts = list(await call(verifier, task, [episode.trace for episode in live]))
+            if len(verdicts) != len(live):
+                raise EnvError(f"the verifier of a group gave {len(verdicts)} verdicts for {len(live)} episodes")
+            for episode, verdict in zip(live, verdicts, strict=True):
+                episode.earn(verdict)
+        except Exception as error:
+            for episode in live:
+                failed(error, episode)
+
+    await asyncio.gather(*map(judge, tasks, groups, calls))
+
+
 def _sources(tasks: Sequence[Task]) -> list[int] | None:
     if not any("source" in task for task in tasks):
         return None
@@ -150,7 +180,7 @@ def _check_rewards(episodes: Sequence[Episode]) -> None:
     first = next((size for size, episode in zip(sizes, episodes, strict=True) if episode.failure is None), 0)
     for size, episode in zip(sizes, episodes, strict=True):
         if episode.failure is None and size != first:
-            episode.failure = (
+            episode.fail(
                 f"EnvError: the reward is {episode.reward}, and other episodes have "
                 f"{f'{first} rewards' if first else 'one number'}; give every episode as many"
             )
@@ -211,9 +241,32 @@ def _rows(episodes: Sequence[Episode], version: int, temperature: float) -> Batc
         "rewards": torch.tensor([nothing if e.failure else e.reward for e in episodes], dtype=torch.float32),
         "version": torch.tensor([version if e.version is None else e.version for e in episodes]),
         "valid": valid,
+        "status": torch.tensor([STATUSES.index(episode.status) for episode in episodes]),
         "truncated": torch.tensor([episode.truncated for episode in episodes]),
     }
-    return assign(Batch({}, batch_size=[size]), **columns, **_reported(episodes))
+    if not several:
+        columns["token_rewards"] = _at_turns(episodes, width)
+    return assign(Batch({}, batch_size=[size]), **columns, **_components(episodes), **_reported(episodes))
+
+
+def _at_turns(episodes: Sequence[Episode], width: int) -> Tensor:
+    """``[B, T]`` float32, each turn's reward at its last token; invalid rows have 0."""
+    found = torch.zeros(len(episodes), width)
+    for row, episode in enumerate(episodes):
+        for at, reward in episode.turn_rewards if episode.failure is None else ():
+            found[row, min(at, width - 1)] += cast(float, reward)
+    return found
+
+
+def _components(episodes: Sequence[Episode]) -> dict[str, Tensor]:
+    """What rewards are made of; NaN where a row has no such component."""
+    names = sorted({name for episode in episodes for name in episode.components})
+    return {
+        f"reward/{name}": torch.tensor(
+            [e.components.get(name, math.nan) if not e.failure else math.nan for e in episodes]
+        )
+        for name in names
+    }
 
 
 def _reported(episodes: Sequence[Episode]) -> dict[str, Any]:

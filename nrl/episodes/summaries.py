@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nrl.batch import Batch, require
+from nrl.envs import STATUSES
 from nrl.errors import BatchError
 from nrl.reduce import Max, Mean, Metrics, Sum, prefixed
 
@@ -31,7 +32,8 @@ def summary(batch: Batch) -> Metrics:
     - ``truncated``: the fraction of valid rows that hit a length limit.
     - ``invalid``, ``dropped``: numbers of rows.
     - ``asked_again``: requests that were asked again because an engine died or its work was thrown away.
-    - ``env/<name>``: means of the environment's own numbers.
+    - ``env/<name>``: means of the environment's own numbers; ``reward/<name>`` of the components of rewards.
+    - ``status/<name>``: rows whose verdict was not ``"ok"``, by what became of it.
 
     Without rows, means are NaN and maxima minus infinity, which merges with others without an effect.
 
@@ -66,8 +68,10 @@ def summary(batch: Batch) -> Metrics:
     }
     if "asked_again" in batch.keys():
         metrics["asked_again"] = Sum(batch["asked_again"].sum())
+    if "status" in batch.keys():
+        metrics |= {f"status/{name}": Sum((batch["status"] == at).sum()) for at, name in enumerate(STATUSES) if at}
     for key, value in batch.items():
-        if str(key).startswith("env/") and isinstance(value, Tensor):
+        if str(key).startswith(("env/", "reward/")) and isinstance(value, Tensor):
             known = torch.isfinite(value) & valid
             metrics[str(key)] = Mean(torch.where(known, value, 0.0).sum(), known.sum().float())
     return metrics

@@ -30,16 +30,55 @@ __all__ = ["Caller", "Calls", "calling"]
 _TICK = 0.05  # seconds between two looks for slow calls
 _WORKERS = 32  # plain calls at once, without those that were given up; also the loops that replace a blocked one
 
-type Caller = Callable[..., Awaitable[Any]]
-"""``(fn, *args) -> value`` of an environment's function; raises `Failed`."""
+_CLOSING = 10.0  # seconds that a `close` may take, so that an interrupt does not wait for long
+
+
+class Caller:
+    """Calls an environment's functions for one task, with the task's timeout and in a context of its own."""
+
+    def __init__(self, calls: "Calls", env: Env, timeout: float | None) -> None:
+        self._call = partial(calls.begin, timeout=timeout, context=contextvars.copy_context())
+        self._close = getattr(env, "close", None)
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> Awaitable[Any]:
+        """The value of ``fn(*args)``; raises `Failed`."""
+        return self._call(fn, *args)
+
+    def reset(self, fn: Callable[..., Any], task: Task) -> Awaitable[Any]:
+        """As a call; the state of one that was given up is closed when it comes."""
+        return self._call(fn, task, unwanted=self._unwanted if self._close else None)
+
+    def _unwanted(self, found: Any) -> None:
+        assert self._close is not None
+        if isinstance(found, tuple) and inspect.isawaitable(closed := self._close(found[0])):
+            asyncio.run(_awaited(closed))
+
+    async def close(self, state: Any) -> None:
+        """Call ``close``, if there is one, and wait for it also when cancelled meanwhile; it has few seconds."""
+        if self._close is None:
+            return
+        limit = min(_CLOSING, self._call.keywords["timeout"] or _CLOSING)
+        # In a copy of the context, since a call that was given up may be in it
+        closed = self._call(self._close, state, timeout=limit, context=self._call.keywords["context"].copy())
+        cancelled: asyncio.CancelledError | None = None
+        while not closed.done():
+            try:
+                await asyncio.shield(closed)
+            except asyncio.CancelledError as error:
+                cancelled = error
+            except Failed:
+                pass
+        if cancelled is not None:
+            raise cancelled
+        closed.result()
 
 
 @contextmanager
 def calling(env: Env) -> Iterator[Callable[[Task], Caller]]:
-    """Make callers of an environment's functions, one a task, each with the task's timeout and its own context."""
+    """Make callers of an environment's functions, one a task."""
     calls = Calls()
     try:
-        yield lambda task: partial(calls.call, timeout=timeout_of(env, task), context=contextvars.copy_context())
+        yield lambda task: Caller(calls, env, timeout_of(env, task))
     finally:
         calls.close()
 
@@ -59,25 +98,31 @@ class Calls:
         self._looked = 0.0
         self._next: asyncio.TimerHandle | None = None
 
-    async def call(
-        self, fn: Callable[..., Any], *args: Any, timeout: float | None, context: contextvars.Context
-    ) -> Any:
-        """Call a function, await its value if that is awaitable, and return it.
+    def begin(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float | None,
+        context: contextvars.Context,
+        unwanted: Callable[[Any], Any] | None = None,
+    ) -> "asyncio.Future[Any]":
+        """Begin to call a function, and to await its value if that is awaitable.
 
         Args:
             fn: plain or ``async``.
             *args: its arguments.
             timeout: seconds that it may take; None: no limit.
             context: in which it runs; no two calls at a time have the same.
+            unwanted: called in its thread with the value of a plain function that nobody waits for any more.
 
-        Raises:
-            Failed: it raised anything but Ctrl-C, or did not return in time.
+        Returns:
+            Its value, later; or `Failed`, if it raised anything but Ctrl-C, or did not return in time.
         """
-        call = UserCall(fn, args, timeout, context, self._loop.create_future())
+        call = UserCall(fn, args, timeout, context, self._loop.create_future(), unwanted)
         if not self._new:
             self._loop.call_soon(self._begin)  # together with the other episodes' calls of this moment
         self._new.append(call)
-        return await call.answer
+        return call.answer
 
     def close(self) -> None:
         """Let the threads end, each after the call that it is in."""

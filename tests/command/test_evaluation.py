@@ -33,7 +33,7 @@ ROWS: list[dict[str, Any]] = [
     {"question": "2+3=", "answer": 5},
     {"question": "7+12=", "answer": "7+12=19\n#### 19"},
 ]
-DIGITS = "def judge(task, response):\n    return float(any(map(str.isdigit, response)))\n"
+DIGITS = "def judge(task, trace):\n    return float(any(map(str.isdigit, trace.text)))\n"
 
 
 def write(path: Path, rows: list[Any]) -> str:
@@ -128,7 +128,7 @@ def test_some_of_the_tasks_in_another_order(here: Path, model: str, capsys: pyte
 
 
 def test_passing_is_a_bound_on_the_reward(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "half.py").write_text("def judge(task, response):\n    return 0.5\n")
+    (here / "half.py").write_text("def judge(task, trace):\n    return 0.5\n")
     arguments = ["tasks.jsonl", f"model={model}", "verifier=half.py:judge", *SMALL]
     assert "eval/pass@1 │ 0.0000" in said(capsys, *arguments)
     shown = said(capsys, *arguments, "passing=0.5")
@@ -203,7 +203,7 @@ def test_killed_and_started_again_it_ends_with_the_same_results(here: Path, mode
     (here / "killing.py").write_text(
         "import os, signal\nfrom pathlib import Path\n"
         "asked, armed = 0, Path(__file__).with_name('armed')\n"
-        "def judge(task, response):\n    global asked\n    asked += 1\n"
+        "def judge(task, trace):\n    global asked\n    asked += 1\n"
         "    if asked == 30 and armed.exists():\n        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return float(any(map(str.isdigit, response)))\n"
     )
@@ -267,7 +267,7 @@ def test_results_that_were_not_written_so_are_not_thrown_away(
 
 def test_a_verifier_that_fails_is_counted(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "away.py").write_text(
-        "def judge(task, response):\n    if '2' in task['answer']:\n        raise OSError('away')\n    return 1.0\n"
+        "def judge(task, trace):\n    if '2' in task['answer']:\n        raise OSError('away')\n    return 1.0\n"
     )
     write(here / "tasks.jsonl", [{"question": "1+1=", "answer": "2"}, {"question": "1+2=", "answer": "3"}])
     with pytest.warns(UserWarning, match="2 of 4 episodes failed"):
@@ -283,7 +283,7 @@ def test_a_verifier_that_fails_is_counted(here: Path, model: str, capsys: pytest
 def test_where_nothing_could_be_measured_a_number_is_null(
     here: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "away.py").write_text("async def judge(task, response):\n    raise OSError('away')\n")
+    (here / "away.py").write_text("async def judge(task, trace):\n    raise OSError('away')\n")
     with pytest.warns(UserWarning, match="3 of 3 episodes failed"):
         shown = said(capsys, "tasks.jsonl", f"model={model}", "verifier=away.py:judge", *SMALL)
     assert json.loads((here / "out" / "metrics.json").read_text())["metrics"]["eval/reward"] is None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import nrl.envs
-from nrl.envs import Env, Environment, Prompt, Step, Task, Turn, exact, single_turn
+from nrl.envs import Env, Environment, Prompt, Step, Task, Trace, Turn, exact, single_turn
 from nrl.errors import EnvError
 
 TASK = {"prompt": "2+2=", "answer": "4"}
@@ -43,16 +43,16 @@ def test_a_step_is_what_the_verifier_says() -> None:
 
 
 def test_several_rewards_pass_through() -> None:
-    def both(task: Task, response: str) -> Sequence[float]:
-        return exact(task, response), -float(len(response))
+    def both(task: Task, trace: Trace) -> Sequence[float]:
+        return exact(task, trace), -float(len(trace.text))
 
     assert single_turn(both).step(TASK, "4") == Step(TASK, reward=(1.0, -1.0))
 
 
 def test_an_async_verifier_makes_an_async_step() -> None:
-    async def later(task: Task, response: str) -> float:
+    async def later(task: Task, trace: Trace) -> float:
         await asyncio.sleep(0)
-        return exact(task, response)
+        return exact(task, trace)
 
     class Served:
         async def __call__(self, task: Task, response: str) -> float:
@@ -65,10 +65,10 @@ def test_an_async_verifier_makes_an_async_step() -> None:
 
 
 def test_what_a_verifier_raises_is_not_a_reward() -> None:
-    def broken(task: Task, response: str) -> float:
+    def broken(task: Task, trace: Trace) -> float:
         raise RuntimeError("no connection")
 
-    async def broken_later(task: Task, response: str) -> float:
+    async def broken_later(task: Task, trace: Trace) -> float:
         raise RuntimeError("no connection")
 
     with pytest.raises(RuntimeError, match="no connection"):

@@ -12,7 +12,7 @@ import nrl
 from nrl import data, tiny
 from nrl.algos import reward_model_loss
 from nrl.backends import Params, TrainState, adamw, fsdp, hf
-from nrl.envs import single_turn
+from nrl.envs import Trace, single_turn
 
 TASKS = data.tasks("arithmetic", seed=3).take(6)
 TOKENIZER = tiny.tokenizer()
@@ -61,7 +61,8 @@ def test_a_row_that_cannot_be_scored_fails_alone(judged: tuple[Any, TrainState])
     verify = nrl.scored_by(judged[1].params, TOKENIZER)
 
     async def both() -> list[Any]:
-        asked = [verify({"prompt": "1+1="}, "2"), verify({"question": "1+1="}, "2"), verify({"prompt": "1+2="}, "3")]
+        two, three = Trace("", ["2"]), Trace("", ["3"])
+        asked = [verify({"prompt": "1+1="}, two), verify({"question": "1+1="}, two), verify({"prompt": "1+2="}, three)]
         return list(await asyncio.gather(*asked, return_exceptions=True))
 
     first, failed, last = asyncio.run(both())
@@ -69,7 +70,7 @@ def test_a_row_that_cannot_be_scored_fails_alone(judged: tuple[Any, TrainState])
     assert str(failed) == "scored_by: the task has no 'prompt', only 'question'"
     assert isinstance(first, float)
     assert isinstance(last, float)
-    assert asyncio.run(verify({"prompt": "1+1="}, "2")) == pytest.approx(first, abs=1e-6)
+    assert asyncio.run(verify({"prompt": "1+1="}, Trace("", ["2"]))) == pytest.approx(first, abs=1e-6)
 
 
 def test_what_the_trainer_raises_is_everybodys(judged: tuple[Any, TrainState]) -> None:
@@ -89,11 +90,11 @@ def test_an_answer_that_nobody_waits_for_leaves_the_others_alone(judged: tuple[A
     verify = nrl.scored_by(params, TOKENIZER)
 
     async def ask() -> float:
-        first, second = (asyncio.ensure_future(verify(TASKS[0], answer)) for answer in ("1", "2"))
+        first, second = (asyncio.ensure_future(verify(TASKS[0], Trace("", [answer]))) for answer in ("1", "2"))
         await asyncio.sleep(0)  # both have asked
         first.cancel()
         found = await asyncio.wait_for(second, 20)
-        only = asyncio.ensure_future(verify(TASKS[0], "3"))
+        only = asyncio.ensure_future(verify(TASKS[0], Trace("", ["3"])))
         await asyncio.sleep(0)
         only.cancel()
         await asyncio.sleep(0.01)
@@ -102,7 +103,7 @@ def test_an_answer_that_nobody_waits_for_leaves_the_others_alone(judged: tuple[A
     rows = data.supervised([{"prompt": TASKS[0]["prompt"], "response": "2"}], TOKENIZER)
     (expected,) = state.trainer.rewards(state.params, rows).result().tolist()
     assert asyncio.run(ask()) == pytest.approx(expected, abs=1e-5)
-    assert asyncio.run(verify(TASKS[0], "2")) == pytest.approx(expected, abs=1e-5)  # another loop
+    assert asyncio.run(verify(TASKS[0], Trace("", ["2"]))) == pytest.approx(expected, abs=1e-5)  # another loop
     assert params.calls == 2
 
 

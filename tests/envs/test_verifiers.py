@@ -11,8 +11,28 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nrl.envs import exact, extractor, extracts, final_number, number, number_or_wrong
+from nrl import envs
+from nrl.envs import Score, Task, Trace, extractor, extracts, final_number
 from nrl.errors import EnvError
+
+
+def exact(task: Task, response: str) -> float:
+    return envs.exact(task, Trace("", [response]))
+
+
+def number(task: Task, response: str) -> float:
+    return graded(envs.number(task, Trace("", [response])), response)
+
+
+def number_or_wrong(task: Task, response: str) -> float:
+    return graded(envs.number_or_wrong(task, Trace("", [response])), response)
+
+
+def graded(score: Score, response: str) -> float:
+    assert score.status == ("ok" if final_number(response) is not None else "parse_fail")
+    assert isinstance(score.reward, float)
+    return score.reward
+
 
 ROWS = [
     json.loads(line) for line in (Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl").read_text().splitlines()
@@ -234,11 +254,11 @@ def test_equal_numbers_are_equal_answers(value: Fraction, template: str) -> None
 
 
 def test_a_verifier_says_how_its_answer_is_extracted() -> None:
-    assert extractor(number) is final_number
-    found = extractor(exact)
+    assert extractor(envs.number) is final_number
+    found = extractor(envs.exact)
     assert found is not None
     assert (found(" Paris\n"), found(" ")) == ("Paris", "")
-    assert extractor(lambda task, response: 1.0) is None
+    assert extractor(lambda task, trace: 1.0) is None
 
     @extracts(str.upper)
     def loud(task: Any, response: str) -> float:
@@ -319,7 +339,7 @@ def test_a_long_answer_is_shown_by_its_end() -> None:
 
 
 def test_the_lenient_verifier_is_number_where_there_is_one() -> None:
-    assert extractor(number_or_wrong) is final_number
+    assert extractor(envs.number_or_wrong) is final_number
     for row in ROWS:
         for response in (row["answer"], "72", "1,200", "I do not know."):
             assert number_or_wrong(row, response) == number(row, response)

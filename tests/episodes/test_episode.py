@@ -142,7 +142,7 @@ def test_a_prompt_that_fills_the_context_is_counted(sampler: EnginePool) -> None
 
 
 def test_several_rewards(sampler: EnginePool) -> None:
-    batch = rollout(sampler, single_turn(lambda task, response: (1.0, 0.25)), TASKS)
+    batch = rollout(sampler, single_turn(lambda task, trace: (1.0, 0.25)), TASKS)
     assert batch["rewards"].tolist() == [[1.0, 0.25]] * 2
     assert finalize(summary(batch))["reward"] == 1.25
 
@@ -153,12 +153,12 @@ def test_several_rewards(sampler: EnginePool) -> None:
 @pytest.mark.parametrize("reward", [math.nan, math.inf, 1e39, (0.0, -1e39)])
 def test_a_reward_that_is_no_number_makes_the_row_invalid(sampler: EnginePool, reward: Any) -> None:
     with pytest.warns(UserWarning, match="EnvError: the reward is"):
-        batch = rollout(sampler, single_turn(lambda task, response: reward), TASKS)
+        batch = rollout(sampler, single_turn(lambda task, trace: reward), TASKS)
     assert not batch["valid"].any()
 
 
 def test_the_largest_rewards_of_float32_count(sampler: EnginePool) -> None:
-    batch = rollout(sampler, single_turn(lambda task, response: 3.4e38), TASKS)
+    batch = rollout(sampler, single_turn(lambda task, trace: 3.4e38), TASKS)
     assert batch["rewards"].tolist() == pytest.approx([3.4e38] * 2)
     twice = Environment(lambda task: (0, "1"), lambda state, _: Step(1, 3e38, done=state == 1, observation="2"))
     with pytest.warns(

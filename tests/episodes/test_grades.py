@@ -12,7 +12,7 @@ import torch
 import nrl
 from nrl import tiny
 from nrl.backends import Completion, Sampling, hf
-from nrl.envs import exact, number, single_turn
+from nrl.envs import Trace, exact, number, single_turn
 from nrl.episodes.grades import Graded, grade, measure
 from nrl.errors import DataError, EnvError
 from nrl.reduce import Mean, finalize, merge
@@ -78,10 +78,10 @@ def test_what_is_measured_by_hand() -> None:
     }
 
 
-def failing(task: Any, response: str) -> float:
-    if "?" in response:
+def failing(task: Any, trace: Trace) -> float:
+    if "?" in trace.text:
         raise EnvError("the judge is away")
-    return float(response == task["answer"])
+    return float(trace.text == task["answer"])
 
 
 def test_samples_whose_verifier_failed_are_kept_left_out_and_counted() -> None:
@@ -120,7 +120,7 @@ def test_a_prompt_that_cannot_be_asked_is_invalid() -> None:
 
 
 def test_several_rewards_are_added_up_and_passing_is_a_bound() -> None:
-    graded = grade(Scripted(SAID), lambda task, text: (0.25, 0.5 * exact(task, text)), TASKS, n=4)
+    graded = grade(Scripted(SAID), lambda task, trace: (0.25, 0.5 * exact(task, trace)), TASKS, n=4)
     assert graded[0].rewards == [0.75, 0.25, 0.25, 0.25]
     assert finalize(measure(graded, k=(1,)))["eval/pass@1"] == 0.0
     found = finalize(measure(graded, k=(1,), passing=0.75))
@@ -150,8 +150,8 @@ def sampler(slots: Slots) -> Any:
     return hf.sampler(slots[:1], tiny.model(), Sampling(max_new_tokens=4))
 
 
-def digit(task: Any, response: str) -> float:
-    return float(any(map(str.isdigit, response)))
+def digit(task: Any, trace: Trace) -> float:
+    return float(any(map(str.isdigit, trace.text)))
 
 
 def test_its_reward_is_that_of_a_rollout(sampler: Any) -> None:
@@ -175,8 +175,8 @@ def test_a_sample_depends_on_its_task_and_place_and_not_on_what_it_is_drawn_with
 def test_the_texts_are_those_that_the_verifier_saw(sampler: Any) -> None:
     seen = []
 
-    def seeing(task: Any, response: str) -> float:
-        seen.append(response)
+    def seeing(task: Any, trace: Trace) -> float:
+        seen.append(trace.text)
         return 0.0
 
     with warnings.catch_warnings():

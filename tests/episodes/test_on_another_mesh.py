@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nrl.envs import Environment, Step, Turn, single_turn
+from nrl.envs import Environment, Step, Trace, Turn, single_turn
 from nrl.episodes import rollout
 from nrl.runtime import Mesh, cluster, process
 from tests.episodes.scripted import TASKS, Scripted
@@ -32,17 +32,17 @@ def judges(request: pytest.FixtureRequest) -> Iterator[Mesh]:
             yield here.reserve(2).mesh(name="judges")
 
 
-def right(task: Mapping[str, Any], response: str) -> float:
+def right(task: Mapping[str, Any], trace: Trace) -> float:
     assert process().mesh == "judges"  # it runs there
-    return float(response == task["answer"])
+    return float(trace.text == task["answer"])
 
 
 def test_a_verifier_runs_on_another_mesh(judges: Mesh) -> None:
-    async def verify(task: Any, response: str) -> float:
-        return await judges.submit(right, task, str(response), deadline=60)
+    async def verify(task: Any, trace: Trace) -> float:
+        return await judges.submit(right, task, trace, deadline=60)
 
-    def plain(task: Any, response: str) -> Any:
-        return judges.submit(right, task, str(response))
+    def plain(task: Any, trace: Trace) -> Any:
+        return judges.submit(right, task, trace)
 
     for verifier in (verify, plain):
         batch = rollout(Scripted(TEXTS), single_turn(verifier, timeout=None), TASKS, n=2)
@@ -81,12 +81,12 @@ def test_a_slow_verifier_delays_no_other(judges: Mesh, tmp_path: Path) -> None:
     """The first row's ends only when those of all others have: of its own group, and of the next one."""
     over: list[str] = []
 
-    async def verify(task: Any, response: str) -> float:
-        if response == "3":
+    async def verify(task: Any, trace: Trace) -> float:
+        if trace.text == "3":
             reward = await judges.submit(until, str(tmp_path / "gate"))
         else:
-            reward = await judges.submit(right, task, str(response))
-        over.append(str(response))
+            reward = await judges.submit(right, task, trace)
+        over.append(trace.text)
         if len(over) == 3:
             (tmp_path / "gate").touch()
         return reward
@@ -100,9 +100,9 @@ def test_a_slow_verifier_delays_no_other(judges: Mesh, tmp_path: Path) -> None:
 def failing(judges: Mesh, bad: Callable[..., Any], deadline: float | None = None, timeout: float | None = None) -> str:
     """The failure of the first row, whose verifier does that; the other rows have their rewards."""
 
-    async def verify(task: Any, response: str) -> float:
-        fn, seconds = (bad, deadline) if response == "3" else (right, None)
-        return await judges.submit(fn, task, str(response), rank=int(response != "3"), deadline=seconds)
+    async def verify(task: Any, trace: Trace) -> float:
+        fn, seconds = (bad, deadline) if trace.text == "3" else (right, None)
+        return await judges.submit(fn, task, trace, rank=int(trace.text != "3"), deadline=seconds)
 
     with pytest.warns(UserWarning, match="rollout: 1 of 4 episodes failed") as warned:
         batch = rollout(Scripted(TEXTS), single_turn(verify, timeout=timeout), TASKS, n=2)
@@ -110,12 +110,12 @@ def failing(judges: Mesh, bad: Callable[..., Any], deadline: float | None = None
     assert batch["rewards"].isnan().tolist() == [True, False, False, False]
     assert batch["rewards"][1:].tolist() == [0.0, 1.0, 0.0]
     assert not batch["loss_mask"][0].any()
-    assert judges.submit(right, {"answer": "1"}, "1", rank=0).result() == 1.0  # the mesh goes on
+    assert judges.submit(right, {"answer": "1"}, Trace("", ["1"]), rank=0).result() == 1.0  # the mesh goes on
     return str(warned[0].message)
 
 
 def test_a_verifier_that_is_late_fails_its_row(judges: Mesh, tmp_path: Path) -> None:
-    def stays(task: Any, response: str) -> float:
+    def stays(task: Any, trace: Trace) -> float:
         return until(str(tmp_path / "gate"))
 
     try:
@@ -129,7 +129,7 @@ def test_a_verifier_that_is_late_fails_its_row(judges: Mesh, tmp_path: Path) -> 
 
 
 def test_a_verifier_that_raises_fails_its_row(judges: Mesh) -> None:
-    def raises(task: Any, response: str) -> float:
+    def raises(task: Any, trace: Trace) -> float:
         raise LookupError("no such answer")
 
     assert "the first: LookupError: no such answer" in failing(judges, raises)
@@ -137,7 +137,7 @@ def test_a_verifier_that_raises_fails_its_row(judges: Mesh) -> None:
 
 @pytest.mark.ray
 def test_a_verifier_that_dies_fails_its_row(request: pytest.FixtureRequest) -> None:
-    def dies(task: Any, response: str) -> float:
+    def dies(task: Any, trace: Trace) -> float:
         os._exit(1)
 
     judges = request.getfixturevalue("on_ray").reserve(2).mesh(executable="system", name="judges")

@@ -17,7 +17,7 @@ from nrl import data
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Sampling, Trainer
 from nrl.backends.sampling.pool import EnginePool
-from nrl.envs import Environment, Step, by_source, exact, number, single_turn
+from nrl.envs import Environment, Step, Trace, by_source, exact, number, single_turn
 from nrl.episodes import rollout, rollouts
 from nrl.episodes.call_threads import stuck
 from nrl.episodes.summaries import summary
@@ -85,7 +85,7 @@ def test_in_a_running_loop(sampler: EnginePool) -> None:
 # --- failures
 
 
-def failing(task: Mapping[str, Any], response: str) -> float:
+def failing(task: Mapping[str, Any], trace: Trace) -> float:
     if task["answer"] == "3":
         raise RuntimeError("the verifier broke")
     return 1.0
@@ -117,7 +117,7 @@ def test_the_run_goes_on_after_a_verifier_has_raised(sampler: EnginePool, traine
 
 
 def test_an_interrupt_of_an_environment_ends_the_rollout(sampler: EnginePool) -> None:
-    def interrupts(task: Any, response: str) -> float:
+    def interrupts(task: Any, trace: Trace) -> float:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -128,13 +128,13 @@ def test_an_interrupt_of_an_environment_ends_the_rollout(sampler: EnginePool) ->
 def test_a_verifier_that_does_not_return_fails_its_row_alone(sampler: EnginePool, form: str) -> None:
     waits = threading.Event()
 
-    def plain(task: Any, response: str) -> float:
+    def plain(task: Any, trace: Trace) -> float:
         if task["answer"] == "3":
             waits.wait()
         return 1.0
 
-    async def blocks(task: Any, response: str) -> float:
-        return plain(task, response)
+    async def blocks(task: Any, trace: Trace) -> float:
+        return plain(task, trace)
 
     verifier: Any = {"plain": plain, "async": blocks}[form]
     began = time.monotonic()
@@ -153,7 +153,7 @@ def test_what_is_warned_of_is_at_the_users_line_and_masked(
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "correct-horse-battery")
 
-    def verifier(task: Any, response: str) -> float:
+    def verifier(task: Any, trace: Trace) -> float:
         raise LookupError(f"no answer for {os.environ['MY_API_KEY']}")
 
     for ask in (
@@ -177,7 +177,7 @@ def test_one_thread_is_still_in_a_call(sampler: EnginePool) -> None:
 
 
 def test_each_environment_of_a_mixture_keeps_its_own_limit(sampler: EnginePool) -> None:
-    def slow(task: Any, response: str) -> float:
+    def slow(task: Any, trace: Trace) -> float:
         time.sleep(0.5)
         return 1.0
 
@@ -192,7 +192,7 @@ def test_each_environment_of_a_mixture_keeps_its_own_limit(sampler: EnginePool) 
 
 
 def test_failures_are_counted_by_kind(sampler: EnginePool) -> None:
-    def verifier(task: Any, response: str) -> float:
+    def verifier(task: Any, trace: Trace) -> float:
         raise ValueError("a") if task["answer"] == "3" else LookupError("b")
 
     said = r"6 of 6 episodes failed \(3 ValueError, 3 LookupError\) and are not trained on; the first: ValueError: a$"
@@ -241,7 +241,7 @@ def test_nothing_to_roll_out(sampler: EnginePool, tasks: list[Any], n: int) -> N
 
 
 def test_rows_have_as_many_rewards_as_the_first(sampler: EnginePool) -> None:
-    env = single_turn(lambda task, response: (1.0, 2.0) if task["answer"] == "3" else 1.0)
+    env = single_turn(lambda task, trace: (1.0, 2.0) if task["answer"] == "3" else 1.0)
     with pytest.warns(UserWarning, match="other episodes have 2 rewards"):
         batch = rollout(sampler, env, TASKS)
     assert batch["valid"].tolist() == [True, False]

@@ -16,7 +16,7 @@ from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Capabilities, Completion, Sampling, Trainer, adamw, fsdp, hf
 from nrl.backends.sampling.pool import EnginePool
-from nrl.envs import Environment, Step, exact, number, single_turn
+from nrl.envs import Environment, Step, Trace, exact, number, single_turn
 from nrl.episodes import rollouts
 from nrl.episodes.summaries import summary
 from nrl.errors import DataError, EnvError, LostRequest, PlacementError
@@ -44,7 +44,7 @@ def test_rollouts_are_groups_and_continue_from_their_state(sampler: EnginePool) 
 def test_a_take_that_is_broken_off_has_taken_nothing(sampler: EnginePool) -> None:
     breaks = [False, True, False]
 
-    def verifier(task: Any, response: str) -> float:
+    def verifier(task: Any, trace: Trace) -> float:
         if breaks[0]:
             raise KeyboardInterrupt
         return 1.0
@@ -72,7 +72,7 @@ def test_a_take_that_is_broken_off_has_taken_nothing(sampler: EnginePool) -> Non
 @pytest.mark.parametrize("n", [0, 1, 3])
 def test_the_lag_of_ahead_is_exactly_min_k_n(slots: Slots, trainer: Trainer, n: int) -> None:
     sampler = hf.sampler(slots[2:3], tiny.model(num_hidden_layers=1), Sampling(max_new_tokens=2))
-    env = single_turn(lambda task, response: float(len(response)))
+    env = single_turn(lambda task, trace: float(len(trace.text)))
     stream = nrl.ahead(nrl.batched(rollouts(sampler, env, data.tasks("arithmetic"), n=4), 2), n)
     state, step = trainer.init(), trainer.train_step(grpo_loss)
     nrl.publish(state.params, sampler)
@@ -168,7 +168,7 @@ def test_requests_that_are_lost_throughout_are_the_samplers_fault() -> None:
 
 def test_dropped_failures_are_counted(sampler: EnginePool) -> None:
     count = itertools.count()
-    env = single_turn(lambda task, response: float(next(count)) if task["answer"] != "3" else 1 / 0)
+    env = single_turn(lambda task, trace: float(next(count)) if task["answer"] != "3" else 1 / 0)
     tasks = nrl.stream.counting(lambda index: TASKS[index % 2])
     with pytest.warns(UserWarning, match="ZeroDivisionError"):
         [batch] = nrl.batched(nrl.drop_uniform(rollouts(sampler, env, tasks, n=8)), 1).take(1)

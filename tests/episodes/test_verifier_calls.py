@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nrl.envs import number, single_turn
+from nrl.envs import Trace, number, single_turn
 from nrl.episodes.call_threads import stuck
 from nrl.episodes.user_errors import Failed, error_text
 from nrl.episodes.verifier_calls import Calls
@@ -34,10 +34,13 @@ def nothing_is_left() -> Any:
 def ask(*fns: Callable[..., Any], timeout: float | None = 5.0) -> list[Any]:
     """What all of them return, called at the same moment; what they raise in its place."""
 
+    async def one(calls: Calls, fn: Callable[..., Any]) -> Any:
+        return await calls.begin(fn, timeout=timeout, context=contextvars.copy_context())
+
     async def every() -> list[Any]:
         calls = Calls()
         try:
-            asked = [calls.call(fn, timeout=timeout, context=contextvars.copy_context()) for fn in fns]
+            asked = [one(calls, fn) for fn in fns]
             return list(await asyncio.gather(*asked, return_exceptions=True))
         finally:
             calls.close()
@@ -188,7 +191,7 @@ def test_a_coroutine_that_blocks_its_loop_does_not_block_this_one() -> None:
         calls = Calls()
 
         def call(fn: Any, timeout: float) -> Any:
-            return calls.call(fn, timeout=timeout, context=contextvars.copy_context())
+            return calls.begin(fn, timeout=timeout, context=contextvars.copy_context())
 
         try:
             with pytest.raises(Failed, match="TimeoutError: blocks"):
@@ -259,15 +262,15 @@ def test_who_waits_on_a_loop_that_never_goes_on_is_given_up_too() -> None:
 
 
 def test_a_timeout_names_what_the_user_wrote() -> None:
-    def verify(task: Any, response: str) -> Any:
+    def verify(task: Any, trace: Trace) -> Any:
         LONG.wait()
 
-    async def awaits(task: Any, response: str) -> float:
+    async def awaits(task: Any, trace: Trace) -> float:
         await asyncio.sleep(60)
         return 1.0
 
-    def makes(task: Any, response: str) -> Any:
-        return awaits(task, response)
+    def makes(task: Any, trace: Trace) -> Any:
+        return awaits(task, trace)
 
     forms: list[Any] = [verify, partial(verify), awaits, makes]
     found = failed(*[partial(single_turn(each).step, {}, "") for each in forms], timeout=0.1)
@@ -296,8 +299,8 @@ def test_what_one_call_sets_the_next_of_its_episode_sees() -> None:
     async def episode() -> str:
         calls, context = Calls(), contextvars.copy_context()
         try:
-            await calls.call(WHO.set, "me", timeout=1.0, context=context)
-            return str(await calls.call(later(WHO.get), timeout=1.0, context=context))
+            await calls.begin(WHO.set, "me", timeout=1.0, context=context)
+            return str(await calls.begin(later(WHO.get), timeout=1.0, context=context))
         finally:
             calls.close()
 
@@ -336,7 +339,7 @@ async def main():
     calls = Calls()
     for fn in (lambda: time.sleep(600), hangs_in_a_thread_of_its_own):
         try:
-            await calls.call(fn, timeout=0.1, context=contextvars.copy_context())
+            await calls.begin(fn, timeout=0.1, context=contextvars.copy_context())
         except Exception as error:
             print(type(error).__name__)
     calls.close()
@@ -377,7 +380,7 @@ def test_a_context_that_is_about_to_be_left_is_waited_for(kind: str, seconds: fl
     async def asked() -> Any:
         calls = Calls()
         try:
-            return await calls.call(coroutine if kind == "coroutine" else lambda: 7, timeout=5.0, context=context)
+            return await calls.begin(coroutine if kind == "coroutine" else lambda: 7, timeout=5.0, context=context)
         finally:
             calls.close()
 

@@ -20,7 +20,7 @@ from nrl.algos import advantages, grpo_loss
 from nrl.backends import Sampling, adamw, fsdp, hf
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints, checkpoints
-from nrl.envs import Environment, Step, single_turn
+from nrl.envs import Environment, Step, Trace, single_turn
 from nrl.log import Sink, open_sinks
 from tests.children import server
 from tests.jsonlines import untimed
@@ -54,9 +54,9 @@ def slow_loss(seconds: float) -> Any:
 
 
 def train(cfg: Config) -> None:
-    def verifier(task: Any, response: str) -> float:
+    def verifier(task: Any, trace: Trace) -> float:
         time.sleep(cfg.sleeps / 8)
-        return float(len(response) % 2)
+        return float(len(trace.text) % 2)
 
     asked = 0
 
@@ -69,7 +69,9 @@ def train(cfg: Config) -> None:
 
     env = single_turn(verifier)
     if cfg.hangs:
-        env = Environment(reset, lambda task, text: Step(task, verifier(task, text)), timeout=None)
+        env = Environment(
+            reset, lambda task, turn: Step(task, verifier(task, Trace(task["prompt"], [turn]))), timeout=None
+        )
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster, deadline=200) as cluster:
         slots = cluster.reserve(2)
         trainer = fsdp.trainer(slots[:1].mesh(executable="system"), tiny.model(), adamw(lr=1e-3))

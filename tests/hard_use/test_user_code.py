@@ -18,7 +18,7 @@ import nrl
 from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Sampling, adamw, fsdp, hf
-from nrl.envs import Env, exact, single_turn
+from nrl.envs import Env, Trace, exact, single_turn
 from tests.children import server
 from tests.processes import settled
 
@@ -64,27 +64,27 @@ def some(rest: Callable[[], Any]) -> Callable[[Any, str], float]:
     """A verifier that does this in every eighth call or so, and else its work."""
     count = 0
 
-    def verifier(task: Any, response: str) -> float:
+    def verifier(task: Any, trace: Trace) -> float:
         nonlocal count
         count += 1
         if count % 8 == 3:
             rest()
-        return float(len(response) % 2)
+        return float(len(trace.text) % 2)
 
     return verifier
 
 
-def throughout(task: Any, response: str) -> float:
+def throughout(task: Any, trace: Trace) -> float:
     raise LookupError("the table of answers is not there")
 
 
-async def exits(task: Any, response: str) -> float:
+async def exits(task: Any, trace: Trace) -> float:
     if task["answer"][-1] in "02468":
         sys.exit()
     return 1.0
 
 
-async def cancels(task: Any, response: str) -> float:
+async def cancels(task: Any, trace: Trace) -> float:
     raise asyncio.CancelledError
 
 
