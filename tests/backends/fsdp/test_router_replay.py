@@ -499,11 +499,11 @@ def test_routes_travel_through_ray(on_ray: Cluster, tmp_path: Path) -> None:
             logprobs = trainer.logprobs(state.params, batch).result()
             state, metrics = trainer.train_step(grpo_loss)(state, batch, old_logprobs=logprobs)
             found.append((batch, logprobs, finalize(metrics.result())))
-    (batch, expected, numbers), (others, logprobs, metrics) = found
+    (batch, expected, numbers), (others, logprobs, also) = found
     assert torch.equal(others["routes"], batch["routes"])
     torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-4)
-    assert metrics["mismatch/max_abs"] < 1e-4
-    assert metrics["grad_norm"] == pytest.approx(numbers["grad_norm"], rel=1e-3)
+    assert also["mismatch/max_abs"] < 1e-4
+    assert also["grad_norm"] == pytest.approx(numbers["grad_norm"], rel=1e-3)
 
 
 def in_bfloat16(mesh: DeviceMesh | None, batch: Batch) -> Tensor:
