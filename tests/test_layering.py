@@ -38,7 +38,8 @@ HEAVY = frozenset(
     {"datasets", "megatron", "mlflow", "peft", "pyarrow", "ray", "tensorboard", "transformers", "vllm", "wandb"}
 )
 OWNERS = {"megatron": "nrl.backends.megatron", "ray": "nrl.runtime", "vllm": "nrl.backends.vllm", "wandb": "nrl.log"}
-ON_THEIR_OWN = {f"nrl.backends.megatron.{name}": "megatron" for name in ("layers", "megatron_engine", "stages")}
+_MEGATRONS = ("experts", "layers", "megatron_engine", "stages")
+ON_THEIR_OWN = {f"nrl.backends.megatron.{name}": "megatron" for name in _MEGATRONS}
 """Modules that subclass what a heavy package has. They alone import it as they are; others import them in functions."""
 OUTSIDE = frozenset({"benchmarks", "examples", "tests"})
 

@@ -21,12 +21,13 @@ from nrl.backends.base import Model, Piece
 from nrl.backends.fsdp import attention, probe, sharding, stored
 from nrl.backends.fsdp.loads import Loads, counting
 from nrl.backends.fsdp.outputs import compute
-from nrl.backends.fsdp.torch_state import FROZEN, Adapter, TorchParams, TorchState, module_of
+from nrl.backends.fsdp.torch_state import FROZEN, TorchParams, TorchState
 from nrl.backends.models import loading, lora, splitting
 from nrl.backends.models.exporting import export_weights
 from nrl.backends.models.named_weights import weight_name
 from nrl.backends.models.routers import sizes
 from nrl.backends.training import storage
+from nrl.backends.training.adapters import Adapter, params_of
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.backends.training.curiosity import Curious
 from nrl.backends.training.heads import PROVIDES
@@ -87,15 +88,18 @@ class TorchEngine:
 
     def receive(self, state: TorchState) -> lora.Receiving:
         """Replace the weights of a fresh train state."""
-        return lora.Receiving(state.module, partial(sharding.own, state.module), "trainer.init")
+        module = state.module
+        return lora.Receiving(
+            lambda wanted: sharding.own(module, lora.some(module, wanted)), partial(lora.clear, module), "trainer.init"
+        )
 
     def params(self, state: TorchState) -> nn.Module:
         """The module inside of a train state."""
         return state.module
 
-    def adapter(self, params: TorchParams) -> Adapter:
+    def adapter(self, params: TorchParams) -> Adapter[nn.Module]:
         """The adapter of a module."""
-        return Adapter(module_of(params))
+        return Adapter(params_of(params))
 
     def load(self, source: str | None) -> nn.Module:
         """A frozen module."""
@@ -116,7 +120,7 @@ class TorchEngine:
         """What this process has of the weights; where an adapter is added to them, all processes iterate together."""
         mine = partial(sharding.spoken, self._peers)
         if isinstance(params, Adapter):
-            return lora.adapter(params.module, mine)
+            return lora.adapter(params.params, mine)
         return splitting.cut(lora.merged(params, mine, sharding.whole), sharding.parts(params))
 
     def forward(self, params: nn.Module, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
@@ -331,7 +335,7 @@ class TorchEngine:
         return module
 
     def _write(self, folder: Path, params: TorchParams, optimizer: torch.optim.Optimizer | None, step: int) -> Saved:
-        module, adapter = module_of(params), isinstance(params, Adapter)
+        module, adapter = params_of(params), isinstance(params, Adapter)
 
         spoken = partial(sharding.spoken, self._peers)
         pieces = partial(stored.pieces, module, optimizer, spoken, lora.trained if adapter else None)
@@ -363,7 +367,7 @@ class TorchEngine:
 
     def _export(self, params: TorchParams, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
         if isinstance(params, Adapter):
-            lora.export(params.module, dict(weights), self.model, folder)
+            lora.export(params.params, dict(weights), self.model, folder)
             return
         dtype: Any = getattr(torch, self.model.dtype)
         export_weights(weights, lora.unwrap(sharding.skeleton(params)).to(dtype), folder)

@@ -6,9 +6,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from nrl.backends.training.adapters import Adapter
 from nrl.runtime.mesh.current_process import rest, wake
 
-__all__ = ["FROZEN", "Adapter", "TorchParams", "TorchState", "module_of"]
+__all__ = ["FROZEN", "TorchParams", "TorchState"]
 
 FROZEN: WeakSet[nn.Module] = WeakSet()
 """Frozen models of this process: they leave the device when a model trains, and come back for their next forward."""
@@ -36,19 +37,4 @@ class TorchState(NamedTuple):
             moments |= {key: x.to(device) for key, x in moments.items() if isinstance(x, Tensor)}
 
 
-class Adapter(NamedTuple):
-    """The adapter alone of a model."""
-
-    module: nn.Module
-
-
-type TorchParams = nn.Module | Adapter
-
-
-def module_of(params: TorchParams) -> nn.Module:
-    """The model that they are, or that they are the adapter of.
-
-    >>> module_of(Adapter(nn.Identity()))
-    Identity()
-    """
-    return params.module if isinstance(params, Adapter) else params
+type TorchParams = nn.Module | Adapter[nn.Module]

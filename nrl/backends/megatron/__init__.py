@@ -14,7 +14,7 @@ from nrl.backends.training.optimizers import Optimizer
 from nrl.backends.training.trainer import Trainer, make_trainer
 from nrl.batch.packed_rows import Packing, Rectangles, Sequences
 from nrl.batch.prefixes import microbatches_by_prefix
-from nrl.errors import ExecutableError, ModelError
+from nrl.errors import ExecutableError
 from nrl.runtime import Layout, Mesh, Slots, as_mesh
 
 __all__ = ["trainer"]
@@ -42,8 +42,8 @@ def trainer(
 
     Args:
         place: a mesh, or slots, which become a mesh in the executable ``mcore``.
-        model: what to train. Under ``dtype="bfloat16"`` it computes in bfloat16, and its optimizer has weights and
-            moments in float32.
+        model: what to train; with ``lora=`` that is an adapter, and a value or reward head. Under ``dtype="bfloat16"``
+            it computes in bfloat16, and its optimizer has weights and moments in float32.
         optimizer: `adamw` with its schedule and clipping.
         max_tokens: bound on the tokens of a micro-batch, padding counted; a longer row is an error.
         packing: how rows are laid out flat, as for `nrl.backends.fsdp.trainer`; along cp it is `nrl.Sequences`.
@@ -66,8 +66,6 @@ def trainer(
     name = f"megatron.trainer {next(_NUMBERS)}"
     if checkpointing:
         options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} | options
-    if model.lora is not None:
-        raise ModelError(f"{name}: it trains all weights, and no adapter (Model(lora=...)); fsdp.trainer does")
     mesh = as_mesh(place, "mcore", "trainer", layout)
     if not mesh.cluster.remote and find_spec("megatron") is None:
         raise ExecutableError(

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.algos import Loss, name_of, needed
 from nrl.backends.base import Model, Piece
+from nrl.backends.megatron import adapters, folders, stored
 from nrl.backends.megatron import stages as of
-from nrl.backends.megatron import stored
 from nrl.backends.megatron.cpu import host
 from nrl.backends.megatron.experts import chosen_by, forget_loads, loads
 from nrl.backends.megatron.families import architecture
@@ -27,28 +27,29 @@ from nrl.backends.megatron.groups import Groups, groups
 from nrl.backends.megatron.options import Options
 from nrl.backends.megatron.tokens import Tokens, tokens
 from nrl.backends.megatron.weights import joined, own, spoken
-from nrl.backends.models import loading, splitting
-from nrl.backends.models.exporting import export_weights
+from nrl.backends.models import lora, splitting
 from nrl.backends.models.named_weights import named_tensors
-from nrl.backends.models.pieces import Filling, nothing, whole, wholes
+from nrl.backends.models.pieces import Filling, whole
 from nrl.backends.training import storage
+from nrl.backends.training.adapters import Adapter, params_of
 from nrl.backends.training.agreement import HeldError
 from nrl.backends.training.balance import balance
 from nrl.backends.training.curiosity import Curious
 from nrl.backends.training.heads import PROVIDES
 from nrl.backends.training.optimizers import Optimizer, set_learning_rate
 from nrl.backends.training.plans import Outputs, Plan, plan, read_by, with_outputs
-from nrl.backends.training.reading import written_whole
 from nrl.backends.training.routes import where_routed
 from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Packing
-from nrl.errors import CheckpointError, ConfigError, ModelError
+from nrl.errors import ConfigError
 from nrl.files import Saved
 from nrl.reduce import Metrics
 from nrl.runtime.mesh.layout import Layout
 
 __all__ = ["MegatronEngine", "MegatronState"]
+
+type _Params = of.Stages | Adapter[of.Stages]
 
 
 class MegatronState(NamedTuple):
@@ -96,7 +97,9 @@ class MegatronEngine:
 
     def receive(self, state: MegatronState) -> "_Receiving":
         """Replace the weights of a fresh train state."""
-        return _Receiving(self._filling(state.stages, _skeleton(self.model), "trainer.init"), state.optimizer)
+        stages, skeleton = state.stages, folders.skeleton(self.model)
+        own = partial(folders.fillable, stages, skeleton, self._at)
+        return _Receiving(lora.Receiving(own, partial(adapters.clear, stages), "trainer.init"), state.optimizer)
 
     def params(self, state: MegatronState) -> of.Stages:
         """The stages of a train state."""
@@ -106,28 +109,30 @@ class MegatronEngine:
                     copy.start_param_sync(force_sync=True)
         return state.stages
 
-    def adapter(self, params: of.Stages) -> of.Stages:
-        """There is none."""
-        raise ModelError("megatron.trainer: it trains all weights, and has no adapter")
+    def adapter(self, params: _Params) -> Adapter[of.Stages]:
+        """The adapter of stages."""
+        return Adapter(params_of(params))
 
     def load(self, source: str | None) -> of.Stages:
         """Frozen stages."""
-        model = self.model if source is None else attrs.evolve(self.model, source=source)
+        model = self.model if source is None else attrs.evolve(self.model, source=source, lora=None)
         return _frozen(self._loaded(model, "trainer.load"))
 
     def freeze(self, params: of.Stages) -> of.Stages:
         """A frozen copy."""
         model = params[0].model
-        made = self._built(model, _skeleton(model))
+        made = self._built(model, folders.skeleton(model))
         with torch.no_grad():
             for copy, stage in zip(made, params, strict=True):
                 for mine, other in zip(copy.parameters(), stage.parameters(), strict=True):
                     mine.copy_(other)
         return _frozen(made)
 
-    def pieces(self, params: of.Stages) -> Iterator[Piece]:
-        """What this process has of the weights, if no process before it has the same."""
-        return joined(spoken(params, self._at))
+    def pieces(self, params: _Params) -> Iterator[Piece]:
+        """What this process has of the weights, with adapters added in, if no process before it has the same."""
+        if isinstance(params, Adapter):
+            return (piece for piece in spoken(params.params, self._at) if lora.trained(piece.name))
+        return adapters.merged(joined(spoken(params, self._at)), params)
 
     # --- outputs and steps
 
@@ -271,27 +276,28 @@ class MegatronEngine:
             stages = of.build(arch, model.head, self.options.model, dtype, self._at, self.device)
         for stage in stages:
             stage.model = model
+            if model.lora is not None:
+                adapters.add(stage, skeleton, self._at)
         return stages
 
     def _loaded(self, model: Model, who: str) -> of.Stages:
         """Stages with a model's weights, which the first process reads for all, one at a time."""
         held, peers = HeldError(self._at.peers), self._at.peers
         module: Any = None
-        read: Callable[[str], Tensor] | None = None
+        read: Any = None
         with held.back():
             if peers.rank == 0:
-                unread = loading.unread(model, dtype=getattr(torch, model.dtype))
-                module, read = unread if unread is not None else (loading.build(model), None)
+                module, read = folders.read(model)
         held.meet(who)
-        skeleton = _skeleton(model)
+        skeleton = folders.skeleton(model)
         stages, found = self._built(model, skeleton), splitting.parts(skeleton)
-        filling = self._filling(stages, skeleton, who)
+        filling = Filling(folders.fillable(stages, skeleton, self._at), who, other_head=True)
         there = dict(named_tensors(module)) if module is not None else {}
         for name, like in named_tensors(skeleton):
             value = torch.zeros(like.shape, dtype=like.dtype)
             with held.back():
                 if peers.rank == 0:
-                    value = (there[name] if read is None else read(name)).to(like.dtype)
+                    value = (read(name) if there[name].is_meta else there[name]).to(like.dtype)
             value = value.to(self.device).contiguous()
             if not peers.alone:
                 dist.broadcast(value, group=peers.group, group_src=0)
@@ -300,99 +306,65 @@ class MegatronEngine:
         held.meet(who)
         return stages
 
-    def _filling(self, stages: of.Stages, skeleton: Any, who: str) -> Filling:
-        mine: dict[str, list[Piece]] = {}
-        for _, piece, _ in own(stages, self._at):
-            mine.setdefault(piece.name, []).append(piece)
-        every = {name: mine.get(name) or [nothing(like)] for name, like in _in_files(skeleton).items()}
-        return Filling(every, who, other_head=True)
-
     # --- folders
 
-    def save(self, state: MegatronState, params: of.Stages, folder: Path) -> Saved:
+    def save(self, state: MegatronState, params: _Params, folder: Path) -> Saved:
         """Write stages and optimizer."""
-        return self._saved(folder, stored.of_training(state.copies, state.optimizer, self._at, spoken=True), state.step)
+        pieces = partial(stored.of_training, state.copies, state.optimizer, self._at, spoken=True)
+        return folders.save(folder, params, pieces, state.step, self._at)
 
     def restore(self, folder: Path, record: Mapping[str, Any]) -> MegatronState:
         """Read files of `save`, which any number of processes wrote, of this engine or another one."""
         copies, optimizer, _ = state = self.init()  # the optimizer's settings come from the configuration
-        _check_record(record)
 
-        def pieces(there: Collection[str]) -> Iterator[Piece]:
+        def pieces(there: Collection[str], wanted: Callable[[str], bool]) -> Iterator[Piece]:
             if any(name.startswith(storage.MOMENTS) for name in there):
                 stored.fresh_moments(optimizer)
-            yield from stored.of_training(copies, optimizer, self._at, spoken=False)
+            yield from stored.of_training(copies, optimizer, self._at, spoken=False, wanted=wanted)
 
         with host(self.device):
-            storage.read(folder, _shapes(self.model), pieces, self._at.peers)
+            folders.restore(folder, state.stages, pieces, record, self._at)
             stored.updated(copies, optimizer)
         return state._replace(step=record["step"])
 
-    def save_params(self, params: of.Stages, folder: Path) -> Saved:
+    def save_params(self, params: _Params, folder: Path) -> Saved:
         """Write stages."""
-        return self._saved(folder, stored.of_model(spoken(params, self._at)), 0)
+        pieces = partial(stored.of_model, spoken(params_of(params), self._at))
+        return folders.save(folder, params, pieces, 0, self._at)
 
     def restore_params(self, folder: Path, record: Mapping[str, Any]) -> of.Stages:
         """Read files of `save_params`."""
-        stages = self.load(None)
-        _check_record(record)
-        mine = (piece for _, piece, _ in own(stages, self._at))
-        storage.read(folder, _shapes(self.model), lambda _: stored.of_model(mine), self._at.peers)
+        model = self.model if record["lora"] else attrs.evolve(self.model, lora=None)
+        stages = _frozen(self._loaded(model, "trainer.restore"))
+
+        def pieces(_: Collection[str], wanted: Callable[[str], bool]) -> Iterator[Piece]:
+            return stored.of_model((piece for _, piece, _ in own(stages, self._at)), wanted)
+
+        folders.restore(folder, stages, pieces, record, self._at)
         return stages
 
-    def _saved(self, folder: Path, pieces: Iterator[Piece], step: int) -> Saved:
-        written = storage.write(folder, lambda: pieces, self._at.peers)
-        return Saved(written, {"step": step, "lora": False, "base": None})
-
-    def export(self, params: of.Stages, folder: Path) -> None:
-        """Write a folder that transformers and vLLM load."""
-        model = params[0].model
-
-        def write(weights: Iterator[tuple[str, Tensor]]) -> None:
-            export_weights(weights, _skeleton(model), folder)
-            if model.tokenizer is not None or isinstance(model.source, str):
-                loading.load_tokenizer(model).save_pretrained(folder)
-
-        written_whole(self.pieces(params), self._at.peers, write)
-
-
-def _skeleton(model: Model) -> Any:
-    return loading.skeleton(model, dtype=getattr(torch, model.dtype))
-
-
-def _in_files(skeleton: Any) -> dict[str, Piece]:
-    """The weights of a model by the names that files have, without memory; tied ones once."""
-    return splitting.in_files(wholes(dict(named_tensors(skeleton))), splitting.parts(skeleton))
-
-
-def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    return {name: piece.shape for name, piece in _in_files(_skeleton(model)).items()}
+    def export(self, params: _Params, folder: Path) -> None:
+        """Write a folder that transformers and vLLM load; of an adapter, one that peft loads."""
+        folders.export(folder, params, self.pieces(params), self._at)
 
 
 def _frozen(stages: of.Stages) -> of.Stages:
     return [stage.requires_grad_(False) for stage in stages]
 
 
-def _check_record(record: Mapping[str, Any]) -> None:
-    if record["lora"]:
-        raise CheckpointError(
-            "restore: what was saved there has an adapter, which megatron.trainer does not train; use fsdp.trainer"
-        )
-
-
 class _Receiving:
     """Takes weights, and lets the optimizer know."""
 
-    def __init__(self, filling: Filling, optimizer: Any) -> None:
-        self._filling, self._optimizer = filling, optimizer
+    def __init__(self, receiving: lora.Receiving, optimizer: Any) -> None:
+        self._receiving, self._optimizer = receiving, optimizer
 
     def add(self, bucket: Sequence[Piece]) -> None:
         """Take some pieces."""
-        self._filling.add(bucket)
+        self._receiving.add(bucket)
 
     def end(self) -> None:
         """Check that all have come."""
-        self._filling.end()
+        self._receiving.end()
         self._optimizer.reload_model_params()
 
 

@@ -36,15 +36,23 @@ class _Kept(NamedTuple):
     alone: bool
 
 
-def of_model(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Pieces of weights, by the names that they are stored by."""
-    return (attrs.evolve(piece, name=MODEL + piece.name) for piece in pieces)
+def of_model(pieces: Iterable[Piece], wanted: Callable[[str], bool]) -> Iterator[Piece]:
+    """Pieces of weights whose names are wanted, by the names that they are stored by."""
+    return (attrs.evolve(piece, name=MODEL + piece.name) for piece in pieces if wanted(piece.name))
 
 
-def of_training(copies: Any, optimizer: Any, at: Groups, *, spoken: bool) -> Iterator[Piece]:
-    """Weights and moments; if ``spoken``, those that no process before this one has."""
+def of_training(
+    copies: Any, optimizer: Any, at: Groups, *, spoken: bool, wanted: Callable[[str], bool]
+) -> Iterator[Piece]:
+    """Weights whose names are wanted, and moments; if ``spoken``, those that no process before this one has."""
     find = _finder(optimizer, at)
     for parameter, piece, first in own([copy.module for copy in copies], at):
+        if not wanted(piece.name):
+            continue
+        if not parameter.requires_grad:  # the base of an adapter, which no optimizer has
+            if not spoken or (first and at.first_copy(parameter)):
+                yield from of_model([piece], wanted)
+            continue
         kept = find(parameter)
         if kept is not None and (not spoken or (first and kept.alone)):
             yield from _of_parameter(piece, parameter, kept, spoken)
@@ -114,9 +122,14 @@ def _finder(optimizer: Any, at: Groups) -> Callable[[Tensor], _Kept | None]:
     return lambda parameter: found.get(id(getattr(parameter, "main_param", parameter))) or found.get(id(parameter))
 
 
+def _with_parameters(optimizer: Any) -> list[Any]:
+    """The optimizers that have any: in a stage without an adapter there may be none."""
+    return [each for each in optimizer.chained_optimizers if not each.is_stub_optimizer]
+
+
 def fresh_moments(optimizer: Any) -> None:
     """Moments of zeros for all that this process keeps."""
-    for each in optimizer.chained_optimizers:
+    for each in _with_parameters(optimizer):
         each.init_state_fn(each.optimizer, each.config)
         for state in each.optimizer.state.values():
             state.setdefault("step", torch.zeros(()))
@@ -124,7 +137,7 @@ def fresh_moments(optimizer: Any) -> None:
 
 def updated(copies: Any, optimizer: Any) -> None:
     """Let the model have what has been read into its optimizer; a collective."""
-    for each in optimizer.chained_optimizers:
+    for each in _with_parameters(optimizer):
         if hasattr(each, "_copy_main_params_to_model_params"):
             each._copy_main_params_to_model_params()
     for copy in copies:

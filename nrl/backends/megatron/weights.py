@@ -61,7 +61,10 @@ def _views(module: Any, name: str, values: Tensor, rank: int, size: int) -> Iter
         rank: of this process along tp.
         size: of tp.
     """
-    if name.startswith("decoder.layers."):
+    if ".adapter." in name:
+        path, _, kind = name.rpartition(".")
+        yield module.get_submodule(path).piece(kind, values)
+    elif name.startswith("decoder.layers."):
         _, _, number, rest = name.split(".", 3)
         layer = module.decoder.layers[int(number)]
         prefix = f"model.layers.{layer.layer_number - 1}."

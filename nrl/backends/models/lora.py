@@ -11,7 +11,7 @@ import difflib
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,13 +29,16 @@ __all__ = [
     "adapter",
     "build",
     "check_base",
+    "clear",
     "export",
     "layers",
     "merged",
     "read",
     "replaced",
+    "scales",
     "signature",
     "skeleton",
+    "some",
     "trained",
     "unread",
     "unwrap",
@@ -113,20 +116,22 @@ def _adapted(module: nn.Module, model: Model) -> nn.Module:
         _wrap(module, model)
         if isinstance(model.lora, str):
             who = f"Model(lora='{model.lora}')"
-            pieces.fill(pieces.wholes(_some(module, trained)), read(model.lora), who=who)
+            pieces.fill(pieces.wholes(some(module, trained)), read(model.lora), who=who)
     return module
 
 
-def skeleton(model: Model) -> nn.Module:
-    """A language model with its adapter, as `build` makes it, whose weights take no memory."""
-    import transformers
+def skeleton(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
+    """As `build`, with parameters that take no memory; see `nrl.backends.models.loading.skeleton`.
 
-    config, _ = loading.load_config(model)
-    with torch.device("meta"):
-        module: nn.Module = transformers.AutoModelForCausalLM.from_config(
-            config, trust_remote_code=model.trust_remote_code
-        )
-    _wrap(module, model)
+    >>> from nrl import tiny
+    >>> found = skeleton(tiny.model(lora={"r": 2, "target_modules": ["q_proj"]}))
+    >>> {parameter.device.type for parameter in found.parameters()}
+    {'meta'}
+    """
+    module = loading.skeleton(model, dtype=dtype)
+    if model.lora is not None:
+        with torch.device("meta"):
+            _wrap(module, model)
     return module
 
 
@@ -186,28 +191,35 @@ def adapter(module: nn.Module, piece: Callable[[str, Tensor], Piece] = pieces.wh
     return (piece(name, tensor) for name, tensor in named_weights.named_tensors(module) if trained(name))
 
 
-def _some(module: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+def some(module: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The weights of a model with the names that are wanted."""
     return {name: tensor for name, tensor in named_weights.weights(module).items() if wanted(name)}
 
 
 def replaced(module: nn.Module) -> dict[str, Tensor]:
     """The weights that a publish replaces in a sampler's model: those of its adapter, if it has one, or all."""
-    return _some(module, trained) if layers(module) else named_weights.weights(module)
+    return some(module, trained) if layers(module) else named_weights.weights(module)
 
 
 class Receiving:
     """Takes the adapter of a model on the same base; or all weights, under an adapter that changes nothing yet.
 
-    Satisfies `nrl.backends.engines.Receives`. The first weight that comes tells which of the two.
+    Satisfies `nrl.backends.engines.Receives`. The first weight that comes tells which of the two. The weights may be of
+    a model with another head: then all but the head is used.
 
     Args:
-        module: its weights are replaced. Of a model with another head all but the head is used.
-        own: makes pieces, which are filled, of what this process has of some weights.
+        own: pieces, which are filled, of what this process has of the weights whose names are wanted.
+        clear: sets each B to 0.
         who: how errors name the caller.
     """
 
-    def __init__(self, module: nn.Module, own: Callable[[Mapping[str, Tensor]], Mapping[str, Piece]], who: str) -> None:
-        self._module, self._own, self._who = module, own, who
+    def __init__(
+        self,
+        own: Callable[[Callable[[str], bool]], Mapping[str, Piece | Sequence[Piece]]],
+        clear: Callable[[], None],
+        who: str,
+    ) -> None:
+        self._own, self._clear, self._who = own, clear, who
         self._filling: pieces.Filling | None = None
 
     def add(self, bucket: Bucket) -> None:
@@ -223,10 +235,17 @@ class Receiving:
     def _begun(self, alone: bool) -> pieces.Filling:
         if self._filling is None:
             wanted = trained if alone else lambda name: not _of_adapter(name)
-            self._filling = pieces.Filling(self._own(_some(self._module, wanted)), self._who, other_head=True)
-            for layer in () if alone else layers(self._module).values():
-                layer.lora_B["default"].weight.zero_()
+            self._filling = pieces.Filling(self._own(wanted), self._who, other_head=True)
+            if not alone:
+                self._clear()
         return self._filling
+
+
+@torch.no_grad()
+def clear(module: nn.Module) -> None:
+    """Set each B of a model's adapter to 0, so that it changes nothing."""
+    for layer in layers(module).values():
+        layer.lora_B["default"].weight.zero_()
 
 
 def signature(module: nn.Module, whole: Callable[[Tensor], Tensor] = _identity) -> dict[str, float]:
@@ -240,7 +259,12 @@ def signature(module: nn.Module, whole: Callable[[Tensor], Tensor] = _identity) 
     if writes != seen:
         sums = {name: float(whole(tensor.sum(dtype=torch.float64))) for name, tensor in base.items()}
         _SUMS[module] = writes, sums
-    return sums | {f"scaling of {name}": layer.scaling["default"] for name, layer in layers(module).items()}
+    return sums | scales(module)
+
+
+def scales(module: nn.Module) -> dict[str, float]:
+    """The scales of adapters, by the names that they have in a `signature`."""
+    return {f"scaling of {name}": layer.scaling["default"] for name, layer in layers(module).items()}
 
 
 def check_base(found: Mapping[str, float], expected: Mapping[str, float]) -> None:

@@ -89,7 +89,7 @@ class VllmEngine:
                 found.append((request.number, GenerationError(f"generate: vLLM refuses a request: {error}")))
         began = time.monotonic()
         while self._engine.has_unfinished_requests():
-            found += [self._decoded(each) for each in self._engine.step()]
+            found += [(int(each.request_id), _answer(each, self._routed)) for each in self._engine.step()]
             if tensor_parallel.agreed(time.monotonic() - began > (_SOON if found else _LATEST)):
                 break
         for number in [*cancelled, *(number for number, _ in found)]:
@@ -124,16 +124,6 @@ class VllmEngine:
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-
-    def _decoded(self, answer: Any) -> tuple[int, Decoded | Exception]:
-        decoded = _decoded(answer.outputs[0])
-        if self._routed is not None:
-            tokens = len(answer.prompt_token_ids) + len(decoded.token_ids) - 1
-            try:
-                decoded = decoded._replace(routes=self._routed.read(answer.outputs[0].routed_experts, tokens))
-            except GenerationError as error:
-                return int(answer.request_id), error
-        return int(answer.request_id), decoded
 
     def rest(self) -> None:
         """Leave the device: move weights to the memory of the host, and drop keys and values."""
@@ -245,6 +235,19 @@ def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, 
     except (ValueError, RuntimeError) as error:
         room = _MORE if any(said in str(error) for said in _NO_ROOM) else ""
         raise ModelError(f"vllm.sampler: vLLM refuses the model: {error}{room}") from error
+
+
+def _answer(finished: Any, routed: RoutedExperts | None) -> Decoded | Exception:
+    """What vLLM's ``RequestOutput`` says, with routes if they are recorded."""
+    (output,) = finished.outputs
+    decoded = _decoded(output)
+    if routed is None:
+        return decoded
+    try:
+        tokens = len(finished.prompt_token_ids) + len(decoded.token_ids) - 1
+        return decoded._replace(routes=routed.read(output.routed_experts, tokens))
+    except GenerationError as error:
+        return error
 
 
 def _decoded(output: Any) -> Decoded:

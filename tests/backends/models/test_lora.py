@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import nrl
 from examples import sft
 from nrl import algos, config, tiny
 from nrl.algos import Loss, sft_loss
-from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf
+from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf, megatron
 from nrl.backends.fsdp.torch_state import TorchState
 from nrl.backends.models import loading, lora, named_weights
 from nrl.backends.training.terms import global_weights
@@ -45,9 +45,20 @@ def two() -> Iterator[Processes]:
     processes.close()
 
 
-def trainer_of(place: Slots, model: Model = MODEL, **options: Any) -> Trainer:
-    spec = adamw(lr=1e-2, eps=1e-3, weight_decay=0.01)
-    return fsdp.trainer(place, model, spec, **({"max_tokens": 64} | options))
+ADAMW = adamw(lr=1e-2, eps=1e-3, weight_decay=0.01)
+ENGINES: dict[str, Callable[..., Trainer]] = {"fsdp": fsdp.trainer, "megatron": megatron.trainer}
+
+type TrainerOf = Callable[..., Trainer]
+
+
+@pytest.fixture(params=["fsdp", pytest.param("megatron", marks=pytest.mark.megatron)])
+def trainer_of(request: pytest.FixtureRequest, recwarn: pytest.WarningsRecorder) -> TrainerOf:
+    """Makes a trainer of a place and a model."""
+
+    def make(place: Slots, model: Model = MODEL, **options: Any) -> Trainer:
+        return ENGINES[request.param](place, model, ADAMW, **({"max_tokens": 64} | options))
+
+    return make
 
 
 def adapter_in(folder: Path, module: Any, *, kind: Any = peft.PeftModel, **fields: Any) -> Any:
@@ -112,7 +123,7 @@ def test_only_the_adapter_is_trained(slots: Slots) -> None:
     assert sum(len(group["params"]) for group in state.optimizer.param_groups) == len(changed)
 
 
-def test_a_new_adapter_changes_nothing(slots: Slots) -> None:
+def test_a_new_adapter_changes_nothing(trainer_of: TrainerOf, slots: Slots) -> None:
     base, adapted = trainer_of(slots[:1], Model(QWEN3)), trainer_of(slots[:1])
     assert torch.equal(logprobs(base, base.load()), logprobs(adapted, adapted.init().params))
     assert_equal(weights(adapted.init()), weights(base.load()))
@@ -133,8 +144,18 @@ def test_a_seed_gives_the_same_adapter_everywhere() -> None:
     assert {name: x.dtype for name, x in a(3, "bfloat16").items()} == dict.fromkeys(first, torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["qwen3 tied", "llama tied", "phi, a head with a bias"])
-def test_it_computes_what_peft_does(slots: Slots, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trainer_of", "name"),
+    [
+        ("fsdp", "qwen3 tied"),
+        ("fsdp", "llama tied"),
+        ("fsdp", "phi, a head with a bias"),
+        pytest.param("megatron", "qwen3 tied", marks=pytest.mark.megatron),
+        pytest.param("megatron", "qwen2 tied", marks=pytest.mark.megatron),
+    ],
+    indirect=["trainer_of"],
+)
+def test_it_computes_what_peft_does(trainer_of: TrainerOf, slots: Slots, name: str, tmp_path: Path) -> None:
     """Of an adapter that peft has written; merged weights are those that peft merges."""
     module = loading.build(Model(CONFIGS[name]))
     theirs = adapter_in(tmp_path / "adapter", module, use_rslora=True, lora_dropout=0.5)
@@ -155,11 +176,12 @@ def test_it_computes_what_peft_does(slots: Slots, name: str, tmp_path: Path) -> 
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("trainer_of", ["fsdp"], indirect=True)
 @pytest.mark.parametrize("dp", [1, 3])
 @pytest.mark.parametrize(
     "options", [{"packing": None}, {"packing": nrl.Sequences}, {"max_tokens": 20}, {"checkpointing": True}, {}]
 )
-def test_layout_cannot_be_seen(slots: Slots, dp: int, options: dict[str, Any]) -> None:
+def test_layout_cannot_be_seen(trainer_of: TrainerOf, slots: Slots, dp: int, options: dict[str, Any]) -> None:
     model, batch = attrs.evolve(MODEL, dtype="float64"), batch_of(MIXED)
     found = []
     for trainer in (trainer_of(slots[:1], model, max_tokens=1000), trainer_of(slots[:dp], model, **options)):
@@ -263,7 +285,7 @@ def heard(sampler: Any, trainer: Trainer, params: Params) -> tuple[Tensor, Tenso
     return torch.cat([x.logprobs for x in answers]), torch.cat(parts)
 
 
-def test_a_sampler_without_an_adapter_gets_merged_weights(slots: Slots) -> None:
+def test_a_sampler_without_an_adapter_gets_merged_weights(trainer_of: TrainerOf, slots: Slots) -> None:
     trainer = trainer_of(slots[:2], tiny.model(lora=LORA))
     sampler = hf.sampler(slots[2:3], tiny.model())
     state = trained(trainer)
@@ -274,7 +296,7 @@ def test_a_sampler_without_an_adapter_gets_merged_weights(slots: Slots) -> None:
     assert not torch.allclose(*before, atol=1e-2)
 
 
-def test_a_sampler_with_the_adapter_gets_that_alone(slots: Slots, tmp_path: Path) -> None:
+def test_a_sampler_with_the_adapter_gets_that_alone(trainer_of: TrainerOf, slots: Slots, tmp_path: Path) -> None:
     model = tiny.model(lora=LORA)
     adapter_in(tmp_path, loading.build(model))
     for each in (model, attrs.evolve(model, lora=str(tmp_path))):
@@ -295,7 +317,9 @@ def test_a_sampler_with_the_adapter_gets_that_alone(slots: Slots, tmp_path: Path
         torch.testing.assert_close(*heard(sampler, trainer, frozen), atol=1e-5, rtol=0)
 
 
-def test_an_adapter_goes_to_a_sampler_with_the_same_base_and_adapter_only(slots: Slots, tmp_path: Path) -> None:
+def test_an_adapter_goes_to_a_sampler_with_the_same_base_and_adapter_only(
+    trainer_of: TrainerOf, slots: Slots, tmp_path: Path
+) -> None:
     model = tiny.model(lora=LORA)
     trainer, sampler = trainer_of(slots[:1], model), hf.sampler(slots[2:3], model)
     others = [tiny.model(), tiny.model(lora=LORA | {"lora_alpha": 9}), tiny.model(seed=1, lora=LORA)]
@@ -315,7 +339,7 @@ def test_an_adapter_goes_to_a_sampler_with_the_same_base_and_adapter_only(slots:
 # -- in and out -------------------------------------------------------------------------------------------------------
 
 
-def test_states_from_the_params_of_others(slots: Slots, tmp_path: Path) -> None:
+def test_states_from_the_params_of_others(trainer_of: TrainerOf, slots: Slots, tmp_path: Path) -> None:
     """Of the same adapter: a copy. Of other weights: these, and an adapter that changes nothing, whatever there was."""
     adapter_in(tmp_path, loading.build(MODEL))
     model = attrs.evolve(MODEL, lora=str(tmp_path))
@@ -336,7 +360,7 @@ def test_states_from_the_params_of_others(slots: Slots, tmp_path: Path) -> None:
             assert not torch.allclose(logprobs(by, found.params), expected, atol=1e-3)
 
 
-def test_a_critic_begins_with_the_adapter_of_the_policy(slots: Slots) -> None:
+def test_a_critic_begins_with_the_adapter_of_the_policy(trainer_of: TrainerOf, slots: Slots) -> None:
     actor, critic = trainer_of(slots[:1]), trainer_of(slots[:1], attrs.evolve(MODEL, head="value"))
     state, _ = actor.train_step(sft_loss)(actor.init(), batch_of(MIXED))
     values = critic.init(state.params)
@@ -350,7 +374,7 @@ def test_a_critic_begins_with_the_adapter_of_the_policy(slots: Slots) -> None:
     assert again["score.weight"].any()
 
 
-def test_references(slots: Slots, tmp_path: Path) -> None:
+def test_references(trainer_of: TrainerOf, slots: Slots, tmp_path: Path) -> None:
     adapter_in(tmp_path / "adapter", loading.build(MODEL))
     loading.save_model(loading.build(Model(QWEN3, seed=7)), tmp_path / "other")
     base = trainer_of(slots[:1], Model(QWEN3))
@@ -368,7 +392,7 @@ def test_references(slots: Slots, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", list(HEADS))
-def test_what_is_saved_goes_on_exactly(slots: Slots, head: Any, tmp_path: Path) -> None:
+def test_what_is_saved_goes_on_exactly(trainer_of: TrainerOf, slots: Slots, head: Any, tmp_path: Path) -> None:
     """The adapter, a head and their moments, without the base."""
     model, batch = attrs.evolve(MODEL, head=head), rows_of(head)
     trainer = trainer_of(slots[:2], model)
@@ -391,7 +415,9 @@ def test_what_is_saved_goes_on_exactly(slots: Slots, head: Any, tmp_path: Path) 
     assert all(".lora_" in name or ".score." in name for name in names)
 
 
-def test_a_base_that_is_not_the_models_own_is_saved_with_the_adapter(slots: Slots, tmp_path: Path) -> None:
+def test_a_base_that_is_not_the_models_own_is_saved_with_the_adapter(
+    trainer_of: TrainerOf, slots: Slots, tmp_path: Path
+) -> None:
     loading.save_model(loading.build(Model(QWEN3, seed=7)), tmp_path / "other")
     trainer, full = trainer_of(slots[:1]), trainer_of(slots[:1], Model(QWEN3, seed=4))
     state, _ = trainer.train_step(sft_loss)(trainer.init(full.load()), batch_of(MIXED))
@@ -405,7 +431,7 @@ def test_a_base_that_is_not_the_models_own_is_saved_with_the_adapter(slots: Slot
         assert_equal(weights(b), weights(a))
 
 
-def test_an_adapter_is_not_restored_on_another_base(slots: Slots, tmp_path: Path) -> None:
+def test_an_adapter_is_not_restored_on_another_base(trainer_of: TrainerOf, slots: Slots, tmp_path: Path) -> None:
     trainer = trainer_of(slots[:1])
     trainer.save(trainer.init(), tmp_path)
     saved = r"restore: an adapter was saved without its base, and here is another: the sum or scale of "
@@ -486,7 +512,7 @@ def test_files_of_two_processes_are_those_of_one(two: Processes, tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_merged_weights_are_exported(slots: Slots, dtype: Any, tmp_path: Path) -> None:
+def test_merged_weights_are_exported(trainer_of: TrainerOf, slots: Slots, dtype: Any, tmp_path: Path) -> None:
     trainer = trainer_of(slots[:1], tiny.model(lora=LORA, dtype=dtype))
     state = trained(trainer)
     trainer.export(state.params, tmp_path)
@@ -510,7 +536,9 @@ def test_merged_weights_are_exported(slots: Slots, dtype: Any, tmp_path: Path) -
         ("reward", transformers.AutoModelForSequenceClassification),
     ],
 )
-def test_an_exported_adapter_is_read_by_peft_and_by_nrl(slots: Slots, head: Any, kind: Any, tmp_path: Path) -> None:
+def test_an_exported_adapter_is_read_by_peft_and_by_nrl(
+    trainer_of: TrainerOf, slots: Slots, head: Any, kind: Any, tmp_path: Path
+) -> None:
     loading.save_model(loading.build(Model(QWEN3)), tmp_path / "base")
     model = Model(str(tmp_path / "base"), head=head, lora=LORA)
     trainer, batch = trainer_of(slots[:1], model), rows_of(head)
@@ -531,7 +559,7 @@ def test_an_exported_adapter_is_read_by_peft_and_by_nrl(slots: Slots, head: Any,
     assert_close(dict(named_weights.named_tensors(theirs.merge_and_unload())), weights(state), 1e-6)
 
 
-def test_what_is_no_adapter_is_not_exported_as_one(slots: Slots, tmp_path: Path) -> None:
+def test_what_is_no_adapter_is_not_exported_as_one(trainer_of: TrainerOf, slots: Slots, tmp_path: Path) -> None:
     plain, trainer = trainer_of(slots[:1], Model(QWEN3)), trainer_of(slots[:1])
     for by, params in ((plain, plain.load()), (trainer, trainer.init(plain.load()).params)):
         with pytest.raises(ModelError, match=r"params.adapter: these params are not an adapter on the weights that"):

@@ -32,11 +32,14 @@ CONFIG = {
     "head_dim": 4,
     "max_position_embeddings": 64,
 }
+ADAPTED = Model(CONFIG, lora={"r": 2, "target_modules": "all-linear"})
 QUIET = adamw(lr=1e-2, eps=1e-3)  # so that rounding in tiny gradients stays rounding
 ENGINES: dict[str, Callable[[Slots, int], Trainer]] = {
     "bigram": lambda slots, tokens: make_trainer(slots.mesh(), Bigram, name="bigram", max_tokens=tokens),
     "fsdp": lambda slots, tokens: fsdp.trainer(slots, Model(CONFIG), QUIET, max_tokens=tokens),
     "megatron": lambda slots, tokens: megatron.trainer(slots, Model(CONFIG), QUIET, max_tokens=tokens),
+    "fsdp, an adapter": lambda slots, tokens: fsdp.trainer(slots, ADAPTED, QUIET, max_tokens=tokens),
+    "megatron, an adapter": lambda slots, tokens: megatron.trainer(slots, ADAPTED, QUIET, max_tokens=tokens),
 }
 
 type Make = Callable[..., Trainer]
@@ -49,7 +52,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(
-    params=[name if name != "megatron" else pytest.param(name, marks=pytest.mark.megatron) for name in ENGINES]
+    params=[pytest.param(name, marks=[pytest.mark.megatron] * name.startswith("megatron")) for name in ENGINES]
 )
 def make(request: pytest.FixtureRequest, cluster: Cluster, recwarn: pytest.WarningsRecorder) -> Make:
     """Makes a trainer: of so many shards, and so many tokens at most in a micro-batch."""

@@ -4,6 +4,7 @@
 `AuxOutputSchedulerConnector.take_output` ends at the last token but one of prompt and completion.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 
 from nrl import tiny
 from nrl.backends import Model, vllm
-from nrl.backends.vllm import settings
+from nrl.backends.engines import Decoded
+from nrl.backends.vllm import settings, vllm_engine
 from nrl.backends.vllm.routed_experts import RoutedExperts
 from nrl.errors import ConfigError, GenerationError, ModelError
 from nrl.runtime import Cluster
@@ -49,6 +51,33 @@ def test_recorded_data_become_routes() -> None:
     assert found.tolist() == [[token[0], token[2], token[3]] for token in RECORDED.tolist()]
     small = RoutedExperts((0, 2, 3), 3, 256).read((RECORDED % 256).astype(np.uint8), 5)
     assert small.tolist() == [[[x % 256 for x in layer] for layer in token] for token in found.tolist()]
+
+
+def finished(recorded: Any) -> Any:
+    """The fields of vLLM's RequestOutput that are read: a prompt of three tokens, of which three more were sampled."""
+    output = SimpleNamespace(
+        token_ids=[20, 21, 2],
+        logprobs=[{token: SimpleNamespace(logprob=-0.5)} for token in (20, 21, 2)],
+        weight_versions=[SimpleNamespace(start=0, end=3, version="4")],
+        finish_reason="stop",
+        routed_experts=recorded,
+    )
+    return SimpleNamespace(request_id="7", prompt_token_ids=[5, 6, 7], outputs=[output])
+
+
+def test_an_answer_has_routes_of_all_but_its_last_token() -> None:
+    routed = RoutedExperts.of(model())
+    answer = vllm_engine._answer(finished(RECORDED), routed)
+    assert isinstance(answer, Decoded)
+    assert answer.token_ids.tolist() == [20, 21, 2]
+    assert answer.routes is not None
+    assert torch.equal(answer.routes, routed.read(RECORDED, 5))
+    plain = vllm_engine._answer(finished(None), None)
+    assert isinstance(plain, Decoded)
+    assert plain.routes is None
+    error = vllm_engine._answer(finished(None), routed)
+    assert isinstance(error, GenerationError)
+    assert "have the shape None" in str(error)
 
 
 @pytest.mark.parametrize(
