@@ -72,7 +72,7 @@ def main(cfg: Config) -> None:
 
         async def answer(task: Task, turn: Turn) -> Step:
             trace = Trace(task["prompt"], [turn])
-            known = {"right": float(number(task, trace).reward)} if "answer" in task else {}  # the policy is not told
+            known = {"right": number(task, trace).reward} if "answer" in task else {}  # which the policy is not told
             return Step(task, await verify(task, trace), info=known)
 
         env = Environment(single_turn(verify).reset, answer)

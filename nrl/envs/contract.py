@@ -57,7 +57,7 @@ class Score(NamedTuple):
     """A verdict with all that there is to say.
 
     Args:
-        reward: a number, or several; of a status other than ``"ok"`` and ``"parse_fail"`` it is not read.
+        reward: a number, or several (a sequence); of a status other than ``"ok"`` and ``"parse_fail"`` it is not read.
         status: what became of it.
         components: what the reward is made of, by name, to report.
 
@@ -65,7 +65,7 @@ class Score(NamedTuple):
     {}
     """
 
-    reward: float | Sequence[float] = 0.0
+    reward: Any = 0.0
     status: Status = "ok"
     components: Mapping[str, float] = {}
 
@@ -148,9 +148,9 @@ class Trace:
 
     prompt: Prompt = ""
     turns: tuple[Turn, ...] = attrs.field(default=(), converter=_turns)
-    observations: tuple[Any, ...] = attrs.field(default=(), converter=tuple)
-    token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple, repr=False)
-    sampled: tuple[bool, ...] = attrs.field(default=(), converter=tuple, repr=False)
+    observations: tuple[Any, ...] = ()
+    token_ids: tuple[int, ...] = attrs.field(default=(), repr=False)
+    sampled: tuple[bool, ...] = attrs.field(default=(), repr=False)
     truncated: bool = False
 
     @property

@@ -14,7 +14,7 @@ from nrl.errors import EnvError
 __all__ = ["scored_by"]
 
 
-def scored_by(params: Params, tokenizer: Any) -> Callable[[Task, str], Coroutine[Any, Any, float]]:
+def scored_by(params: Params, tokenizer: Any) -> Callable[[Task, Trace], Coroutine[Any, Any, float]]:
     """A verifier whose reward is a reward model's number for the answer.
 
     One forward scores the answers of all episodes that have one at the same moment; all episodes of the rollout wait

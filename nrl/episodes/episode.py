@@ -165,7 +165,7 @@ async def play(
 ) -> Episode:
     """Run one episode of many: `run_episode`, with the rollout's own ``render`` and ``call``."""
     episode, held = Episode(), list[Any]()  # the state, while there is one
-    verifier = getattr(env, "verifier", None)
+    verifier: Any = getattr(env, "verifier", None)
 
     async def reset() -> None:
         state, episode.prompt = await call.reset(env.reset, task)

@@ -142,7 +142,7 @@ async def _judged(
     env: Env, tasks: Sequence[Task], groups: Sequence[Sequence[Episode]], calls: Sequence[Caller]
 ) -> None:
     """Ask a verifier of whole groups, if the environment has one."""
-    verifier = getattr(env, "verifier", None)
+    verifier: Any = getattr(env, "verifier", None)
     if not getattr(verifier, "of_group", False):
         return
 

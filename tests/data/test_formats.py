@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nrl import data
-from nrl.envs import number
+from nrl.envs import Trace, number
 from nrl.errors import DataError
 from tests.chat_tokenizers import strings, tokenizer
 
@@ -28,7 +28,7 @@ def test_gsm8k() -> None:
     assert rows[0]["response"].endswith("#### 72")
     assert rows[0]["prompt"][0]["content"].startswith("Natalia sold clips to 48 of her friends")
     assert set(rows[0]) == {"prompt", "answer", "response"}
-    assert all(number(row, row["response"]) == 1.0 for row in rows)
+    assert all(number(row, Trace("", [row["response"]])).reward == 1.0 for row in rows)
     assert any("," in row["response"].rpartition("####")[2] for row in rows)  # such as 1,200
     assert not any("," in row["answer"] for row in rows)
 

@@ -55,8 +55,8 @@ def test_an_async_verifier_makes_an_async_step() -> None:
         return exact(task, trace)
 
     class Served:
-        async def __call__(self, task: Task, response: str) -> float:
-            return await later(task, response)
+        async def __call__(self, task: Task, trace: Trace) -> float:
+            return await later(task, trace)
 
     for verifier in (later, Served()):
         step = single_turn(verifier).step(TASK, "4")

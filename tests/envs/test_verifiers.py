@@ -261,10 +261,10 @@ def test_a_verifier_says_how_its_answer_is_extracted() -> None:
     assert extractor(lambda task, trace: 1.0) is None
 
     @extracts(str.upper)
-    def loud(task: Any, response: str) -> float:
-        return float(response.upper() == task["answer"])
+    def loud(task: Any, trace: Trace) -> float:
+        return float(trace.text.upper() == task["answer"])
 
-    assert loud({"answer": "A"}, "a") == 1.0  # the verifier is what it was
+    assert loud({"answer": "A"}, Trace("", ["a"])) == 1.0  # the verifier is what it was
     assert extractor(loud) is str.upper
 
 

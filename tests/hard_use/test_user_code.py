@@ -60,7 +60,7 @@ def main(name: str, folder: str, cfg: Config) -> None:
     train(cfg, ENVS[name]())
 
 
-def some(rest: Callable[[], Any]) -> Callable[[Any, str], float]:
+def some(rest: Callable[[], Any]) -> Callable[[Any, Trace], float]:
     """A verifier that does this in every eighth call or so, and else its work."""
     count = 0
 
