@@ -33,6 +33,8 @@ class _Router(TopKRouter):  # type: ignore[misc]  # Megatron has no types
     rows: Any = None
     """Of the micro-batch that it sees; along tp it sees a part of the tokens."""
 
+    router_replay: Any
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.load = torch.zeros(self.num_experts, dtype=torch.float64)

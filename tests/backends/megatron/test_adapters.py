@@ -27,6 +27,7 @@ from tests.backends.megatron.test_experts import QWEN
 from tests.backends.megatron.test_megatron_engine import (
     CONFIG,
     HEADS,
+    ROUTED,
     Steps,
     engine,
     followed,
@@ -137,6 +138,7 @@ TWO: dict[str, dict[str, Any]] = {
     "dp=2, a whole one in each": {"layout": Layout(dp=2, shard=1)},
     "ep=2": {"layout": Layout(dp=2, ep=2), **EXPERTS},
     "tp=2, ep=2": {"layout": Layout(tp=2, ep=2), **EXPERTS},
+    "routes, tp=2, ep=2": {"layout": Layout(tp=2, ep=2), "name": ROUTED, **EXPERTS},
     "pp=2, experts in some layers": {"layout": Layout(pp=2), "decoder_sparse_step": 2, **EXPERTS},
     "value head, tp=2": {"layout": Layout(tp=2), "name": "value"},
     "reward head, pp=2": {"layout": Layout(pp=2), "name": "reward"},

@@ -207,7 +207,9 @@ def test_every_loss_has_the_numbers_of_one_process(two: Processes, layout: Layou
     same(two, layout, name)
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(pp=2, dp=2), Layout(dp=2, cp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2, pp=2), Layout(pp=2, dp=2), Layout(dp=2, cp=2), Layout(dp=4, shard=2)], ids=str
+)
 def test_four_processes_have_the_numbers_of_one(four: Processes, layout: Layout) -> None:
     same(four, layout, "grpo")
 
@@ -305,6 +307,13 @@ def test_a_checkpoint_of_the_torch_engine_goes_on_here(two: Processes, layout: L
     record, then = saved_by(torch_engine(MODEL), tmp_path)
     for found in two(resumed, layout, str(tmp_path), record):
         followed(found, then)
+
+
+def test_a_checkpoint_of_copies_of_which_two_share_an_optimizer_goes_on(four: Processes, tmp_path: Path) -> None:
+    record, then = four(saved, Layout(dp=4, shard=2), str(tmp_path))[0]
+    other = torch_engine(MODEL)
+    followed(steps(other, "grpo", parts(rows("grpo"), Layout(), 0), state=other.restore(tmp_path, record)), then)
+    followed(four(resumed, Layout(dp=4, shard=2), str(tmp_path), record)[0], then)
 
 
 def in_bfloat16(mesh: DeviceMesh, layout: Layout, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
