@@ -21,6 +21,7 @@ from nrl.envs.contract import (
     Turn,
     Verdict,
     Verifier,
+    score_of,
 )
 from nrl.envs.verifiers import (
     VERIFIERS,
@@ -59,6 +60,7 @@ __all__ = [
     "number_or_wrong",
     "of_group",
     "product",
+    "score_of",
     "single_turn",
     "weighted",
 ]

@@ -93,8 +93,8 @@ def judged(env: Env, verifier: Verifier) -> Environment:
     >>> env.verifier({}, Trace("a", ["b", "c"]))
     {'turns': 2}
     """
-    rest = {"close": getattr(env, "close", None), "timeout": getattr(env, "timeout", TIMEOUT)}
-    return Environment(env.reset, env.step, verifier=verifier, **rest)
+    close, timeout = getattr(env, "close", None), getattr(env, "timeout", TIMEOUT)
+    return Environment(env.reset, env.step, close, verifier, timeout)
 
 
 def by_source(*envs: Env) -> Environment:

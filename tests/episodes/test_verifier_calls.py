@@ -320,7 +320,9 @@ def test_a_traceback_is_shown_once_with_the_frames_of_the_user(capfd: pytest.Cap
 
 
 def test_an_error_of_nrl_itself_has_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
-    assert failed(partial(number, {"prompt": "How many?", "answer": "none"}, "3"))[0].startswith("EnvError: ")
+    assert failed(partial(number, {"prompt": "How many?", "answer": "none"}, Trace("", ["3"])))[0].startswith(
+        "EnvError: "
+    )
     assert capfd.readouterr().err == ""
 
 
