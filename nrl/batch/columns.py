@@ -128,8 +128,10 @@ COLUMNS: dict[str, Column] = {
     "status": Column("row", torch.int64, "rollout writes it; its name is nrl.envs.STATUSES[status].", 0),
     "truncated": Column("row", torch.bool, "rollout writes it.", False),
     "source": Column("row", torch.int64, "Data writes it where task sources are mixed.", 0),
+    "sampled": Column("row", torch.int64, "rollout writes it; how many tokens were sampled for a row."),
     "dropped": Column("row", torch.int64, "drop_uniform and fresh write it.", 0),
     "dropped_invalid": Column("row", torch.int64, "drop_uniform and fresh write it.", 0),
+    "dropped_tokens": Column("row", torch.int64, "drop_uniform and fresh write it.", 0),
     "dropped_rewards": Column("row", torch.float32, "drop_uniform and fresh write it.", 0.0),
     "desirable": Column("row", torch.bool, "data.labelled writes it."),
     "reference_point": Column(

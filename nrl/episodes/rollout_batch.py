@@ -55,13 +55,13 @@ def rollout(
 
     Returns:
         A batch ``[len(tasks) * n, T]`` with ``input_ids``, ``attention_mask``, ``loss_mask``, ``rollout_logprobs``,
-        ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``, ``truncated``, with
-        ``source`` where tasks have one, of a sampler that streams ``versions`` (of each token; -1 where it was not
-        sampled) and ``asked_again``, and of one that records them ``routes``. ``status`` is the place of a row's among
-        `nrl.envs.STATUSES`; ``token_rewards`` are the rewards of turns, at the last token of each, where a reward is
-        one number; ``reward/<name>`` are components of rewards. Of the environment's own numbers
-        ``env/<name>`` is the last that an episode reported; ``("info", <name>)`` is ragged and has those of every step,
-        NaN where it reported none.
+        ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``, ``truncated``,
+        ``sampled`` (how many tokens were sampled for a row, those beyond the context too), ``status`` (its place among
+        `nrl.envs.STATUSES`), where a reward is one number ``token_rewards`` (of each turn, at its last token), with
+        ``source`` where tasks have one, and of a sampler that streams ``versions`` (of each token; -1 where it was not
+        sampled) and ``asked_again``, and of one that records them ``routes``. ``reward/<name>`` are components of
+        rewards. Of the environment's own numbers ``env/<name>`` is the last that an episode reported; ``("info",
+        <name>)`` is ragged and has those of every step, NaN where it reported none.
 
     Raises:
         DataError: there are no tasks, or ``n`` is not positive.
@@ -241,6 +241,7 @@ def _rows(episodes: Sequence[Episode], version: int, temperature: float) -> Batc
         "rewards": torch.tensor([nothing if e.failure else e.reward for e in episodes], dtype=torch.float32),
         "version": torch.tensor([version if e.version is None else e.version for e in episodes]),
         "valid": valid,
+        "sampled": torch.tensor([sum(len(turn.token_ids) for turn in episode.turns) for episode in episodes]),
         "status": torch.tensor([STATUSES.index(episode.status) for episode in episodes]),
         "truncated": torch.tensor([episode.truncated for episode in episodes]),
     }

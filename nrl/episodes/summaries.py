@@ -32,6 +32,9 @@ def summary(batch: Batch) -> Metrics:
     - ``truncated``: the fraction of valid rows that hit a length limit.
     - ``invalid``, ``dropped``: numbers of rows.
     - ``asked_again``: requests that were asked again because an engine died or its work was thrown away.
+    - ``tokens/sampled``: the sum of what became of them: ``tokens/trained``; ``tokens/masked``, of valid rows, but
+      outside of ``loss_mask`` or the context; ``tokens/invalid``, of rows that failed; ``tokens/dropped``, of rows that
+      are not here.
     - ``env/<name>``: means of the environment's own numbers; ``reward/<name>`` of the components of rewards.
     - ``status/<name>``: rows whose verdict was not ``"ok"``, by what became of it.
 
@@ -39,6 +42,7 @@ def summary(batch: Batch) -> Metrics:
 
     Raises:
         MissingColumn: there are no rewards.
+        BatchError: a row is trained on more tokens than were sampled for it.
 
     >>> rewards = torch.tensor([0.0, 1.0])
     >>> mask = torch.tensor([[True, True], [True, False]])
@@ -68,6 +72,8 @@ def summary(batch: Batch) -> Metrics:
     }
     if "asked_again" in batch.keys():
         metrics["asked_again"] = Sum(batch["asked_again"].sum())
+    if "sampled" in batch.keys():
+        metrics |= _ledger(batch, valid)
     if "status" in batch.keys():
         metrics |= {f"status/{name}": Sum((batch["status"] == at).sum()) for at, name in enumerate(STATUSES) if at}
     for key, value in batch.items():
@@ -75,6 +81,26 @@ def summary(batch: Batch) -> Metrics:
             known = torch.isfinite(value) & valid
             metrics[str(key)] = Mean(torch.where(known, value, 0.0).sum(), known.sum().float())
     return metrics
+
+
+def _ledger(batch: Batch, valid: Tensor) -> Metrics:
+    """What became of the tokens that were sampled: each is counted once."""
+    sampled, trained = batch["sampled"], batch["loss_mask"].sum(-1)
+    if bool((over := trained > sampled).any()):
+        row = int(over.flatten().nonzero()[0])
+        raise BatchError(
+            f"summary: row {row} is trained on {int(trained.flatten()[row])} tokens, and {int(sampled.flatten()[row])} "
+            "were sampled for it; loss_mask may leave tokens out, and not add any that the policy did not sample"
+        )
+    dropped = batch["dropped_tokens"].sum() if "dropped_tokens" in batch.keys() else sampled.new_zeros(())
+    parts = {
+        "trained": trained[valid].sum(),
+        "masked": (sampled - trained)[valid].sum(),
+        "invalid": sampled[~valid].sum(),
+        "dropped": dropped,
+    }
+    every = {"sampled": sampled.sum() + dropped, **parts}
+    return {f"tokens/{name}": Sum(count) for name, count in every.items()}
 
 
 def _largest(x: Tensor) -> Tensor:

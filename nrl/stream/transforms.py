@@ -54,7 +54,8 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
     """Drop the groups whose rewards are all equal, which teach nothing, and ask for others in their place.
 
     The next group that is kept carries the numbers of the dropped ones, in the columns ``dropped`` (valid rows),
-    ``dropped_rewards`` (the sum of their rewards) and ``dropped_invalid`` (failed rows), which add up over rows. A
+    ``dropped_rewards`` (the sum of their rewards), ``dropped_invalid`` (failed rows) and ``dropped_tokens`` (of the
+    policy, in all of these), which add up over rows. A
     group with fewer than two valid rows is uniform. A reward that is NaN or infinite is refused, since it is equal to
     nothing: a row whose reward could not be computed has to be invalid, as `nrl.rollout` makes it.
 
@@ -194,6 +195,7 @@ def _carrying(batch: Batch, dropped: Iterable[Batch]) -> Batch:
     carried = {
         "dropped": torch.zeros(batch.batch_size, dtype=torch.int64),
         "dropped_invalid": torch.zeros(batch.batch_size, dtype=torch.int64),
+        "dropped_tokens": torch.zeros(batch.batch_size, dtype=torch.int64),
         "dropped_rewards": torch.zeros(batch.batch_size),
     }
     for other in dropped:
@@ -202,6 +204,8 @@ def _carrying(batch: Batch, dropped: Iterable[Batch]) -> Batch:
         carried["dropped_invalid"].view(-1)[0] += (~valid).sum()
         if "rewards" in other.keys():
             carried["dropped_rewards"].view(-1)[0] += other["rewards"][valid].sum()
+        if "sampled" in other.keys():
+            carried["dropped_tokens"].view(-1)[0] += other["sampled"].sum()
         for name in carried.keys() & set(other.keys()):
             carried[name].view(-1)[0] += other[name].sum()
     return assign(batch, **{name: x + batch[name] if name in batch.keys() else x for name, x in carried.items()})

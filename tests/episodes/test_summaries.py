@@ -2,19 +2,21 @@ import json
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import nrl
-from nrl import Batch, tiny
+from nrl import Batch, data, tiny
 from nrl.backends import hf
-from nrl.envs import exact, single_turn
+from nrl.envs import Environment, Step, Trace, exact, single_turn
 from nrl.episodes.summaries import samples, summary
-from nrl.errors import MissingColumn
+from nrl.errors import BatchError, MissingColumn
 from nrl.log import redacted
 from nrl.reduce import finalize, merge
+from tests.episodes.scripted import Scripted
 
 TOKENIZER = tiny.tokenizer()
 
@@ -327,3 +329,44 @@ def test_a_summary_of_no_rows_measures_nothing() -> None:
     some = {"rewards": torch.tensor([-2.0]), "loss_mask": torch.ones(1, 3, dtype=torch.bool)}
     rest = summary(Batch(some, batch_size=[1]))
     assert finalize(merge(metrics, rest))["reward/max"] == finalize(rest)["reward/max"] == -2.0
+
+
+# --- what becomes of tokens
+
+
+def tokens(batch: Batch) -> dict[str, float]:
+    found = finalize(summary(batch))
+    return {name.removeprefix("tokens/"): count for name, count in found.items() if name.startswith("tokens/")}
+
+
+def test_every_sampled_token_is_accounted_for(tmp_path: Path) -> None:
+    """Trained, masked by the program, or in a group that was dropped; each answer has a token that ends it."""
+    rows = [{"prompt": "1", "answer": "x"}, {"prompt": "2", "answer": "y"}]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scripted = Scripted(["3", "44", "5", "666"])
+
+    def verify(task: Any, trace: Trace) -> float:
+        return 1.0 if task["answer"] == "x" else float(len(trace.text))
+
+    tasks = data.tasks(str(tmp_path / "tasks.jsonl"), shuffle=False, chat=False)
+    batch = nrl.drop_uniform(nrl.rollouts(scripted, single_turn(verify), tasks, n=2)).take(1)[0]
+    assert batch["sampled"].tolist() == [2, 4]
+    batch = nrl.assign(batch, loss_mask=batch["loss_mask"] & (batch["input_ids"] != scripted.tokenizer.eos_token_id))
+    assert tokens(batch) == {"sampled": 6 + 5, "trained": 1 + 3, "masked": 2, "invalid": 0, "dropped": 5}
+
+
+def test_tokens_of_failed_rows_are_accounted_for() -> None:
+    def step(state: Any, turn: str) -> Step:
+        return Step(state, reward=1.0 / (turn != "3"))
+
+    with pytest.warns(UserWarning, match="1 of 2"):
+        batch = nrl.rollout(Scripted(["3", "8888"]), Environment(lambda task: (0, "1"), step), [{}], n=2)
+    assert tokens(batch) == {"sampled": 7, "trained": 5, "masked": 0, "invalid": 2, "dropped": 0}
+    assert finalize(summary(batch))["status/infra_error"] == 1
+
+
+def test_a_row_cannot_be_trained_on_more_than_was_sampled() -> None:
+    batch = nrl.rollout(Scripted(["3"]), single_turn(exact), [{"prompt": "1+2=", "answer": "3"}])
+    batch = nrl.assign(batch, loss_mask=batch["attention_mask"])
+    with pytest.raises(BatchError, match="row 0 is trained on 6 tokens, and 2 were sampled for it"):
+        summary(batch)
