@@ -133,7 +133,8 @@ def _json(text: str, at: int) -> tuple[Any, int]:
         json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can be no text
     except json.JSONDecodeError as error:
         where = text[max(at, error.pos - _SHOWN // 2) : error.pos + _SHOWN // 2]
-        raise Malformed(f"its JSON cannot be read: {error.msg}, at {where!r}", error.pos) from None
+        read = len(text) if error.msg.startswith("Unterminated string") else error.pos  # markers in it are no markers
+        raise Malformed(f"its JSON cannot be read: {error.msg}, at {where!r}", read) from None
     except (ValueError, RecursionError) as error:  # such as a number of 5,000 digits
         raise Malformed(f"its JSON cannot be read: {error}", at) from None
     return value, end
@@ -194,22 +195,23 @@ def _hermes(text: str, stop: re.Match[str]) -> Iterator[tuple[_Found, int]]:
     yield _of_object(value, text[stop.start() : end], "arguments"), end
 
 
-_FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>\s*")
+_FUNCTION = re.compile(r"\s*<function=(?:([^<>\n]+)>\s*)?")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>")
 
 
 def _qwen3_coder(text: str, stop: re.Match[str]) -> Iterator[tuple[_Found, int]]:
     tagged = stop[0] == "<tool_call>"
     function = _FUNCTION.match(text, stop.end() if tagged else stop.start())
-    if function is None:
-        raise Malformed("it does not begin with <function=NAME>", stop.end())
+    if function is None or not function[1]:
+        raise Malformed("it does not begin with <function=NAME>", function.end() if function else stop.end())
     arguments: dict[str, Any] = {}
     at = function.end()
     while parameter := _PARAMETER.match(text, at):
         name = parameter[1]
         value, behind = _value(text, parameter.end())
         if value is None or "\n<parameter=" in value:
-            raise Malformed(f"</parameter> is missing behind the parameter {name}", parameter.end())
+            read = len(text) if value is None else parameter.end()
+            raise Malformed(f"</parameter> is missing behind the parameter {name}", read)
         if name in arguments:
             raise Malformed(f"it has the parameter {name} twice; write each once", parameter.end())
         arguments[name], at = value.removeprefix("\n").removesuffix("\n"), behind
@@ -267,6 +269,10 @@ def _mistral(text: str, stop: re.Match[str]) -> Iterator[tuple[_Found, int]]:
     if named := _NAMED.match(text, at):
         value, end = _json(text, named.end())
         yield _of_name(named[1], value, text[stop.start() : end], named[2]), end
+        return
+    if text.startswith("{", at):
+        value, end = _json(text, at)
+        yield _of_object(value, text[stop.start() : end], "arguments"), end
         return
     if not text.startswith("[", at):
         raise Malformed("it is neither NAME[ARGS]{...} nor a list of objects", at)
