@@ -272,8 +272,20 @@ async def _called(bound: _Bound, state: Any, timeout: float | None) -> tuple[Too
 
 
 async def _value(fn: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    value = fn(**arguments) if asynchronous(fn) else await asyncio.to_thread(fn, **arguments)
+    if asynchronous(fn):
+        return await fn(**arguments)
+    value, error = await asyncio.to_thread(_outcome, fn, arguments)
+    if error is not None:
+        raise error
     return await value if inspect.isawaitable(value) else value
+
+
+def _outcome(fn: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, BaseException | None]:
+    """What it returns, and what it raises: a future would never tell of a StopIteration."""
+    try:
+        return fn(**arguments), None
+    except BaseException as error:
+        return None, error
 
 
 def _text(name: str, value: Any) -> str:
