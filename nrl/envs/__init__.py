@@ -7,6 +7,7 @@
 1.0
 """
 
+from nrl.envs import tools
 from nrl.envs.composing import by_source, gated, judged, of_group, product, single_turn, weighted
 from nrl.envs.contract import (
     STATUSES,
@@ -62,5 +63,6 @@ __all__ = [
     "product",
     "score_of",
     "single_turn",
+    "tools",
     "weighted",
 ]
