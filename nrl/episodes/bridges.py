@@ -5,8 +5,8 @@ to the next answer: the token that ends the turn, if it was not sampled, the new
 was sampled is never decoded and encoded again. The template says what is new; the trace says what was.
 
 There is no bridge if the model would have to see another history than the trace has: the messages were changed, or the
-template itself leaves out, once new messages follow, what it wrote before. Then the trace forks: another row of the same
-episode begins with as much of the trace as is still true.
+template itself leaves out, once new messages follow, what it wrote before. Then the trace forks: another row of the
+same episode begins with as much of the trace as is still true.
 """
 
 import itertools
@@ -25,13 +25,13 @@ class Fork(NamedTuple):
     """Why token ids cannot be appended to a trace.
 
     Args:
-        reason: ``"rewritten"``: a message of the history is another one now, or is gone. ``"retried"``: the messages end
-            where the history goes on. ``"template"``: the chat template writes what came before differently once the
-            new messages follow; most leave out earlier reasoning.
+        reason: ``"rewritten"``: a message of the history is another one now, or is gone. ``"retried"``: the messages
+            end where the history goes on. ``"template"``: the chat template writes what came before differently once
+            the new messages follow; many leave out earlier reasoning.
         at: how many messages of the history are still true.
         found: what was found, in words.
 
-    >>> Fork("retried", 1, "the messages end after message 0").reason
+    >>> Fork("retried", 1, "the messages are the first 1 of the history's 2").reason
     'retried'
     """
 
@@ -61,7 +61,8 @@ class Extension(NamedTuple):
     """The token ids to ask with: ``tokens[:kept] + appended``.
 
     Args:
-        kept: how many of the trace's tokens. All, where it goes on; fewer, where it forks. They end with a sampled turn.
+        kept: how many of the trace's tokens: all, where it goes on; fewer, where it forks. They end with a sampled
+            turn.
         appended: the ids behind them; none was sampled.
         fork: why fewer; None where the trace goes on.
 
@@ -94,7 +95,7 @@ def continues(history: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[s
     """
     for at, known in enumerate(history):
         if at == len(messages):
-            return Fork("retried", at, f"the messages end after message {at - 1}; the history has {len(history)}")
+            return Fork("retried", at, f"the messages are the first {at} of the history's {len(history)}")
         if differing := sorted(_differing(known, messages[at])):
             return Fork("rewritten", at, f"message {at} has another {', '.join(differing)} than the history's")
     return len(history)
@@ -180,8 +181,8 @@ def extend(
 ) -> Extension:
     """The token ids with which a model answers a conversation of which a trace has the beginning.
 
-    Where the messages are the trace's history and new ones, that is all of the trace and a `bridge`. Otherwise the trace
-    forks behind the last of its turns from which there is a bridge, which may be none. Then the row begins with the chat
+    Where the messages are the trace's history and new ones, that is all of the trace and a `bridge`. Otherwise the
+    trace forks behind the last of its turns from which there is a bridge. If there is none, the row is the chat
     template's text of all messages. Tokens that are kept were trained in the row that they come from, so the loss mask
     of the fork leaves them out.
 
@@ -197,7 +198,7 @@ def extend(
         How much of the trace is kept, what is appended, and why it forks, if it does.
 
     Raises:
-        DataError: as `bridge` does.
+        DataError: as `bridge` does; or the trace does not end with its last turn.
         ModelError: the tokenizer has no chat template.
 
     >>> from nrl import tiny
@@ -216,6 +217,12 @@ def extend(
     (0, 'rewritten')
     """
     _check_asking(messages, "messages")
+    end, stop = (turns[-1].message + 1, turns[-1].stop) if turns else (0, 0)
+    if (end, stop) != (len(history), len(tokens)):
+        raise DataError(
+            f"extend: the last turn ends {end} messages and {stop} tokens; history has {len(history)}, and tokens has "
+            f"{len(tokens)}; give the trace as it was when its last turn had been sampled"
+        )
     known = continues(history, messages)
     fork = known if isinstance(known, Fork) else None
     for turn in reversed(turns):
@@ -350,7 +357,7 @@ def _encoded(tail: str, tokenizer: Any) -> list[int]:
 
 
 def _special(tokenizer: Any) -> dict[int, str]:
-    """The special tokens, as ids and as texts; marks such as <think> are tokens of some tokenizers, too, but are text."""
+    """The special tokens, as ids and as texts. Marks such as <think> are tokens of some tokenizers, too, but text."""
     added = {token: str(text) for token, text in tokenizer.added_tokens_decoder.items() if text.special}
     return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
@@ -362,7 +369,8 @@ def _fork(history: Sequence[Mapping[str, Any]], found: str) -> Fork:
 def _difference(before: str, after: str) -> str:
     pairs = zip(before, after, strict=False)
     same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
-    return f"{before[same : same + 30]!r} as {after[same : same + 30]!r}"
+    start = max(same - 10, 0)  # what they differ in may begin alike
+    return f"{before[start : same + 30]!r} as {after[start : same + 30]!r}"
 
 
 def _shown(text: str) -> str:

@@ -5,6 +5,7 @@ after which turns the template writes history in another way.
 """
 
 import copy
+import itertools
 import json
 import random
 import re
@@ -198,9 +199,7 @@ ROLES = ("user", "user+user")
 FAMILIES = {
     "chatml": Family(IM_END, "<|endoftext|>", qwen2_5, never, calls=(0,)),
     "qwen2_5": Family(IM_END, "<|endoftext|>", qwen2_5, never, calls=(1, 1, 2)),
-    "qwen3": Family(
-        IM_END, "<|endoftext|>", qwen3, user_ends_thinking, calls=(1, 1, 2), reasoning="reasoning_content"
-    ),
+    "qwen3": Family(IM_END, "<|endoftext|>", qwen3, user_ends_thinking, calls=(1, 1, 2), reasoning="reasoning_content"),
     "llama3_1": Family(EOT, "<|start_header_id|>", llama, never),
     "deepseekv3": Family(EOS, "<｜tool▁sep｜>", deepseek, only_after_tools),
     "gemma3": Family(TURN, "<eos>", gemma, never, roles=("user",), calls=(0,)),
@@ -237,13 +236,13 @@ def encoded(rng: random.Random, said: str, name: str) -> list[int]:
         cuts = sorted({0, len(part), *(rng.randrange(len(part) + 1) for _ in range(rng.choice([0, 0, 1, 3])))})
         if part in of.get_added_vocab():
             cuts = [0, len(part)]
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in itertools.pairwise(cuts):
             ids += of.encode(part[start:stop], add_special_tokens=False)
     return ids
 
 
 def answer(rng: random.Random, name: str, history: list[Message]) -> Answer:
-    """A turn: an answer or calls, with reasoning or without, whole, cut, ended by another token, or with noise in it."""
+    """A turn: answer or calls, with reasoning or without, whole, cut, ended by another token, or with noise in it."""
     of, family = tokenizer(name), FAMILIES[name]
     special = [token for token, added in of.added_tokens_decoder.items() if added.special]
     plain = [token for token in range(len(of)) if token not in of.added_tokens_decoder]
@@ -290,9 +289,7 @@ def observation(rng: random.Random, name: str, last: Answer) -> list[Message]:
     """What an environment sends: results of calls, and a question after them; or questions."""
     message = last.message
     if "tool_calls" in message:
-        results = [
-            {"role": "tool", "content": text(rng), "tool_call_id": call["id"]} for call in message["tool_calls"]
-        ]
+        results = [{"role": "tool", "content": text(rng), "tool_call_id": call["id"]} for call in message["tool_calls"]]
         return [*results, {"role": "user", "content": text(rng)}] if rng.random() < 0.2 else results
     roles = rng.choices(FAMILIES[name].roles, [6, 1, 1][: len(FAMILIES[name].roles)])[0]
     return [{"role": role, "content": text(rng)} for role in roles.split("+")]
