@@ -283,11 +283,9 @@ def test_qwen3_keeps_reasoning_until_the_user_speaks() -> None:
 
 
 def test_deepseek_drops_what_its_generation_prompt_opened() -> None:
-    end = "<｜end▁of▁sentence｜>"
-    found = bridged(
-        "deepseekv3", f"Hmm</think>Hi.{end}", [Q, {"role": "assistant", "content": "Hmm</think>Hi."}], [MORE]
-    )
-    assert forks(found, 1, r"'<think>\n'", "'Hi.")
+    history = [Q, {"role": "assistant", "content": "Hmm</think>Hi."}]
+    found = bridged("deepseekv3", "Hmm</think>Hi.<｜end▁of▁sentence｜>", history, [MORE])
+    assert forks(found, 1, r"><think>\n'", ">Hi.")
 
 
 def test_gpt_oss_ends_an_answer_in_two_ways() -> None:
