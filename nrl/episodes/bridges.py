@@ -165,7 +165,6 @@ def bridge(
         alone = templated(history, tokenizer, tools=tools).rstrip()
         if alone.endswith(tokenizer.decode(turn[-1:])):
             return _fork(history, f"{tokenizer.decode(turn[-1:])!r}, the end of message {len(history) - 1}")
-        return ids
     said = tokenizer.decode(turn)
     return _encoded((own[len(said) :] if own.startswith(said) else "") + tail, tokenizer)
 
@@ -285,8 +284,8 @@ def _tail(
     """What the template writes behind the assistant's last message: its end, the new messages, the generation prompt.
 
     It is what follows another, plain answer in its place, if the template accepts one and the real text ends with the
-    same. Otherwise, as where results must follow calls, it begins with the last special token of the text that ends
-    with the message.
+    same. Otherwise, as where results must follow calls, it begins with the special token, if there is one, at the end
+    of the text that ends with the message.
     """
     answer = next(each for n in itertools.count() if (each := f"ANSWER{n}") not in after)
     try:
@@ -300,14 +299,14 @@ def _tail(
         plain = ""
     if plain.count(answer) == 1:
         tail = plain.partition(answer)[2]
-        if after.endswith(tail) and len(before) + len(tail) <= len(after):
+        if after[len(before) :].endswith(tail):
             return tail
     alone = templated(history, tokenizer, tools=tools)
     if not (alone.startswith(before) and after.startswith(alone)):
         return None
     own = alone[len(before) :].rstrip()
     end = max((text for text in _special(tokenizer).values() if own.endswith(text)), key=len, default="")
-    return after[len(before) + len(own) - len(end) if end else len(alone) :]
+    return after[len(before) + len(own) - len(end) :]
 
 
 def _holds(before: str, own: str, turn: list[int], message: Mapping[str, Any], tokenizer: Any) -> bool:
@@ -349,10 +348,7 @@ def _squeezed(text: str) -> str:
 
 def _encoded(tail: str, tokenizer: Any) -> list[int]:
     """The ids of a text that follows others: some tokenizers put a space before the first word of a text."""
-    if tail.startswith(tuple(_special(tokenizer).values())):
-        return encode(tail, tokenizer)
-    anchor = "\n"
-    head, whole = encode(anchor, tokenizer), encode(anchor + tail, tokenizer)
+    head, whole = encode("\n", tokenizer), encode("\n" + tail, tokenizer)
     return whole[len(head) :] if whole[: len(head)] == head else encode(tail, tokenizer)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nrl import tiny
@@ -211,6 +211,30 @@ def test_half_a_character_stays_half() -> None:
     assert of.decode(found) == "<|im_end|>\n" + ASKS
 
 
+def test_a_tokenizer_that_composes_characters() -> None:
+    of = copy.deepcopy(tokenizer("qwen2_5"))
+    turn = of.encode("ne\u0301<|im_end|>")  # as a model may sample it
+    of.backend_tokenizer.normalizer = normalizers.NFC()
+    assert "ne\u0301" in of.decode(turn)
+    assert "n\xe9" in of.decode(of.encode("ne\u0301"))
+    found = bridge(turn, [Q, {"role": "assistant", "content": "ne\u0301"}], [MORE], of)
+    assert found == of.encode("\n" + ASKS)
+
+
+def test_a_template_that_tells_of_tools_in_each_turn() -> None:
+    of = copy.copy(tokenizer("qwen2_5"))
+    of.chat_template = (
+        "{% set tell = '(' ~ tools|length ~ ' tools)' if tools else '' %}"
+        "{% for m in messages %}[{{ m.role }}]{{ tell if m.role == 'assistant' }}{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{{ tell }}{% endif %}"
+    )
+    before, turn = of.encode("[user]Hello<|im_end|>[assistant](2 tools)"), of.encode("Hi.<|im_end|>")
+    turns = [Sampled(1, len(before), len(before + turn))]
+    kept, appended, fork = extend(before + turn, [Q, HI], turns, [Q, HI, MORE], of, tools=TOOLS)
+    assert (kept, fork) == (len(before + turn), None)
+    assert of.decode(appended) == "[user]Thanks<|im_end|>[assistant](2 tools)"
+
+
 def test_white_space_that_a_template_trims_stays_sampled() -> None:
     found = bridged("llama3_1", "\n Hi. \n<|eot_id|>", [Q, {"role": "assistant", "content": "\n Hi. \n"}], [MORE])
     user, model = (f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("user", "assistant"))
@@ -238,6 +262,17 @@ def test_new_messages_may_have_answers_that_nobody_sampled() -> None:
     found = bridged("qwen2_5", "Hi.<|im_end|>", [Q, HI], shown)
     user, model = "<|im_start|>user\n", "<|im_start|>assistant\n"
     assert found == f"\n{user}Thanks<|im_end|>\n{model}Bye.<|im_end|>\n{user}Be brief.<|im_end|>\n{model}"
+
+
+@pytest.mark.parametrize("said", ["Hi.<|im_end|>", "Hi.\n<|im_end|>"])
+def test_a_template_that_writes_a_line_end_before_the_end_of_a_turn(said: str) -> None:
+    of = copy.copy(tokenizer("chatml"))
+    of.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    found = bridge(of.encode(said), [Q, HI], [MORE], of)
+    assert of.decode(found) == "[user]Thanks\n<|im_end|>[assistant]"
 
 
 def test_a_template_without_special_tokens() -> None:
