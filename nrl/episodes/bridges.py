@@ -75,6 +75,10 @@ class Extension(NamedTuple):
     fork: Fork | None
 
 
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The fields in which templates read reasoning."""
+
+
 def continues(history: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int | Fork:
     """Whether messages begin with a history, word for word.
 
@@ -111,8 +115,8 @@ def bridge(
 ) -> list[int] | Fork:
     """The token ids to append behind a sampled turn, so that the model answers new messages.
 
-    They begin with the token that ends a turn, if the turn was cut or ended by another one. If it was cut and the
-    template goes on with its message where it ends, for example to close its reasoning, that comes first.
+    They begin with the token that ends a turn, if the turn was cut or ended by another one. If it was cut in reasoning
+    that lies apart in the message, what the template closes it with comes first.
 
     Args:
         turn: the ids that were sampled, with the token that ended them, if one did.
@@ -166,7 +170,9 @@ def bridge(
         if alone.endswith(tokenizer.decode(turn[-1:])):
             return _fork(history, f"{tokenizer.decode(turn[-1:])!r}, the end of message {len(history) - 1}")
     said = tokenizer.decode(turn)
-    return _encoded((own[len(said) :] if own.startswith(said) else "") + tail, tokenizer)
+    if own.startswith(said) and any(last.get(name) for name in _REASONING):  # the template closes it
+        return _encoded(own[len(said) :] + tail, tokenizer)
+    return ids
 
 
 def extend(
@@ -334,7 +340,7 @@ def _behind(before: str, text: str) -> str:
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
     """The texts of a message, in the order in which a model writes them."""
-    for name in ("reasoning_content", "reasoning", "thinking", "content"):
+    for name in (*_REASONING, "content"):
         value = message.get(name)
         parts = value if isinstance(value, list) else [value]
         yield from (part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str))

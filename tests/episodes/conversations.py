@@ -16,7 +16,7 @@ from tests.chat_tokenizers import tokenizer
 
 Message = dict[str, Any]
 
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {
