@@ -13,10 +13,27 @@ TEMPLATES = Path(__file__).parent / "data" / "templates"
 
 LLAMA = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
 QWEN = {"eos_token": "<|im_end|>"}
+DEEPSEEK = {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"}
+GEMMA = {"bos_token": "<bos>", "eos_token": "<eos>"}
+GLM = {"eos_token": "<|endoftext|>"}
+GPT = {"eos_token": "<|return|>"}
+NAMED = {"llama3": LLAMA, "qwen": QWEN, "deepseek": DEEPSEEK, "gemma": GEMMA, "glm": GLM, "gpt": GPT}
 SPECIAL = {
     "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    "deepseek": [
+        *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁sep｜>"),
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+        *("<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+    ],
+    "gemma": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
+    "glm": ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"],
+    "gpt": [
+        *("<|endoftext|>", "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>"),
+        *("<|end|>", "<|return|>", "<|call|>"),
+    ],
 }
+THINKS = ("qwen3", "deepseek", "glm")  # whose <think> is a token, and not a special one
 WORDS = """system user assistant model Hi Hello Bye Thanks Be brief . You are a helpful Qwen , created by Alibaba Cloud
 Cutting Knowledge Date : December Today Jul think Hmm"""
 # How Llama 3 and Qwen split a text: line ends join what is before them, and each other.
@@ -32,7 +49,7 @@ def template(name: str) -> str:
 @cache
 def tokenizer(name: str) -> Any:
     """A tokenizer with the template of this name: ``chatml``, or a file of `TEMPLATES`."""
-    family = "qwen" if name == "chatml" or name.startswith("qwen") else "llama3"
+    family = next((each for each in SPECIAL if name.startswith(each)), "qwen")
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -48,11 +65,10 @@ def tokenizer(name: str) -> Any:
     texts = [*words, *(f" {word}" for word in words), "\n\n"] * 2  # each word a token, with and without a space before
     made.train_from_iterator(texts, trainer)
     made.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL[family]])
-    if name.startswith("qwen3"):
+    if name.startswith(THINKS):
         made.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
-    named = LLAMA if family == "llama3" else QWEN
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, chat_template=template(name), clean_up_tokenization_spaces=False, **named
+        tokenizer_object=made, chat_template=template(name), clean_up_tokenization_spaces=False, **NAMED[family]
     )
 
 

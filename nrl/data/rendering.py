@@ -17,7 +17,7 @@ from nrl.data.checks import check_messages, check_prompt, shown
 from nrl.envs.contract import Message, Prompt
 from nrl.errors import DataError, ModelError
 
-__all__ = ["answered", "render"]
+__all__ = ["answered", "encode", "render", "templated"]
 
 _TODAY: Mapping[str, Any] = {"strftime_now": datetime(2024, 7, 26).strftime}
 """An argument of every template. It shadows the clock that transformers provides under this name."""
@@ -54,7 +54,7 @@ def render(prompt: Prompt, tokenizer: Any) -> list[int]:
     if isinstance(prompt, str):
         return _with_specials(prompt, tokenizer)
     if isinstance(prompt[0], Mapping):
-        return _encode(_templated(cast(Sequence[Message], prompt), tokenizer, asking=True), tokenizer)
+        return encode(templated(cast(Sequence[Message], prompt), tokenizer, asking=True), tokenizer)
     ids = list(cast(Sequence[int], prompt))
     if max(ids) >= len(tokenizer):
         raise DataError(f"render: the prompt has the token id {max(ids)}; the tokenizer's last is {len(tokenizer) - 1}")
@@ -92,8 +92,8 @@ def answered(prompt: Prompt, answer: str | Sequence[Message], tokenizer: Any) ->
         return _conversation(prompt, answer, tokenizer)
     before = render(prompt, tokenizer)
     chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
-    end = _encode(_ending(tokenizer) if chat else "", tokenizer) or [_end_of_sequence(tokenizer)]
-    after = _encode(answer, tokenizer)
+    end = encode(_ending(tokenizer) if chat else "", tokenizer) or [_end_of_sequence(tokenizer)]
+    after = encode(answer, tokenizer)
     after += [] if after[-len(end) :] == end else end
     return before + after, [False] * len(before) + [True] * len(after)
 
@@ -119,7 +119,7 @@ def _conversation(prompt: Prompt, answer: Sequence[Message], tokenizer: Any) -> 
 
 def _derived(messages: Sequence[Message], turns: Sequence[int], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
     """The text, and where in it each turn begins and ends, found by rendering the conversation up to each turn."""
-    text = _templated(messages, tokenizer)
+    text = templated(messages, tokenizer)
     ending = _ending(tokenizer)
     if not ending:
         raise ModelError(
@@ -128,8 +128,8 @@ def _derived(messages: Sequence[Message], turns: Sequence[int], tokenizer: Any) 
         )
     spans = []
     for turn in turns:
-        asked = _templated(messages[:turn], tokenizer, asking=True)
-        so_far = _templated(messages[: turn + 1], tokenizer)
+        asked = templated(messages[:turn], tokenizer, asking=True)
+        so_far = templated(messages[: turn + 1], tokenizer)
         if not so_far.startswith(asked):
             raise DataError(
                 f"the chat template asks for the assistant's message {turn} with {_after(asked, so_far)} and then "
@@ -180,7 +180,7 @@ def _marked(messages: Sequence[Message], first: int, tokenizer: Any) -> tuple[st
 
     (text,), (found,) = _asked(call, messages)
     ending = _ending(tokenizer)
-    before = len(_templated(messages[:first], tokenizer, asking=True))
+    before = len(templated(messages[:first], tokenizer, asking=True))
     spans = []
     for start, end in found:
         close = text.rfind(ending, start, end) if ending else -1  # after the ending, the text is the template's
@@ -194,12 +194,12 @@ def _marked(messages: Sequence[Message], first: int, tokenizer: Any) -> tuple[st
 def _apart(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Encode the text up to the last span, so that no token reaches across the edge of a span; and the mask."""
     edges = [0, *(edge for span in spans for edge in span)]
-    pieces = [_encode(text[start:end], tokenizer) for start, end in pairwise(edges)]
-    whole = _encode(text[: edges[-1]], tokenizer)
+    pieces = [encode(text[start:end], tokenizer) for start, end in pairwise(edges)]
+    whole = encode(text[: edges[-1]], tokenizer)
     if [token for piece in pieces for token in piece] != whole:
         # Either a token reaches across an edge (then it is cut, as sampling cuts it), or the tokenizer encodes the
         # beginning of a text differently (then the pieces are taken out of the whole).
-        heads = [_encode(text[:edge], tokenizer) for edge in edges]
+        heads = [encode(text[:edge], tokenizer) for edge in edges]
         if all(whole[: len(head)] == head for head in heads):
             pieces = [whole[len(head) : len(longer)] for head, longer in pairwise(heads)]
     mask = [position % 2 == 1 for position, piece in enumerate(pieces) for _ in piece]
@@ -209,7 +209,7 @@ def _apart(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any) -> tuple
 def _ending(tokenizer: Any) -> str:
     """The text that the chat template puts behind the assistant's, up to the token that ends the turn; or nothing."""
     answer = "ANSWER"
-    text = _templated([{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}], tokenizer)
+    text = templated([{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}], tokenizer)
     after = text[text.rfind(answer) + len(answer) :]
     special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     ends = [(at, at + len(token)) for token in special if (at := after.find(token)) >= 0]
@@ -222,7 +222,12 @@ def _end_of_sequence(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def _encode(text: str, tokenizer: Any) -> list[int]:
+def encode(text: str, tokenizer: Any) -> list[int]:
+    """The token ids of a text alone; special tokens in it are single ids, and none are added.
+
+    Raises:
+        DataError: the text has a half of a surrogate pair.
+    """
     try:
         return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
     except (TypeError, UnicodeError):  # JSON can write halves of a character, which no encoding has
@@ -230,7 +235,7 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
 
 
 def _with_specials(text: str, tokenizer: Any) -> list[int]:
-    bare, full = _encode(text, tokenizer), list(tokenizer.encode(text))
+    bare, full = encode(text, tokenizer), list(tokenizer.encode(text))
     starts = (start for start in range(len(full)) if full[start : start + len(bare)] == bare)
     before = full[: next(starts, 0)]
     return bare if bare[: len(before)] == before else before + bare
@@ -246,22 +251,43 @@ def _template(tokenizer: Any) -> str:
     return str(tokenizer.get_chat_template())
 
 
-def _templated(messages: Sequence[Message], tokenizer: Any, *, asking: bool = False) -> str:
-    """The text of a chat. With ``asking`` it ends with the generation prompt."""
+def templated(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    asking: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """The text of a chat, as the tokenizer's template writes it.
+
+    Args:
+        messages: at least one, each with a ``role``, and what else the template reads.
+        tokenizer: a transformers tokenizer.
+        asking: whether the text ends with the generation prompt.
+        tools: JSON schemas of functions, for the template.
+
+    Raises:
+        DataError: the template refuses the messages.
+        ModelError: the tokenizer has no chat template.
+    """
     _template(tokenizer)
 
     def call() -> str:
         return cast(
             str,
             tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=asking, tokenize=False, **_TODAY
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                add_generation_prompt=asking,
+                tokenize=False,
+                **_TODAY,
             ),
         )
 
     return _asked(call, messages)
 
 
-def _asked[T](call: Callable[[], T], messages: Sequence[Message]) -> T:
+def _asked[T](call: Callable[[], T], messages: Sequence[Mapping[str, Any]]) -> T:
     from jinja2 import TemplateError
 
     try:

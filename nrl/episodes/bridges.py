@@ -1,0 +1,379 @@
+"""Bridges from one turn of a conversation to the next, and forks where there is none.
+
+A trace is token ids that only grow. After a turn was sampled, a bridge is what the chat template writes from there up
+to the next answer: the token that ends the turn, if it was not sampled, the new messages, the generation prompt. What
+was sampled is never decoded and encoded again. The template says what is new; the trace says what was.
+
+There is no bridge if the model would have to see another history than the trace has: the messages were changed, or the
+template itself leaves out, once new messages follow, what it wrote before. Then the trace forks: another row of the
+same episode begins with as much of the trace as is still true.
+"""
+
+import itertools
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from nrl.data.checks import fields, kind, shown
+from nrl.data.rendering import encode, templated
+from nrl.errors import DataError
+
+__all__ = ["Extension", "Fork", "Sampled", "bridge", "continues", "extend"]
+
+
+class Fork(NamedTuple):
+    """Why token ids cannot be appended to a trace.
+
+    Args:
+        reason: ``"rewritten"``: a message of the history is another one now, or is gone. ``"retried"``: the messages
+            end where the history goes on. ``"template"``: the chat template writes what came before differently once
+            the new messages follow; many leave out earlier reasoning.
+        at: how many messages of the history are still true.
+        found: what was found, in words.
+
+    >>> Fork("retried", 1, "the messages are the first 1 of the history's 2").reason
+    'retried'
+    """
+
+    reason: Literal["rewritten", "retried", "template"]
+    at: int
+    found: str
+
+
+class Sampled(NamedTuple):
+    """Where a trace holds a turn that was sampled.
+
+    Args:
+        message: the place of its message in the history.
+        start: its first token.
+        stop: behind its last token.
+
+    >>> Sampled(message=1, start=9, stop=12).stop
+    12
+    """
+
+    message: int
+    start: int
+    stop: int
+
+
+class Extension(NamedTuple):
+    """The token ids to ask with: ``tokens[:kept] + appended``.
+
+    Args:
+        kept: how many of the trace's tokens: all, where it goes on; fewer, where it forks. They end with a sampled
+            turn.
+        appended: the ids behind them; none was sampled.
+        fork: why fewer; None where the trace goes on.
+
+    >>> Extension(kept=12, appended=[3, 4], fork=None).kept
+    12
+    """
+
+    kept: int
+    appended: list[int]
+    fork: Fork | None
+
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The fields in which templates read reasoning."""
+
+
+def continues(history: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int | Fork:
+    """Whether messages begin with a history, word for word.
+
+    Fields that are None or an empty list say nothing, as clients add them to messages that they send back.
+
+    Args:
+        history: the messages of a trace.
+        messages: a whole conversation.
+
+    Returns:
+        How many messages are the history's, which is all of it; a `Fork` where one was changed or is missing.
+
+    >>> history = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    >>> continues(history, [*history, {"role": "user", "content": "Sure?"}])
+    2
+    >>> continues(history, [history[0], {"role": "assistant", "content": "3"}]).reason
+    'rewritten'
+    """
+    for at, known in enumerate(history):
+        if at == len(messages):
+            return Fork("retried", at, f"the messages are the first {at} of the history's {len(history)}")
+        if differing := sorted(_differing(known, messages[at])):
+            return Fork("rewritten", at, f"message {at} has another {', '.join(differing)} than the history's")
+    return len(history)
+
+
+def bridge(
+    turn: Sequence[int],
+    history: Sequence[Mapping[str, Any]],
+    new: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int] | Fork:
+    """The token ids to append behind a sampled turn, so that the model answers new messages.
+
+    They begin with the token that ends a turn, if the turn was cut or ended by another one. If it was cut in reasoning
+    that lies apart in the message, what the template closes it with comes first.
+
+    Args:
+        turn: the ids that were sampled, with the token that ended them, if one did.
+        history: messages up to and including the assistant's, which the turn stands for. Its content may be the turn's
+            text, or reasoning and calls may lie apart, in the fields that the template reads.
+        new: what follows; the last is not the assistant's.
+        tokenizer: a transformers tokenizer with a chat template.
+        tools: JSON schemas of functions, for the template.
+
+    Returns:
+        At least one id; or a `Fork` of reason ``"template"``, if the template does not write the conversation before
+        the turn as it did when the turn was asked for, if it leaves out words of the turn (white space does not count),
+        or if it ends the turn with another token once others follow.
+
+    Raises:
+        DataError: messages without a role, a history that does not end with the assistant's, nothing new, new messages
+            that end with the assistant's, or a conversation that the template refuses.
+        ModelError: the tokenizer has no chat template.
+
+    >>> from nrl import tiny
+    >>> tokenizer = tiny.bpe(["user assistant more 2 3"])
+    >>> history = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    >>> ended = tokenizer.encode("2<|im_end|>")
+    >>> tokenizer.decode(bridge(ended, history, [{"role": "user", "content": "more"}], tokenizer))
+    '\\n<|im_start|>user\\nmore<|im_end|>\\n<|im_start|>assistant\\n'
+    >>> cut = tokenizer.encode("2")
+    >>> tokenizer.decode(bridge(cut, history, [{"role": "user", "content": "more"}], tokenizer))
+    '<|im_end|>\\n<|im_start|>user\\nmore<|im_end|>\\n<|im_start|>assistant\\n'
+    """
+    _check(history, new)
+    turn, last = list(turn), history[-1]
+    before = templated(history[:-1], tokenizer, asking=True, tools=tools)
+    after = templated([*history, *new], tokenizer, asking=True, tools=tools)
+    if not after.startswith(before):
+        return _fork(history, f"what it wrote as {_difference(before, after)}")
+    tail = _tail(before, after, history, new, tokenizer, tools)
+    if tail is None:
+        return _fork(history, f"the end of message {len(history) - 1}, and not always in the same way")
+    own = after[len(before) : len(after) - len(tail)]  # the turn, as the template writes it
+    if not _holds(before, own, turn, last, tokenizer):
+        said = tokenizer.decode(turn, skip_special_tokens=True)
+        return _fork(history, f"message {len(history) - 1} as {_shown(own)}, which leaves out some of {_shown(said)}")
+    special = _special(tokenizer)
+    ids = _encoded(tail, tokenizer)
+    end = next((at for at, token in enumerate(ids) if token in special), len(ids))
+    after_end = next((n for n, token in enumerate(reversed(turn), 1) if ids[end : end + 1] == [token]), 0)
+    if after_end and turn[-after_end:] == ids[end : end + after_end]:
+        return ids[end + after_end :]
+    if turn and turn[-1] in special:  # ended by another token
+        alone = templated(history, tokenizer, tools=tools).rstrip()
+        if alone.endswith(tokenizer.decode(turn[-1:])):
+            return _fork(history, f"{tokenizer.decode(turn[-1:])!r}, the end of message {len(history) - 1}")
+    said = tokenizer.decode(turn)
+    if own.startswith(said) and any(last.get(name) for name in _REASONING):  # the template closes it
+        return _encoded(own[len(said) :] + tail, tokenizer)
+    return ids
+
+
+def extend(
+    tokens: Sequence[int],
+    history: Sequence[Mapping[str, Any]],
+    turns: Sequence[Sampled],
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> Extension:
+    """The token ids with which a model answers a conversation of which a trace has the beginning.
+
+    Where the messages are the trace's history and new ones, that is all of the trace and a `bridge`. Otherwise the
+    trace forks behind the last of its turns from which there is a bridge. If there is none, the row is the chat
+    template's text of all messages. Tokens that are kept were trained in the row that they come from, so the loss mask
+    of the fork leaves them out.
+
+    Args:
+        tokens: the trace's; empty: there is none yet.
+        history: its messages; the last is the assistant's.
+        turns: which of its messages were sampled, in order; the last message is the last of them.
+        messages: the whole conversation; the last is not the assistant's.
+        tokenizer: a transformers tokenizer with a chat template.
+        tools: JSON schemas of functions, for the template.
+
+    Returns:
+        How much of the trace is kept, what is appended, and why it forks, if it does.
+
+    Raises:
+        DataError: as `bridge` does; or the trace does not end with its last turn.
+        ModelError: the tokenizer has no chat template.
+
+    >>> from nrl import tiny
+    >>> tokenizer = tiny.bpe(["user assistant more 2 3"])
+    >>> ask, more = {"role": "user", "content": "1+1="}, {"role": "user", "content": "more"}
+    >>> tokens = extend([], [], [], [ask], tokenizer).appended
+    >>> turn = tokenizer.encode("2<|im_end|>")
+    >>> turns = [Sampled(1, len(tokens), len(tokens) + len(turn))]
+    >>> history = [ask, {"role": "assistant", "content": "2"}]
+    >>> kept, appended, fork = extend(tokens + turn, history, turns, [*history, more], tokenizer)
+    >>> kept == len(tokens + turn), fork
+    (True, None)
+    >>> changed = [ask, {"role": "assistant", "content": "3"}, more]
+    >>> kept, appended, fork = extend(tokens + turn, history, turns, changed, tokenizer)
+    >>> kept, fork.reason
+    (0, 'rewritten')
+    """
+    _check_asking(messages, "messages")
+    end, stop = (turns[-1].message + 1, turns[-1].stop) if turns else (0, 0)
+    if (end, stop) != (len(history), len(tokens)):
+        raise DataError(
+            f"extend: the last turn ends {end} messages and {stop} tokens; history has {len(history)}, and tokens has "
+            f"{len(tokens)}; give the trace as it was when its last turn had been sampled"
+        )
+    known = continues(history, messages)
+    fork = known if isinstance(known, Fork) else None
+    for turn in reversed(turns):
+        end = turn.message + 1
+        if fork is not None and end > fork.at:
+            continue
+        appended = bridge(tokens[turn.start : turn.stop], history[:end], messages[end:], tokenizer, tools=tools)
+        if not isinstance(appended, Fork):
+            return Extension(turn.stop, appended, fork)
+        fork = fork or appended
+    return Extension(0, encode(templated(messages, tokenizer, asking=True, tools=tools), tokenizer), fork)
+
+
+def _check(history: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> None:
+    _check_roles(history, "history")
+    if history[-1]["role"] != "assistant":
+        raise DataError(
+            f"bridge: history ends with a message of the role {history[-1]['role']!r}; give it up to and including the "
+            "assistant's message that the turn stands for"
+        )
+    if len(history) == 1:
+        raise DataError("bridge: history begins with the assistant's message; give what it answers, too")
+    _check_asking(new, "new")
+
+
+def _check_asking(messages: Sequence[Mapping[str, Any]], name: str) -> None:
+    _check_roles(messages, name)
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"bridge: {name} ends with the assistant's message, which leaves nothing to answer; end with what the "
+            "model answers"
+        )
+
+
+def _check_roles(messages: Sequence[Mapping[str, Any]], name: str) -> None:
+    if not messages:
+        raise DataError(f"bridge: {name} is empty; give at least one message")
+    for at, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise DataError(f"bridge: {name}: message {at} is {kind(message)}; give {{'role': ..., 'content': ...}}")
+        if not isinstance(message.get("role"), str):
+            raise DataError(f"bridge: {name}: message {at} has no text as its 'role'; it has {fields(message)}")
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    for name in {*one, *other}:
+        a, b = one.get(name), other.get(name)
+        if a != b and not (a in (None, []) and b in (None, [])):
+            yield name
+
+
+def _tail(
+    before: str,
+    after: str,
+    history: Sequence[Mapping[str, Any]],
+    new: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> str | None:
+    """What the template writes behind the assistant's last message: its end, the new messages, the generation prompt.
+
+    It is what follows another, plain answer in its place, if the template accepts one and the real text ends with the
+    same. Otherwise, as where results must follow calls, it begins with the special token, if there is one, at the end
+    of the text that ends with the message.
+    """
+    answer = next(each for n in itertools.count() if (each := f"ANSWER{n}") not in after)
+    try:
+        plain = templated(
+            [*history[:-1], {"role": history[-1]["role"], "content": answer}, *new],
+            tokenizer,
+            asking=True,
+            tools=tools,
+        )
+    except DataError:
+        plain = ""
+    if plain.count(answer) == 1:
+        tail = plain.partition(answer)[2]
+        if after[len(before) :].endswith(tail):
+            return tail
+    alone = templated(history, tokenizer, tools=tools)
+    if not (alone.startswith(before) and after.startswith(alone)):
+        return None
+    own = alone[len(before) :].rstrip()
+    end = max((text for text in _special(tokenizer).values() if own.endswith(text)), key=len, default="")
+    return after[len(before) + len(own) - len(end) :]
+
+
+def _holds(before: str, own: str, turn: list[int], message: Mapping[str, Any], tokenizer: Any) -> bool:
+    """Whether the template's text of a turn has all of its words."""
+    calls = message.get("tool_calls") or []
+    if not calls:
+        read = tokenizer.decode(encode(own, tokenizer), skip_special_tokens=True)
+        return _squeezed(tokenizer.decode(turn, skip_special_tokens=True)) in _squeezed(read)
+    # The template writes calls in its own way, of which only the names can be told. A content may begin with what the
+    # generation prompt has begun, such as the opening of the reasoning.
+    texts = [*_texts(message), *(str((call.get("function") or call).get("name", "")) for call in calls)]
+    before, own, at = _squeezed(before), _squeezed(own), 0
+    for text in texts:
+        at = own.find(word := _behind(before, _squeezed(text)), at)
+        if at < 0:
+            return False
+        at += len(word)
+    return True
+
+
+def _behind(before: str, text: str) -> str:
+    """The part of a text that is not the end of what is before it."""
+    return text[next(n for n in range(min(len(text), 100), -1, -1) if before.endswith(text[:n])) :]
+
+
+def _texts(message: Mapping[str, Any]) -> Iterator[str]:
+    """The texts of a message, in the order in which a model writes them."""
+    for name in (*_REASONING, "content"):
+        value = message.get(name)
+        parts = value if isinstance(value, list) else [value]
+        yield from (part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str))
+        yield from (part for part in parts if isinstance(part, str))
+
+
+def _squeezed(text: str) -> str:
+    """A text without white space, in the composed form that some tokenizers make of it."""
+    return "".join(unicodedata.normalize("NFC", text).split())
+
+
+def _encoded(tail: str, tokenizer: Any) -> list[int]:
+    """The ids of a text that follows others: some tokenizers put a space before the first word of a text."""
+    head, whole = encode("\n", tokenizer), encode("\n" + tail, tokenizer)
+    return whole[len(head) :] if whole[: len(head)] == head else encode(tail, tokenizer)
+
+
+def _special(tokenizer: Any) -> dict[int, str]:
+    """The special tokens, as ids and as texts. Marks such as <think> are tokens of some tokenizers, too, but text."""
+    added = {token: str(text) for token, text in tokenizer.added_tokens_decoder.items() if text.special}
+    return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+
+
+def _fork(history: Sequence[Mapping[str, Any]], found: str) -> Fork:
+    return Fork("template", len(history) - 1, f"once new messages follow, the chat template writes {found}")
+
+
+def _difference(before: str, after: str) -> str:
+    pairs = zip(before, after, strict=False)
+    same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
+    start = max(same - 10, 0)  # what they differ in may begin alike
+    return f"{before[start : same + 30]!r} as {after[start : same + 30]!r}"
+
+
+def _shown(text: str) -> str:
+    return shown(repr(text))
