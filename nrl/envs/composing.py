@@ -125,7 +125,7 @@ def by_source(*envs: Env) -> Environment:
                 "with nrl.data.mixture, in the order of the environments"
             )
         found: Any = envs[source].reset(task)
-        return _begun(source, found) if inspect.isawaitable(found) else ((source, found[0]), found[1])
+        return _begun(source, found) if inspect.isawaitable(found) else ((source, found[0]), *found[1:])
 
     def step(state: tuple[int, Any], turn: Turn) -> Any:
         source, own = state
@@ -152,9 +152,9 @@ def by_source(*envs: Env) -> Environment:
     return Environment(reset, step, close if closes else None, verifier if verifies else None, timeout)
 
 
-async def _begun(source: int, found: Awaitable[tuple[Any, Prompt]]) -> tuple[tuple[int, Any], Prompt]:
-    state, prompt = await found
-    return (source, state), prompt
+async def _begun(source: int, found: Awaitable[tuple[Any, ...]]) -> tuple[Any, ...]:
+    state, *rest = await found
+    return (source, state), *rest
 
 
 async def _stepped(source: int, found: Awaitable[Step]) -> Step:

@@ -102,6 +102,9 @@ class Turn(str):
         text: without special tokens.
         token_ids: what was sampled, with the token that ended it; decode them where special tokens mean something.
         stop_reason: ``"stop"``, a token or text that ends a turn; ``"length"``, a limit.
+        calls: of tools, in their order, where the environment has some (`nrl.envs.tools.ToolCall`).
+        malformed: what began like a call and could not be read (`nrl.envs.tools.MalformedCall`).
+        reasoning: what stood between its markers, where the environment has tools; then it is not in the text.
 
     >>> turn = Turn("4", token_ids=[19, 2], stop_reason="stop")
     >>> turn == "4", int(turn), turn.token_ids
@@ -110,13 +113,23 @@ class Turn(str):
 
     token_ids: tuple[int, ...]
     stop_reason: Literal["stop", "length"]
+    calls: tuple[Any, ...]
+    malformed: tuple[Any, ...]
+    reasoning: str
 
     def __new__(
-        cls, text: str = "", token_ids: Sequence[int] = (), stop_reason: Literal["stop", "length"] = "stop"
+        cls,
+        text: str = "",
+        token_ids: Sequence[int] = (),
+        stop_reason: Literal["stop", "length"] = "stop",
+        calls: Sequence[Any] = (),
+        malformed: Sequence[Any] = (),
+        reasoning: str = "",
     ) -> "Turn":
         """A turn of these."""
         made = super().__new__(cls, text)
         made.token_ids, made.stop_reason = tuple(token_ids), stop_reason
+        made.calls, made.malformed, made.reasoning = tuple(calls), tuple(malformed), reasoning
         return made
 
     @property
@@ -171,7 +184,8 @@ class Step(NamedTuple):
         reward: of this turn, as a verifier gives it; an episode's is the sum over its turns. Several rewards have the
             same number every turn. In the column ``token_rewards`` it lies at the turn's last token.
         done: whether the episode ends here.
-        observation: if not, the model's next input: text, or token ids.
+        observation: if not, the model's next input: text or token ids, which are appended as they are; or messages,
+            which are appended as the chat template writes them, to an episode whose prompt is a chat.
         info: numbers to report, by name. Those of every step are kept.
 
     >>> Step(state=None, reward=1.0)
@@ -181,7 +195,7 @@ class Step(NamedTuple):
     state: Any
     reward: Verdict = 0.0
     done: bool = True
-    observation: str | Sequence[int] | None = None
+    observation: str | Sequence[int] | Sequence[Message] | None = None
     info: Mapping[str, float] = {}
 
 
@@ -199,8 +213,8 @@ class Env(Protocol):
     1.0
     """
 
-    def reset(self, task: Task, /) -> tuple[Any, Prompt] | Awaitable[tuple[Any, Prompt]]:
-        """The first state of an episode, and the prompt."""
+    def reset(self, task: Task, /) -> Any:
+        """The first state of an episode, the prompt and, if there are any, tools."""
         ...
 
     def step(self, state: Any, turn: Turn, /) -> Step | Awaitable[Step]:
@@ -212,8 +226,9 @@ class Environment(NamedTuple):
     """The functions of an environment, as a value; it is an `Env`.
 
     Args:
-        reset: ``task -> (state, prompt)``. The task has a ``"seed"``, an integer that is the same for all episodes of
-            its group, and for every run with the same seed.
+        reset: ``task -> (state, prompt)``, or ``(state, prompt, tools)`` with `nrl.envs.tools.tool`; then the prompt is
+            text or a chat, and each `Turn` has its calls. The task has a ``"seed"``, an integer that is the same for
+            all episodes of its group, and for every run with the same seed.
         step: ``(state, turn) -> Step``, of a `Turn`.
         close: called once with the last state of an episode, however it ended, and never with one that a `reset` which
             failed did not give; its value is not read. None: there is nothing to give back.
@@ -238,7 +253,7 @@ class Environment(NamedTuple):
     (False, 'less', 1.0)
     """
 
-    reset: Callable[[Task], tuple[Any, Prompt] | Awaitable[tuple[Any, Prompt]]]
+    reset: Callable[[Task], Any]
     step: Callable[[Any, Any], Step | Awaitable[Step]]
     close: Callable[[Any], Any] | None = None
     verifier: Verifier | None = None

@@ -5,7 +5,7 @@ appends.
 """
 
 import warnings
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import attrs
@@ -17,6 +17,7 @@ from nrl.backends.base import Completion
 from nrl.data import render
 from nrl.envs import Env, Step, Task
 from nrl.envs.contract import Prompt, Status, Trace, Turn, Verdict, score_of
+from nrl.episodes.conversations import Conversation, Forked
 from nrl.episodes.user_errors import Failed, error_text
 from nrl.episodes.verifier_calls import Caller, calling
 from nrl.errors import EnvError, LostRequest
@@ -165,12 +166,15 @@ async def play(
 ) -> Episode:
     """Run one episode of many: `run_episode`, with the rollout's own ``render`` and ``call``."""
     episode, held = Episode(), list[Any]()  # the state, while there is one
+    chat: Conversation
     verifier: Any = getattr(env, "verifier", None)
 
     async def reset() -> None:
-        state, episode.prompt = await call.reset(env.reset, task)
+        nonlocal chat
+        state, episode.prompt, *tools = await call.reset(env.reset, task)
         held[:] = [state]
-        episode.append(render(episode.prompt, tokenizer))
+        chat = Conversation(episode.prompt, tools[0] if tools else (), tokenizer)
+        episode.append(chat.asked(render))
         if len(episode.token_ids) >= context_length:
             episode.fail(
                 f"DataError: the prompt has {len(episode.token_ids)} tokens and fills the context of {context_length}",
@@ -186,7 +190,7 @@ async def play(
         episode.info.append({str(key): float(value) for key, value in taken.info.items()})
         if not taken.done:
             episode.observations.append(taken.observation)
-            episode.append(_observed(taken.observation, tokenizer))
+            episode.append(chat.observed(turn, taken.observation))
         return taken
 
     async def judge() -> None:
@@ -203,8 +207,7 @@ async def play(
                 break
             tokens = completion.token_ids.tolist()
             episode.append(tokens, completion)
-            text = tokenizer.decode(tokens, skip_special_tokens=True)
-            episode.turns.append(Turn(text, tokens, "length" if completion.truncated else "stop"))
+            episode.turns.append(chat.said(tokens, completion.truncated))
             taken = await _guarded(step(episode.turns[-1]), episode)
             if taken is None or taken.done:
                 break
@@ -232,7 +235,8 @@ async def _guarded[T](work: Awaitable[T], episode: Episode) -> T | None:
 def failed(error: Exception, episode: Episode) -> None:
     """Note what a call of an environment's function raised."""
     text = str(error) if isinstance(error, Failed) else error_text(error)
-    episode.fail(text, "timeout" if text.startswith("TimeoutError") else "infra_error")
+    late, forked = text.startswith("TimeoutError"), isinstance(error, Forked)
+    episode.fail(text, "timeout" if late else "skipped" if forked else "infra_error")
 
 
 async def _close(work: Awaitable[Any]) -> None:
@@ -252,16 +256,3 @@ def _add(a: float | tuple[float, ...], b: Any) -> float | tuple[float, ...]:
     if not all(abs(x) <= _LARGEST for x in (total if isinstance(total, tuple) else (total,))):
         raise EnvError(f"the reward is {total}; rewards are float32, whose largest number is {_LARGEST:.3g}")
     return total
-
-
-def _observed(observation: Any, tokenizer: Any) -> list[int]:
-    if observation is None:
-        raise EnvError("the step is not done, and it has no observation; return Step(..., done=True) or an observation")
-    if isinstance(observation, str):
-        return cast(list[int], tokenizer.encode(observation, add_special_tokens=False))
-    if any(isinstance(part, Mapping) for part in observation):
-        raise EnvError(
-            "the observation is chat messages, whose place within an episode no template gives; give text, "
-            "which is appended as it is, or token ids"
-        )
-    return [int(token) for token in observation]

@@ -201,7 +201,10 @@ def test_a_step_without_observation_is_a_failure(sampler: EnginePool) -> None:
             "could not convert string to float",
         ),
         (1.0, "step returned float; return a Step"),
-        (Step(None, done=False, observation=[{"role": "user", "content": "x"}]), "observation is chat messages"),  # type: ignore[list-item]
+        (
+            Step(None, done=False, observation=[{"role": "user", "content": "x"}]),
+            "observation is messages, and the episode is no chat",
+        ),  # type: ignore[list-item]
     ],
 )
 def test_a_step_that_is_malformed_makes_the_row_invalid(sampler: EnginePool, step: Any, said: str) -> None:

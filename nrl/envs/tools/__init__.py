@@ -16,6 +16,7 @@ from nrl.envs.tools.calls import Called, NewState, ToolError, ToolResult, call, 
 from nrl.envs.tools.formats import FORMATS, MalformedCall, ToolCall, tool_format
 from nrl.envs.tools.parsing import Parsed, parse
 from nrl.envs.tools.schemas import State, Tool, tool
+from nrl.envs.tools.using import tool_use
 
 __all__ = [
     "FORMATS",
@@ -33,4 +34,5 @@ __all__ = [
     "parse",
     "tool",
     "tool_format",
+    "tool_use",
 ]

@@ -1,0 +1,71 @@
+"""An environment in which the model calls tools until it answers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from nrl.envs.contract import Environment, Step, Task, Turn, Verifier
+from nrl.envs.tools.calls import call, count_calls
+from nrl.envs.tools.schemas import Tool
+from nrl.errors import EnvError
+
+__all__ = ["tool_use"]
+
+
+class _Play(NamedTuple):
+    """What is left of the limits, and the state of the tools."""
+
+    turns: int
+    calls: int
+    state: Any
+
+
+def tool_use(
+    tools: Sequence[Tool],
+    verifier: Verifier,
+    *,
+    turns: int = 8,
+    calls: int = 32,
+    state: Callable[[Task], Any] | None = None,
+) -> Environment:
+    """The environment that asks a task's prompt, makes the calls of each turn, and verifies what comes of it.
+
+    It ends with the first turn that calls nothing, or at a limit. A call that could not be read, or does not fit its
+    tool, is answered with what was wrong. The numbers of calls are reported as ``env/tools/...``.
+
+    Args:
+        tools: of `nrl.envs.tools.tool`.
+        verifier: has the last word, with the whole trace.
+        turns: of the model, at most.
+        calls: in an episode, at most; those beyond are answered with this limit.
+        state: from the task to the first state of tools that have a `nrl.envs.tools.State`.
+
+    Raises:
+        EnvError: by `reset`, if a task has no ``"prompt"``.
+
+    >>> from nrl.envs.tools import tool
+    >>> def add(a: int, b: int) -> int:
+    ...     '''Add two numbers.'''
+    ...     return a + b
+    >>> env = tool_use([tool(add)], lambda task, trace: float(task["answer"] in trace.text))
+    >>> state, prompt, tools = env.reset({"prompt": "12+30=", "answer": "42"})
+    >>> prompt, [each.name for each in tools]
+    ('12+30=', ['add'])
+    """
+
+    def reset(task: Task) -> tuple[_Play, Any, Sequence[Tool]]:
+        if "prompt" not in task:
+            raise EnvError(
+                f"tool_use: the task has no 'prompt', only {', '.join(map(repr, task)) or 'nothing'}; name the column "
+                "that holds what the model is asked 'prompt'"
+            )
+        return _Play(turns, calls, None if state is None else state(task)), task["prompt"], tools
+
+    async def step(play: _Play, turn: Turn) -> Step:
+        asked = [*turn.calls, *turn.malformed]
+        if not asked or play.turns <= 1:
+            return Step(play)
+        results, after = await call(tools, asked, play.state, most=play.calls)
+        left = _Play(play.turns - 1, max(0, play.calls - len(asked)), after)
+        return Step(left, done=False, observation=[each.message for each in results], info=count_calls(results))
+
+    return Environment(reset, step, verifier=verifier)

@@ -1,0 +1,97 @@
+"""The messages of an episode that is a chat: what is asked, what the policy said, and what is appended for new ones."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nrl.data.rendering import encode, templated
+from nrl.envs.contract import Prompt, Turn
+from nrl.envs.tools import parse, tool_format
+from nrl.episodes.bridges import Fork, bridge
+from nrl.errors import EnvError
+
+__all__ = ["Conversation", "Forked"]
+
+
+class Forked(Exception):
+    """New messages cannot be appended to what was sampled."""
+
+
+class Conversation:
+    """An episode as messages, beside its tokens.
+
+    Args:
+        prompt: what is asked.
+        tools: of `nrl.envs.tools.tool`; with some, a text is a message of the user.
+        tokenizer: of the policy.
+    """
+
+    def __init__(self, prompt: Prompt, tools: Sequence[Any], tokenizer: Any) -> None:
+        if tools and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        self._chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if tools and not self._chat:
+            raise EnvError("the environment has tools, and its prompt is token ids; give text or messages")
+        self._messages: list[Any] = list(prompt) if self._chat else []
+        self._prompt, self._tokenizer = prompt, tokenizer
+        self._schemas = [tool.schema for tool in tools] or None
+        self._format = tool_format(tokenizer.get_chat_template(tools=self._schemas)) if tools else None
+
+    def asked(self, render: Callable[[Prompt, Any], list[int]]) -> list[int]:
+        """The token ids of the prompt; ``render`` those of one without tools."""
+        if self._schemas is None:
+            return render(self._prompt, self._tokenizer)
+        return encode(templated(self._messages, self._tokenizer, asking=True, tools=self._schemas), self._tokenizer)
+
+    def said(self, tokens: Sequence[int], truncated: bool) -> Turn:
+        """A turn of the policy, taken apart if there are tools."""
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        reason: Any = "length" if truncated else "stop"
+        turn = Turn(text, tokens, reason)
+        if self._format is not None:
+            found = parse(self._tokenizer.decode(tokens), self._format)
+            turn = Turn(found.text, tokens, reason, found.calls, found.malformed, found.reasoning)
+        if self._chat:
+            self._messages.append({"role": "assistant", "content": text} if not turn.calls else _calling(turn))
+        return turn
+
+    def observed(self, turn: Turn, observation: Any) -> list[int]:
+        """The token ids of what the environment answers to a turn.
+
+        Raises:
+            EnvError: it is nothing that can be appended.
+            Forked: it is messages, and the chat template writes what came before them in another way.
+        """
+        if observation is None:
+            raise EnvError(
+                "the step is not done, and it has no observation; return Step(..., done=True) or an observation"
+            )
+        if isinstance(observation, str):
+            self._chat = False  # the messages do not say it
+            return list(self._tokenizer.encode(observation, add_special_tokens=False))
+        if not any(isinstance(part, Mapping) for part in observation):
+            self._chat = False
+            return [int(token) for token in observation]
+        if not self._chat:
+            raise EnvError(
+                "the observation is messages, and the episode is no chat: its prompt or an observation before is text "
+                "or token ids; give messages from the beginning, or text"
+            )
+        found = bridge(turn.token_ids, self._messages, observation, self._tokenizer, tools=self._schemas)
+        if isinstance(found, Fork):
+            raise Forked(
+                f"the observation cannot be appended to what was sampled: {found.found}; take a chat template that "
+                "leaves earlier turns as they were, or give the observation as text"
+            )
+        self._messages.extend(observation)
+        return found
+
+
+def _calling(turn: Turn) -> dict[str, Any]:
+    """The message of a turn that calls tools, as chat templates read it."""
+    calls = [
+        {"type": "function", "function": {"name": each.name, "arguments": each.arguments}}
+        | ({} if each.id is None else {"id": each.id})
+        for each in turn.calls
+    ]
+    thought = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+    return {"role": "assistant", "content": turn.text, **thought, "tool_calls": calls}

@@ -1,0 +1,207 @@
+"""Episodes that are chats: messages as observations, and tools; what was sampled stays as it was."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import nrl
+from nrl.backends import Completion, Sampling
+from nrl.data.rendering import templated
+from nrl.envs import STATUSES, Environment, Step, Trace, Turn, judged
+from nrl.envs.tools import NewState, State, ToolError, tool, tool_use
+from nrl.episodes import rollout
+from tests.chat_tokenizers import tokenizer as chat_tokenizer
+
+
+class Chatty:
+    """Answers with the next of its texts, whose special tokens are read; each ends with the end of a turn."""
+
+    def __init__(self, template: str, texts: Sequence[str]) -> None:
+        self.tokenizer, self.texts, self.asked = chat_tokenizer(template), list(texts), list[list[int]]()
+        self.version, self.context_length, self.sampling = 1, 4096, Sampling()
+
+    def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
+        self.asked += prompts
+        found = [self.texts.pop(0) for _ in prompts]
+        ids = [torch.tensor(self.tokenizer.encode(text, add_special_tokens=False)) for text in found]
+        return nrl.runtime.done([Completion(x, -torch.ones(len(x)), truncated=False, version=1) for x in ids])
+
+    def receive(self, buckets: Any, version: int, *, inflight: Any = "wait") -> None:
+        raise AssertionError("nothing is published")
+
+
+ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+MORE = [{"role": "user", "content": "Hello?"}]
+END = {"chatml": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>"}
+
+
+def two_turns(observation: Any = MORE) -> Environment:
+    return Environment(
+        lambda task: (0, ASK), lambda state, _: Step(state + 1, done=state == 1, observation=observation)
+    )
+
+
+@pytest.mark.parametrize("template", END)
+def test_messages_are_appended_as_the_template_writes_them(template: str) -> None:
+    end = END[template]
+    sampler = Chatty(template, [f"Hello{end}", f"Bye{end}"])
+    batch = rollout(sampler, two_turns(), [{}])
+    read = sampler.tokenizer
+    whole = [*ASK, {"role": "assistant", "content": "Hello"}, *MORE]
+    assert read.decode(sampler.asked[1]) == templated(whole, read, asking=True)
+    assert sampler.asked[1][: len(sampler.asked[0])] == sampler.asked[0]
+    mask, ids = batch["loss_mask"][0], batch["input_ids"][0]
+    assert read.decode(ids[mask].tolist()) == f"Hello{end}Bye{end}"
+    assert int(mask.sum()) == int(batch["sampled"][0])
+
+
+def test_a_turn_that_was_cut_gets_its_end_and_is_not_trained_on_it() -> None:
+    sampler = Chatty("chatml", ["Hello", "Bye<|im_end|>"])
+    batch = rollout(sampler, two_turns(), [{}])
+    ids, mask = batch["input_ids"][0].tolist(), batch["loss_mask"][0].tolist()
+    end = sampler.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    places = [at for at, token in enumerate(ids) if token == end]
+    assert [mask[at] for at in places] == [False, False, False, False, True]
+    assert sampler.tokenizer.decode(sampler.asked[1]).endswith(
+        "Hello<|im_end|>\n<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_tokens_that_no_tokenizer_would_make_stay() -> None:
+    """The letters of a word one by one."""
+    sampler = Chatty("chatml", [])
+    spelled = [token for letter in "Hello" for token in sampler.tokenizer.encode(letter)]
+    end = sampler.tokenizer.encode("<|im_end|>")
+    assert spelled != sampler.tokenizer.encode("Hello")
+    given = [[*spelled, *end], end]
+    sampler.generate = lambda prompts, **_: nrl.runtime.done(  # type: ignore[method-assign]
+        [Completion(torch.tensor(x), torch.zeros(len(x)), False, 1) for x in [given.pop(0) for _ in prompts]]
+    )
+    batch = rollout(sampler, two_turns(), [{}])
+    sampled = batch["input_ids"][0][batch["loss_mask"][0]].tolist()
+    assert sampled == [*spelled, *end, *end]
+
+
+def test_what_the_template_drops_fails_the_row_and_is_counted() -> None:
+    """Qwen 3 leaves out earlier reasoning when the user speaks."""
+    sampler = Chatty("qwen3", ["<think>\nHmm\n</think>\n\nHello<|im_end|>"])
+    with pytest.warns(
+        UserWarning, match=r"cannot be appended to what was sampled: once new messages follow.*leaves out"
+    ):
+        batch = rollout(sampler, two_turns(), [{}])
+    assert STATUSES[batch["status"][0]] == "skipped"
+    assert nrl.finalize(nrl.summary(batch))["tokens/invalid"] == int(batch["sampled"][0]) > 0
+
+
+@pytest.mark.parametrize(
+    ("observation", "why"),
+    [([{"content": "x"}], "role"), ([{"role": "assistant", "content": "x"}], "ends with the assistant's message")],
+)
+def test_messages_that_are_none_fail_the_row(observation: Any, why: str) -> None:
+    with pytest.warns(UserWarning, match=why):
+        rollout(Chatty("chatml", ["Hello<|im_end|>"]), two_turns(observation), [{}])
+
+
+def test_after_a_text_there_are_no_messages() -> None:
+    def step(state: int, turn: Turn) -> Step:
+        return Step(state + 1, done=False, observation="more" if state == 0 else MORE)
+
+    sampler = Chatty("chatml", ["Hello<|im_end|>", "Bye<|im_end|>"])
+    with pytest.warns(UserWarning, match="the episode is no chat: its prompt or an observation before is text"):
+        rollout(sampler, Environment(lambda task: (0, ASK), step), [{}])
+
+
+# --- tools
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def put(item: str, basket: State[tuple[str, ...]]) -> NewState:
+    """Put an item into the basket."""
+    if item == "stone":
+        raise ToolError("no stones, please")
+    return NewState((*basket, item), result=f"{len(basket) + 1} items")
+
+
+def called(name: str, **arguments: Any) -> str:
+    import json
+
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def right(task: Any, trace: Trace) -> float:
+    return float(task["answer"] in trace.text)
+
+
+TASK = {"prompt": "2+3=", "answer": "5"}
+THINKS = "<think>\n\n</think>\n\n"
+
+
+def test_calls_are_made_and_their_results_appended() -> None:
+    sampler = Chatty("qwen3", [f"{called('add', a=2, b=3)}<|im_end|>", "It is 5.<|im_end|>"])
+    batch = rollout(sampler, tool_use([tool(add)], right), [TASK])
+    first, second = (sampler.tokenizer.decode(ids) for ids in sampler.asked)
+    assert '"name": "add"' in first
+    assert first.endswith("<|im_start|>user\n2+3=<|im_end|>\n<|im_start|>assistant\n")
+    assert second.startswith(first + called("add", a=2, b=3) + "<|im_end|>")
+    assert "<tool_response>\n5\n</tool_response>" in second
+    assert batch["rewards"].tolist() == [1.0]
+    assert batch["env/tools/calls"].tolist() == [1.0]
+    assert batch["env/tools/malformed"].tolist() == [0.0]
+    text = sampler.tokenizer.decode(batch["input_ids"][0][batch["loss_mask"][0]].tolist())
+    assert text == f"{called('add', a=2, b=3)}<|im_end|>It is 5.<|im_end|>"
+
+
+def test_tools_with_state_see_each_others_work() -> None:
+    texts = [f"{called('put', item='tea')}\n{called('put', item='milk')}<|im_end|>"]
+    texts += [f"{called('put', item='stone')}<|im_end|>", f"{called('put', item='bread')}<|im_end|>", "Bye 5<|im_end|>"]
+    sampler = Chatty("qwen3", texts)
+    seen: list[Trace] = []
+
+    def verify(task: Any, trace: Trace) -> float:
+        seen.append(trace)
+        return 1.0
+
+    rollout(sampler, tool_use([tool(put)], verify, state=lambda task: ()), [TASK])
+    answers = [[message["content"] for message in each] for each in seen[0].observations]
+    assert answers == [["1 items", "2 items"], ["no stones, please"], ["3 items"]]
+    assert [len(turn.calls) for turn in seen[0].turns] == [2, 1, 1, 0]
+
+
+def test_a_call_that_cannot_be_read_comes_back_to_the_model() -> None:
+    broken = '<tool_call>\n{"name": "add", "arguments": {"a": 2,\n</tool_call>'
+    sampler = Chatty("qwen3", [f"{broken}<|im_end|>", "5<|im_end|>"])
+    batch = rollout(sampler, tool_use([tool(add)], right), [TASK])
+    assert "this call was not made" in sampler.tokenizer.decode(sampler.asked[1])
+    assert batch["env/tools/malformed"].tolist() == [1.0]
+    assert batch["valid"].all()
+
+
+def test_limits() -> None:
+    again = f"{called('add', a=1, b=1)}<|im_end|>"
+    batch = rollout(Chatty("qwen3", [again] * 3), tool_use([tool(add)], right, turns=3), [TASK])
+    assert batch["rewards"].tolist() == [0.0]  # it ends with the third turn, and is judged
+    sampler = Chatty("qwen3", [again, again, "5<|im_end|>"])
+    batch = rollout(sampler, tool_use([tool(add)], right, calls=1), [TASK])
+    assert "this call was not made: 0 calls were allowed" in sampler.tokenizer.decode(sampler.asked[2])
+    assert batch["rewards"].tolist() == [1.0]
+
+
+def test_tools_need_a_chat() -> None:
+    env = Environment(lambda task: (0, [1, 2], [tool(add)]), lambda state, turn: Step(state))
+    with pytest.warns(UserWarning, match="the environment has tools, and its prompt is token ids"):
+        rollout(Chatty("qwen3", []), env, [{}])
+    with pytest.warns(UserWarning, match=r"tool_use: the task has no 'prompt', only 'seed'"):
+        rollout(Chatty("qwen3", []), tool_use([tool(add)], right), [{}])
+
+
+def test_an_environment_of_several_keeps_its_tools() -> None:
+    env = nrl.envs.by_source(judged(two_turns(), right), tool_use([tool(add)], right))
+    sampler = Chatty("qwen3", [f"{called('add', a=2, b=3)}<|im_end|>", "5<|im_end|>"])
+    batch = rollout(sampler, env, [{**TASK, "source": 1}])
+    assert batch["rewards"].tolist() == [1.0]
