@@ -168,6 +168,11 @@ def test_text_reasoning_and_calls_are_told_apart(text: str, reasoning_open: bool
         ),
         ("llama3", '{"answer": {"name": 1}}', Parsed('{"answer": {"name": 1}}', "", (), ())),
         ("llama3", 'Such as {"name": "f", "parameters": {}}', None),
+        (
+            "llama3",
+            '{"name": "f", "parameters": {}}; then <|python_tag|> {"name": "f", "parameters": {}}',
+            Parsed("; then", "", (F, F), ()),
+        ),
         ("llama3", "{a} {b}", Parsed("{a} {b}", "", (), ())),
         ("llama3", '{"name": "f", "parameters": {}} done<|eom_id|>', Parsed("done", "", (F,), ())),
         ("llama3", '{"name": "f", "arguments": {}}\n{"name": "f", "parameters": {}};', Parsed(";", "", (F, F), ())),

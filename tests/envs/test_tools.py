@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import get_json_schema
 
 from nrl.envs.tools import (
     Called,
@@ -260,7 +260,10 @@ def half(a: Half) -> None:
     ("fn", "told"),
     [
         (lambda: 0, r"'<lambda>' can be no tool's name; give name=, of 1 to 64 letters, digits, _ and -"),
-        (functools.partial(search, "a"), "'partial' |partial has no"),
+        (
+            functools.partial(search, "a"),
+            r"functools.partial\(.* has no types; write a function with type hints and a doc",
+        ),
         (silent, "silent has no docstring; write in one what it does, for the model to read"),
         (two, "two has several parameters for the state, a, b; leave one of them"),
         (rest, r"the parameter \*words: str of rest cannot be given by name; write it as name: type"),
@@ -412,7 +415,7 @@ def test_what_a_model_does_wrong_is_told_and_counted() -> None:
         raise ToolError("not now")
 
     malformed = parse("<tool_call>", "hermes").malformed
-    calls = [
+    calls: list[ToolCall | MalformedCall] = [
         ToolCall("fail", {}, "x"),
         ToolCall("fial", {}),
         ToolCall("fail", {"a": 1}),
@@ -498,6 +501,12 @@ def test_a_call_that_takes_too_long_fails() -> None:
         """Sleep."""
         await asyncio.sleep(60)
 
+    ended = threading.Event()
+
+    def hang() -> None:
+        """Hang."""
+        ended.wait(60)
+
     async def own() -> None:
         """Fail."""
         raise TimeoutError("of a server")
@@ -505,6 +514,11 @@ def test_a_call_that_takes_too_long_fails() -> None:
     told = "call: sleep did not return within 0.05 s; give it more, or let it end by itself and raise ToolError"
     with pytest.raises(TimeoutError, match=told):
         made([tool(sleep)], [ToolCall("sleep", {})], timeout=0.05)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="call: hang did not return within 0.05 s"):
+        made([tool(hang)], [ToolCall("hang", {})], timeout=0.05)  # also the end of its loop waits for no thread
+    assert time.monotonic() - began < 30
+    ended.set()
     with pytest.raises(TimeoutError, match="^of a server$"):
         made([tool(own)], [ToolCall("own", {})], timeout=60)
 

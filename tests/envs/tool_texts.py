@@ -56,9 +56,9 @@ def by_template(name: str, text: str, calls: Sequence[ToolCall]) -> str:
             tool["function"]["arguments"] = dumps(tool["function"]["arguments"])  # type: ignore[index]
     answer: dict[str, Any] = {"role": "assistant", "content": text, "tool_calls": tools}
     messages = [{"role": "user", "content": "Q"}, answer if tools else {"role": "assistant", "content": text}]
-    (rendered,), _ = render_jinja_template([messages], chat_template=template(name), bos_token="", eos_token="")
+    made: Any = render_jinja_template([messages], chat_template=template(name), bos_token="", eos_token="")
     header = next(header for family, header in HEADERS.items() if name.startswith(family))
-    return str(rendered).split(header, 1)[1].rstrip("\n")
+    return str(made[0][0]).split(header, 1)[1].rstrip("\n")
 
 
 # --- Writers, each of the text around and of the calls. A call's piece ends where the call is complete.
@@ -82,7 +82,7 @@ def qwen3_coder(text: str, calls: Sequence[ToolCall]) -> list[Piece]:
 
 
 def llama3_bare(text: str, calls: Sequence[ToolCall]) -> list[Piece]:
-    pieces = []
+    pieces: list[Piece] = []
     for each in calls:
         call = dumps({"name": each.name, "parameters": each.arguments})
         pieces += [Piece(call, len('{"name": "')) if not pieces else Piece(f"; {call}", 3)]

@@ -4,10 +4,14 @@ A mistake of the model is told to the model. A mistake of the program is an exce
 """
 
 import asyncio
+import contextvars
 import inspect
 import json
 import reprlib
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from nrl.envs.contract import asynchronous
@@ -114,7 +118,7 @@ async def call(
         A result for each call, in their order, and the state.
 
     Raises:
-        TimeoutError: a call took longer. A thread cannot be stopped; nobody waits for it.
+        TimeoutError: a call took longer. A plain function cannot be stopped: it goes on, and nobody waits for it.
         EnvError: a tool broke its contract: two have one name, a result is not JSON, or a tool without a state
             returned `NewState`.
         Exception: what a tool raised, if it is no `ToolError`: then the environment failed, and not the model. The
@@ -274,18 +278,32 @@ async def _called(bound: _Bound, state: Any, timeout: float | None) -> tuple[Too
 async def _value(fn: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     if asynchronous(fn):
         return await fn(**arguments)
-    value, error = await asyncio.to_thread(_outcome, fn, arguments)
-    if error is not None:
-        raise error
+    value = await _in_thread(partial(contextvars.copy_context().run, fn, **arguments))
     return await value if inspect.isawaitable(value) else value
 
 
-def _outcome(fn: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, BaseException | None]:
-    """What it returns, and what it raises: a future would never tell of a StopIteration."""
-    try:
-        return fn(**arguments), None
-    except BaseException as error:
-        return None, error
+async def _in_thread(fn: Callable[[], Any]) -> Any:
+    """Call a function in a thread of its own, so that one that never returns takes no place that another needs."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def tell(value: Any, error: BaseException | None) -> None:
+        if not answer.done():  # it may be cancelled
+            answer.set_result((value, error))  # a future takes no StopIteration for an exception
+
+    def run() -> None:
+        try:
+            outcome: tuple[Any, BaseException | None] = fn(), None
+        except BaseException as error:
+            outcome = None, error
+        with suppress(RuntimeError):  # the loop is closed: nobody wants to know
+            loop.call_soon_threadsafe(tell, *outcome)
+
+    threading.Thread(target=run, name="tool", daemon=True).start()
+    value, error = await answer
+    if error is not None:
+        raise error
+    return value
 
 
 def _text(name: str, value: Any) -> str:

@@ -213,7 +213,7 @@ def _qwen3_coder(text: str, stop: re.Match[str]) -> Iterator[tuple[_Found, int]]
             read = len(text) if value is None else parameter.end()
             raise Malformed(f"</parameter> is missing behind the parameter {name}", read)
         if name in arguments:
-            raise Malformed(f"it has the parameter {name} twice; write each once", parameter.end())
+            raise Malformed(f"it has the parameter {name} twice; write each once", behind)
         arguments[name], at = value.removeprefix("\n").removesuffix("\n"), behind
     if not text.startswith("</function>", at):
         found = f"found {_shown(text[at:])}" if text[at:].strip() else "it ends before </function>"
@@ -236,7 +236,7 @@ def _value(text: str, at: int) -> tuple[str | None, int]:
     return None, at
 
 
-_ANOTHER = re.compile(r"\s*;\s*(?:<\|python_tag\|>)?\s*(?=\S)|\s*(?=\{)")
+_ANOTHER = re.compile(r"\s*;?\s*(?:<\|python_tag\|>\s*)?(?=\{)")
 _BARE = re.compile(r'\{\s*"(?:type|name)"\s*:\s*"')
 
 
@@ -245,7 +245,7 @@ def _llama3(text: str, stop: re.Match[str]) -> Iterator[tuple[_Found, int]]:
     at = stop.start() if stop[0] == "{" else stop.end()
     while more:
         value, end = _json(text, at)
-        yield _of_object(value, text[at:end], "parameters", "arguments"), end
+        yield _of_object(value, text[at:end].strip(), "parameters", "arguments"), end
         more = _ANOTHER.match(text, end)
         at = more.end() if more else end
 

@@ -1,5 +1,6 @@
 """A tool from a function: its JSON schema, and the types of its parameters."""
 
+import functools
 import inspect
 import re
 import typing
@@ -84,7 +85,9 @@ def tool(fn: Callable[..., Any], *, name: str | None = None) -> Tool:
     >>> tool(add).schema["function"]["parameters"]["properties"]
     {'a': {'type': 'integer', 'description': 'the first.'}, 'b': {'type': 'integer', 'description': 'the second.'}}
     """
-    own = name or getattr(fn, "__name__", type(fn).__name__)
+    if isinstance(fn, functools.partial):
+        raise EnvError(f"tool: {fn} has no types; write a function with type hints and a docstring that calls it")
+    own = str(name or getattr(fn, "__name__", type(fn).__name__))
     if not _NAME.fullmatch(own):
         raise EnvError(f"tool: {own!r} can be no tool's name; give name=, of 1 to 64 letters, digits, _ and -")
     about, described = _described(inspect.getdoc(fn) or "")
