@@ -23,7 +23,7 @@ def test_reset_hands_on_the_task_and_its_prompt() -> None:
     prompts: list[Prompt] = ["text", [{"role": "user", "content": "chat"}], [1, 2, 3]]
     for prompt in prompts:
         task = {"prompt": prompt}
-        state, asked = single_turn(exact).reset(task)  # type: ignore[misc]
+        state, asked = single_turn(exact).reset(task)
         assert state is task
         assert asked is prompt
 

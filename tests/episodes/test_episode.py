@@ -204,7 +204,7 @@ def test_a_step_without_observation_is_a_failure(sampler: EnginePool) -> None:
         (
             Step(None, done=False, observation=[{"role": "user", "content": "x"}]),
             "observation is messages, and the episode is no chat",
-        ),  # type: ignore[list-item]
+        ),
     ],
 )
 def test_a_step_that_is_malformed_makes_the_row_invalid(sampler: EnginePool, step: Any, said: str) -> None:
