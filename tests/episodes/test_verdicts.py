@@ -13,8 +13,10 @@ import nrl
 from nrl.algos import k1, kl, token_rewards
 from nrl.envs import STATUSES, Environment, Score, Step, Trace, judged, of_group, single_turn
 from nrl.episodes import rollout
+from nrl.episodes.call_threads import stuck
 from nrl.episodes.episode import run_episode
 from tests.episodes.scripted import TASKS, Scripted
+from tests.processes import settled
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -37,13 +39,14 @@ def test_only_verdicts_that_were_found_are_trained_on() -> None:
 
 @pytest.mark.parametrize(
     ("fail", "status"),
-    [(lambda: 1 / 0, "infra_error"), (lambda: time.sleep(60), "timeout")],
+    [(lambda: 1 / 0, "infra_error"), (lambda: time.sleep(0.6), "timeout")],
     ids=["raises", "is late"],
 )
 def test_a_failure_has_a_status(fail: Callable[[], Any], status: str) -> None:
     with pytest.warns(UserWarning, match="1 of 1 episodes failed"):
         batch = rollout(Scripted(["3"]), single_turn(lambda task, trace: fail(), timeout=0.2), TASKS[:1])
     assert STATUSES[batch["status"][0]] == status
+    assert settled(stuck, 5) == 0  # other tests count threads
 
 
 def test_a_status_that_does_not_exist_is_an_error() -> None:
@@ -238,6 +241,7 @@ def test_each_state_is_closed_once(fails: str, later: bool) -> None:
     assert len(env.out) == (0 if fails == "reset" else 4)
     assert batch["valid"].all() == (fails in ("", "close"))
     assert fails or [state[1] for state in env.back] == [2] * 4  # the last one
+    assert settled(stuck, 5) == 0
 
 
 def test_states_are_closed_when_the_sampler_fails() -> None:
