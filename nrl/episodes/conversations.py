@@ -6,14 +6,10 @@ from typing import Any
 from nrl.data.rendering import encode, templated
 from nrl.envs.contract import Prompt, Turn
 from nrl.envs.tools import parse, tool_format
-from nrl.episodes.bridges import Fork, bridge
+from nrl.episodes.bridges import Sampled, extend
 from nrl.errors import EnvError
 
-__all__ = ["Conversation", "Forked"]
-
-
-class Forked(Exception):
-    """New messages cannot be appended to what was sampled."""
+__all__ = ["Conversation"]
 
 
 class Conversation:
@@ -32,6 +28,7 @@ class Conversation:
         if tools and not self._chat:
             raise EnvError("the environment has tools, and its prompt is token ids; give text or messages")
         self._messages: list[Any] = list(prompt) if self._chat else []
+        self._turns: list[Sampled] = []  # those that the row has as they were sampled
         self._prompt, self._tokenizer = prompt, tokenizer
         self._schemas = [tool.schema for tool in tools] or None
         self._format = tool_format(tokenizer.get_chat_template(tools=self._schemas)) if tools else None
@@ -42,8 +39,8 @@ class Conversation:
             return render(self._prompt, self._tokenizer)
         return encode(templated(self._messages, self._tokenizer, asking=True, tools=self._schemas), self._tokenizer)
 
-    def said(self, tokens: Sequence[int], truncated: bool) -> Turn:
-        """A turn of the policy, taken apart if there are tools."""
+    def said(self, tokens: Sequence[int], truncated: bool, end: int) -> Turn:
+        """A turn of the policy, which ends a row of ``end`` tokens, taken apart if there are tools."""
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         reason: Any = "length" if truncated else "stop"
         turn = Turn(text, tokens, reason)
@@ -51,15 +48,17 @@ class Conversation:
             found = parse(self._tokenizer.decode(tokens), self._format)
             turn = Turn(found.text, tokens, reason, found.calls, found.malformed, found.reasoning)
         if self._chat:
+            self._turns.append(Sampled(len(self._messages), end - len(tokens), end))
             self._messages.append({"role": "assistant", "content": text} if not turn.calls else _calling(turn))
         return turn
 
-    def observed(self, turn: Turn, observation: Any) -> list[int]:
-        """The token ids of what the environment answers to a turn.
+    def observed(self, observation: Any, tokens: Sequence[int]) -> tuple[int, list[int]]:
+        """How many tokens of the row the policy sees when it goes on, and the ids of what the environment answers.
+
+        They are fewer where the chat template writes what came before in another way: then the episode forks.
 
         Raises:
-            EnvError: it is nothing that can be appended.
-            Forked: it is messages, and the chat template writes what came before them in another way.
+            EnvError: the observation is nothing that can be appended.
         """
         if observation is None:
             raise EnvError(
@@ -67,23 +66,19 @@ class Conversation:
             )
         if isinstance(observation, str):
             self._chat = False  # the messages do not say it
-            return list(self._tokenizer.encode(observation, add_special_tokens=False))
+            return len(tokens), list(self._tokenizer.encode(observation, add_special_tokens=False))
         if not any(isinstance(part, Mapping) for part in observation):
             self._chat = False
-            return [int(token) for token in observation]
+            return len(tokens), [int(token) for token in observation]
         if not self._chat:
             raise EnvError(
                 "the observation is messages, and the episode is no chat: its prompt or an observation before is text "
                 "or token ids; give messages from the beginning, or text"
             )
-        found = bridge(turn.token_ids, self._messages, observation, self._tokenizer, tools=self._schemas)
-        if isinstance(found, Fork):
-            raise Forked(
-                f"the observation cannot be appended to what was sampled: {found.found}; take a chat template that "
-                "leaves earlier turns as they were, or give the observation as text"
-            )
-        self._messages.extend(observation)
-        return found
+        every = [*self._messages, *observation]
+        kept, ids, _ = extend(tokens, self._messages, self._turns, every, self._tokenizer, tools=self._schemas)
+        self._messages, self._turns = every, [turn for turn in self._turns if turn.stop <= kept]
+        return kept, ids
 
 
 def _calling(turn: Turn) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from nrl.backends.base import Completion
 from nrl.data import render
 from nrl.envs import Env, Step, Task
 from nrl.envs.contract import Prompt, Status, Trace, Turn, Verdict, score_of
-from nrl.episodes.conversations import Conversation, Forked
+from nrl.episodes.conversations import Conversation
 from nrl.episodes.user_errors import Failed, error_text
 from nrl.episodes.verifier_calls import Caller, calling
 from nrl.errors import EnvError, LostRequest
@@ -43,6 +43,8 @@ class Episode:
         logprobs: for each token, the sampler's log-probability in nats; 0 for tokens that it did not sample.
         reward: the sum over turns; several, if the environment gives several.
         turn_rewards: each turn's reward, and the place of the last token that the policy sampled until then.
+        drawn: how many of the tokens were sampled, those beyond the context too.
+        earlier: rows that it had before it forked, of which nothing but tokens is up to date.
         components: what the rewards are made of, by name, where the environment says so.
         status: what became of the verdict.
         truncated: whether a length limit stopped it.
@@ -64,6 +66,8 @@ class Episode:
     reward: float | tuple[float, ...] = 0.0
     turn_rewards: list[tuple[int, float | tuple[float, ...]]] = attrs.field(factory=list)
     components: dict[str, float] = attrs.field(factory=dict)
+    drawn: int = 0
+    earlier: list["Episode"] = attrs.field(factory=list)
     status: Status = "ok"
     truncated: bool = False
     version: int | None = None
@@ -74,6 +78,7 @@ class Episode:
     prompt: Prompt = ""
     turns: list[Turn] = attrs.field(factory=list)
     observations: list[Any] = attrs.field(factory=list)
+    routes: Tensor | None = None
 
     @property
     def trace(self) -> Trace:
@@ -87,10 +92,10 @@ class Episode:
         if score.status not in TRAINED:
             self.fail(f"Score: the verdict's status is '{score.status}'", score.status)
             return
-        before = self.reward
-        self.reward = _add(before, score.reward)
-        last = len(self.sampled) - 1 - self.sampled[::-1].index(True) if any(self.sampled) else 0
-        self.turn_rewards.append((last, _add(0.0, score.reward)))
+        self.reward = _add(self.reward, score.reward)
+        row = self if any(self.sampled) or not self.earlier else self.earlier[-1]
+        last = len(row.sampled) - 1 - row.sampled[::-1].index(True) if any(row.sampled) else 0
+        row.turn_rewards.append((last, _add(0.0, score.reward)))
         for name, value in score.components.items():
             self.components[name] = self.components.get(name, 0.0) + float(value)
         self.status = score.status if self.status == "ok" else self.status
@@ -100,8 +105,6 @@ class Episode:
         if self.failure is None:
             self.failure, self.status = why, status
 
-    routes: Tensor | None = None
-
     def append(self, tokens: Sequence[int], completion: Completion | None = None) -> None:
         """Append the policy's turn, with its ``completion``, or the environment's, without one."""
         self.token_ids.extend(tokens)
@@ -110,6 +113,7 @@ class Episode:
             self.logprobs.extend([0.0] * len(tokens))
             self.versions.extend([-1] * len(tokens))
             return
+        self.drawn += len(tokens)
         versions = completion.versions
         self.logprobs.extend(completion.logprobs.tolist())
         self.versions.extend([completion.version] * len(tokens) if versions is None else versions.tolist())
@@ -119,6 +123,21 @@ class Episode:
         if completion.routes is not None:  # a later turn reads earlier tokens again
             known = completion.routes[:0] if self.routes is None else self.routes
             self.routes = torch.cat([known, completion.routes[len(known) :]])
+
+    def fork(self, kept: int, appended: Sequence[int]) -> None:
+        """Begin another row, with some of this one's tokens, which are not trained on once more."""
+        self.earlier.append(attrs.evolve(self, earlier=[]))
+        self.token_ids, self.routes = self.token_ids[:kept], None if self.routes is None else self.routes[:kept]
+        self.sampled, self.logprobs, self.versions = [False] * kept, [0.0] * kept, [-1] * kept
+        self.turn_rewards, self.drawn, self.version, self.again = [], 0, None, 0
+        self.append(appended)
+
+    def rows(self) -> list["Episode"]:
+        """Its rows, those that it forked from first; each says what became of the whole."""
+        every = [*self.earlier, self]
+        some = [row for row in every if any(row.sampled)] or [self]
+        told = ("reward", "components", "status", "truncated", "failure", "info")
+        return [attrs.evolve(row, **{name: getattr(self, name) for name in told}) for row in some]
 
 
 async def run_episode(generate: Generate, env: Env, task: Task, *, tokenizer: Any, context_length: int) -> Episode:
@@ -190,7 +209,11 @@ async def play(
         episode.info.append({str(key): float(value) for key, value in taken.info.items()})
         if not taken.done:
             episode.observations.append(taken.observation)
-            episode.append(chat.observed(turn, taken.observation))
+            kept, appended = chat.observed(taken.observation, episode.token_ids)
+            if kept < len(episode.token_ids):
+                episode.fork(kept, appended)
+            else:
+                episode.append(appended)
         return taken
 
     async def judge() -> None:
@@ -207,7 +230,7 @@ async def play(
                 break
             tokens = completion.token_ids.tolist()
             episode.append(tokens, completion)
-            episode.turns.append(chat.said(tokens, completion.truncated))
+            episode.turns.append(chat.said(tokens, completion.truncated, len(episode.token_ids)))
             taken = await _guarded(step(episode.turns[-1]), episode)
             if taken is None or taken.done:
                 break
@@ -219,8 +242,9 @@ async def play(
     finally:
         if held:
             await _close(call.close(held[0]))
-    for per_token in (episode.token_ids, episode.sampled, episode.logprobs, episode.versions):
-        del per_token[context_length:]
+    for row in (episode, *episode.earlier):
+        for per_token in (row.token_ids, row.sampled, row.logprobs, row.versions):
+            del per_token[context_length:]
     return episode
 
 
@@ -235,8 +259,7 @@ async def _guarded[T](work: Awaitable[T], episode: Episode) -> T | None:
 def failed(error: Exception, episode: Episode) -> None:
     """Note what a call of an environment's function raised."""
     text = str(error) if isinstance(error, Failed) else error_text(error)
-    late, forked = text.startswith("TimeoutError"), isinstance(error, Forked)
-    episode.fail(text, "timeout" if late else "skipped" if forked else "infra_error")
+    episode.fail(text, "timeout" if text.startswith("TimeoutError") else "infra_error")
 
 
 async def _close(work: Awaitable[Any]) -> None:

@@ -31,6 +31,8 @@ from nrl.runtime.threads import Daemons
 
 __all__ = ["rollout", "rows_and_failures"]
 
+_PLACES = 20  # bits of an episode's number that are its place in the group
+
 
 def rollout(
     sampler: Sampler,
@@ -54,14 +56,16 @@ def rollout(
         first_group: the number of the first group; numbers have to be unique in the run.
 
     Returns:
-        A batch ``[len(tasks) * n, T]`` with ``input_ids``, ``attention_mask``, ``loss_mask``, ``rollout_logprobs``,
-        ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``, ``truncated``,
-        ``sampled`` (how many tokens were sampled for a row, those beyond the context too), ``status`` (its place among
-        `nrl.envs.STATUSES`), where a reward is one number ``token_rewards`` (of each turn, at its last token), with
-        ``source`` where tasks have one, and of a sampler that streams ``versions`` (of each token; -1 where it was not
-        sampled) and ``asked_again``, and of one that records them ``routes``. ``reward/<name>`` are components of
-        rewards. Of the environment's own numbers ``env/<name>`` is the last that an episode reported; ``("info",
-        <name>)`` is ragged and has those of every step, NaN where it reported none.
+        A batch ``[B, T]``, a row for each of ``len(tasks) * n`` episodes, and more of those that forked, since a chat
+        template wrote their earlier turns in another way; ``episode_ids`` tells them. It has ``input_ids``,
+        ``attention_mask``, ``loss_mask``, ``rollout_logprobs``, ``temperature``, ``rewards`` (NaN in failed rows),
+        ``group_ids``, ``version``, ``valid``, ``truncated``, ``sampled`` (how many tokens were sampled for a row, those
+        beyond the context too), ``status`` (its place among `nrl.envs.STATUSES`), where a reward is one number
+        ``token_rewards`` (of each turn, at its last token), with ``source`` where tasks have one, and of a sampler that
+        streams ``versions`` (of each token; -1 where it was not sampled) and ``asked_again``, and of one that records
+        them ``routes``. ``reward/<name>`` are components of rewards. Of the environment's own numbers ``env/<name>`` is
+        the last that an episode reported; ``("info", <name>)`` is ragged and has those of every step, NaN where it
+        reported none.
 
     Raises:
         DataError: there are no tasks, or ``n`` is not positive.
@@ -126,15 +130,17 @@ def rows_and_failures(
     failures = [episode.failure for episode in episodes if episode.failure]
     _warn(failures, len(episodes))
     temperature = (sampling or sampler.sampling).temperature
-    batch = _rows(episodes, sampler.version, temperature)
-    groups = torch.arange(first_group, first_group + len(tasks)).repeat_interleave(n)
-    columns: dict[str, Tensor] = {"group_ids": groups}
+    rows = [(index, row) for index, episode in enumerate(episodes) for row in episode.rows()]
+    flat, of = [row for _, row in rows], torch.tensor([index for index, _ in rows])
+    batch = _rows(flat, sampler.version, temperature)
+    groups = first_group + of // n
+    columns: dict[str, Tensor] = {"group_ids": groups, "episode_ids": (groups << _PLACES) + of % n}
     if streams:
-        columns |= _streamed(episodes, batch)
+        columns |= _streamed(flat, batch)
     if routes is not None:
-        columns["routes"] = _routed(episodes, batch, routes)
+        columns["routes"] = _routed(flat, batch, routes)
     if sources is not None:
-        columns["source"] = torch.tensor(sources).repeat_interleave(n)
+        columns["source"] = torch.tensor(sources)[of // n]
     return assign(batch, **columns), failures
 
 
@@ -241,7 +247,7 @@ def _rows(episodes: Sequence[Episode], version: int, temperature: float) -> Batc
         "rewards": torch.tensor([nothing if e.failure else e.reward for e in episodes], dtype=torch.float32),
         "version": torch.tensor([version if e.version is None else e.version for e in episodes]),
         "valid": valid,
-        "sampled": torch.tensor([sum(len(turn.token_ids) for turn in episode.turns) for episode in episodes]),
+        "sampled": torch.tensor([episode.drawn for episode in episodes]),
         "status": torch.tensor([STATUSES.index(episode.status) for episode in episodes]),
         "truncated": torch.tensor([episode.truncated for episode in episodes]),
     }

@@ -60,8 +60,9 @@ def rollouts(
         nonlocal drawn
         first, drawn = drawn, drawn + count
         batch, failures = rows_and_failures(sampler, env, tasks.take(count), n, sampling, seed, first)
-        check(len(batch), failures)
-        return [cast(Batch, batch[start : start + n].lock_()) for start in range(0, len(batch), n)]
+        check(count * n, failures)
+        sizes = batch["group_ids"].unique_consecutive(return_counts=True)[1].tolist()
+        return [cast(Batch, part.lock_()) for part in batch.split(sizes)]
 
     def check(rows: int, failures: Sequence[str]) -> None:
         nonlocal largest, failed, in_a_row

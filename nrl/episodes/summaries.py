@@ -32,6 +32,7 @@ def summary(batch: Batch) -> Metrics:
     - ``truncated``: the fraction of valid rows that hit a length limit.
     - ``invalid``, ``dropped``: numbers of rows.
     - ``asked_again``: requests that were asked again because an engine died or its work was thrown away.
+    - ``forks``: rows that episodes have beside their first ones, where there are some.
     - ``tokens/sampled``: the sum of what became of them: ``tokens/trained``; ``tokens/masked``, of valid rows, but
       outside of ``loss_mask`` or the context; ``tokens/invalid``, of rows that failed; ``tokens/dropped``, of rows that
       are not here.
@@ -53,7 +54,8 @@ def summary(batch: Batch) -> Metrics:
     """
     require(batch, "rewards", "loss_mask", reader="summary")
     size = batch.batch_size
-    valid = batch["valid"] if "valid" in batch.keys() else torch.ones(size, dtype=torch.bool)
+    every = batch["valid"] if "valid" in batch.keys() else torch.ones(size, dtype=torch.bool)
+    valid = every & _first_rows(batch)
     truncated = batch["truncated"] if "truncated" in batch.keys() else torch.zeros(size, dtype=torch.bool)
     rewards = batch["rewards"].sum(-1) if batch["rewards"].ndim > len(size) else batch["rewards"]
     rewards, count = torch.where(valid, rewards, 0.0), valid.sum()
@@ -64,23 +66,37 @@ def summary(batch: Batch) -> Metrics:
     metrics: Metrics = {
         "reward": Mean(rewards.sum() + carried, (count + dropped).float()),
         "reward/max": Max(_largest(torch.where(valid, rewards, -math.inf))),
-        "length": Mean(sampled.sum().float(), count.float()),
+        "length": Mean(sampled[every].sum().float(), count.float()),
         "length/max": Max(_largest(sampled)),
         "truncated": Mean((truncated & valid).sum().float(), count.float()),
-        "invalid": Sum((~valid).sum() + failed),
+        "invalid": Sum((~every & _first_rows(batch)).sum() + failed),
         "dropped": Sum(dropped),
     }
     if "asked_again" in batch.keys():
         metrics["asked_again"] = Sum(batch["asked_again"].sum())
     if "sampled" in batch.keys():
-        metrics |= _ledger(batch, valid)
+        metrics |= _ledger(batch, every)
     if "status" in batch.keys():
-        metrics |= {f"status/{name}": Sum((batch["status"] == at).sum()) for at, name in enumerate(STATUSES) if at}
+        status = batch["status"][_first_rows(batch)]
+        metrics |= {f"status/{name}": Sum((status == at).sum()) for at, name in enumerate(STATUSES) if at}
+    if more := int((~_first_rows(batch)).sum()):
+        metrics["forks"] = Sum(torch.tensor(more))
     for key, value in batch.items():
         if str(key).startswith(("env/", "reward/")) and isinstance(value, Tensor):
             known = torch.isfinite(value) & valid
             metrics[str(key)] = Mean(torch.where(known, value, 0.0).sum(), known.sum().float())
     return metrics
+
+
+def _first_rows(batch: Batch) -> Tensor:
+    """``[*b]`` bool: the first row of each episode, which counts once however often it forked."""
+    if "episode_ids" not in batch.keys():
+        return torch.ones(batch.batch_size, dtype=torch.bool)
+    ids = batch["episode_ids"].flatten()
+    places = torch.arange(len(ids))
+    found, episode = ids.unique(return_inverse=True)
+    first = places.new_full((len(found),), len(ids)).scatter_reduce(0, episode, places, "amin")
+    return (first[episode] == places).view(batch.batch_size)
 
 
 def _ledger(batch: Batch, valid: Tensor) -> Metrics:

@@ -9,7 +9,7 @@ import torch
 import nrl
 from nrl.backends import Completion, Sampling
 from nrl.data.rendering import templated
-from nrl.envs import STATUSES, Environment, Step, Trace, Turn, judged
+from nrl.envs import Environment, Step, Trace, Turn, judged
 from nrl.envs.tools import NewState, State, ToolError, tool, tool_use
 from nrl.episodes import rollout
 from tests.chat_tokenizers import tokenizer as chat_tokenizer
@@ -84,15 +84,64 @@ def test_tokens_that_no_tokenizer_would_make_stay() -> None:
     assert sampled == [*spelled, *end, *end]
 
 
-def test_what_the_template_drops_fails_the_row_and_is_counted() -> None:
-    """Qwen 3 leaves out earlier reasoning when the user speaks."""
-    sampler = Chatty("qwen3", ["<think>\nHmm\n</think>\n\nHello<|im_end|>"])
-    with pytest.warns(
-        UserWarning, match=r"cannot be appended to what was sampled: once new messages follow.*leaves out"
-    ):
-        batch = rollout(sampler, two_turns(), [{}])
-    assert STATUSES[batch["status"][0]] == "skipped"
-    assert nrl.finalize(nrl.summary(batch))["tokens/invalid"] == int(batch["sampled"][0]) > 0
+HMM, BYE = "<think>\nHmm\n</think>\n\nHello<|im_end|>", "<think>\nHi\n</think>\n\nBye<|im_end|>"
+
+
+def test_where_the_template_drops_reasoning_the_episode_forks() -> None:
+    """Qwen 3 leaves out earlier reasoning when the user speaks: the second row begins without it."""
+    sampler = Chatty("qwen3", [HMM, BYE])
+    rewarded = judged(two_turns(), lambda task, trace: 2.0)
+    batch = rollout(sampler, rewarded, [{}])
+    read = sampler.tokenizer
+    assert len(batch) == 2
+    assert batch["episode_ids"].unique().numel() == 1
+    assert batch["group_ids"].tolist() == [0, 0]
+    assert batch["rewards"].tolist() == [2.0, 2.0]
+    said = [read.decode(row["input_ids"][row["loss_mask"]].tolist()) for row in batch]
+    assert said == [HMM, BYE]  # each once
+    whole = [*ASK, {"role": "assistant", "content": HMM.removesuffix("<|im_end|>")}, *MORE]
+    assert read.decode(sampler.asked[1]) == templated(whole, read, asking=True)
+    assert "Hmm" not in read.decode(sampler.asked[1])
+    assert batch["sampled"].tolist() == batch["loss_mask"].sum(-1).tolist()
+    found = nrl.finalize(nrl.summary(batch))
+    assert found["forks"] == 1
+    assert found["reward"] == 2.0
+    assert found["tokens/sampled"] == found["tokens/trained"] == int(batch["sampled"].sum()) == found["length"]
+
+
+def test_a_forked_episode_counts_once() -> None:
+    """Beside one of the same group that did not fork; the advantages are those of two episodes."""
+    sampler = Chatty("qwen3", [HMM, "Hello<|im_end|>", BYE, "Bye<|im_end|>"])
+
+    def verify(task: Any, trace: Trace) -> float:
+        return float("Hmm" in trace.turns[0].text)
+
+    batch = rollout(sampler, judged(two_turns(), verify), [{}], n=2)
+    assert batch["rewards"].tolist() == [1.0, 1.0, 0.0]
+    found = nrl.algos.advantages(batch)["advantages"]
+    expected = [0.5 / (0.5**0.5 + 1e-6)] * 2 + [-0.5 / (0.5**0.5 + 1e-6)]  # the mean of two is 0.5
+    for row, wanted in zip(range(3), expected, strict=True):
+        torch.testing.assert_close(found[row][batch["loss_mask"][row]].unique(), torch.tensor([wanted]))
+    assert nrl.finalize(nrl.summary(batch))["reward"] == 0.5
+
+
+def test_groups_of_a_stream_have_all_their_rows(tmp_path: Any) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}\n')
+    tasks = nrl.data.tasks(str(tmp_path / "tasks.jsonl"), shuffle=False, chat=False)
+    sampler = Chatty("qwen3", [HMM, "Hello<|im_end|>", HMM, HMM, BYE, BYE, BYE, BYE])
+    groups = nrl.rollouts(sampler, two_turns(), tasks, n=2).take(2)
+    assert [len(group) for group in groups] == [3, 4]
+    assert [group["group_ids"].unique().tolist() for group in groups] == [[0], [1]]
+
+
+def test_a_fork_that_fills_the_context_has_no_row_of_its_own() -> None:
+    sampler = Chatty("qwen3", [HMM])
+    sampler.context_length = 100
+    long = [{"role": "user", "content": "Hello " * 100}]
+    batch = rollout(sampler, judged(two_turns(long), lambda task, trace: 2.0), [{}])
+    assert len(batch) == 1
+    assert batch["truncated"].tolist() == [True]
+    assert batch["token_rewards"].sum().item() == 2.0
 
 
 @pytest.mark.parametrize(
