@@ -237,6 +237,12 @@ NEED = 'write {"name": ..., "arguments": {...}}'
             "<function=f>",
             "it ends before </function>; write <parameter=NAME>, VALUE, </parameter> for each, and </function>",
         ),
+        (
+            "qwen3_coder",  # cut within a value that has a call in it
+            "<tool_call><function=f><parameter=a>\n<tool_call><function=f></function></tool_call>",
+            "</parameter> is missing behind the parameter a",
+        ),
+        ("llama3", '<|python_tag|>run {"name": "f", "parameters": {}}', "its JSON cannot be read: Expecting value, at"),
         ("llama3", "<|python_tag|>print(1)", "its JSON cannot be read: Expecting value, at 'print(1)'"),
         (
             "llama3",
@@ -286,6 +292,11 @@ def test_a_malformed_call_takes_no_other_with_it(format: str, text: str, malform
     assert found.calls == (F,)
     assert [each.text for each in found.malformed] == [malformed]
     assert found.text == ""
+
+
+def test_text_behind_a_malformed_call_is_text() -> None:
+    found = parse("A<tool_call>{</tool_call>B", "hermes")
+    assert (found.text, [each.text for each in found.malformed]) == ("AB", ["<tool_call>{</tool_call>"])
 
 
 def test_a_model_that_repeats_itself_is_read_in_time() -> None:
