@@ -28,6 +28,7 @@ class Conversation:
         if tools and not self._chat:
             raise EnvError("the environment has tools, and its prompt is token ids; give text or messages")
         self._messages: list[Any] = list(prompt) if self._chat else []
+        self._thinks = False
         self._turns: list[Sampled] = []  # those that the row has as they were sampled
         self._prompt, self._tokenizer = prompt, tokenizer
         self._schemas = [tool.schema for tool in tools] or None
@@ -37,7 +38,13 @@ class Conversation:
         """The token ids of the prompt; ``render`` those of one without tools."""
         if self._schemas is None:
             return render(self._prompt, self._tokenizer)
-        return encode(templated(self._messages, self._tokenizer, asking=True, tools=self._schemas), self._tokenizer)
+        ids = encode(templated(self._messages, self._tokenizer, asking=True, tools=self._schemas), self._tokenizer)
+        self._thinks = self._opens(ids)
+        return ids
+
+    def _opens(self, ids: Sequence[int]) -> bool:
+        """Whether the policy goes on within reasoning, as some templates ask it to."""
+        return bool(self._tokenizer.decode(ids[-16:]).rstrip().endswith(("<think>", "[THINK]")))
 
     def said(self, tokens: Sequence[int], truncated: bool, end: int) -> Turn:
         """A turn of the policy, which ends a row of ``end`` tokens, taken apart if there are tools."""
@@ -45,7 +52,7 @@ class Conversation:
         reason: Any = "length" if truncated else "stop"
         turn = Turn(text, tokens, reason)
         if self._format is not None:
-            found = parse(self._tokenizer.decode(tokens), self._format)
+            found = parse(self._tokenizer.decode(tokens), self._format, reasoning_open=self._thinks)
             turn = Turn(found.text, tokens, reason, found.calls, found.malformed, found.reasoning)
         if self._chat:
             self._turns.append(Sampled(len(self._messages), end - len(tokens), end))
@@ -78,6 +85,7 @@ class Conversation:
         every = [*self._messages, *observation]
         kept, ids, _ = extend(tokens, self._messages, self._turns, every, self._tokenizer, tools=self._schemas)
         self._messages, self._turns = every, [turn for turn in self._turns if turn.stop <= kept]
+        self._thinks = self._opens(ids)
         return kept, ids
 
 

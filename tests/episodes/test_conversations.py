@@ -254,3 +254,19 @@ def test_an_environment_of_several_keeps_its_tools() -> None:
     sampler = Chatty("qwen3", [f"{called('add', a=2, b=3)}<|im_end|>", "5<|im_end|>"])
     batch = rollout(sampler, env, [{**TASK, "source": 1}])
     assert batch["rewards"].tolist() == [1.0]
+
+
+def test_reasoning_that_the_prompt_opens_is_no_call() -> None:
+    """Qwen 3.5 asks within reasoning; an answer that is cut there has called nothing."""
+    sampler = Chatty("qwen3_5_think", [f"I could {called('add', a=2, b=3)} but"])
+    seen: list[Trace] = []
+
+    def verify(task: Any, trace: Trace) -> float:
+        seen.append(trace)
+        return 0.0
+
+    rollout(sampler, tool_use([tool(add)], verify), [TASK])
+    assert sampler.tokenizer.decode(sampler.asked[0]).rstrip().endswith("<think>")
+    (turn,) = seen[0].turns
+    assert (turn.calls, turn.malformed, turn.text) == ((), (), "")
+    assert turn.reasoning.startswith("I could")
