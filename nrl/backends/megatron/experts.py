@@ -37,7 +37,7 @@ class _Router(TopKRouter):  # type: ignore[misc]  # Megatron has no types
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.load = torch.zeros(self.num_experts, dtype=torch.float64)
+        self.load: Tensor | None = None  # on the device, so that nothing waits for it
 
     def forward(self, input: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
         """``input`` ``[n, 1, H]``; returns probabilities and choices ``[n, experts]``."""
@@ -45,13 +45,14 @@ class _Router(TopKRouter):  # type: ignore[misc]  # Megatron has no types
         mine = slice(first, first + len(input))
         if self.rows.routes is not None:
             layer = sum(self.config.moe_layer_freq[: self.layer_number - 1])
-            self.router_replay = _Chosen(self.rows.routes[mine, layer])
+            self.router_replay = _Chosen(self.rows.routes[mine, layer].to(input.device, torch.int64))
         try:
             probs, chosen = super().forward(input)
         finally:
             self.router_replay = None
         if self.training:
-            self.load += (self.rows.reads[mine].double() @ chosen.double()).to(self.load.device)
+            load = self.rows.reads[mine].float() @ chosen.float()
+            self.load = load if self.load is None else self.load + load
         return probs, chosen
 
 
@@ -88,7 +89,7 @@ def _routers(stages: Sequence[Any]) -> list[_Router]:
 def forget_loads(stages: Sequence[Any]) -> None:
     """Count from zero."""
     for router in _routers(stages):
-        router.load.zero_()
+        router.load = None
 
 
 def loads(stages: Sequence[Any]) -> Tensor | None:
@@ -101,5 +102,6 @@ def loads(stages: Sequence[Any]) -> Tensor | None:
         return None
     found = torch.zeros(config.num_layers, config.num_moe_experts, dtype=torch.float64)
     for router in _routers(stages):
-        found[router.layer_number - 1] = router.load
+        if router.load is not None:
+            found[router.layer_number - 1] = router.load.detach().cpu().double()
     return found[torch.tensor(config.moe_layer_freq) == 1]

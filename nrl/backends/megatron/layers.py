@@ -38,7 +38,7 @@ class Rows:
     Args:
         attention: over the tokens of this process.
         reads: ``[n]``, how many outputs are read at each of them.
-        routes: ``[n, layers, k]`` int64, the experts of each of them; None: routers choose.
+        routes: ``[n, layers, k]`` int16, the experts of each of them; None: routers choose.
     """
 
     attention: OverRectangles | OverSequences

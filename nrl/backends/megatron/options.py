@@ -19,9 +19,21 @@ _OWN = {
         "expert_tensor_parallel_size",
         "use_distributed_optimizer",
         "num_distributed_optimizer_instances",
+        "batch_p2p_comm",
+        "variable_seq_lengths",
     ),
     "Model(dtype=)": ("params_dtype", "pipeline_dtype", "bf16", "fp16"),
-    "adamw(...)": ("optimizer", "lr", "min_lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"),
+    "adamw(...)": (
+        "optimizer",
+        "lr",
+        "min_lr",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_eps",
+        "weight_decay",
+        "clip_grad",
+        "decoupled_weight_decay",
+    ),
     "the loss, whose sums are not divided": ("calculate_per_token_loss", "average_in_collective", "grad_scale_func"),
     "the model": (
         "num_layers",
@@ -39,6 +51,11 @@ _OWN = {
         "qk_layernorm",
         "attention_dropout",
         "hidden_dropout",
+        "softmax_scale",
+        "rotary_interleaved",
+        "window_size",
+        "layernorm_zero_centered_gamma",
+        "mtp_num_layers",
         "num_moe_experts",
         "moe_ffn_hidden_size",
         "moe_layer_freq",
@@ -73,6 +90,8 @@ _NOT_SUMS = (
 )
 """Options with which what a row gives depends on those beside it: Megatron averages over a micro-batch and padding."""
 
+_WITHOUT_EFFECT = ("fp8", "fp4", "fp8_recipe", "fp8_param", "loss_scale", "initial_loss_scale")
+
 
 class Options(NamedTuple):
     """Megatron's options by the configuration that they are fields of.
@@ -106,6 +125,11 @@ def options(given: Mapping[str, Any]) -> Options:
         for instead, own in _OWN.items():
             if name in own:
                 raise ConfigError(f"megatron.trainer: the option '{name}' follows from {instead}; leave it out")
+        if name in _WITHOUT_EFFECT:
+            raise ConfigError(
+                f"megatron.trainer: the option '{name}' would change nothing here, as layers are built without "
+                "Transformer Engine; leave it out"
+            )
         if name in _NOT_SUMS:
             raise ConfigError(
                 f"megatron.trainer: with the option '{name}' the gradient of a row would depend on the rows in its "

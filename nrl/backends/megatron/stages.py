@@ -22,6 +22,7 @@ from nrl.backends.megatron.tokens import Tokens
 from nrl.backends.training.heads import numbers, predictions
 from nrl.backends.training.plans import Outputs, Plan
 from nrl.backends.training.vocabulary import VocabularyShard
+from nrl.runtime.mesh.layout import Layout
 
 __all__ = ["Stages", "build", "optimizer", "outputs", "passes", "replicas"]
 
@@ -48,7 +49,7 @@ def build(
             "moe_token_dispatcher_type": "alltoall",
             "bf16": dtype == torch.bfloat16,
             "variable_seq_lengths": layout.vp == 1,  # Megatron's interleaved schedule mixes shapes up
-            "batch_p2p_comm": device.type != "cpu",
+            "batch_p2p_comm": batched(device, layout),
             "calculate_per_token_loss": True,  # gradients are sums: nothing divides by micro-batches or processes
             "use_cpu_initialization": device.type == "cpu",
             "perform_initialization": False,
@@ -86,8 +87,31 @@ def build(
         module.words, module.experts = arch.words, arch.experts
         if module.post_process and head != "lm":
             module.output_layer = nn.Linear(config.hidden_size, 1, bias=head == "value", dtype=dtype)
+        _fill_up(module, at.tp)
         stages.append(module.to(device))
     return stages
+
+
+def batched(device: torch.device, layout: Layout) -> bool:
+    """Whether a pipeline sends and receives in one call, which gives wrong gradients where stages interleave.
+
+    >>> batched(torch.device("cuda"), Layout(pp=2)), batched(torch.device("cuda"), Layout(pp=2, vp=2))
+    (True, False)
+    """
+    return device.type != "cpu" and layout.vp == 1
+
+
+def _fill_up(module: Any, rank: int) -> None:
+    """Zero the rows that make the vocabulary divide; nobody reads them, and memory may hold anything."""
+    with torch.no_grad():
+        for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            weight = dict(module.named_parameters()).get(name)
+            if (
+                weight is not None
+                and weight.ndim == 2
+                and not (name[0] == "o" and isinstance(module.output_layer, nn.Linear))
+            ):
+                weight[max(0, module.words - rank * len(weight)) :] = 0
 
 
 def _sum_up(model: Any, tokens: Any, **options: Any) -> None:
@@ -106,10 +130,14 @@ def replicas(stages: Stages, at: Groups, fields: Mapping[str, Any]) -> list[Any]
             **fields,
         }
     )
-    return [
+    copies = [
         DistributedDataParallel(stage.config, config, stage, disable_bucketing=number > 0, pg_collection=at.collection)
         for number, stage in enumerate(stages)
     ]
+    # Else each micro-batch would pass for the last one, and gradients would be added up before all of them are there
+    syncs = [copy.no_sync for copy in copies]
+    stages[0].config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+    return copies
 
 
 def _sharded(at: Groups, dtype: torch.dtype) -> bool:
@@ -220,6 +248,6 @@ def outputs(
         shard = VocabularyShard(first, len(weight), tp) if at.layout.tp > 1 else None
         targets = {name: x[part.read] for name, x in work.targets.items()}
         temperature = None if work.temperature is None else work.temperature[part.read].to(hidden.device)
-        known = weight[: stage.words - first]
+        known = weight[: max(0, stage.words - first)]
         values = predictions(hidden, known, None, targets, temperature, needs, shard)
     return Outputs(values, work.source[part.read].to(hidden.device), work.shape)

@@ -21,7 +21,7 @@ class Tokens(NamedTuple):
         attention: over them.
         places: ``[m]`` int64, on the device, those among them whose hidden states are read.
         read: ``[m]`` int64, on the CPU, which of the plan's places these are.
-        routes: ``[n, layers, k]`` int64, on the device, the experts of each; None: routers choose.
+        routes: ``[n, layers, k]`` int16, on the CPU, the experts of each; None: routers choose.
     """
 
     input_ids: Tensor
@@ -61,8 +61,8 @@ def tokens(work: Plan, least: int, multiple: int, count: int, rank: int, device:
     ids, positions = (x[mine].to(device)[None] for x in (ids, positions))
     routes = work.routes
     if routes is not None:
-        any_legal = torch.arange(routes.shape[2]).expand(missing, *routes.shape[1:])
-        routes = torch.cat([routes.long(), any_legal])[mine].to(device)
+        any_legal = torch.arange(routes.shape[2], dtype=routes.dtype).expand(missing, *routes.shape[1:])
+        routes = torch.cat([routes, any_legal])[mine]
     return Tokens(ids, positions, over(rows, device), places[read].to(device), read, routes)
 
 

@@ -142,7 +142,7 @@ def _projections(config: Any, prefix: str, kind: str, values: Tensor, rank: int,
 def _words(name: str, module: Any, values: Tensor, rank: int) -> Iterator[Piece]:
     """Without the rows that fill the vocabulary up."""
     first = rank * len(values)
-    known = min(len(values), module.words - first)
+    known = max(0, min(len(values), module.words - first))
     yield _rows(name, values[:known], first, module.words)
 
 

@@ -18,6 +18,7 @@ from nrl.runtime import Layout
 from tests.backends.megatron.test_megatron_engine import (
     CONFIG,
     ROUTED,
+    SPARSE,
     construction,
     followed,
     in_process,
@@ -58,6 +59,8 @@ TWO: dict[str, dict[str, Any]] = {
     "routes, ep=2": {"layout": Layout(dp=2, ep=2), "name": ROUTED},
     "routes, tp=2, ep=2": {"layout": Layout(tp=2, ep=2), "name": ROUTED},
     "routes, cp=2": {"layout": Layout(cp=2, ep=2), "name": ROUTED},
+    "routes, some layers dense": {"layout": Layout(dp=2, ep=2), "name": SPARSE, "decoder_sparse_step": 2},
+    "routes, interleaved": {"layout": Layout(pp=2, vp=2), "name": ROUTED},
     "routes, layers computed again": {"layout": Layout(pp=2), "name": ROUTED, "options": AGAIN},
     "mixtral": {"layout": Layout(dp=2, ep=2), **MIXTRAL},
 }

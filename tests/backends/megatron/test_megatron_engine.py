@@ -3,6 +3,7 @@
 The functions whose first argument is a mesh run in every process of a pool.
 """
 
+import json
 import logging
 import re
 import warnings
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import nrl
 from nrl import algos
 from nrl.algos import Loss, sft_loss, value_loss
-from nrl.backends import Model, Optimizer, adamw
+from nrl.backends import Model, Optimizer, Schedule, adamw
 from nrl.backends.base import top_k
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading
@@ -60,7 +61,7 @@ LOSSES: dict[str, Loss] = {
     "reward": algos.reward_model_loss,
     "distillation": algos.distillation_loss(),
 }
-ROUTED = "grpo with routes"
+ROUTED, SPARSE = "grpo with routes", "grpo with routes of every second layer"
 HEADS: dict[str, Literal["lm", "value", "reward"]] = {"value": "value", "reward": "reward"}
 NEEDS = frozenset({"logprobs", "entropy", top_k(3)})
 
@@ -89,10 +90,14 @@ def rows(name: str) -> Batch:
     if name == "distillation":
         likely = torch.randn(8, 17, 23, generator=g).log_softmax(-1).topk(3)
         batch = nrl.assign(batch, teacher_ids=likely.indices, teacher_topk_logprobs=likely.values)
-    if name == ROUTED:  # two experts of four in each of four layers; some rows go on from a prefix with its routes
+    if name in (ROUTED, SPARSE):
+        # Two experts of four in each of four layers; rows that begin alike have other routes there, but for two. Nobody
+        # sampled the end of the first row
         routes = torch.rand(8, 17, 4, 4, generator=g).argsort(-1)[..., :2].to(torch.int16)
         routes[[2, 3], :4] = routes[2, :4]
-        batch = nrl.assign(batch, routes=routes)
+        mask = batch["loss_mask"].clone()
+        routes[0, 6:], mask[0, 7:] = -1, False
+        batch = nrl.assign(batch, routes=routes if name == ROUTED else routes[:, :, :2].clone(), loss_mask=mask)
     return batch.view(4, 2).lock_() if name in ("dpo", "reward") else batch
 
 
@@ -113,8 +118,8 @@ def engine(
     return MegatronEngine(model, optimizer, packing, sorted_options(options), torch.device("cpu"), layout, mesh)
 
 
-def torch_engine(model: Model) -> TorchEngine:
-    return TorchEngine(model, OPTIMIZER, nrl.Rectangles, False, False, torch.device("cpu"))
+def torch_engine(model: Model, optimizer: Optimizer = OPTIMIZER) -> TorchEngine:
+    return TorchEngine(model, optimizer, nrl.Rectangles, False, False, torch.device("cpu"))
 
 
 def parts(batch: Batch, layout: Layout, rank: int) -> list[Batch]:
@@ -146,8 +151,8 @@ def in_process(mesh: DeviceMesh, layout: Layout, model: Model, name: str, packin
 
 
 @cache
-def expected(source: tuple[tuple[str, Any], ...], head: Any, name: str, dtype: Any = "float32") -> Steps:
-    return steps(torch_engine(Model(dict(source), head=head, dtype=dtype)), name, parts(rows(name), Layout(), 0))
+def expected(source: str, head: Any, name: str, dtype: Any = "float32") -> Steps:
+    return steps(torch_engine(Model(json.loads(source), head=head, dtype=dtype)), name, parts(rows(name), Layout(), 0))
 
 
 def same(processes: Processes, layout: Layout, name: str, packing: Any = None, **changed: Any) -> None:
@@ -155,7 +160,7 @@ def same(processes: Processes, layout: Layout, name: str, packing: Any = None, *
     options, dtype = changed.pop("options", {}), changed.pop("dtype", "float32")
     head = HEADS.get(name, "lm")
     source = CONFIG | changed
-    metrics, weights, outs = expected(tuple(source.items()), head, name, dtype)
+    metrics, weights, outs = expected(json.dumps(source), head, name, dtype)
     model = Model(source, head=head, dtype=dtype)
     each: list[Steps] = processes(in_process, layout, model, name, packing, options)
     for rank, (found, tensors, there) in enumerate(each):
@@ -171,6 +176,14 @@ def same(processes: Processes, layout: Layout, name: str, packing: Any = None, *
         assert layout.coordinates(rank)["pp"] == layout.pp - 1 or there == []
 
 
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 2.0,
+    "original_max_position_embeddings": 8,
+}
 TWO: dict[str, dict[str, Any]] = {
     "tp=2, with sequence parallelism": {"layout": Layout(tp=2)},
     "tp=2, without": {"layout": Layout(tp=2), "options": {"sequence_parallel": False}},
@@ -184,6 +197,7 @@ TWO: dict[str, dict[str, Any]] = {
     "llama": {"layout": Layout(tp=2), "model_type": "llama"},
     "qwen2, biases, sequences": {"layout": Layout(tp=2), "model_type": "qwen2", "packing": nrl.Sequences},
     "mistral, sliding window": {"layout": Layout(cp=2), "model_type": "mistral", "sliding_window": 4},
+    "rotations of Llama 3": {"layout": Layout(tp=2), "model_type": "llama", "rope_parameters": ROPE},
     "layers computed again": {
         "layout": Layout(pp=2),
         "options": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -212,6 +226,54 @@ def test_every_loss_has_the_numbers_of_one_process(two: Processes, layout: Layou
 )
 def test_four_processes_have_the_numbers_of_one(four: Processes, layout: Layout) -> None:
     same(four, layout, "grpo")
+
+
+# steps that differ
+
+
+def cut(batch: Batch, layout: Layout, rank: int, n: int) -> list[Batch]:
+    """The rows of a process, ``n`` in each micro-batch."""
+    mine = batch[deal(batch, layout.dp)[layout.coordinates(rank)["dp"]]]
+    return [mine[i : i + n] for i in range(0, len(mine), n)]
+
+
+def with_micro_batches_of(
+    mesh: DeviceMesh | None, layout: Layout, sizes: Sequence[int], optimizer: Optimizer
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """A step for each size, by each process of a mesh; None: by the torch engine in one."""
+    made: Any = torch_engine(MODEL, optimizer) if mesh is None else engine(mesh, layout, MODEL, optimizer=optimizer)
+    rank, group = (0, None) if mesh is None else (mesh.get_rank(), made._at.peers.group)
+    batch = nrl.assign(rows("grpo"), temperature=torch.linspace(0.5, 1.5, 8))
+    weights = global_weights(algos.grpo_loss, batch, always={"logprobs"})
+    state, found = made.init(), []
+    for n in sizes:
+        state, metrics = made.train(state, algos.grpo_loss, cut(batch, layout, rank, n), weights)
+        found.append(finalize(metrics))
+    return found, {key: x.clone() for key, x in whole_weights(made.pieces(made.params(state)), "test", group)}
+
+
+VARYING = [Layout(dp=2), Layout(dp=2, shard=1), Layout(cp=2), Layout(pp=2, vp=2)]
+
+
+@pytest.mark.parametrize("layout", VARYING, ids=str)
+@pytest.mark.parametrize("sizes", [(8, 3, 1), (1, 4, 8)], ids=str)
+def test_steps_of_other_numbers_of_micro_batches(two: Processes, layout: Layout, sizes: tuple[int, ...]) -> None:
+    """With temperatures, a schedule and clipping."""
+    varying = adamw(lr=1e-2, eps=1e-3, clip=0.1, schedule=Schedule("linear", warmup=1, steps=5))
+    metrics, weights = with_micro_batches_of(None, Layout(), (2, 2, 2), varying)
+    assert len({step["lr"] for step in metrics}) == 3
+    assert all(step["grad_norm"] > 0.1 for step in metrics)
+    for found, tensors in two(with_micro_batches_of, layout, sizes, varying):
+        assert found == [pytest.approx(step, rel=1e-5, abs=1e-5) for step in metrics]
+        assert_close(tensors, weights, 1e-5)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, pp=2), Layout(pp=2, vp=2, dp=2)], ids=str)
+def test_steps_of_other_numbers_of_micro_batches_in_pipelines(four: Processes, layout: Layout) -> None:
+    metrics, weights = with_micro_batches_of(None, Layout(), (2, 2, 2), OPTIMIZER)
+    for found, tensors in four(with_micro_batches_of, layout, (8, 1, 3), OPTIMIZER):
+        assert found == [pytest.approx(step, rel=1e-5, abs=1e-5) for step in metrics]
+        assert_close(tensors, weights, 1e-5)
 
 
 # weights
@@ -334,7 +396,7 @@ def in_bfloat16(mesh: DeviceMesh, layout: Layout, folder: str) -> tuple[dict[str
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2)], ids=str)
 def test_under_bfloat16_the_optimizer_has_float32(two: Processes, layout: Layout, tmp_path: Path) -> None:
     """Steps that are too small for bfloat16 add up."""
-    metrics, *_ = expected(tuple(CONFIG.items()), "lm", "sft")
+    metrics, *_ = expected(json.dumps(CONFIG), "lm", "sft")
     for before, after, loss in two(in_bfloat16, layout, str(tmp_path)):
         assert {x.dtype for x in before.values()} == {torch.bfloat16}
         assert loss == pytest.approx(metrics[0]["loss"], rel=1e-2)
@@ -428,6 +490,9 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(
     [
         ({"recompute_granularty": "full"}, "no option 'recompute_granularty'; did you mean 'recompute_granularity'?"),
         ({"xyzxyz": 1}, "Megatron Core has no option 'xyzxyz'"),
+        ({"softmax_scale": 2.0}, "the option 'softmax_scale' follows from the model"),
+        ({"batch_p2p_comm": True}, "the option 'batch_p2p_comm' follows from layout="),
+        ({"fp8": "e4m3"}, "the option 'fp8' would change nothing here"),
         ({"clip_grad": 2.0}, r"the option 'clip_grad' follows from adamw(...); leave it out"),
     ],
 )
