@@ -123,9 +123,9 @@ def torch_engine(model: Model, optimizer: Optimizer = OPTIMIZER) -> TorchEngine:
 
 
 def parts(batch: Batch, layout: Layout, rank: int) -> list[Batch]:
-    """The micro-batches of a process: of two rows each; in the first of several shards of one, so that it has more."""
-    shard = layout.coordinates(rank)["dp"]
-    mine, n = batch[deal(batch, layout.dp)[shard]], 1 if layout.dp > 1 and shard == 0 else 2
+    """The micro-batches of a process: of two rows, or a pair; in the first of several shards of a row, to have more."""
+    shard, pairs = layout.coordinates(rank)["dp"], len(batch.batch_size) > 1
+    mine, n = batch[deal(batch, layout.dp)[shard]], 1 if pairs or (layout.dp > 1 and shard == 0) else 2
     return [mine[i : i + n] for i in range(0, len(mine), n)]
 
 
