@@ -1,5 +1,7 @@
 """The examples on Megatron Core: they learn, over pipelines and tensor parallel layers, and go on after a stop."""
 
+import signal
+import time
 from pathlib import Path
 
 import attrs
@@ -8,9 +10,11 @@ import pytest
 from examples import grpo, ppo, sft
 from nrl import Layout, tiny
 from nrl.backends import adamw
+from nrl.checkpoint import Checkpoints
 from nrl.data import read_jsonl
 from nrl.runtime import Cluster
-from tests.jsonlines import lines
+from tests.children import child, server
+from tests.jsonlines import lines, untimed
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -42,12 +46,21 @@ def test_sft_on_gsm8k_in_a_pipeline(on_ray: Cluster, tmp_path: Path) -> None:
     assert found[-1]["eval/loss"] < found[0]["loss"] - 1  # nats
 
 
-def test_ppo_with_both_models_goes_on_after_a_stop(on_ray: Cluster, tmp_path: Path) -> None:
+def test_ppo_with_both_models_goes_on_after_it_was_killed(tmp_path: Path) -> None:
+    """In the middle of a step, twice; the numbers are those of a run that was left alone."""
     cfg = attrs.evolve(ppo.Config(), cluster="ray", trainer="megatron", layout=Layout(tp=2), warmup=5, prompts=32)
-    cfg = attrs.evolve(cfg, optimizer=adamw(lr=1e-3, eps=1e-3), critic_optimizer=adamw(lr=2e-3, eps=1e-3))
-    ppo.main(attrs.evolve(cfg, out=str(tmp_path / "whole"), steps=4))
-    for steps in (2, 4):
-        ppo.main(attrs.evolve(cfg, out=str(tmp_path / "parts"), steps=steps))
-    whole, parts = lines(tmp_path / "whole" / "metrics.jsonl"), lines(tmp_path / "parts" / "metrics.jsonl")
-    told = ("loss", "grad_norm", "reward", "critic/loss", "critic/grad_norm")
-    assert [{key: x[key] for key in told} for x in parts] == [{key: x[key] for key in told} for x in whole]
+    cfg = attrs.evolve(cfg, optimizer=adamw(lr=1e-3, eps=1e-3), critic_optimizer=adamw(lr=2e-3, eps=1e-3), steps=6)
+    cfg = attrs.evolve(cfg, checkpoints=Checkpoints(every=1))
+    assert child(ppo.main, attrs.evolve(cfg, out=str(tmp_path / "whole"))) == 0
+    metrics = tmp_path / "parts" / "metrics.jsonl"
+    for least in (2, 4, 6):
+        process = server().Process(target=ppo.main, args=(attrs.evolve(cfg, out=str(tmp_path / "parts")),))
+        process.start()
+        until = time.monotonic() + 600
+        while (not metrics.exists() or len(lines(metrics)) < least) and time.monotonic() < until:
+            time.sleep(0.05)
+        if least < 6:
+            process.kill()
+        process.join()
+        assert process.exitcode == (0 if least == 6 else -signal.SIGKILL)
+    assert untimed(tmp_path / "parts")["metrics.jsonl"] == untimed(tmp_path / "whole")["metrics.jsonl"]

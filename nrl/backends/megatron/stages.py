@@ -49,7 +49,7 @@ def build(
             "moe_token_dispatcher_type": "alltoall",
             "bf16": dtype == torch.bfloat16,
             "variable_seq_lengths": layout.vp == 1,  # Megatron's interleaved schedule mixes shapes up
-            "batch_p2p_comm": batched(device, layout),
+            "batch_p2p_comm": _in_one_call(device, layout),
             "calculate_per_token_loss": True,  # gradients are sums: nothing divides by micro-batches or processes
             "use_cpu_initialization": device.type == "cpu",
             "perform_initialization": False,
@@ -92,11 +92,12 @@ def build(
     return stages
 
 
-def batched(device: torch.device, layout: Layout) -> bool:
+def _in_one_call(device: torch.device, layout: Layout) -> bool:
     """Whether a pipeline sends and receives in one call, which gives wrong gradients where stages interleave.
 
-    >>> batched(torch.device("cuda"), Layout(pp=2)), batched(torch.device("cuda"), Layout(pp=2, vp=2))
-    (True, False)
+    >>> both = Layout(pp=2), Layout(pp=2, vp=2)
+    >>> [_in_one_call(torch.device("cuda"), layout) for layout in both]
+    [True, False]
     """
     return device.type != "cpu" and layout.vp == 1
 
