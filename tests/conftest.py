@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 import nrl
-from nrl.runtime import Cluster, Slots
+from nrl.runtime import Cluster, Mesh, Slots
+from tests.meshes import end
 
 
 @pytest.fixture(scope="module")
@@ -26,3 +27,15 @@ def on_ray() -> Iterator[Cluster]:
     """One Ray cluster on this machine, for all tests that neither change nor kill it."""
     with nrl.cluster("ray", deadline=300) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+def judges(request: pytest.FixtureRequest) -> Iterator[Mesh]:
+    """A mesh of two processes; each test leaves it as it was."""
+    if request.param == "ray":
+        mesh = request.getfixturevalue("on_ray").reserve(2).mesh(executable="system", name="judges")
+        yield mesh
+        end(mesh)
+    else:
+        with nrl.cluster("local") as here:
+            yield here.reserve(2).mesh(name="judges")

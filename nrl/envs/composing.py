@@ -251,16 +251,12 @@ def gated(gate: Verifier, verifier: Verifier, otherwise: float = 0.0) -> Verifie
         found: Any = verifier(task, trace)
         return _scored(found) if inspect.isawaitable(found) else score_of(found)
 
-    async def later(task: Task, trace: Trace, first: Awaitable[Verdict]) -> Score:
-        closed = shut(score_of(await first))
-        if closed is not None:
-            return closed
-        found: Any = verifier(task, trace)
-        return score_of(await found if inspect.isawaitable(found) else found)
+    async def later(task: Task, trace: Trace, first: Any) -> Score:
+        closed = shut(await _scored(first))
+        return await _scored(verifier(task, trace)) if closed is None else closed
 
     async def always_later(task: Task, trace: Trace) -> Score:
-        found: Any = verify(task, trace)
-        return score_of(await found if inspect.isawaitable(found) else found)
+        return await later(task, trace, gate(task, trace))
 
     return always_later if asynchronous(gate) or asynchronous(verifier) else verify
 
@@ -268,18 +264,22 @@ def gated(gate: Verifier, verifier: Verifier, otherwise: float = 0.0) -> Verifie
 def _combined(verifiers: Sequence[Verifier], combine: Callable[[Sequence[Score]], Score]) -> Verifier:
     """One verifier of several; ``async`` if one of them is."""
 
-    async def later(task: Task, trace: Trace) -> Score:
-        found: list[Any] = [verifier(task, trace) for verifier in verifiers]
-        return combine([score_of(await each if inspect.isawaitable(each) else each) for each in found])
+    async def combined(found: Sequence[Any]) -> Score:
+        return combine([await _scored(each) for each in found])
 
-    def verify(task: Task, trace: Trace) -> Score:
-        return combine([score_of(verifier(task, trace)) for verifier in verifiers])  # type: ignore[arg-type]
+    def verify(task: Task, trace: Trace) -> Any:
+        found: list[Any] = [verifier(task, trace) for verifier in verifiers]
+        return combined(found) if any(map(inspect.isawaitable, found)) else combine([score_of(each) for each in found])
+
+    async def later(task: Task, trace: Trace) -> Score:
+        return await combined([verifier(task, trace) for verifier in verifiers])
 
     return later if any(asynchronous(verifier) for verifier in verifiers) else verify
 
 
-async def _scored(found: Awaitable[Verdict]) -> Score:
-    return score_of(await found)
+async def _scored(found: Any) -> Score:
+    """A verdict in full, of one that may be awaited."""
+    return score_of(await found if inspect.isawaitable(found) else found)
 
 
 def _number(score: Score) -> float:

@@ -5,31 +5,18 @@ Deadlines bound the calls. The environment's timeout would count the seconds in 
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nrl.envs import Environment, Step, Trace, Turn, single_turn
+from nrl.envs import Environment, Step, Trace, Turn, gated, product, single_turn, weighted
 from nrl.episodes import rollout
-from nrl.runtime import Mesh, cluster, process
+from nrl.runtime import Mesh, process
 from tests.episodes.scripted import TASKS, Scripted
-from tests.meshes import end
 
 TEXTS = ["3", "4", "19", "20"]  # two answers to each task
-
-
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
-def judges(request: pytest.FixtureRequest) -> Iterator[Mesh]:
-    """Of two processes; each test leaves it as it was."""
-    if request.param == "ray":
-        mesh = request.getfixturevalue("on_ray").reserve(2).mesh(executable="system", name="judges")
-        yield mesh
-        end(mesh)
-    else:
-        with cluster("local") as here:
-            yield here.reserve(2).mesh(name="judges")
 
 
 def right(task: Mapping[str, Any], trace: Trace) -> float:
@@ -75,6 +62,21 @@ def until(path: str) -> float:
         assert time.monotonic() < end
         time.sleep(0.01)
     return 1.0
+
+
+def test_verifiers_put_together_run_on_another_mesh(judges: Mesh) -> None:
+    """Plain functions that return what can be awaited."""
+
+    def there(task: Any, trace: Trace) -> Any:
+        return judges.submit(right, task, trace)
+
+    for verify in (
+        weighted(right=(1.0, there)),
+        product(right=there, one=lambda task, trace: 1.0),
+        gated(there, there),
+    ):
+        batch = rollout(Scripted(TEXTS), single_turn(verify, timeout=None), TASKS, n=2)
+        assert batch["rewards"].tolist() == [1.0, 0.0, 1.0, 0.0]
 
 
 def test_a_slow_verifier_delays_no_other(judges: Mesh, tmp_path: Path) -> None:

@@ -28,21 +28,14 @@ from nrl.runtime import Mesh, P, cluster, process, resident, shard_map
 from nrl.runtime.mesh.futures import gathered
 from nrl.runtime.mesh.submitting import SIDE_BY_SIDE, Desk, Helper, Task
 from nrl.runtime.trace import timeline
-from tests.meshes import end
 
 # --- on every cluster
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
-def mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
+@pytest.fixture(scope="module")
+def mesh(judges: Mesh) -> Mesh:
     """Of two processes; each test leaves it as it was."""
-    if request.param == "ray":
-        mesh = request.getfixturevalue("on_ray").reserve(2).mesh(executable="system", name="judges")
-        yield mesh
-        end(mesh)
-    else:
-        with cluster("local") as here:
-            yield here.reserve(2).mesh(name="judges")
+    return judges
 
 
 def here() -> tuple[int, int, str]:
