@@ -55,7 +55,8 @@ def summary(batch: Batch) -> Metrics:
     require(batch, "rewards", "loss_mask", reader="summary")
     size = batch.batch_size
     every = batch["valid"] if "valid" in batch.keys() else torch.ones(size, dtype=torch.bool)
-    valid = every & _first_rows(batch)
+    first = _first_rows(batch)
+    valid = every & first
     truncated = batch["truncated"] if "truncated" in batch.keys() else torch.zeros(size, dtype=torch.bool)
     rewards = batch["rewards"].sum(-1) if batch["rewards"].ndim > len(size) else batch["rewards"]
     rewards, count = torch.where(valid, rewards, 0.0), valid.sum()
@@ -69,7 +70,7 @@ def summary(batch: Batch) -> Metrics:
         "length": Mean(sampled[every].sum().float(), count.float()),
         "length/max": Max(_largest(sampled)),
         "truncated": Mean((truncated & valid).sum().float(), count.float()),
-        "invalid": Sum((~every & _first_rows(batch)).sum() + failed),
+        "invalid": Sum((~every & first).sum() + failed),
         "dropped": Sum(dropped),
     }
     if "asked_again" in batch.keys():
@@ -77,9 +78,9 @@ def summary(batch: Batch) -> Metrics:
     if "sampled" in batch.keys():
         metrics |= _ledger(batch, every)
     if "status" in batch.keys():
-        status = batch["status"][_first_rows(batch)]
+        status = batch["status"][first]
         metrics |= {f"status/{name}": Sum((status == at).sum()) for at, name in enumerate(STATUSES) if at}
-    if more := int((~_first_rows(batch)).sum()):
+    if more := int((~first).sum()):
         metrics["forks"] = Sum(torch.tensor(more))
     for key, value in batch.items():
         if str(key).startswith(("env/", "reward/")) and isinstance(value, Tensor):
