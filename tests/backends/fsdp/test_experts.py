@@ -51,13 +51,6 @@ each_kind = pytest.mark.parametrize("kind", list(EXPERTS))
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    processes = Processes(2)
-    yield processes
-    processes.close()
-
-
-@pytest.fixture(scope="module")
 def three() -> Iterator[Processes]:
     processes = Processes(3)
     yield processes

@@ -3,7 +3,6 @@
 The functions whose first argument is a mesh run in every process of a pool, and with None in this one.
 """
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -314,13 +313,6 @@ def test_the_gradient_is_that_of_a_slow_loop(
         live = gradients(None, sample.exclude("routes").lock_(), max_tokens, packing=packing)
         router = "model.layers.0.mlp.gate.weight"
         assert float((live[router] - expected[router]).abs().max()) > 0.1 * float(expected[router].abs().max())
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    processes = Processes(2)
-    yield processes
-    processes.close()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -65,13 +65,6 @@ LOGPROBS = frozenset({"logprobs"})
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    processes = Processes(2)
-    yield processes
-    processes.close()
-
-
-@pytest.fixture(scope="module")
 def three() -> Iterator[Processes]:
     processes = Processes(3)
     yield processes

@@ -26,9 +26,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_step_gives_the_logits_of_the_modules(name: str, dtype: torch.dtype) -> None:
     kind, options = VARIANTS[name]
-    if kind == "qwen3_moe" and dtype == torch.float64:
-        pytest.skip("transformers' experts have no float64")
     module = build(kind, **options).to(dtype)
+    if kind == "qwen3_moe" and dtype == torch.float64:
+        module.set_experts_implementation("eager")  # as loading does: the grouped kernel has no float64
     for parameter in module.parameters():  # norms and biases of a fresh model hide mistakes
         if parameter.ndim == 1:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
