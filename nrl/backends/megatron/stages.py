@@ -85,9 +85,9 @@ def build(
             frequencies=arch.frequencies.to(device),
         )
         module.words, module.experts = arch.words, arch.experts
+        _fill_up(module, at.tp)
         if module.post_process and head != "lm":
             module.output_layer = nn.Linear(config.hidden_size, 1, bias=head == "value", dtype=dtype)
-        _fill_up(module, at.tp)
         stages.append(module.to(device))
     return stages
 
@@ -105,13 +105,8 @@ def _in_one_call(device: torch.device, layout: Layout) -> bool:
 def _fill_up(module: Any, rank: int) -> None:
     """Zero the rows that make the vocabulary divide; nobody reads them, and memory may hold anything."""
     with torch.no_grad():
-        for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            weight = dict(module.named_parameters()).get(name)
-            if (
-                weight is not None
-                and weight.ndim == 2
-                and not (name[0] == "o" and isinstance(module.output_layer, nn.Linear))
-            ):
+        for name, weight in module.named_parameters():
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
                 weight[max(0, module.words - rank * len(weight)) :] = 0
 
 
@@ -192,12 +187,11 @@ def passes(
     def step(numbers: Iterator[int], module: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
         number = next(numbers)
         work = works[number]
-        reads = torch.bincount(work.places, minlength=work.input_ids.shape[1])
         hidden = module(
             work.input_ids,
             work.position_ids,
             None,
-            packed_seq_params=Rows(work.attention, reads, work.routes),
+            packed_seq_params=Rows(work.attention, work.reads, work.routes),
             output_processor=lambda hidden_states, **_: hidden_states,
         )
 

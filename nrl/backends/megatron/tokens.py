@@ -21,6 +21,7 @@ class Tokens(NamedTuple):
         attention: over them.
         places: ``[m]`` int64, on the device, those among them whose hidden states are read.
         read: ``[m]`` int64, on the CPU, which of the plan's places these are.
+        reads: ``[n]`` int64, on the device, how many outputs are read at each of them.
         routes: ``[n, layers, k]`` int16, on the CPU, the experts of each; None: routers choose.
     """
 
@@ -29,6 +30,7 @@ class Tokens(NamedTuple):
     attention: OverRectangles | OverSequences
     places: Tensor
     read: Tensor
+    reads: Tensor
     routes: Tensor | None
 
 
@@ -63,7 +65,9 @@ def tokens(work: Plan, least: int, multiple: int, count: int, rank: int, device:
     if routes is not None:
         any_legal = torch.arange(routes.shape[2], dtype=routes.dtype).expand(missing, *routes.shape[1:])
         routes = torch.cat([routes, any_legal])[mine]
-    return Tokens(ids, positions, over(rows, device), places[read].to(device), read, routes)
+    own = places[read]
+    reads = torch.bincount(own, minlength=len(mine))  # here, since on a GPU it would wait
+    return Tokens(ids, positions, over(rows, device), own.to(device), read, reads.to(device), routes)
 
 
 def filled_up(rows: Rectangles | Sequences, missing: int) -> Rectangles | Sequences:

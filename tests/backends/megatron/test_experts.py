@@ -1,6 +1,5 @@
 """Mixtures of experts on Megatron Core, spread over processes, against the torch engine in one process."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +63,6 @@ TWO: dict[str, dict[str, Any]] = {
     "routes, layers computed again": {"layout": Layout(pp=2), "name": ROUTED, "options": AGAIN},
     "mixtral": {"layout": Layout(dp=2, ep=2), **MIXTRAL},
 }
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    processes = Processes(2, "megatron.core.models.gpt", "nrl.backends.megatron.megatron_engine")
-    yield processes
-    processes.close()
 
 
 @pytest.mark.parametrize("kind", TWO)

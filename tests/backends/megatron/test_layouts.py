@@ -1,6 +1,5 @@
 """Each layout with each kind of loss, and the laws in each layout, against the torch engine in one process."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,20 +43,6 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "dp=2, pp=2, ep=2": (Layout(dp=2, pp=2, ep=2), EXACT),
     "mixtral, tp=2, ep=2": (Layout(tp=2, ep=2), MIXTRAL),
 }
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    processes = Processes(2, "megatron.core.models.gpt", "nrl.backends.megatron.megatron_engine")
-    yield processes
-    processes.close()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    processes = Processes(4, "megatron.core.models.gpt", "nrl.backends.megatron.megatron_engine")
-    yield processes
-    processes.close()
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -64,20 +64,6 @@ LOSSES: dict[str, Loss] = {
 ROUTED, SPARSE = "grpo with routes", "grpo with routes of every second layer"
 HEADS: dict[str, Literal["lm", "value", "reward"]] = {"value": "value", "reward": "reward"}
 NEEDS = frozenset({"logprobs", "entropy", top_k(3)})
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    processes = Processes(2, "megatron.core.models.gpt", "nrl.backends.megatron.megatron_engine")
-    yield processes
-    processes.close()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    processes = Processes(4, "megatron.core.models.gpt", "nrl.backends.megatron.megatron_engine")
-    yield processes
-    processes.close()
 
 
 def rows(name: str) -> Batch:
