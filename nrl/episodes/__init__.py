@@ -4,7 +4,8 @@ from nrl.episodes.episode import Episode, run_episode
 from nrl.episodes.grades import Graded, grade, measure
 from nrl.episodes.rollout_batch import rollout
 from nrl.episodes.rollout_stream import rollouts
-from nrl.episodes.summaries import per_source, samples, summary
+from nrl.episodes.sample_records import samples
+from nrl.episodes.summaries import per_source, summary
 
 __all__ = [
     "Episode",

@@ -12,7 +12,8 @@ import nrl
 from nrl import Batch, data, tiny
 from nrl.backends import hf
 from nrl.envs import Environment, Step, Trace, exact, single_turn
-from nrl.episodes.summaries import samples, summary
+from nrl.episodes.sample_records import samples
+from nrl.episodes.summaries import summary
 from nrl.errors import BatchError, MissingColumn
 from nrl.log import redacted
 from nrl.reduce import finalize, merge

@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, FloatRect, Locator, Page, sync_playwrig
 
 from nrl import tiny
 from nrl.batch import Batch
-from nrl.episodes.summaries import samples
+from nrl.episodes.sample_records import samples
 from nrl.errors import DataError
 from nrl.log import JsonLines
 from nrl.runs import charts
