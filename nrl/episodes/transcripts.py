@@ -211,9 +211,9 @@ def _messages(tokenizer: Any) -> Callable[[str], list[dict[str, str]] | None]:
     if known is None:
         return lambda text: None
     opens, closes = map(re.compile, _MESSAGES[known])
-    special = re.compile(
-        "|".join(map(re.escape, sorted(tokenizer.all_special_tokens, key=len, reverse=True))) or "(?!)"
-    )
+    added = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special}
+    longest_first = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
+    special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def messages(text: str) -> list[dict[str, str]] | None:
         found, between, at = list[dict[str, str]](), list[str](), 0
