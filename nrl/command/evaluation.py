@@ -91,10 +91,10 @@ class Evaluation:
     env: str | None = None  # in place of a verifier: an Environment, or a function that makes one, as FILE.py:NAME
     verifier: str | None = attrs.field(
         default=attrs.Factory(lambda cfg: "number" if cfg.env is None else None, takes_self=True), validator=_judged
-    )  # number, number_or_wrong, exact, or a function of your own: FILE.py:NAME or MODULE:NAME
+    )  # number, without env; or number_or_wrong, exact, or a function of your own: FILE.py:NAME or MODULE:NAME
     timeout: float | None = attrs.field(
         default=attrs.Factory(lambda cfg: TIMEOUT if cfg.env is None else None, takes_self=True), validator=_limited
-    )  # seconds a call of the verifier; null: no limit
+    )  # seconds that a call of the verifier may take, if not 60; null: no limit
     passing: float = 1.0  # a sample passes where its reward is at least this
     sampler: Literal["hf", "vllm", "vllm-cpu", "openai"] = "hf"  # openai: a server that runs already
     url: str | None = attrs.field(default=None, validator=_addressed)  # of the server, for sampler=openai
@@ -136,9 +136,10 @@ def main(cfg: Evaluation) -> Metrics:
             of an earlier attempt were changed.
         ModelError: no such model; a run's folder without an exported one.
     """
-    verifier = _verifier(cfg.verifier) if cfg.env is None else named.environment(cfg.env)
+    verifier: Verifier | Env
+    verifier = named.environment(cfg.env) if cfg.env is not None else named.verifier(str(cfg.verifier))
     model = Model(exported(cfg.model), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
-    tasks, together = _tasks(cfg, verifier), max(1, cfg.rows // cfg.n)
+    tasks, together = _tasks(cfg), max(1, cfg.rows // cfg.n)
     if cfg.out is None:
         load_tokenizer(model)  # no folder is named for a model that is not there
     with ExitStack() as stack:
@@ -153,12 +154,11 @@ def main(cfg: Evaluation) -> Metrics:
         )
         if len(done) < len(tasks):
             sampler, so_far = _sampler(cfg, model, stack), measure(done)
-            limit: Any = {"timeout": cfg.timeout} if cfg.env is None else {}
-            play = partial(grade, sampler, verifier, n=cfg.n, seed=cfg.seed, **limit)
+            limit = cfg.timeout if cfg.env is None else ...  # an environment has its own
             lines, progress = stack.enter_context(JsonLines(results)), stack.enter_context(Progress())
             for start in range(len(done), len(tasks), together):
                 began, some = monotonic(), tasks[start : start + together]
-                graded = play(some, first_group=start)
+                graded = grade(sampler, verifier, some, n=cfg.n, seed=cfg.seed, first_group=start, timeout=limit)
                 for number, each in enumerate(graded, start):
                     lines.write({"task": number} | attrs.asdict(each))
                 so_far = merge(so_far, measure(graded))
@@ -214,15 +214,12 @@ def _kept(root: Path) -> checkpoint.Checkpoints:
         return checkpoint.Checkpoints()
 
 
-def _verifier(name: str | None) -> Verifier:
-    return VERIFIERS[name] if name in VERIFIERS else named.verifier(str(name))
-
-
-def _tasks(cfg: Evaluation, verifier: Verifier | Env) -> list[Task]:
+def _tasks(cfg: Evaluation) -> list[Task]:
     """Read the tasks, once each; a verifier known by name checks that it can work with their answers."""
     format: Any = cfg.format
-    if cfg.verifier in VERIFIERS and cfg.tasks != "arithmetic" and (format is None or format in FORMATS):
-        format = _answered(VERIFIERS[cfg.verifier], FORMATS.get(format, lambda row: row))
+    known = VERIFIERS.get(str(cfg.verifier))
+    if known is not None and cfg.tasks != "arithmetic" and (format is None or format in FORMATS):
+        format = _answered(known, FORMATS.get(format, lambda row: row))
     made = data.tasks(cfg.tasks, seed=cfg.seed, format=format, chat=cfg.chat, shuffle=cfg.shuffle)
     if made.size is None and cfg.limit is None:
         raise ConfigError(f"eval: {cfg.tasks} has no end; say how many tasks, such as limit=256")

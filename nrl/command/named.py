@@ -15,7 +15,7 @@ _ENV = "give an Environment, or a function without arguments that returns one, a
 
 
 def verifier(name: str) -> Verifier:
-    """The function of a name.
+    """The function of a name: one of `VERIFIERS`, or of the user's own.
 
     Raises:
         ConfigError: there is no such file, module or function.
@@ -24,6 +24,8 @@ def verifier(name: str) -> Verifier:
     'exact'
     """
     known = f"there are {', '.join(sorted(VERIFIERS))}, or give a function of your own as FILE.py:NAME or MODULE:NAME"
+    if name in VERIFIERS:
+        return VERIFIERS[name]
     if ":" not in name:
         raise ConfigError(f"eval: there is no verifier '{name}'; {known}")
     module, found, _ = _found("verifier", name, known)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import EllipsisType
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import attrs
 import torch
@@ -127,11 +127,10 @@ def grade(
             f"grade: the verifier is {verifier!r}; give a function of a task and a trace, or an environment, which has "
             "the functions reset and step"
         )
-    verify = cast(Verifier, verifier)  # a guard narrows one way only
-    env = single_turn(verify, timeout=timeout)
+    env = single_turn(verifier, timeout=timeout)
     batch = rollout(sampler, env, tasks, n=n, sampling=sampling, seed=seed, first_group=first_group)
     ids, ends, truncated = batch["input_ids"], batch["attention_mask"].sum(-1).tolist(), batch["truncated"].tolist()
-    given, extract = _rewards(batch), extractor(verify)
+    given, extract = _rewards(batch), extractor(verifier)
 
     def graded(place: int, task: Task) -> Graded:
         start, rows = _prompt_tokens(task, sampler.tokenizer), range(place * n, (place + 1) * n)

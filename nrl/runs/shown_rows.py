@@ -89,9 +89,9 @@ def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         row[key] if isinstance(row.get(key), list) else []
         for key in ("tokens", "loss_mask", "advantages", "rollout_logprobs")
     )
-    prompt, given, known = str(row.get("prompt", "")), row.get("parts"), True
-    if not _whole(given, len(texts)):
-        given, known = [{"role": "prompt"}, {"role": "policy", "tokens": [0, len(texts)]}], False
+    prompt, known = str(row.get("prompt", "")), _whole(row.get("parts"), len(texts))
+    given: list[dict[str, Any]] = [{"role": "prompt"}, {"role": "policy", "tokens": [0, len(texts)]}]
+    given = row["parts"] if known else given
     behind, from_end = sum(_TOKENS), len(texts) - _TOKENS[1]
 
     def token(place: int) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _whole(parts: Any, tokens: int) -> bool:
     """Whether parts have all tokens of a row, each one once and in order."""
     if not isinstance(parts, list) or not parts:
         return False
-    places = [part.get("tokens") if isinstance(part, dict) else None for part in parts]
+    places: list[Any] = [part.get("tokens") if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(each, list) and len(each) == 2 and all(type(at) is int for at in each) for each in places):
         return False
     roles, at = [part.get("role") for part in parts], places[0][0]

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import nrl
 from nrl import tiny
@@ -79,6 +81,25 @@ def test_turns_by_hand() -> None:
 def test_a_row_may_begin_and_end_with_anybody(wrote: str, roles: list[str]) -> None:
     (row,) = shown(by_hand("123", wrote))
     assert [part["role"] for part in row["parts"]] == roles
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(0, 2**32))
+def test_parts_are_those_of_a_slow_loop(wrote: list[bool], seed: int) -> None:
+    rewards = torch.rand(len(wrote), generator=torch.Generator().manual_seed(seed)).tolist()
+    (row,) = shown(by_hand("abcdefghijkl"[: len(wrote)], "".join(" x"[each] for each in wrote), token_rewards=rewards))
+    expected: list[list[Any]] = []
+    for place, policy in enumerate(wrote):
+        if not expected or expected[-1][0] != policy:
+            expected.append([policy, "", 0.0])
+        expected[-1][1] += "abcdefghijkl"[place]
+        turn = [each for each in expected if each[0]][-1:]  # the last that began, whoever writes now
+        if turn:
+            turn[0][2] += rewards[place]
+    assert [(part["role"] == "policy", part["text"]) for part in row["parts"]] == [
+        (each[0], each[1]) for each in expected
+    ]
+    for part, each in zip(row["parts"], expected, strict=True):
+        assert part.get("reward") == (pytest.approx(each[2], rel=1e-5) if each[0] else None)
 
 
 @pytest.mark.parametrize(
