@@ -339,6 +339,25 @@ def test_the_rows_of_an_episode_are_next_to_one_another() -> None:
     assert len(shown(batch, sampler.tokenizer, n=9)) == 4
 
 
+def test_what_a_fork_shares_is_the_most_of_all_earlier_rows() -> None:
+    """Padding is not shared, nor is what rows of other episodes have."""
+    texts = ["abcd", "abxyz", "abxq", "abxyzzz", "ab"]
+    ids = torch.zeros(5, 7, dtype=torch.int64)
+    real = torch.zeros(5, 7, dtype=torch.bool)
+    for place, text in enumerate(texts):
+        ids[place, : len(text)], real[place, : len(text)] = torch.tensor(TOKENIZER.encode(text)), True
+    columns = {"input_ids": ids, "attention_mask": real, "loss_mask": real, "rewards": torch.zeros(5)}
+    batch = nrl.Batch({**columns, "episode_ids": torch.tensor([1, 1, 1, 2, 1])}, batch_size=[5])
+    rows = shown(batch, n=9)
+    assert [(row["row"], row.get("fork"), row.get("shared")) for row in rows] == [
+        (0, 0, 0),
+        (1, 1, 2),  # ab
+        (2, 2, 3),  # abx, of the second
+        (4, 3, 2),
+        (3, None, None),
+    ]
+
+
 def test_an_episode_counts_once_in_the_histograms() -> None:
     mask = torch.tensor([[True, True, False], [True, True, True], [True, False, False], [True, False, False]])
     columns = {
