@@ -36,7 +36,8 @@ def sample(record: Mapping[str, Any]) -> dict[str, Any]:
     rows = [row for row in record["rows"] if isinstance(row, dict)]
     episodes: list[list[dict[str, Any]]] = []
     for row in rows:
-        if episodes and _forked(row) and row.get("episode") == episodes[-1][0].get("episode"):
+        before = episodes[-1][0] if episodes else {}
+        if _forked(row) and _forked(before) and row.get("episode") == before.get("episode"):
             episodes[-1].append(row)
         else:
             episodes.append([row])
@@ -123,6 +124,8 @@ def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         else:
             tokens = [token(place) for place in range(first, cut)], again - cut, [token(i) for i in range(again, stop)]
             parts.append(_turn(part, turn if turns > 1 else 0) | {"tokens": tokens})
+            if turns == 1 and not _forked(row):
+                parts[-1]["reward"] = ""  # the row's own says it
     return parts
 
 

@@ -570,6 +570,14 @@ def test_parts_that_do_not_fit_are_not_shown(parts: Any) -> None:
     assert (policy["role"], [token["text"] for token in policy["tokens"][0]]) == ("policy", ["x", "y"])
 
 
+def test_the_reward_of_a_single_turn_is_the_rows() -> None:
+    rows = [
+        row(["x"], [1.0], parts=[part("policy", 0, 1, reward=1.0)]) | more for more in ({}, {"fork": 0, "forks": 1})
+    ]
+    found = shown_rows.sample({"rows": rows})["episodes"]
+    assert [each["rows"][0]["parts"][0]["reward"] for each in found] == ["", "1"]
+
+
 def test_what_is_odd_in_a_part_is_left_out(tmp_path: Path, opened: Opened) -> None:
     odd = {
         "calls": [3, {"name": "f"}, {"arguments": {}}],
@@ -578,10 +586,11 @@ def test_what_is_odd_in_a_part_is_left_out(tmp_path: Path, opened: Opened) -> No
         "reward": [1, None],
     }
     parts = [part("policy", 0, 1, **odd), part("environment", 1, 2, messages=[3, {"role": "a"}, {"content": "b"}])]
+    parts.append(part("policy", 2, 2))
     own = {"fork": "1", "forks": 2, "components": [1], "env": 3, "status": None}
     write(tmp_path / "rollouts.jsonl", [rollouts(row(["x", "y"], [1.0, 1.0], parts=parts, **own))])
     page = opened(tmp_path)
-    assert page.locator(".text").all_inner_texts() == ["x", "y"]
+    assert page.locator(".text").all_inner_texts() == ["x", "y", ""]
     assert page.locator(".call, .message, .of-episode, .own, .flag").count() == 0
     assert "reward 1, undefined" in " ".join(page.locator(".who").first.inner_text().split())
 
