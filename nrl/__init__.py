@@ -19,6 +19,7 @@ from nrl.batch.packing import pack, packed, unpack
 from nrl.envs.scoring import scored_by
 from nrl.episodes import rollout, rollouts, run_episode
 from nrl.episodes.grades import Graded, grade, measure
+from nrl.episodes.schedules import cut, oversample, partial, refill
 from nrl.episodes.summaries import per_source, samples, summary
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed, without
 from nrl.runs import run
@@ -63,6 +64,7 @@ __all__ = [
     "batched",
     "cluster",
     "concatenate",
+    "cut",
     "declare",
     "donated",
     "drop_uniform",
@@ -81,13 +83,16 @@ __all__ = [
     "microbatches",
     "minibatched",
     "minibatches",
+    "oversample",
     "pack",
     "packed",
     "pad",
+    "partial",
     "per_source",
     "prefixed",
     "process",
     "publish",
+    "refill",
     "register",
     "require",
     "resident",
