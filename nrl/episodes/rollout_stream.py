@@ -112,7 +112,8 @@ def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
         at.drawn, at.begun = at.drawn + new, [*at.begun, *begun]
         at.running.begin(begun)
         groups = at.running.take(count)
-        at.begun = [(group.number, dict(group.task)) for group in at.running.open]
+        still = {group.number for group in at.running.open}
+        at.begun = [each for each in at.begun if each[0] in still]
         if not at.begun:
             at.end()
         batch, failures = batch_of(groups, sampler, sampling, schedule)
@@ -145,10 +146,19 @@ def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
         before = state()
         return lambda: restore(before)
 
-    weakref.finalize(take, at.end)  # environments are closed, too, where nobody takes any more
+    # Where nobody takes any more, environments are closed, too; but at the exit of the interpreter no thread begins
+    weakref.finalize(take, at.end).atexit = False
     if schedule.extra and hasattr(sampler, "lag"):
         sampler.lag = max(1, sampler.lag)
-    remote = capabilities(sampler).remote
-    return whole(
-        Source(take, state, restore, remote, mark, sampler, lambda **how: _stream(given, evolve(schedule, **how)))
-    )
+
+    def scheduled(who: str, **how: Any) -> Source[Batch]:
+        if how.get("keep", 0) > n:
+            raise DataError(
+                f"{who}: m is {how['keep']}, and rollouts begins n={n} episodes a group; keep fewer, or begin more"
+            )
+        if schedule.extra and "extra" in how:
+            kind = "refilled" if schedule.in_order else "partial"
+            raise DataError(f"{who}: the stream is {kind} already; take one of the two")
+        return _stream(given, evolve(schedule, **how))
+
+    return whole(Source(take, state, restore, capabilities(sampler).remote, mark, sampler, scheduled))

@@ -159,6 +159,7 @@ class Running:
         self._stack = ExitStack()
         self._requests: Requests | None = None
         self._caller_of: Callable[[Task], Caller]
+        self._broken: asyncio.Future[None]  # has the first error that ends all
 
     def begin(self, tasks: Sequence[tuple[int, Task]]) -> None:
         """Begin groups, each with its number.
@@ -176,6 +177,8 @@ class Running:
 
     async def _begin(self, tasks: Sequence[tuple[int, Task]]) -> None:
         if self._requests is None:
+            self._broken = self._loop.create_future()
+            self._broken.add_done_callback(_seen)
             self._requests = requests_to(self._sampler, self._sampling, self.schedule.concurrency)
             self._caller_of = self._stack.enter_context(calling(self._env))
         for number, task in tasks:
@@ -185,6 +188,7 @@ class Running:
             # All are live from the beginning, so that a sampler of many prompts waits for all of them
             places = [self._requests.enter((number, place)) for place in range(self._n)]
             group.whole = asyncio.create_task(self._whole(group, places, calls))
+            group.whole.add_done_callback(_seen)
             self.open.append(group)
 
     async def _whole(
@@ -212,6 +216,8 @@ class Running:
         except BaseException as error:
             if not (episode.cut and isinstance(error, asyncio.CancelledError)):
                 self._requests.end()  # all episodes end, too
+                if isinstance(error, Exception) and not self._broken.done():
+                    self._broken.set_exception(error)
                 raise
         finally:
             self._requests.leave(key)
@@ -232,7 +238,12 @@ class Running:
         while len(ended) < count:
             left = None if until is None else max(0.0, until - self._loop.time())
             when = asyncio.FIRST_EXCEPTION if in_order else asyncio.FIRST_COMPLETED
-            over, _ = await asyncio.wait(pending, timeout=left, return_when=when)
+            waiting = asyncio.ensure_future(asyncio.wait(pending, timeout=left, return_when=when))
+            either: list[asyncio.Future[Any]] = [waiting, self._broken]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._broken.done():  # also of a group that is not waited for
+                self._broken.result()
+            over, _ = waiting.result()
             for whole in over:
                 whole.result()
                 ended.append(pending.pop(whole))
@@ -259,7 +270,7 @@ class Running:
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
-        with suppress(asyncio.CancelledError):  # errors are seen, so that asyncio does not log them
+        with suppress(asyncio.CancelledError):
             self._wait(_ended(tasks))
         self._stack.close()
         self._wait(self._loop.shutdown_asyncgens())
@@ -286,6 +297,12 @@ def _inside_a_loop() -> bool:
         return asyncio.get_running_loop().is_running()
     except RuntimeError:
         return False
+
+
+def _seen(task: "asyncio.Future[None]") -> None:
+    """See an error that nobody may come to see, so that asyncio does not log it."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _ended(tasks: "set[asyncio.Task[Any]]") -> None:

@@ -61,7 +61,7 @@ def oversample(stream: Stream[Batch], m: int) -> Source[Batch]:
         m: how many are kept.
 
     Raises:
-        DataError: ``m`` is not positive, or the stream is none of `nrl.rollouts`.
+        DataError: ``m`` is not positive, or more than ``n``, or the stream is none of `nrl.rollouts`.
 
     >>> import nrl
     >>> from nrl import data, tiny
@@ -145,5 +145,5 @@ def _scheduled(who: str, stream: Any, **how: Any) -> Source[Batch]:
         raise DataError(
             f"{who}: the stream is none of nrl.rollouts, or was made of one; put {who} around nrl.rollouts(...) itself"
         )
-    found: Source[Batch] = stream.scheduled(**how)
+    found: Source[Batch] = stream.scheduled(who, **how)
     return found
