@@ -3,8 +3,9 @@
     python benchmarks/schedules.py             # four minutes
     python benchmarks/schedules.py --quick     # does it run?
 
-``engine``: 64 slots, 64 groups of 8 episodes a step, whose times are log-normal draws (mean 0.1 s, the longest of a step
-about 1.2 s). A step's time is compared with that of an engine that is always full: the work of its episodes over 64.
+``engine``: 64 slots, 64 groups of 8 episodes a step, whose times are log-normal draws (mean 0.1 s, the longest of a
+step about 1.2 s). A step takes an engine that is always full the work of its episodes over 64: that is what its time is
+compared with.
 ``refill`` and ``partial`` have one step's groups more under way (``refill 2``: two steps'), and `nrl.ahead` takes again
 at once.
 
