@@ -20,6 +20,7 @@ from nrl.envs.scoring import scored_by
 from nrl.episodes import rollout, rollouts, run_episode
 from nrl.episodes.grades import Graded, grade, measure
 from nrl.episodes.sample_records import samples
+from nrl.episodes.schedules import cut, oversample, partial, refill
 from nrl.episodes.summaries import per_source, summary
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed, without
 from nrl.runs import run
@@ -64,6 +65,7 @@ __all__ = [
     "batched",
     "cluster",
     "concatenate",
+    "cut",
     "declare",
     "donated",
     "drop_uniform",
@@ -82,13 +84,16 @@ __all__ = [
     "microbatches",
     "minibatched",
     "minibatches",
+    "oversample",
     "pack",
     "packed",
     "pad",
+    "partial",
     "per_source",
     "prefixed",
     "process",
     "publish",
+    "refill",
     "register",
     "require",
     "resident",

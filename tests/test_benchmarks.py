@@ -23,6 +23,7 @@ from benchmarks import (
     ray_calls,
     ray_runs,
     same_numbers,
+    schedules,
     vs_trl,
 )
 from benchmarks._figure import curves
@@ -465,3 +466,11 @@ def test_runs_that_could_show_no_difference_are_told(tmp_path: Path, change: Any
     run = Recorded(tmp_path / "run")
     run.last |= change
     assert same_numbers.blunt(run.write()) == reason
+
+
+def test_schedules_run_and_keep_an_engine_busier() -> None:
+    found = schedules.main(schedules.options(["--quick"]))
+    steps = found["step_over_always_full"]
+    assert set(steps) == set(schedules.SCHEDULES)
+    assert steps["partial"] < steps["none"]
+    assert found["episodes_per_second"] > 0

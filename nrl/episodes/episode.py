@@ -47,6 +47,7 @@ class Episode:
         earlier: rows that it had before it forked, of which nothing but tokens is up to date.
         components: what the rewards are made of, by name, where the environment says so.
         status: what became of the verdict.
+        cut: whether it was ended before it was over.
         truncated: whether a length limit stopped it.
         version: of the oldest weights that sampled it.
         versions: for each token, the version of the weights that sampled it; -1 for tokens that were not sampled.
@@ -69,6 +70,7 @@ class Episode:
     drawn: int = 0
     earlier: list["Episode"] = attrs.field(factory=list)
     status: Status = "ok"
+    cut: bool = False
     truncated: bool = False
     version: int | None = None
     versions: list[int] = attrs.field(factory=list)
@@ -136,7 +138,7 @@ class Episode:
         """Its rows, those that it forked from first; each says what became of the whole."""
         every = [*self.earlier, self]
         some = [row for row in every if any(row.sampled)] or [self]
-        told = ("reward", "components", "status", "truncated", "failure", "info")
+        told = ("reward", "components", "status", "cut", "truncated", "failure", "info")
         return [attrs.evolve(row, **{name: getattr(self, name) for name in told}) for row in some]
 
 
@@ -169,11 +171,14 @@ async def run_episode(generate: Generate, env: Env, task: Task, *, tokenizer: An
     >>> episode.reward, episode.sampled
     (1.0, [False, False, False, False, True])
     """
+    episode = Episode()
     with calling(env) as caller_of:
-        return await play(generate, env, task, tokenizer, context_length, render=render, call=caller_of(task))
+        await play(episode, generate, env, task, tokenizer, context_length, render=render, call=caller_of(task))
+    return episode
 
 
 async def play(
+    episode: Episode,
     generate: Generate,
     env: Env,
     task: Task,
@@ -182,9 +187,12 @@ async def play(
     *,
     render: Callable[[Prompt, Any], list[int]],
     call: Caller,
-) -> Episode:
-    """Run one episode of many: `run_episode`, with the rollout's own ``render`` and ``call``."""
-    episode, held = Episode(), list[Any]()  # the state, while there is one
+) -> None:
+    """Run one episode of many, a new one: `run_episode`, with the rollout's own ``render`` and ``call``.
+
+    If it is cancelled, the episode is as far as it got.
+    """
+    held = list[Any]()  # the state, while there is one
     chat: Conversation
     verifier: Any = getattr(env, "verifier", None)
 
@@ -240,12 +248,11 @@ async def play(
         if episode.failure is None and verifier is not None and not getattr(verifier, "of_group", False):
             await _guarded(judge(), episode)
     finally:
+        for row in (episode, *episode.earlier):
+            for per_token in (row.token_ids, row.sampled, row.logprobs, row.versions):
+                del per_token[context_length:]
         if held:
             await _close(call.close(held[0]))
-    for row in (episode, *episode.earlier):
-        for per_token in (row.token_ids, row.sampled, row.logprobs, row.versions):
-            del per_token[context_length:]
-    return episode
 
 
 async def _guarded[T](work: Awaitable[T], episode: Episode) -> T | None:

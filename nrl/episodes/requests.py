@@ -1,99 +1,246 @@
-"""Requests of a rollout's episodes to the sampler: all together, or each as soon as it is ready."""
+"""Requests of episodes to the sampler: all together, or each as soon as it is ready; and how many episodes are live."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple, cast
+from contextlib import suppress
+from functools import partial
+from typing import cast
+
+import attrs
 
 from nrl.backends.base import Completion, Sampling
 from nrl.backends.samplers import Sampler, Streams, capabilities
+from nrl.runtime.mesh.futures import done
 
-__all__ = ["requests_to"]
+__all__ = ["Key", "Requests", "requests_to"]
 
+type Key = tuple[int, int]
+"""An episode: its group, and its place there."""
 
-def requests_to(sampler: Sampler, sampling: Sampling | None, seeds: Sequence[int]) -> "_Together | _AsTheyCome":
-    """Make the requests of as many episodes as there are seeds, in the way that suits the sampler.
-
-    ``generate(index, tokens)`` continues the tokens of an episode; ``leave()`` says that an episode has ended.
-    """
-    if capabilities(sampler).streams:
-        return _AsTheyCome(cast(Streams, sampler), sampling, seeds)
-    return _Together(sampler, sampling, seeds)
+_SLOW = 1.0  # seconds in which no request comes, until those that have come wait no longer for the others
 
 
-class _Unanswered(NamedTuple):
+@attrs.define(eq=False)
+class _Request:
+    """A request, its answer, and what the sampler has promised."""
+
     tokens: list[int]
     seed: int
-    answer: "asyncio.Future[Any]"
+    answer: "asyncio.Future[Completion]"
+    promised: "futures.Future[Completion] | None" = None
+
+    def give(self, completion: Completion) -> None:
+        if not self.answer.done():  # it has been cancelled
+            self.answer.set_result(completion)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
-def _ask(waiting: Sequence[_Unanswered], call: Callable[[list[list[int]], list[int]], Sequence[Any]]) -> None:
-    """Ask for all of them in one call, except for episodes that an interrupt has cancelled meanwhile."""
-    asked = [each for each in waiting if not each.answer.done()]
-    if not asked:
-        return
-    try:
-        found = call([each.tokens for each in asked], [each.seed for each in asked])
-    except Exception as error:
-        for each in asked:
-            each.answer.set_exception(error)
-        return
-    for each, value in zip(asked, found, strict=True):
-        each.answer.set_result(value)
+class Requests:
+    """Who is live, and what they ask; made and used on the loop of the episodes.
 
-
-class _Together:
-    """Collects one request of every live episode and asks the sampler once, so that they are decoded together.
-
-    The call waits for all requests and orders them, so it does not depend on time.
+    Args:
+        sampler: answers.
+        sampling: instead of the sampler's own.
+        most: how many episodes may be live at a time; None: all.
     """
 
-    def __init__(self, sampler: Sampler, sampling: Sampling | None, seeds: Sequence[int]) -> None:
-        self.sampler, self.sampling, self.seeds = sampler, sampling, seeds
-        self.live = len(seeds)
-        self.waiting: dict[int, _Unanswered] = {}
+    def __init__(self, sampler: Sampler, sampling: Sampling | None, most: int | None) -> None:
+        self._sampler, self._sampling, self._most = sampler, sampling, most
+        self._live: set[Key] = set()
+        self._queue: deque[tuple[Key, asyncio.Future[None]]] = deque()
+        self._over = False
+        self._loop = asyncio.get_running_loop()
 
-    async def generate(self, index: int, tokens: list[int]) -> Completion:
+    def enter(self, key: Key) -> "asyncio.Future[None] | None":
+        """An episode begins: at once (None), or when a place is free. Whoever got one has to `leave`."""
+        if self._most is None or len(self._live) < self._most:
+            self._live.add(key)
+            return None
+        place = self._loop.create_future()
+        self._queue.append((key, place))
+        return place
+
+    def leave(self, key: Key) -> None:
+        """An episode has ended; the next in the queue gets its place in the same moment."""
+        if key not in self._live:  # it was cancelled in the queue
+            return
+        self._live.remove(key)
+        while self._queue:
+            other, place = self._queue.popleft()
+            if not place.done():
+                self._live.add(other)
+                place.set_result(None)
+                break
+
+    def end(self) -> None:
+        """Ask for nothing more."""
+        self._over = True
+
+    async def generate(self, key: Key, seed: int, tokens: list[int]) -> Completion:
         """Continue the tokens of an episode."""
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.waiting[index] = _Unanswered(list(tokens), self.seeds[index], answer)
-        self._ask_once_all_wait()
-        return await answer
+        request = _Request(list(tokens), seed, self._loop.create_future())
+        self._add(key, request)
+        try:
+            return await request.answer
+        except asyncio.CancelledError:
+            if request.promised is not None:
+                request.promised.cancel()
+            raise
 
-    def leave(self) -> None:
+    def _add(self, key: Key, request: _Request) -> None:
+        raise NotImplementedError
+
+    def _soon(self, then: Callable[[], None]) -> None:
+        """Run on the loop, from any thread."""
+        with suppress(RuntimeError):  # the loop is closed: nobody wants to know
+            self._loop.call_soon_threadsafe(then)
+
+
+def requests_to(sampler: Sampler, sampling: Sampling | None, most: int | None = None) -> Requests:
+    """The requests of episodes, in the way that suits the sampler."""
+    kind = _AsTheyCome if capabilities(sampler).streams else _Together
+    return kind(sampler, sampling, most)
+
+
+class _Together(Requests):
+    """Collects one request of every live episode and asks the sampler once, so that they are decoded together.
+
+    The call waits for all requests and orders them, so it does not depend on time. But who has been away for a second
+    is waited for no longer, until it asks again.
+    """
+
+    def __init__(self, sampler: Sampler, sampling: Sampling | None, most: int | None) -> None:
+        super().__init__(sampler, sampling, most)
+        self._waiting: dict[Key, _Request] = {}
+        self._away: set[Key] = set()
+        self._came = 0.0  # when the last request did
+        self._timer: asyncio.TimerHandle | None = None
+        self._coming: futures.Future[list[Completion]] | None = None
+
+    def end(self) -> None:
+        """Ask for nothing more, and let the sampler forget what it was asked."""
+        super().end()
+        if self._coming is not None:
+            self._coming.cancel()
+
+    def _add(self, key: Key, request: _Request) -> None:
+        self._waiting[key] = request
+        self._away.discard(key)
+        self._came = self._loop.time()
+        self._ask_once_all_wait()
+
+    def leave(self, key: Key) -> None:
         """An episode has ended."""
-        self.live -= 1
+        super().leave(key)
+        self._waiting.pop(key, None)
+        self._away.discard(key)
         self._ask_once_all_wait()
 
     def _ask_once_all_wait(self) -> None:
-        if len(self.waiting) < self.live:
+        if self._coming is not None or self._over or not self._waiting:
             return
-        waiting, self.waiting = self.waiting, {}
-        _ask([waiting[index] for index in sorted(waiting)], self._completions)
+        if len(self._waiting) + len(self._away) >= len(self._live):
+            self._ask()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(_SLOW, self._leave_the_slow_behind)
 
-    def _completions(self, prompts: list[list[int]], seeds: list[int]) -> Sequence[Completion]:
-        return self.sampler.generate(prompts, seeds=seeds, sampling=self.sampling).result()
+    def _leave_the_slow_behind(self) -> None:
+        self._timer = None
+        left = self._came + _SLOW - self._loop.time()
+        if left > 1e-3 and self._waiting:
+            self._timer = self._loop.call_later(left, self._leave_the_slow_behind)
+            return
+        self._away = self._live - self._waiting.keys()
+        self._ask_once_all_wait()
+
+    def _ask(self) -> None:
+        asked = [request for _, request in sorted(self._waiting.items()) if not request.answer.done()]
+        self._waiting = {}
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not asked:
+            return
+        try:
+            prompts, seeds = [each.tokens for each in asked], [each.seed for each in asked]
+            coming = self._sampler.generate(prompts, seeds=seeds, sampling=self._sampling)
+            found = coming if isinstance(coming, futures.Future) else done(coming.result())
+        except Exception as error:
+            found = futures.Future()
+            found.set_exception(error)
+        if found.done():
+            self._answered(asked, found)
+        else:
+            self._coming = found
+            found.add_done_callback(lambda found: self._soon(partial(self._answered, asked, found)))
+
+    def _answered(self, asked: Sequence[_Request], found: "futures.Future[list[Completion]]") -> None:
+        self._coming = None
+        if found.cancelled():
+            return
+        if error := found.exception():
+            for each in asked:
+                each.fail(error)
+        else:
+            for each, completion in zip(asked, found.result(), strict=True):
+                each.give(completion)
+        self._ask_once_all_wait()
 
 
-class _AsTheyCome:
+def _done[T](value: T) -> "futures.Future[T]":
+    future: futures.Future[T] = futures.Future()
+    future.set_result(value)
+    return future
+
+
+class _AsTheyCome(Requests):
     """Asks the sampler as soon as an episode has a request, together with other requests of the same moment."""
 
-    def __init__(self, sampler: Streams, sampling: Sampling | None, seeds: Sequence[int]) -> None:
-        self.sampler, self.sampling, self.seeds = sampler, sampling, seeds
-        self.waiting: list[_Unanswered] = []
+    def __init__(self, sampler: Sampler, sampling: Sampling | None, most: int | None) -> None:
+        super().__init__(sampler, sampling, most)
+        self._new: list[_Request] = []
+        self._ended: deque[_Request] = deque()
 
-    async def generate(self, index: int, tokens: list[int]) -> Completion:
-        """Continue the tokens of an episode."""
-        loop = asyncio.get_running_loop()
-        if not self.waiting:
-            loop.call_soon(self._ask_now)
-        answer: asyncio.Future[futures.Future[Completion]] = loop.create_future()
-        self.waiting.append(_Unanswered(list(tokens), self.seeds[index], answer))
-        return await asyncio.wrap_future(await answer)
+    def _add(self, key: Key, request: _Request) -> None:
+        if not self._new:
+            self._loop.call_soon(self._ask)
+        self._new.append(request)
 
-    def leave(self) -> None:
-        """An episode has ended; nothing waits for it."""
+    def _ask(self) -> None:
+        asked, self._new = [each for each in self._new if not each.answer.done()], []
+        if not asked or self._over:
+            return
+        prompts, seeds = [each.tokens for each in asked], [each.seed for each in asked]
+        try:
+            promised = cast(Streams, self._sampler).stream(prompts, seeds, self._sampling)
+        except Exception as error:
+            for each in asked:
+                each.fail(error)
+            return
+        for each, future in zip(asked, promised, strict=True):
+            each.promised = future
+            future.add_done_callback(partial(self._note, each))
 
-    def _ask_now(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        _ask(waiting, lambda prompts, seeds: self.sampler.stream(prompts, seeds, self.sampling))
+    def _note(self, request: _Request, _: object) -> None:
+        """Note, in any thread, that a request is answered; one call of the loop gives several answers."""
+        self._ended.append(request)
+        if len(self._ended) == 1:
+            self._soon(self._give)
+
+    def _give(self) -> None:
+        while self._ended:
+            request = self._ended[0]
+            promised = request.promised
+            assert promised is not None
+            if not promised.cancelled():
+                error = promised.exception()
+                if error is None:
+                    request.give(promised.result())
+                else:
+                    request.fail(error)
+            self._ended.popleft()

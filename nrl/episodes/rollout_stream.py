@@ -1,13 +1,17 @@
 """The stream of groups: the episodes of each task of a stream, decoded together with those that one pull asks for."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+
+from attrs import evolve
 
 from nrl.backends.base import Sampling
 from nrl.backends.samplers import Sampler, capabilities
 from nrl.batch import Batch
 from nrl.envs import Env, Task
-from nrl.episodes.rollout_batch import rows_and_failures
+from nrl.episodes.rollout_batch import batch_of
+from nrl.episodes.running import Running, Schedule
 from nrl.errors import DataError, EnvError, LostRequest
 from nrl.stream import Source, Stream, whole
 
@@ -23,6 +27,7 @@ def rollouts(
     sampling: Sampling | None = None,
     seed: int = 0,
     patience: int = 3,
+    concurrency: int | None = None,
 ) -> Source[Batch]:
     """The stream of groups: ``n`` episodes of each task of a stream; the groups of one ``take`` are decoded together.
 
@@ -34,9 +39,11 @@ def rollouts(
         sampling: instead of the sampler's own.
         seed: of the noise.
         patience: how many rollouts in a row may fail whole; counted in rows, as so many of the largest rollout.
+        concurrency: how many episodes may be live at a time; None: all that a ``take`` asks for. When one ends, the
+            next begins.
 
     Raises:
-        DataError: ``n`` or ``patience`` is not positive.
+        DataError: ``n``, ``patience`` or ``concurrency`` is not positive.
         EnvError: (when taken from) the patience is used up.
         LostRequest: the same, if it was the sampler that failed.
 
@@ -54,13 +61,63 @@ def rollouts(
         raise DataError(f"rollouts: n is {n}; a group needs at least one episode")
     if patience < 1:
         raise DataError(f"rollouts: patience is {patience}; it must be at least 1")
-    drawn = largest = failed = in_a_row = 0
+    if concurrency is not None and concurrency < 1:
+        raise DataError(f"rollouts: concurrency is {concurrency}; it must be at least 1, or None for all at once")
+    return _stream(_Rolled(sampler, env, tasks, n, sampling, seed, patience), Schedule(concurrency))
+
+
+class _Rolled(NamedTuple):
+    """The arguments of `rollouts`."""
+
+    sampler: Sampler
+    env: Env
+    tasks: Stream[Task]
+    n: int
+    sampling: Sampling | None
+    seed: int
+    patience: int
+
+
+class _Place:
+    """Where a stream is.
+
+    Args:
+        drawn: how many groups have begun.
+        begun: those among them that have not been handed out, with their tasks.
+        running: where they are played; None: they have to begin anew.
+    """
+
+    def __init__(self) -> None:
+        self.drawn, self.begun = 0, list[tuple[int, Task]]()
+        self.running: Running | None = None
+
+    def end(self) -> None:
+        """End what is played."""
+        running, self.running = self.running, None
+        if running is not None:
+            running.close()
+
+
+def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
+    sampler, _, tasks, n, sampling, *_ = given
+    at = _Place()
+    largest = failed = in_a_row = 0
 
     def take(count: int) -> list[Batch]:
-        nonlocal drawn
-        first, drawn = drawn, drawn + count
-        batch, failures = rows_and_failures(sampler, env, tasks.take(count), n, sampling, seed, first)
-        check(count * n, failures)
+        if at.running is None:
+            at.running = Running(sampler, given.env, n, sampling, given.seed, schedule)
+            at.running.begin(at.begun)
+        new = max(0, count + schedule.extra - len(at.begun))
+        begun = list(enumerate(tasks.take(new), at.drawn))
+        at.drawn, at.begun = at.drawn + new, [*at.begun, *begun]
+        at.running.begin(begun)
+        groups = at.running.take(count)
+        still = {group.number for group in at.running.open}
+        at.begun = [each for each in at.begun if each[0] in still]
+        if not at.begun:
+            at.end()
+        batch, failures = batch_of(groups, sampler, sampling, schedule)
+        check(sum(len(group.ended) for group in groups), failures)
         sizes = batch["group_ids"].unique_consecutive(return_counts=True)[1].tolist()
         return [cast(Batch, part.lock_()) for part in batch.split(sizes)]
 
@@ -68,7 +125,7 @@ def rollouts(
         nonlocal largest, failed, in_a_row
         largest = max(largest, rows)
         failed, in_a_row = (failed + rows, in_a_row + 1) if len(failures) == rows else (0, 0)
-        if failed >= patience * largest:
+        if failed >= given.patience * largest:
             lost = failures[0].startswith(LostRequest.__name__)
             raise (LostRequest if lost else EnvError)(
                 f"rollouts: all rows of {in_a_row} rollouts in a row failed, {failed} of them, so there is nothing to "
@@ -77,13 +134,31 @@ def rollouts(
             )
 
     def restore(state: Mapping[str, Any]) -> None:
-        nonlocal drawn
+        at.end()
         tasks.restore(state["tasks"])
-        drawn = int(state["groups"])
+        at.drawn, at.begun = int(state["groups"]), list(state.get("begun", ()))
+
+    def state() -> dict[str, Any]:
+        begun = {"begun": list(at.begun)} if at.begun else {}
+        return {"tasks": tasks.state(), "groups": at.drawn} | begun
 
     def mark() -> Callable[[], None]:
-        before = {"tasks": tasks.state(), "groups": drawn}
+        before = state()
         return lambda: restore(before)
 
-    remote = capabilities(sampler).remote
-    return whole(Source(take, lambda: {"tasks": tasks.state(), "groups": drawn}, restore, remote, mark, sampler))
+    # Where nobody takes any more, environments are closed, too; but at the exit of the interpreter no thread begins
+    weakref.finalize(take, at.end).atexit = False
+    if schedule.extra and hasattr(sampler, "lag"):
+        sampler.lag = max(1, sampler.lag)
+
+    def scheduled(who: str, **how: Any) -> Source[Batch]:
+        if how.get("keep", 0) > n:
+            raise DataError(
+                f"{who}: m is {how['keep']}, and rollouts begins n={n} episodes a group; keep fewer, or begin more"
+            )
+        if schedule.extra and "extra" in how:
+            kind = "refilled" if schedule.in_order else "partial"
+            raise DataError(f"{who}: the stream is {kind} already; take one of the two")
+        return _stream(given, evolve(schedule, **how))
+
+    return whole(Source(take, state, restore, capabilities(sampler).remote, mark, sampler, scheduled))

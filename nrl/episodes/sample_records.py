@@ -31,10 +31,10 @@ def samples(batch: Batch, tokenizer: Any, n: int = 2) -> dict[str, Any]:
         - ``rewards``, ``lengths``: histograms over all valid episodes, ``{"low", "high", "counts"}`` with 20 bins of
           equal width from the lowest to the highest value; without rows None, None and no counts. Several rewards are
           added up; a length is the number of sampled tokens.
-        - ``rows``: for each ``row`` (its place), ``group``, ``version``, ``valid``, ``truncated``, ``status`` (its
-          name), ``reward`` (a list where there are several), ``components`` (what it is made of, by name), ``env`` (the
-          environment's own numbers), ``prompt`` (text up to the first token that was sampled) and, for each token from
-          there to the end, ``tokens`` (text; joined, they are the decoded response, so a token that ends within a
+        - ``rows``: for each ``row`` (its place), ``group``, ``version``, ``valid``, ``truncated``, ``cut``, ``status``
+          (its name), ``reward`` (a list where there are several), ``components`` (what it is made of, by name), ``env``
+          (the environment's own numbers), ``prompt`` (text up to the first token that was sampled) and, for each token
+          from there to the end, ``tokens`` (text; joined, they are the decoded response, so a token that ends within a
           character is empty and the one that completes it has it), ``loss_mask``, ``advantages``,
           ``rollout_logprobs``. Fields without a column in the batch are left out.
         - ``parts`` of a row: who wrote what, in order; see `nrl.episodes.transcripts.Transcript`. Their texts are
@@ -75,7 +75,7 @@ def samples(batch: Batch, tokenizer: Any, n: int = 2) -> dict[str, Any]:
     def row(place: int, rows: Sequence[int]) -> dict[str, Any]:
         read = transcript(columns, place)
         known: dict[str, Any] = {"row": place}
-        for name in ("group", "version", "valid", "truncated"):
+        for name in ("group", "version", "valid", "truncated", "cut"):
             if (key := "group_ids" if name == "group" else name) in columns:
                 known[name] = columns[key][place].item()
         known |= _of_episode(columns, place, rows)

@@ -25,8 +25,9 @@ def summary(batch: Batch) -> Metrics:
     - ``asked_again``: requests that were asked again because an engine died or its work was thrown away.
     - ``forks``: rows that episodes have beside their first ones, where there are some.
     - ``tokens/sampled``: the sum of what became of them: ``tokens/trained``; ``tokens/masked``, of valid rows, but
-      outside of ``loss_mask`` or the context; ``tokens/invalid``, of rows that failed; ``tokens/dropped``, of rows that
-      are not here.
+      outside of ``loss_mask`` or the context; ``tokens/invalid``, of rows that failed; ``tokens/cut``, of those that
+      were cut; ``tokens/dropped``, of rows that are not here.
+    - ``cut``, ``cut/length``, ``cut/groups``, ``cut/share``: see `nrl.cut`; ``left_out``: episodes of `nrl.oversample`.
     - ``env/<name>``: means of the environment's own numbers; ``reward/<name>`` of the components of rewards.
     - ``status/<name>``: rows whose verdict was not ``"ok"``, by what became of it.
 
@@ -68,6 +69,10 @@ def summary(batch: Batch) -> Metrics:
         metrics["asked_again"] = Sum(batch["asked_again"].sum())
     if "sampled" in batch.keys():
         metrics |= _ledger(batch, every)
+    if "cut" in batch.keys():
+        metrics |= _cut(batch, first)
+    if "left_out" in batch.keys():
+        metrics["left_out"] = Sum(batch["left_out"].sum())
     if "status" in batch.keys():
         status = batch["status"][first]
         metrics |= {f"status/{name}": Sum((status == at).sum()) for at, name in enumerate(STATUSES) if at}
@@ -78,6 +83,19 @@ def summary(batch: Batch) -> Metrics:
             known = torch.isfinite(value) & valid
             metrics[str(key)] = Mean(torch.where(known, value, 0.0).sum(), known.sum().float())
     return metrics
+
+
+def _cut(batch: Batch, first: Tensor) -> Metrics:
+    """How many episodes were ended early, and of which groups, whose statistics are over the others."""
+    cut = batch["cut"]
+    _, group = batch["group_ids"][first].unique(return_inverse=True)
+    count, lost = torch.bincount(group), torch.bincount(group, weights=cut[first].double())
+    return {
+        "cut": Sum((cut & first).sum()),
+        "cut/length": Mean(batch["sampled"][cut].sum().float(), (cut & first).sum().float()),
+        "cut/groups": Mean((lost > 0).sum().float(), torch.tensor(float(len(lost)))),
+        "cut/share": Mean((lost / count)[lost > 0].sum().float(), (lost > 0).sum().float()),
+    }
 
 
 def _first_rows(batch: Batch) -> Tensor:
@@ -101,12 +119,15 @@ def _ledger(batch: Batch, valid: Tensor) -> Metrics:
             "were sampled for it; loss_mask may leave tokens out, and not add any that the policy did not sample"
         )
     dropped = batch["dropped_tokens"].sum() if "dropped_tokens" in batch.keys() else sampled.new_zeros(())
-    parts = {
+    cut = batch["cut"] if "cut" in batch.keys() else torch.zeros_like(valid)
+    parts: dict[str, Tensor] = {
         "trained": trained[valid].sum(),
         "masked": (sampled - trained)[valid].sum(),
-        "invalid": sampled[~valid].sum(),
+        "invalid": sampled[~valid & ~cut].sum(),
         "dropped": dropped,
     }
+    if "cut" in batch.keys():
+        parts["cut"] = sampled[cut].sum()
     every = {"sampled": sampled.sum() + dropped, **parts}
     return {f"tokens/{name}": Sum(count) for name, count in every.items()}
 

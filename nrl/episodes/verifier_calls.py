@@ -187,7 +187,7 @@ class Calls:
     def _claim(self, call: UserCall, loop: LoopThread) -> bool:
         """Tell a loop, in its thread, whether the call is to begin there; it may have been moved."""
         with self._lock:
-            claimed = call.loop is loop and call.began is None
+            claimed = call.loop is loop and call.began is None and not call.answer.cancelled()
             if claimed:
                 call.began = time.monotonic()
         return claimed
@@ -239,6 +239,8 @@ class Calls:
         for call in list(self._open):
             if call.answer.done():  # cancelled
                 self._open.pop(call)
+                if call.loop is not None:
+                    call.loop.cancel(call)
             elif call.loop is not None:
                 if call.loop.blocked_by in (None, call.task):
                     call.used += now - max(self._looked, call.began or call.asked)

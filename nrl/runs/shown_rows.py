@@ -64,6 +64,7 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
     status = row.get("status")
     flags = {
         "truncated": row.get("truncated") is True,
+        "cut": row.get("cut") is True,
         "invalid": row.get("valid") is False,
         str(status): isinstance(status, str) and status != "ok",
     }

@@ -39,6 +39,7 @@ class Source[T](NamedTuple):
         mark: remembers, at no cost, where the stream is, and returns a function that puts it back there, even after a
             ``take`` that was broken off. None: the stream cannot go back.
         sampler: the sampler that makes its items, if one does.
+        scheduled: the same stream, whose episodes begin and end by another schedule; of `nrl.rollouts` alone.
 
     >>> numbers = counting()
     >>> numbers.take(2), numbers.state()
@@ -51,6 +52,7 @@ class Source[T](NamedTuple):
     remote: bool = False
     mark: Callable[[], Callable[[], None]] | None = None
     sampler: Any = None
+    scheduled: "Callable[..., Source[T]] | None" = None
 
 
 def whole[T](source: Source[T]) -> Source[T]:

@@ -43,11 +43,16 @@ class Streaming(Whole):
 @pytest.mark.parametrize("sampler", [Whole(), Streaming()], ids=["together", "streaming"])
 def test_who_is_cancelled_while_it_waits_is_not_asked_for(sampler: Any) -> None:
     async def every() -> list[Any]:
-        requests = requests_to(sampler, None, seeds=[10, 11, 12])
-        first, second = (asyncio.create_task(requests.generate(index, [index + 5])) for index in (0, 1))
+        requests = requests_to(sampler, None)
+        for place in range(3):
+            requests.enter((0, place))
+        first, second = (
+            asyncio.create_task(requests.generate((0, place), 10 + place, [place + 5])) for place in (0, 1)
+        )
         asyncio.get_running_loop().call_soon(first.cancel)  # when both wait, and nobody has been asked
         await asyncio.sleep(0.01)
-        last = asyncio.create_task(requests.generate(2, [7]))
+        requests.leave((0, 0))
+        last = asyncio.create_task(requests.generate((0, 2), 12, [7]))
         return list(await asyncio.wait_for(asyncio.gather(first, second, last, return_exceptions=True), 5))
 
     cancelled, *rest = asyncio.run(every())

@@ -248,7 +248,7 @@ def test_rows_have_as_many_rewards_as_the_first(sampler: EnginePool) -> None:
 
 
 def test_a_source_is_an_integer(sampler: EnginePool) -> None:
-    with pytest.raises(DataError, match="task 0 has the source 'gsm8k'; give an integer"):
+    with pytest.raises(DataError, match="the task of group 0 has the source 'gsm8k'; give an integer"):
         rollout(sampler, single_turn(exact), [{**TASKS[0], "source": "gsm8k"}])
 
 

@@ -172,6 +172,11 @@ def test_the_rewards_of_a_failed_row_are_none() -> None:
     assert (row["reward"], row["status"], row["valid"]) == (None, "infra_error", False)
 
 
+def test_a_row_that_was_cut_says_so() -> None:
+    (row,) = shown(by_hand("123", " xx", cut=True, truncated=False))
+    assert (row["cut"], row["truncated"]) == (True, False)
+
+
 def test_several_rewards_have_none_by_turn() -> None:
     env = Environment(lambda task: (0, "1"), lambda state, turn: Step(1, (1.0, 2.0), state == 1, "more"))
     (row,) = shown(rollout(Scripted(["2", "3"]), env, [{}]))

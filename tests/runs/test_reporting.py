@@ -420,7 +420,7 @@ def talk(**other: Any) -> dict[str, Any]:
 
 def test_a_conversation_is_shown_turn_by_turn(tmp_path: Path, opened: Opened) -> None:
     own = {"components": {"right": 1.0, "late": -0.5, "none": None}, "env": {"calls": 2.0}, "status": "parse_fail"}
-    write(tmp_path / "rollouts.jsonl", [rollouts(talk(**own))])
+    write(tmp_path / "rollouts.jsonl", [rollouts(talk(**own, cut=True))])
     page = opened(tmp_path)
     who = [re.split(r"\s*\n\s*", each.strip()) for each in page.locator(".part .who").all_inner_texts()]
     assert who == [
@@ -448,7 +448,7 @@ def test_a_conversation_is_shown_turn_by_turn(tmp_path: Path, opened: Opened) ->
     assert grounds == [GREEN.format(0.75), RED.format(0.75), GREEN.format(0.45), "rgba(0, 0, 0, 0)", GREEN.format(0.45)]
     assert tokens.nth(3).get_attribute("title") == "not trained on · logprob −0.5"
     facts = " ".join(page.locator(".facts").inner_text().split())
-    assert facts == "reward 1 row 0 parse_fail reward of right 1 late −0.5 environment calls 2"
+    assert facts == "reward 1 row 0 cut parse_fail reward of right 1 late −0.5 environment calls 2"
     left = [box(each)["x"] for each in page.locator(".part .text").all()]
     assert len(set(left)) == 1
     assert left[0] > box(page.locator(".part .who").first)["x"] + 100

@@ -126,6 +126,40 @@ def test_a_loop_whose_rows_go_on_while_it_trains(pair: Pair) -> None:
     assert mixed > 0
 
 
+def test_episodes_are_carried_on_under_other_weights(pair: Pair) -> None:
+    """The second task has eight turns, the others one: it ends in a later take, with tokens of both models."""
+
+    def step(state: tuple[int, int], text: str) -> Step:
+        left = state[1] - 1
+        return Step((state[0], left), 1.0, done=left == 0, observation=[8, 9])
+
+    env = Environment(lambda task: ((task["index"], 8 if task["index"] == 1 else 1), PROMPT), step)
+    tasks = nrl.stream.counting(lambda index: {"index": index})
+    sampling = Sampling(max_new_tokens=40)
+    stream = nrl.partial(nrl.rollouts(pair.sampler, env, tasks, n=2, sampling=sampling), 1)
+    assert [int(group["group_ids"][0]) for group in stream.take(2)] == [0, 2]
+    first = pair.sampler.version
+    nrl.publish(pair.params[1], pair.sampler, "keep")
+    later = (group for _ in range(20) for group in stream.take(2))
+    carried = next(group for group in later if int(group["group_ids"][0]) == 1)
+    assert carried["version"].tolist() == [first] * 2
+    for row in range(2):
+        versions = carried["versions"][row][carried["loss_mask"][row]].tolist()
+        assert versions == sorted(versions)
+        assert set(versions) == {first, first + 1}
+
+
+def test_engines_forget_what_is_cut(pair: Pair) -> None:
+    env = Environment(lambda task: (0, PROMPT), lambda state, text: Step(state, 1.0))
+    groups = nrl.rollouts(pair.sampler, env, nrl.stream.counting(lambda index: {}), n=8)
+    began = time.monotonic()
+    [group] = nrl.cut(groups, 0.3).take(1)
+    assert time.monotonic() - began < 5
+    assert group["cut"].any()
+    assert settled(lambda: sum(seat.under_way for seat in pair.sampler._seats), 10) == 0
+    assert nrl.rollout(pair.sampler, env, [{}], n=2, sampling=SHORT)["valid"].all()
+
+
 def test_there_is_no_other_way(pair: Pair) -> None:
     with pytest.raises(ValueError, match="inflight is 'drop'; it is 'wait', 'keep' or 'abort'"):
         nrl.publish(pair.params[0], pair.sampler, "drop")  # type: ignore[arg-type]

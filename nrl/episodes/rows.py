@@ -1,0 +1,148 @@
+"""Episodes that have ended, as the rows of a batch."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nrl.backends.base import Sampling
+from nrl.backends.samplers import Sampler, capabilities
+from nrl.batch import Batch, assign
+from nrl.batch.ragged import ragged
+from nrl.envs.contract import STATUSES
+from nrl.episodes.episode import Episode
+from nrl.episodes.running import Group, Schedule
+
+__all__ = ["rows_of"]
+
+_PLACES = 20  # bits of an episode's number that are its place in the group
+
+
+def rows_of(groups: Sequence[Group], sampler: Sampler, sampling: Sampling | None, schedule: Schedule) -> Batch:
+    """The rows of groups, group after group, with the columns that `nrl.rollout` names.
+
+    Episodes that have another number of rewards than the first valid one fail.
+    """
+    ended = [(group, place, episode) for group in groups for place, episode in group.ended]
+    _check_rewards([episode for *_, episode in ended])
+    every = [(group, place, row) for group, place, episode in ended for row in episode.rows()]
+    flat, numbers = [row for *_, row in every], torch.tensor([group.number for group, *_ in every])
+    batch = _rows(flat, sampler.version, (sampling or sampler.sampling).temperature)
+    places = torch.tensor([place for _, place, _ in every])
+    columns: dict[str, Tensor] = {"group_ids": numbers, "episode_ids": (numbers << _PLACES) + places}
+    if capabilities(sampler).streams:
+        columns |= _streamed(flat, batch)
+    if (routes := capabilities(sampler).routes) is not None:
+        columns["routes"] = _routed(flat, batch, routes)
+    if any("source" in group.task for group in groups):
+        columns["source"] = torch.tensor([group.task.get("source", 0) for group, *_ in every])
+    if schedule.deadline is not None:
+        columns["cut"] = torch.tensor([row.cut for row in flat])
+    if schedule.keep is not None:
+        columns |= _left_out(groups, numbers)
+    return assign(batch, **columns)
+
+
+def _left_out(groups: Sequence[Group], numbers: Tensor) -> dict[str, Tensor]:
+    """How many episodes were not waited for, and how many tokens they had, at the first row of their group."""
+    found = {name: torch.zeros_like(numbers) for name in ("left_out", "dropped_tokens")}
+    for group in groups:
+        first = int((numbers == group.number).nonzero()[0])
+        found["left_out"][first] = len(group.left_out)
+        found["dropped_tokens"][first] = sum(row.drawn for episode in group.left_out for row in episode.rows())
+    return found
+
+
+def _check_rewards(episodes: Sequence[Episode]) -> None:
+    """Fail the episodes that have another number of rewards than the first valid one, since rows must agree in it."""
+    sizes = [np.size(episode.reward) if isinstance(episode.reward, tuple) else 0 for episode in episodes]
+    first = next((size for size, episode in zip(sizes, episodes, strict=True) if episode.failure is None), 0)
+    for size, episode in zip(sizes, episodes, strict=True):
+        if episode.failure is None and size != first:
+            episode.fail(
+                f"EnvError: the reward is {episode.reward}, and other episodes have "
+                f"{f'{first} rewards' if first else 'one number'}; give every episode as many"
+            )
+
+
+def _rows(episodes: Sequence[Episode], version: int, temperature: float) -> Batch:
+    size, width = len(episodes), max(1, *(len(episode.token_ids) for episode in episodes))
+    ids = np.zeros((size, width), dtype=np.int64)
+    real, sampled = np.zeros((size, width), dtype=bool), np.zeros((size, width), dtype=bool)
+    logprobs = np.zeros((size, width), dtype=np.float32)
+    for row, episode in enumerate(episodes):
+        length = len(episode.token_ids)
+        ids[row, :length], real[row, :length] = episode.token_ids, True
+        sampled[row, :length], logprobs[row, :length] = episode.sampled, episode.logprobs
+    valid = torch.tensor([episode.failure is None for episode in episodes])
+    several = max((len(e.reward) for e in episodes if isinstance(e.reward, tuple) and not e.failure), default=0)
+    nothing: Any = (math.nan,) * several if several else math.nan
+    columns = {
+        "input_ids": torch.from_numpy(ids),
+        "attention_mask": torch.from_numpy(real),
+        "loss_mask": torch.from_numpy(sampled),
+        "rollout_logprobs": torch.from_numpy(logprobs),
+        "temperature": torch.full((size,), temperature, dtype=torch.float32),
+        "rewards": torch.tensor([nothing if e.failure else e.reward for e in episodes], dtype=torch.float32),
+        "version": torch.tensor([version if e.version is None else e.version for e in episodes]),
+        "valid": valid,
+        "sampled": torch.tensor([episode.drawn for episode in episodes]),
+        "status": torch.tensor([STATUSES.index(episode.status) for episode in episodes]),
+        "truncated": torch.tensor([episode.truncated for episode in episodes]),
+    }
+    if not several:
+        columns["token_rewards"] = _at_turns(episodes, width)
+    return assign(Batch({}, batch_size=[size]), **columns, **_components(episodes), **_reported(episodes))
+
+
+def _at_turns(episodes: Sequence[Episode], width: int) -> Tensor:
+    """``[B, T]`` float32, each turn's reward at its last token; invalid rows have 0."""
+    found = torch.zeros(len(episodes), width)
+    for row, episode in enumerate(episodes):
+        for at, reward in episode.turn_rewards if episode.failure is None else ():
+            found[row, min(at, width - 1)] += cast(float, reward)
+    return found
+
+
+def _components(episodes: Sequence[Episode]) -> dict[str, Tensor]:
+    """What rewards are made of; NaN where a row has no such component."""
+    names = sorted({name for episode in episodes for name in episode.components})
+    return {
+        f"reward/{name}": torch.tensor(
+            [e.components.get(name, math.nan) if not e.failure else math.nan for e in episodes]
+        )
+        for name in names
+    }
+
+
+def _reported(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """The environment's own numbers."""
+    names = sorted({name for episode in episodes for step in episode.info for name in step})
+    last, every = {}, {}
+    for name in names:
+        each = [[step.get(name, math.nan) for step in episode.info] for episode in episodes]
+        reported = [[x for step in episode.info if (x := step.get(name)) is not None] for episode in episodes]
+        last[f"env/{name}"] = torch.tensor([(found or [math.nan])[-1] for found in reported])
+        every[name] = ragged([torch.tensor(steps, dtype=torch.float32) for steps in each])
+    return {**last, "info": Batch(every, batch_size=[len(episodes)])} if names else {}
+
+
+def _streamed(episodes: Sequence[Episode], batch: Batch) -> dict[str, Tensor]:
+    """The columns of samplers whose engines get weights while they decode, and may die one by one."""
+    versions = torch.full_like(batch["input_ids"], -1)
+    for row, episode in enumerate(episodes):
+        versions[row, : len(episode.versions)] = torch.tensor(episode.versions, dtype=torch.int64)
+    return {"versions": versions, "asked_again": torch.tensor([episode.again for episode in episodes])}
+
+
+def _routed(episodes: Sequence[Episode], batch: Batch, shape: tuple[int, int]) -> Tensor:
+    """The experts of each token; -1 for padding, and for tokens that the sampler never had as an input."""
+    routes = torch.full((*batch["input_ids"].shape, *shape), -1, dtype=torch.int16)
+    for row, episode in enumerate(episodes):
+        if episode.routes is not None:
+            length = min(len(episode.token_ids), len(episode.routes))
+            routes[row, :length] = episode.routes[:length]
+    return routes

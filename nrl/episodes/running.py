@@ -1,0 +1,315 @@
+"""Episodes under way: groups of them begin, end, or are ended, by a schedule.
+
+By default nothing of it depends on the clock: all episodes that one `Running.take` asks for are played to their end.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent import futures
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+import attrs
+
+from nrl.backends.base import Sampling
+from nrl.backends.samplers import Sampler
+from nrl.data import render
+from nrl.envs import Env, Task
+from nrl.envs.contract import Prompt
+from nrl.episodes.episode import Episode, failed, play
+from nrl.episodes.requests import Requests, requests_to
+from nrl.episodes.verifier_calls import Caller, calling
+from nrl.errors import DataError, EnvError
+from nrl.runtime.threads import Daemons
+
+__all__ = ["Group", "Running", "Schedule"]
+
+_PATIENCE = 5.0  # seconds, for a thread that is to end
+
+
+@attrs.frozen
+class Schedule:
+    """When episodes begin and end.
+
+    Args:
+        concurrency: how many episodes may be live at a time; None: all.
+        deadline: seconds after which what is not over is ended; None: there is none.
+        keep: of each group's episodes, how many are waited for; None: all.
+        extra: how many groups are under way beyond those that are asked for.
+        in_order: whether the groups that began first are those that are handed out; else those that end first.
+    """
+
+    concurrency: int | None = None
+    deadline: float | None = None
+    keep: int | None = None
+    extra: int = 0
+    in_order: bool = True
+
+
+@attrs.define(eq=False)
+class Group:
+    """The episodes of a task.
+
+    Args:
+        number: of the group.
+        task: with its seed.
+        episodes: in the order of their places.
+        ended: places and episodes that count, when the group has ended.
+        left_out: those that were not waited for.
+    """
+
+    number: int
+    task: Task
+    episodes: list[Episode]
+    ended: list[tuple[int, Episode]] = attrs.field(factory=list)
+    left_out: list[Episode] = attrs.field(factory=list)
+    whole: "asyncio.Task[None]" = attrs.field(init=False)  # ends when all has been played and judged
+    _playing: "list[asyncio.Task[None]]" = attrs.field(factory=list)
+    _late: bool = False
+    _rendered: dict[str, list[int]] = attrs.field(factory=dict)
+
+    def render(self, prompt: Prompt, tokenizer: Any) -> list[int]:
+        """Render a prompt once: the episodes share it."""
+        key = repr(prompt)
+        if key not in self._rendered:
+            self._rendered[key] = render(prompt, tokenizer)
+        return self._rendered[key]
+
+    def cut(self) -> None:
+        """End what is not over."""
+        self._late = True
+        if all(each.done() for each in self._playing):  # it is judged
+            self.whole.cancel()
+        self._cut()
+
+    def _cut(self) -> None:
+        for episode, playing in zip(self.episodes, self._playing, strict=True):
+            if not playing.done():
+                episode.cut = True
+                playing.cancel()
+
+    async def play(self, one: Callable[[int], Coroutine[Any, Any, None]], keep: int) -> None:
+        """Play ``keep`` episodes to a valid end, as far as there are so many; the others are left out."""
+        self._playing = [asyncio.create_task(one(place)) for place in range(len(self.episodes))]
+        pending, good = set(self._playing), list[int]()
+        when = asyncio.FIRST_EXCEPTION if keep == len(self.episodes) else asyncio.FIRST_COMPLETED
+        try:
+            while pending and len(good) < keep:
+                over, pending = await asyncio.wait(pending, return_when=when)
+                for each in over:
+                    each.result()
+                ended = [place for place, each in enumerate(self._playing) if each.done()]
+                good = [place for place in ended if self.episodes[place].failure is None]
+        except BaseException:
+            for each in self._playing:
+                each.cancel()
+            raise
+        else:
+            self._cut()
+        finally:
+            await asyncio.gather(*self._playing, return_exceptions=True)
+        bad = [place for place in ended if place not in good]
+        chosen = sorted([*good, *bad][:keep])
+        self.ended = [(place, self.episodes[place]) for place in chosen]
+        self.left_out = [each for place, each in enumerate(self.episodes) if place not in chosen]
+
+    async def judge(self, verifier: Any, call: Caller) -> None:
+        """Ask a verifier of whole groups."""
+        live = [episode for _, episode in self.ended if episode.failure is None]
+        if not live:
+            return
+        try:
+            verdicts = list(await call(verifier, self.task, [episode.trace for episode in live]))
+            if len(verdicts) != len(live):
+                raise EnvError(f"the verifier of a group gave {len(verdicts)} verdicts for {len(live)} episodes")
+            for episode, verdict in zip(live, verdicts, strict=True):
+                episode.earn(verdict)
+        except asyncio.CancelledError:
+            if not self._late:
+                raise
+            for episode in live:
+                episode.cut = True
+        except Exception as error:
+            for episode in live:
+                failed(error, episode)
+
+
+class Running:
+    """Groups under way, on an event loop that runs while somebody waits for some of them.
+
+    Args:
+        sampler: the policy.
+        env: the environment.
+        n: episodes of each task.
+        sampling: instead of the sampler's own.
+        seed: of the noise.
+        schedule: when episodes begin and end.
+    """
+
+    def __init__(
+        self, sampler: Sampler, env: Env, n: int, sampling: Sampling | None, seed: int, schedule: Schedule
+    ) -> None:
+        self._sampler, self._env, self._n, self._sampling, self._seed = sampler, env, n, sampling, seed
+        self.schedule = schedule
+        self.open: list[Group] = []
+        """What has begun and has not been handed out, in order."""
+        self._loop = asyncio.new_event_loop()
+        self._stack = ExitStack()
+        self._requests: Requests | None = None
+        self._caller_of: Callable[[Task], Caller]
+        self._broken: asyncio.Future[None]  # has the first error that ends all
+
+    def begin(self, tasks: Sequence[tuple[int, Task]]) -> None:
+        """Begin groups, each with its number.
+
+        Raises:
+            DataError: a source is no integer.
+        """
+        for number, task in tasks:
+            if not isinstance(task.get("source", 0), int):
+                raise DataError(
+                    f"rollout: the task of group {number} has the source {task['source']!r}; give an integer for each "
+                    "source"
+                )
+        self._wait(self._begin(tasks))
+
+    async def _begin(self, tasks: Sequence[tuple[int, Task]]) -> None:
+        if self._requests is None:
+            self._broken = self._loop.create_future()
+            self._broken.add_done_callback(_seen)
+            self._requests = requests_to(self._sampler, self._sampling, self.schedule.concurrency)
+            self._caller_of = self._stack.enter_context(calling(self._env))
+        for number, task in tasks:
+            seeded = {"seed": _hashed(self._seed, number), **task}
+            group = Group(number, seeded, [Episode() for _ in range(self._n)])
+            calls = [self._caller_of(seeded) for _ in group.episodes]
+            # All are live from the beginning, so that a sampler of many prompts waits for all of them
+            places = [self._requests.enter((number, place)) for place in range(self._n)]
+            group.whole = asyncio.create_task(self._whole(group, places, calls))
+            group.whole.add_done_callback(_seen)
+            self.open.append(group)
+
+    async def _whole(
+        self, group: Group, places: "Sequence[asyncio.Future[None] | None]", calls: Sequence[Caller]
+    ) -> None:
+        await group.play(
+            lambda place: self._one(group, place, places[place], calls[place]), self.schedule.keep or self._n
+        )
+        verifier: Any = getattr(self._env, "verifier", None)
+        if getattr(verifier, "of_group", False):
+            await group.judge(verifier, calls[0])
+        for _, episode in group.ended:
+            if episode.cut:
+                episode.fail(f"cut: it was not over after {self.schedule.deadline:g} s", "timeout")
+
+    async def _one(self, group: Group, place: int, entry: "asyncio.Future[None] | None", call: Caller) -> None:
+        assert self._requests is not None
+        key, episode, sampler = (group.number, place), group.episodes[place], self._sampler
+        generate = partial(self._requests.generate, key, _hashed(self._seed, *key))
+        try:
+            if entry is not None:
+                await entry
+            limits = sampler.tokenizer, sampler.context_length
+            await play(episode, generate, self._env, group.task, *limits, render=group.render, call=call)
+        except BaseException as error:
+            if not (episode.cut and isinstance(error, asyncio.CancelledError)):
+                self._requests.end()  # all episodes end, too
+                if isinstance(error, Exception) and not self._broken.done():
+                    self._broken.set_exception(error)
+                raise
+        finally:
+            self._requests.leave(key)
+
+    def take(self, count: int) -> list[Group]:
+        """Wait for so many groups, which are open no longer; in the order of their numbers.
+
+        Raises:
+            Exception: whatever the sampler raises.
+        """
+        return self._wait(self._take(count))
+
+    async def _take(self, count: int) -> list[Group]:
+        deadline, in_order = self.schedule.deadline, self.schedule.in_order
+        until = None if deadline is None else self._loop.time() + deadline
+        pending = {group.whole: group for group in (self.open[:count] if in_order else self.open)}
+        ended: list[Group] = []
+        while len(ended) < count:
+            left = None if until is None else max(0.0, until - self._loop.time())
+            when = asyncio.FIRST_EXCEPTION if in_order else asyncio.FIRST_COMPLETED
+            waiting = asyncio.ensure_future(asyncio.wait(pending, timeout=left, return_when=when))
+            either: list[asyncio.Future[Any]] = [waiting, self._broken]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._broken.done():  # also of a group that is not waited for
+                self._broken.result()
+            over, _ = waiting.result()
+            for whole in over:
+                whole.result()
+                ended.append(pending.pop(whole))
+            if until is not None and self._loop.time() >= until:
+                break
+        ended = sorted(ended, key=lambda group: group.number)[:count]
+        late = list(pending.values())[: count - len(ended)]
+        for group in late:
+            group.cut()
+        if late:
+            await asyncio.wait([group.whole for group in late])
+        for group in late:
+            group.whole.result()
+        ended = sorted([*ended, *late], key=lambda group: group.number)
+        self.open = [group for group in self.open if group not in ended]
+        return ended
+
+    def close(self) -> None:
+        """End everything; the states of environments are closed."""
+        if self._loop.is_closed() or self._loop.is_running():
+            return
+        if self._requests is not None:
+            self._requests.end()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            self._wait(_ended(tasks))
+        self._stack.close()
+        self._wait(self._loop.shutdown_asyncgens())
+        self._loop.close()
+        self.open = []
+
+    def _wait[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Run to the end; in another thread if a loop is running already, as in a notebook."""
+        if not _inside_a_loop():
+            # Not `asyncio.run`, which would delay Ctrl-C until the sampler has decoded its last row
+            return self._loop.run_until_complete(work)
+        beside: futures.Future[T] = Daemons(1).submit(self._loop.run_until_complete, work)
+        try:
+            return beside.result()
+        except BaseException:
+            if not beside.done():
+                self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(self._loop)])
+                futures.wait([beside], _PATIENCE)
+            raise
+
+
+def _inside_a_loop() -> bool:
+    try:
+        return asyncio.get_running_loop().is_running()
+    except RuntimeError:
+        return False
+
+
+def _seen(task: "asyncio.Future[None]") -> None:
+    """See an error that nobody may come to see, so that asyncio does not log it."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def _ended(tasks: "set[asyncio.Task[Any]]") -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _hashed(*parts: int) -> int:
+    """63 bits that depend on all parts: a hash, so that neighbours have nothing in common."""
+    digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,381 @@
+"""Episodes that are bounded, cut, left out or carried on, over an engine whose requests take time."""
+
+import asyncio
+import gc
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import nrl
+from benchmarks._engine import SimulatedEngine
+from nrl import data
+from nrl.algos import advantages
+from nrl.backends.sampling.pool import EnginePool
+from nrl.envs import Environment, Step, of_group, single_turn
+from nrl.errors import BatchError, DataError, EnvError
+from nrl.reduce import finalize
+from tests.episodes.scripted import Scripted
+
+FAST, SLOW = 0.01, 30.0  # seconds
+
+
+class Game:
+    """Some turns; it counts what is open, and which states were closed. A task may say how long a step sleeps."""
+
+    def __init__(self, turns: int = 1) -> None:
+        self.turns, self.opened, self.closed, self.most = turns, 0, list[int](), 0
+        self._guard = threading.Lock()
+
+    def reset(self, task: Any) -> Any:
+        with self._guard:
+            self.opened += 1
+            self.most = max(self.most, self.opened - len(self.closed))
+            return (self.opened, 0, task), task["prompt"]
+
+    def step(self, state: Any, turn: str) -> Step:
+        number, turns, task = state
+        time.sleep(task.get("sleeps", {}).get(turns, 0.0))
+        done = turns + 1 == self.turns
+        return Step((number, turns + 1, task), float(done), done, None if done else "+")
+
+    def close(self, state: Any) -> None:
+        with self._guard:
+            self.closed.append(state[0])
+
+    @property
+    def env(self) -> Environment:
+        return Environment(self.reset, self.step, self.close)
+
+    @property
+    def each_closed_once(self) -> bool:
+        return sorted(self.closed) == list(range(1, self.opened + 1))
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., SimulatedEngine]]:
+    made: list[SimulatedEngine] = []
+
+    def make(seconds: Any = lambda seed: FAST, slots: int = 64) -> SimulatedEngine:
+        made.append(SimulatedEngine(slots, seconds))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def tasks(**of: dict[str, Any]) -> Any:
+    """Tasks by their number; ``_3={...}`` has more of task 3."""
+    return nrl.stream.counting(lambda index: {"prompt": "1+1=", "index": index, **of.get(f"_{index}", {})})
+
+
+def slow_ones(*places: int, seconds: float = SLOW) -> Callable[[int], float]:
+    """The requests that come to an engine, by their number: these are slow."""
+    count = itertools.count()
+    return lambda seed: seconds if next(count) in places else FAST
+
+
+# --- a deadline
+
+
+def test_what_is_not_over_by_the_deadline_is_cut_and_counted(engine: Any) -> None:
+    """Of two groups of three, the first loses the row whose second turn's step sleeps."""
+    game, taken = Game(turns=2), engine(slow_ones(4))  # the fifth row never gets an answer
+    stream = nrl.cut(nrl.rollouts(taken, game.env, tasks(_0={"sleeps": {}}), n=3), 0.5)
+    began = time.monotonic()
+    [batch] = nrl.batched(stream, 2).take(1)
+    assert 0.5 <= time.monotonic() - began < 2
+    assert batch["cut"].tolist() == [False, False, False, False, True, False]
+    assert batch["valid"].tolist() == (~batch["cut"]).tolist()
+    assert not batch["loss_mask"][4].any()
+    assert nrl.envs.STATUSES[int(batch["status"][4])] == "timeout"
+    assert batch["sampled"].tolist() == [4, 4, 4, 4, 0, 4]  # two turns of two tokens; the slow request gave none
+    found = finalize(nrl.summary(batch))
+    assert {name: found[name] for name in found if name.startswith("cut")} == {
+        "cut": 1,
+        "cut/length": 0,
+        "cut/groups": 0.5,
+        "cut/share": pytest.approx(1 / 3),
+    }
+    assert found["tokens/sampled"] == 20 == found["tokens/trained"]
+    assert game.each_closed_once
+
+
+def test_tokens_of_turns_before_the_cut_are_counted(engine: Any) -> None:
+    game = Game(turns=3)
+    stream = nrl.cut(nrl.rollouts(engine(), game.env, tasks(_1={"sleeps": {1: 5.0}}), n=2), 0.5)
+    first, second = stream.take(2)
+    assert first["cut"].tolist() == [False, False]
+    assert second["cut"].tolist() == [True, True]
+    assert second["sampled"].tolist() == [4, 4]  # two turns of two tokens
+    found = finalize(nrl.summary(second))
+    assert (found["cut/length"], found["tokens/cut"], found["tokens/sampled"]) == (4, 8, 8)
+    assert found["tokens/invalid"] == found["tokens/trained"] == 0
+    assert game.each_closed_once
+
+
+def test_an_engine_forgets_what_was_cut(engine: Any) -> None:
+    taken = engine(slow_ones(0, 1), slots=2)  # they hold all slots
+    stream = nrl.cut(nrl.rollouts(taken, Game().env, tasks(), n=2), 0.3)
+    assert stream.take(1)[0]["cut"].all()
+    assert not stream.take(1)[0]["cut"].any()
+
+
+def test_a_deadline_that_nobody_misses_changes_nothing(sampler: EnginePool) -> None:
+    def batch(change: Callable[..., Any]) -> nrl.Batch:
+        return nrl.batched(change(nrl.rollouts(sampler, Game(turns=2).env, data.tasks("arithmetic"), n=2)), 3).take(1)[
+            0
+        ]
+
+    plain, limited = batch(lambda stream: stream), batch(lambda stream: nrl.cut(stream, 60.0))
+    assert set(limited.keys()) - set(plain.keys()) == {"cut"}
+    for name in plain.keys():
+        assert torch.equal(plain[name].nan_to_num(-1.0), limited[name].nan_to_num(-1.0)), name
+
+
+def test_a_verdict_over_a_group_is_cut_too(engine: Any) -> None:
+    @of_group
+    async def compare(task: Any, traces: Any) -> list[float]:
+        time.sleep(5.0 if task["index"] else 0.0)
+        return [1.0 for _ in traces]
+
+    stream = nrl.cut(nrl.rollouts(engine(), single_turn(compare), tasks(), n=2), 0.5)
+    began = time.monotonic()
+    first, second = stream.take(2)
+    assert time.monotonic() - began < 3
+    assert first["cut"].tolist() == [False, False]
+    assert second["cut"].tolist() == [True, True]
+
+
+def test_takes_that_are_cut_whole_end_the_stream(engine: Any) -> None:
+    stream = nrl.cut(nrl.rollouts(engine(lambda seed: SLOW), Game().env, tasks(), n=2, patience=2), 0.1)
+    stream.take(1)  # without a warning: it was asked for
+    with pytest.raises(EnvError, match=r"all rows of 2 rollouts in a row failed.*cut: it was not over after 0.1 s"):
+        stream.take(1)
+
+
+# --- some of a group
+
+
+def test_the_first_of_a_group_are_kept(engine: Any) -> None:
+    """Five of two turns each; the sleepers have sampled one turn of two tokens when they are left out."""
+    game = Game(turns=2)
+    stream = nrl.oversample(nrl.rollouts(engine(slow_ones(5, 6)), game.env, tasks(), n=5), 3)
+    [group] = stream.take(1)
+    assert len(group) == 3
+    assert group["valid"].all()
+    assert group["left_out"].tolist() == [2, 0, 0]
+    assert group["dropped_tokens"].tolist() == [4, 0, 0]
+    assert (group["episode_ids"] % 2**20).tolist() == [2, 3, 4]  # those whose second request was not slow
+    found = finalize(nrl.summary(group))
+    assert (found["left_out"], found["tokens/dropped"], found["tokens/sampled"]) == (2, 4, 16)
+    assert game.each_closed_once
+    assert torch.isfinite(advantages(group)["advantages"]).all()
+
+
+def test_failed_episodes_are_kept_only_where_there_are_too_few_others(engine: Any) -> None:
+    count = iter(range(100))
+
+    def verdict(task: Any, trace: Any) -> float:
+        return 1.0 / (next(count) % 4 != 3 if task["index"] == 0 else 0)
+
+    stream = nrl.oversample(nrl.rollouts(engine(), single_turn(verdict), tasks(), n=4), 3)
+    with pytest.warns(UserWarning, match="3 of 6 episodes failed"):
+        first, second = stream.take(2)
+    assert first["valid"].tolist() == [True] * 3
+    assert second["valid"].tolist() == [False] * 3
+
+
+# --- groups that are carried on
+
+
+def test_groups_that_end_first_come_first_and_others_are_carried_on(engine: Any) -> None:
+    """The second group's step sleeps; what it has sampled stays, and its next turn has the next weights."""
+    game, taken = Game(turns=2), engine()
+    stream = nrl.partial(nrl.rollouts(taken, game.env, tasks(_1={"sleeps": {0: 1.0}}), n=2), 1)
+    assert [int(group["group_ids"][0]) for group in stream.take(2)] == [0, 2]
+    taken.version = 1
+    time.sleep(1.0)
+    groups = stream.take(2)
+    assert [int(group["group_ids"][0]) for group in groups][:1] == [1]
+    carried, new = groups
+    assert carried["version"].tolist() == [0, 0]
+    assert carried["versions"][carried["loss_mask"]].tolist() == [0, 0, 1, 1] * 2
+    assert new["version"].tolist() == [1, 1]
+    assert game.most >= 6
+    assert stream.state()["groups"] == 5
+
+
+def test_groups_that_begin_early_come_in_order(engine: Any) -> None:
+    taken = engine(slow_ones(0, seconds=0.6))
+    stream = nrl.refill(nrl.rollouts(taken, Game().env, tasks(), n=2), 2)
+    began = time.monotonic()
+    first = stream.take(2)
+    later = stream.take(2)
+    assert 0.5 < time.monotonic() - began < 3
+    assert [int(group["group_ids"][0]) for group in [*first, *later]] == [0, 1, 2, 3]
+    assert taken.lag == 1  # so that publishes refuse a sampler that shares GPUs with the trainer
+
+
+@pytest.mark.parametrize("transform", [nrl.partial, nrl.refill])
+def test_each_task_comes_exactly_once_where_a_run_goes_on(engine: Any, transform: Any) -> None:
+    def stream() -> Any:
+        return transform(nrl.rollouts(engine(slow_ones(3, 9, seconds=0.3)), Game().env, tasks(), n=2), 3)
+
+    first = stream()
+    before = [int(group["group_ids"][0]) for group in first.take(3)]
+    state = first.state()
+    assert [number for number, _ in state["begun"]] == sorted(set(range(6)) - set(before))
+    again = stream()
+    again.restore(state)
+    after = [int(group["group_ids"][0]) for group in [*again.take(3), *again.take(3)]]
+    assert len({*before, *after}) == 9
+    found = again.state()
+    assert sorted([*before, *after, *(number for number, _ in found["begun"])]) == list(range(12))
+    assert [task["index"] for _, task in found["begun"]] == [number for number, _ in found["begun"]]
+
+
+def test_what_is_carried_is_closed_once_when_nobody_takes_any_more(engine: Any) -> None:
+    game = Game()
+    stream = nrl.partial(nrl.rollouts(engine(slow_ones(0, 1, 2, 3)), game.env, tasks(), n=2), 2)
+    stream.take(1)
+    assert (game.opened, len(game.closed)) == (6, 2)
+    del stream
+    gc.collect()
+    assert game.each_closed_once
+
+
+def test_a_take_that_raises_closes_all_and_begins_them_anew(engine: Any) -> None:
+    class Breaking(SimulatedEngine):
+        breaks = False
+
+        def stream(self, prompts: Any, seeds: Any, sampling: Any = None) -> Any:
+            if self.breaks:
+                raise RuntimeError("out of memory")
+            return super().stream(prompts, seeds, sampling)
+
+    game, taken = Game(), Breaking(64, slow_ones(2, 3))
+    stream = nrl.refill(nrl.rollouts(taken, game.env, tasks(), n=2), 1)
+    stream.take(1)
+    before, taken.breaks = stream.state(), True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        stream.take(1)
+    assert game.each_closed_once
+    assert stream.state() == before
+    taken.breaks = False
+    assert int(stream.take(1)[0]["group_ids"][0]) == 1
+    taken.close()
+
+
+# --- how many at a time, and who waits for whom
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_no_more_episodes_are_live_than_were_allowed(engine: Any, sampler: EnginePool, streams: bool) -> None:
+    game, other = Game(turns=2), Game(turns=2)
+    some = [{"prompt": f"{index}+1="} for index in range(6)]
+    of: Any = engine() if streams else sampler
+    bounded = nrl.rollout(of, game.env, some, n=3, concurrency=4)
+    free = nrl.rollout(of, other.env, some, n=3)
+    assert (game.most, other.most) == (4, 18)
+    assert game.each_closed_once
+    assert torch.equal(bounded["input_ids"], free["input_ids"])
+    stream = nrl.rollouts(of, Game().env, tasks(), n=3, concurrency=2)
+    assert [len(group) for group in stream.take(2)] == [3, 3]
+    with pytest.raises(DataError, match="rollouts: concurrency is 0; it must be at least 1, or None for all at once"):
+        nrl.rollouts(of, Game().env, tasks(), n=3, concurrency=0)
+
+
+class Rounds(Scripted):
+    """Notes how many are asked at a time, and when."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.asked, self.times = list[int](), list[float]()
+
+    def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
+        self.asked.append(len(prompts))
+        self.times.append(time.monotonic())
+        self.texts = ["1"] * len(prompts)
+        return super().generate(prompts, seeds=seeds, sampling=sampling)
+
+
+def test_a_slow_episode_delays_the_others_by_a_second_and_once() -> None:
+    """Three of four turns; the first step of one sleeps for three seconds. It goes on as soon as it can."""
+    asked = Rounds()
+    some = [{"prompt": "1", "sleeps": {0: 3.0} if index == 1 else {}} for index in range(3)]
+    began = time.monotonic()
+    batch = nrl.rollout(asked, Game(turns=4).env, some)
+    assert batch["valid"].all()
+    assert asked.asked == [3, 2, 2, 2, 1, 1, 1]
+    times = [each - began for each in asked.times]
+    assert 0.9 < times[1] - times[0] < 2
+    assert times[3] - times[1] < 0.8
+    assert times[3] < 2.9 < times[4] < 4.5
+
+
+def test_all_are_asked_together_while_none_is_slow() -> None:
+    asked = Rounds()
+    some = [{"prompt": "1", "sleeps": {0: 0.2 * index}} for index in range(3)]
+    nrl.rollout(asked, Game(turns=3).env, some)
+    assert asked.asked == [3, 3, 3]
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("transform", "argument", "said"),
+    [
+        (nrl.cut, 0.0, "cut: seconds is 0.0; it must be positive"),
+        (nrl.cut, float("nan"), "cut: seconds is nan; it must be positive"),
+        (nrl.oversample, 0, "oversample: m is 0; at least one episode has to be kept"),
+        (nrl.oversample, 5, "oversample: m is 5, and rollouts begins n=4 episodes a group; keep fewer, or begin more"),
+        (nrl.partial, 0, "partial: extra is 0; at least one group has to be carried on"),
+        (nrl.refill, 0, "refill: extra is 0; at least one group has to begin early"),
+    ],
+)
+def test_arguments_are_checked(engine: Any, transform: Any, argument: Any, said: str) -> None:
+    with pytest.raises(DataError, match=f"^{said}$".replace(".", r"\.")):
+        transform(nrl.rollouts(engine(), Game().env, tasks(), n=4), argument)
+
+
+def test_a_schedule_is_of_rollouts_alone_and_of_one_kind(engine: Any) -> None:
+    groups = nrl.rollouts(engine(), Game().env, tasks(), n=4)
+    said = "cut: the stream is none of nrl.rollouts, or was made of one; put cut around nrl.rollouts"
+    for other in (nrl.batched(groups, 2), tasks()):
+        with pytest.raises(DataError, match=said):
+            nrl.cut(other, 1.0)
+    with pytest.raises(DataError, match="refill: the stream is partial already; take one of the two"):
+        nrl.refill(nrl.partial(groups, 1), 1)
+    assert len(nrl.oversample(nrl.cut(groups, 60.0), 2).take(1)[0]) == 2
+
+
+def test_a_coroutine_of_what_was_cut_is_cancelled(engine: Any) -> None:
+    found: list[str] = []
+
+    async def verdict(task: Any, trace: Any) -> float:
+        try:
+            await asyncio.sleep(SLOW if task["index"] == 0 else 0)
+        except asyncio.CancelledError:
+            found.append("cancelled")
+            raise
+        return 1.0
+
+    stream = nrl.cut(nrl.refill(nrl.rollouts(engine(), single_turn(verdict), tasks(), n=1), 1), 0.2)
+    assert stream.take(1)[0]["cut"].tolist() == [True]
+    for _ in range(20):  # while others are under way
+        stream.take(1)
+    assert found == ["cancelled"]
+
+
+def test_what_was_cut_is_no_tokens_that_are_trained_on(engine: Any) -> None:
+    [group] = nrl.cut(nrl.rollouts(engine(), Game().env, tasks(), n=2), 60.0).take(1)
+    wide = nrl.Batch({**dict(group.items()), "loss_mask": torch.ones_like(group["loss_mask"])}, batch_size=[2])
+    with pytest.raises(BatchError, match="row 0 is trained on 6 tokens, and 2 were sampled"):
+        nrl.summary(wide)
