@@ -371,10 +371,11 @@ def test_what_is_sampled_together_counts_together(here: Path, model: str, capsys
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-def test_on_ray_it_gives_what_it_gives_here(here: Path, model: str) -> None:
+@pytest.mark.parametrize("judge", ["verifier=number", "env={}/guess.py:env"])
+def test_on_ray_it_gives_what_it_gives_here(judge: str, here: Path, model: str) -> None:
     results = []
     for cluster in ("local", "ray"):
-        settings = [f"model={model}", "n=4", "chat=false", "max_new_tokens=4", f"cluster={cluster}"]
+        settings = [f"model={model}", judge.format(here), "n=4", "chat=false", "max_new_tokens=4", f"cluster={cluster}"]
         assert child(attempt, str(here / "tasks.jsonl"), *settings, f"out={here / cluster}") == 0
         results.append(lines(here / cluster / "results.jsonl"))
     assert results[0] == results[1]
