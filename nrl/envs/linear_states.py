@@ -104,11 +104,12 @@ before 'a'). Go on from the state that the first call returned, or reset for ano
 
 
 class _Act:
-    """A call that is made once. Others wait until its plain part is over, and then await what is left of it."""
+    """A call that is made once. Others wait for its plain part, and then for what is to be awaited, if it is."""
 
     def __init__(self, state: Any, turn: Turn | None = None) -> None:
         self.state, self.turn = state, turn
         self._later: Future[bool] = Future()
+        self._rest: list[tuple[Any, Callable[[Any], Any]]] = []  # taken by whoever awaits it first
         self._outcome: Future[tuple[Any, BaseException | None]] = Future()
         self._outcome.set_running_or_notify_cancel()  # so that nobody who waits for it and is cancelled, cancels it
 
@@ -116,18 +117,26 @@ class _Act:
         """Make the call. Its value may have to be awaited."""
         try:
             found = call()
-            if not inspect.isawaitable(found):
-                found = change(found)
+            if inspect.isawaitable(found):
+                self._rest.append((found, change))
+                self._later.set_result(True)
+                return self._awaited()
+            value = change(found)
         except BaseException as error:
             self._failed(error)
             raise
-        if inspect.isawaitable(found):
-            self._later.set_result(True)
-            return self._awaited(found, change)
-        self._ended(found)
-        return found
+        self._ended(value)
+        return value
 
-    async def _awaited(self, found: Any, change: Callable[[Any], Any]) -> Any:
+    def again(self) -> Any:
+        """What came of the call, or will; its value may have to be awaited, as the call's own."""
+        return self._awaited() if self._later.result() else _value(*self._outcome.result())
+
+    async def _awaited(self) -> Any:
+        try:
+            found, change = self._rest.pop()
+        except IndexError:
+            return _value(*await asyncio.wrap_future(self._outcome))
         try:
             value = change(await found)
         except BaseException as error:
@@ -138,10 +147,10 @@ class _Act:
 
     def _failed(self, error: BaseException) -> None:
         if not isinstance(error, Exception | SystemExit):
-            what = "step" if self.turn is not None else "close"
+            who, then = ("close", "see what it left behind") if self.turn is None else ("step", "close the episode")
             error = EnvError(
-                f"{what}: the first call was interrupted ({type(error).__name__}) and may have acted half-way, so it "
-                "is not made again; " + ("close the episode" if self.turn is not None else "see what it left behind")
+                f"{who}: the first call was interrupted ({type(error).__name__}) and may have acted half-way, so it is "
+                f"not made again; {then}"
             )
         self._ended(None, error)
 
@@ -150,15 +159,6 @@ class _Act:
         self._outcome.set_result((value, error))
         if not self._later.done():
             self._later.set_result(False)
-
-    def again(self) -> Any:
-        """What came of the call, or will; its value may have to be awaited, as the call's own."""
-        if self._later.result():
-            return self._awaited_again()
-        return _value(*self._outcome.result())
-
-    async def _awaited_again(self) -> Any:
-        return _value(*await asyncio.wrap_future(self._outcome))
 
 
 def _value(value: Any, error: BaseException | None) -> Any:

@@ -125,8 +125,7 @@ def test_any_interleaving_of_repeated_calls(kind: str, play: Play, ticks: int, w
     """As tasks of one loop, each of which calls some ticks after it could. Plain calls are made one after another."""
     answers, expected = play.expected(kind)
     acts: list[Any] = []
-    env = linear(counting(kind, acts, play.failures, ticks))
-    assert env.close is not None
+    env: Any = linear(counting(kind, acts, play.failures, ticks))
 
     async def awaited(found: Any) -> Any:
         return await found if inspect.isawaitable(found) else found
@@ -292,6 +291,15 @@ def test_a_cancelled_call_is_not_made_again() -> None:
     assert acts == ["a", "b"]
 
 
+def test_a_call_that_nobody_awaited_is_awaited_by_the_next() -> None:
+    acts: list[Any] = []
+    env: Any = linear(counting("awaitable", acts))
+    state = begun(env)
+    env.step(state, "a").close()  # as where its caller gave up
+    assert value(env.step(state, "a")) == value(env.step(state, "a"))
+    assert [act[0] for act in acts] == ["reset", "step"]
+
+
 def test_an_interrupted_close_is_not_made_again() -> None:
     def interrupted(state: None) -> None:
         raise KeyboardInterrupt
@@ -349,10 +357,10 @@ def test_a_step_that_ends_after_its_episode_was_closed() -> None:
 
 def test_episodes_stay_in_their_environment() -> None:
     acts: list[Any] = []
-    env, other = linear(counting("plain", acts)), linear(counting("plain", acts))
+    env: Any = linear(counting("plain", acts))
+    elsewheres: list[Any] = [linear(counting("plain", acts)), pickle.loads(cloudpickle.dumps(env))]
     state = begun(env)
-    shipped: Any = pickle.loads(cloudpickle.dumps(env))
-    for elsewhere in (other, shipped):
+    for elsewhere in elsewheres:
         with pytest.raises(ForeignState, match=rf"^step: turn 0 of episode {state.episode} is not known in"):
             elsewhere.step(state, "a")
         assert elsewhere.step(begun(elsewhere), "a").reward == 0.5
