@@ -44,6 +44,7 @@ def linear(env: Env, *, remembered: int = 1000) -> Environment:
       only be closed.
     - `close` closes the episode with the newest of its states, whichever it is given, and does so once; after that it
       returns what it returned. It does not wait for a step that is under way.
+    - `reset` begins another episode each time: a repeated one is not known by its task.
 
     The states themselves are names, a `LinearState` each, and may be pickled, compared, and used as keys. What is
     behind them, the environment's own states and the answers, stays in memory where `linear` was called. So call it
