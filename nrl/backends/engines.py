@@ -92,7 +92,9 @@ class TrainEngine[S, M](Protocol):
         """One optimizer step on the sum over micro-batches of ``total / weights[term]``.
 
         The metrics are those of the loss, ``loss``, ``grad_norm``, ``lr``, ``tokens``, and `mismatch_metrics` of the
-        outputs; `nrl.backends.training.gradients.value_and_grad` has them with the loss.
+        outputs; `nrl.backends.training.gradients.value_and_grad` has them with the loss. An engine that computes what
+        rows have in common once adds ``tokens/computed`` and ``tokens/saved``
+        (`nrl.backends.training.step_sums.StepSums.over_all`).
 
         It either steps once, or raises and leaves the state as it was.
 

@@ -24,6 +24,8 @@ from nrl.envs.contract import (
     Verifier,
     score_of,
 )
+from nrl.envs.limits import limited
+from nrl.envs.linear_states import LinearState, linear
 from nrl.envs.verifiers import (
     VERIFIERS,
     Extractor,
@@ -41,6 +43,7 @@ __all__ = [
     "Env",
     "Environment",
     "Extractor",
+    "LinearState",
     "Message",
     "Prompt",
     "Score",
@@ -57,6 +60,8 @@ __all__ = [
     "final_number",
     "gated",
     "judged",
+    "limited",
+    "linear",
     "number",
     "number_or_wrong",
     "of_group",

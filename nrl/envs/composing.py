@@ -20,6 +20,7 @@ from nrl.envs.contract import (
     Verdict,
     Verifier,
     asynchronous,
+    mapped,
     score_of,
     timeout_of,
 )
@@ -124,13 +125,11 @@ def by_source(*envs: Env) -> Environment:
                 f"by_source: the task has the source {source!r}, and there are {len(envs)} environments; mix tasks "
                 "with nrl.data.mixture, in the order of the environments"
             )
-        found: Any = envs[source].reset(task)
-        return _begun(source, found) if inspect.isawaitable(found) else ((source, found[0]), *found[1:])
+        return mapped(envs[source].reset(task), lambda found: ((source, found[0]), *found[1:]))
 
     def step(state: tuple[int, Any], turn: Turn) -> Any:
         source, own = state
-        found: Any = envs[source].step(own, turn)
-        return _stepped(source, found) if inspect.isawaitable(found) else found._replace(state=(source, found.state))
+        return mapped(envs[source].step(own, turn), lambda found: found._replace(state=(source, found.state)))
 
     def close(state: tuple[int, Any]) -> Any:
         source, own = state
@@ -150,16 +149,6 @@ def by_source(*envs: Env) -> Environment:
     closes = any(getattr(env, "close", None) for env in envs)
     verifies = any(getattr(env, "verifier", None) for env in envs)
     return Environment(reset, step, close if closes else None, verifier if verifies else None, timeout)
-
-
-async def _begun(source: int, found: Awaitable[tuple[Any, ...]]) -> tuple[Any, ...]:
-    state, *rest = await found
-    return (source, state), *rest
-
-
-async def _stepped(source: int, found: Awaitable[Step]) -> Step:
-    taken = await found
-    return taken._replace(state=(source, taken.state))
 
 
 async def _later(state: Task, reward: Awaitable[Verdict]) -> Step:

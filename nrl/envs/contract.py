@@ -5,6 +5,7 @@ An environment is functions, `reset`, `step` and, where something has to be give
 what happened, a `Trace`.
 """
 
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args
@@ -28,7 +29,9 @@ __all__ = [
     "Turn",
     "Verdict",
     "Verifier",
+    "alike",
     "asynchronous",
+    "mapped",
     "score_of",
     "timeout_of",
 ]
@@ -276,3 +279,39 @@ def timeout_of(env: Env, task: Task) -> float | None:
 def asynchronous(fn: Any) -> bool:
     """Whether a call only makes a coroutine."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(type(fn), "__call__", None))  # noqa: B004
+
+
+def alike(fn: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that wraps another one under its name, and is of its kind: ``async`` if that is.
+
+    Args:
+        fn: plain or ``async``.
+        call: has the same arguments; its value may have to be awaited.
+
+    >>> async def double(x):
+    ...     return 2 * x
+    >>> asynchronous(alike(double, lambda x: double(x + 1)))
+    True
+    """
+    if not asynchronous(fn):
+        return functools.wraps(fn)(lambda *args: call(*args))
+
+    @functools.wraps(fn)
+    async def later(*args: Any) -> Any:
+        found = call(*args)
+        return await found if inspect.isawaitable(found) else found
+
+    return later
+
+
+def mapped(found: Any, change: Callable[[Any], Any]) -> Any:
+    """A changed value; of one that has to be awaited, an awaitable of the changed one.
+
+    >>> mapped(2, lambda x: x + 1)
+    3
+    """
+
+    async def later() -> Any:
+        return change(await found)
+
+    return later() if inspect.isawaitable(found) else change(found)

@@ -4,6 +4,7 @@ A batch here is small, so blocks and micro-batches are made free: then all that 
 is shared, and rows that begin alike are kept together.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -322,3 +323,137 @@ def test_without_a_loss_mask_every_token_is_computed(slots: Slots, monkeypatch: 
     made = trainer(slots)
     made.train_step(loss)(made.init(), bare)
     assert counts == [int((nrl.lengths(batch) - 1).sum())]
+
+
+# how many tokens are computed, and how many are not because rows have them in common
+
+
+def counts(made: Trainer, batch: Batch, loss: Loss = algos.sft_loss) -> list[float]:
+    numbers = run(made, loss, batch).metrics
+    return [numbers[name] for name in ("tokens", "tokens/computed", "tokens/saved")]
+
+
+def trained_on(rows: list[list[int]]) -> Batch:
+    """Rows that are trained on from their second token on."""
+    batch = batch_of(rows, [0] * len(rows))
+    return nrl.assign(batch, loss_mask=batch["attention_mask"] & (torch.arange(WIDTH) > 0))
+
+
+FORK = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7, 7], [1, 2, 3, 8, 8]]
+"""A fork within a fork: up to the tokens that predict nothing, 12345, 123457 and 1238. A trie of these has 7 nodes."""
+
+
+@pytest.mark.parametrize(
+    ("rows", "max_tokens", "packing", "expected"),
+    [
+        # One level: 123 | 45, 457, 8. The 45 is computed twice: sharing 12345 would save 5, and this saves 6
+        (FORK, LARGE, nrl.Sequences, [18, 9, 6]),
+        (FORK, LARGE, nrl.Rectangles, [18, 9, 6]),
+        # With a longer inner fork, 1234567 | nothing, 9, and another 1: sharing the 1 of all would save 2, and not 7
+        ([[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 9, 9], [1, 8]], LARGE, nrl.Sequences, [19, 9, 7]),
+        # The same rows in micro-batches of two and one: 1234 5 | nothing, 7, and 1238
+        (FORK, 14, nrl.Sequences, [18, 10, 5]),
+        (FORK, 7, nrl.Sequences, [18, 15, 0]),
+        (FORK, LARGE, None, [18, 18, 0]),  # padded rows are computed to their ends
+    ],
+)
+def test_a_fork_within_a_fork(
+    rows: list[list[int]], max_tokens: int, packing: Packing | None, expected: list[int], slots: Slots
+) -> None:
+    assert counts(trainer(slots, max_tokens=max_tokens, packing=packing), trained_on(rows)) == expected
+
+
+def test_rows_of_shards_are_not_shared(slots: Slots) -> None:
+    assert counts(trainer(slots, 3, packing=nrl.Sequences), trained_on(FORK)) == [18, 15, 0]
+
+
+def test_tokens_that_nothing_is_read_of_are_neither_computed_nor_saved(slots: Slots) -> None:
+    batch = trained_on(FORK)
+    mask = batch["loss_mask"] & (torch.arange(WIDTH) < torch.tensor([4, 4, 0])[:, None])
+    masked = nrl.assign(batch, loss_mask=mask)  # 123 of two rows, and nothing of the third
+    assert counts(trainer(slots, packing=nrl.Sequences), masked) == [18, 3, 3]
+    assert counts(trainer(slots, packing=None), masked) == [18, 13, 0]
+    # The first time a loss reads other outputs, the step is computed again, and the last time counts
+    assert counts(trainer(slots, packing=nrl.Sequences), masked, counts_probable_tokens) == [18, 9, 6]
+
+
+class Trie(dict[int, "Trie"]):
+    """Rows as a tree; slow."""
+
+    @property
+    def nodes(self) -> int:
+        return sum(1 + child.nodes for child in self.values())
+
+    @classmethod
+    def of(cls, rows: list[list[int]]) -> "Trie":
+        root = cls()
+        for row in rows:
+            node = root
+            for token in row:
+                node = node.setdefault(token, cls())
+        return root
+
+
+def in_common(rows: list[list[int]]) -> int:
+    """The number of first tokens that all of some rows have in common."""
+    return next((i for i, tokens in enumerate(zip(*rows, strict=False)) if len(set(tokens)) > 1), min(map(len, rows)))
+
+
+def best(rows: list[list[int]]) -> int:
+    """The most that one level of sharing can save: over all ways to put rows into sets."""
+    if not rows:
+        return 0
+    first, *others = rows
+    most = 0
+    for chosen in itertools.product([False, True], repeat=len(others)):
+        with_it = [first, *(row for row, here in zip(others, chosen, strict=True) if here)]
+        without = [row for row, here in zip(others, chosen, strict=True) if not here]
+        most = max(most, (len(with_it) - 1) * in_common(with_it) + best(without))
+    return most
+
+
+@st.composite
+def forked(draw: st.DrawFn) -> tuple[list[list[int]], bool]:
+    """Rows of at most five; and whether they fork once at most, behind their prompt, of which no other row has any."""
+    if draw(st.booleans()):
+        prompts = [[word] * draw(st.integers(1, 4)) for word in (1, 2)]
+        tails = [
+            [word, *draw(st.lists(st.integers(3, 9), max_size=3))] for word in range(3, 3 + draw(st.integers(1, 5)))
+        ]
+        return [draw(st.sampled_from(prompts)) + tail for tail in tails], True
+    words = st.lists(st.integers(1, 2), min_size=2, max_size=8)
+    return draw(st.lists(words, min_size=1, max_size=5)), False
+
+
+@settings(max_examples=60, phases=NO_SHRINK)
+@given(drawn=forked(), dp=st.integers(1, 2), n=st.integers(1, 3), packing=packings)
+def test_tokens_are_counted_as_a_slow_loop_counts_them(
+    drawn: tuple[list[list[int]], bool], dp: int, n: int, packing: Packing, slots: Slots
+) -> None:
+    """Against a trie of the rows of each micro-batch, and all ways to share one level of them."""
+    rows, forks_once = drawn
+    parts, laid = list[list[list[int]]](), list[int]()
+
+    def watched(batch: Batch, **options: Any) -> Packed:
+        ends = options["ends"].tolist()
+        parts.append([row[:end] for row, end in zip(batch["input_ids"].tolist(), ends, strict=True)])
+        found = pack(batch, **options)
+        real = found.rows.real if isinstance(found.rows, nrl.Rectangles) else torch.ones_like(found.source).bool()
+        laid.append(len(set(found.source[real].tolist())))
+        assert laid[-1] == int(real.sum())  # none of them twice
+        return found
+
+    batch = trained_on(rows)
+    made = trainer(slots, dp, tokens_for(batch, n), packing)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "pack", watched)
+        parts.clear()
+        found = counts(made, batch)
+    needed = sum(len(row) for part in parts for row in part)
+    assert needed == sum(map(len, rows)) - len(rows)
+    assert found == [sum(map(len, rows)), sum(laid), needed - sum(laid)]
+    tree = sum(Trie.of(part).nodes for part in parts)
+    one_level = needed - sum(best(part) for part in parts)
+    assert tree <= one_level <= sum(laid) <= needed
+    if forks_once:
+        assert sum(laid) == one_level == tree

@@ -134,7 +134,8 @@ class TorchEngine:
         wanted = every if self.model.head == "reward" else where_routed(every)
         with torch.no_grad(), sharding.reset_after(params):
             for batch in parts:
-                found.append(self._outputs(params, batch, wanted, needs, held))  # noqa: PERF401
+                work = self._plan(params, batch, wanted, needs, held)
+                found.append(self._outputs(params, work, needs))
             held.meet("forward")
         return [
             TensorDict(
@@ -195,10 +196,12 @@ class TorchEngine:
     ) -> Metrics | None:
         """The sums over the micro-batches of all processes; None: the loss reads outputs that have been left out."""
         needs = needed(loss) | (self.provides & {"logprobs"})
-        sums, held, read = StepSums(loss, name, weights, self.device), HeldError(self._peers), 0
+        sums, held, works, read = StepSums(loss, name, weights, self.device), HeldError(self._peers), list[Plan](), 0
         wanted = partial(read_by, head=self.model.head, everywhere=everywhere)
         for batch in microbatches:
-            out = self._outputs(module, batch, wanted, needs, held, loads)
+            works.append(self._plan(module, batch, wanted, needs, held))
+            loads.reads = works[-1].reads
+            out = self._outputs(module, works[-1], needs)
             gradients, read = None, read + len(out.source)
             if batch is not IDLE and held.error is None:
                 with held.back():
@@ -207,7 +210,7 @@ class TorchEngine:
                     left_out = torch.nonzero(others.flatten())[:, 0].to(self.device)
                     gradients = sums.add(outputs, batch.to(self.device), left_out)
             out.backward(gradients)
-        return sums.over_all(held, microbatches, read)
+        return sums.over_all(held, microbatches, works, read)
 
     def _plan(
         self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], needs: frozenset[str], held: HeldError
@@ -222,18 +225,7 @@ class TorchEngine:
         nothing = torch.zeros_like(IDLE["input_ids"], dtype=torch.bool)  # after an error, computing more is in vain
         return plan(IDLE, nothing, self.packing, words=words, needs=self.provides & {"rewards"}, always=always)
 
-    def _outputs(
-        self,
-        module: Any,
-        batch: Batch,
-        wanted: Callable[[Batch], Tensor],
-        needs: frozenset[str],
-        held: HeldError,
-        loads: Loads | None = None,
-    ) -> Outputs:
-        work = self._plan(module, batch, wanted, needs, held)
-        if loads is not None:
-            loads.reads = work.reads
+    def _outputs(self, module: Any, work: Plan, needs: frozenset[str]) -> Outputs:
         with self._autocast(self.model.dtype == "bfloat16"):
             return sharding.run(module, lambda: compute(module, work, needs))
 

@@ -226,7 +226,7 @@ class MegatronEngine:
             return _slope(out, gradients)
 
         of.passes(state.copies, cut, slope, self._at, backward=True)
-        return sums.over_all(held, parts, read)
+        return sums.over_all(held, parts, works, read)
 
     def _planned(
         self,

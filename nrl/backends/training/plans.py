@@ -99,6 +99,8 @@ class Plan(NamedTuple):
         source: ``[n]`` int64, as in `Outputs`.
         shape: as in `Outputs`.
         routes: ``[n, layers, k]`` int16, the experts of each token of the flattened inputs; None: routers choose.
+        computed: how many tokens of the batch are among the inputs; padding is not counted.
+        saved: how many more these stand for, because rows have them in common.
     """
 
     inputs: dict[str, Tensor]
@@ -109,6 +111,8 @@ class Plan(NamedTuple):
     source: Tensor
     shape: torch.Size
     routes: Tensor | None = None
+    computed: int = 0
+    saved: int = 0
 
     @property
     def reads(self) -> Tensor:
@@ -156,21 +160,30 @@ def plan(
     before = 0 if of_rows else 1  # how many tokens before a wanted one its hidden state lies
     ends = (wanted * torch.arange(1 - before, 1 - before + ids.shape[-1])).amax(-1)
     source = torch.nonzero(wanted.flatten())[:, 0]
-    inputs, rows, places, tokens, read = _laid_out(batch, packing, ends, source - before, always)
-    _check_known("input_ids", inputs["input_ids"], words)
-    routes = routes_of(batch, tokens, read, routers)
+    laid = _laid_out(batch, packing, ends, source - before, always)
+    _check_known("input_ids", laid.inputs["input_ids"], words)
+    routes = routes_of(batch, laid.tokens, laid.read, routers)
     columns = [ids_column(need) for need in sorted(needs) if output_kind(need) == "logprobs_at"]
     targets = {}
     for name in ["input_ids", *columns]:
         targets[name] = batch[name].flatten(0, ids.ndim - 1)[source]
         _check_known(name, targets[name], words)
-    if of_rows:
-        return Plan(inputs, rows, places, targets, None, source // ids.shape[-1], ids.shape[:-1], routes)
     temperature = None
-    if "temperature" in batch.keys():
+    if "temperature" in batch.keys() and not of_rows:
         each = batch["temperature"].flatten()[source // ids.shape[-1]]
         temperature = torch.where(each == 0, 1.0, each)
-    return Plan(inputs, rows, places, targets, temperature, source, ids.shape, routes)
+    return Plan(
+        inputs=laid.inputs,
+        rows=laid.rows,
+        places=laid.places,
+        targets=targets,
+        temperature=temperature,
+        source=source // ids.shape[-1] if of_rows else source,
+        shape=ids.shape[:-1] if of_rows else ids.shape,
+        routes=routes,
+        computed=laid.computed,
+        saved=laid.saved,
+    )
 
 
 def _check_known(column: str, tokens: Tensor, words: int) -> None:
@@ -183,13 +196,18 @@ def _check_known(column: str, tokens: Tensor, words: int) -> None:
 
 
 class _LaidOut(NamedTuple):
-    """Inputs, how they lie, the places of some tokens among them, which token each is, and whether it is read."""
+    """Inputs, how they lie, the places of some tokens among them, which token each is, and whether it is read.
+
+    And how many tokens of the batch they are, without padding; and how many more they stand for.
+    """
 
     inputs: dict[str, Tensor]
     rows: Rectangles | Sequences | None
     places: Tensor | None
     tokens: Tensor
     read: Tensor
+    computed: int = 0
+    saved: int = 0
 
 
 _ONE = torch.zeros(1, dtype=torch.int64)
@@ -204,12 +222,13 @@ def _laid_out(batch: Batch, packing: Packing | None, ends: Tensor, places: Tenso
     at: Tensor | None = tokens.place[places]
     source, rows = tokens.source, tokens.rows
     read = rows.real if isinstance(rows, Rectangles) else torch.ones_like(source, dtype=torch.bool)
+    computed = int(read.sum())
     if len(source) == 0:
         one = Batch({"input_ids": _ONE[None]}, batch_size=[1])
         tokens, at = pack(one, packing=packing), at if always else None
         source, read = _ONE, _ONE.bool()
     inputs = {"input_ids": tokens.input_ids[None], "position_ids": tokens.position_ids[None]}
-    return _LaidOut(inputs, tokens.rows, at, source, read)
+    return _LaidOut(inputs, tokens.rows, at, source, read, computed, int(ends.sum()) - computed)
 
 
 def _padded(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _LaidOut:
@@ -226,4 +245,5 @@ def _padded(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _LaidOu
     place[rows] = torch.arange(len(rows))
     at = place[places // width] * width + places % width
     tokens, read = (rows[:, None] * width + column).flatten(), (column < ends.flatten()[rows, None]).flatten()
-    return _LaidOut({"input_ids": ids[rows], "attention_mask": mask.long()}, None, at, tokens, read)
+    inputs = {"input_ids": ids[rows], "attention_mask": mask.long()}
+    return _LaidOut(inputs, None, at, tokens, read, int(mask.sum()))

@@ -9,6 +9,7 @@ from torch import Tensor
 from nrl.algos import Loss
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.backends.training.gradients import ignores, value_and_grad
+from nrl.backends.training.plans import Plan
 from nrl.backends.training.terms import check_weights
 from nrl.batch import Batch, lengths
 from nrl.errors import BatchError, NotFinite
@@ -89,12 +90,15 @@ class StepSums:
         self._sums = merge(self._sums, found.metrics | terms | seen | {"loss": Sum(found.loss)})
         return found.gradients
 
-    def over_all(self, held: HeldError, microbatches: Sequence[Batch], read: int) -> Metrics | None:
+    def over_all(
+        self, held: HeldError, microbatches: Sequence[Batch], works: Sequence[Plan], read: int
+    ) -> Metrics | None:
         """The sums over all processes; None: the loss reads outputs that have been left out. A collective.
 
         Args:
             held: with the error of this process, if it has one.
             microbatches: of this process.
+            works: the plan of each.
             read: how many outputs the loss has got in this process.
 
         Raises:
@@ -103,9 +107,8 @@ class StepSums:
             Exception: what was held back in any process.
         """
         who = f"train_step({self._name})"
-        tokens = Sum(torch.tensor(sum(int(lengths(batch).sum()) for batch in microbatches if batch is not IDLE)))
         sums, (certain,) = _fetch(self._sums, self._trusted)
-        everybody = held.meet(who, (sums | {"tokens": tokens} if self._counted else {}, certain, read))
+        everybody = held.meet(who, (sums | _counts(microbatches, works) if self._counted else {}, certain, read))
         if not all(certain for _, certain, _ in everybody):
             return None
         if not any(read for *_, read in everybody):
@@ -118,6 +121,17 @@ class StepSums:
         seen = {key: float(whole.pop(_SEEN + key)[0]) for key in self._weights}
         check_weights(self._name, seen, self._weights)
         return whole
+
+
+def _counts(microbatches: Sequence[Batch], works: Sequence[Plan]) -> Metrics:
+    """How many tokens the rows have, the model has computed, and has not because rows have them in common."""
+    real = [(batch, work) for batch, work in zip(microbatches, works, strict=True) if batch is not IDLE]
+    counts = {
+        "tokens": sum(int(lengths(batch).sum()) for batch, _ in real),
+        "tokens/computed": sum(work.computed for _, work in real),
+        "tokens/saved": sum(work.saved for _, work in real),
+    }
+    return {name: Sum(torch.tensor(count)) for name, count in counts.items()}
 
 
 def check_norm(who: str, norm: Tensor, step: int) -> None:

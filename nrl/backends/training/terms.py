@@ -27,7 +27,7 @@ _RELATIVE = 1e-5
 _PLACES = 2**16  # entries of a column that a loss is called on at once: they stay in a processor's cache
 _EXACT = 2**24  # below it float32 has every whole number, so that sums of them are the same in any order
 
-_RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "lag", "skipped"}) | {
+_RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "tokens/computed", "tokens/saved", "lag", "skipped"}) | {
     f"mismatch/{name}" for name in ("kl", "ess", "max_abs", "chi2", "max_ratio")
 }
 

@@ -55,6 +55,7 @@ from nrl.reduce import Max, Mean, Metrics, Min, Sum, finalize
 from tests.backends.fsdp.test_torch_engine import CONFIGS, MIXED, QWEN3, batch_of, entropy_loss
 from tests.backends.processes import Processes
 from tests.disks import small_disk_at, transferred
+from tests.metrics import assert_same_steps
 from tests.weights import assert_close, assert_equal, bucket_of
 
 pytestmark = pytest.mark.timeout(600)
@@ -307,12 +308,41 @@ def test_three_steps_give_the_numbers_of_one_process(pool: Processes, loss: str,
     numbers, weights = train(None, loss, 3, **options)
     found = pool(train, loss, 3, **options)
     for others, parts in found:
-        assert [x.keys() for x in others] == [x.keys() for x in numbers]
         assert others == found[0][0]  # the same in every process
-        for a, b in zip(others, numbers, strict=True):
-            assert a == pytest.approx(b, rel=relative, abs=relative)
+        assert_same_steps(others, numbers, relative)
         assert_equal(parts, found[0][1])
         assert_close(parts, weights, relative)
+
+
+def tokens_of(mesh: DeviceMesh | None, assigned: list[list[list[int]]]) -> list[float]:
+    """The tokens of a step on rows of two prompts, which share all that they can."""
+    rows = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8], [1, 2, 3, 9], [5, 5, 5], [5, 5, 6]]
+    mask = torch.arange(6) < torch.tensor([len(row) for row in rows])[:, None]
+    ids = torch.tensor([[*row, *[0] * (6 - len(row))] for row in rows])
+    columns = {"input_ids": ids, "attention_mask": mask, "loss_mask": mask & (torch.arange(6) > 0)}
+    batch = nrl.assign(Batch({}, batch_size=[5]), **columns)
+    made = engine(mesh, Model(QWEN3), nrl.Sequences)
+    _, metrics = made.train(made.init(), sft_loss, cut(mesh, batch, assigned), global_weights(sft_loss, batch))
+    numbers = finalize(metrics)
+    return [numbers[name] for name in ("tokens", "tokens/computed", "tokens/saved")]
+
+
+@pytest.mark.parametrize(
+    ("assigned", "computed", "saved"),
+    [
+        # 22 tokens, of which the last of each row predicts nothing. The first three of three rows, two of two
+        ([[[0, 1, 2, 3, 4]], []], 9, 8),
+        ([[[0, 1, 2]], [[3, 4]]], 9, 8),
+        ([[[0, 1], [2]], [[3, 4]]], 11, 6),  # the first four of two rows: 12345 and 7, 123, 55
+        ([[[0], [3], [4]], [[1, 2]]], 14, 3),
+        ([[[0], [1], [2]], [[3], [4]]], 17, 0),
+    ],
+)
+def test_tokens_of_all_processes_are_counted(
+    two: Processes, assigned: list[list[list[int]]], computed: int, saved: int
+) -> None:
+    assert tokens_of(None, assigned) == [22, computed, saved]
+    assert two(tokens_of, assigned) == [[22, computed, saved]] * 2
 
 
 def cut(mesh: DeviceMesh | None, batch: Batch, assigned: list[list[list[int]]]) -> list[Batch]:

@@ -38,6 +38,7 @@ from tests.backends.megatron.test_megatron_engine import (
     torch_engine,
 )
 from tests.backends.processes import Processes
+from tests.metrics import assert_same_steps
 from tests.weights import assert_close, assert_equal
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
@@ -100,7 +101,7 @@ def same(processes: Processes, layout: Layout, name: str = "grpo", lora: Any = L
     (metrics, _, outs), weights = expected(tuple(source.items()), json.dumps(lora), name)
     each = processes(in_process, layout, model, name, options)
     for rank, ((found, _, there), tensors) in enumerate(each):
-        assert found == [pytest.approx(step, rel=1e-5, abs=1e-5) for step in metrics]
+        assert_same_steps(found, metrics, 1e-5)
         assert_close(tensors, weights, 1e-5)
         if layout.dp == 1 and layout.coordinates(rank)["pp"] == layout.pp - 1:
             for one, other in zip(outs, there, strict=True):
