@@ -227,9 +227,8 @@ def test_processes_that_are_killed_at_random_lose_nothing() -> None:
         async def one(place: int) -> Any:
             task = {"answer": "3", "does": "pid" if place % 4 == 0 else None}
             found: Any = await verify(task, Trace("", ["3" if place % 2 else "4"]))  # type: ignore[misc]
-            if place % 4 == 0:
-                if rng.random() < 0.1:
-                    os.kill(int(found), signal.SIGKILL)
+            if place % 4 == 0 and rng.random() < 0.1:
+                os.kill(int(found), signal.SIGKILL)
             return found
 
         return await asyncio.gather(*map(one, range(400)), return_exceptions=True)
