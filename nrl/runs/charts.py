@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BOX", "Array", "Axis", "Histogram", "Series", "curve", "heatmap", "number", "stack"]
+__all__ = ["BOX", "Array", "Axis", "Histogram", "Series", "curve", "heatmap", "measured", "number", "stack"]
 
 type Array = NDArray[np.floating[Any]]
 type Series = tuple[Array, Array]  # steps, values
@@ -68,6 +68,15 @@ def number(value: float, digits: int = 4) -> str:
         return "undefined"
     mantissa, e, exponent = f"{value:.{digits}g}".partition("e")
     return mantissa.replace("-", "−") + (f"e{int(exponent)}".replace("-", "−") if e else "")
+
+
+def measured(value: Any) -> float:
+    """A value of a log as a number to draw; NaN for anything else.
+
+    >>> measured(2), measured("two"), measured(10**400)
+    (2.0, nan, nan)
+    """
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
 
 
 def _chart(kind: str, name: str, x: Axis, y: Axis, steps: Array, series: Mapping[str, Array]) -> dict[str, Any]:

@@ -20,14 +20,12 @@ import numpy as np
 
 from nrl.errors import DataError
 from nrl.log import duration, redact, redacted
-from nrl.runs import charts
-from nrl.runs.charts import Array, Histogram, Series, number
+from nrl.runs import charts, shown_rows
+from nrl.runs.charts import Array, Histogram, Series, measured, number
 from nrl.runtime.trace import timeline
 
 __all__ = ["report", "report_at_end"]
 
-_ROWS = 4  # of a step's samples, at most
-_TOKENS, _CHARACTERS = (1500, 500), (3000, 1000)  # of a response and of a prompt, from its beginning and its end
 # Metrics to read first, in this order; all others follow below.
 _FIRST = tuple(
     map(re.compile, (r"reward(/|$)", r"loss(/|$)", r"eval/", r"mismatch/", r"(.*[_/])?kl(/|$)", r"length", r"accuracy"))
@@ -44,9 +42,9 @@ def report(out: str | Path) -> Path:
 
     It shows, for each loop, its metrics over its steps (of ``metrics.jsonl``, and of others such as ``warmup.jsonl``),
     the times of its phases, how busy each mesh was (with a link to ``timeline.json``), the distributions of rewards and
-    lengths, and samples of ``rollouts.jsonl`` with tokens coloured by advantage; and ``config.yaml``. Files that are
-    missing are left out; lines that cannot be read are counted. A curve of more than 1,000 steps keeps the lowest and
-    the highest of each few.
+    lengths, and samples of ``rollouts.jsonl``, turn by turn, with tokens coloured by advantage; and ``config.yaml``.
+    Files that are missing are left out; lines that cannot be read are counted. A curve of more than 1,000 steps keeps
+    the lowest and the highest of each few.
 
     Args:
         out: the folder; the run may still be running.
@@ -132,8 +130,6 @@ def _loop(name: str, paths: Sequence[Path], busy: Mapping[str, Mapping[str, floa
         ranks.pop("time/total", None)  # the top of these
     constant = {key for key, rank in ranks.items() if rank == len(_FIRST) and _constant(defined[key][1])}
     curves = sorted(ranks.keys() - constant, key=lambda key: (ranks[key], list(defined).index(key)))
-    tokens = [token for each in samples for row in each["rows"] for part in row["tokens"][::2] for token in part]
-    sizes = [abs(token["advantage"]) for token in tokens if math.isfinite(token["advantage"])]
     return {
         "name": redact(name),
         "tiles": _tiles(defined, len(steps)),
@@ -143,7 +139,7 @@ def _loop(name: str, paths: Sequence[Path], busy: Mapping[str, Mapping[str, floa
         "times": [charts.stack(phases, x)] if phases else [],
         "heatmaps": [charts.heatmap(redact(key), some, x) for key, some in histograms.items()],
         "samples": samples,
-        "peak": max(sizes, default=0.0),
+        "peak": max(map(shown_rows.peak, samples), default=0.0),
         "constant": [(redact(key), number(defined[key][1][0])) for key in defined if key in constant],
         "undefined": [redact(key) for key in metrics if key not in defined],
         "unread": len(unread),
@@ -183,15 +179,10 @@ def _records(path: Path, unread: list[int]) -> Iterator[tuple[int, dict[str, Any
             except ValueError:
                 record = None
             if isinstance(record, dict):
-                step = _value(record.get("step"))
+                step = measured(record.get("step"))
                 yield place, record | {"step": place if math.isnan(step) else step}
             elif line.strip():
                 unread.append(place)
-
-
-def _value(value: Any) -> float:
-    """A value as a number to draw; NaN for anything else."""
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
 
 
 def _metrics(paths: Iterable[Path], unread: list[int]) -> dict[str, Series]:
@@ -201,7 +192,7 @@ def _metrics(paths: Iterable[Path], unread: list[int]) -> dict[str, Series]:
         for _, record in _records(path, unread):
             for key, value in record.items():
                 if value is None or isinstance(value, int | float):
-                    found.setdefault(key, []).append((record["step"], _value(value)))
+                    found.setdefault(key, []).append((record["step"], measured(value)))
     ordered = {key: np.array(sorted(pairs, key=lambda pair: pair[0])).T for key, pairs in found.items()}
     return {key: (steps, values) for key, (steps, values) in ordered.items()}
 
@@ -217,59 +208,15 @@ def _rollouts(paths: Iterable[Path], unread: list[int]) -> tuple[dict[str, list[
                 places.append(place)
             for key, value in record.items():
                 if isinstance(value, dict) and isinstance(value.get("counts"), list):
-                    low, high = _value(value.get("low")), _value(value.get("high"))
-                    counts = np.nan_to_num([_value(count) for count in value["counts"]])
+                    low, high = measured(value.get("low")), measured(value.get("high"))
+                    counts = np.nan_to_num([measured(count) for count in value["counts"]])
                     if low <= high and counts.sum() > 0:
                         histograms.setdefault(key, []).append(Histogram(record["step"], low, high, counts))
         wanted = {places[index] for index in (0, len(places) // 2, -1)} if places else set()
         with path.open("rb") as file:  # once more, so that no more than these are held in memory
             lines = [line for place, line in enumerate(file) if place in wanted]
-        samples += [_sample(redacted(json.loads(line))) for line in lines]
+        samples += [shown_rows.sample(redacted(json.loads(line))) for line in lines]
     return {key: sorted(some, key=lambda each: each.step) for key, some in histograms.items()}, samples
-
-
-def _sample(record: dict[str, Any]) -> dict[str, Any]:
-    rows = [row for row in record["rows"] if isinstance(row, dict)]
-    return {"step": number(_value(record.get("step")), 9), "rows": [_row(row) for row in rows[:_ROWS]]}
-
-
-def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row's facts, prompt and tokens; of long ones the beginning and the end."""
-    tokens, mask, advantages, logprobs = (
-        row[key] if isinstance(row.get(key), list) else []
-        for key in ("tokens", "loss_mask", "advantages", "rollout_logprobs")
-    )
-    flags = {"truncated": row.get("truncated") is True, "invalid": row.get("valid") is False}
-    return {
-        "facts": [(key, _brief(row[key])) for key in ("reward", "group", "row", "version") if key in row],
-        "flags": [flag for flag, raised in flags.items() if raised],
-        "prompt": _ends(str(row.get("prompt", "")), *_CHARACTERS),
-        "tokens": _ends(
-            [
-                {
-                    "text": str(text),
-                    "sampled": place >= len(mask) or bool(mask[place]),
-                    "advantage": _value(advantages[place]) if place < len(advantages) else math.nan,
-                    "logprob": _value(logprobs[place]) if place < len(logprobs) else math.nan,
-                }
-                for place, text in enumerate(tokens)
-            ],
-            *_TOKENS,
-        ),
-    }
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_brief, value[:8])) + (" …" if len(value) > 8 else "")
-    return number(_value(value), 9) if isinstance(value, int | float) else "undefined" if value is None else str(value)
-
-
-def _ends[T: Sequence[Any]](items: T, first: int, last: int) -> tuple[Any, int, Any]:
-    """The beginning, the number left out, and the end."""
-    if len(items) <= first + last:
-        return items, 0, items[:0]
-    return items[:first], len(items) - first - last, items[-last:]
 
 
 def _visible(text: str) -> Any:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,32 @@ ROWS: list[dict[str, Any]] = [
     {"question": "2+3=", "answer": 5},
     {"question": "7+12=", "answer": "7+12=19\n#### 19"},
 ]
+GUESS = """
+import random
+from nrl.envs import Environment, Step
+
+def reset(task):
+    if task["prompt"] == "broken":
+        raise OSError("away")
+    return (random.Random(task["seed"]).randint(1, 9), 3), "Guess: "
+
+def step(state, turn):
+    number, left = state
+    guess = next((int(x) for x in turn.text if x.isdigit()), None)
+    reward = {"right": float(guess == number), "digit": 0.5 * (guess is not None)}
+    if guess == number or left == 1:
+        return Step(state, reward, info={"left": left})
+    hint = "what? " if guess is None else "higher " if guess < number else "lower "
+    return Step((number, left - 1), reward, False, hint, {"left": left})
+
+env = Environment(reset, step)
+make = lambda: env
+needy = lambda task: env
+other = lambda: 3
+class Made:
+    reset = staticmethod(reset)
+    step = staticmethod(step)
+"""
 DIGITS = "def judge(task, trace):\n    return float(any(map(str.isdigit, trace.text)))\n"
 
 
@@ -54,6 +81,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "tasks.jsonl", ROWS)
     (tmp_path / "digits.py").write_text(DIGITS)
+    (tmp_path / "guess.py").write_text(GUESS)
     return tmp_path
 
 
@@ -191,6 +219,108 @@ def test_a_server_gives_what_the_same_model_here_gives(here: Path, capsys: pytes
     assert results[0][0]["samples"][0]
 
 
+# --- environments
+
+
+def test_an_environment_is_played(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, "tasks.jsonl", f"model={model}", "n=8", "k=1,2", "env=guess.py:env", *SMALL)
+    found = lines(here / "out" / "results.jsonl")
+    rewards, turns, left, right, digit, lengths = [], [], [], [], [], []
+    for line, row in zip(found, ROWS, strict=True):
+        assert (line["prompt"], line["answer"], line["answers"]) == (row["question"], row["answer"], None)
+        for place, parts in enumerate(line["conversations"]):
+            said_by_policy = [part for part in parts if part["role"] == "policy"]
+            assert parts[0] == {"role": "prompt", "tokens": [0, 7], "text": "Guess: "}
+            assert {part["text"] for part in parts[2::2]} <= {"higher ", "lower ", "what? "}
+            assert [part["role"] for part in parts[1:]] == ["policy", "environment"] * (len(said_by_policy) - 1) + [
+                "policy"
+            ]
+            assert line["rewards"][place] == sum(part["reward"] for part in said_by_policy)
+            assert re.sub("<(pad|bos|eos|unk)>", "", said_by_policy[-1]["text"]) == line["samples"][place]
+            assert line["turns"][place] == len(said_by_policy)
+            lengths.append(sum(part["tokens"][1] - part["tokens"][0] for part in said_by_policy))
+            assert line["lengths"][place] == lengths[-1]
+        rewards += line["rewards"]
+        turns += line["turns"]
+        left += line["numbers"]["env/left"]
+        right += line["numbers"]["reward/right"]
+        digit += line["numbers"]["reward/digit"]
+        assert line["statuses"] == ["ok"] * 8
+    assert len(set(turns)) > 1
+    assert 0 < sum(right) < 24
+    passed = [sum(reward >= 1 for reward in line["rewards"]) for line in found]
+    pairs = [1 - (8 - c) * (7 - c) / 56 for c in passed]
+    assert json.loads((here / "out" / "metrics.json").read_text()) == {
+        "tasks": 3,
+        "metrics": {
+            "eval/reward": pytest.approx(sum(rewards) / 24),
+            "eval/pass@1": pytest.approx(sum(passed) / 24),
+            "eval/pass@2": pytest.approx(sum(pairs) / 3),
+            "eval/env/left": pytest.approx(sum(left) / 24),
+            "eval/reward/digit": pytest.approx(sum(digit) / 24),
+            "eval/reward/right": pytest.approx(sum(right) / 24),
+            "eval/turns": pytest.approx(sum(turns) / 24),
+            "eval/length": pytest.approx(sum(lengths) / 24),
+            "eval/truncated": pytest.approx(sum(sum(line["truncated"]) for line in found) / 24),
+            "eval/status/parse_fail": 0,
+            "eval/status/timeout": 0,
+            "eval/status/infra_error": 0,
+            "eval/status/skipped": 0,
+            "eval/invalid": 0,
+        },
+        "over": {
+            **{f"eval/{name}": 24 for name in ("reward", "env/left", "reward/digit", "reward/right", "turns")},
+            **dict.fromkeys(("eval/length", "eval/truncated"), 24),
+            **dict.fromkeys(("eval/pass@1", "eval/pass@2"), 3),
+        },
+    }
+    assert f"eval/turns │ {sum(turns) / 24:.4f} │ 24 samples" in shown
+    written = yaml.safe_load((here / "out" / "config.yaml").read_text())
+    assert (written["env"], written["verifier"], written["timeout"]) == ("guess.py:env", None, None)
+
+
+@pytest.mark.parametrize("name", ["guess.py:make", "guess.py:Made", "guess:env"])
+def test_an_environment_is_a_value_or_made_by_a_function(
+    name: str, here: Path, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(here)
+    for out, env in (("one", name), ("out", "guess.py:env")):
+        said(capsys, "tasks.jsonl", f"model={model}", "n=2", f"env={env}", *SMALL[:2], f"out={out}")
+    assert lines(here / "one" / "results.jsonl") == lines(here / "out" / "results.jsonl")
+    sys.modules.pop("guess", None)
+
+
+def test_episodes_that_were_played_are_not_played_again(
+    here: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["tasks.jsonl", f"model={model}", "n=4", "rows=4", "env=guess.py:env", *SMALL]
+    said(capsys, *arguments)
+    results, metrics = here / "out" / "results.jsonl", (here / "out" / "metrics.json").read_text()
+    whole = results.read_text()
+    first, second, third = whole.splitlines(keepends=True)
+    for left, done in ((first, 1), (first + second + third[:50], 2), (whole, 3)):
+        results.write_text(left)
+        assert f"eval: {done} of 3 tasks are done" in said(capsys, *arguments)
+        assert results.read_text() == whole
+        assert (here / "out" / "metrics.json").read_text() == metrics
+    refused = said(capsys, *arguments, "env=guess.py:make", status=2)
+    assert "(env: guess.py:env -> guess.py:make); give another folder" in refused
+
+
+def test_an_environment_that_fails_is_counted(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write(here / "tasks.jsonl", [{"prompt": "broken"}, {"prompt": "whole"}])
+    with pytest.warns(UserWarning, match="2 of 4 episodes failed"):
+        said(capsys, "tasks.jsonl", f"model={model}", "n=2", "env=guess.py:env", *SMALL)
+    first, second = lines(here / "out" / "results.jsonl")
+    assert (first["rewards"], first["samples"], first["turns"]) == ([None, None], ["", ""], [0, 0])
+    assert first["statuses"] == ["infra_error"] * 2
+    assert first["numbers"] == {"env/left": [None, None], "reward/digit": [None, None], "reward/right": [None, None]}
+    assert None not in second["rewards"]
+    written = json.loads((here / "out" / "metrics.json").read_text())
+    assert (written["metrics"]["eval/invalid"], written["metrics"]["eval/status/infra_error"]) == (2, 2)
+    assert (written["over"]["eval/turns"], written["over"]["eval/pass@1"]) == (2, 1)
+
+
 # --- going on
 
 
@@ -241,10 +371,11 @@ def test_what_is_sampled_together_counts_together(here: Path, model: str, capsys
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-def test_on_ray_it_gives_what_it_gives_here(here: Path, model: str) -> None:
+@pytest.mark.parametrize("judge", ["verifier=number", "env={}/guess.py:env"])
+def test_on_ray_it_gives_what_it_gives_here(judge: str, here: Path, model: str) -> None:
     results = []
     for cluster in ("local", "ray"):
-        settings = [f"model={model}", "n=4", "chat=false", "max_new_tokens=4", f"cluster={cluster}"]
+        settings = [f"model={model}", judge.format(here), "n=4", "chat=false", "max_new_tokens=4", f"cluster={cluster}"]
         assert child(attempt, str(here / "tasks.jsonl"), *settings, f"out={here / cluster}") == 0
         results.append(lines(here / cluster / "results.jsonl"))
     assert results[0] == results[1]
@@ -356,6 +487,40 @@ def test_two_at_once_are_refused(here: Path, model: str, capsys: pytest.CaptureF
         (["tasks.jsonl", "verifier=gone.py:judge"], "eval: verifier=gone.py:judge: gone.py cannot be imported: "),
         (["tasks.jsonl", "verifier=gone:judge"], "eval: verifier=gone:judge: gone cannot be imported: No module named"),
         (["tasks.jsonl", "verifier=digits.py:jugde"], "verifier=digits.py:jugde: digits.py has no function 'jugde'"),
+        (["tasks.jsonl", "verifier=null"], "verifier: nothing says what an answer is worth; give a verifier, such as"),
+        (
+            ["tasks.jsonl", "env=guess.py:env", "verifier=exact"],
+            "verifier: env=guess.py:env gives rewards itself, so it takes no verifier=exact; give one of them",
+        ),
+        (
+            ["tasks.jsonl", "env=guess.py:env", "timeout=3"],
+            "timeout: env=guess.py:env has a timeout of its own; leave it out, and give it to the Environment",
+        ),
+        (["tasks.jsonl", "timeout=0"], "timeout: timeout is 0.0; give seconds, or null for no limit"),
+        (
+            ["tasks.jsonl", "env=guess"],
+            "nrl: eval: env=guess names no file or module; give an Environment, or a function without arguments that",
+        ),
+        (["tasks.jsonl", "env=gone.py:env"], "eval: env=gone.py:env: gone.py cannot be imported: [Errno 2] No such"),
+        (["tasks.jsonl", "env=gone:env"], "eval: env=gone:env: gone cannot be imported: No module named 'gone'; give"),
+        (["tasks.jsonl", "env=:env"], "eval: env=:env: the module is not named; give an Environment, or a function"),
+        (
+            ["tasks.jsonl", "env=guess.py:evn"],
+            "eval: env=guess.py:evn: guess.py has no 'evn', and it has env; give an Environment, or a function",
+        ),
+        (["tasks.jsonl", "env=digits.py:env"], "digits.py has no 'env', and it has no environment; give an"),
+        (
+            ["tasks.jsonl", "env=guess.py:__name__"],
+            "eval: env=guess.py:__name__ is a str, which has no reset and step; give an Environment, or a function",
+        ),
+        (
+            ["tasks.jsonl", "env=guess.py:needy"],
+            "eval: env=guess.py:needy cannot be called without arguments: missing a required argument: 'task'; give",
+        ),
+        (
+            ["tasks.jsonl", "env=guess.py:other"],
+            "eval: env=guess.py:other returned a int, which has no reset and step; return an Environment",
+        ),
         (["tasks.jsonl", "sampler=openai"], "sampler=openai needs url=, the address of a server, such as http://"),
         (["tasks.jsonl", "url=http://x/v1"], "url: sampler=hf takes no url; leave it out, or give sampler=openai"),
         (["tasks.jsonl", "sampler=openai", "url=x:1"], "eval: sampler=openai: openai.sampler: the url is 'x:1'; give"),
@@ -367,7 +532,10 @@ def test_two_at_once_are_refused(here: Path, model: str, capsys: pytest.CaptureF
         (["arithmetic"], "nrl: eval: arithmetic has no end; say how many tasks, such as limit=256"),
         (["tasks.jsonl", "limit=0"], "limit: 'limit' must be >= 1: 0"),
         (["tasks.jsonl", "out=digits.py"], "nrl: eval: out=digits.py is a file; give a folder, or leave it out"),
-        (["tasks.jsonl", "out=."], "nrl: eval: out=. holds something else than an evaluation (digits.py, tasks.jsonl"),
+        (
+            ["tasks.jsonl", "out=."],
+            "nrl: eval: out=. holds something else than an evaluation (digits.py, guess.py, tasks",
+        ),
         (["tasks.jsonl", "model=./gone"], "nrl: Model: the tokenizer of './gone': there is no such folder; give a"),
         (["tasks.jsonl", "model=gone/gone"], "neither a folder here nor a tokenizer that the Hugging Face hub gives"),
         ([], "tasks: missing, and it has no default"),
@@ -428,7 +596,9 @@ def test_a_run_that_has_exported_nothing_says_what_it_has(tmp_path: Path) -> Non
 
 
 def test_a_folder_of_something_else_is_said(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ModelError, match=r"is neither the folder of a model, .*; it holds digits.py, tasks.jsonl"):
+    with pytest.raises(
+        ModelError, match=r"is neither the folder of a model, .*; it holds digits.py, guess.py, tasks.jsonl"
+    ):
         exported(str(here))
     said(capsys, "tasks.jsonl", f"model={model}", *SMALL)
     with pytest.raises(ModelError, match=r"nor of a run; it holds .*metrics.json, results.jsonl"):

@@ -12,12 +12,14 @@ import torch
 import nrl
 from nrl import tiny
 from nrl.backends import Completion, Sampling, hf
-from nrl.envs import Trace, exact, number, single_turn
+from nrl.envs import Environment, Step, Trace, exact, judged, number, single_turn, weighted
 from nrl.episodes.grades import Graded, grade, measure
 from nrl.errors import DataError, EnvError
 from nrl.reduce import Mean, finalize, merge
 from nrl.runtime import Slots
 from nrl.runtime.mesh.futures import Future, done
+from tests.episodes import test_conversations as chats
+from tests.episodes.scripted import Scripted as Sure
 
 TOKENIZER = tiny.tokenizer()
 
@@ -183,3 +185,125 @@ def test_the_texts_are_those_that_the_verifier_saw(sampler: Any) -> None:
         warnings.simplefilter("error")
         graded = grade(sampler, seeing, nrl.data.tasks("arithmetic").take(4), n=2)
     assert sorted(seen) == sorted(text for each in graded for text in each.samples)
+
+
+# --- environments
+
+
+def adding(task: Any) -> Any:
+    return (int(task["prompt"]), 3), task["prompt"] + "+"
+
+
+def sums(state: Any, turn: str) -> Step:
+    """The sum so far; it ends at 5 or more, or after three turns, and refuses what is no number."""
+    total, left = state
+    reward = {"far": 1.0} if "far" in turn else {"sum": int(turn) / 4}
+    total += 9 if "far" in turn else int(turn)
+    info = {"total": total} if left < 3 else {}
+    return Step((total, left - 1), reward, total >= 5 or left == 1, f"={total}+", info)
+
+
+SUMS = Environment(adding, sums)
+
+
+def test_an_environment_is_played_by_hand() -> None:
+    # Episode for episode, all first turns before all second ones
+    sampler = Sure(["2", "9", "far", "1", "3", "1", "1"])
+    first, second = grade(sampler, SUMS, [{"prompt": "1", "answer": "5"}, {"prompt": "2"}], n=2)
+    assert (first.prompt, first.answer, second.prompt, second.answer) == ("1", "5", "2", None)
+    assert (first.samples, second.samples) == (["3", "9"], ["far", "1"])
+    assert (first.rewards, second.rewards) == ([1.25, 2.25], [1.0, 0.75])
+    assert first.answers is None
+    assert (first.lengths, second.lengths) == ([4, 2], [4, 6])  # each turn has a token that ends it
+    assert (first.turns, second.turns) == ([2, 1], [1, 3])
+    assert first.statuses == second.statuses == ["ok", "ok"]
+    assert first.numbers == {"env/total": [6.0, None], "reward/far": [None, None], "reward/sum": [1.25, 2.25]}
+    assert second.numbers == {"env/total": [None, 5.0], "reward/far": [1.0, None], "reward/sum": [None, 0.75]}
+    assert first.conversations is not None
+    assert first.conversations[0] == [
+        {"role": "prompt", "tokens": [0, 2], "text": "1+"},
+        {"role": "policy", "tokens": [2, 4], "text": "2<eos>", "reward": 0.5},
+        {"role": "environment", "tokens": [4, 7], "text": "=3+"},
+        {"role": "policy", "tokens": [7, 9], "text": "3<eos>", "reward": 0.75},
+    ]
+    found = finalize(measure([first, second], k=(1, 2)))
+    assert found == {
+        "eval/reward": (1.25 + 2.25 + 1.0 + 0.75) / 4,
+        "eval/pass@1": 3 / 4,
+        "eval/pass@2": 1.0,
+        "eval/env/total": 5.5,  # of the two that say
+        "eval/reward/far": 1.0,
+        "eval/reward/sum": (1.25 + 2.25 + 0.75) / 3,
+        "eval/turns": 7 / 4,
+        "eval/length": 4.0,
+        "eval/truncated": 0.0,
+        **{f"eval/status/{name}": 0.0 for name in ("parse_fail", "timeout", "infra_error", "skipped")},
+        "eval/invalid": 0.0,
+    }
+
+
+def test_an_environment_that_fails_at_a_later_turn_keeps_what_was_said() -> None:
+    with pytest.warns(UserWarning, match="1 of 2 episodes failed"):
+        (graded,) = grade(Sure(["2", "3", "no", "4"]), SUMS, [{"prompt": "1"}], n=2)
+    assert (graded.samples, graded.rewards, graded.turns) == (["no", "4"], [None, 1.75], [2, 2])
+    assert graded.statuses == ["infra_error", "ok"]
+    assert graded.conversations is not None
+    assert [part.get("reward", "") for part in graded.conversations[0]] == ["", None, "", None]
+    found = finalize(measure([graded]))
+    assert (found["eval/invalid"], found["eval/status/infra_error"], found["eval/turns"]) == (1, 1, 2)
+    assert found["eval/reward"] == found["eval/reward/sum"] == 1.75
+
+
+def test_an_episode_that_forked_is_one_sample() -> None:
+    def verify(task: Any, trace: Trace) -> dict[str, float]:
+        return {"hmm": float("Hmm" in trace.turns[0].text), "two": 1.0}
+
+    sampler = chats.Chatty("qwen3", [chats.HMM, "Hello<|im_end|>", chats.BYE, "Bye<|im_end|>"])
+    (graded,) = grade(sampler, judged(chats.two_turns(), verify), [{}], n=2)
+    assert graded.rewards == [2.0, 1.0]
+    assert graded.samples == [chats.BYE.removesuffix("<|im_end|>"), "Bye"]
+    assert graded.turns == [2, 2]
+    assert graded.numbers == {"reward/hmm": [1.0, 0.0], "reward/two": [1.0, 1.0]}
+    count = [len(sampler.tokenizer.encode(text)) for text in (chats.HMM, chats.BYE, "Hello<|im_end|>", "Bye<|im_end|>")]
+    assert graded.lengths == [count[0] + count[1], count[2] + count[3]]
+    forked, whole = graded.conversations or ()
+    assert [part["role"] for part in forked] == ["prompt", "policy"] * 2
+    assert [part["role"] for part in whole] == ["prompt", "policy", "environment", "policy"]
+    assert [part["text"] for part in forked[1::2]] == [chats.HMM, chats.BYE]
+    assert forked[1]["reasoning"] == "Hmm"
+    assert forked[2]["messages"][2:] == [{"role": "assistant", "content": "Hello"}, *chats.MORE]
+    assert finalize(measure([graded], k=(2,)))["eval/reward"] == 1.5
+
+
+def test_what_was_played_survives_json() -> None:
+    graded = grade(Sure(["2", "9", "3"]), SUMS, [{"prompt": "1"}], n=2)
+    assert [Graded(**json.loads(json.dumps(attrs.asdict(each), allow_nan=False))) for each in graded] == graded
+
+
+def test_the_parts_of_what_was_played_add_up() -> None:
+    tasks = [{"prompt": "1"}, {"prompt": "2"}]
+    one, two = grade(Sure(["2", "9", "far", "1", "3", "1", "1"]), SUMS, tasks, n=2)
+    assert finalize(merge(measure([one]), measure([two]))) == pytest.approx(finalize(measure([one, two])))
+
+
+def test_components_of_a_verifier_are_measured() -> None:
+    verify = weighted(right=(1.0, number), one=(0.5, lambda task, trace: 1.0))
+    graded = grade(Scripted(SAID), verify, TASKS, n=4)
+    assert graded[0].numbers == {"reward/one": [1.0] * 4, "reward/right": [1.0, 1.0, 0.0, 0.0]}
+    found = finalize(measure(graded))
+    assert (found["eval/reward"], found["eval/reward/right"], found["eval/reward/one"]) == (3 / 8 + 0.5, 3 / 8, 1.0)
+    assert "eval/turns" not in found
+
+
+def test_a_module_or_an_object_may_be_an_environment() -> None:
+    class Sums:
+        reset, step = staticmethod(adding), staticmethod(sums)
+
+    assert grade(Sure(["4"]), Sums(), [{"prompt": "1"}])[0].rewards == [1.0]
+
+
+def test_what_is_no_verifier_is_refused() -> None:
+    with pytest.raises(EnvError, match=r"grade: timeout is 3, and an environment has its own; leave it out, and make"):
+        grade(Sure([]), SUMS, TASKS, timeout=3)
+    with pytest.raises(EnvError, match=r"grade: the verifier is 'number'; give a function of a task and a trace, or"):
+        grade(Sure([]), "number", TASKS)  # type: ignore[arg-type]

@@ -6,8 +6,10 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from benchmarks._engine import SimulatedEngine
 from nrl import data
 from nrl.algos import advantages
 from nrl.backends.sampling.pool import EnginePool
+from nrl.checkpoint import Checkpoints
 from nrl.envs import Environment, Step, of_group, single_turn
 from nrl.errors import BatchError, DataError, EnvError
 from nrl.reduce import finalize
@@ -240,6 +243,29 @@ def test_each_task_comes_exactly_once_where_a_run_goes_on(engine: Any, transform
     assert [task["index"] for _, task in found["begun"]] == [number for number, _ in found["begun"]]
 
 
+def test_a_checkpoint_has_what_is_under_way(engine: Any, tmp_path: Path) -> None:
+    def stream() -> Any:
+        groups = nrl.partial(nrl.rollouts(engine(slow_ones(2, 3)), Game().env, tasks(), n=2), 2)
+        return nrl.ahead(nrl.batched(groups, 2), 0)
+
+    @attrs.frozen
+    class Config:
+        steps: int
+        out: str = str(tmp_path / "run")
+        checkpoints: Checkpoints = Checkpoints(every=1)
+
+    seen = []
+    for steps in (1, 3):
+        with nrl.run(Config(steps)) as run:
+            found = run.restore(stream=stream())
+            for i, batch in run.steps(found):
+                seen += batch["group_ids"].unique().tolist()
+                run.log(i, nrl.summary(batch))
+                run.save(i, stream=found)
+    assert len(set(seen)) == len(seen) == 6
+    assert 1 in seen  # which was slow at first, and began anew
+
+
 def test_what_is_carried_is_closed_once_when_nobody_takes_any_more(engine: Any) -> None:
     game = Game()
     stream = nrl.partial(nrl.rollouts(engine(slow_ones(0, 1, 2, 3)), game.env, tasks(), n=2), 2)
@@ -289,6 +315,9 @@ def test_no_more_episodes_are_live_than_were_allowed(engine: Any, sampler: Engin
     assert [len(group) for group in stream.take(2)] == [3, 3]
     with pytest.raises(DataError, match="rollouts: concurrency is 0; it must be at least 1, or None for all at once"):
         nrl.rollouts(of, Game().env, tasks(), n=3, concurrency=0)
+    with pytest.raises(DataError, match="rollout: concurrency is -1; it must be at least 1, or None for all at once"):
+        nrl.rollout(of, Game().env, some, n=3, concurrency=-1)
+    assert stream.take(0) == []
 
 
 class Rounds(Scripted):

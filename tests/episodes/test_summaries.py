@@ -12,7 +12,8 @@ import nrl
 from nrl import Batch, data, tiny
 from nrl.backends import hf
 from nrl.envs import Environment, Step, Trace, exact, single_turn
-from nrl.episodes.summaries import samples, summary
+from nrl.episodes.sample_records import samples
+from nrl.episodes.summaries import summary
 from nrl.errors import BatchError, MissingColumn
 from nrl.log import redacted
 from nrl.reduce import finalize, merge
@@ -97,6 +98,10 @@ def test_a_row_by_hand() -> None:
         "loss_mask": [True],
         "advantages": [1.5],
         "rollout_logprobs": [-0.25],
+        "parts": [
+            {"role": "prompt", "tokens": [0, 4], "text": "1+1="},
+            {"role": "policy", "tokens": [4, 5], "text": "2"},
+        ],
     }
     assert worst["tokens"] == ["f", "i", "v", "e"]
     assert worst["advantages"] == [-1.5, -1.0, None, 0.1]  # not finite; and no more digits than float32 has

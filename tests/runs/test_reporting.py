@@ -16,10 +16,10 @@ from playwright.sync_api import Browser, FloatRect, Locator, Page, sync_playwrig
 
 from nrl import tiny
 from nrl.batch import Batch
-from nrl.episodes.summaries import samples
+from nrl.episodes.sample_records import samples
 from nrl.errors import DataError
 from nrl.log import JsonLines
-from nrl.runs import charts
+from nrl.runs import charts, shown_rows
 from nrl.runs.reporting import report
 from nrl.runtime.trace import timeline
 
@@ -35,6 +35,8 @@ KEY = "AKIA" + "ABCDEFGHIJKLMNOP"
 EVIL = (
     '</script></title><script>window.hacked = 1</script><img src="http://evil.example/x" onerror="window.hacked = 1">'
 )
+
+TOKENS = tiny.tokenizer()
 
 type Opened = Callable[..., Page]
 
@@ -389,8 +391,242 @@ def test_the_record_of_a_batch_is_shown(tmp_path: Path, opened: Opened) -> None:
     }
     write(tmp_path / "rollouts.jsonl", [{"step": 0} | samples(Batch(columns, batch_size=[2]), tokenizer)])
     page = opened(tmp_path)
-    assert page.locator(".text").all_inner_texts() == ["1+1=2", "1+1=3"]
+    assert page.locator(".text").all_inner_texts() == ["1+1=", "2", "1+1=", "3"]
+    assert page.locator(".who").all_inner_texts() == ["prompt", "policy"] * 2
     assert [background(each) for each in page.locator(".t").all()] == [GREEN.format(0.75), RED.format(0.75)]
+
+
+# --- conversations
+
+
+def part(role: str, first: int, stop: int, **other: Any) -> dict[str, Any]:
+    return {"role": role, "tokens": [first, stop], "text": "of the parts"} | other
+
+
+def talk(**other: Any) -> dict[str, Any]:
+    """Two turns, with calls, a result, and a token that the program masked."""
+    calls = [{"name": "find", "arguments": {"q": "x & y", "n": [1, None]}}, {"name": "now", "arguments": {}}]
+    parts = [
+        part("prompt", 0, 3, messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]),
+        part("policy", 3, 5, reward=0.25, calls=calls, malformed=[{"text": "<tool", "reason": "cut"}], reasoning="Hmm"),
+        part("environment", 5, 7, messages=[{"role": "tool", "content": "found\nit"}]),
+        part("policy", 7, 10, reward=None, calls=[], malformed=[], reasoning="", content="x"),
+        part("environment", 10, 11),
+    ]
+    tokens = ["a", "b", "res", "ult", "c", "d", "e", "\nend"]
+    known = row(tokens, [1.0, -1.0, None, None, 0.5, 0.5, 0.5, None], parts=parts, prompt="system Hi user")
+    return known | {"loss_mask": [True, True, False, False, True, False, True, False]} | other
+
+
+def test_a_conversation_is_shown_turn_by_turn(tmp_path: Path, opened: Opened) -> None:
+    own = {"components": {"right": 1.0, "late": -0.5, "none": None}, "env": {"calls": 2.0}, "status": "parse_fail"}
+    write(tmp_path / "rollouts.jsonl", [rollouts(talk(**own, cut=True))])
+    page = opened(tmp_path)
+    who = [re.split(r"\s*\n\s*", each.strip()) for each in page.locator(".part .who").all_inner_texts()]
+    assert who == [
+        ["prompt"],
+        ["turn 1", "reward 0.25", "reasoning 3"],
+        ["environment"],
+        ["turn 2", "reward undefined"],
+        ["environment"],
+    ]
+    texts = page.locator(".part .text")
+    assert texts.nth(0).locator(".message").all_inner_texts() == ["systemBe brief.", "userHi"]
+    assert texts.nth(1).locator(".t").all_inner_texts() == ["a", "b"]
+    assert texts.nth(1).locator(".call").all_inner_texts() == [
+        'callfind(q="x & y", n=[1, null])',
+        "callnow()",
+        "malformed<tool cut",
+    ]
+    assert texts.nth(2).locator(".message").evaluate_all("all => all.map(each => each.textContent)") == [
+        "toolfound↵\nit"
+    ]
+    assert texts.nth(3).locator(".t").all_inner_texts() == ["c", "d", "e"]
+    assert texts.nth(4).evaluate("each => each.textContent") == "↵\nend"
+    tokens = page.locator(".t")
+    grounds = [background(each) for each in tokens.all()]
+    assert grounds == [GREEN.format(0.75), RED.format(0.75), GREEN.format(0.45), "rgba(0, 0, 0, 0)", GREEN.format(0.45)]
+    assert tokens.nth(3).get_attribute("title") == "not trained on · logprob −0.5"
+    facts = " ".join(page.locator(".facts").inner_text().split())
+    assert facts == "reward 1 row 0 cut parse_fail reward of right 1 late −0.5 environment calls 2"
+    left = [box(each)["x"] for each in page.locator(".part .text").all()]
+    assert len(set(left)) == 1
+    assert left[0] > box(page.locator(".part .who").first)["x"] + 100
+    page.set_viewport_size({"width": 380, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") == 380
+    assert box(texts.nth(1))["y"] > box(page.locator(".part .who").nth(1))["y"] + 10  # below, where there is no room
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_the_environment_said_is_set_apart(tmp_path: Path, opened: Opened, scheme: str) -> None:
+    write(tmp_path / "rollouts.jsonl", [rollouts(talk())])
+    page = opened(tmp_path, scheme)
+    colours = [background(each) for each in page.locator(".part").all()]
+    assert colours[2] == colours[4]
+    assert colours[0] == colours[1] == colours[3] == "rgba(0, 0, 0, 0)"
+    edges = page.locator(".who").evaluate_all("all => all.map(each => getComputedStyle(each).borderLeftColor)")
+    assert edges[1] == edges[3] != edges[0] == edges[2]
+    sides = 1 if scheme == "dark" else -1
+    for selector in (".call", ".message", ".message > b", ".text.environment", ".reward b"):
+        colour = page.locator(selector).first.evaluate("each => getComputedStyle(each).color")
+        ground = background(page.locator(".part.answered").first)
+        assert sides * (light(colour) - light(ground)) > 60, selector
+
+
+def test_the_rows_of_an_episode_that_forked_are_together(tmp_path: Path, opened: Opened) -> None:
+    fork: dict[str, Any] = {"episode": 5, "forks": 1}
+    rows = [
+        talk(row=3, **fork, fork=0, shared=0),
+        talk(row=4, **fork, fork=1, shared=1234),
+        talk(row=0, episode=4),
+        *(talk(row=10 + at, episode=9, forks=5, fork=at, shared=7) for at in range(6)),
+    ]
+    write(tmp_path / "rollouts.jsonl", [rollouts(*rows)])
+    page = opened(tmp_path)
+    assert page.locator(".of-episode").all_inner_texts() == [
+        "episode 5, which forked: its first row",
+        "episode 5, fork 1 of 1: its first 1234 tokens are those of a row before",
+        "episode 9, which forked: its first row",
+        *(f"episode 9, fork {at} of 5: its first 7 tokens are those of a row before" for at in (1, 2, 5)),
+    ]
+    assert page.locator("p.quiet", has_text="not shown").all_inner_texts() == [
+        "… 2 rows of this episode are not shown …"
+    ]
+    cards = page.locator(".row")
+    assert cards.count() == 2 + 1 + 4
+    first, second, other = (box(cards.nth(at)) for at in range(3))
+    assert second["x"] > first["x"] == other["x"]
+    assert second["y"] - first["y"] - first["height"] < other["y"] - second["y"] - second["height"]
+
+
+def test_the_middle_of_a_long_conversation_is_left_out(tmp_path: Path, opened: Opened) -> None:
+    """Of 3,000 tokens the first 1,500 and the last 500, whoever wrote them."""
+    parts, at = [part("prompt", 0, 2)], 2
+    for size in (1400, 50, 200, 100, 100, 600, 100, 450):
+        parts.append(part("policy" if len(parts) % 2 else "environment", at, at + size))
+        at += size
+    tokens = [f"t{i} " for i in range(3000)]
+    write(tmp_path / "rollouts.jsonl", [rollouts(row(tokens, [1.0] * 3000, parts=parts, prompt="p"))])
+    page = opened(tmp_path)
+    who = [each.split("\n")[0] for each in page.locator(".part .who").all_inner_texts()]
+    # 0-1400 1400-1450 1450-1500 | 1650-1750 1750-1850 1850-2450 | 2500-2550 2550-3000
+    assert who == ["prompt", "turn 1", "environment", "turn 2", "", "turn 4", "environment"]
+    shown = page.locator(".t").evaluate_all("all => all.map(each => each.textContent)")
+    assert shown == tokens[:1400] + tokens[1450:1500] + tokens[2500:2550]
+    assert page.locator(".left-out").all_inner_texts() == [
+        "… 150 tokens are not shown …",
+        "… 800 tokens are not shown …",
+        "… 50 tokens are not shown …",
+    ]
+    assert page.locator(".text.environment").last.inner_text().startswith("t2550 t2551 ")
+
+
+def test_markup_in_conversations_is_text(tmp_path: Path, opened: Opened) -> None:
+    calls = [{"name": EVIL, "arguments": {EVIL: [EVIL]}}]
+    malformed = [{"text": EVIL, "reason": EVIL}]
+    parts = [
+        part("prompt", 0, 1, messages=[{"role": EVIL, "content": EVIL}]),
+        part("policy", 1, 2, reward=EVIL, calls=calls, malformed=malformed, reasoning=EVIL),
+        part("environment", 2, 3),
+        part("policy", 3, 4),
+        part("environment", 4, 5, messages=[{"role": EVIL, "content": EVIL}]),
+    ]
+    own = {EVIL: 1.0, "right": EVIL}
+    evil = row([EVIL] * 4, [1.0] * 4, parts=parts, prompt=EVIL, status=EVIL, components=own, env=own)
+    evil |= {"episode": EVIL, "fork": 1, "forks": 1, "shared": EVIL}
+    write(tmp_path / "rollouts.jsonl", [rollouts(evil)])
+    page = opened(tmp_path)
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("img, script[src], b b").count() == 0
+    assert page.locator(".t").all_inner_texts() == [EVIL] * 2
+    assert page.locator(".text.environment").first.inner_text() == EVIL
+    assert page.locator(".message").count() == 2
+    assert EVIL in page.locator(".call").first.inner_text()
+    assert EVIL in page.locator(".facts").inner_text()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        3,
+        [],
+        [3],
+        [{"role": "policy"}],
+        [part("policy", 0, 1)],  # not all of the tokens
+        [part("policy", 0, 3)],  # and more
+        [part("policy", 0, 1), part("policy", 2, 3)],
+        [part("prompt", 0, 5), part("policy", 5, 4), part("policy", 4, 7)],
+        [part("prompt", 0, 5), part("prompt", 5, 7)],
+        [part("environment", 0, 2)],
+        [part("policy", 0, 1), part("god", 1, 2)],
+        [part("policy", 0.0, 2.0)],  # type: ignore[arg-type]
+        [part("policy", 0, 2), part("policy", [], 2)],  # type: ignore[arg-type]
+    ],
+)
+def test_parts_that_do_not_fit_are_not_shown(parts: Any) -> None:
+    record = {"step": 0, "rows": [row(["x", "y"], [1.0, 1.0], parts=parts, prompt="p")]}
+    prompt, policy = shown_rows.sample(record)["episodes"][0]["rows"][0]["parts"]
+    assert (prompt["role"], prompt["text"][0]) == ("prompt", "p")
+    assert (policy["role"], [token["text"] for token in policy["tokens"][0]]) == ("policy", ["x", "y"])
+
+
+def test_the_reward_of_a_single_turn_is_the_rows() -> None:
+    rows = [
+        row(["x"], [1.0], parts=[part("policy", 0, 1, reward=1.0)]) | more for more in ({}, {"fork": 0, "forks": 1})
+    ]
+    found = shown_rows.sample({"rows": rows})["episodes"]
+    assert [each["rows"][0]["parts"][0]["reward"] for each in found] == ["", "1"]
+
+
+def test_what_is_odd_in_a_part_is_left_out(tmp_path: Path, opened: Opened) -> None:
+    odd = {
+        "calls": [3, {"name": "f"}, {"arguments": {}}],
+        "malformed": {"text": 1},
+        "reasoning": 3,
+        "reward": [1, None],
+    }
+    parts = [part("policy", 0, 1, **odd), part("environment", 1, 2, messages=[3, {"role": "a"}, {"content": "b"}])]
+    parts.append(part("policy", 2, 2))
+    own = {"fork": "1", "forks": 2, "components": [1], "env": 3, "status": None}
+    write(tmp_path / "rollouts.jsonl", [rollouts(row(["x", "y"], [1.0, 1.0], parts=parts, **own))])
+    page = opened(tmp_path)
+    assert page.locator(".text").all_inner_texts() == ["x", "y", ""]
+    assert page.locator(".call, .message, .of-episode, .own, .flag").count() == 0
+    assert "reward 1, undefined" in " ".join(page.locator(".who").first.inner_text().split())
+
+
+def test_what_samples_write_of_several_turns_is_shown(tmp_path: Path, opened: Opened) -> None:
+    ids = torch.tensor([TOKENS.encode("go12no3"), TOKENS.encode("go45no6")])
+    mask = torch.tensor([[letter == "x" for letter in "  xx  x"]] * 2)
+    columns = {
+        "input_ids": ids,
+        "loss_mask": mask,
+        "rewards": torch.tensor([1.5, 0.0]),
+        "token_rewards": torch.tensor([[0.0, 0, 0, 0.5, 0, 0, 1.0], [0.0] * 7]),
+        "reward/right": torch.tensor([1.0, math.nan]),
+        "advantages": torch.tensor([[1.0], [-1.0]]) * mask,
+    }
+    write(tmp_path / "rollouts.jsonl", [{"step": 0} | samples(Batch(columns, batch_size=[2]), TOKENS)])
+    page = opened(tmp_path)
+    assert page.locator(".text").all_inner_texts() == ["go", "12", "no", "3", "go", "45", "no", "6"]
+    assert page.locator(".reward").all_inner_texts() == ["reward 0.5", "reward 1", "reward 0", "reward 0"]
+    assert page.locator(".own").all_inner_texts() == ["reward of right 1"]
+
+
+def test_no_secret_of_a_conversation_reaches_the_page(tmp_path: Path) -> None:
+    """Also not one that lies across two parts, or that a call or a message has."""
+    calls = [{"name": KEY, "arguments": {"q": f"say {KEY}", "api_key": "hunter2hunter2"}}]
+    parts = [
+        part("prompt", 0, 1, messages=[{"role": "user", "content": KEY}], text=KEY),
+        part("policy", 1, 2, calls=calls, malformed=[{"text": KEY, "reason": KEY}], text=KEY[:9]),
+        part("environment", 2, 3, text=KEY[9:]),
+    ]
+    rows = rollouts(row([KEY[:9], KEY[9:]], [1.0, 1.0], prompt=KEY, parts=parts, components={KEY: 1.0}))
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(rows))
+    text = report(tmp_path).read_text()
+    assert "***" in text
+    assert KEY[9:] not in text
+    assert "hunter2" not in text
 
 
 def test_no_secret_reaches_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
