@@ -16,6 +16,7 @@ from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibat
 from nrl.batch.columns import COLUMNS, declare
 from nrl.batch.packed_rows import Rectangles, Sequences
 from nrl.batch.packing import pack, packed, unpack
+from nrl.envs.pool import pooled
 from nrl.envs.scoring import scored_by
 from nrl.episodes import rollout, rollouts, run_episode
 from nrl.episodes.grades import Graded, grade, measure
@@ -90,6 +91,7 @@ __all__ = [
     "pad",
     "partial",
     "per_source",
+    "pooled",
     "prefixed",
     "process",
     "publish",

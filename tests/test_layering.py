@@ -21,6 +21,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime.executables", "runtime.node", "runtime.preemption", "runtime.threads", "runtime.trace"),
     ("runtime.mesh",),
     ("runtime.ray", "runtime.transfer"),
+    ("envs.pool_worker",),
+    ("envs.pool",),
     ("runtime.clusters",),
     ("runtime",),
     ("backends.base", "backends.engines", "backends.samplers"),

@@ -1,0 +1,295 @@
+"""Verifiers and environments in a pool of processes: the same scores, and overruns that are gone."""
+
+import asyncio
+import ctypes
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nrl
+from nrl import pooled
+from nrl.envs import Environment, Score, Step, Trace, Turn, judged, number, of_group, single_turn
+from nrl.errors import EnvError, ShippingError
+from tests.episodes.scripted import TASKS, Scripted
+from tests.processes import alive, settled
+
+TEXTS = ["3", "4", "19", "what?"]  # two answers to each task
+
+
+def by_task(task: Any, trace: Trace) -> Any:
+    """Does what the task says, and then says whether the answer is right."""
+    match task.get("does"):
+        case "raise":
+            raise ValueError(f"no {task['answer']}")
+        case "stop":
+            raise StopIteration
+        case "exit":
+            sys.exit(3)
+        case "end":
+            os._exit(4)
+        case "crash":
+            ctypes.string_at(0)
+        case "sleep":
+            time.sleep(60)
+        case "hold":  # without ever letting another thread run
+            return float(9**9**9 > 0)
+        case "fill":
+            return float(len(bytearray(8 << 30)))
+        case "secret":
+            return threading.Lock()
+        case "pid":
+            return float(os.getpid())
+    print("read:", trace.text)
+    return float(trace.text == task["answer"])
+
+
+async def later(task: Any, trace: Trace) -> Any:
+    await asyncio.sleep(0)
+    return {"right": float(trace.text == task["answer"]), "short": 0.25}
+
+
+@of_group
+def compared(task: Any, traces: Any) -> list[Score]:
+    return [Score(float(trace.text == max(each.text for each in traces))) for trace in traces]
+
+
+@pytest.mark.parametrize("verifier", [by_task, later, number, compared], ids=lambda each: each.__name__)
+def test_scores_are_the_same_in_a_pool(verifier: Any) -> None:
+    def scored(f: Any) -> nrl.Batch:
+        return nrl.rollout(Scripted(list(TEXTS)), single_turn(f), TASKS, n=2)
+
+    plain, apart = scored(verifier), scored(pooled(verifier, workers=2))
+    assert set(plain.keys()) == set(apart.keys())
+    for name in plain.keys():
+        assert plain[name].tolist() == apart[name].tolist(), name
+
+
+class Counting:
+    """An environment whose states cannot travel: they have an open file each, in the process that made it."""
+
+    def reset(self, task: Any) -> Any:
+        return {"file": Path(os.devnull).open(), "turns": [], "pid": os.getpid()}, task["prompt"]
+
+    async def step(self, state: Any, turn: Turn) -> Step:
+        assert state["pid"] == os.getpid()
+        assert (turn.stop_reason, len(turn.token_ids)) == ("stop", len(turn) + 1)
+        state["turns"].append(turn.text)
+        done = len(state["turns"]) == 2
+        return Step(state, float(len(turn)), done, None if done else "+", {"turns": float(len(state["turns"]))})
+
+    def close(self, state: Any) -> None:
+        state["file"].close()
+
+    timeout = 30.0
+
+
+def test_an_episode_stays_in_its_process() -> None:
+    def played(env: Any) -> nrl.Batch:
+        texts = ["3", "44", "555", "66", "7", "8888", "1", "22"]
+        return nrl.rollout(Scripted(texts), judged(env, lambda task, trace: len(trace.turns)), TASKS, n=2)
+
+    plain, apart = played(Counting()), played(pooled(Counting(), workers=2))
+    assert apart["valid"].all()
+    for name in ("input_ids", "rewards", "token_rewards", "env/turns", "status"):
+        assert plain[name].tolist() == apart[name].tolist(), name
+
+
+def test_tools_of_a_pooled_environment_are_shown_and_called_there() -> None:
+    def where() -> str:
+        """Say where."""
+        return str(os.getpid())
+
+    def reset(task: Any) -> Any:
+        return 0, "Where?", [nrl.envs.tools.tool(where)]
+
+    def step(state: int, turn: Turn) -> Step:
+        return Step(state, float(os.getpid() != turn.token_ids[0]), info={"pid": float(os.getpid())})
+
+    env = pooled(Environment(reset, step), workers=1)
+
+    async def play() -> tuple[Any, Step]:
+        state, _, tools = await env.reset({})
+        return tools, await env.step(state, Turn("here", [os.getpid()]))  # type: ignore[misc]
+
+    (tool,), taken = asyncio.run(play())
+    assert tool.schema["function"] == {
+        "name": "where",
+        "description": "Say where.",
+        "parameters": {"type": "object", "properties": {}},
+    }
+    assert taken.reward == 1.0
+    assert taken.info["pid"] != os.getpid()
+
+
+def test_a_pool_has_the_packages_of_an_executable() -> None:
+    def where(task: Any, trace: Trace) -> float:
+        raise ValueError(sys.prefix)
+
+    with pytest.raises(ValueError, match=r"/base-[0-9a-f]+$"):
+        asyncio.run(pooled(where, workers=1, executable="base", timeout=300)({}, Trace()))  # type: ignore[arg-type]
+
+
+# --- what goes wrong goes wrong in one row
+
+
+def ask(verify: Any, does: str | None = None, answer: str = "3") -> Any:
+    return asyncio.run(verify({"answer": answer, "does": does}, Trace("", [answer])))
+
+
+@pytest.fixture(scope="module")
+def verify() -> Any:
+    return pooled(by_task, workers=1, timeout=1.0)
+
+
+@pytest.mark.parametrize(
+    ("does", "error", "said"),
+    [
+        ("raise", ValueError, "^no 3$"),
+        ("stop", RuntimeError, "StopIteration"),
+        ("exit", SystemExit, "3"),
+        ("end", EnvError, r"pooled\(by_task\): its process ended with 4\n    read: 3"),
+        ("crash", EnvError, r"pooled\(by_task\): its process ended by signal 11"),
+        (
+            "sleep",
+            TimeoutError,
+            r"pooled\(by_task\) did not return within 1 s, and its process was killed; mend it, or",
+        ),
+        ("hold", TimeoutError, r"pooled\(by_task\) did not return within 1 s, and its process was killed"),
+        ("secret", ShippingError, "pooled"),
+    ],
+)
+def test_whatever_a_verifier_does_the_next_call_is_answered(verify: Any, does: str, error: Any, said: str) -> None:
+    assert ask(verify) == 1.0
+    before = ask(verify, "pid")
+    with pytest.raises(error, match=said):
+        ask(verify, does)
+    assert ask(verify) == 1.0
+    gone = does in ("end", "crash", "sleep", "hold")
+    assert alive(int(before)) is not gone
+    assert (ask(verify, "pid") == before) is not gone
+
+
+def test_memory_is_bounded() -> None:
+    with pytest.raises(MemoryError):
+        ask(pooled(by_task, workers=1, memory=6 << 30), "fill")
+
+
+def test_a_call_that_is_given_up_is_killed() -> None:
+    async def give_up() -> int:
+        verify: Any = pooled(by_task, workers=1, timeout=None)
+        pid = int(await verify({"answer": "3", "does": "pid"}, Trace("", ["3"])))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(verify({"answer": "3", "does": "sleep"}, Trace("", ["3"])), 0.5)
+        assert not settled(lambda: alive(pid), 5)
+        return int(await verify({"answer": "3", "does": "pid"}, Trace("", ["3"]))) - pid
+
+    assert asyncio.run(give_up()) != 0
+
+
+def test_only_the_episodes_of_a_process_fail_with_it() -> None:
+    """Of eight episodes in two processes, one kills its own: the rows of that process fail, the others do not."""
+
+    def reset(task: Any) -> Any:
+        return os.getpid(), task["prompt"]
+
+    def step(state: int, turn: Turn) -> Step:
+        if turn == "6":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Step(state, 1.0, info={"pid": float(state)})
+
+    env = pooled(Environment(reset, step), workers=2)
+    with pytest.warns(UserWarning, match=r"episodes failed.*its process ended by signal 9"):
+        batch = nrl.rollout(Scripted(list("34567890")), env, TASKS, n=4)
+    valid, pids = batch["valid"], batch["env/pid"]
+    assert not valid[3]
+    assert 1 <= len(set(pids[valid].tolist())) <= 2
+    assert int(valid.sum()) >= 1
+    assert batch["rewards"][valid].tolist() == [1.0] * int(valid.sum())
+    assert nrl.rollout(Scripted(list("34512890")), env, TASKS, n=4)["valid"].all()
+
+
+def test_processes_that_are_killed_at_random_lose_nothing() -> None:
+    """Every score is right, or the row failed."""
+    rng = random.Random(0)
+    verify = pooled(by_task, workers=4)
+
+    async def every() -> list[Any]:
+        async def one(place: int) -> Any:
+            task = {"answer": "3", "does": "pid" if place % 4 == 0 else None}
+            found: Any = await verify(task, Trace("", ["3" if place % 2 else "4"]))  # type: ignore[misc]
+            if place % 4 == 0 and rng.random() < 0.1:
+                os.kill(int(found), signal.SIGKILL)
+            return found
+
+        return await asyncio.gather(*map(one, range(400)), return_exceptions=True)
+
+    found = asyncio.run(every())
+    for place, each in enumerate(found):
+        if place % 4:
+            assert isinstance(each, EnvError) or each == float(place % 2), each
+    assert sum(not isinstance(each, Exception) for each in found) > 200
+
+
+# --- nothing is left
+
+
+def test_processes_end_with_the_pool() -> None:
+    verify = pooled(by_task, workers=1)
+    pid = int(ask(verify, "pid"))
+    assert alive(pid)
+    del verify
+    gc.collect()
+    assert not settled(lambda: alive(pid), 5)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
+def test_processes_end_with_the_program(how: int | None, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import asyncio, os, sys, time\n"
+        "import nrl\n"
+        "from nrl.envs import Trace\n"
+        "def verify(task, trace):\n"
+        "    if task['hold']:\n"
+        "        9 ** 9 ** 9\n"
+        "    return float(os.getpid())\n"
+        "if __name__ == '__main__':\n"
+        "    pool = nrl.pooled(verify, workers=1)\n"
+        "    print(int(asyncio.run(pool({'hold': False}, Trace()))), flush=True)\n"
+        "    if sys.argv[1] == 'True':\n"
+        "        asyncio.run(pool({'hold': True}, Trace()))\n"
+    )
+    program = subprocess.Popen([sys.executable, script, str(how is not None)], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    pid = int(program.stdout.readline())
+    assert alive(pid) or how is None
+    if how is not None:
+        time.sleep(0.3)
+        program.send_signal(how)
+    program.wait(20)
+    assert not settled(lambda: alive(pid), 5)
+    program.stdout.close()
+
+
+def test_a_verifier_that_cannot_travel_says_so() -> None:
+    lock = threading.Lock()
+    verify: Any = pooled(lambda task, trace: lock.locked(), workers=1)
+    with pytest.raises(ShippingError, match="pooled"):
+        asyncio.run(verify({}, Trace()))
+
+
+@pytest.mark.parametrize("argument", ["workers", "timeout", "memory"])
+def test_numbers_are_positive(argument: str) -> None:
+    make: Callable[..., Any] = pooled
+    with pytest.raises(ValueError, match=rf"pooled: {argument} is 0; it must be positive, or None"):
+        make(by_task, **{argument: 0})
