@@ -68,7 +68,7 @@ def played(
     return lines(out / "metrics.jsonl"), sorted(seen, key=lambda each: each.token_ids)
 
 
-def assert_replayed(env: Env, seen: Seen, tokenizer: Any) -> None:
+def assert_replayed(env: Env, seen: Seen, tokenizer: Any, context_length: int = 512) -> None:
     """All that was not sampled is what the environment and the bridges give here for the same sampled tokens."""
     said = iter([tokens for own, tokens in seen.turns if own])
 
@@ -77,7 +77,7 @@ def assert_replayed(env: Env, seen: Seen, tokenizer: Any) -> None:
         assert tuple(so_far) == seen.token_ids[: len(so_far)]
         return Completion(torch.tensor(tokens), torch.zeros(len(tokens)), truncated=False, version=1)
 
-    again = asyncio.run(nrl.run_episode(generate, env, seen.task, tokenizer=tokenizer, context_length=512))
+    again = asyncio.run(nrl.run_episode(generate, env, seen.task, tokenizer=tokenizer, context_length=context_length))
     assert again.failure is None
     assert tuple(again.token_ids) == seen.token_ids
     assert tuple(again.sampled) == seen.sampled

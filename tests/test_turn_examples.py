@@ -16,6 +16,7 @@ from nrl.backends import hf, load_tokenizer
 from nrl.backends.base import Model
 from nrl.envs import Trace, Turn
 from nrl.envs.tools import ToolCall, call
+from tests.chat_tokenizers import tokenizer
 from tests.jsonlines import lines
 from tests.replays import Seen, assert_replayed, balances, recording
 from tests.test_examples import ROOT, load
@@ -211,20 +212,19 @@ def test_the_environment_can_be_taken_from_the_file(name: str) -> None:
     assert batch["valid"].all()
 
 
+@pytest.mark.parametrize("template", ["chatml", "qwen2_5", "qwen3"])
 @pytest.mark.parametrize("name", SHORT)
-def test_a_real_model_s_folder_goes_the_same_way(name: str, tmp_path: Path) -> None:
+def test_a_real_model_s_folder_goes_the_same_way(name: str, template: str, tmp_path: Path) -> None:
     """With chats, in its own template."""
-    module = load(name)
-    tokenizer = tiny.bpe([tiny.CHATML, str(load("tools").CALCULATOR.schema).replace("'", '"'), "Guess a number"])
-    tiny.save(tiny.model(tokenizer=tokenizer, num_hidden_layers=1), tmp_path / "model")
+    module, words = load(name), tokenizer(template)
+    model = tiny.model(tokenizer=words, num_hidden_layers=1, max_position_embeddings=4096)
+    tiny.save(model, tmp_path / "model")
     sizes = {"steps": 1, "prompts": 2, "group_size": 2, "sampling": nrl.Sampling(max_new_tokens=4)}
     with recording(module) as seen:
-        module.main(
-            module.Config(model=str(tmp_path / "model"), out=str(tmp_path / "run"), evaluate_every=1000, **sizes)
-        )
+        module.main(module.Config(model=str(tmp_path / "model"), out=str(tmp_path / "run"), **sizes))
     assert len(seen) == 4
     for each in seen:
-        assert_replayed(module.env, each, tokenizer)
-        assert tokenizer.decode(each.token_ids).startswith("<|im_start|>")
+        assert_replayed(module.env, each, words, context_length=4096)
+        assert "<|im_start|>user" in words.decode(each.token_ids)
     assert balances(lines(tmp_path / "run" / "metrics.jsonl")[0])
     assert (tmp_path / "run" / "model" / "config.json").exists()
