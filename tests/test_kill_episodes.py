@@ -122,7 +122,7 @@ def test_interrupted_and_killed_at_random_moments(example: tuple[str, Path], lag
         for file in ("model/model.safetensors", f"checkpoints/train/{STEPS:06}/policy/00001-of-00001.safetensors"):
             assert (broken / file).read_bytes() == (whole / file).read_bytes()
 
-    interrupted = killed = 0
+    interrupted, killed, names = 0, 0, itertools.count(1)
     while min(interrupted, killed) < rounds:
         before = len(states(broken)[0])
         code, _ = attempt(name, broken, lag, interrupt=draw.randrange(1, 300))
@@ -131,12 +131,13 @@ def test_interrupted_and_killed_at_random_moments(example: tuple[str, Path], lag
             opened, closed = states(broken)
             assert set(itertools.islice(opened, before, None)) <= set(closed)  # those that were open, too
             interrupted += 1
-            code, _ = attempt(name, broken, lag, seconds=draw.uniform(0.2, 1.0) * took)
+            code, _ = attempt(name, broken, lag, seconds=draw.uniform(0.1, 1.0) * took)
             assert code in (0, -signal.SIGKILL), log.read_text()
             killed += code != 0
+            took *= 1.0 if code else 0.8  # an attempt that came through was given too long
         if not code:  # it came through: begin again
             same()
-            broken = folder / f"broken {lag} {interrupted}"
+            broken = folder / f"broken {lag} {next(names)}"
     before = len(states(broken)[0])
     code, _ = attempt(name, broken, lag)
     assert code == 0, log.read_text()
