@@ -96,8 +96,8 @@ def main(cfg: Config) -> None:
             nrl.publish(state.params, sampler)
             found = nrl.summary(batch)
             if not (i + 1) % cfg.evaluate_every:
-                others = nrl.rollout(sampler, env, asked().take(64), sampling=greedy, seed=10**6)
-                found |= nrl.prefixed("eval/", nrl.summary(others))
+                played = nrl.grade(sampler, env, asked().take(64), sampling=greedy, seed=10**6)
+                found |= nrl.measure(played)
             check_mismatch(run.log(i, metrics, found, samples=nrl.samples(batch, sampler.tokenizer)), cfg.max_mismatch)
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")
