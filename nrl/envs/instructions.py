@@ -129,7 +129,7 @@ def constraints(task: Task, trace: Trace) -> Score:
 
 
 def _read(each: Any) -> tuple[str, Mapping[str, Any]]:
-    name, how = each, {}
+    name, how = each, dict[str, Any]()
     if isinstance(each, Mapping) and len(each) == 1:
         ((name, how),) = each.items()
     if not isinstance(name, str) or name not in CONSTRAINTS or not isinstance(how, Mapping):
