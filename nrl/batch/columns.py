@@ -137,6 +137,7 @@ COLUMNS: dict[str, Column] = {
     "dropped": Column("row", torch.int64, "drop_uniform and fresh write it.", 0),
     "dropped_invalid": Column("row", torch.int64, "drop_uniform and fresh write it.", 0),
     "dropped_tokens": Column("row", torch.int64, "drop_uniform, fresh and oversample write it.", 0),
+    "dropped_cut": Column("row", torch.int64, "drop_uniform and fresh write it, of a stream that is cut.", 0),
     "dropped_rewards": Column("row", torch.float32, "drop_uniform and fresh write it.", 0.0),
     "desirable": Column("row", torch.bool, "data.labelled writes it."),
     "reference_point": Column(

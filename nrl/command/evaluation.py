@@ -135,6 +135,7 @@ def main(cfg: Evaluation) -> Metrics:
         DataError: a task cannot be read, or the verifier cannot work with its answer (it names the row); or the results
             of an earlier attempt were changed.
         ModelError: no such model; a run's folder without an exported one.
+        EnvError: every sample failed.
     """
     verifier: Verifier | Env
     verifier = named.environment(cfg.env) if cfg.env is not None else named.verifier(str(cfg.verifier))
@@ -168,6 +169,9 @@ def main(cfg: Evaluation) -> Metrics:
         metrics = measure(evaluation_folder.read(results, len(tasks), together), cfg.k, passing=cfg.passing)
         config_file.replace(out / "metrics.json", json.dumps(_summary(metrics, len(tasks)), indent=1) + "\n")
     Console().print(_table(metrics, cfg))
+    invalid = int(metrics["eval/invalid"].total)  # type: ignore[union-attr]
+    if invalid and invalid == len(tasks) * cfg.n:
+        raise EnvError(f"eval: all {invalid} samples failed, so nothing was measured; mend what the warnings above say")
     return metrics
 
 

@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import runpy
+import sys
+from pathlib import Path
 from typing import Any
 
 from nrl.envs import VERIFIERS, Env, Verifier
@@ -74,8 +76,16 @@ def _found(what: str, name: str, known: str) -> tuple[str, Any, dict[str, Any]]:
     module, _, attribute = name.rpartition(":")
     if not module:
         raise ConfigError(f"eval: {what}={name}: the module is not named; {known}")
+    is_file = module.endswith(".py")
+    if is_file and not Path(module).is_file():
+        raise ConfigError(f"eval: {what}={name}: there is no file {module}; {known}")
+    folder = str(Path(module).resolve().parent if is_file else Path.cwd())
+    if folder not in sys.path:  # as where a program is run, so that it finds the modules beside it
+        sys.path.insert(0, folder)
     try:
-        names = runpy.run_path(module) if module.endswith(".py") else vars(importlib.import_module(module))
+        names = runpy.run_path(module) if is_file else vars(importlib.import_module(module))
     except (OSError, ImportError) as error:
-        raise ConfigError(f"eval: {what}={name}: {module} cannot be imported: {error}; {known}") from error
+        raise ConfigError(
+            f"eval: {what}={name}: {module} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     return module, names.get(attribute), names

@@ -152,7 +152,8 @@ class Trace:
     Args:
         prompt: what the model was asked.
         turns: what it wrote; plain texts will do.
-        observations: what the environment answered: one fewer than turns, or as many where a limit ended the episode.
+        observations: what the environment answered to each turn; where the last one ended the episode, that may be
+            left out.
         token_ids: all of it, prompt and observations too; with the token that ended each turn.
         sampled: for each of these, whether the model sampled it.
         truncated: whether a length limit ended the episode.
@@ -187,8 +188,9 @@ class Step(NamedTuple):
         reward: of this turn, as a verifier gives it; an episode's is the sum over its turns. Several rewards have the
             same number every turn. In the column ``token_rewards`` it lies at the turn's last token.
         done: whether the episode ends here.
-        observation: if not, the model's next input: text or token ids, which are appended as they are; or messages,
-            which are appended as the chat template writes them, to an episode whose prompt is a chat.
+        observation: if not, the model's next input, else for the verifier alone: text or token ids, which are appended
+            as they are; or messages, which are appended as the chat template writes them, to an episode whose prompt is
+            a chat.
         info: numbers to report, by name. Those of every step are kept.
 
     >>> Step(state=None, reward=1.0)

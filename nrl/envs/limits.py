@@ -23,8 +23,8 @@ def limited(
 ) -> Environment:
     """The environment whose episodes end behind the turn that reaches a limit.
 
-    `step` answers that turn, and its reward counts; only its observation is dropped. A verifier has the last word, as
-    in any episode, and `close` is called. Nothing is cut in the middle of a turn, so the last one may go beyond
+    `step` answers that turn, and its reward counts; its observation is for the verifier alone, which has the last word,
+    as in any episode, and `close` is called. Nothing is cut in the middle of a turn, so the last one may go beyond
     ``tokens`` or ``seconds``. Each limit is reported, as ``env/limits/turns`` and so on: 1 where it ended an episode
     that would have gone on, and 0 elsewhere.
 
@@ -50,7 +50,7 @@ def limited(
     (False, 'Go on.', {'limits/turns': 0.0, 'limits/tokens': 0.0})
     >>> _, reward, done, observation, info = env.step(state, Turn("2", [6, 2]))
     >>> reward, done, observation, dict(info)
-    (0.5, True, None, {'limits/turns': 0.0, 'limits/tokens': 1.0})
+    (0.5, True, 'Go on.', {'limits/turns': 0.0, 'limits/tokens': 1.0})
     """
     most = {"turns": turns, "tokens": tokens, "seconds": seconds}
     given = {name: value for name, value in most.items() if value is not None}
@@ -76,7 +76,7 @@ def limited(
         for name, ended in reached.items():  # another `limited` within this one may have reported it, too
             info[f"limits/{name}"] = info.get(f"limits/{name}", 0.0) + float(ended)
         if any(reached.values()):
-            found = found._replace(done=True, observation=None)
+            found = found._replace(done=True)
         return found._replace(state=now, info=info)
 
     own_close = getattr(env, "close", None)

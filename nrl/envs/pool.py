@@ -85,7 +85,8 @@ def pooled(
 
     Raises:
         ValueError: ``workers``, ``timeout`` or ``memory`` is not positive.
-        EnvError: (when called) the process ended, or could not start. The message has what it wrote last.
+        EnvError: ``f`` is neither; or, when called, the process ended, or could not start. The message has what it
+            wrote last.
         TimeoutError: (when called) it took too long.
 
     >>> import asyncio
@@ -96,6 +97,10 @@ def pooled(
     >>> asyncio.run(verify({"answer": "4"}, Trace("2+2=", ["4"])))
     1.0
     """
+    if not callable(f) and not hasattr(f, "reset"):
+        raise EnvError(
+            f"pooled: {f!r:.200} is neither a verifier nor an environment; give a function, or an Environment"
+        )
     for name, number in (("workers", workers), ("timeout", timeout), ("memory", memory)):
         if isinstance(number, int | float) and not number > 0:
             raise ValueError(f"pooled: {name} is {number}; it must be positive, or None")
@@ -192,16 +197,26 @@ class _Pool:
         with self.changed:
             if worker is not None and worker.dead:
                 raise worker.gone()
-            if worker is None:
+            if worker is None and what == "reset":  # its episode stays there, so they are spread evenly
+                worker = min(self.workers, key=lambda each: each.load, default=None)
+                if len(self.workers) < self.most and (worker is None or worker.load > 0):
+                    worker = _Worker(self)
+                    self.workers.append(worker)
+            if worker is not None and what == "close":  # which takes no time
+                worker.waiting.appendleft(call)
+            elif worker is not None:
+                worker.waiting.append(call)
+            else:
                 self.waiting.append(call)
                 if not any(each.idle for each in self.workers) and len(self.workers) < self.most:
                     self.workers.append(_Worker(self))
-            else:
-                worker.waiting.append(call)
             self.changed.notify_all()
+        answer = asyncio.wrap_future(call.answer)
         try:
-            return await asyncio.wrap_future(call.answer)
+            return await (asyncio.shield(answer) if what == "close" else answer)
         except asyncio.CancelledError:
+            if what == "close":  # it is made all the same
+                raise
             with self.changed:
                 for each in self.workers:
                     if each.running is call:
@@ -224,7 +239,7 @@ class _Worker:
         self.pool = pool
         self.waiting: deque[_Call] = deque()
         self.running: _Call | None = None
-        self.idle = True
+        self.idle, self.episodes = True, 0
         self.dead = ""
         """Why it is gone; empty: it is there."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -238,9 +253,16 @@ class _Worker:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
+    @property
+    def load(self) -> int:
+        """How many episodes it has or is to have."""
+        return self.episodes + sum(call.what == "reset" for call in (*self.waiting, self.running) if call)
+
     def gone(self) -> EnvError:
         """The error of an episode that it had."""
-        return EnvError(f"pooled({self.pool.name}): the process that had this episode is gone: {self.dead}")
+        return EnvError(
+            f"pooled({self.pool.name}): the process that had this episode is gone, with all that it had: {self.dead}"
+        )
 
     def _next(self) -> _Call | None:
         pool = self.pool
@@ -293,7 +315,7 @@ class _Worker:
 
             def end() -> None:
                 late.set()
-                self.kill("a call took too long")
+                self.kill(f"a {call.what} of another episode did not return within {call.timeout:g} s")
 
             timer = threading.Timer(call.timeout, end)
             timer.daemon = True
@@ -312,6 +334,7 @@ class _Worker:
         finally:
             if timer is not None:
                 timer.cancel()
+        self.episodes += {"reset": int(good), "close": -1}.get(call.what, 0)
         if good:
             call.answer.set_result((self, value))
         else:

@@ -54,6 +54,7 @@ class UserCall:
     task: "asyncio.Task[None] | None" = None
     over: bool = False  # has returned or raised
     given_up: bool = False
+    returned: bool = False  # a value, whatever became of the call since
     value: Any = None
     error: BaseException | None = None
     shown: str = ""  # a traceback to print, the first time
@@ -68,10 +69,17 @@ class UserCall:
         try:
             _wait_until_left(self.context)
             self.value = self.context.run(self.fn, *self.args)
-            if self.unwanted is not None and (self.given_up or self.answer.cancelled()):
-                self.context.run(self.unwanted, self.value)
+            self.returned = True
+            if self.given_up or self.answer.cancelled():
+                self.drop()
         except BaseException as error:
             self._fail(error)
+
+    def drop(self) -> None:
+        """Hand a value that nobody waits for to ``unwanted``, once; in a thread without a loop."""
+        unwanted, self.unwanted = self.unwanted, None
+        if unwanted is not None and self.returned:
+            self.context.copy().run(unwanted, self.value)
 
     async def wait(self) -> None:
         """Call a coroutine function and await it, on a loop."""
@@ -79,6 +87,7 @@ class UserCall:
         try:
             found = self.fn(*self.args)
             self.value = await found if inspect.isawaitable(found) else found
+            self.returned = True
         except BaseException as error:  # also a CancelledError that is its own
             self._fail(error)
 

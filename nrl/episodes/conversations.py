@@ -3,13 +3,30 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from nrl.data.rendering import encode, templated
 from nrl.envs.contract import Prompt, Turn
-from nrl.envs.tools import parse, tool_format
+from nrl.envs.tools import Tool, parse, tool_format
 from nrl.episodes.bridges import Sampled, extend
-from nrl.errors import EnvError
+from nrl.errors import EnvError, ModelError
 
-__all__ = ["Conversation"]
+__all__ = ["Conversation", "is_prompt"]
+
+
+def is_prompt(given: Any) -> bool:
+    """Whether this is text, messages or token ids.
+
+    >>> is_prompt("1+1="), is_prompt([{"role": "user", "content": "1+1="}]), is_prompt([5, 6]), is_prompt(5)
+    (True, True, True, False)
+    """
+    if isinstance(given, str):
+        return True
+    if isinstance(given, Mapping) or not isinstance(given, Sequence | np.ndarray | Tensor):
+        return False
+    kinds = {type(each) if isinstance(each, str) else isinstance(each, Mapping) for each in given}
+    return len(kinds) < 2 and str not in kinds
 
 
 class Conversation:
@@ -22,6 +39,11 @@ class Conversation:
     """
 
     def __init__(self, prompt: Prompt, tools: Sequence[Any], tokenizer: Any) -> None:
+        if isinstance(tools, Tool) or any(not isinstance(each, Tool) for each in tools):
+            raise EnvError(
+                "the environment's reset returned something else than a list of tools as its third value; make each of "
+                "a function, by nrl.envs.tools.tool"
+            )
         if tools and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         self._chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
@@ -32,7 +54,7 @@ class Conversation:
         self._turns: list[Sampled] = []  # those that the row has as they were sampled
         self._prompt, self._tokenizer = prompt, tokenizer
         self._schemas = [tool.schema for tool in tools] or None
-        self._format = tool_format(tokenizer.get_chat_template(tools=self._schemas)) if tools else None
+        self._format = _format(tokenizer, self._schemas) if tools else None
 
     def asked(self, render: Callable[[Prompt, Any], list[int]]) -> list[int]:
         """The token ids of the prompt; ``render`` those of one without tools."""
@@ -74,6 +96,10 @@ class Conversation:
         if isinstance(observation, str):
             self._chat = False  # the messages do not say it
             return len(tokens), list(self._tokenizer.encode(observation, add_special_tokens=False))
+        if not is_prompt(observation):
+            if isinstance(observation, Mapping):
+                raise EnvError("the observation is one message; return a list of messages")
+            raise EnvError(f"the observation is {observation!r:.200}; return text, messages or token ids")
         if not any(isinstance(part, Mapping) for part in observation):
             self._chat = False
             return len(tokens), [int(token) for token in observation]
@@ -87,6 +113,17 @@ class Conversation:
         self._messages, self._turns = every, [turn for turn in self._turns if turn.stop <= kept]
         self._thinks = self._opens(ids)
         return kept, ids
+
+
+def _format(tokenizer: Any, schemas: Any) -> str:
+    try:
+        return tool_format(tokenizer.get_chat_template(tools=schemas))
+    except (ModelError, ValueError) as error:
+        found = str(error).partition("!")[0].partition(";")[0]
+        raise ModelError(
+            "rollout: the environment has tools, and the chat template of the model's tokenizer does not say how to "
+            f"call them ({found}); take a model whose template does, or tiny.model(tokenizer=tiny.bpe([...]))"
+        ) from error
 
 
 def _calling(turn: Turn) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from nrl.backends.base import Completion
 from nrl.data import render
 from nrl.envs import Env, Step, Task
 from nrl.envs.contract import Prompt, Status, Trace, Turn, Verdict, score_of
-from nrl.episodes.conversations import Conversation
+from nrl.episodes.conversations import Conversation, is_prompt
 from nrl.episodes.user_errors import Failed, error_text
 from nrl.episodes.verifier_calls import Caller, calling
 from nrl.errors import EnvError, LostRequest
@@ -85,14 +85,27 @@ class Episode:
     routes: Tensor | None = None
 
     @property
+    def counts(self) -> bool:
+        """Whether it is neither failed nor cut."""
+        return self.failure is None and not self.cut
+
+    @property
     def trace(self) -> Trace:
         """What a verifier is given."""
         turns, seen = tuple(self.turns), tuple(self.observations)
         return Trace(self.prompt, turns, seen, tuple(self.token_ids), tuple(self.sampled), self.truncated)
 
-    def earn(self, verdict: Verdict) -> None:
+    def earn(self, verdict: Verdict, whose: str = "the verifier's verdict") -> None:
         """Add a verdict, as of the last token that the policy has sampled."""
-        score = score_of(verdict)
+        try:
+            score = score_of(verdict)
+            if score.status in TRAINED:
+                _add(0.0, score.reward)
+        except (TypeError, ValueError) as error:
+            raise EnvError(
+                f"{whose} is {verdict!r:.200}, of which no reward can be made; return a number, several numbers, "
+                "components by name, or a Score"
+            ) from error
         if score.status not in TRAINED:
             self.fail(f"Score: the verdict's status is '{score.status}'", score.status)
             return
@@ -202,9 +215,20 @@ async def play(
 
     async def reset() -> None:
         nonlocal chat
-        state, episode.prompt, *tools = await call.reset(env.reset, task)
+        found = await call.reset(env.reset, task)
+        if not isinstance(found, tuple) or len(found) not in (2, 3):
+            raise EnvError(
+                f"the environment's reset returned {_shown(found)}; return (state, prompt), or (state, prompt, tools)"
+            )
+        state, prompt, *tools = found
         held[:] = [state]
-        chat = Conversation(episode.prompt, tools[0] if tools else (), tokenizer)
+        if not is_prompt(prompt):
+            raise EnvError(
+                f"the environment's reset returned {_shown(prompt)} as the prompt; give text, a list of messages, or "
+                "token ids"
+            )
+        episode.prompt = prompt
+        chat = Conversation(prompt, tools[0] if tools else (), tokenizer)
         episode.append(chat.asked(render))
         if len(episode.token_ids) >= context_length:
             episode.fail(
@@ -217,10 +241,11 @@ async def play(
         if not isinstance(taken, Step):
             raise EnvError(f"the environment's step returned {type(taken).__name__}; return a Step(state, reward, ...)")
         held[:] = [taken.state]
-        episode.earn(taken.reward)
-        episode.info.append({str(key): float(value) for key, value in taken.info.items()})
-        if not taken.done:
+        episode.earn(taken.reward, "the step's reward")
+        episode.info.append(_numbers(taken.info))
+        if not taken.done or taken.observation is not None:
             episode.observations.append(taken.observation)
+        if not taken.done:
             kept, appended = chat.observed(taken.observation, episode.token_ids)
             if kept < len(episode.token_ids):
                 episode.fork(kept, appended)
@@ -257,6 +282,21 @@ async def play(
                 del per_token[context_length:]
         if held:
             await _close(call.close(held[0]))
+
+
+def _shown(found: Any) -> str:
+    several = f" of {len(found)}" if isinstance(found, tuple | list) else ""
+    return "nothing" if found is None else f"a {type(found).__name__}{several}"
+
+
+def _numbers(info: Any) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for key, value in info.items():
+        try:
+            found[str(key)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise EnvError(f"the step's info has {key!r}: {value!r:.200}; give numbers alone") from error
+    return found
 
 
 async def _guarded[T](work: Awaitable[T], episode: Episode) -> T | None:

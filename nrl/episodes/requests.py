@@ -1,6 +1,7 @@
 """Requests of episodes to the sampler: all together, or each as soon as it is ready; and how many episodes are live."""
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -12,6 +13,7 @@ import attrs
 
 from nrl.backends.base import Completion, Sampling
 from nrl.backends.samplers import Sampler, Streams, capabilities
+from nrl.errors import GenerationError, LostRequest
 from nrl.runtime.mesh.futures import done
 
 __all__ = ["Key", "Requests", "requests_to"]
@@ -53,6 +55,8 @@ class Requests:
         self._sampler, self._sampling, self._most = sampler, sampling, most
         self._live: set[Key] = set()
         self._queue: deque[tuple[Key, asyncio.Future[None]]] = deque()
+        self.given: dict[Key, int] = {}
+        """How many tokens each episode was given."""
         self._over = False
         self._loop = asyncio.get_running_loop()
 
@@ -86,7 +90,9 @@ class Requests:
         request = _Request(list(tokens), seed, self._loop.create_future())
         self._add(key, request)
         try:
-            return await request.answer
+            completion = await request.answer
+            self.given[key] = self.given.get(key, 0) + len(completion.token_ids)
+            return completion
         except asyncio.CancelledError:
             if request.promised is not None:
                 request.promised.cancel()
@@ -110,8 +116,8 @@ def requests_to(sampler: Sampler, sampling: Sampling | None, most: int | None = 
 class _Together(Requests):
     """Collects one request of every live episode and asks the sampler once, so that they are decoded together.
 
-    The call waits for all requests and orders them, so it does not depend on time. But who has been away for a second
-    is waited for no longer, until it asks again.
+    The call waits for all requests and orders them, so it does not depend on time. But an episode that has once been
+    away for a second is waited for no longer.
     """
 
     def __init__(self, sampler: Sampler, sampling: Sampling | None, most: int | None) -> None:
@@ -130,7 +136,6 @@ class _Together(Requests):
 
     def _add(self, key: Key, request: _Request) -> None:
         self._waiting[key] = request
-        self._away.discard(key)
         self._came = self._loop.time()
         self._ask_once_all_wait()
 
@@ -144,7 +149,7 @@ class _Together(Requests):
     def _ask_once_all_wait(self) -> None:
         if self._coming is not None or self._over or not self._waiting:
             return
-        if len(self._waiting) + len(self._away) >= len(self._live):
+        if self._live <= self._waiting.keys() | self._away:
             self._ask()
         elif self._timer is None:
             self._timer = self._loop.call_later(_SLOW, self._leave_the_slow_behind)
@@ -155,7 +160,7 @@ class _Together(Requests):
         if left > 1e-3 and self._waiting:
             self._timer = self._loop.call_later(left, self._leave_the_slow_behind)
             return
-        self._away = self._live - self._waiting.keys()
+        self._away |= self._live - self._waiting.keys()
         self._ask_once_all_wait()
 
     def _ask(self) -> None:
@@ -181,15 +186,22 @@ class _Together(Requests):
 
     def _answered(self, asked: Sequence[_Request], found: "futures.Future[list[Completion]]") -> None:
         self._coming = None
-        if found.cancelled():
-            return
-        if error := found.exception():
+        try:
+            completions = found.result()
+            _check_count(completions, asked)
+        except (Exception, futures.CancelledError) as error:
+            gone = LostRequest("generate: the sampler has forgotten requests that somebody waits for")
             for each in asked:
-                each.fail(error)
+                each.fail(gone if isinstance(error, futures.CancelledError) else error)
         else:
-            for each, completion in zip(asked, found.result(), strict=True):
+            for each, completion in zip(asked, completions, strict=True):
                 each.give(completion)
         self._ask_once_all_wait()
+
+
+def _check_count(given: Sequence[object], asked: Sequence[object]) -> None:
+    if len(given) != len(asked):
+        raise GenerationError(f"generate: the sampler gave {len(given)} answers to {len(asked)} prompts")
 
 
 def _done[T](value: T) -> "futures.Future[T]":
@@ -204,7 +216,8 @@ class _AsTheyCome(Requests):
     def __init__(self, sampler: Sampler, sampling: Sampling | None, most: int | None) -> None:
         super().__init__(sampler, sampling, most)
         self._new: list[_Request] = []
-        self._ended: deque[_Request] = deque()
+        self._ended, self._called = list[_Request](), False  # answered, and whether the loop will come to it
+        self._guard = threading.Lock()
 
     def _add(self, key: Key, request: _Request) -> None:
         if not self._new:
@@ -218,6 +231,7 @@ class _AsTheyCome(Requests):
         prompts, seeds = [each.tokens for each in asked], [each.seed for each in asked]
         try:
             promised = cast(Streams, self._sampler).stream(prompts, seeds, self._sampling)
+            _check_count(promised, asked)
         except Exception as error:
             for each in asked:
                 each.fail(error)
@@ -228,19 +242,21 @@ class _AsTheyCome(Requests):
 
     def _note(self, request: _Request, _: object) -> None:
         """Note, in any thread, that a request is answered; one call of the loop gives several answers."""
-        self._ended.append(request)
-        if len(self._ended) == 1:
+        with self._guard:
+            self._ended.append(request)
+            first, self._called = not self._called, True
+        if first:
             self._soon(self._give)
 
     def _give(self) -> None:
-        while self._ended:
-            request = self._ended[0]
+        with self._guard:
+            ended, self._ended, self._called = self._ended, [], False
+        for request in ended:
             promised = request.promised
             assert promised is not None
-            if not promised.cancelled():
-                error = promised.exception()
-                if error is None:
-                    request.give(promised.result())
-                else:
-                    request.fail(error)
-            self._ended.popleft()
+            if promised.cancelled():
+                request.fail(LostRequest("generate: the sampler has forgotten a request that somebody waits for"))
+            elif error := promised.exception():
+                request.fail(error)
+            else:
+                request.give(promised.result())

@@ -15,7 +15,7 @@ from nrl.episodes.running import Running, Schedule
 from nrl.errors import DataError, EnvError, LostRequest
 from nrl.stream import Source, Stream, whole
 
-__all__ = ["rollouts"]
+__all__ = ["end_all", "rollouts"]
 
 
 def rollouts(
@@ -76,6 +76,15 @@ class _Rolled(NamedTuple):
     patience: int
 
 
+_PLACES: "weakref.WeakSet[_Place]" = weakref.WeakSet()
+
+
+def end_all() -> None:
+    """End what all streams of this program play, as a run does at its end: environments are closed."""
+    for place in list(_PLACES):
+        place.end()
+
+
 class _Place:
     """Where a stream is.
 
@@ -88,6 +97,7 @@ class _Place:
     def __init__(self) -> None:
         self.drawn, self.begun = 0, list[tuple[int, Task]]()
         self.running: Running | None = None
+        _PLACES.add(self)
 
     def end(self) -> None:
         """End what is played."""
@@ -102,7 +112,7 @@ def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
     largest = failed = in_a_row = 0
 
     def take(count: int) -> list[Batch]:
-        if not count:
+        if count < 1:
             return []
         if at.running is None:
             at.running = Running(sampler, given.env, n, sampling, given.seed, schedule)
@@ -156,6 +166,8 @@ def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
             raise DataError(
                 f"{who}: m is {how['keep']}, and rollouts begins n={n} episodes a group; keep fewer, or begin more"
             )
+        if schedule.deadline is not None and "deadline" in how:
+            raise DataError(f"{who}: the stream is cut after {schedule.deadline:g} s already; leave one of the two out")
         if schedule.extra and "extra" in how:
             kind = "refilled" if schedule.in_order else "partial"
             raise DataError(f"{who}: the stream is {kind} already; take one of the two")

@@ -5,7 +5,9 @@ By default nothing of it depends on the clock: all episodes that one `Running.ta
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Coroutine, Sequence
+import math
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -21,12 +23,12 @@ from nrl.envs.contract import Prompt
 from nrl.episodes.episode import Episode, failed, play
 from nrl.episodes.requests import Requests, requests_to
 from nrl.episodes.verifier_calls import Caller, calling
-from nrl.errors import DataError, EnvError
+from nrl.errors import BatchError, DataError, EnvError
 from nrl.runtime.threads import Daemons
 
 __all__ = ["Group", "Running", "Schedule"]
 
-_PATIENCE = 5.0  # seconds, for a thread that is to end
+_PATIENCE = 15.0  # seconds, for a thread that is to end; in ten of them environments are closed
 
 
 @attrs.frozen
@@ -79,21 +81,26 @@ class Group:
     whole: "asyncio.Task[None]" = attrs.field(init=False)  # ends when all has been played and judged
     _playing: "list[asyncio.Task[None]]" = attrs.field(factory=list)
     _late: bool = False
-    _rendered: dict[str, list[int]] = attrs.field(factory=dict)
+    _judging: bool = False
+    _rendered: dict[Any, list[int]] = attrs.field(factory=dict)
 
     def render(self, prompt: Prompt, tokenizer: Any) -> list[int]:
         """Render a prompt once: the episodes share it."""
-        key = repr(prompt)
+        key: Any = prompt
+        if not isinstance(prompt, str):
+            chat = any(isinstance(each, Mapping) for each in prompt)
+            key = repr(prompt) if chat else tuple(int(each) for each in prompt)  # type: ignore[call-overload]
         if key not in self._rendered:
             self._rendered[key] = render(prompt, tokenizer)
         return self._rendered[key]
 
     def cut(self) -> None:
-        """End what is not over."""
+        """End what is not over; a verdict over the whole group, too."""
         self._late = True
-        if all(each.done() for each in self._playing):  # it is judged
+        if self._judging:
             self.whole.cancel()
-        self._cut()
+        elif self._playing:
+            self._cut()
 
     def _cut(self) -> None:
         for episode, playing in zip(self.episodes, self._playing, strict=True):
@@ -104,6 +111,8 @@ class Group:
     async def play(self, one: Callable[[int], Coroutine[Any, Any, None]], keep: int) -> None:
         """Play ``keep`` episodes to a valid end, as far as there are so many; the others are left out."""
         self._playing = [asyncio.create_task(one(place)) for place in range(len(self.episodes))]
+        if self._late:  # before it began
+            self._cut()
         pending, good = set(self._playing), list[int]()
         when = asyncio.FIRST_EXCEPTION if keep == len(self.episodes) else asyncio.FIRST_COMPLETED
         try:
@@ -112,7 +121,7 @@ class Group:
                 for each in over:
                     each.result()
                 ended = [place for place, each in enumerate(self._playing) if each.done()]
-                good = [place for place in ended if self.episodes[place].failure is None]
+                good = [place for place in ended if self.episodes[place].counts]
         except BaseException:
             for each in self._playing:
                 each.cancel()
@@ -127,9 +136,12 @@ class Group:
         self.left_out = [each for place, each in enumerate(self.episodes) if place not in chosen]
 
     async def judge(self, verifier: Any, call: Caller) -> None:
-        """Ask a verifier of whole groups."""
-        live = [episode for _, episode in self.ended if episode.failure is None]
-        if not live:
+        """Ask a verifier of whole groups, unless it is too late."""
+        live, self._judging = [episode for _, episode in self.ended if episode.counts], True
+        if self._late:
+            for episode in live:
+                episode.cut = True
+        if self._late or not live:
             return
         try:
             verdicts = list(await call(verifier, self.task, [episode.trace for episode in live]))
@@ -163,6 +175,11 @@ class Running:
         self, sampler: Sampler, env: Env, n: int, sampling: Sampling | None, seed: int, schedule: Schedule
     ) -> None:
         self._sampler, self._env, self._n, self._sampling, self._seed = sampler, env, n, sampling, seed
+        if not all(callable(getattr(env, name, None)) for name in ("reset", "step")):
+            raise EnvError(
+                f"rollout: the environment is {env!r:.200}, which has no reset and step; give an Environment, or "
+                "single_turn(verifier)"
+            )
         self.schedule = schedule
         self.open: list[Group] = []
         """What has begun and has not been handed out, in order."""
@@ -176,9 +193,13 @@ class Running:
         """Begin groups, each with its number.
 
         Raises:
-            DataError: a source is no integer.
+            DataError: a task is no mapping, or a source is no integer.
         """
         for number, task in tasks:
+            if not isinstance(task, Mapping):
+                raise DataError(
+                    f"rollout: the task of group {number} is {task!r:.200}; give mappings, such as {{'prompt': ...}}"
+                )
             if not isinstance(task.get("source", 0), int):
                 raise DataError(
                     f"rollout: the task of group {number} has the source {task['source']!r}; give an integer for each "
@@ -211,9 +232,24 @@ class Running:
         verifier: Any = getattr(self._env, "verifier", None)
         if getattr(verifier, "of_group", False):
             await group.judge(verifier, calls[0])
-        for _, episode in group.ended:
+        for place, episode in enumerate(group.episodes):
             if episode.cut:
-                episode.fail(f"cut: it was not over after {self.schedule.deadline:g} s", "timeout")
+                seconds = self.schedule.deadline or math.nan
+                episode.fail(f"cut: it was not over after {seconds:g} s", "timeout")
+            self._check(group.number, place, episode)
+
+    def _check(self, number: int, place: int, episode: Episode) -> None:
+        """See that the rows of an episode account for each token that the sampler gave it."""
+        assert self._requests is not None
+        drawn, given = (
+            sum(row.drawn for row in (episode, *episode.earlier)),
+            self._requests.given.pop((number, place), 0),
+        )
+        if drawn != given and not episode.cut:
+            raise BatchError(
+                f"rollout: the sampler gave {given} tokens to episode {place} of group {number}, and its rows account "
+                f"for {drawn}; this is a defect of nrl, please report it"
+            )
 
     async def _one(self, group: Group, place: int, entry: "asyncio.Future[None] | None", call: Caller) -> None:
         assert self._requests is not None
@@ -273,20 +309,34 @@ class Running:
         return ended
 
     def close(self) -> None:
-        """End everything; the states of environments are closed."""
-        if self._loop.is_closed() or self._loop.is_running():
+        """End everything, also what another thread waits for; the states of environments are closed."""
+        if self._loop.is_closed() or (self._loop.is_running() and not self._stopped()):
             return
-        if self._requests is not None:
-            self._requests.end()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
+        tasks = self._cancel()
         with suppress(asyncio.CancelledError):
             self._wait(_ended(tasks))
         self._stack.close()
         self._wait(self._loop.shutdown_asyncgens())
         self._loop.close()
         self.open = []
+
+    def _cancel(self) -> "set[asyncio.Task[Any]]":
+        if self._requests is not None:
+            self._requests.end()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    def _stopped(self) -> bool:
+        """Break off what another thread waits for; whether that has worked."""
+        if _inside_a_loop() and asyncio.get_running_loop() is self._loop:
+            return False
+        self._loop.call_soon_threadsafe(self._cancel)
+        until = time.monotonic() + _PATIENCE
+        while self._loop.is_running() and time.monotonic() < until:
+            time.sleep(0.01)
+        return not self._loop.is_running()
 
     def _wait[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Run to the end; in another thread if a loop is running already, as in a notebook."""
@@ -298,7 +348,7 @@ class Running:
             return beside.result()
         except BaseException:
             if not beside.done():
-                self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(self._loop)])
+                self._loop.call_soon_threadsafe(self._cancel)
                 futures.wait([beside], _PATIENCE)
             raise
 

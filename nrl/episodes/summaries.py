@@ -35,7 +35,7 @@ def summary(batch: Batch) -> Metrics:
 
     Raises:
         MissingColumn: there are no rewards.
-        BatchError: a row is trained on more tokens than were sampled for it.
+        BatchError: a row is trained on a token that was not sampled, or on more than were sampled for it.
 
     >>> rewards = torch.tensor([0.0, 1.0])
     >>> mask = torch.tensor([[True, True], [True, False]])
@@ -91,7 +91,7 @@ def _cut(batch: Batch, first: Tensor) -> Metrics:
     _, group = batch["group_ids"][first].unique(return_inverse=True)
     count, lost = torch.bincount(group), torch.bincount(group, weights=cut[first].double())
     return {
-        "cut": Sum((cut & first).sum()),
+        "cut": Sum((cut & first).sum() + (batch["dropped_cut"].sum() if "dropped_cut" in batch.keys() else 0)),
         "cut/length": Mean(batch["sampled"][cut].sum().float(), (cut & first).sum().float()),
         "cut/groups": Mean((lost > 0).sum().float(), torch.tensor(float(len(lost)))),
         "cut/share": Mean((lost / count)[lost > 0].sum().float(), (lost > 0).sum().float()),
@@ -112,6 +112,12 @@ def _first_rows(batch: Batch) -> Tensor:
 def _ledger(batch: Batch, valid: Tensor) -> Metrics:
     """What became of the tokens that were sampled: each is counted once."""
     sampled, trained = batch["sampled"], batch["loss_mask"].sum(-1)
+    if "turns" in batch.keys() and bool((strange := batch["loss_mask"] & (batch["turns"] < 0)).any()):
+        row, place = strange.flatten(0, -2).nonzero()[0].tolist()
+        raise BatchError(
+            f"summary: row {row} is trained on its token {place}, which the policy did not sample; loss_mask may leave "
+            "tokens out, and not add any"
+        )
     if bool((over := trained > sampled).any()):
         row = int(over.flatten().nonzero()[0])
         raise BatchError(

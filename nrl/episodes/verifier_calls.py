@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -24,11 +25,16 @@ from typing import Any
 from nrl.envs.contract import Env, Task, asynchronous, timeout_of
 from nrl.episodes.call_threads import LoopThread, UserCall, give_up
 from nrl.episodes.user_errors import Failed, stack_text
+from nrl.log.waits import SILENCE
+from nrl.runtime.threads import Daemons
 
 __all__ = ["Caller", "Calls", "calling"]
 
 _TICK = 0.05  # seconds between two looks for slow calls
-_WORKERS = 32  # plain calls at once, without those that were given up; also the loops that replace a blocked one
+_WORKERS = 32  # plain calls at once, where some end; also the loops that replace a blocked one
+_STANDSTILL = 512  # plain calls at once, where none ends; both without those that were given up
+
+_DROPPING = Daemons(name="environment: closing")
 
 _CLOSING = 10.0  # seconds that a `close` may take, so that an interrupt does not wait for long
 
@@ -96,6 +102,10 @@ class Calls:
         self._workers = 0
         self._loops: list[LoopThread] = []  # the last one is where coroutines begin
         self._looked = 0.0
+        self._silence = SILENCE
+        self._threads: list[threading.Thread] = []
+        self._dropping: list[futures.Future[None]] = []
+        self._closed, self._ends = False, 0
         self._next: asyncio.TimerHandle | None = None
 
     def begin(
@@ -124,8 +134,17 @@ class Calls:
         self._new.append(call)
         return call.answer
 
+    def _drop_unwanted(self) -> None:
+        """Hand on what has come for nobody, such as the states of resets that were cancelled."""
+        while self._over:
+            call = self._over.popleft()
+            if call.unwanted is not None and call.returned:
+                self._dropping.append(_DROPPING.submit(call.drop))
+
     def close(self) -> None:
         """Let the threads end, each after the call that it is in."""
+        self._closed = True
+        self._drop_unwanted()
         if self._next is not None:
             self._next.cancel()
         for _ in range(self._workers):
@@ -135,6 +154,12 @@ class Calls:
         until = time.monotonic() + _TICK * 4  # so that `stuck` does not count threads that are just ending
         for loop in self._loops:
             loop.join(until)
+        futures.wait(self._dropping, _CLOSING)
+        busy = {call.thread for call in self._open}
+        until = max(until, time.monotonic() + _TICK * 4)
+        for thread in self._threads:  # so that the exit of the program does not meet one that is just ending
+            if thread not in busy:
+                thread.join(max(0.0, until - time.monotonic()))
 
     # --- Calls begin: plain functions in threads, coroutines on the last loop.
 
@@ -157,7 +182,9 @@ class Calls:
 
     def _hire(self) -> None:
         self._workers += 1
-        threading.Thread(target=self._work, name="environment", daemon=True).start()
+        thread = threading.Thread(target=self._work, name="environment", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _work(self) -> None:
         """Make plain calls, one after the other, in a worker's thread."""
@@ -169,6 +196,8 @@ class Calls:
             with self._lock:
                 call.over = True
             if call.given_up:
+                with suppress(Exception):
+                    call.drop()
                 return
             self._over.append(call)
             if self._queue.empty():  # else `_collect` would run once a call
@@ -197,6 +226,8 @@ class Calls:
         with self._lock:
             call.over = True
         self._over.append(call)
+        if self._closed:
+            self._drop_unwanted()
         self._wake()
 
     # --- Calls end.
@@ -209,8 +240,11 @@ class Calls:
         coroutines = []
         while self._over:
             call = self._over.popleft()
+            self._ends += 1
             if call.answer.done():
                 self._open.pop(call, None)
+                if call.unwanted is not None and call.returned:
+                    self._dropping.append(_DROPPING.submit(call.drop))
             elif call.error is None and call.loop is None and inspect.isawaitable(call.value):
                 call.fn, call.args, call.over = _awaited, (call.value,), False
                 coroutines.append(call)
@@ -232,7 +266,8 @@ class Calls:
     def _look(self) -> None:
         """Every tick while there are calls: give up late ones, and hire a worker if calls wait for one."""
         self._collect()
-        now, waits = time.monotonic(), False
+        now, waits = time.monotonic(), 0
+        ended, self._ends = self._ends, 0
         tasks = {call.task for call in self._open}
         for loop in self._loops:
             loop.look(tasks)
@@ -241,6 +276,8 @@ class Calls:
                 self._open.pop(call)
                 if call.loop is not None:
                     call.loop.cancel(call)
+                elif call.began is not None:
+                    self._abandon(call)
             elif call.loop is not None:
                 if call.loop.blocked_by in (None, call.task):
                     call.used += now - max(self._looked, call.began or call.asked)
@@ -249,15 +286,31 @@ class Calls:
                 elif call.late:
                     self._give_up(call)
             elif call.began is None:
-                waits = waits or now - call.asked > _TICK / 2
+                waits += now - call.asked > _TICK / 2
             else:
                 call.used = now - call.began
                 if call.late:
                     self._give_up(call)
         self._looked = now
-        if waits and self._workers < _WORKERS:
+        self._say()
+        # All workers may be in calls that wait for something: then twice as many
+        more = 1 if ended else max(1, self._workers)
+        for _ in range(min(waits, more, (_WORKERS if ended else _STANDSTILL) - self._workers)):
             self._hire()
         self._next = self._loop.call_later(_TICK, self._look) if self._open else None
+
+    def _say(self) -> None:
+        """Say what a rollout waits for, after a while and then less and less often."""
+        slow = [call for call in self._open if call.used > self._silence]
+        if slow:
+            longest = max(slow, key=lambda call: call.used)
+            print(  # noqa: T201
+                f"rollout: {len(slow)} of {len(self._open)} calls of the environment have not returned, {longest.name} "
+                f"for {longest.used:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._silence *= 2
 
     def _move(self, blocked: LoopThread) -> None:
         """Move calls that have not begun on a blocked loop to several loops, since more of them may block."""
@@ -271,17 +324,29 @@ class Calls:
             loop.begin(calls[number :: len(loops)], self._claim, self._ended)
         self._loops += loops
 
-    def _give_up(self, call: UserCall) -> None:
+    def _abandon(self, call: UserCall) -> bool:
+        """Leave a plain call, and its thread, to itself; another worker may take its place."""
         with self._lock:
             if call.over:
-                return
+                return False
             give_up(call)
+        self._workers -= 1
+        if call.thread in self._threads:
+            self._threads.remove(call.thread)
+        return True
+
+    def _give_up(self, call: UserCall) -> None:
         if call.loop is not None:
+            with self._lock:
+                if call.over:
+                    return
+                give_up(call)
             call.loop.cancel(call)
             if call.loop.blocked:
                 self._move(call.loop)
+        elif not self._abandon(call):
+            return
         elif call.thread is not None:
-            self._workers -= 1
             call.shown = stack_text(sys._current_frames().get(call.thread.ident or 0))
         call.error = Failed(
             f"TimeoutError: {call.name} did not return within {call.timeout:g} s; mend it, or give the environment "

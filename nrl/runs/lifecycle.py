@@ -22,6 +22,7 @@ from nrl import checkpoint, config
 from nrl.backends import Trainer
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
+from nrl.episodes.rollout_stream import end_all
 from nrl.errors import CheckpointError, ConfigError
 from nrl.log import Progress, Sink, duration, open_sinks, redacted
 from nrl.reduce import Metrics, finalize, merge
@@ -368,6 +369,7 @@ def run(cfg: Any) -> Iterator[Run]:
         _seed_generators(getattr(cfg, "seed", 0))
         sink = stack.enter_context(open_sinks(getattr(cfg, "sinks", ()), out, attrs.asdict(cfg), name=out.name))
         stack.callback(report_at_end, out)
+        stack.callback(end_all)
         stack.enter_context(timeline.recording(out))
         stack.enter_context(profiles.profiling(out))
         yield Run(out, int(getattr(cfg, "steps", 0)), keep, sink, preemption, stack)

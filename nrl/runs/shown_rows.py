@@ -137,7 +137,7 @@ def _whole(parts: Any, tokens: int) -> bool:
     places: list[Any] = [part.get("tokens") if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(each, list) and len(each) == 2 and all(type(at) is int for at in each) for each in places):
         return False
-    roles, at = [part.get("role") for part in parts], places[0][0]
+    roles, at = [str(part.get("role")) for part in parts], places[0][0]
     if not {*roles[:1]} <= {"prompt", "policy"} or not {*roles[1:]} <= {"policy", "environment"}:
         return False
     for first, stop in places:

@@ -208,4 +208,10 @@ def _carrying(batch: Batch, dropped: Iterable[Batch]) -> Batch:
             carried["dropped_tokens"].view(-1)[0] += other["sampled"].sum()
         for name in carried.keys() & set(other.keys()):
             carried[name].view(-1)[0] += other[name].sum()
+        for name, of in (("dropped_cut", "cut"), ("left_out", "left_out"), ("asked_again", "asked_again")):
+            if of in other.keys():
+                column = carried.setdefault(name, torch.zeros(batch.batch_size, dtype=torch.int64))
+                column.view(-1)[0] += other[of].sum()
+                if name == "dropped_cut" and name in other.keys():
+                    column.view(-1)[0] += other[name].sum()
     return assign(batch, **{name: x + batch[name] if name in batch.keys() else x for name, x in carried.items()})

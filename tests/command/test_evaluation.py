@@ -335,7 +335,7 @@ def test_killed_and_started_again_it_ends_with_the_same_results(here: Path, mode
         "asked, armed = 0, Path(__file__).with_name('armed')\n"
         "def judge(task, trace):\n    global asked\n    asked += 1\n"
         "    if asked == 30 and armed.exists():\n        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return float(any(map(str.isdigit, response)))\n"
+        "    return float(any(map(str.isdigit, trace.text)))\n"
     )
 
     def start(out: str) -> int | None:
@@ -416,9 +416,9 @@ def test_where_nothing_could_be_measured_a_number_is_null(
 ) -> None:
     (here / "away.py").write_text("async def judge(task, trace):\n    raise OSError('away')\n")
     with pytest.warns(UserWarning, match="3 of 3 episodes failed"):
-        shown = said(capsys, "tasks.jsonl", f"model={model}", "verifier=away.py:judge", *SMALL)
+        shown = said(capsys, "tasks.jsonl", f"model={model}", "verifier=away.py:judge", *SMALL, status=2)
+    assert "eval: all 3 samples failed, so nothing was measured; mend what the warnings above say" in shown
     assert json.loads((here / "out" / "metrics.json").read_text())["metrics"]["eval/reward"] is None
-    assert "eval/reward │ nan │ 0 samples" in shown
 
 
 def test_what_is_done_is_not_sampled_again(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -484,8 +484,14 @@ def test_two_at_once_are_refused(here: Path, model: str, capsys: pytest.CaptureF
             ["tasks.jsonl", "verifier=numbr"],
             "nrl: eval: there is no verifier 'numbr'; there are exact, number, number_or_wrong, or give",
         ),
-        (["tasks.jsonl", "verifier=gone.py:judge"], "eval: verifier=gone.py:judge: gone.py cannot be imported: "),
-        (["tasks.jsonl", "verifier=gone:judge"], "eval: verifier=gone:judge: gone cannot be imported: No module named"),
+        (
+            ["tasks.jsonl", "verifier=gone.py:judge"],
+            "eval: verifier=gone.py:judge: there is no file gone.py; ",
+        ),
+        (
+            ["tasks.jsonl", "verifier=gone:judge"],
+            "eval: verifier=gone:judge: gone cannot be imported: ModuleNotFound",
+        ),
         (["tasks.jsonl", "verifier=digits.py:jugde"], "verifier=digits.py:jugde: digits.py has no function 'jugde'"),
         (["tasks.jsonl", "verifier=null"], "verifier: nothing says what an answer is worth; give a verifier, such as"),
         (
@@ -501,8 +507,11 @@ def test_two_at_once_are_refused(here: Path, model: str, capsys: pytest.CaptureF
             ["tasks.jsonl", "env=guess"],
             "nrl: eval: env=guess names no file or module; give an Environment, or a function without arguments that",
         ),
-        (["tasks.jsonl", "env=gone.py:env"], "eval: env=gone.py:env: gone.py cannot be imported: [Errno 2] No such"),
-        (["tasks.jsonl", "env=gone:env"], "eval: env=gone:env: gone cannot be imported: No module named 'gone'; give"),
+        (["tasks.jsonl", "env=gone.py:env"], "eval: env=gone.py:env: there is no file gone.py; give an Environment"),
+        (
+            ["tasks.jsonl", "env=gone:env"],
+            "eval: env=gone:env: gone cannot be imported: ModuleNotFoundError",
+        ),
         (["tasks.jsonl", "env=:env"], "eval: env=:env: the module is not named; give an Environment, or a function"),
         (
             ["tasks.jsonl", "env=guess.py:evn"],

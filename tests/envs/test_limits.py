@@ -63,7 +63,7 @@ def test_an_episode_ends_behind_the_turn_that_reaches_a_limit(
         assert step.done == (by_itself or any(over.values()))
         assert step.done == (number == len(steps))
         assert step.reward == 0.5
-        assert step.observation == (None if any(over.values()) else "\n")
+        assert step.observation == "\n"
         wanted = [name for name, limit in (("turns", turns), ("tokens", tokens), ("seconds", 1e6)) if limit is not None]
         assert step.info == {"mine": 2.0, **{f"limits/{name}": float(over[f"limits/{name}"]) for name in wanted}}
 
@@ -131,7 +131,7 @@ def test_in_a_rollout() -> None:
 
 
 def test_tools() -> None:
-    """`tool_use` makes no calls in its own last turn; `limited` lets it answer the last one, as any environment."""
+    """The calls of the last turn are made, whoever limits it."""
     acts = list[int]()
 
     def add(a: int) -> int:
@@ -157,11 +157,11 @@ def test_tools() -> None:
         return asyncio.run(run())
 
     use = tool_use([tool(add)], lambda task, trace: 1.0, turns=3)
-    assert play(use) == [(False, 0.0, 1.0), (False, 0.0, 1.0), (True, 1.0, 0.0)]
-    assert acts == [0, 1]
+    assert play(use) == [(False, 0.0, 1.0), (False, 0.0, 1.0), (True, 1.0, 1.0)]
+    assert acts == [0, 1, 2]
     assert play(limited(use, turns=2)) == [(False, 0.0, 1.0), (True, 1.0, 1.0)]
     assert acts == [0, 1]
-    assert play(limited(use, turns=9)) == [(False, 0.0, 1.0), (False, 0.0, 1.0), (True, 1.0, 0.0)]
+    assert play(limited(use, turns=9)) == [(False, 0.0, 1.0), (False, 0.0, 1.0), (True, 1.0, 1.0)]
     state, *_ = use.reset({"prompt": "p"})
     answered: Any = asyncio.run(use.step(state, Turn("4", [1])))  # type: ignore[arg-type]
     assert (answered.done, answered.info) == (True, {"limits/turns": 0.0})

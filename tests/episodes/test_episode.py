@@ -198,7 +198,7 @@ def test_a_step_without_observation_is_a_failure(sampler: EnginePool) -> None:
     [
         (
             Step(None, 1.0, info={"note": "x"}),  # type: ignore[dict-item]
-            "could not convert string to float",
+            "the step's info has 'note': 'x'; give numbers alone",
         ),
         (1.0, "step returned float; return a Step"),
         (

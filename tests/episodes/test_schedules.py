@@ -3,13 +3,16 @@
 import asyncio
 import gc
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 
@@ -20,9 +23,10 @@ from nrl.algos import advantages
 from nrl.backends.sampling.pool import EnginePool
 from nrl.checkpoint import Checkpoints
 from nrl.envs import Environment, Step, of_group, single_turn
-from nrl.errors import BatchError, DataError, EnvError
+from nrl.errors import BatchError, DataError, EnvError, GenerationError
 from nrl.reduce import finalize
 from tests.episodes.scripted import Scripted
+from tests.processes import settled
 
 FAST, SLOW = 0.01, 30.0  # seconds
 
@@ -162,6 +166,63 @@ def test_takes_that_are_cut_whole_end_the_stream(engine: Any) -> None:
         stream.take(1)
 
 
+def test_many_that_do_not_return_hold_nobody_up(engine: Any) -> None:
+    """Forty of eighty sleep in plain functions: the others end, and so does the take."""
+    game = Game()
+    slow = {f"_{index}": {"sleeps": {0: 4.0}} for index in range(40)}
+    stream = nrl.batched(nrl.cut(nrl.rollouts(engine(), game.env, tasks(**slow), n=1), 2.0), 80)
+    began = time.monotonic()
+    [batch] = stream.take(1)
+    assert time.monotonic() - began < 3.5
+    assert batch["cut"].tolist() == [True] * 40 + [False] * 40
+    assert settled(lambda: not game.each_closed_once, 10) is False
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_states_of_resets_that_were_cut_are_closed(engine: Any, later: bool) -> None:
+    opened, closed = list[int](), list[int]()
+
+    def plain(task: Any) -> Any:
+        time.sleep(0.01)
+        opened.append(task["index"])
+        return task["index"], "1+1="
+
+    async def coroutine(task: Any) -> Any:
+        await asyncio.sleep(0.002 * task["index"])
+        opened.append(task["index"])
+        return task["index"], "1+1="
+
+    env = Environment(coroutine if later else plain, lambda state, turn: Step(state), closed.append)
+    for seconds in (0.1, 0.15, 0.2):
+        nrl.batched(nrl.cut(nrl.rollouts(engine(), env, tasks(), n=1), seconds), 200).take(1)
+    assert settled(lambda: sorted(opened) != sorted(closed), 10) is False
+
+
+def test_a_verdict_over_a_group_is_over_those_that_ended(engine: Any) -> None:
+    seen: list[int] = []
+
+    @of_group
+    def shortest(task: Any, traces: Any) -> list[float]:
+        seen.append(len(traces))
+        return [1.0 for _ in traces]
+
+    stream = nrl.oversample(nrl.rollouts(engine(slow_ones(0)), single_turn(shortest), tasks(), n=3), 2)
+    assert nrl.cut(stream, 5.0).take(1)[0]["rewards"].tolist() == [1.0, 1.0]
+    late = nrl.cut(nrl.rollouts(engine(slow_ones(0)), single_turn(shortest), tasks(), n=3), 0.3)
+    assert late.take(1)[0]["cut"].all()  # there was no time for a verdict
+    assert seen == [2]
+
+
+def test_groups_that_are_dropped_leave_their_numbers(engine: Any) -> None:
+    game = Game(turns=2)
+    groups = nrl.rollouts(engine(), game.env, tasks(_0={"sleeps": {0: 3.0}}), n=3)
+    kept = nrl.filtered(nrl.cut(nrl.oversample(groups, 2), 0.5), lambda group: not bool(group["cut"].any()))
+    [group] = kept.take(1)
+    found = finalize(nrl.summary(group))
+    assert (found["cut"], found["left_out"]) == (2, 2)
+    assert found["tokens/sampled"] == found["tokens/trained"] + found["tokens/dropped"]
+
+
 # --- some of a group
 
 
@@ -179,6 +240,16 @@ def test_the_first_of_a_group_are_kept(engine: Any) -> None:
     assert (found["left_out"], found["tokens/dropped"], found["tokens/sampled"]) == (2, 4, 16)
     assert game.each_closed_once
     assert torch.isfinite(advantages(group)["advantages"]).all()
+
+
+def test_cut_episodes_are_kept_only_where_there_are_too_few_others(engine: Any) -> None:
+    for change in (
+        lambda groups: nrl.oversample(nrl.cut(groups, 0.5), 3),
+        lambda groups: nrl.cut(nrl.oversample(groups, 3), 0.5),
+    ):
+        [group] = change(nrl.rollouts(engine(slow_ones(0, 1)), Game().env, tasks(), n=4)).take(1)
+        assert (group["episode_ids"] % 2**20).tolist() == [0, 2, 3]
+        assert group["cut"].tolist() == [True, False, False]
 
 
 def test_failed_episodes_are_kept_only_where_there_are_too_few_others(engine: Any) -> None:
@@ -298,6 +369,87 @@ def test_a_take_that_raises_closes_all_and_begins_them_anew(engine: Any) -> None
     taken.close()
 
 
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_run_that_ends_closes_what_is_under_way(engine: Any, early: int, tmp_path: Path) -> None:
+    """Also what another thread waits for."""
+
+    @attrs.frozen
+    class Config:
+        steps: int = 2
+        out: str = str(tmp_path / "run")
+
+    game = Game()
+    groups = nrl.rollouts(engine(lambda seed: 0.3), game.env, tasks(), n=2)
+    with nrl.run(Config()) as run:
+        stream = nrl.ahead(nrl.batched(nrl.refill(groups, 1), 2), early)
+        for i, batch in run.steps(run.restore(stream=stream)):
+            run.log(i, nrl.summary(batch))
+    assert game.opened > 8
+    assert game.each_closed_once
+
+
+def test_prompts_that_are_arrays_are_not_mixed_up(engine: Any) -> None:
+    """However they are shown."""
+    count = itertools.count(6)
+
+    def reset(task: Any) -> Any:
+        return 0, np.array([5] * 1500 + [next(count)] + [5] * 1500)
+
+    env = Environment(reset, lambda state, turn: Step(state))
+    batch = nrl.rollout(engine(), env, [{}], n=3)
+    assert sorted(batch["input_ids"][:, 1500].tolist()) == [6, 7, 8]
+
+
+class Threads(SimulatedEngine):
+    """Answers each request in a thread of its own, all at once."""
+
+    def stream(self, prompts: Any, seeds: Any, sampling: Any = None) -> Any:
+        asked = super().stream(prompts, seeds, sampling)
+        mine: list[futures.Future[Any]] = [futures.Future() for _ in asked]
+        together = threading.Barrier(len(asked))
+
+        def answer(one: Any, other: Any) -> None:
+            found = other.result()
+            together.wait()
+            one.set_result(found)
+
+        for pair in zip(mine, asked, strict=True):
+            threading.Thread(target=answer, args=pair, daemon=True).start()
+        return mine
+
+
+@pytest.mark.timeout(60)
+def test_answers_from_many_threads_all_arrive() -> None:
+    taken, before = Threads(64, lambda seed: 0.001), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(100):
+            assert nrl.rollout(taken, Game().env, [{"prompt": "1"}], n=12)["valid"].all()
+    finally:
+        sys.setswitchinterval(before)
+        taken.close()
+
+
+class Forgetful(SimulatedEngine):
+    def __init__(self, how: str) -> None:
+        super().__init__(4, lambda seed: FAST)
+        self.how = how
+
+    def stream(self, prompts: Any, seeds: Any, sampling: Any = None) -> Any:
+        asked = super().stream(prompts, seeds, sampling)
+        if self.how == "few":
+            return asked[1:]
+        asked[0].cancel()
+        return asked
+
+
+def test_samplers_that_forget_are_found_out() -> None:
+    with pytest.warns(UserWarning, match="the first: LostRequest: generate: the sampler has forgotten a request that"):
+        assert nrl.rollout(Forgetful("cancels"), Game().env, [{"prompt": "1"}], n=2)["valid"].tolist() == [False, True]
+    with pytest.raises(GenerationError, match="generate: the sampler gave 1 answers to 2 prompts"):
+        nrl.rollout(Forgetful("few"), Game().env, [{"prompt": "1"}], n=2)
+
+
 # --- how many at a time, and who waits for whom
 
 
@@ -337,7 +489,7 @@ class Rounds(Scripted):
 def test_a_slow_episode_delays_the_others_by_a_second_and_once() -> None:
     """Three of four turns; the first step of one sleeps for three seconds. It goes on as soon as it can."""
     asked = Rounds()
-    some = [{"prompt": "1", "sleeps": {0: 3.0} if index == 1 else {}} for index in range(3)]
+    some = [{"prompt": "1", "sleeps": {0: 3.0, 1: 1.5, 2: 0.2} if index == 1 else {}} for index in range(3)]
     began = time.monotonic()
     batch = nrl.rollout(asked, Game(turns=4).env, some)
     assert batch["valid"].all()
@@ -380,6 +532,8 @@ def test_a_schedule_is_of_rollouts_alone_and_of_one_kind(engine: Any) -> None:
     for other in (nrl.batched(groups, 2), tasks()):
         with pytest.raises(DataError, match=said):
             nrl.cut(other, 1.0)
+    with pytest.raises(DataError, match="cut: the stream is cut after 2 s already; leave one of the two out"):
+        nrl.cut(nrl.cut(groups, 2.0), 1.0)
     with pytest.raises(DataError, match="refill: the stream is partial already; take one of the two"):
         nrl.refill(nrl.partial(groups, 1), 1)
     assert len(nrl.oversample(nrl.cut(groups, 60.0), 2).take(1)[0]) == 2
@@ -406,5 +560,5 @@ def test_a_coroutine_of_what_was_cut_is_cancelled(engine: Any) -> None:
 def test_what_was_cut_is_no_tokens_that_are_trained_on(engine: Any) -> None:
     [group] = nrl.cut(nrl.rollouts(engine(), Game().env, tasks(), n=2), 60.0).take(1)
     wide = nrl.Batch({**dict(group.items()), "loss_mask": torch.ones_like(group["loss_mask"])}, batch_size=[2])
-    with pytest.raises(BatchError, match="row 0 is trained on 6 tokens, and 2 were sampled"):
+    with pytest.raises(BatchError, match="row 0 is trained on its token 0, which the policy did not sample"):
         nrl.summary(wide)

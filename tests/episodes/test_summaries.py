@@ -373,5 +373,8 @@ def test_tokens_of_failed_rows_are_accounted_for() -> None:
 def test_a_row_cannot_be_trained_on_more_than_was_sampled() -> None:
     batch = nrl.rollout(Scripted(["3"]), single_turn(exact), [{"prompt": "1+2=", "answer": "3"}])
     batch = nrl.assign(batch, loss_mask=batch["attention_mask"])
+    with pytest.raises(BatchError, match="row 0 is trained on its token 0, which the policy did not sample"):
+        nrl.summary(batch)
+    batch = nrl.Batch({name: value for name, value in batch.items() if name != "turns"}, batch_size=[1])
     with pytest.raises(BatchError, match="row 0 is trained on 6 tokens, and 2 were sampled for it"):
         summary(batch)

@@ -15,6 +15,7 @@ from nrl.envs import STATUSES, Environment, Score, Step, Trace, judged, of_group
 from nrl.episodes import rollout
 from nrl.episodes.call_threads import stuck
 from nrl.episodes.episode import run_episode
+from nrl.errors import GenerationError
 from tests.episodes.scripted import TASKS, Scripted
 from tests.processes import settled
 
@@ -246,7 +247,7 @@ def test_each_state_is_closed_once(fails: str, later: bool) -> None:
 
 def test_states_are_closed_when_the_sampler_fails() -> None:
     env, sampler = Counted(), Scripted(TEXTS)
-    with pytest.raises(ValueError, match="zip"):  # it has one text for each of four episodes, and each asks twice
+    with pytest.raises(GenerationError, match="generate: the sampler gave 0 answers to 4 prompts"):  # each asks twice
         rollout(sampler, env, TASKS, n=2)
     assert sorted(state[0] for state in env.back) == env.out == [0, 1, 2, 3]
 

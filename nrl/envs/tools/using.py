@@ -26,19 +26,21 @@ def tool_use(
     turns: int = 8,
     calls: int = 32,
     state: Callable[[Task], Any] | None = None,
+    done: Callable[[Any], bool] | None = None,
 ) -> Environment:
     """The environment that asks a task's prompt, makes the calls of each turn, and verifies what comes of it.
 
-    It ends with the first turn that calls nothing, or at a limit. A call that could not be read, or does not fit its
-    tool, is answered with what was wrong. The numbers of calls are reported as ``env/tools/...``, and whether ``turns``
-    ended it as ``env/limits/turns``. `nrl.envs.limited` limits tokens and time.
+    It ends with the first turn that calls nothing, at a limit, or when ``done`` says so. A call that could not be read,
+    or does not fit its tool, is answered with what was wrong. The numbers of calls are reported as ``env/tools/...``,
+    and whether ``turns`` ended it as ``env/limits/turns``. `nrl.envs.limited` limits tokens and time.
 
     Args:
         tools: of `nrl.envs.tools.tool`.
         verifier: has the last word, with the whole trace.
-        turns: of the model, at most. The calls of the last one are not made, since no turn would read their results.
+        turns: of the model, at most. The calls of the last one are made, and the verifier alone sees their results.
         calls: in an episode, at most; those beyond are answered with this limit.
         state: from the task to the first state of tools that have a `nrl.envs.tools.State`.
+        done: from the state of the tools after a turn's calls to whether the episode is over.
 
     Raises:
         EnvError: by `reset`, if a task has no ``"prompt"``.
@@ -63,11 +65,13 @@ def tool_use(
 
     async def step(play: _Play, turn: Turn) -> Step:
         asked = [*turn.calls, *turn.malformed]
-        if not asked or play.turns <= 1:
-            return Step(play, info={"limits/turns": float(bool(asked))})
+        if not asked:
+            return Step(play, info={"limits/turns": 0.0})
         results, after = await call(tools, asked, play.state, most=play.calls)
         left = _Play(play.turns - 1, max(0, play.calls - len(asked)), after)
-        info = count_calls(results) | {"limits/turns": 0.0}
-        return Step(left, done=False, observation=[each.message for each in results], info=info)
+        over = done is not None and bool(done(after))
+        info = count_calls(results) | {"limits/turns": float(not over and left.turns < 1)}
+        said = [each.message for each in results]
+        return Step(left, done=over or left.turns < 1, observation=said, info=info)
 
     return Environment(reset, step, verifier=verifier)
