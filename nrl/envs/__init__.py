@@ -24,8 +24,11 @@ from nrl.envs.contract import (
     Verifier,
     score_of,
 )
+from nrl.envs.interpreter import Interpreter, python
 from nrl.envs.limits import limited
 from nrl.envs.linear_states import LinearState, linear
+from nrl.envs.programs import code
+from nrl.envs.sandbox import Finished, Limits, Sandbox, bubblewrap
 from nrl.envs.verifiers import (
     VERIFIERS,
     Extractor,
@@ -43,9 +46,13 @@ __all__ = [
     "Env",
     "Environment",
     "Extractor",
+    "Finished",
+    "Interpreter",
+    "Limits",
     "LinearState",
     "Message",
     "Prompt",
+    "Sandbox",
     "Score",
     "Step",
     "Task",
@@ -53,7 +60,9 @@ __all__ = [
     "Turn",
     "Verdict",
     "Verifier",
+    "bubblewrap",
     "by_source",
+    "code",
     "exact",
     "extractor",
     "extracts",
@@ -66,6 +75,7 @@ __all__ = [
     "number_or_wrong",
     "of_group",
     "product",
+    "python",
     "score_of",
     "single_turn",
     "tools",

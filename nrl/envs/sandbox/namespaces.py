@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,7 +23,14 @@ _ROOT = 0
 _NOBODY = 65534
 _OPEN_FILES = 256
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")  # libraries, and what the interpreter of the system imports
-_ENVIRONMENT = {"PATH": "/bin", "HOME": "/work", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_ENVIRONMENT = {
+    "PATH": "/bin",
+    "HOME": "/work",
+    "TMPDIR": "/work",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 
 
 @attrs.frozen
@@ -173,7 +179,10 @@ def _files(setup: _Setup, given: Mapping[str, int], limits: Limits) -> Iterator[
         yield from ("--ro-bind", each, each)
     for name in ("python", "python3"):
         yield from ("--symlink", setup.python, f"/bin/{name}")
-    yield from ("--proc", "/proc", "--dev", "/dev")
+    yield from ("--proc", "/proc")
+    # Its first process, bwrap's own, has no limits yet; where it is of the same user, its memory could be written
+    yield from ("--perms", "0000", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
+    yield from ("--dev", "/dev")
     for each in ("/dev/shm", "/work"):
         yield from ("--perms", "1777", "--size", str(limits.disk), "--tmpfs", each)
     folders = {str(parent) for name in given for parent in PurePosixPath(name).parents} - {"."}
@@ -181,7 +190,9 @@ def _files(setup: _Setup, given: Mapping[str, int], limits: Limits) -> Iterator[
         yield from ("--perms", "0777", "--dir", f"/work/{each}")
     for name, fd in given.items():
         yield from ("--perms", "0666", "--file", str(fd), f"/work/{name}")
-    yield from ("--symlink", "work", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work")
+    if "/tmp" not in above:
+        yield from ("--symlink", "work", "/tmp")
+    yield from ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work")
 
 
 def _confined(setup: _Setup, limits: Limits) -> list[str]:

@@ -24,12 +24,13 @@ _END = 20.0  # seconds in which the kernel has to end a process that was killed
 type _Limit = Literal["seconds", "cpu_seconds", "memory", "output", "disk"]
 
 
-class _Reached(Exception):  # noqa: N818
+class _Reached(Exception):
     """A limit was reached, and the process killed."""
 
-    def __init__(self, limit: _Limit) -> None:
+    def __init__(self, limit: _Limit, of: "_Running") -> None:
         super().__init__(limit)
         self.limit: _Limit = limit
+        self.of = of
 
 
 def run(
@@ -75,6 +76,8 @@ def run(
             running.send(stdin)
             running.finish()
     except _Reached as error:
+        if error.of is not running:  # a dialogue may talk to several programs
+            raise
         reached = error.limit
     finally:
         running.end()
@@ -134,9 +137,9 @@ class _Running:
         until = time.monotonic() + seconds
         while not self.out and not self.over() and self._open(self.out):
             left = until - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(f"it wrote nothing within {seconds:g} s")
             self._turn(left)
+            if left <= 0 and not self.out:
+                raise TimeoutError(f"it wrote nothing within {seconds:g} s")
         got = bytes(self.out)
         self.out.clear()
         return got
@@ -184,10 +187,10 @@ class _Running:
         now = time.monotonic()
         self._read(max(0.0, min(seconds, self._deadline - now, self._look - now)))
         if len(self.out) + len(self.err) > self.limits.output:
-            raise _Reached("output")
+            raise _Reached("output", self)
         now = time.monotonic()
         if now >= self._deadline:
-            raise _Reached("seconds")
+            raise _Reached("seconds", self)
         if now >= self._look:
             self._watch()
             self._look = time.monotonic() + _TICK
@@ -240,13 +243,13 @@ class _Running:
             return
         used = usage(self.inner, self.limits.memory)
         if used.memory > self.limits.memory:
-            raise _Reached("memory")
+            raise _Reached("memory", self)
         if used.cpu_seconds > self.limits.cpu_seconds:
-            raise _Reached("cpu_seconds")
+            raise _Reached("cpu_seconds", self)
         with suppress(OSError):
             files: Any = os.statvfs(f"/proc/{self.inner}/root/work")
             if files.f_files - files.f_ffree > _INODES + self.limits.disk // 16384:
-                raise _Reached("disk")
+                raise _Reached("disk", self)
 
     def _kill(self) -> None:
         """End the namespace by its first process. The kernel kills all others before that one has ended."""

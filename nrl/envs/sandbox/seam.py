@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import attrs
 
 __all__ = ["Channel", "Dialogue", "Finished", "Limits", "Sandbox"]
 
 
-def _positive(limits: "Limits", attribute: "attrs.Attribute[float]", value: float) -> None:
+def _positive(limits: "Limits", attribute: "attrs.Attribute[Any]", value: float) -> None:
     if not value > 0 or (attribute.type is int and not isinstance(value, int)) or math.isnan(value):
         kind = "a positive whole number" if attribute.type is int else "a positive number"
         raise ValueError(f"Limits: {attribute.name} is {value}; give {kind}")

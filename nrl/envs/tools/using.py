@@ -26,6 +26,7 @@ def tool_use(
     turns: int = 8,
     calls: int = 32,
     state: Callable[[Task], Any] | None = None,
+    close: Callable[[Any], Any] | None = None,
 ) -> Environment:
     """The environment that asks a task's prompt, makes the calls of each turn, and verifies what comes of it.
 
@@ -39,6 +40,8 @@ def tool_use(
         turns: of the model, at most. The calls of the last one are not made, since no turn would read their results.
         calls: in an episode, at most; those beyond are answered with this limit.
         state: from the task to the first state of tools that have a `nrl.envs.tools.State`.
+        close: called with their last state once the episode is over, however it ended. None: there is nothing to give
+            back.
 
     Raises:
         EnvError: by `reset`, if a task has no ``"prompt"``.
@@ -70,4 +73,5 @@ def tool_use(
         info = count_calls(results) | {"limits/turns": 0.0}
         return Step(left, done=False, observation=[each.message for each in results], info=info)
 
-    return Environment(reset, step, verifier=verifier)
+    ending = None if close is None else lambda play: close(play.state)
+    return Environment(reset, step, ending, verifier)
