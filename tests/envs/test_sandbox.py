@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import attrs
 import pytest
 
 from nrl.envs.sandbox import Channel, Finished, Limits, Sandbox, bubblewrap
@@ -26,6 +27,15 @@ from tests.processes import alive, descendants, settled
 
 type Probe = Callable[..., str]
 
+SLOW_START = """
+words = sys.argv[1:]
+args = os.read(int(words[1]), 1 << 20).decode().split("\\0")
+status = int(args[args.index("--json-status-fd") + 1])
+os.write(status, b'{"child-pid": %d}\\n' % os.getpid())  # it is still where the machine's files are
+time.sleep(0.3)
+os.lseek(int(words[1]), 0, os.SEEK_SET)
+os.execv(REAL, ["bwrap", *words])
+"""
 LIMITS = Limits(seconds=20.0, cpu_seconds=10.0)
 NOWHERE = "/nowhere-that-is"
 
@@ -425,6 +435,27 @@ def test_output_is_limited(attempt: Callable[..., Finished], stream: str) -> Non
     assert getattr(done, stream).startswith(b"x" * 999 + b"\n")
 
 
+def test_output_of_the_last_moment_counts(attempt: Callable[..., Finished]) -> None:
+    done = attempt("print('x' * 5000)", Limits(seconds=30, output=1000))
+    assert done._replace(seconds=0.0) == ("output", None, b"x" * 1000, b"", 0.0)
+
+
+def test_a_limit_that_is_lower_already_stays() -> None:
+    program = """
+import resource
+from nrl.envs.sandbox import Limits, bubblewrap
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+said = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+print(bubblewrap()(["python", "-c", said], b"", {}, Limits()).stdout)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "b'(200, 200)\\n'\n"
+
+
+def test_time_may_be_over_before_the_program_starts(attempt: Callable[..., Finished]) -> None:
+    assert attempt("print(1)", Limits(seconds=1e-6))._replace(seconds=0.0) == ("seconds", None, b"", b"", 0.0)
+
+
 def test_the_environment_is_clean(probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_PROBE_TOKEN", "secret")
     program = """
@@ -444,6 +475,17 @@ def test_no_file_of_this_process_is_open_there(probe: Probe, tmp_path: Path) -> 
 
 
 # --- The sandbox
+
+
+def test_a_sandbox_that_takes_long_to_start_is_not_taken_for_the_machine(tmp_path: Path) -> None:
+    slow = tmp_path / "bwrap"
+    run = bubblewrap()
+    real = run.args[0].bwrap  # type: ignore[attr-defined]
+    slow.write_text(f"#!{sys.executable}\nimport os, sys, time\nREAL = {real!r}\n{SLOW_START}")
+    slow.chmod(0o755)
+    setup = attrs.evolve(run.args[0], bwrap=str(slow))  # type: ignore[attr-defined]
+    done = run.func(setup, ["python", "-c", "print(1)"], b"", {}, LIMITS)  # type: ignore[attr-defined]
+    assert (done.status, done.code, done.stdout) == ("exited", 0, b"1\n")
 
 
 def test_exit_statuses_and_signals_are_told(attempt: Callable[..., Finished]) -> None:
@@ -580,8 +622,6 @@ def test_a_sandbox_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     broken.chmod(0o755)
     run: Sandbox = bubblewrap()
     setup = run.args[0]  # type: ignore[attr-defined]
-    import attrs
-
     with pytest.raises(EnvError, match="could not be made: bwrap: No permissions to create new namespace; it needs"):
         run.func(attrs.evolve(setup, bwrap=str(broken)), ["python"], b"", {}, LIMITS)  # type: ignore[attr-defined]
     with pytest.raises(EnvError, match="bubblewrap: /nowhere-that-is cannot be started"):

@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import resource
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -202,14 +203,16 @@ def _confined(setup: _Setup, limits: Limits) -> list[str]:
     if os.geteuid() == _ROOT:
         user = str(_another_user())
         words = [setup.setpriv, "--reuid", user, "--regid", user, "--clear-groups", "--inh-caps=-all", "--"]
-    return [
-        *words,
-        setup.prlimit,
-        f"--nproc={limits.processes}",
-        f"--as={limits.memory}",
-        f"--cpu={seconds}:{seconds + 1}",
-        f"--fsize={limits.disk}",
-        f"--nofile={_OPEN_FILES}",
-        "--core=0",
-        "--",
-    ]
+    wanted = {
+        "nproc": (resource.RLIMIT_NPROC, limits.processes),
+        "as": (resource.RLIMIT_AS, limits.memory),
+        "cpu": (resource.RLIMIT_CPU, seconds),
+        "fsize": (resource.RLIMIT_FSIZE, limits.disk),
+        "nofile": (resource.RLIMIT_NOFILE, _OPEN_FILES),
+        "core": (resource.RLIMIT_CORE, 0),
+    }
+    words.append(setup.prlimit)
+    for name, (kind, value) in wanted.items():
+        hard = resource.getrlimit(kind)[1]  # which only root could raise, within the first namespace
+        words.append(f"--{name}={value if hard == resource.RLIM_INFINITY else min(value, hard)}")
+    return [*words, "--"]

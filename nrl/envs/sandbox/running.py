@@ -19,6 +19,7 @@ __all__ = ["run"]
 _TICK = 0.05  # seconds between two looks at what it uses
 _CHUNK = 1 << 16
 _INODES = 4096  # files that it may have, and for each 16 KiB of disk one more: an empty one is memory of the kernel
+_LAST = 1.0  # seconds between the end of a program's output and its own
 _END = 20.0  # seconds in which the kernel has to end a process that was killed
 
 type _Limit = Literal["seconds", "cpu_seconds", "memory", "output", "disk"]
@@ -71,7 +72,7 @@ def run(
     try:
         if callable(stdin):
             stdin(running)
-            reached = "exited" if running.over() else "stopped"
+            reached = "exited" if running.ending() else "stopped"
         else:
             running.send(stdin)
             running.finish()
@@ -82,6 +83,8 @@ def run(
     finally:
         running.end()
     code = running.code()
+    if reached == "exited" and len(running.out) + len(running.err) > limits.output:  # in its last moment
+        reached = "output"
     if code is None and (reached == "exited" or not running.inner):
         said = running.err.decode(errors="replace").strip()[:2000] or f"it ended with {process.returncode}"
         raise EnvError(
@@ -154,9 +157,19 @@ class _Running:
         """Whether it has ended."""
         return self.process.poll() is not None
 
+    def ending(self) -> bool:
+        """Whether it has ended, or does so by itself: its output closes a moment before."""
+        until = time.monotonic() + _LAST
+        while not self.over() and not self._open(self.out) and time.monotonic() < until:
+            self._read(_TICK)
+        return self.over()
+
     def end(self) -> None:
         """Kill whatever is left of it, wait until nothing is, and read what is still to be read."""
+        until = time.monotonic() + _END
         try:
+            while not self.inner and not self.over() and time.monotonic() < until:  # it is starting
+                self._read(_TICK)
             self._kill()
             self._close_stdin()
             while any(self._open(each) for each in (self.out, self.err, self.status)):
@@ -248,7 +261,8 @@ class _Running:
             raise _Reached("cpu_seconds", self)
         with suppress(OSError):
             files: Any = os.statvfs(f"/proc/{self.inner}/root/work")
-            if files.f_files - files.f_ffree > _INODES + self.limits.disk // 16384:
+            made = 0 <= files.f_blocks * files.f_frsize - self.limits.disk < files.f_frsize  # else the machine's own
+            if made and files.f_files - files.f_ffree > _INODES + self.limits.disk // 16384:
                 raise _Reached("disk", self)
 
     def _kill(self) -> None:
@@ -260,7 +274,7 @@ class _Running:
             with waiting:
                 waiting.register(self._inner_fd, selectors.EVENT_READ)
                 waiting.select(_END)
-        if not self.over() and self._inner_fd < 0:  # it is starting, and takes what it has started along
+        elif not self.over():
             self.process.kill()
         try:
             self.process.wait(_END)
