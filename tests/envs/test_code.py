@@ -142,7 +142,7 @@ HOSTILE = {
     "reads files": """
 import os
 def add(a, b):
-    for folder, _, files in os.walk('/work'):
+    for folder, _, files in os.walk('/sandbox'):
         for name in files:
             text = open(os.path.join(folder, name)).read()
             if 'add(1, 2)' in text: return 3
@@ -176,7 +176,7 @@ import sys
 main = sys.modules['__main__']
 main.check = main.encode = main._say = lambda *x: ['passed']
 def add(a, b): return 7""",
-    "writes the server's file": "open('/work/calls.py', 'w').write('print([\"passed\"])')\ndef add(a, b): return 7",
+    "writes the server's file": "open('/sandbox/calls.py', 'w').write('print([\"passed\"])')\ndef add(a, b): return 7",
     "raises what the test may": "def add(a, b): raise AssertionError",
     "never returns": "def add(a, b):\n    while True: pass",
     "sleeps": "import time\ntime.sleep(60)",
@@ -221,7 +221,7 @@ def test_hostile_answers_get_nothing_where_functions_are_called(program: str) ->
         "while True: pass",
         "import time; time.sleep(60)",
         "while True: print(9)",
-        "import os\n[print(open(os.path.join(at, f)).read()) for at, _, fs in os.walk('/work') for f in fs]",
+        "import os\n[print(open(os.path.join(at, f)).read()) for at, _, fs in os.walk('/sandbox') for f in fs]",
         "print('16 9'); print(*range(100))",
         "import sys; print(*[v for v in sys._getframe().f_globals.values()])",
         "import os, subprocess\nsubprocess.run(['python', '-c', 'print(9)'], check=True)\nos.kill(os.getpid(), 9)",

@@ -81,7 +81,7 @@ def tried(*statements: str) -> str:
 
 def test_a_program_runs_in_its_folder(probe: Probe) -> None:
     program = "import os, sys; print(os.getcwd(), open('a/b.txt').read(), sys.stdin.read()); open('a/c', 'w').close()"
-    assert probe(program, stdin=b"in", files={"a/b.txt": b"text"}) == "/work text in"
+    assert probe(program, stdin=b"in", files={"a/b.txt": b"text"}) == "/sandbox text in"
 
 
 def test_a_program_is_nobody(probe: Probe) -> None:
@@ -135,7 +135,7 @@ for path in ({str(tmp_path / "secret")!r}, "/etc/passwd", "/etc/shadow", "/etc/h
     assert not os.path.exists(path), path
 print(sorted(set(os.listdir("/")) - {{"root", "opt"}}))
 """
-    allowed = {"bin", "dev", "etc", "lib", "lib64", "proc", "tmp", "usr", "work"}
+    allowed = {"bin", "dev", "etc", "lib", "lib64", "proc", "tmp", "usr", "sandbox"}
     assert set(eval(probe(program))) <= allowed
 
 
@@ -144,7 +144,7 @@ def test_nothing_but_the_work_folder_can_be_written(probe: Probe) -> None:
 import os
 written = set()
 for folder, _, _ in os.walk("/"):
-    if folder.startswith(("/proc", "/work", "/tmp")):
+    if folder.startswith(("/proc", "/sandbox", "/tmp")):
         continue
     try:
         with open(os.path.join(folder, "probe"), "w"):
@@ -170,7 +170,7 @@ def test_symbolic_links_do_not_lead_out(probe: Probe, tmp_path: Path) -> None:
         f"open('/proc/self/root' + {str(tmp_path / 'secret')!r}).read()",
         f"open('/proc/1/root' + {str(tmp_path / 'secret')!r}).read()",
         "open('/proc/1/cwd/../etc/shadow').read()",
-        "os.chroot('/work')",
+        "os.chroot('/sandbox')",
         "os.link('/proc/self/exe', 'hard')",
         f"os.symlink({NOWHERE!r}, 'out'); open('out', 'w').write('x')",
     )
@@ -180,13 +180,16 @@ def test_symbolic_links_do_not_lead_out(probe: Probe, tmp_path: Path) -> None:
 
 
 def test_what_is_written_ends_with_the_program(probe: Probe) -> None:
-    program = (
-        "import os; print(os.listdir('/work'), os.listdir('/dev/shm')); open('/work/a', 'w'); open('/dev/shm/a', 'w')"
-    )
-    assert [probe(program), probe(program)] == ["[] []", "[] []"]
+    program = """
+import os
+for folder in ("/sandbox", "/dev/shm"):
+    print(os.listdir(folder))
+    open(f"{folder}/a", "w").close()
+"""
+    assert [probe(program), probe(program)] == ["[]\n[]", "[]\n[]"]
 
 
-@pytest.mark.parametrize("folder", ["/work", "/dev/shm", "/tmp"])
+@pytest.mark.parametrize("folder", ["/sandbox", "/dev/shm", "/tmp"])
 def test_files_are_limited(probe: Probe, folder: str) -> None:
     program = f"""
 written = 0
@@ -331,7 +334,7 @@ def test_no_namespace_and_no_right_can_be_got(probe: Probe) -> None:
     program = tried(
         "os.unshare(os.CLONE_NEWUSER) if hasattr(os, 'unshare') else exec('raise OSError')",
         "libc = ctypes.CDLL(None, use_errno=True); assert libc.unshare(0x10000000) == 0",
-        "assert libc.mount(b'none', b'/work', b'tmpfs', 0, None) == 0",
+        "assert libc.mount(b'none', b'/sandbox', b'tmpfs', 0, None) == 0",
         "assert libc.umount2(b'/proc', 2) == 0",
         "assert libc.setns(0, 0) == 0",
         "os.setuid(0)",

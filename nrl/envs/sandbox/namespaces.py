@@ -26,8 +26,8 @@ _OPEN_FILES = 256
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")  # libraries, and what the interpreter of the system imports
 _ENVIRONMENT = {
     "PATH": "/bin",
-    "HOME": "/work",
-    "TMPDIR": "/work",
+    "HOME": "/sandbox",
+    "TMPDIR": "/sandbox",
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -184,16 +184,16 @@ def _files(setup: _Setup, given: Mapping[str, int], limits: Limits) -> Iterator[
     # Its first process, bwrap's own, has no limits yet; where it is of the same user, its memory could be written
     yield from ("--perms", "0000", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
     yield from ("--dev", "/dev")
-    for each in ("/dev/shm", "/work"):
+    for each in ("/dev/shm", "/sandbox"):
         yield from ("--perms", "1777", "--size", str(limits.disk), "--tmpfs", each)
     folders = {str(parent) for name in given for parent in PurePosixPath(name).parents} - {"."}
     for each in sorted(folders):
-        yield from ("--perms", "0777", "--dir", f"/work/{each}")
+        yield from ("--perms", "0777", "--dir", f"/sandbox/{each}")
     for name, fd in given.items():
-        yield from ("--perms", "0666", "--file", str(fd), f"/work/{name}")
+        yield from ("--perms", "0666", "--file", str(fd), f"/sandbox/{name}")
     if "/tmp" not in above:
-        yield from ("--symlink", "work", "/tmp")
-    yield from ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work")
+        yield from ("--symlink", "sandbox", "/tmp")
+    yield from ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/sandbox")
 
 
 def _confined(setup: _Setup, limits: Limits) -> list[str]:

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 from nrl.envs.sandbox.seam import Dialogue, Finished, Limits
@@ -260,7 +261,7 @@ class _Running:
         if used.cpu_seconds > self.limits.cpu_seconds:
             raise _Reached("cpu_seconds", self)
         with suppress(OSError):
-            files: Any = os.statvfs(f"/proc/{self.inner}/root/work")
+            files: Any = os.statvfs(Path(f"/proc/{self.inner}/root", "sandbox"))
             made = 0 <= files.f_blocks * files.f_frsize - self.limits.disk < files.f_frsize  # else the machine's own
             if made and files.f_files - files.f_ffree > _INODES + self.limits.disk // 16384:
                 raise _Reached("disk", self)
