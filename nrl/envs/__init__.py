@@ -8,6 +8,7 @@
 """
 
 from nrl.envs import tools
+from nrl.envs.choices import choice, chosen_letter
 from nrl.envs.composing import by_source, gated, judged, of_group, product, single_turn, weighted
 from nrl.envs.contract import (
     STATUSES,
@@ -24,6 +25,7 @@ from nrl.envs.contract import (
     Verifier,
     score_of,
 )
+from nrl.envs.instructions import CONSTRAINTS, constraints
 from nrl.envs.interpreter import Interpreter, python
 from nrl.envs.limits import limited
 from nrl.envs.linear_states import LinearState, linear
@@ -41,6 +43,7 @@ from nrl.envs.verifiers import (
 )
 
 __all__ = [
+    "CONSTRAINTS",
     "STATUSES",
     "VERIFIERS",
     "Env",
@@ -62,7 +65,10 @@ __all__ = [
     "Verifier",
     "bubblewrap",
     "by_source",
+    "choice",
+    "chosen_letter",
     "code",
+    "constraints",
     "exact",
     "extractor",
     "extracts",
