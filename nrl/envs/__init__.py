@@ -26,8 +26,11 @@ from nrl.envs.contract import (
     score_of,
 )
 from nrl.envs.instructions import CONSTRAINTS, constraints
+from nrl.envs.interpreter import Interpreter, python
 from nrl.envs.limits import limited
 from nrl.envs.linear_states import LinearState, linear
+from nrl.envs.programs import code
+from nrl.envs.sandbox import Finished, Limits, Sandbox, bubblewrap
 from nrl.envs.verifiers import (
     VERIFIERS,
     Extractor,
@@ -46,9 +49,13 @@ __all__ = [
     "Env",
     "Environment",
     "Extractor",
+    "Finished",
+    "Interpreter",
+    "Limits",
     "LinearState",
     "Message",
     "Prompt",
+    "Sandbox",
     "Score",
     "Step",
     "Task",
@@ -56,9 +63,11 @@ __all__ = [
     "Turn",
     "Verdict",
     "Verifier",
+    "bubblewrap",
     "by_source",
     "choice",
     "chosen_letter",
+    "code",
     "constraints",
     "exact",
     "extractor",
@@ -72,6 +81,7 @@ __all__ = [
     "number_or_wrong",
     "of_group",
     "product",
+    "python",
     "score_of",
     "single_turn",
     "tools",

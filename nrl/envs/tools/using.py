@@ -27,6 +27,7 @@ def tool_use(
     calls: int = 32,
     state: Callable[[Task], Any] | None = None,
     done: Callable[[Any], bool] | None = None,
+    close: Callable[[Any], Any] | None = None,
 ) -> Environment:
     """The environment that asks a task's prompt, makes the calls of each turn, and verifies what comes of it.
 
@@ -41,6 +42,8 @@ def tool_use(
         calls: in an episode, at most; those beyond are answered with this limit.
         state: from the task to the first state of tools that have a `nrl.envs.tools.State`.
         done: from the state of the tools after a turn's calls to whether the episode is over.
+        close: called with their last state once the episode is over, however it ended. None: there is nothing to give
+            back.
 
     Raises:
         EnvError: by `reset`, if a task has no ``"prompt"``.
@@ -74,4 +77,5 @@ def tool_use(
         said = [each.message for each in results]
         return Step(left, done=over or left.turns < 1, observation=said, info=info)
 
-    return Environment(reset, step, verifier=verifier)
+    ending = None if close is None else lambda play: close(play.state)
+    return Environment(reset, step, ending, verifier)
