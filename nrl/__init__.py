@@ -16,6 +16,7 @@ from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibat
 from nrl.batch.columns import COLUMNS, declare
 from nrl.batch.packed_rows import Rectangles, Sequences
 from nrl.batch.packing import pack, packed, unpack
+from nrl.envs.mathematics import math_verifier
 from nrl.envs.pool import pooled
 from nrl.envs.scoring import scored_by
 from nrl.episodes import rollout, rollouts, run_episode
@@ -78,6 +79,7 @@ __all__ = [
     "grade",
     "launch",
     "lengths",
+    "math_verifier",
     "measure",
     "merge",
     "merged",

@@ -194,7 +194,7 @@ class _Pool:
                 raise worker.gone()
             if worker is None:
                 self.waiting.append(call)
-                if not any(each.idle for each in self.workers) and len(self.workers) < self.most:
+                if len(self.waiting) > sum(each.idle for each in self.workers) and len(self.workers) < self.most:
                     self.workers.append(_Worker(self))
             else:
                 worker.waiting.append(call)
