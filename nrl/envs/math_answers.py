@@ -191,7 +191,7 @@ _REPEATING = re.compile(
 )
 # A number, with currency before it and a unit behind it. Parentheses and percent signs already are mathematics
 _PLAIN = re.compile(
-    r"[\s$€£¥₹\\!]*[-+]?[\s$€£¥₹\\]*"
+    r"[\s$€£¥₹\\!]*(?:[-+][\s$€£¥₹\\]*)?"
     r"(?:[0-9][0-9.,{}!\\ ]*(?:[eE][-+]?[0-9]{1,3}|/ ?[0-9][0-9.,]*)?|\.[0-9]+|(?:[0-9]+ ?)?\\[dtc]?frac ?[0-9{} ]+)"
     r"(?:\\(?:text|mathrm|mbox|,|;|:) ?\{[^{}\\0-9]*\}|[ \\]+(?P<unit>[a-z]{3,}(?: [a-z]{2,})*))?[\s.$\\]*"
 )

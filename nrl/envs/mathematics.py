@@ -1,6 +1,7 @@
 """`math_verifier`: the verifier of mathematics, which knows that 1/2 is 0.5, and that (x + 1)^2 is x^2 + 2x + 1."""
 
 import functools
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -64,8 +65,11 @@ def math_verifier(
     outcomes: dict[tuple[str, str], Outcome] = {}
 
     @extracts(final_answer)
-    async def math(task: Task, trace: Trace) -> Score:
-        given = str(answer_of("math_verifier", task))
+    async def equal(task: Task, trace: Trace) -> Score:
+        right = answer_of("math_verifier", task)
+        given = str(right)
+        if not isinstance(right, str | int) and not math.isfinite(right):
+            raise _unusable(given, "which is no finite number")
         reference = _reference(given)
         if reference is None:
             raise _unusable(given, "in which there is no answer")
@@ -94,8 +98,8 @@ def math_verifier(
             case _:
                 return Score(0.0, "parse_fail")
 
-    math.timeout = None  # type: ignore[attr-defined]  # that of a comparison begins when it does
-    return math
+    equal.timeout = None  # type: ignore[attr-defined]  # that of a comparison begins when it does
+    return equal
 
 
 @functools.lru_cache(_KEPT)
