@@ -61,7 +61,8 @@ def math_verifier(
     """
     if not timeout > 0:
         raise ValueError(f"math_verifier: timeout is {timeout}; it must be positive")
-    ask: Any = pooled(compare, workers=workers, executable=executable, timeout=_START + timeout)
+    worker: Any = compare  # it has the arguments of a verifier only in number
+    ask: Any = pooled(worker, workers=workers, executable=executable, timeout=_START + timeout)
     outcomes: dict[tuple[str, str], Outcome] = {}
 
     @extracts(final_answer)

@@ -230,9 +230,9 @@ def test_a_machine_without_time_is_no_models_doing(verify: Any) -> None:
         return score
 
     ask(verify, "7918", r"\boxed{b+76}")
-    assert asyncio.run(stopped("8^{8^8}", after=0.1)) == Score(0.0, "timeout")
-    assert ask(verify, "7918", r"\boxed{8^{8^8}}") == UNREAD  # it was not kept
-    ask(verify, "7918", r"\boxed{b+76}")
+    assert asyncio.run(stopped("9^{9^9}+1", after=0.1)) == Score(0.0, "timeout")
+    assert ask(verify, "7918", r"\boxed{9^{9^9}+1}") == UNREAD  # it was not kept
+    ask(verify, "7918", r"\boxed{b+75}")
     os.kill(newest_fork(), signal.SIGSTOP)
     with pytest.raises(EnvError, match=r"task\['answer'\] is '7918', which math-verify did not read within 0.5 s"):
         ask(verify, "7918", r"\boxed{b+78}")
@@ -248,11 +248,11 @@ def test_a_fork_that_dies_takes_nothing_along(verify: Any) -> None:
         os.kill(newest_fork(), by)
         return await found
 
-    ask(verify, "7918", r"\boxed{b+76}")
-    assert asyncio.run(ended("8^{8^8}+1", signal.SIGSEGV)) == UNREAD
+    ask(verify, "7918", r"\boxed{b+74}")
+    assert asyncio.run(ended("9^{9^9}+2", signal.SIGSEGV)) == UNREAD
     ask(verify, "7918", r"\boxed{b+79}")
     with pytest.raises(EnvError, match=r"^math_verifier: its process was killed; is there enough memory\?$"):
-        asyncio.run(ended("8^{8^8}+2", signal.SIGKILL))
+        asyncio.run(ended("9^{9^9}+3", signal.SIGKILL))
     assert ask(verify, "7918", r"\boxed{7919-1}") == RIGHT
 
 
