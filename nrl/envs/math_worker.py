@@ -30,6 +30,7 @@ type Outcome = Literal["right", "wrong", "unread", "late", "crashed", "starved"]
 or the machine was too busy to give it its time."""
 
 _MEMORY = 1 << 30  # bytes that a fork may have beyond what it is born with
+_PAIRS = 10_000  # of a fork, since what it remembers takes memory from the next answers
 _WARM = (
     *(
         r"\frac{\sqrt{3}}{2}+1",
@@ -82,11 +83,15 @@ class _Fork:
         self._pid = 0
         self._channel: socket.socket | None = None
         self._left = b""
+        self._asked = 0
 
     def ask(self, reference: str, answer: str, seconds: float) -> tuple[Outcome | None, str]:
         """What became of an answer."""
+        if self._channel is not None and self._asked >= _PAIRS:
+            self._end()
         if self._channel is None:
             self._begin()
+        self._asked += 1
         assert self._channel is not None
         began = time.monotonic()
         stage, spent = "its reference", 0.0
@@ -104,7 +109,7 @@ class _Fork:
             # Of the processor: on a busy machine, an honest answer may need more time than it was given
             return ("late" if took - spent >= (seconds / 2) * 0.6 else "starved"), ""
         except OSError:
-            status, _ = self._end()
+            status, _ = self._end(dying=True)
             if stage != "an answer":
                 return None, f"which ended the process that read it (status {status})"
             if status == signal.SIGKILL:  # not by this process
@@ -136,19 +141,16 @@ class _Fork:
             finally:
                 os._exit(0)
         other.close()
-        self._channel, self._left = own, b""
+        self._channel, self._left, self._asked = own, b"", 0
 
-    def _end(self) -> tuple[int, float]:
-        """Kill it; the signal that ended it, and the seconds of a processor that it has had."""
+    def _end(self, dying: bool = False) -> tuple[int, float]:
+        """Kill it, unless it is ending; the signal that ended it, and the seconds of a processor that it has had."""
         assert self._channel is not None
         self._channel.close()
         self._channel = None
-        ended, status, usage = os.wait4(self._pid, os.WNOHANG)
-        if not ended:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-            _, _, usage = os.wait4(self._pid, 0)
-            status = 0
+        if not dying:
+            os.kill(self._pid, signal.SIGKILL)  # it has not been waited for, so the number is still its own
+        _, status, usage = os.wait4(self._pid, 0)
         return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, usage.ru_utime + usage.ru_stime
 
 

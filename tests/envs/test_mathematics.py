@@ -363,7 +363,7 @@ def test_a_burst_of_calls_starts_all_workers(tmp_path: Path) -> None:
             time.sleep(0.01)
         return 1.0
 
-    together: Callable[..., Any] = nrl.pooled(meet, workers=3, timeout=60)  # type: ignore[assignment]
+    together: Callable[..., Any] = nrl.pooled(meet, workers=3, timeout=60)
 
     async def burst() -> list[float]:
         return list(await asyncio.gather(*(together({}, Trace()) for _ in range(3))))
