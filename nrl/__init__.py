@@ -16,6 +16,7 @@ from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibat
 from nrl.batch.columns import COLUMNS, declare
 from nrl.batch.packed_rows import Rectangles, Sequences
 from nrl.batch.packing import pack, packed, unpack
+from nrl.envs.judging import judge
 from nrl.envs.mathematics import math_verifier
 from nrl.envs.pool import pooled
 from nrl.envs.scoring import scored_by
@@ -77,6 +78,7 @@ __all__ = [
     "fit",
     "fresh",
     "grade",
+    "judge",
     "launch",
     "lengths",
     "math_verifier",

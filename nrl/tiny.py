@@ -25,15 +25,25 @@ ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 """
 
 CHATML = (
+    "{% if tools %}{{ '<|im_start|>system\n# Tools\n' }}"
+    "{% for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}"
+    '{{ \'Write <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call> to call one.<|im_end|>\n\' }}{% endif %}'
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '\n' if message['content'] or not loop.first }}<tool_call>{{ '\n{\"name\": \"' + call['function']['name'] }}"
+    "{{ '\", \"arguments\": ' + call['function']['arguments'] | tojson + '}\n</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """The chat template of `bpe`: each message between ``<|im_start|>role`` and ``<|im_end|>``.
 
->>> CHATML.count("<|im_end|>")
-1
+Tools stand in front, in a message of the system, and calls are written as Hermes and Qwen write them.
+
+>>> from nrl.envs.tools import tool_format
+>>> tool_format(CHATML)
+'hermes'
 """
 
 
@@ -108,8 +118,8 @@ def model_or(source: str | None, **fields: Any) -> Model:
 
     Args:
         source: of `nrl.backends.Model`.
-        **fields: ``dtype``, ``head``, ``lora`` and ``trust_remote_code`` of either; others are of the tiny model's
-            config alone.
+        **fields: ``dtype``, ``head``, ``lora`` and ``trust_remote_code`` of either; others are the tiny model's alone:
+            its ``tokenizer``, its ``seed``, and fields of its config.
 
     Raises:
         ModelError: the tiny model's config has no such field.
@@ -129,7 +139,7 @@ _characters = tokenizer  # model's argument hides the name
 
 
 def bpe(texts: Iterable[str], vocab_size: int = 2048) -> Any:
-    """A byte-level BPE tokenizer that is trained on ``texts`` and has the chat template `CHATML`.
+    """A byte-level BPE tokenizer that is trained on ``texts`` and has the chat template `CHATML`, which knows tools.
 
     Any text is encoded and decoded back exactly. It adds no special tokens; ``<|im_end|>`` ends a sequence.
 

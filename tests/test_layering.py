@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backends.publishing", "backends.sampling", "backends.training"),
     ("backends.fsdp", "backends.hf", "backends.openai", "backends.vllm"),
     ("backends",),
-    ("checkpoint", "data", "envs.scoring", "episodes", "stream", "tiny"),
+    ("checkpoint", "data", "envs.judging", "envs.scoring", "episodes", "stream", "tiny"),
     ("runs",),
     ("",),  # nrl/__init__.py, which gathers the public names
     ("command",),

@@ -12,12 +12,13 @@ from tensordict import TensorDict
 import nrl
 from nrl import tiny
 from nrl.algos import advantages, from_rewards, grpo_loss
-from nrl.backends import Sampling, adamw, fsdp, hf
+from nrl.backends import Model, Sampling, adamw, fsdp, hf, load_tokenizer
 from nrl.batch import Batch
 from nrl.envs import number, single_turn
 from nrl.reduce import finalize
 from nrl.runtime import Cluster, P, process, shard_map
 from tests.jsonlines import lines
+from tests.replays import assert_replayed, balances, played, taught
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -162,6 +163,25 @@ def test_grpo_with_its_own_sampler(
         torch.testing.assert_close([x[key] for x in found], [x[key] for x in grpo_here], rtol=1e-5, atol=1e-8)
     losses = ([x["loss"] for x in each] for each in (found, grpo_here))  # terms of about 1 that add up to about 0
     torch.testing.assert_close(*losses, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["guess", "tools"])
+def test_episodes_of_several_turns_are_those_of_the_local_cluster(on_ray: Cluster, name: str, tmp_path: Path) -> None:
+    """Token by token, those between the turns too."""
+    module = importlib.import_module(f"examples.{name}")
+    model = taught(module, name, tmp_path / "taught")
+    expected, here = played(module, name, model, tmp_path / "here", optimizer=QUIET)
+    found, there = played(module, name, model, tmp_path / "there", optimizer=QUIET, cluster="ray", samplers=2)
+    assert there == here
+    assert sum(len(seen.turns) > 2 for seen in there) > len(there) // 5
+    for seen in there:
+        assert_replayed(module.env, seen, load_tokenizer(Model(str(model))))
+    ledger = [f"tokens/{part}" for part in ("sampled", "trained", "masked", "invalid", "dropped")]
+    assert [[x[key] for key in ledger] for x in found] == [[x[key] for key in ledger] for x in expected]
+    assert all(balances(x) for x in found)
+    assert any(x["grad_norm"] for x in found)
+    for key in ("grad_norm", "reward", "tokens"):
+        torch.testing.assert_close([x[key] for x in found], [x[key] for x in expected], rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import torch
 from nrl import tiny
 from nrl.backends.base import Model
 from nrl.backends.models.loading import build, load_tokenizer
+from nrl.envs.tools import parse
 from nrl.errors import DataError, ModelError
 
 TEXTS = ["7+12=19\n", "", " ", "  two  spaces , and it 's . odd !", tiny.ALPHABET, tiny.ALPHABET[::-1]]
@@ -48,6 +49,32 @@ def test_bpe_renders_chats_with_special_tokens() -> None:
     assert made.eos_token == "<|im_end|>"
     assert made.pad_token == "<|endoftext|>"
     assert made.decode(ids, skip_special_tokens=True) == "system\nBe kind.\nuser\nHi {{x}}\nassistant\n"
+
+
+def test_bpe_writes_tools_and_calls_as_hermes_does() -> None:
+    made = tiny.bpe(["hello there"], vocab_size=270)
+    schema = {"type": "function", "function": {"name": "add"}}
+    calls = [{"function": {"name": "add", "arguments": {"a": n, "text": 'é "'}}} for n in (1, 2)]
+    chat = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "One moment.", "tool_calls": calls},
+        {"role": "assistant", "content": "", "tool_calls": calls[:1]},
+        {"role": "tool", "name": "add", "content": "3"},
+    ]
+    one, two = (
+        f'<tool_call>\n{{"name": "add", "arguments": {{"a": {n}, "text": "é \\""}}}}\n</tool_call>' for n in (1, 2)
+    )
+    expected = (
+        '<|im_start|>system\n# Tools\n{"type": "function", "function": {"name": "add"}}\n'
+        'Write <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call> to call one.<|im_end|>\n'
+        f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nOne moment.\n{one}\n{two}<|im_end|>\n"
+        f"<|im_start|>assistant\n{one}<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+    )
+    text = made.apply_chat_template(chat, tools=[schema], tokenize=False, add_generation_prompt=True)
+    assert text == expected
+    found = parse(text.split("assistant\n")[1].partition("<|im_end|>")[0], "hermes")
+    assert (found.text, found.malformed) == ("One moment.", ())
+    assert [each.arguments for each in found.calls] == [each["function"]["arguments"] for each in calls]
 
 
 def test_bpe_has_at_most_the_tokens_that_were_asked_for() -> None:

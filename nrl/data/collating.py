@@ -26,6 +26,9 @@ def supervised(
     mask covers the tokens that the model has to write, and none that the template writes around them. The prompt has
     the tokens that a sampler would see: no token reaches across its end.
 
+    A row that is a chat may have ``tools``, JSON schemas of functions as `nrl.envs.tools.Tool.schema` is one, and its
+    messages ``tool_calls``; the chat template writes both.
+
     Args:
         rows: each with ``prompt``, which `render` takes, and a response; or with ``messages``.
         tokenizer: a transformers tokenizer.
@@ -36,8 +39,9 @@ def supervised(
         ``input_ids`` ``[B, T]`` int64, ``attention_mask`` and ``loss_mask`` ``[B, T]`` bool, right-padded with zeros.
 
     Raises:
-        DataError: no rows; a row without prompt or response, with more than ``max_tokens`` tokens, or whose messages
-            the chat template does not write turn by turn (see `turns`); it names the row.
+        DataError: no rows; a row without prompt or response, with more than ``max_tokens`` tokens, with ``tools`` that
+            nothing shows, or whose messages the chat template does not write turn by turn (see `turns`); it names the
+            row.
         ModelError: the tokenizer has no end-of-sequence token, or no chat template that ends the assistant's messages.
 
     >>> from nrl import tiny
@@ -49,7 +53,7 @@ def supervised(
     for number, row in enumerate(rows):
         place = f"supervised: row {number}"
         prompt, answer = _lesson(row, response, place)
-        encoded.append(_encoded(prompt, answer, tokenizer, max_tokens, place))
+        encoded.append(_encoded(prompt, answer, tokenizer, max_tokens, place, row.get("tools")))
     if not encoded:
         raise DataError("supervised: there are no rows; give at least one")
     return assign(Batch({}, batch_size=[len(encoded)]), **_padded(encoded))
@@ -108,7 +112,7 @@ def preferences(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None 
         place = f"preferences: row {number}"
         prompt, *answers = sides(row, place)
         for side, answer in zip(("chosen", "rejected"), answers, strict=True):
-            encoded.append(_encoded(prompt, answer, tokenizer, max_tokens, f"{place}: {side}"))
+            encoded.append(_encoded(prompt, answer, tokenizer, max_tokens, f"{place}: {side}", row.get("tools")))
     if not encoded:
         raise DataError("preferences: there are no rows; give at least one")
     pairs = len(encoded) // 2
@@ -213,10 +217,12 @@ type _Encoded = tuple[Tensor, Tensor]
 
 
 def _encoded(
-    prompt: Prompt, answer: str | Sequence[Message], tokenizer: Any, max_tokens: int | None, place: str
+    prompt: Prompt, answer: str | Sequence[Message], tokenizer: Any, max_tokens: int | None, place: str, tools: Any
 ) -> _Encoded:
+    if tools:
+        _check_tools(tools, prompt, answer, place)
     try:
-        ids, mask = answered(prompt, answer, tokenizer)
+        ids, mask = answered(prompt, answer, tokenizer, tools=tools or None)
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
     except ModelError as error:
@@ -227,6 +233,15 @@ def _encoded(
             f"max_tokens={max_tokens}; leave it out or raise max_tokens"
         )
     return torch.tensor(ids), torch.tensor(mask)
+
+
+def _check_tools(tools: Any, prompt: Prompt, answer: str | Sequence[Message], place: str) -> None:
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise DataError(f"{place}: 'tools' is {kind(tools)}; give a list of JSON schemas of functions")
+    if wrong := [tool for tool in tools if not isinstance(tool, Mapping)]:
+        raise DataError(f"{place}: 'tools' is a list of {kind(wrong[0])}; give a list of JSON schemas of functions")
+    if isinstance(answer, str) and (isinstance(prompt, str) or not isinstance(prompt[0], Mapping)):
+        raise DataError(f"{place} has 'tools', and its prompt is no chat, so nothing shows them; give it as messages")
 
 
 def _padded(encoded: Sequence[_Encoded]) -> dict[str, Tensor]:

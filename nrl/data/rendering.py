@@ -22,10 +22,12 @@ __all__ = ["answered", "encode", "render", "templated"]
 _TODAY: Mapping[str, Any] = {"strftime_now": datetime(2024, 7, 26).strftime}
 """An argument of every template. It shadows the clock that transformers provides under this name."""
 
+type _Tools = Sequence[Mapping[str, Any]] | None
+
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def render(prompt: Prompt, tokenizer: Any) -> list[int]:
+def render(prompt: Prompt, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
     """The token ids of a prompt, ready to be completed.
 
     A text is encoded with the special tokens that the tokenizer puts before a text, but not doubled if the text itself
@@ -35,6 +37,7 @@ def render(prompt: Prompt, tokenizer: Any) -> list[int]:
     Args:
         prompt: a text, messages with ``role`` and ``content``, or token ids.
         tokenizer: a transformers tokenizer.
+        tools: JSON schemas of functions, which the chat template writes; nothing but a chat shows them.
 
     Returns:
         At least one token id.
@@ -54,14 +57,20 @@ def render(prompt: Prompt, tokenizer: Any) -> list[int]:
     if isinstance(prompt, str):
         return _with_specials(prompt, tokenizer)
     if isinstance(prompt[0], Mapping):
-        return encode(templated(cast(Sequence[Message], prompt), tokenizer, asking=True), tokenizer)
+        return encode(templated(cast(Sequence[Message], prompt), tokenizer, asking=True, tools=tools), tokenizer)
     ids = list(cast(Sequence[int], prompt))
     if max(ids) >= len(tokenizer):
         raise DataError(f"render: the prompt has the token id {max(ids)}; the tokenizer's last is {len(tokenizer) - 1}")
     return ids
 
 
-def answered(prompt: Prompt, answer: str | Sequence[Message], tokenizer: Any) -> tuple[list[int], list[bool]]:
+def answered(
+    prompt: Prompt,
+    answer: str | Sequence[Message],
+    tokenizer: Any,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[list[int], list[bool]]:
     """The token ids of a prompt with its answer, up to the end of the answer, and which of them the assistant writes.
 
     A text is an answer as the model writes it. It is encoded apart from the prompt, so that no token reaches across the
@@ -73,6 +82,7 @@ def answered(prompt: Prompt, answer: str | Sequence[Message], tokenizer: Any) ->
         prompt: as for `render`; empty: nothing comes before the messages of the answer.
         answer: a text, or messages.
         tokenizer: a transformers tokenizer.
+        tools: as for `render`.
 
     Returns:
         Ids, and for each of them whether the assistant writes it. Up to the first that it writes they are those of
@@ -89,8 +99,8 @@ def answered(prompt: Prompt, answer: str | Sequence[Message], tokenizer: Any) ->
     [False, False, False, False, True, True]
     """
     if not isinstance(answer, str):
-        return _conversation(prompt, answer, tokenizer)
-    before = render(prompt, tokenizer)
+        return _conversation(prompt, answer, tokenizer, tools)
+    before = render(prompt, tokenizer, tools=tools)
     chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
     end = encode(_ending(tokenizer) if chat else "", tokenizer) or [_end_of_sequence(tokenizer)]
     after = encode(answer, tokenizer)
@@ -98,7 +108,9 @@ def answered(prompt: Prompt, answer: str | Sequence[Message], tokenizer: Any) ->
     return before + after, [False] * len(before) + [True] * len(after)
 
 
-def _conversation(prompt: Prompt, answer: Sequence[Message], tokenizer: Any) -> tuple[list[int], list[bool]]:
+def _conversation(
+    prompt: Prompt, answer: Sequence[Message], tokenizer: Any, tools: _Tools
+) -> tuple[list[int], list[bool]]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     if len(prompt) and not isinstance(prompt[0], Mapping):
@@ -110,16 +122,18 @@ def _conversation(prompt: Prompt, answer: Sequence[Message], tokenizer: Any) -> 
         raise DataError("the conversation has no message of the assistant, so there is nothing to train on")
     if turns[0] == 0:
         raise DataError("the conversation begins with the assistant's message; begin with what it answers")
-    if _MARKER.search(_template(tokenizer)):
-        text, spans = _marked(messages, turns[0], tokenizer)
+    if _MARKER.search(_template(tokenizer, tools)):
+        text, spans = _marked(messages, turns[0], tokenizer, tools)
     else:
-        text, spans = _derived(messages, turns, tokenizer)
+        text, spans = _derived(messages, turns, tokenizer, tools)
     return _apart(text, spans, tokenizer)
 
 
-def _derived(messages: Sequence[Message], turns: Sequence[int], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
+def _derived(
+    messages: Sequence[Message], turns: Sequence[int], tokenizer: Any, tools: _Tools
+) -> tuple[str, list[tuple[int, int]]]:
     """The text, and where in it each turn begins and ends, found by rendering the conversation up to each turn."""
-    text = templated(messages, tokenizer)
+    text = templated(messages, tokenizer, tools=tools)
     ending = _ending(tokenizer)
     if not ending:
         raise ModelError(
@@ -128,8 +142,8 @@ def _derived(messages: Sequence[Message], turns: Sequence[int], tokenizer: Any) 
         )
     spans = []
     for turn in turns:
-        asked = templated(messages[:turn], tokenizer, asking=True)
-        so_far = templated(messages[: turn + 1], tokenizer)
+        asked = templated(messages[:turn], tokenizer, asking=True, tools=tools)
+        so_far = templated(messages[: turn + 1], tokenizer, tools=tools)
         if not so_far.startswith(asked):
             raise DataError(
                 f"the chat template asks for the assistant's message {turn} with {_after(asked, so_far)} and then "
@@ -162,7 +176,9 @@ def _after(text: str, other: str) -> str:
     return repr(text[same : same + 30])
 
 
-def _marked(messages: Sequence[Message], first: int, tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
+def _marked(
+    messages: Sequence[Message], first: int, tokenizer: Any, tools: _Tools
+) -> tuple[str, list[tuple[int, int]]]:
     """The text, and where in it each turn begins and ends, by the template's own ``{% generation %}`` marks."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -171,7 +187,8 @@ def _marked(messages: Sequence[Message], first: int, tokenizer: Any) -> tuple[st
             tuple[list[str], list[list[tuple[int, int]]]],
             render_jinja_template(
                 [[dict(message) for message in messages]],
-                chat_template=_template(tokenizer),
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                chat_template=_template(tokenizer, tools),
                 return_assistant_tokens_mask=True,
                 **tokenizer.special_tokens_map,
                 **_TODAY,
@@ -180,7 +197,7 @@ def _marked(messages: Sequence[Message], first: int, tokenizer: Any) -> tuple[st
 
     (text,), (found,) = _asked(call, messages)
     ending = _ending(tokenizer)
-    before = len(templated(messages[:first], tokenizer, asking=True))
+    before = len(templated(messages[:first], tokenizer, asking=True, tools=tools))
     spans = []
     for start, end in found:
         close = text.rfind(ending, start, end) if ending else -1  # after the ending, the text is the template's
@@ -241,14 +258,14 @@ def _with_specials(text: str, tokenizer: Any) -> list[int]:
     return bare if bare[: len(before)] == before else before + bare
 
 
-def _template(tokenizer: Any) -> str:
+def _template(tokenizer: Any, tools: _Tools = None) -> str:
     if getattr(tokenizer, "chat_template", None) is None:
         raise ModelError(
             "render: the prompt is a chat, and the tokenizer has no chat template, which is usual for base models. "
             "Give prompts as plain text (data.tasks with chat=False), take a model with a chat template, or set "
             "tokenizer.chat_template"
         )
-    return str(tokenizer.get_chat_template())
+    return str(tokenizer.get_chat_template(tools=tools))
 
 
 def templated(
@@ -270,7 +287,7 @@ def templated(
         DataError: the template refuses the messages.
         ModelError: the tokenizer has no chat template.
     """
-    _template(tokenizer)
+    _template(tokenizer, tools)
 
     def call() -> str:
         return cast(

@@ -8,6 +8,7 @@
 """
 
 from nrl.envs import tools
+from nrl.envs.choices import choice, chosen_letter
 from nrl.envs.composing import by_source, gated, judged, of_group, product, single_turn, weighted
 from nrl.envs.contract import (
     STATUSES,
@@ -24,6 +25,7 @@ from nrl.envs.contract import (
     Verifier,
     score_of,
 )
+from nrl.envs.instructions import CONSTRAINTS, constraints
 from nrl.envs.limits import limited
 from nrl.envs.linear_states import LinearState, linear
 from nrl.envs.verifiers import (
@@ -38,6 +40,7 @@ from nrl.envs.verifiers import (
 )
 
 __all__ = [
+    "CONSTRAINTS",
     "STATUSES",
     "VERIFIERS",
     "Env",
@@ -54,6 +57,9 @@ __all__ = [
     "Verdict",
     "Verifier",
     "by_source",
+    "choice",
+    "chosen_letter",
+    "constraints",
     "exact",
     "extractor",
     "extracts",

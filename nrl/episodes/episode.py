@@ -40,6 +40,7 @@ class Episode:
     Args:
         token_ids: all of it, prompts and observations too.
         sampled: for each token, whether the policy sampled it.
+        turn_of: for each token, the number of the policy's turn, from 0; -1 for tokens that it did not sample.
         logprobs: for each token, the sampler's log-probability in nats; 0 for tokens that it did not sample.
         reward: the sum over turns; several, if the environment gives several.
         turn_rewards: each turn's reward, and the place of the last token that the policy sampled until then.
@@ -63,6 +64,7 @@ class Episode:
 
     token_ids: list[int] = attrs.field(factory=list)
     sampled: list[bool] = attrs.field(factory=list)
+    turn_of: list[int] = attrs.field(factory=list)
     logprobs: list[float] = attrs.field(factory=list)
     reward: float | tuple[float, ...] = 0.0
     turn_rewards: list[tuple[int, float | tuple[float, ...]]] = attrs.field(factory=list)
@@ -111,6 +113,7 @@ class Episode:
         """Append the policy's turn, with its ``completion``, or the environment's, without one."""
         self.token_ids.extend(tokens)
         self.sampled.extend([completion is not None] * len(tokens))
+        self.turn_of.extend([-1 if completion is None else len(self.turns)] * len(tokens))
         if completion is None:
             self.logprobs.extend([0.0] * len(tokens))
             self.versions.extend([-1] * len(tokens))
@@ -130,7 +133,8 @@ class Episode:
         """Begin another row, with some of this one's tokens, which are not trained on once more."""
         self.earlier.append(attrs.evolve(self, earlier=[]))
         self.token_ids, self.routes = self.token_ids[:kept], None if self.routes is None else self.routes[:kept]
-        self.sampled, self.logprobs, self.versions = [False] * kept, [0.0] * kept, [-1] * kept
+        self.sampled, self.logprobs = [False] * kept, [0.0] * kept
+        self.turn_of, self.versions = [-1] * kept, [-1] * kept
         self.turn_rewards, self.drawn, self.version, self.again = [], 0, None, 0
         self.append(appended)
 
@@ -249,7 +253,7 @@ async def play(
             await _guarded(judge(), episode)
     finally:
         for row in (episode, *episode.earlier):
-            for per_token in (row.token_ids, row.sampled, row.logprobs, row.versions):
+            for per_token in (row.token_ids, row.sampled, row.turn_of, row.logprobs, row.versions):
                 del per_token[context_length:]
         if held:
             await _close(call.close(held[0]))

@@ -43,14 +43,14 @@ def rollout(
     Returns:
         A batch ``[B, T]``, a row for each of ``len(tasks) * n`` episodes, and more of those that forked, since a chat
         template wrote their earlier turns in another way; ``episode_ids`` tells them. It has ``input_ids``,
-        ``attention_mask``, ``loss_mask``, ``rollout_logprobs``, ``temperature``, ``rewards`` (NaN in failed rows),
-        ``group_ids``, ``version``, ``valid``, ``truncated``, ``sampled`` (how many tokens were sampled for a row, those
-        beyond the context too), ``status`` (its place among `nrl.envs.STATUSES`), where a reward is one number
-        ``token_rewards`` (of each turn, at its last token), with ``source`` where tasks have one, and of a sampler that
-        streams ``versions`` (of each token; -1 where it was not sampled) and ``asked_again``, and of one that records
-        them ``routes``. ``reward/<name>`` are components of rewards. Of the environment's own numbers ``env/<name>`` is
-        the last that an episode reported; ``("info", <name>)`` is ragged and has those of every step, NaN where it
-        reported none.
+        ``attention_mask``, ``loss_mask``, ``rollout_logprobs``, ``turns`` (the policy's, from 0; -1 where none was
+        sampled), ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``,
+        ``truncated``, ``sampled`` (how many tokens were sampled for a row, those beyond the context too), ``status``
+        (its place among `nrl.envs.STATUSES`), where a reward is one number ``token_rewards`` (of each turn, at its last
+        token), with ``source`` where tasks have one, and of a sampler that streams ``versions`` (of each token; -1
+        where it was not sampled) and ``asked_again``, and of one that records them ``routes``. ``reward/<name>`` are
+        components of rewards. Of the environment's own numbers ``env/<name>`` is the last that an episode reported;
+        ``("info", <name>)`` is ragged and has those of every step, NaN where it reported none.
 
     Raises:
         DataError: there are no tasks, or ``n`` or ``concurrency`` is not positive.

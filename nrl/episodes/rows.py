@@ -72,11 +72,12 @@ def _rows(episodes: Sequence[Episode], version: int, temperature: float) -> Batc
     size, width = len(episodes), max(1, *(len(episode.token_ids) for episode in episodes))
     ids = np.zeros((size, width), dtype=np.int64)
     real, sampled = np.zeros((size, width), dtype=bool), np.zeros((size, width), dtype=bool)
-    logprobs = np.zeros((size, width), dtype=np.float32)
+    logprobs, turns = np.zeros((size, width), dtype=np.float32), np.full((size, width), -1, dtype=np.int16)
     for row, episode in enumerate(episodes):
         length = len(episode.token_ids)
         ids[row, :length], real[row, :length] = episode.token_ids, True
         sampled[row, :length], logprobs[row, :length] = episode.sampled, episode.logprobs
+        turns[row, :length] = episode.turn_of
     valid = torch.tensor([episode.failure is None for episode in episodes])
     several = max((len(e.reward) for e in episodes if isinstance(e.reward, tuple) and not e.failure), default=0)
     nothing: Any = (math.nan,) * several if several else math.nan
@@ -85,6 +86,7 @@ def _rows(episodes: Sequence[Episode], version: int, temperature: float) -> Batc
         "attention_mask": torch.from_numpy(real),
         "loss_mask": torch.from_numpy(sampled),
         "rollout_logprobs": torch.from_numpy(logprobs),
+        "turns": torch.from_numpy(turns),
         "temperature": torch.full((size,), temperature, dtype=torch.float32),
         "rewards": torch.tensor([nothing if e.failure else e.reward for e in episodes], dtype=torch.float32),
         "version": torch.tensor([version if e.version is None else e.version for e in episodes]),

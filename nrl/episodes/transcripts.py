@@ -67,9 +67,8 @@ def transcriber(tokenizer: Any) -> Callable[[Mapping[str, Tensor], int], Transcr
 
     Returns:
         ``(columns, row) -> Transcript``. The columns ``[B, ...]`` are ``input_ids`` and ``loss_mask``; and, where they
-        are there, ``attention_mask``, ``versions``, ``rollout_logprobs``, ``sampled``, ``token_rewards`` and ``valid``.
-        The policy's tokens are those with a version; without ``versions`` those of ``loss_mask``, and others that have
-        a log-probability, if no more were sampled. Two turns with nothing between them are one part.
+        are there, ``attention_mask``, ``turns``, ``token_rewards`` and ``valid``. Without ``turns`` the policy's tokens
+        are those of ``loss_mask``, and two turns with nothing between them are one part.
 
     >>> import torch
     >>> from nrl import tiny
@@ -85,21 +84,21 @@ def transcriber(tokenizer: Any) -> Callable[[Mapping[str, Tensor], int], Transcr
         real = columns["attention_mask"][row].nonzero() if "attention_mask" in columns else None
         width = columns["input_ids"].shape[-1]
         end = width if real is None else int(real.max()) + 1 if len(real) else 0
-        wrote = _sampled(columns, row)[:end].tolist()
-        start = wrote.index(True) if True in wrote else end
+        turns = _turns(columns, row)[:end].tolist()
+        start = next((place for place, turn in enumerate(turns) if turn >= 0), end)
         ids = columns["input_ids"][row, :end].tolist()
         prompt, tokens = decoded(tokenizer, ids[:start]), pieces(tokenizer, ids[start:])
         masked = redacted([prompt, *tokens])
         spans, at = list[tuple[bool, int, int]](), 0
-        for policy, run in groupby(wrote):
-            spans.append((policy, at, at := at + sum(1 for _ in run)))
+        for turn, run in groupby(turns):
+            spans.append((turn >= 0, at, at := at + sum(1 for _ in run)))
         parts: list[dict[str, Any]] = []
         for place, (policy, first, stop) in enumerate(spans):
             text = masked[0] if first < start else "".join(masked[1 + first - start : 1 + stop - start])
             role = "policy" if policy else "environment" if parts else "prompt"
             part: dict[str, Any] = {"role": role, "tokens": [first, stop], "text": text}
             if policy:
-                until = spans[place + 2][1] if place + 2 < len(spans) else width
+                until = next((later for wrote, later, _ in spans[place + 1 :] if wrote), width)
                 part |= _reward(columns, row, first, until)
                 if format is not None:
                     opened = bool(parts) and parts[-1]["text"].rstrip().endswith(_THINK)
@@ -147,17 +146,9 @@ def numbers(values: Tensor) -> Any:
     return numbers(values[None])[0]
 
 
-def _sampled(columns: Mapping[str, Tensor], row: int) -> Tensor:
-    """``[T]`` bool: the tokens that the policy wrote, also where ``loss_mask`` has been cleared or leaves some out."""
-    mask = columns["loss_mask"][row].bool()
-    if "versions" in columns:
-        return mask | (columns["versions"][row] >= 0)
-    if "rollout_logprobs" not in columns:
-        return mask
-    drawn = mask | (columns["rollout_logprobs"][row] != 0)
-    if "sampled" in columns:  # a program may have put log-probabilities of all tokens into the column
-        return drawn if int(drawn.sum()) <= int(columns["sampled"][row]) else mask
-    return mask if bool(mask.any()) else drawn
+def _turns(columns: Mapping[str, Tensor], row: int) -> Tensor:
+    """``[T]``: the policy's turn of each token; -1: somebody else's."""
+    return columns["turns"][row] if "turns" in columns else columns["loss_mask"][row].long() - 1
 
 
 def _reward(columns: Mapping[str, Tensor], row: int, first: int, until: int) -> dict[str, Any]:

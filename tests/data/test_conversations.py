@@ -477,3 +477,59 @@ def test_a_labelled_row_that_cannot_be_used(row: Any, match: str) -> None:
 def test_labelled_needs_rows() -> None:
     with pytest.raises(DataError, match="there are no rows; give at least one"):
         data.labelled([], CHARS)
+
+
+# --- Tools
+
+SCHEMA = {"type": "function", "function": {"name": "find", "description": "Find it.", "parameters": {"type": "object"}}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "find", "arguments": {"of": "Hi"}}}]}
+FOUND = {"role": "tool", "name": "find", "content": "Thanks"}
+CALLED = '<tool_call>\n{"name": "find", "arguments": {"of": "Hi"}}\n</tool_call><|im_end|>'
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen2_5", "qwen3_training"])
+def test_tools_of_a_row_are_in_its_prompt_and_calls_are_taught(name: str) -> None:
+    of = tokenizer(name)
+    batch = data.supervised([{"messages": [HELLO, CALL, FOUND, BYE], "tools": [SCHEMA]}], of)
+    ids, mask = batch["input_ids"][0], batch["loss_mask"][0]
+    whole = of.apply_chat_template([HELLO, CALL, FOUND, BYE], tools=[SCHEMA], tokenize=False)
+    assert of.decode(ids) == whole.rstrip()
+    own = of.decode(ids[mask]).replace("<think>\n\n</think>\n\n", "")
+    assert own == f"{CALLED}Bye.<|im_end|>"
+    asked = of.apply_chat_template([HELLO], tools=[SCHEMA], tokenize=False, add_generation_prompt=True)
+    assert of.decode(ids[: int(mask.int().argmax())]) == asked
+    assert "Find it." in asked
+
+
+def test_tools_go_with_every_kind_of_chat() -> None:
+    of = tokenizer("chatml")
+    whole = data.supervised([{"messages": [HELLO, BYE], "tools": [SCHEMA]}], of)["input_ids"]
+    without = data.supervised([{"messages": [HELLO, BYE]}], of)["input_ids"]
+    assert whole.shape[1] > without.shape[1]
+    for row in ({"prompt": [HELLO], "response": "Bye."}, {"prompt": "Hello", "response": [BYE]}):
+        assert torch.equal(data.supervised([row | {"tools": [SCHEMA]}], of)["input_ids"], whole)
+    none = data.supervised([{"messages": [HELLO, BYE], "tools": None}], of)["input_ids"]
+    assert torch.equal(none, without)
+    pair = {"prompt": [HELLO], "chosen": "Bye.", "rejected": "Hi.", "tools": [SCHEMA]}
+    assert torch.equal(data.preferences([pair], of)["input_ids"][0, 0], whole[0])
+
+
+def test_markers_in_a_template_see_tools() -> None:
+    of = with_template("{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + MARKED)
+    made = taught({"messages": [HELLO, HI], "tools": [SCHEMA]}, of)
+    assert "".join(made).startswith("find<|im_start|>user")
+    assert [each for each in made if each.startswith("*")] == ["*Hi", "*.", "*<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({"messages": [HELLO, HI], "tools": "find"}, "row 0: 'tools' is a str; give a list of JSON schemas of funct"),
+        ({"messages": [HELLO, HI], "tools": ["find"]}, "row 0: 'tools' is a list of a str; give a list of JSON schema"),
+        ({"prompt": "Hello", "response": "Hi.", "tools": [SCHEMA]}, "row 0 has 'tools', and its prompt is no chat, so"),
+        ({"prompt": [3], "response": "Hi.", "tools": [SCHEMA]}, "row 0 has 'tools', and its prompt is no chat, so no"),
+    ],
+)
+def test_tools_that_nothing_shows(row: dict[str, Any], match: str) -> None:
+    with pytest.raises(DataError, match=f"supervised: {match}"):
+        data.supervised([row], tokenizer("chatml"))

@@ -339,8 +339,13 @@ def test_reasoning_is_missed_where_its_words_are_elsewhere(words: str) -> None:
 
 
 def test_a_template_that_leaves_out_calls() -> None:
-    history = [Q, {"role": "assistant", "content": "Hi.", "tool_calls": [CALL]}]
-    assert forks(bridged("chatml", 'Hi. {"name": "find"}<|im_end|>', history, [MORE]), 1, "leaves out")
+    history: list[Any] = [Q, {"role": "assistant", "content": "Hi.", "tool_calls": [CALL]}]
+    of = copy.copy(tokenizer("chatml"))
+    of.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert forks(bridge(of.encode('Hi. {"name": "find"}<|im_end|>'), history, [MORE], of), 1, "leaves out")
 
 
 def test_a_message_that_leaves_out_what_was_sampled() -> None:

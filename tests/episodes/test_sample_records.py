@@ -105,13 +105,10 @@ def test_parts_are_those_of_a_slow_loop(wrote: list[bool], seed: int) -> None:
 @pytest.mark.parametrize(
     ("columns", "texts"),
     [
-        # As the mask says; it is cleared where the row is invalid, and a program may leave tokens out
+        # As the mask says, where nothing else does; it is cleared where the row is invalid
         ({}, ["1234567"]),
-        ({"versions": [-1, 0, 0, -1, 3, 3, -1]}, ["1", "23", "4", "56", "7"]),
-        ({"rollout_logprobs": [0.0, -1.0, -2.0, 0.0, -1.0, -1.0, 0.0]}, ["1", "23", "4", "56", "7"]),
-        ({"rollout_logprobs": [0.0, -1.0, -2.0, 0.0, -1.0, -1.0, 0.0], "sampled": 4}, ["1", "23", "4", "56", "7"]),
-        # Log-probabilities of a whole row, which a program put there
-        ({"rollout_logprobs": [-1.0] * 7, "sampled": 4}, ["1234567"]),
+        ({"turns": [-1, 0, 0, -1, 1, 1, -1]}, ["1", "23", "4", "56", "7"]),
+        ({"turns": [-1, 0, 0, 1, 1, 2, 2]}, ["1", "23", "45", "67"]),  # with nothing between
     ],
 )
 def test_what_was_sampled_is_known_where_the_mask_is_cleared(columns: dict[str, Any], texts: list[str]) -> None:
@@ -121,12 +118,16 @@ def test_what_was_sampled_is_known_where_the_mask_is_cleared(columns: dict[str, 
 
 
 def test_a_token_that_the_program_masked_is_still_the_policys() -> None:
-    logprobs = [0.0, -1.0, -2.0, 0.0, -1.0]
-    (row,) = shown(by_hand("12345", " x   ", rollout_logprobs=logprobs, sampled=3))
+    (row,) = shown(by_hand("12345", " x   ", turns=[-1, 0, 0, -1, 1]))
     assert [part["text"] for part in row["parts"]] == ["1", "23", "4", "5"]
     assert row["loss_mask"] == [True, False, False, False]
-    (row,) = shown(by_hand("12345", " x   ", rollout_logprobs=logprobs))  # nothing says how many were sampled
+    (row,) = shown(by_hand("12345", " x   "))
     assert [part["text"] for part in row["parts"]] == ["1", "2", "345"]
+
+
+def test_turns_that_follow_one_another_have_a_reward_each() -> None:
+    (row,) = shown(by_hand("12345", " xxxx", turns=[-1, 0, 0, 1, 1], token_rewards=[0.0, 0.0, 0.5, 0.0, 2.0]))
+    assert [(part["text"], part.get("reward")) for part in row["parts"]] == [("1", None), ("23", 0.5), ("45", 2.0)]
 
 
 def test_the_turns_of_a_rollout() -> None:

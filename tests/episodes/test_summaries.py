@@ -166,7 +166,7 @@ def test_which_rows_are_shown(
 def test_an_invalid_row_is_shown_although_its_mask_has_been_cleared() -> None:
     batch = batch_of(
         [("1+1=", "2")],
-        rollout_logprobs=torch.tensor([[0.0, 0.0, 0.0, 0.0, -0.5]]),
+        turns=torch.tensor([[-1, -1, -1, -1, 0]], dtype=torch.int16),
         valid=torch.tensor([False]),
     )
     (row,) = samples(batch, TOKENIZER)["rows"]

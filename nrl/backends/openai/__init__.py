@@ -4,18 +4,15 @@ It is a fixed policy, for evaluation or as a teacher: this interface cannot put 
 and come out; the text that a server sends along is ignored.
 """
 
-import os
-import warnings
 from collections.abc import Iterable, Sequence
 from concurrent import futures
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import attrs
 
 from nrl.backends.base import Bucket, Chunks, Completion, Model, Sampling
 from nrl.backends.models.loading import end_tokens, load_config, load_tokenizer
-from nrl.backends.openai.client import Server, beside, is_private
+from nrl.backends.openai.client import beside, connected
 from nrl.backends.openai.endpoint import Endpoint, Meaning, probe, served
 from nrl.backends.samplers import Capabilities, Inflight
 from nrl.backends.sampling.request_checks import check_prompts, truncates, warn_of_truncation
@@ -71,20 +68,9 @@ def sampler(
     ValueError: openai.sampler: the url is 'localhost:8000'; give one such as 'http://localhost:8000/v1'
     >>> policy = openai.sampler("http://localhost:8000/v1", tiny.model())  # doctest: +SKIP
     """
-    if not url.startswith(("http://", "https://")):
-        shown = url.rpartition("@")[2]  # before it a password may stand
-        raise ValueError(f"{_WHO}: the url is {shown!r}; give one such as 'http://localhost:8000/v1'")
-    if not timeout > 0 or in_flight < 1:
-        raise ValueError(f"{_WHO}: timeout is {timeout} and in_flight {in_flight}; both have to be positive")
+    server = connected(_WHO, url, api_key, timeout, in_flight)
     tokenizer = load_tokenizer(model)
     config, generation = load_config(model)
-    server = Server(
-        _WHO,
-        url.rstrip("/").removesuffix("/v1") + "/v1",
-        _of_environment(url) if api_key is None else api_key,
-        timeout,
-        in_flight,
-    )
     name, limit = served(server, name)
     limits = limit or getattr(config, "max_position_embeddings", None), tokenizer.model_max_length
     endpoint = Endpoint(
@@ -97,20 +83,6 @@ def sampler(
     made = EndpointSampler(endpoint, probe(endpoint), tokenizer, sampling or Sampling())
     made.check(made.sampling)
     return made
-
-
-def _of_environment(url: str) -> str | None:
-    """The key in the environment, unless somebody could listen on the way to the server."""
-    found = os.environ.get("OPENAI_API_KEY") or None
-    if found is None or is_private(url):
-        return found
-    warnings.warn(
-        f"{_WHO}: OPENAI_API_KEY is not sent to {urlsplit(url).hostname}, as http carries it in clear; if the server "
-        "is to have it, give an https address, or api_key=...",
-        UserWarning,
-        stacklevel=3,
-    )
-    return None
 
 
 @attrs.frozen(eq=False)

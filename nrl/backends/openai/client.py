@@ -3,8 +3,10 @@
 import asyncio
 import functools
 import ipaddress
+import os
 import random
 import threading
+import warnings
 from collections.abc import Coroutine, Mapping
 from concurrent import futures
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ import attrs
 
 from nrl.errors import ClusterError, DeadlineExceeded, GenerationError
 
-__all__ = ["Answer", "Server", "beside", "excerpt", "is_private"]
+__all__ = ["Answer", "Server", "beside", "connected", "excerpt", "is_private"]
 
 _LATER = frozenset({429, 500, 502, 503, 504})  # worth another attempt; other refusals would only repeat
 _ATTEMPTS = 6
@@ -144,6 +146,43 @@ class Server:
                 f"{self.who}: {url} answers with something that is no JSON: {excerpt(response.text)}; look whether "
                 "the address is that of an OpenAI-compatible server"
             ) from None
+
+
+def connected(who: str, url: str, api_key: str | None, timeout: float, in_flight: int) -> Server:
+    """A server by its address, with or without ``/v1``.
+
+    Args:
+        who: how errors name the caller.
+        url: the address.
+        api_key: sent as the bearer token, wherever the server is; None: the environment variable ``OPENAI_API_KEY``, if
+            it is set and nobody can listen on the way.
+        timeout: see `Server`.
+        in_flight: see `Server`.
+
+    Raises:
+        ValueError: an argument that cannot be used.
+    """
+    if not url.startswith(("http://", "https://")):
+        shown = url.rpartition("@")[2]  # before it a password may stand
+        raise ValueError(f"{who}: the url is {shown!r}; give one such as 'http://localhost:8000/v1'")
+    if not timeout > 0 or in_flight < 1:
+        raise ValueError(f"{who}: timeout is {timeout} and in_flight {in_flight}; both have to be positive")
+    key = _of_environment(who, url) if api_key is None else api_key
+    return Server(who, url.rstrip("/").removesuffix("/v1") + "/v1", key, timeout, in_flight)
+
+
+def _of_environment(who: str, url: str) -> str | None:
+    """The key in the environment, unless somebody could listen on the way to the server."""
+    found = os.environ.get("OPENAI_API_KEY") or None
+    if found is None or is_private(url):
+        return found
+    warnings.warn(
+        f"{who}: OPENAI_API_KEY is not sent to {urlsplit(url).hostname}, as http carries it in clear; if the server "
+        "is to have it, give an https address, or api_key=...",
+        UserWarning,
+        stacklevel=4,
+    )
+    return None
 
 
 def beside[T](work: Coroutine[Any, Any, T]) -> futures.Future[T]:

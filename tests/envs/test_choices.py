@@ -1,0 +1,75 @@
+"""Multiple choice: what is chosen, and what is not."""
+
+import time
+from typing import Any
+
+import pytest
+
+from nrl.envs import Score, Trace, choice, chosen_letter
+from nrl.errors import EnvError
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("B", "B"),
+        (" (c) ", "C"),
+        ("**D.**", "D"),
+        ("Well.\n\nB", "B"),
+        ("The answer is B.", "B"),
+        ("Answer: (b)", "B"),
+        ("The correct answer is option **C**, since A is a distractor.", "C"),
+        ("Option D is tempting. The answer would be A", "A"),
+        ("I first thought the answer is A. But the answer is C.", "C"),
+        (r"Thus $\boxed{B}$. The answer is clear.", "B"),
+        (r"\boxed{\text{D}}", "D"),
+        (r"\boxed{A} or rather \boxed{B}", "B"),
+        ("A\nB\nC\nD", "D"),
+        # Nothing is chosen
+        ("", None),
+        ("A or B", None),
+        ("The answer is A or B", None),
+        ("The answer is A, B, C, D", None),
+        ("The answer is (A) and (C)", None),
+        ("A cat sat on a mat", None),
+        ("The answer is a cat", "A"),  # the one thing that a letter cannot be told from
+        ("The answer is an apple", None),
+        ("It's I who answer", None),
+        ("The answer is I'm not sure", None),
+        ("42", None),
+    ],
+)
+def test_the_letter_that_is_chosen(response: str, letter: str | None) -> None:
+    assert chosen_letter(response) == letter
+
+
+@pytest.mark.parametrize(
+    ("task", "right"),
+    [
+        ({"answer": "b"}, "B"),
+        ({"answer": "(C)"}, "C"),
+        ({"answer": "Paris", "choices": ["Rome", "Paris"]}, "B"),
+        ({"answer": 2, "choices": ["x", "y", "z"]}, "C"),
+        ({"answer": 2, "choices": [2, 1, 0]}, "A"),  # a value wins over a place
+        ({"answer": "D", "choices": ["w", "x", "y", "z"]}, "D"),
+    ],
+)
+def test_what_is_right(task: dict[str, Any], right: str) -> None:
+    for letter in "ABCD":
+        assert choice(task, Trace("", [letter])) == Score(float(letter == right))
+    assert choice(task, Trace("", ["Hm."])) == Score(0.0, "parse_fail")
+    assert choice(task, Trace()) == Score(0.0, "parse_fail")
+
+
+@pytest.mark.parametrize("task", [{}, {"answer": "Paris"}, {"answer": 7, "choices": ["a"]}, {"answer": True}])
+def test_a_task_that_says_nothing(task: dict[str, Any]) -> None:
+    with pytest.raises(EnvError, match="choice: the task's answer is .*; give a letter, or a text or a place among"):
+        choice(task, Trace("", ["A"]))
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("text", ["(", "answer ", "\\boxed{", "A or ", "answer ( ", "answer" + " " * 1000])
+def test_long_answers_take_little_time(text: str) -> None:
+    began = time.process_time()
+    assert chosen_letter(text * (400_000 // len(text)) + "42") is None
+    assert time.process_time() - began < 2

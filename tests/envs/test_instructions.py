@@ -1,0 +1,89 @@
+"""Instructions that a program checks: each kind met and not met, and what lazy answers get."""
+
+import time
+from typing import Any
+
+import pytest
+
+from nrl.envs import CONSTRAINTS, Score, Trace, constraints
+from nrl.errors import EnvError
+
+CASES: dict[str, tuple[Any, str, str]] = {
+    "words": ({"least": 2, "most": 3}, "It's well-known here.", "one two three four"),
+    "sentences": ({"least": 2, "most": 2}, 'He said "Yes." Then he left!', "One. Two. Three."),
+    "paragraphs": ({"least": 2, "most": 2}, "a\n\n\nb", "a\nb"),
+    "lines": ({"most": 2}, "a\n\nb", "a\nb\nc"),
+    "bullets": ({"least": 3, "most": 3}, "* a\n- b\n3. c", "* a\n- b\n-c"),
+    "contains": ({"words": ["cat", "Dog"]}, "A Cat, a dog", "A category, a dog"),
+    "avoids": ({"words": ["cat"]}, "A category", "The cat."),
+    "repeats": ({"word": "la", "least": 2, "most": 2}, "La la land", "La land"),
+    "letter": ({"letter": "Q", "least": 1}, "Quick", "Slow"),
+    "begins": ({"with": "Dear"}, "\nDear all", "My dear"),
+    "ends": ({"with": "Bye."}, "So. Bye.\n", "Bye. So."),
+    "lowercase": ({}, "all low", "All low"),
+    "uppercase": ({}, "ALL UP 4", "all up 4"),
+    "no_commas": ({}, "none here", "one, here"),
+    "quoted": ({}, '"all of\nit"', '"only" this'),
+    "titled": ({}, "<<A title>>\nText", "<A title>"),
+    "placeholders": ({"least": 2}, "[name] of [town]", "[name] of []"),
+    "postscript": ({}, "Text\nP.S. more", "Text P.S. more"),
+    "json": ({}, '```json\n{"a": [1]}\n```', "{'a': 1}"),
+}
+
+
+def test_every_kind_has_a_case() -> None:
+    assert set(CASES) == set(CONSTRAINTS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_constraint_is_met_and_not_met(name: str) -> None:
+    how, met, not_met = CASES[name]
+    task = {"constraints": [{name: how}]}
+    assert constraints(task, Trace("", [met])) == Score(1.0, "ok", {"all": 1.0, name: 1.0})
+    assert constraints(task, Trace("", [not_met])).reward == 0.0
+    if not how:
+        assert constraints({"constraints": [name]}, Trace("", [met])).reward == 1.0
+
+
+def test_shares_and_components() -> None:
+    task = {"constraints": ["lowercase", {"words": {"most": 3}}, {"words": {"least": 3}}, "no_commas"]}
+    assert constraints(task, Trace("", ["just two"])) == Score(
+        0.75, "ok", {"all": 0.0, "lowercase": 1.0, "words": 0.0, "no_commas": 1.0}
+    )
+
+
+@pytest.mark.parametrize("text", ["", " \n", "...", "{}", "**"])
+def test_who_says_nothing_gets_nothing(text: str) -> None:
+    """However many constraints nothing fulfils."""
+    task = {"constraints": [{"words": {"most": 5}}, {"avoids": {"words": ["cat"]}}, "json", {"sentences": {"most": 1}}]}
+    assert constraints(task, Trace("", [text])) == Score(0.0, "parse_fail", {"all": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (None, "constraints: the task's constraints are None; give a list of names"),
+        ("lowercase", "constraints: the task's constraints are 'lowercase'; give a list"),
+        ([], r"constraints: the task's constraints are \[\]"),
+        (["rhymes"], "constraints: there is no 'rhymes'; there are avoids, begins"),
+        ([{"words": {}, "lines": {}}], "constraints: there is no {'words'"),
+        ([{"words": 3}], "constraints: there is no {'words': 3}"),
+        ([{"words": {"about": 3}}], "constraints: words does not take {'about': 3}: .*about"),
+    ],
+)
+def test_what_cannot_be_checked_is_the_tasks_fault(given: Any, said: str) -> None:
+    with pytest.raises(EnvError, match=said):
+        constraints({"constraints": given}, Trace("", ["text"]))
+
+
+LONG = ["a" * 1_000_000, "a. " * 300_000, "[" * 1_000_000, '"' * 1_000_000, "\n" * 500_000 + "x", "{" * 100_000]
+LONG += ["```json\n" + " " * 500_000 + "x", " \n" * 300_000 + "x", '" ' * 300_000 + "x", "." + ")" * 500_000]
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("text", LONG, ids=lambda text: repr(text[:9]))
+def test_long_answers_take_little_time(text: str) -> None:
+    task = {"constraints": [{name: how} for name, (how, _, _) in CASES.items()]}
+    began = time.process_time()
+    constraints(task, Trace("", [text]))
+    assert time.process_time() - began < 5
