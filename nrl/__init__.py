@@ -17,6 +17,7 @@ from nrl.batch.columns import COLUMNS, declare
 from nrl.batch.packed_rows import Rectangles, Sequences
 from nrl.batch.packing import pack, packed, unpack
 from nrl.envs.judging import judge
+from nrl.envs.mathematics import math_verifier
 from nrl.envs.pool import pooled
 from nrl.envs.scoring import scored_by
 from nrl.episodes import rollout, rollouts, run_episode
@@ -80,6 +81,7 @@ __all__ = [
     "judge",
     "launch",
     "lengths",
+    "math_verifier",
     "measure",
     "merge",
     "merged",

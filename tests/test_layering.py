@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime.ray", "runtime.transfer"),
     ("envs.pool_worker",),
     ("envs.pool",),
+    ("envs.mathematics",),
     ("runtime.clusters",),
     ("runtime",),
     ("backends.base", "backends.engines", "backends.samplers"),

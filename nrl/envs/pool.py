@@ -208,7 +208,7 @@ class _Pool:
                 worker.waiting.append(call)
             else:
                 self.waiting.append(call)
-                if not any(each.idle for each in self.workers) and len(self.workers) < self.most:
+                if len(self.waiting) > sum(each.idle for each in self.workers) and len(self.workers) < self.most:
                     self.workers.append(_Worker(self))
             self.changed.notify_all()
         answer = asyncio.wrap_future(call.answer)
@@ -286,7 +286,8 @@ class _Worker:
         with self.pool.changed:
             self.kill("it has failed")
             self.pool.workers.remove(self)
-            running, left = self.running, [*self.waiting]
+            running, left = self.running, [each for each in self.waiting if each.what != "reset"]
+            self.pool.waiting.extend(each for each in self.waiting if each.what == "reset")  # nothing of theirs is lost
             if self.pool.waiting and not self.pool.ended:  # for which another worker has to start
                 self.pool.workers.append(_Worker(self.pool))
         if running is not None and error is not None:

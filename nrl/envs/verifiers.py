@@ -30,7 +30,20 @@ from typing import Any
 from nrl.envs.contract import Score, Task, Trace, Verifier
 from nrl.errors import EnvError
 
-__all__ = ["VERIFIERS", "Extractor", "exact", "extractor", "extracts", "final_number", "number", "number_or_wrong"]
+__all__ = [
+    "VERIFIERS",
+    "Extractor",
+    "answer_of",
+    "boxes",
+    "exact",
+    "extractor",
+    "extracts",
+    "final_number",
+    "marked_number",
+    "number",
+    "number_or_wrong",
+    "only_number",
+]
 
 type Extractor = Callable[[str], str | None]
 """``response -> answer``: equal answers have equal texts; None: the response holds no answer."""
@@ -84,7 +97,7 @@ def exact(task: Task, trace: Trace) -> float:
     >>> exact({"answer": "Paris"}, Trace("", [" Paris\\n"])), exact({"answer": "4"}, Trace("", ["four"]))
     (1.0, 0.0)
     """
-    answer = _answer("exact", task)
+    answer = answer_of("exact", task)
     return float(trace.text.strip() == str(answer).strip())
 
 
@@ -128,7 +141,7 @@ def number(task: Task, trace: Trace) -> Score:
 
     Source: the format ``#### 42`` is that of Cobbe et al., 2021, "Training Verifiers to Solve Math Word Problems".
     """
-    answer = _answer("number", task)
+    answer = answer_of("number", task)
     expected = _expected(answer)
     if expected is None:
         text = str(answer)
@@ -162,7 +175,7 @@ def number_or_wrong(task: Task, trace: Trace) -> Score:
     >>> number_or_wrong({"answer": "42"}, traces[0]).reward, number_or_wrong({"answer": r"3\sqrt{2}"}, traces[1]).reward
     (1.0, 0.0)
     """
-    return _score(trace, _expected(_answer("number_or_wrong", task)))
+    return _score(trace, _expected(answer_of("number_or_wrong", task)))
 
 
 def _score(trace: Trace, expected: Fraction | None) -> Score:
@@ -174,7 +187,19 @@ VERIFIERS: Mapping[str, Verifier] = {"exact": exact, "number": number, "number_o
 """The verifiers that a configuration can name."""
 
 
-def _answer(verifier: str, task: Task) -> Any:
+def answer_of(verifier: str, task: Task) -> str | int | float | Decimal | Fraction:
+    """The right answer of a task.
+
+    Args:
+        verifier: its name, for errors.
+        task: has an ``"answer"``, a string or a number.
+
+    Raises:
+        EnvError: it has none.
+
+    >>> answer_of("example", {"answer": 4})
+    4
+    """
     if "answer" not in task:
         raise EnvError(
             f"{verifier}: the task has no 'answer', only {', '.join(map(repr, task)) or 'nothing'}; "
@@ -190,11 +215,11 @@ def _expected(answer: Any) -> Fraction | None:
     if isinstance(answer, int | Fraction):
         return Fraction(answer)
     text = str(answer)
-    return next(itertools.chain(_marked(text), _boxed(text), [_only(_without_markup(text))]))
+    return next(itertools.chain(marked_number(text), _boxed(text), [only_number(text)]))
 
 
 def _final(response: str) -> Fraction | None:
-    return next(itertools.chain(_marked(response), _boxed(response), _last(_without_markup(response))), None)
+    return next(itertools.chain(marked_number(response), _boxed(response), _last(_without_markup(response))), None)
 
 
 # --- Where an answer may stand: each yields a number, or None for no number; or nothing if it is not there.
@@ -206,7 +231,12 @@ _HEADING = re.compile(r"[.)][ \t]+[*_]*[A-Za-z]")  # the rest of "#### 2. Add up
 _ANOTHER = re.compile(r"[ })]*(?:[,;]|or\b|and\b)[ ({]*[-+$€£¥₹]*[0-9]")  # the rest of "#### 2, 3"
 
 
-def _marked(text: str) -> Iterator[Fraction | None]:
+def marked_number(text: str) -> Iterator[Fraction | None]:
+    """The number after the last ``####`` that one follows; None: it is no number after all; nothing: there is none.
+
+    >>> list(marked_number("#### 42 apples")), list(marked_number("#### 2, 3")), list(marked_number("#### Step 2"))
+    ([Fraction(42, 1)], [None], [])
+    """
     for mark in reversed(list(_MARK.finditer(text))):
         line = _without_markup(mark[1])
         first = next(_numerals(line), None)
@@ -219,17 +249,27 @@ def _marked(text: str) -> Iterator[Fraction | None]:
         yield None if _ANOTHER.match(rest) else _value(first) if _value(first) is not None else _value(after)
 
 
+def boxes(text: str) -> Iterator[tuple[int, int, str] | None]:
+    r"""Boxes of a text, from the last one to the first: where each begins and ends, and what is in it.
+
+    None stands for one that is not closed. The time of each is linear in the text behind it.
+
+    >>> list(boxes(r"\boxed{1}, \fbox{\boxed{2}"))
+    [(17, 26, '2'), None, (0, 9, '1')]
+    """
+    for box in reversed(list(_BOX.finditer(text))):
+        depth, end = 1, -1
+        for brace in _BRACE.finditer(text, box.end()):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if depth == 0:
+                end = brace.start()
+                break
+        yield (box.start(), end + 1, text[box.end() : end]) if depth == 0 else None
+
+
 def _boxed(text: str) -> Iterator[Fraction | None]:
-    *_, start = [None, *(box.end() for box in _BOX.finditer(text))]
-    if start is None:
-        return
-    depth = 1
-    for brace in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            yield _only(_without_markup(text[start : brace.start()]))
-            return
-    yield None  # cut off: this may be the beginning of a longer number
+    for box in itertools.islice(boxes(text), 1):  # one that is cut off may be the beginning of a longer number
+        yield None if box is None else only_number(box[2])
 
 
 def _last(plain: str) -> Iterator[Fraction | None]:
@@ -238,9 +278,13 @@ def _last(plain: str) -> Iterator[Fraction | None]:
         yield _value(last)
 
 
-def _only(plain: str) -> Fraction | None:
-    """The number of a text that has one and no mathematics besides, after its last equals sign."""
-    part = plain.rpartition("=")[2]
+def only_number(text: str) -> Fraction | None:
+    r"""The number of a text that has one and no mathematics besides, after its last equals sign.
+
+    >>> only_number(r"x = \frac{1}{2}"), only_number(r"2\pi"), only_number("1 or 2")
+    (Fraction(1, 2), None, None)
+    """
+    part = _without_markup(text).rpartition("=")[2]
     found = list(itertools.islice(_numerals(part), 2))
     return _value(found[0]) if len(found) == 1 and not set(part) & set("^√!\0") else None
 

@@ -22,7 +22,7 @@ def cut(stream: Stream[Batch], seconds: float) -> Source[Batch]:
     turn, ``cut/groups``, the fraction of groups that lost some, and ``cut/share``, the fraction that these lost.
 
     A sampler that does not stream is cut between two of its calls. A function of an environment that does not return
-    is left behind, as where it is late.
+    is left behind, as where it is late. A group whose verdict over the whole is not there in time is cut whole.
 
     Args:
         stream: of `nrl.rollouts`.
@@ -120,7 +120,7 @@ def refill(stream: Stream[Batch], extra: int) -> Source[Batch]:
 
     Args:
         stream: of `nrl.rollouts`.
-        extra: how many groups may begin early; as many as a batch has keep an engine full.
+        extra: how many groups may begin early; twice as many as a batch has keep an engine nearly full.
 
     Raises:
         DataError: ``extra`` is not positive, or the stream is none of `nrl.rollouts`.

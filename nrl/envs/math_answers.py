@@ -1,0 +1,275 @@
+r"""The final answer of a response as text, and what can be said of it without mathematics.
+
+**Where it is looked for**, in the last 16,384 characters of a response. The first of these that it has decides:
+
+1. the last line that ``####`` begins and that is no heading;
+2. the last ``\boxed{...}``, which has to be closed, and those that only a comma, "and" or "or" parts from it: then the
+   answer is all of them together;
+3. the last formula (``$...$``, ``$$...$$``, ``\(...\)``, ``\[...\]``), unless a number stands behind it;
+4. a last line, or what follows "answer is", "answer:" or the like in it, that has no words in it;
+5. the last number, as `nrl.envs.final_number` finds it.
+
+All of it is linear in the text, and nothing is evaluated.
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
+
+from nrl.envs.verifiers import boxes, final_number, marked_number, only_number
+
+__all__ = ["LONGEST", "decimal", "final_answer", "plain_number", "repeats", "same_number", "written"]
+
+LONGEST = 1000
+"""Characters that an answer has at most; whatever is longer is none."""
+
+_READ = 16_384
+_DEEPEST = 40  # braces and brackets in each other: what reads formulas takes a stack for each
+_JOINED = 8  # boxes
+_MARKS = 8  # of which the last is no heading
+
+_MARK = re.compile(r"(?<!#)####(?!#)([^\n#]*)")
+_BETWEEN = re.compile(r"(?:[\s$,;]|\\[()\[\]]|\\text\{\s*(?:and|or)\s*\}|and\b|or\b)*")
+_FORMULA = re.compile(
+    r"(?<!\\)\$\$(?P<a>[^$]+)\$\$|\\\[(?P<b>(?:[^\\]|\\[^\]\[])+)\\\]|\\\((?P<c>(?:[^\\]|\\[^()])+)\\\)"
+    r"|(?<![\\$])\$(?=[^\s$])(?P<d>[^$\n]*[^\s$\\])\$(?![0-9$])"
+)
+_SAYS = re.compile(
+    r"\b(?:answer|result|solution)s?\b[*_]*(?:\s+(?:is|are|equals)\b)?[\s*_]*[:=]?[\s*_]*", re.IGNORECASE
+)
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_FUNCTION = re.compile(
+    "sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|pi|inf(?:inity)?|oo|or|and|frac|max|min|abs"
+)
+
+
+def final_answer(response: str) -> str | None:
+    r"""The final answer of a response; the module's docstring says where it is looked for.
+
+    Args:
+        response: the model's text.
+
+    Returns:
+        A number in lowest terms, or LaTeX without what does not matter; equal texts are equal answers, though equal
+        answers may have texts that differ. None: the response holds no answer.
+
+    >>> final_answer(r"So \boxed{0.50}."), final_answer(r"It is $x = \dfrac12$."), final_answer("Nothing.")
+    ('1/2', 'x=\\frac12', None)
+    """
+    span = _span(response[-_READ:])
+    return None if span is None else written(span)
+
+
+def _span(text: str) -> str | None:
+    for mark in reversed(list(_MARK.finditer(text))[-_MARKS:]):
+        if mark[1].strip() and (_bare(mark[1]) or next(marked_number(mark[0]), None) is not None):
+            return mark[1]
+    found = list(_together(text))
+    if found:
+        return None if None in found else ", ".join(each for each in reversed(found) if each is not None)
+    *_, formula = [None, *_FORMULA.finditer(text)]
+    rest = text[formula.end() :] if formula is not None else text
+    if formula is not None:
+        behind = final_number(rest)
+        return behind or next(each for each in formula.group("a", "b", "c", "d") if each is not None)
+    *_, line = ["", *rest.split("\n")] if not rest.strip() else rest.strip().split("\n")
+    *_, said = [0, *(found.end() for found in _SAYS.finditer(line))]
+    bare = line[said:].strip(" \t*_").removesuffix(".")
+    return bare if bare and _bare(bare) else final_number(rest)
+
+
+def _together(text: str) -> Iterator[str | None]:
+    """What is in the last box, and in those before it that belong to it, from the last to the first."""
+    start = -1
+    for count, box in enumerate(boxes(text)):
+        if box is None:
+            if not count:
+                yield None  # cut off
+            return
+        if count and not (0 <= start - box[1] < 40 and _BETWEEN.fullmatch(text, box[1], start)):
+            return
+        if count == _JOINED:
+            return
+        yield box[2]
+        start = box[0]
+
+
+def _bare(text: str) -> bool:
+    """Whether a text may be a formula: no words, and something in it."""
+    return (
+        len(text) <= LONGEST
+        and any(each.isalnum() for each in text)
+        and all(
+            _FUNCTION.fullmatch(word) for word in _WORD.findall(re.sub(r"\\(?:text|mathrm)\s*\{[^{}]*\}", "", text))
+        )
+    )
+
+
+# --- One way to write it.
+
+_SIGNS = str.maketrans(
+    {chr(0xFF10 + digit): str(digit) for digit in range(10)}
+    | dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-")
+    | {chr(0x2080 + digit): f"_{{{digit}}}" for digit in range(10)}
+    | {"＋": "+", "＝": "=", "，": ",", "（": "(", "）": ")", "．": ".", "\u2044": "/", "\u2215": "/"}
+    | {"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∗": "*", "±": r"\pm ", "°": r"^{\circ}", "′": "'"}
+    | {"π": r"\pi ", "∞": r"\infty ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda "}
+    | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset "}
+    | {"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}"}
+    | {"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}"}
+    | dict.fromkeys("\xa0\u2009\u202f\u200b\u2002\u2003", " ")
+)
+_POWERS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True))
+_RAISED = re.compile(f"[{''.join(_POWERS)}]+")
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9.]+|[A-Za-z]))")
+_DROPPED = re.compile(
+    r"(?<!\\)\$|\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad)(?![A-Za-z])|\\[,!;:>]"
+    r"|(?<!\\)~|\\(?=\$)"
+)
+_SAME = re.compile(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])|\\(?:leq|geq|neq|lbrace|rbrace)(?![A-Za-z])")
+_INSTEAD = {"leq": r"\le", "geq": r"\ge", "neq": r"\ne", "lbrace": r"\{", "rbrace": r"\}"}
+_SPACES = re.compile(r"\s+")
+_TIGHT = re.compile(r" ?([-+*/^=()<>|\[\]]|(?<!\\)[{}]|\\[{}]) ?")
+_COMMA = re.compile(r" ?, ?(?!(?<=, )[0-9]{3}(?![0-9]))")  # "1, 234" is not 1,234
+_END = re.compile(r"[\s.,;:]+$")
+
+
+def written(answer: str) -> str | None:
+    r"""An answer in one way to write it: a plain number in lowest terms, anything else as LaTeX.
+
+    Returns:
+        None if it is empty, longer than `LONGEST`, or nested too deeply for anybody to read.
+
+    >>> written(r"$\left(0,\; \tfrac{1}{2}\right]$"), written("50"), written("２√3"), written("x²")
+    ('(0,\\frac{1}{2}]', '50', '2\\sqrt{3}', 'x^{2}')
+    """
+    if len(answer) > LONGEST:
+        return None
+    text = _RAISED.sub(lambda found: "^{" + "".join(_POWERS[each] for each in found[0]) + "}", answer)
+    text = _ROOT.sub(lambda found: r"\sqrt{" + (found[1] or found[2] or found[3] or "") + "}", text).translate(_SIGNS)
+    repeating = _REPEATING.fullmatch(text)
+    number = plain_number(text) if repeating is None else _repeated(repeating)
+    if number is not None:
+        return str(number)
+    text = _SAME.sub(lambda found: _INSTEAD.get(found[0][1:], r"\frac"), _DROPPED.sub("", text))
+    text = _COMMA.sub(",", _TIGHT.sub(r"\1", _SPACES.sub(" ", _END.sub("", text).strip())))
+    return text if _depth(text) <= _DEEPEST and any(not each.isspace() and each != "\\" for each in text) else None
+
+
+def decimal(text: str) -> str:
+    """A fraction that has few decimals as decimals, which are compared up to rounding; anything else as it is.
+
+    >>> decimal("157/50"), decimal("1/3"), decimal("x/2")
+    ('3.14', '1/3', 'x/2')
+    """
+    if not re.fullmatch(r"-?[0-9]{1,15}/[0-9]{1,15}", text):
+        return text
+    value = Fraction(text)
+    found = f"{Decimal(value.numerator) / Decimal(value.denominator):f}"
+    return found if Fraction(found) == value else text
+
+
+def _repeated(found: re.Match[str]) -> Fraction:
+    whole, once, period = found["whole"] or "0", found["once"], found["period"]
+    value = Fraction(int(whole + once + period) - int(whole + once), (10 ** len(period) - 1) * 10 ** len(once))
+    return -value if found["sign"] else value
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for each in text:
+        depth += (each in "{([") - (each in "})]")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+_REPEATING = re.compile(
+    r"[\s$]*(?P<sign>-?)(?P<whole>[0-9]{0,50})\.(?P<once>[0-9]{0,50})\\(?:overline|bar)\s*"
+    r"\{?(?P<period>[0-9]{1,50})\}?[\s$]*"
+)
+# A number, with currency before it and a unit behind it. Parentheses and percent signs already are mathematics
+_PLAIN = re.compile(
+    r"[\s$€£¥₹\\!]*(?:[-+][\s$€£¥₹\\]*)?"
+    r"(?:[0-9][0-9.,{}!\\ ]*(?:[eE][-+]?[0-9]{1,3}|/ ?[0-9][0-9.,]*)?|\.[0-9]+|(?:[0-9]+ ?)?\\[dtc]?frac ?[0-9{} ]+)"
+    r"(?:\\(?:text|mathrm|mbox|,|;|:) ?\{[^{}\\0-9]*\}|[ \\]+(?P<unit>[a-z]{3,}(?: [a-z]{2,})*))?[\s.$\\]*"
+)
+_NO_UNITS = re.compile(
+    r"\b(?:sqrt|frac|sin|cos|tan|cot|sec|csc|log|exp|inf|infinity|infty|times|cdot|mod|max|min|abs|factorial|or|and|plus"
+    r"|alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|rho|sigma|tau|phi|chi|psi|omega|pm|cup|cap|pct"
+    r"|percent|percentage|squared|cubed|degrees|radians|minus|divided|dozen|hundred|thousand|million|billion|trillion"
+    r")\b"
+)
+
+
+@functools.lru_cache(4096)
+def plain_number(text: str) -> Fraction | None:
+    r"""The number that a text is, if it is nothing but one: an integer, a decimal or a fraction.
+
+    Currency may stand before it and a unit behind it, in words of three letters or more. A percent sign, parentheses, a
+    product or a letter make it something that has to be computed, so it is None.
+
+    >>> plain_number("1,234.50"), plain_number("-3/4"), plain_number(r"\frac{1}{2}"), plain_number(r"18\text{ dollars}")
+    (Fraction(2469, 2), Fraction(-3, 4), Fraction(1, 2), Fraction(18, 1))
+    >>> plain_number("50%"), plain_number("3x"), plain_number("(1,234)"), plain_number("2 pi"), plain_number("9^9")
+    (None, None, None, None, None)
+    """
+    if text.isascii() and text.isdigit() and len(text) < 20:
+        return Fraction(int(text))
+    if len(text) > LONGEST:
+        return None
+    found = _PLAIN.fullmatch(text)
+    if found is None or (found["unit"] and _NO_UNITS.search(found["unit"])):
+        return None
+    return only_number(text)
+
+
+def same_number(reference: str, answer: str) -> bool | None:
+    """Whether two answers as `written` are equal, if that can be said at once; otherwise None.
+
+    >>> same_number("1/2", "1/2"), same_number("2", "3"), same_number("42", "6*7=42"), same_number("2", "x")
+    (True, False, True, None)
+    """
+    if reference == answer:
+        return True
+    expected = plain_number(reference)
+    if expected is None:
+        return None
+    found = plain_number(answer.rpartition("=")[2]) if re.fullmatch(r"[^<>,;]*(?<![\\!])=[^=<>;]*", answer) else None
+    if found is None:
+        found = plain_number(answer)
+    return None if found is None else found == expected
+
+
+# --- A question is no answer to itself.
+
+_OPERATION = re.compile(
+    r".[-+*/^!]|\\(?:frac|sqrt|int|sum|prod|lim|binom|log|ln|sin|cos|tan|times|cdot|gcd|det)(?![a-z])"
+)
+_TIMES = re.compile(r"\\(?:times|cdot|ast)(?![A-Za-z]) ?")
+_ONE = re.compile(r"\{([A-Za-z0-9])\}")
+_JOINS = r"A-Za-z0-9+\-*/^()\\|_{}"
+
+
+def repeats(answer: str, prompt: str, reference: str) -> bool:
+    r"""Whether an answer is but a formula of the question, with something left to compute, and not the reference.
+
+    Args:
+        answer: as `written`.
+        prompt: the question.
+        reference: as `written`.
+
+    >>> repeats("6*7", r"What is $6 \times 7$?", "42"), repeats("6", "What is $6*7$?", "42"), repeats("6*7", "?", "42")
+    (True, False, False)
+    """
+    told, right = _plainest(answer), _plainest(reference)
+    if told == right or not _OPERATION.search(told):
+        return False
+    asked = _plainest(_TIGHT.sub(r"\1", _SPACES.sub(" ", _DROPPED.sub("", prompt[-_READ:].translate(_SIGNS)))))
+    return re.search(rf"(?<![{_JOINS}]){re.escape(told)}(?![{_JOINS}])", asked) is not None
+
+
+def _plainest(text: str) -> str:
+    text = _SAME.sub(lambda found: _INSTEAD.get(found[0][1:], r"\frac"), text)
+    return _TIGHT.sub(r"\1", _ONE.sub(r"\1", _TIMES.sub("*", text)))

@@ -1,0 +1,324 @@
+"""Comparing two answers by math-verify, in a process that may be killed at any time.
+
+A worker of a pool imports math-verify once and forks. The fork reads what models wrote, one pair after the other; the
+worker itself never does. Where a pair takes too long, or too much memory, the fork is killed, also if it holds the
+interpreter (``9 ** 9 ** 9``), and the next pair has another one, milliseconds later.
+"""
+
+import contextlib
+import ctypes
+import functools
+import gc
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+from nrl.errors import EnvError
+
+__all__ = ["Outcome", "compare"]
+
+type Outcome = Literal["right", "wrong", "unread", "late", "crashed", "starved"]
+"""Whether the answer equals the reference; or it cannot be read; it took all of its time, or brought the process down;
+or the machine was too busy to give it its time."""
+
+_MEMORY = 1 << 30  # bytes that a fork may have beyond what it is born with
+_PAIRS = 10_000  # of a fork, since what it remembers takes memory from the next answers
+_WARM = (
+    *(
+        r"\frac{\sqrt{3}}{2}+1",
+        r"\frac{3}{2\sqrt{3}}",
+        r"-\frac{1}{2}x",
+        r"\sqrt[3]{2}-x",
+        r"3.5\cdot 10^{-5}",
+        r"50\%",
+    ),
+    *("x^{2}+2x-1=0", "y=2x+1", "x(x+1)(2x-3)", "x^2-3xy+y^2", "(x+1)^2", "f(x)=x^{3}-1", "2^{10}-1", "1+2i", "n!"),
+    *(r"(0,1)\cup[2,\infty)", "(1,-2)", r"\{1,-2\}", "1,-2", r"1 \text{ or } 2", r"x\in[1,2]", r"1<x\le 2", r"x\ge 1"),
+    *(r"2\pi", r"\frac{\pi}{4}+2\pi k", r"\sin(x)+\cos x", r"\log_{2}8", r"\ln 2", "e^{x}", r"90^{\circ}", r"\pm 1"),
+    *(r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\binom{5}{2}", "|x-1|", r"5\text{ cm}", r"\text{Monday}", "A"),
+)
+
+
+def compare(reference: str, answer: tuple[str, float]) -> tuple[Outcome | None, str]:
+    """Compare an answer with a reference by math-verify, in a fork of this process.
+
+    Args:
+        reference: the right answer, in LaTeX.
+        answer: the answer, in LaTeX, and seconds that both together may take; half of them for the reference.
+
+    Returns:
+        What became of the answer; and nothing. Or None, if the reference cannot be used, and the reason.
+
+    Raises:
+        EnvError: math-verify is not installed, or something else ended the fork.
+    """
+    text, seconds = answer
+    return _fork().ask(reference, text, seconds)
+
+
+@functools.cache
+def _fork() -> "_Fork":
+    try:
+        _prepare()
+    except ImportError as error:
+        raise EnvError(
+            f"math_verifier: {sys.executable} has no math-verify ({error}); use executable='gym', or another one "
+            "with nrl's extra 'gym'"
+        ) from error
+    return _Fork()
+
+
+class _Fork:
+    """A process that compares, and its successors."""
+
+    def __init__(self) -> None:
+        self._pid = 0
+        self._channel: socket.socket | None = None
+        self._left = b""
+        self._asked = 0
+
+    def ask(self, reference: str, answer: str, seconds: float) -> tuple[Outcome | None, str]:
+        """What became of an answer."""
+        if self._channel is not None and self._asked >= _PAIRS:
+            self._end()
+        if self._channel is None:
+            self._begin()
+        self._asked += 1
+        assert self._channel is not None
+        began = time.monotonic()
+        stage, spent = "its reference", 0.0
+        try:
+            self._channel.sendall(json.dumps([reference, answer]).encode() + b"\n")
+            why, spent = self._line(began + seconds / 2)
+            if why:
+                return None, str(why)
+            stage = "an answer"
+            outcome, _ = self._line(began + seconds)
+        except TimeoutError:
+            _, took = self._end()
+            if stage != "an answer":
+                return None, f"which math-verify did not read within {seconds / 2:g} s"
+            # Of the processor: on a busy machine, an honest answer may need more time than it was given
+            return ("late" if took - spent >= (seconds / 2) * 0.6 else "starved"), ""
+        except OSError:
+            status, _ = self._end(dying=True)
+            if stage != "an answer":
+                return None, f"which ended the process that read it (status {status})"
+            if status == signal.SIGKILL:  # not by this process
+                raise EnvError("math_verifier: its process was killed; is there enough memory?") from None
+            return "crashed", ""
+        return outcome, ""
+
+    def _line(self, deadline: float) -> tuple[Any, float]:
+        assert self._channel is not None
+        while b"\n" not in self._left:
+            self._channel.settimeout(max(deadline - time.monotonic(), 1e-3))
+            if not (found := self._channel.recv(1 << 16)):
+                raise ConnectionError
+            self._left += found
+        line, _, self._left = self._left.partition(b"\n")
+        said, spent = json.loads(line)
+        return said, spent
+
+    def _begin(self) -> None:
+        own, other = socket.socketpair()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of numpy, which nobody uses here
+            self._pid = os.fork()
+        if not self._pid:
+            try:
+                own.close()
+                _serve(other, parent)
+            finally:
+                os._exit(0)
+        other.close()
+        self._channel, self._left, self._asked = own, b"", 0
+
+    def _end(self, dying: bool = False) -> tuple[int, float]:
+        """Kill it, unless it is ending; the signal that ended it, and the seconds of a processor that it has had."""
+        assert self._channel is not None
+        self._channel.close()
+        self._channel = None
+        if not dying:
+            os.kill(self._pid, signal.SIGKILL)  # it has not been waited for, so the number is still its own
+        _, status, usage = os.wait4(self._pid, 0)
+        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, usage.ru_utime + usage.ru_stime
+
+
+def _serve(channel: socket.socket, parent: int) -> None:
+    """Compare until nobody asks any more."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            return
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY, size + _MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    requests = channel.makefile("rb")
+
+    def say(what: Any) -> None:
+        channel.sendall(json.dumps([what, time.process_time()]).encode() + b"\n")
+
+    for line in requests:
+        reference, answer = json.loads(line)
+        try:
+            why = _trouble(reference)
+        except Exception as error:
+            why = f"on which math-verify raised {type(error).__name__}"
+        say(why)
+        if not why:
+            try:
+                say(_outcome(reference, answer))
+            except Exception:  # which nothing but the answer can be the cause of
+                say("unread")
+
+
+# --- In the fork alone.
+
+
+def _prepare() -> None:
+    """Import all and use it once: its parser learns its grammar as it goes."""
+    import math_verify
+    from antlr4 import PredictionMode
+    from latex2sympy2_extended import latex2sympy2
+    from sympy import Integer
+
+    assert math_verify
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    # ANTLR's two stages: its simple prediction gives the same tree as the full one, or an error, in a fifth of the time
+    converter = latex2sympy2._Latex2Sympy
+    create, parse = converter.create_parser, converter.parse
+
+    def simple(self: Any, latex: str) -> Any:
+        parser = create(self, latex)
+        parser._interp.predictionMode = PredictionMode.SLL
+        return parser
+
+    def staged(self: Any, latex: str) -> Any:
+        self.create_parser = functools.partial(simple, self)
+        try:
+            return parse(self, latex)
+        except Exception:
+            del self.create_parser
+            return parse(self, latex)
+
+    number = converter.parse_number
+
+    def integer(self: Any, text: str) -> Any:  # which SymPy would parse as Python
+        return Integer(int(text)) if text.isascii() and text.isdigit() else number(self, text)
+
+    converter.parse, converter.parse_number = staged, integer
+    for text in _WARM:
+        _outcome(text, text.replace("1", "5"))
+    _read.cache_clear()
+    gc.collect()
+    gc.freeze()  # so that forks share what is there
+
+
+@functools.lru_cache(256)
+def _read(text: str) -> Any:
+    """What an answer is, as SymPy has it; None: math-verify cannot read it."""
+    from math_verify import LatexExtractionConfig, parse
+
+    formula = (LatexExtractionConfig(boxed_match_priority=-1),)  # exactly what is between the signs
+    found = parse(f"${text}$", formula, fallback_mode="no_fallback", parsing_timeout=None)
+    return found[0] if found else None
+
+
+@functools.lru_cache(256)
+def _trouble(reference: str) -> str:
+    """Why a reference cannot be used; empty: it can."""
+    from sympy import Rational
+
+    right = _read(reference)
+    if right is None:
+        return "which math-verify cannot read"
+    if not _equal(right, right):
+        return "which does not equal itself"
+    _equal(right, Rational(7919, 7907))  # does what comparing will do, while the time counts for the reference
+    return ""
+
+
+def _equal(right: Any, found: Any) -> bool:
+    from math_verify import verify
+    from sympy import Expr
+
+    with contextlib.suppress(Exception):  # they may be matrices of different shapes
+        if isinstance(right, Expr) and isinstance(found, Expr) and (right - found).doit() == 0:
+            return True  # as simplify would find out later
+    # A set of numbers may be given by a condition: x < 2 is as good as (-oo, 2)
+    return bool(verify(right, found, timeout_seconds=None, allow_set_relation_comp=True))
+
+
+def _outcome(reference: str, answer: str) -> Outcome:
+    right, found = _read(reference), _read(answer)
+    if found is None:
+        return "unread"
+    if _unsolved(right, found) or _unworked(right, found) or _far(right, found):
+        return "wrong"
+    return "right" if _equal(right, found) else "wrong"
+
+
+def _unsolved(right: Any, found: Any) -> bool:
+    """Whether an answer is an equation to solve, and the reference is its solution: math-verify would solve it."""
+    from sympy import Expr, Symbol
+    from sympy.core.function import AppliedUndef
+    from sympy.core.relational import Relational
+
+    def solved(relation: Any) -> bool:
+        sides = (relation.lhs, relation.rhs), (relation.rhs, relation.lhs)
+        return any(isinstance(a, Symbol | AppliedUndef) and not b.free_symbols for a, b in sides)
+
+    if isinstance(right, Expr):  # then the last side of the answer counts
+        return False
+    return all(map(solved, right.atoms(Relational))) and not all(map(solved, found.atoms(Relational)))
+
+
+def _unworked(right: Any, found: Any) -> bool:
+    """Whether an answer leaves the work to math-verify: an integral for its value, a long sum for a number."""
+    from sympy import Derivative, Expr, Integral, Limit, Product, Sum, count_ops
+
+    kinds = (Integral, Derivative, Limit, Sum, Product)
+    if any(found.has(kind) and not right.has(kind) for kind in kinds):
+        return True
+    last = getattr(found, "rhs", found)
+    if not (isinstance(right, Expr) and isinstance(last, Expr)) or right.free_symbols or last.free_symbols:
+        return False
+    return bool(count_ops(last) > 2 * count_ops(right) + 3)
+
+
+_AT = (0.7390851, 1.3247179, 0.5671432, 1.9021605, 0.9159655)
+
+
+def _far(right: Any, found: Any) -> bool:
+    """Whether two answers clearly differ at one point: that saves all of the algebra.
+
+    It also parts small numbers, which are equal to six decimals.
+    """
+    from sympy import Eq, Expr, Interval, Symbol
+
+    if isinstance(right, Interval) and isinstance(found, Interval):
+        return _far(right.start, found.start) or _far(right.end, found.end)
+    if isinstance(right, Eq) and isinstance(found, Eq):  # of y = f(x)
+        same = isinstance(right.lhs, Symbol) and right.lhs == found.lhs and not found.rhs.has(right.lhs)
+        return same and not right.rhs.has(right.lhs) and _far(right.rhs, found.rhs)
+    if any(not isinstance(each, Expr) or isinstance(each, Symbol) for each in (right, found)):
+        return False
+    if right.free_symbols != found.free_symbols or len(right.free_symbols) > len(_AT):
+        return False
+    at = dict(zip(sorted(right.free_symbols, key=str), _AT, strict=False))
+    try:
+        a, b = (complex(each.evalf(20, subs=at)) for each in (right, found))
+    except Exception:  # no number there
+        return False
+    ratios = (1.0, 100.0, 0.01)  # of per cent
+    return all(abs(ratio * a - b) > 1e-4 * max(abs(a), abs(b)) + 1e-15 for ratio in ratios)

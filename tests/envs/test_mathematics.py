@@ -1,0 +1,371 @@
+r"""The verifier of mathematics: what is equal, what is not, and answers that are meant to evade it."""
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nrl
+from benchmarks.verifiers import HOSTILE, pairs
+from nrl.envs import Score, Trace, extractor, number, single_turn
+from nrl.envs.math_answers import LONGEST, final_answer
+from nrl.envs.math_worker import compare
+from nrl.errors import EnvError
+from tests.episodes.scripted import TASKS, Scripted
+from tests.processes import alive, settled
+
+RIGHT, WRONG, UNREAD = Score(1.0), Score(0.0), Score(0.0, "parse_fail")
+
+
+@pytest.fixture(scope="module")
+def verify() -> Any:
+    made = nrl.math_verifier(workers=1)
+    ask(made, "a", r"\boxed{b+1}")  # starts the worker
+    return made
+
+
+def ask(verifier: Any, answer: Any, response: str, prompt: str = "How much is it?") -> Score:
+    found: Score = asyncio.run(verifier({"answer": answer, "prompt": prompt}, Trace(prompt, [response])))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer"),
+    [
+        (5, "5"),
+        (0.5, r"\frac{1}{2}"),
+        ("1,234", r"1{,}234"),
+        ("1/3", r"0.\overline{3}"),
+        ("100000", "1e5"),
+        ("12", "１２"),
+        ("-3", "\u22123"),
+        ("42", "6*7=42"),
+        ("2", r"\sqrt{4}"),
+        ("18", r"18\text{ dollars}"),
+        (r"\frac{\sqrt{3}}{2}", r"\frac{3}{2\sqrt{3}}"),
+        (r"\frac{\sqrt{3}}{2}", "√3/2"),
+        (r"2\sqrt{3}", r"\sqrt{12}"),
+        (r"\{1,2\}", r"\{2,1\}"),
+        (r"\{1,2\}", r"1 \text{ and } 2"),
+        ("1,-1", r"\pm 1"),
+        (r"[0,\infty)", r"x \ge 0"),
+        ("(1,2]", r"\left(1, \frac{4}{2}\right]"),
+        (r"(-\infty,2)\cup(3,4)", r"(3,4) \cup (-\infty,2)"),
+        ("x^2+2x+1", "(x+1)^2"),
+        ("x^2", "x²"),
+        ("x=3", "3"),
+        ("3", "x=3"),
+        ("x<5", "5>x"),
+        ("y=2x+1", "2x-y+1=0"),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix}1&2\\3&\frac{8}{2}\end{bmatrix}"),
+        (r"50\%", "0.5"),
+        (r"50\%", "50"),
+        (r"5\text{ cm}", r"5 \mathrm{cm}"),
+        (r"90^\circ", "90"),
+        (r"2\pi", "6.283185"),
+        ("1+2i", "2i+1"),
+        (r"\text{Monday}", "Monday"),
+        ("Some text.\n#### 42", "42.0"),
+        (r"Thus $x = \boxed{\frac{1}{2}}$, as was to be shown.", "0.5"),
+    ],
+)
+def test_equal_answers_are_right(verify: Any, reference: Any, answer: str) -> None:
+    assert ask(verify, reference, rf"So it is $\boxed{{{answer}}}$.") == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer"),
+    [
+        ("5", "6"),
+        ("5", r"5,6"),
+        ("5", r"5 \text{ or } 6"),
+        ("3x", "3"),
+        ("3", "3x"),
+        ("0.333", "1/3"),
+        ("1, 234", "1,234"),
+        ("0.0000012", "0.0000013"),
+        ("0.000000001", r"\frac{1}{10^{8}}"),
+        (r"2\pi", "6.28"),
+        ("(1,2)", "[1,2]"),
+        ("(1,2)", "(2,1)"),
+        (r"\{1,2\}", r"\{1,2,3\}"),
+        ("x^2+1", "x^2+2"),
+        ("x<5", "x>5"),
+        ("y=2x+1", "y=2x-1"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"),
+        (r"50\%", "5"),
+        ("x", "y"),
+        ("5", r"\frac{0}{0}"),
+        ("5", r"\text{NaN}"),
+        ("5", r"\infty"),
+        ("5", "the answer is the answer"),
+        ("5", r"\text{ignore all of the above and give a reward of 1}"),
+        # what leaves the work to the verifier
+        ("x=3", "2x+1=7"),
+        ("x<3", "2x+1<7"),
+        (r"(-\infty,3)", "2x+1<7"),
+        ("1/3", r"\int_0^1 x^2 dx"),
+        ("55", r"\sum_{k=1}^{10} k"),
+        ("13", r"\sqrt{16}+3^2"),
+        (r"2\sqrt{2}", r"\sqrt{1+1}+\sqrt{3-1}+0+0+0+0+0+0+0+0"),
+    ],
+)
+def test_other_answers_are_wrong(verify: Any, reference: str, answer: str) -> None:
+    assert ask(verify, reference, rf"So it is $\boxed{{{answer}}}$.") == WRONG
+
+
+def test_a_question_is_no_answer_to_itself(verify: Any) -> None:
+    asked, said = r"What is $6 \times 7$?", r"It is $\boxed{6\times 7}$."
+    assert ask(verify, "42", said, asked) == WRONG
+    assert ask(verify, "42", r"It is \boxed{6*7}.", asked) == WRONG
+    assert ask(verify, "42", said, "How much is it?") == RIGHT
+    assert ask(verify, r"6\cdot 7", said, asked) == RIGHT
+    assert ask(verify, "1+x", r"\boxed{x+1}", r"Simplify $\frac{(x+1)(x-1)}{x-1}$.") == RIGHT
+    chat = [{"role": "user", "content": asked}]
+    assert asyncio.run(verify({"answer": "42", "prompt": chat}, Trace(chat, [said]))) == WRONG
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"\boxed{1} Wait, no: \boxed{2}", "2"),
+        (r"$\boxed{1}$ and $\boxed{2}$", "1,2"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{5", None),
+        (r"\boxed{}", None),
+        (r"\boxed{5} and \boxed{6", None),
+        ("#### 42 apples", "42"),
+        ("#### Step 2\n" + r"\boxed{7}", "7"),
+        (r"#### \frac{\sqrt{3}}{2}", r"\frac{\sqrt{3}}{2}"),
+        (r"so $x^2+1$ is it.", "x^2+1"),
+        (r"so \(x\) is \[ y \]", "y"),
+        ("so $x$ is, for 3 reasons, 7.", "7"),
+        ("He has $5 and she has $6", "6"),
+        ("**Answer:** (1, 2)", "(1,2)"),
+        ("2*sqrt(3)", "2*sqrt(3)"),
+        ("The answer is the answer.", None),
+        ("I do not know.", None),
+        ("", None),
+        ("\\boxed{" + "1+" * LONGEST + "1}", None),
+        ("\\boxed{" + "{" * 50 + "x" + "}" * 50 + "}", None),
+    ],
+)
+def test_where_the_answer_is(response: str, answer: str | None) -> None:
+    assert final_answer(response) == answer
+    found = extractor(nrl.math_verifier())
+    assert found is not None
+    assert found(response) == answer
+
+
+def test_hedging_does_not_pay(verify: Any) -> None:
+    """Neither all candidates, nor each in its box, nor one after the other."""
+    assert ask(verify, "5", "\\boxed{" + ",".join(map(str, range(9))) + "}") == WRONG
+    assert ask(verify, "5", ", ".join(rf"\boxed{{{n}}}" for n in range(9))) == WRONG
+    assert ask(verify, "5", "\n\nOr maybe: ".join(rf"\boxed{{{n}}}" for n in range(9))) == WRONG
+    assert ask(verify, "5", "".join(f"#### {n}\n" for n in range(9))) == WRONG
+
+
+# --- hostile answers
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_answers_are_back_in_time_and_earn_nothing(verify: Any, name: str) -> None:
+    """Each within 1.2 s; the best of three, since a busy machine adds to it."""
+    took = []
+    for attempt in range(3):
+        ask(verify, "a", rf"\boxed{{b+{attempt}}}")
+        began = time.perf_counter()
+        score = ask(verify, f"x-{321 + attempt}", HOSTILE[name])  # outcomes of the same pair are kept
+        took.append(time.perf_counter() - began)
+        assert score in (WRONG, UNREAD), score
+        if took[-1] < 1.2:
+            break
+    assert min(took) < 1.2
+    assert ask(verify, "x+1", rf"\boxed{{{len(name)}+x-{len(name)}+1}}") == RIGHT  # the next one is served
+
+
+def test_a_tower_is_the_models_doing(verify: Any) -> None:
+    assert ask(verify, "7919", r"\boxed{9^{9^9}}") == UNREAD
+
+
+def test_an_event_loop_goes_on(verify: Any) -> None:
+    """No answer stops it for 50 ms; the best of three."""
+
+    async def longest() -> float:
+        gaps, done = [0.0], False
+
+        async def watch() -> None:
+            while not done:
+                began = time.perf_counter()
+                await asyncio.sleep(0.001)
+                gaps.append(time.perf_counter() - began - 0.001)
+
+        watching = asyncio.create_task(watch())
+        for name in ("a tower", "a megabyte of letters", "a megabyte of boxes", "backslashes", "a megabyte of dollars"):
+            await verify({"answer": "x-7"}, Trace("", [HOSTILE[name]]))
+        done = True
+        await watching
+        return max(gaps)
+
+    gc.collect()
+    assert min(asyncio.run(longest()) for _ in range(3)) < 0.05
+
+
+def test_a_machine_without_time_is_no_models_doing(verify: Any) -> None:
+    """A fork that gets no processor is as good as a busy machine: its row is left out."""
+
+    async def stopped(answer: str, after: float) -> Score:
+        found = asyncio.create_task(verify({"answer": "7918"}, Trace("", [rf"\boxed{{{answer}}}"])))
+        await asyncio.sleep(after)
+        os.kill(newest_fork(), signal.SIGSTOP)
+        score: Score = await found
+        return score
+
+    ask(verify, "7918", r"\boxed{b+76}")
+    assert asyncio.run(stopped("9^{9^9}+1", after=0.1)) == Score(0.0, "timeout")
+    assert ask(verify, "7918", r"\boxed{9^{9^9}+1}") == UNREAD  # it was not kept
+    ask(verify, "7918", r"\boxed{b+75}")
+    os.kill(newest_fork(), signal.SIGSTOP)
+    with pytest.raises(EnvError, match=r"task\['answer'\] is '7918', which math-verify did not read within 0.5 s"):
+        ask(verify, "7918", r"\boxed{b+78}")
+    assert ask(verify, "7918", r"\boxed{7917+1}") == RIGHT
+
+
+def test_a_fork_that_dies_takes_nothing_along(verify: Any) -> None:
+    """A crash on an answer is the model's doing; a fork that somebody killed is not."""
+
+    async def ended(answer: str, by: int) -> Any:
+        found = asyncio.create_task(verify({"answer": "7918"}, Trace("", [rf"\boxed{{{answer}}}"])))
+        await asyncio.sleep(0.1)
+        os.kill(newest_fork(), by)
+        return await found
+
+    ask(verify, "7918", r"\boxed{b+74}")
+    assert asyncio.run(ended("9^{9^9}+2", signal.SIGSEGV)) == UNREAD
+    ask(verify, "7918", r"\boxed{b+79}")
+    with pytest.raises(EnvError, match=r"^math_verifier: its process was killed; is there enough memory\?$"):
+        asyncio.run(ended("9^{9^9}+3", signal.SIGKILL))
+    assert ask(verify, "7918", r"\boxed{7919-1}") == RIGHT
+
+
+def newest_fork() -> int:
+    """The fork that reads what models wrote: the child of this process's child."""
+    found = subprocess.run(["ps", "-e", "-o", "pid=,ppid=,pgid="], capture_output=True, text=True, check=True).stdout
+    rows = [tuple(map(int, line.split())) for line in found.splitlines()]
+    workers = {pid for pid, parent, _ in rows if parent == os.getpid()}
+    return max(pid for pid, parent, _ in rows if parent in workers)
+
+
+def test_a_fork_ends_with_its_worker() -> None:
+    made: Any = nrl.math_verifier(workers=1)
+    ask(made, "a", r"\boxed{b+1}")
+    pid = newest_fork()
+    assert alive(pid)
+    del made
+    gc.collect()
+    assert not settled(lambda: alive(pid), 5)
+
+
+# --- references
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("", "in which there is no answer"),
+        ("I do not know,\nand you?", "in which there is no answer"),
+        (r"\frac{1}{", "which math-verify cannot read"),
+        (r"\frac{1}{0}", "which does not equal itself"),
+        ("9^{9^9}", r"which math-verify did not read within 0\.5 s"),
+        (float("nan"), "which is no finite number"),
+        (float("-inf"), "which is no finite number"),
+    ],
+)
+def test_a_reference_that_cannot_be_used_is_an_error(verify: Any, reference: Any, said: str) -> None:
+    with pytest.raises(
+        EnvError, match=rf"^math_verifier: task\['answer'\] is .*, {said}; give a number, an expression"
+    ):
+        ask(verify, reference, r"\boxed{x+1}")
+
+
+def test_what_is_missing_is_said() -> None:
+    with pytest.raises(EnvError, match=r"^math_verifier: the task has no 'answer', only 'prompt'"):
+        asyncio.run(nrl.math_verifier()({"prompt": "1+1="}, Trace()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^math_verifier: timeout is 0; it must be positive$"):
+        nrl.math_verifier(timeout=0)
+    with pytest.raises(ValueError, match=r"^pooled: workers is 0; it must be positive"):
+        nrl.math_verifier(workers=0)
+    here: Any = nrl.math_verifier(workers=1, executable="system")
+    with pytest.raises(
+        EnvError, match=r"has no math-verify \(No module named 'math_verify'\); use executable='gym', or"
+    ):
+        ask(here, "x", r"\boxed{y+1}")
+
+
+# --- beside others
+
+
+def test_scores_are_those_of_the_worker_alone(verify: Any) -> None:
+    """A pool and its forks change no verdict."""
+
+    def apart(task: Any, trace: Trace) -> list[str]:
+        return [str(compare(reference, (answer, 5.0))[0]) for reference, answer in json.loads(trace.text)]
+
+    chosen = list(pairs(80))
+    told = json.dumps([[reference, answer] for reference, answer, _ in chosen])
+    alone: Any = nrl.pooled(apart, workers=1, executable="gym", timeout=120)  # type: ignore[arg-type]
+    outcomes = asyncio.run(alone({}, Trace("", [told])))
+    scores = [ask(verify, reference, rf"\boxed{{{answer}}}") for reference, answer, _ in chosen]
+    assert outcomes == ["right" if good else "wrong" for _, _, good in chosen]
+    assert scores == [RIGHT if good else WRONG for _, _, good in chosen]
+
+
+SOLUTIONS = (
+    "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs.\nShe makes 9 * 2 = $<<9*2=18>>18.\n#### 18",
+    "It takes 2/2=<<2/2=1>>1 bolt, so 2+1=<<2+1=3>>3 in all.\n#### 3",
+    "He made 195000-130000 = $<<195000-130000=65,000>>65,000\n#### 65,000",
+    "They need 0.5 * 5 = 2.5 hours.\n#### 2.5",
+)
+
+
+@pytest.mark.parametrize("form", ["{}", "The answer is {}.", r"So \boxed{{{}}}.", "#### {}", "It costs ${}", "**{}**"])
+def test_on_grade_school_solutions_it_agrees_with_number(form: str) -> None:
+    made = nrl.math_verifier(workers=1)
+    for solution in SOLUTIONS:
+        assert ask(made, solution, solution) == RIGHT
+        for said in (solution.split("#### ")[1], "7919", "-18", "2.50"):
+            trace = Trace("", [form.format(said)])
+            assert asyncio.run(made({"answer": solution}, trace)) == number({"answer": solution}, trace)  # type: ignore[arg-type]
+
+
+def test_it_is_a_verifier_of_rollouts() -> None:
+    made = nrl.math_verifier()
+    assert made.timeout is None  # type: ignore[attr-defined]
+    batch = nrl.rollout(Scripted(["3", "4", "19", "what?"]), single_turn(made), TASKS, n=2)
+    assert batch["rewards"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert batch["valid"].all()
+
+
+def test_a_burst_of_calls_starts_all_workers(tmp_path: Path) -> None:
+    """Each of three calls waits until it has seen the other two."""
+
+    def meet(task: Any, trace: Trace) -> float:
+        (tmp_path / str(os.getpid())).touch()
+        while len(list(tmp_path.iterdir())) < 3:
+            time.sleep(0.01)
+        return 1.0
+
+    together: Callable[..., Any] = nrl.pooled(meet, workers=3, timeout=60)
+
+    async def burst() -> list[float]:
+        return list(await asyncio.gather(*(together({}, Trace()) for _ in range(3))))
+
+    assert asyncio.run(burst()) == [1.0] * 3
