@@ -89,7 +89,7 @@ class Group:
         key: Any = prompt
         if not isinstance(prompt, str):
             chat = any(isinstance(each, Mapping) for each in prompt)
-            key = repr(prompt) if chat else tuple(int(each) for each in prompt)  # type: ignore[call-overload]
+            key = repr(prompt) if chat else tuple(int(each) for each in prompt)  # type: ignore[arg-type]
         if key not in self._rendered:
             self._rendered[key] = render(prompt, tokenizer)
         return self._rendered[key]
