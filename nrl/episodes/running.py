@@ -6,10 +6,10 @@ By default nothing of it depends on the clock: all episodes that one `Running.ta
 import asyncio
 import hashlib
 import math
-import time
+import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -183,7 +183,7 @@ class Running:
         self.schedule = schedule
         self.open: list[Group] = []
         """What has begun and has not been handed out, in order."""
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._turn = asyncio.new_event_loop(), threading.Lock()  # held by who runs it
         self._stack = ExitStack()
         self._requests: Requests | None = None
         self._caller_of: Callable[[Task], Caller]
@@ -309,16 +309,22 @@ class Running:
         return ended
 
     def close(self) -> None:
-        """End everything, also what another thread waits for; the states of environments are closed."""
-        if self._loop.is_closed() or (self._loop.is_running() and not self._stopped()):
+        """End everything, also what another thread waits for, which gets a CancelledError; environments are closed."""
+        if self._loop.is_closed() or (_inside_a_loop() and asyncio.get_running_loop() is self._loop):
             return
-        tasks = self._cancel()
-        with suppress(asyncio.CancelledError):
-            self._wait(_ended(tasks))
-        self._stack.close()
-        self._wait(self._loop.shutdown_asyncgens())
-        self._loop.close()
-        self.open = []
+        if not self._turn.acquire(blocking=False):
+            self._loop.call_soon_threadsafe(self._cancel)
+            if not self._turn.acquire(timeout=_PATIENCE):
+                return
+        try:
+            if not (self._loop.is_closed() or self._loop.is_running()):  # as in a thread that was left behind
+                self._run(_ended(self._cancel()))
+                self._stack.close()
+                self._run(self._loop.shutdown_asyncgens())
+                self._loop.close()
+                self.open = []
+        finally:
+            self._turn.release()
 
     def _cancel(self) -> "set[asyncio.Task[Any]]":
         if self._requests is not None:
@@ -328,17 +334,14 @@ class Running:
             task.cancel()
         return tasks
 
-    def _stopped(self) -> bool:
-        """Break off what another thread waits for; whether that has worked."""
-        if _inside_a_loop() and asyncio.get_running_loop() is self._loop:
-            return False
-        self._loop.call_soon_threadsafe(self._cancel)
-        until = time.monotonic() + _PATIENCE
-        while self._loop.is_running() and time.monotonic() < until:
-            time.sleep(0.01)
-        return not self._loop.is_running()
-
     def _wait[T](self, work: Coroutine[Any, Any, T]) -> T:
+        with self._turn:
+            if self._loop.is_closed():
+                work.close()
+                raise asyncio.CancelledError("the stream was ended, as by the run in which it is")
+            return self._run(work)
+
+    def _run[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Run to the end; in another thread if a loop is running already, as in a notebook."""
         if not _inside_a_loop():
             # Not `asyncio.run`, which would delay Ctrl-C until the sampler has decoded its last row

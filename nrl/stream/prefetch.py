@@ -65,6 +65,8 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
                 future.set_result(one())
             except BaseException as error:
                 future.set_exception(error)
+                if not isinstance(error, Exception):  # the run has ended, and with it this
+                    return
 
     def produce() -> None:
         # An interrupt may come between any two calls: items in `made` will be made, and no others have been
