@@ -499,6 +499,30 @@ def test_a_slow_episode_delays_the_others_by_a_second_and_once() -> None:
     assert times[3] < 2.9 < times[4] < 4.5
 
 
+def test_who_ends_is_not_waited_for() -> None:
+    asked = Rounds()
+
+    def step(left: int, turn: str) -> Step:
+        return Step(left - 1, done=left == 1, observation="+")
+
+    began = time.monotonic()
+    nrl.rollout(asked, Environment(lambda task: (task["turns"], "1"), step), [{"turns": 1}, {"turns": 3}, {"turns": 2}])
+    assert asked.asked == [3, 2, 1]
+    assert time.monotonic() - began < 0.9  # and not a second for each
+
+
+def test_places_of_episodes_that_were_cut_are_given_back(engine: Any) -> None:
+    """Those that had begun, and those that waited for a place."""
+    game = Game()
+    taken = engine(slow_ones(0, 1, 2, 3))
+    stream = nrl.cut(nrl.refill(nrl.rollouts(taken, game.env, tasks(), n=6, concurrency=3), 1), 0.3)
+    assert stream.take(1)[0]["cut"].all()
+    for _ in range(4):
+        [group] = stream.take(1)
+    assert not group["cut"].any()
+    assert game.most == 3
+
+
 def test_all_are_asked_together_while_none_is_slow() -> None:
     asked = Rounds()
     some = [{"prompt": "1", "sleeps": {0: 0.2 * index}} for index in range(3)]

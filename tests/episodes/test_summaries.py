@@ -378,3 +378,36 @@ def test_a_row_cannot_be_trained_on_more_than_was_sampled() -> None:
     batch = nrl.Batch({name: value for name, value in batch.items() if name != "turns"}, batch_size=[1])
     with pytest.raises(BatchError, match="row 0 is trained on 6 tokens, and 2 were sampled for it"):
         summary(batch)
+
+
+def test_an_episode_that_forked_and_was_cut_counts_once() -> None:
+    """Two groups; the second episode of the first has two rows, with 5 and 3 tokens, and was cut."""
+    batch = nrl.Batch(
+        {
+            "rewards": torch.tensor([1.0, math.nan, math.nan, 0.0, 1.0]),
+            "loss_mask": torch.zeros(5, 1, dtype=torch.bool),
+            "valid": torch.tensor([True, False, False, True, True]),
+            "cut": torch.tensor([False, True, True, False, False]),
+            "sampled": torch.tensor([2, 5, 3, 2, 2]),
+            "group_ids": torch.tensor([0, 0, 0, 1, 1]),
+            "episode_ids": torch.tensor([0, 1, 1, 2, 3]),
+        },
+        batch_size=[5],
+    )
+    found = finalize(nrl.summary(batch))
+    assert (found["cut"], found["cut/length"], found["cut/groups"], found["cut/share"]) == (1, 8, 0.5, 0.5)
+    assert (found["tokens/cut"], found["tokens/invalid"], found["forks"]) == (8, 0, 1)
+
+
+def test_tokens_of_rows_that_failed_and_were_dropped_are_counted() -> None:
+    def group(index: int) -> nrl.Batch:
+        columns = {
+            "rewards": torch.tensor([1.0, math.nan if index == 0 else 0.0]),
+            "valid": torch.tensor([True, index != 0]),
+            "sampled": torch.tensor([4, 3]),
+            "loss_mask": torch.zeros(2, 1, dtype=torch.bool),
+        }
+        return nrl.Batch(columns, batch_size=[2])
+
+    [kept] = nrl.drop_uniform(nrl.stream.counting(group)).take(1)
+    assert finalize(nrl.summary(kept))["tokens/dropped"] == 7
