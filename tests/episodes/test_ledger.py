@@ -1,0 +1,96 @@
+"""Every token that a sampler gave is in one row, once, as it was, and in the ledger."""
+
+import random
+import warnings
+from collections import Counter
+from itertools import groupby
+from typing import Any
+
+import pytest
+import torch
+
+import nrl
+from nrl.backends import Completion, Sampling
+from nrl.envs import Environment, Score, Step, Trace, judged
+from nrl.reduce import finalize
+from tests.chat_tokenizers import tokenizer
+from tests.episodes.conversations import FAMILIES, Message, answer, text
+
+
+class Wild:
+    """A policy that says what models say on a bad day; it remembers all of it."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.name, self.rng, self.said = name, random.Random(seed), list[tuple[int, ...]]()
+        self.tokenizer, self.version, self.sampling = tokenizer(name), 1, Sampling()
+        self.context_length = self.rng.choice([60, 200, 4096])
+
+    def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
+        found = []
+        for _ in prompts:
+            said = answer(self.rng, self.name, [{"role": "user", "content": "?"}])
+            ids = said.ids or [5]
+            self.said.append(tuple(ids))
+            found.append(Completion(torch.tensor(ids), -torch.ones(len(ids)), truncated=not said.end, version=1))
+        return nrl.runtime.done(found)
+
+    def receive(self, buckets: Any, version: int, *, inflight: Any = "wait") -> None:
+        raise AssertionError("nothing is published")
+
+
+def game(rng: random.Random) -> Environment:
+    """Some turns of a user, who may also break off, and a verifier that may not make sense of the answer."""
+
+    def reset(task: Any) -> tuple[int, list[Message]]:
+        return rng.randint(1, 4), [{"role": "user", "content": text(rng) + "?"}]
+
+    def step(left: int, turn: Any) -> Step:
+        if rng.random() < 0.05:
+            raise OSError("gone")
+        said = [{"role": "user", "content": text(rng) + "!"}]
+        return Step(left - 1, rng.random(), done=left == 1, observation=None if left == 1 else said)
+
+    def verify(task: Any, trace: Trace) -> Score:
+        return Score(rng.random(), rng.choice(["ok", "ok", "parse_fail", "skipped"]))
+
+    return judged(Environment(reset, step), verify)
+
+
+def check(name: str, seed: int) -> int:
+    """Play, and look for every token that was given; how many rows forked."""
+    policy = Wild(name, seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batch = nrl.rollout(policy, game(random.Random(seed)), [{"prompt": ""}] * 3, n=2)  # type: ignore[arg-type]
+    found = finalize(nrl.summary(batch))
+    given = sum(map(len, policy.said))
+    assert given == found["tokens/sampled"]
+    assert given == found["tokens/trained"] + found["tokens/masked"] + found["tokens/invalid"]
+    runs, of_episode = Counter[tuple[int, ...]](), Counter[tuple[int, int]]()
+    last = batch["attention_mask"].sum(-1).tolist()
+    for row, turns in enumerate(batch["turns"].tolist()):
+        at = 0
+        for turn, run in groupby(turns):
+            first, at = at, at + len(list(run))
+            if turn >= 0:
+                of_episode[int(batch["episode_ids"][row]), turn] += 1
+                if at < policy.context_length or last[row] < policy.context_length:  # else its end may be cut off
+                    runs[tuple(batch["input_ids"][row, first:at].tolist())] += 1
+    assert max(of_episode.values(), default=0) <= 1  # a turn is in one row
+    assert runs <= Counter(policy.said)
+    if policy.context_length == 4096:
+        assert runs == Counter(policy.said)
+    return int(found.get("forks", 0))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_token_is_accounted_for(name: str) -> None:
+    forks = sum(check(name, seed) for seed in range(12))
+    assert (forks > 0) == (name in ("qwen3", "glm4moe", "deepseekv3", "gptoss")), forks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_token_is_accounted_for_more_often(name: str) -> None:
+    for seed in range(12, 220):
+        check(name, seed)
