@@ -61,7 +61,7 @@ def check(name: str, seed: int) -> int:
     policy = Wild(name, seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        batch = nrl.rollout(policy, game(random.Random(seed)), [{"prompt": ""}] * 3, n=2)  # type: ignore[arg-type]
+        batch = nrl.rollout(policy, game(random.Random(seed)), [{"prompt": ""}] * 3, n=2)
     found = finalize(nrl.summary(batch))
     given = sum(map(len, policy.said))
     assert given == found["tokens/sampled"]
