@@ -70,8 +70,8 @@ def rollout(
         raise DataError(f"rollout: {len(tasks)} tasks with n={n}; there must be at least one of each")
     running = Running(sampler, env, n, sampling, seed, Schedule.bounded("rollout", concurrency))
     try:
-        running.begin(list(enumerate(tasks, first_group)))
-        return batch_of(running.take(len(tasks)), sampler, sampling, running.schedule)[0]
+        groups = running.play(list(enumerate(tasks, first_group)), len(tasks))
+        return batch_of(groups, sampler, sampling, running.schedule)[0]
     finally:
         running.close()
 

@@ -114,14 +114,13 @@ def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
     def take(count: int) -> list[Batch]:
         if count < 1:
             return []
+        anew: list[tuple[int, Task]] = []
         if at.running is None:
-            at.running = Running(sampler, given.env, n, sampling, given.seed, schedule)
-            at.running.begin(at.begun)
+            at.running, anew = Running(sampler, given.env, n, sampling, given.seed, schedule), at.begun
         new = max(0, count + schedule.extra - len(at.begun))
         begun = list(enumerate(tasks.take(new), at.drawn))
         at.drawn, at.begun = at.drawn + new, [*at.begun, *begun]
-        at.running.begin(begun)
-        groups = at.running.take(count)
+        groups = at.running.play([*anew, *begun], count)
         still = {group.number for group in at.running.open}
         at.begun = [each for each in at.begun if each[0] in still]
         if not at.begun:

@@ -99,7 +99,7 @@ class Group:
         self._late = True
         if self._judging:
             self.whole.cancel()
-        elif self._playing:
+        else:
             self._cut()
 
     def _cut(self) -> None:
@@ -108,11 +108,12 @@ class Group:
                 episode.cut = True
                 playing.cancel()
 
-    async def play(self, one: Callable[[int], Coroutine[Any, Any, None]], keep: int) -> None:
-        """Play ``keep`` episodes to a valid end, as far as there are so many; the others are left out."""
+    def begin(self, one: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+        """Let all episodes begin."""
         self._playing = [asyncio.create_task(one(place)) for place in range(len(self.episodes))]
-        if self._late:  # before it began
-            self._cut()
+
+    async def play(self, keep: int) -> None:
+        """Play ``keep`` episodes to a valid end, as far as there are so many; the others are left out."""
         pending, good = set(self._playing), list[int]()
         when = asyncio.FIRST_EXCEPTION if keep == len(self.episodes) else asyncio.FIRST_COMPLETED
         try:
@@ -189,11 +190,15 @@ class Running:
         self._caller_of: Callable[[Task], Caller]
         self._broken: asyncio.Future[None]  # has the first error that ends all
 
-    def begin(self, tasks: Sequence[tuple[int, Task]]) -> None:
-        """Begin groups, each with its number.
+    def play(self, tasks: Sequence[tuple[int, Task]], count: int) -> list[Group]:
+        """Begin groups, each with its number, and wait for so many of those that are open, which are so no longer.
+
+        Returns:
+            Groups in the order of their numbers.
 
         Raises:
             DataError: a task is no mapping, or a source is no integer.
+            Exception: whatever the sampler raises.
         """
         for number, task in tasks:
             if not isinstance(task, Mapping):
@@ -205,9 +210,13 @@ class Running:
                     f"rollout: the task of group {number} has the source {task['source']!r}; give an integer for each "
                     "source"
                 )
-        self._wait(self._begin(tasks))
+        return self._wait(self._play(tasks, count))
 
-    async def _begin(self, tasks: Sequence[tuple[int, Task]]) -> None:
+    async def _play(self, tasks: Sequence[tuple[int, Task]], count: int) -> list[Group]:
+        self._begin(tasks)
+        return await self._take(count)
+
+    def _begin(self, tasks: Sequence[tuple[int, Task]]) -> None:
         if self._requests is None:
             self._broken = self._loop.create_future()
             self._broken.add_done_callback(_seen)
@@ -219,19 +228,16 @@ class Running:
             calls = [self._caller_of(seeded) for _ in group.episodes]
             # All are live from the beginning, so that a sampler of many prompts waits for all of them
             places = [self._requests.enter((number, place)) for place in range(self._n)]
-            group.whole = asyncio.create_task(self._whole(group, places, calls))
+            group.begin(partial(self._one, group, places, calls))
+            group.whole = asyncio.create_task(self._whole(group, calls[0]))
             group.whole.add_done_callback(_seen)
             self.open.append(group)
 
-    async def _whole(
-        self, group: Group, places: "Sequence[asyncio.Future[None] | None]", calls: Sequence[Caller]
-    ) -> None:
-        await group.play(
-            lambda place: self._one(group, place, places[place], calls[place]), self.schedule.keep or self._n
-        )
+    async def _whole(self, group: Group, call: Caller) -> None:
+        await group.play(self.schedule.keep or self._n)
         verifier: Any = getattr(self._env, "verifier", None)
         if getattr(verifier, "of_group", False):
-            await group.judge(verifier, calls[0])
+            await group.judge(verifier, call)
         for place, episode in enumerate(group.episodes):
             if episode.cut:
                 seconds = self.schedule.deadline or math.nan
@@ -251,15 +257,21 @@ class Running:
                 f"for {drawn}; this is a defect of nrl, please report it"
             )
 
-    async def _one(self, group: Group, place: int, entry: "asyncio.Future[None] | None", call: Caller) -> None:
+    async def _one(
+        self,
+        group: Group,
+        places: "Sequence[asyncio.Future[None] | None]",
+        calls: Sequence[Caller],
+        place: int,
+    ) -> None:
         assert self._requests is not None
         key, episode, sampler = (group.number, place), group.episodes[place], self._sampler
         generate = partial(self._requests.generate, key, _hashed(self._seed, *key))
         try:
-            if entry is not None:
+            if (entry := places[place]) is not None:
                 await entry
             limits = sampler.tokenizer, sampler.context_length
-            await play(episode, generate, self._env, group.task, *limits, render=group.render, call=call)
+            await play(episode, generate, self._env, group.task, *limits, render=group.render, call=calls[place])
         except BaseException as error:
             if not (episode.cut and isinstance(error, asyncio.CancelledError)):
                 self._requests.end()  # all episodes end, too
@@ -268,14 +280,6 @@ class Running:
                 raise
         finally:
             self._requests.leave(key)
-
-    def take(self, count: int) -> list[Group]:
-        """Wait for so many groups, which are open no longer; in the order of their numbers.
-
-        Raises:
-            Exception: whatever the sampler raises.
-        """
-        return self._wait(self._take(count))
 
     async def _take(self, count: int) -> list[Group]:
         deadline, in_order = self.schedule.deadline, self.schedule.in_order
