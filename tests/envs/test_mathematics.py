@@ -178,17 +178,18 @@ def test_hedging_does_not_pay(verify: Any) -> None:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_answers_are_back_in_time_and_earn_nothing(verify: Any, name: str) -> None:
-    """Each within 1.2 s; the best of three, since a busy machine adds to it."""
-    took = []
+    """Each within 1.2 s; the best of three, since a busy machine adds to it, or keeps a fork from its work."""
+    took, scores = list[float](), list[Any]()
     for attempt in range(3):
         ask(verify, "a", rf"\boxed{{b+{attempt}}}")
         began = time.perf_counter()
-        score = ask(verify, f"x-{321 + attempt}", HOSTILE[name])  # outcomes of the same pair are kept
+        scores.append(ask(verify, f"x-{321 + attempt}", HOSTILE[name]))  # outcomes of the same pair are kept
         took.append(time.perf_counter() - began)
-        assert score in (WRONG, UNREAD), score
-        if took[-1] < 1.2:
+        if took[-1] < 1.2 and scores[-1] in (WRONG, UNREAD):
             break
-    assert min(took) < 1.2
+    assert scores[-1] in (WRONG, UNREAD), scores
+    assert took[-1] < 1.2
+    assert all(each.reward == 0.0 for each in scores)
     assert ask(verify, "x+1", rf"\boxed{{{len(name)}+x-{len(name)}+1}}") == RIGHT  # the next one is served
 
 
