@@ -1,9 +1,10 @@
 """Transforms of streams: `batched`, `drop_uniform`, `filtered` and `fresh`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
 from nrl.algos._rows import check_finite, valid_rows
 from nrl.algos.loss_contract import name_of
@@ -192,26 +193,29 @@ def _filtered(
 
 def _carrying(batch: Batch, dropped: Iterable[Batch]) -> Batch:
     """The batch, with the numbers of the batches dropped before it added to its first row."""
-    carried = {
-        "dropped": torch.zeros(batch.batch_size, dtype=torch.int64),
-        "dropped_invalid": torch.zeros(batch.batch_size, dtype=torch.int64),
-        "dropped_tokens": torch.zeros(batch.batch_size, dtype=torch.int64),
-        "dropped_rewards": torch.zeros(batch.batch_size),
-    }
+    carried = {name: torch.zeros(batch.batch_size, dtype=torch.int64) for name in _COUNTS}
+    carried["dropped_rewards"] = torch.zeros(batch.batch_size)
     for other in dropped:
-        valid = valid_rows(other)
-        carried["dropped"].view(-1)[0] += valid.sum()
-        carried["dropped_invalid"].view(-1)[0] += (~valid).sum()
-        if "rewards" in other.keys():
-            carried["dropped_rewards"].view(-1)[0] += other["rewards"][valid].sum()
-        if "sampled" in other.keys():
-            carried["dropped_tokens"].view(-1)[0] += other["sampled"].sum()
-        for name in carried.keys() & set(other.keys()):
-            carried[name].view(-1)[0] += other[name].sum()
-        for name, of in (("dropped_cut", "cut"), ("left_out", "left_out"), ("asked_again", "asked_again")):
-            if of in other.keys():
-                column = carried.setdefault(name, torch.zeros(batch.batch_size, dtype=torch.int64))
-                column.view(-1)[0] += other[of].sum()
-                if name == "dropped_cut" and name in other.keys():
-                    column.view(-1)[0] += other[name].sum()
+        for name, number in _numbers(other):
+            carried.setdefault(name, torch.zeros(batch.batch_size, dtype=torch.int64)).view(-1)[0] += number
     return assign(batch, **{name: x + batch[name] if name in batch.keys() else x for name, x in carried.items()})
+
+
+_COUNTS = ("dropped", "dropped_invalid", "dropped_tokens")
+_CARRIED = (*_COUNTS, "dropped_rewards", "dropped_cut", "left_out", "asked_again")
+
+
+def _numbers(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    """What is to be known of a batch that is dropped, and of those that it carries the numbers of."""
+    valid = valid_rows(batch)
+    yield "dropped", valid.sum()
+    yield "dropped_invalid", (~valid).sum()
+    if "rewards" in batch.keys():
+        yield "dropped_rewards", batch["rewards"][valid].sum()
+    if "sampled" in batch.keys():
+        yield "dropped_tokens", batch["sampled"].sum()
+    if "cut" in batch.keys():
+        yield "dropped_cut", batch["cut"].sum()
+    for name in _CARRIED:
+        if name in batch.keys():
+            yield name, batch[name].sum()

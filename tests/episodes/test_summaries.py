@@ -411,3 +411,26 @@ def test_tokens_of_rows_that_failed_and_were_dropped_are_counted() -> None:
 
     [kept] = nrl.drop_uniform(nrl.stream.counting(group)).take(1)
     assert finalize(nrl.summary(kept))["tokens/dropped"] == 7
+
+
+def test_numbers_of_several_dropped_groups_add_up() -> None:
+    """Three are dropped, one of them by the transform within; each has one cut row, one left out, two asked again."""
+
+    def group(index: int) -> nrl.Batch:
+        columns = {
+            "rewards": torch.tensor([1.0, math.nan if index < 3 else 0.0]),
+            "valid": torch.tensor([True, index > 2]),
+            "cut": torch.tensor([False, index < 3]),
+            "left_out": torch.tensor([1, 0]),
+            "asked_again": torch.tensor([1, 1]),
+            "sampled": torch.tensor([4, 3]),
+            "group_ids": torch.tensor([index, index]),
+            "loss_mask": torch.zeros(2, 1, dtype=torch.bool),
+        }
+        return nrl.Batch(columns, batch_size=[2])
+
+    within = nrl.filtered(nrl.stream.counting(group), lambda each: int(each["group_ids"][0]) != 0)
+    [kept] = nrl.drop_uniform(within).take(1)
+    found = finalize(nrl.summary(kept))
+    assert (found["cut"], found["left_out"], found["asked_again"]) == (3, 4, 8)
+    assert (found["dropped"], found["invalid"], found["tokens/dropped"]) == (3, 3, 21)
