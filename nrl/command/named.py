@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nrl.envs import VERIFIERS, Env, Verifier
-from nrl.episodes.grades import is_env
+from nrl.envs.contract import is_env
 from nrl.errors import ConfigError
 
 __all__ = ["environment", "verifier"]

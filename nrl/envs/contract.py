@@ -8,7 +8,7 @@ what happened, a `Trace`.
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, get_args
 
 import attrs
 
@@ -31,6 +31,7 @@ __all__ = [
     "Verifier",
     "alike",
     "asynchronous",
+    "is_env",
     "mapped",
     "score_of",
     "timeout_of",
@@ -263,6 +264,15 @@ class Environment(NamedTuple):
     close: Callable[[Any], Any] | None = None
     verifier: Verifier | None = None
     timeout: float | Callable[[Task], float | None] | None = TIMEOUT
+
+
+def is_env(given: Any) -> TypeGuard[Env]:
+    """Whether something is an environment, and no verifier: it has `reset` and `step`.
+
+    >>> is_env(Environment(lambda task: (0, ""), lambda state, turn: Step(state))), is_env(len)
+    (True, False)
+    """
+    return not isinstance(given, type) and all(callable(getattr(given, name, None)) for name in ("reset", "step"))
 
 
 def timeout_of(env: Env, task: Task) -> float | None:

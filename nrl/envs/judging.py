@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import re
+import threading
 from collections.abc import Callable, Coroutine
 from concurrent import futures
 from typing import Any
@@ -82,10 +83,12 @@ def judge(
         raise ValueError(f"judge: max_tokens is {max_tokens}; a reply needs at least one")
     server = connected("judge", url, api_key, timeout, in_flight)
     known: list[str] = [] if name is None else [name]
+    asking = threading.Lock()
 
     def chosen() -> str:
-        if not known:
-            known.append(served(server, None)[0])
+        with asking:  # the calls of a first rollout come all at once
+            if not known:
+                known.append(served(server, None)[0])
         return known[0]
 
     async def verify(task: Task, trace: Trace) -> Score:

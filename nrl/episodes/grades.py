@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import EllipsisType
-from typing import Any, TypeGuard
+from typing import Any
 
 import attrs
 import torch
@@ -15,12 +15,13 @@ from nrl.backends.samplers import Sampler
 from nrl.batch import Batch
 from nrl.data import render
 from nrl.envs import STATUSES, Env, Task, Verifier, extractor, single_turn
+from nrl.envs.contract import is_env
 from nrl.episodes.rollout_batch import rollout
 from nrl.episodes.transcripts import last_turn, rows_of_episodes, transcriber
 from nrl.errors import DataError, EnvError, NrlError
 from nrl.reduce import Mean, Metrics, Sum
 
-__all__ = ["Graded", "grade", "is_env", "measure"]
+__all__ = ["Graded", "grade", "measure"]
 
 
 @attrs.frozen
@@ -60,16 +61,6 @@ class Graded:
     turns: Sequence[int] | None = None
     statuses: Sequence[str] | None = None
     conversations: Sequence[Sequence[Mapping[str, Any]]] | None = None
-
-
-def is_env(given: Verifier | Env) -> TypeGuard[Env]:
-    """Whether something is an environment, and no verifier: it has `reset` and `step`.
-
-    >>> from nrl.envs import exact
-    >>> is_env(single_turn(exact)), is_env(exact)
-    (True, False)
-    """
-    return not isinstance(given, type) and all(callable(getattr(given, name, None)) for name in ("reset", "step"))
 
 
 def grade(

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -42,7 +43,7 @@ class _Request:
             self.answer.set_exception(error)
 
 
-class Requests:
+class Requests(ABC):
     """Who is live, and what they ask; made and used on the loop of the episodes.
 
     Args:
@@ -98,8 +99,9 @@ class Requests:
                 request.promised.cancel()
             raise
 
+    @abstractmethod
     def _add(self, key: Key, request: _Request) -> None:
-        raise NotImplementedError
+        """Ask the sampler, now or with others."""
 
     def _soon(self, then: Callable[[], None]) -> None:
         """Run on the loop, from any thread."""

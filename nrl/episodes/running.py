@@ -1,6 +1,6 @@
 """Episodes under way: groups of them begin, end, or are ended, by a schedule.
 
-By default nothing of it depends on the clock: all episodes that one `Running.take` asks for are played to their end.
+By default nothing of it depends on the clock: all episodes that one `Running.play` asks for are played to their end.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from nrl.backends.base import Sampling
 from nrl.backends.samplers import Sampler
 from nrl.data import render
 from nrl.envs import Env, Task
-from nrl.envs.contract import Prompt
+from nrl.envs.contract import Prompt, is_env
 from nrl.episodes.episode import Episode, failed, play
 from nrl.episodes.requests import Requests, requests_to
 from nrl.episodes.verifier_calls import Caller, calling
@@ -176,7 +176,7 @@ class Running:
         self, sampler: Sampler, env: Env, n: int, sampling: Sampling | None, seed: int, schedule: Schedule
     ) -> None:
         self._sampler, self._env, self._n, self._sampling, self._seed = sampler, env, n, sampling, seed
-        if not all(callable(getattr(env, name, None)) for name in ("reset", "step")):
+        if not is_env(env):
             raise EnvError(
                 f"rollout: the environment is {env!r:.200}, which has no reset and step; give an Environment, or "
                 "single_turn(verifier)"
@@ -247,10 +247,8 @@ class Running:
     def _check(self, number: int, place: int, episode: Episode) -> None:
         """See that the rows of an episode account for each token that the sampler gave it."""
         assert self._requests is not None
-        drawn, given = (
-            sum(row.drawn for row in (episode, *episode.earlier)),
-            self._requests.given.pop((number, place), 0),
-        )
+        drawn = sum(row.drawn for row in (episode, *episode.earlier))
+        given = self._requests.given.pop((number, place), 0)
         if drawn != given and not episode.cut:
             raise BatchError(
                 f"rollout: the sampler gave {given} tokens to episode {place} of group {number}, and its rows account "

@@ -123,7 +123,7 @@ class Calls:
             *args: its arguments.
             timeout: seconds that it may take; None: no limit.
             context: in which it runs; no two calls at a time have the same.
-            unwanted: called in its thread with the value of a plain function that nobody waits for any more.
+            unwanted: called in a thread, once, with a value that nobody waits for any more.
 
         Returns:
             Its value, later; or `Failed`, if it raised anything but Ctrl-C, or did not return in time.
@@ -137,9 +137,11 @@ class Calls:
     def _drop_unwanted(self) -> None:
         """Hand on what has come for nobody, such as the states of resets that were cancelled."""
         while self._over:
-            call = self._over.popleft()
-            if call.unwanted is not None and call.returned:
-                self._dropping.append(_DROPPING.submit(call.drop))
+            self._drop(self._over.popleft())
+
+    def _drop(self, call: UserCall) -> None:
+        if call.unwanted is not None and call.returned:
+            self._dropping.append(_DROPPING.submit(call.drop))
 
     def close(self) -> None:
         """Let the threads end, each after the call that it is in."""
@@ -243,8 +245,7 @@ class Calls:
             self._ends += 1
             if call.answer.done():
                 self._open.pop(call, None)
-                if call.unwanted is not None and call.returned:
-                    self._dropping.append(_DROPPING.submit(call.drop))
+                self._drop(call)
             elif call.error is None and call.loop is None and inspect.isawaitable(call.value):
                 call.fn, call.args, call.over = _awaited, (call.value,), False
                 coroutines.append(call)
@@ -324,12 +325,17 @@ class Calls:
             loop.begin(calls[number :: len(loops)], self._claim, self._ended)
         self._loops += loops
 
+    def _leave(self, call: UserCall) -> bool:
+        """Mark a call as given up, unless it is over."""
+        with self._lock:
+            if not call.over:
+                give_up(call)
+            return not call.over
+
     def _abandon(self, call: UserCall) -> bool:
         """Leave a plain call, and its thread, to itself; another worker may take its place."""
-        with self._lock:
-            if call.over:
-                return False
-            give_up(call)
+        if not self._leave(call):
+            return False
         self._workers -= 1
         if call.thread in self._threads:
             self._threads.remove(call.thread)
@@ -337,10 +343,8 @@ class Calls:
 
     def _give_up(self, call: UserCall) -> None:
         if call.loop is not None:
-            with self._lock:
-                if call.over:
-                    return
-                give_up(call)
+            if not self._leave(call):
+                return
             call.loop.cancel(call)
             if call.loop.blocked:
                 self._move(call.loop)

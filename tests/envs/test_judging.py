@@ -1,6 +1,7 @@
 """A language model as a judge, over a real HTTP server whose replies are given."""
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -101,6 +102,21 @@ def test_rows_of_a_rollout(recwarn: pytest.WarningsRecorder) -> None:
     assert batch["rewards"][batch["valid"]].tolist() == pytest.approx([0.8, 0.2])
     assert [nrl.envs.STATUSES[each] for each in batch["status"].tolist()] == ["ok", *["infra_error"] * 2, "ok"]
     assert any("2 of 4 episodes failed" in str(each.message) for each in recwarn)
+
+
+def test_the_model_is_asked_for_once_however_many_rows_wait() -> None:
+    listed: list[str] = []
+
+    def respond(path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]) -> Any:
+        if path == "/v1/models":
+            listed.append(path)
+            time.sleep(0.2)
+            return 200, {"data": [{"id": "referee"}]}
+        return 200, {"choices": [{"message": {"role": "assistant", "content": "SCORE: 1"}}]}
+
+    with serving(respond) as url:
+        assert nrl.rollout(Scripted(list("1234")), single_turn(judge(url)), TASKS, n=2)["valid"].all()
+    assert len(listed) == 1
 
 
 def test_servers_that_are_none() -> None:
