@@ -4,6 +4,7 @@ An episode is kept as token ids from first to last. Sampled tokens are never dec
 appends.
 """
 
+import asyncio
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
@@ -213,15 +214,23 @@ async def play(
     chat: Conversation
     verifier: Any = getattr(env, "verifier", None)
 
+    async def holding(coming: Awaitable[Any], state_of: Callable[[Any], Sequence[Any]]) -> Any:
+        """Hold the state that a call gives, also if the episode is cancelled in the moment in which it comes."""
+        future = asyncio.ensure_future(coming)
+        try:
+            return await future
+        finally:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                held[:] = state_of(future.result()) or held
+
     async def reset() -> None:
         nonlocal chat
-        found = await call.reset(env.reset, task)
-        if not isinstance(found, tuple) or len(found) not in (2, 3):
+        found = await holding(call.reset(env.reset, task), lambda found: found[:1] if _is_reset(found) else ())
+        if not _is_reset(found):
             raise EnvError(
                 f"the environment's reset returned {_shown(found)}; return (state, prompt), or (state, prompt, tools)"
             )
-        state, prompt, *tools = found
-        held[:] = [state]
+        _, prompt, *tools = found
         if not is_prompt(prompt):
             raise EnvError(
                 f"the environment's reset returned {_shown(prompt)} as the prompt; give text, a list of messages, or "
@@ -237,10 +246,10 @@ async def play(
             )
 
     async def step(turn: Turn) -> Step:
-        taken = await call(env.step, held[0], turn)
+        coming = call(env.step, held[0], turn)
+        taken = await holding(coming, lambda taken: [taken.state] if isinstance(taken, Step) else ())
         if not isinstance(taken, Step):
             raise EnvError(f"the environment's step returned {type(taken).__name__}; return a Step(state, reward, ...)")
-        held[:] = [taken.state]
         episode.earn(taken.reward, "the step's reward")
         episode.info.append(_numbers(taken.info))
         if not taken.done or taken.observation is not None:
@@ -282,6 +291,10 @@ async def play(
                 del per_token[context_length:]
         if held:
             await _close(call.close(held[0]))
+
+
+def _is_reset(found: Any) -> bool:
+    return isinstance(found, tuple) and len(found) in (2, 3)
 
 
 def _shown(found: Any) -> str:

@@ -1,5 +1,7 @@
 """The stream of groups: the episodes of each task of a stream, decoded together with those that one pull asks for."""
 
+import asyncio
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -11,9 +13,9 @@ from nrl.backends.samplers import Sampler, capabilities
 from nrl.batch import Batch
 from nrl.envs import Env, Task
 from nrl.episodes.rollout_batch import batch_of
-from nrl.episodes.running import Running, Schedule
+from nrl.episodes.running import ENDED, Running, Schedule
 from nrl.errors import DataError, EnvError, LostRequest
-from nrl.stream import Source, Stream, whole
+from nrl.stream import Source, Stream, prefetch, whole
 
 __all__ = ["end_all", "rollouts"]
 
@@ -80,7 +82,11 @@ _PLACES: "weakref.WeakSet[_Place]" = weakref.WeakSet()
 
 
 def end_all() -> None:
-    """End what all streams of this program play, as a run does at its end: environments are closed."""
+    """End what all streams of this program play, as a run does at its end: environments are closed.
+
+    What `nrl.ahead` has asked for until now does not begin any more: it gets a CancelledError.
+    """
+    prefetch.end_early()
     for place in list(_PLACES):
         place.end()
 
@@ -97,11 +103,27 @@ class _Place:
     def __init__(self) -> None:
         self.drawn, self.begun = 0, list[tuple[int, Task]]()
         self.running: Running | None = None
+        self._lock = threading.RLock()  # the garbage collector may end it at any moment, in any thread
         _PLACES.add(self)
+
+    def play(self, begin: Callable[[], Running]) -> tuple[Running, list[tuple[int, Task]]]:
+        """Where to play, and what has to begin anew there.
+
+        Raises:
+            CancelledError: this was asked for before all streams were ended.
+        """
+        with self._lock:
+            if self.running is not None:
+                return self.running, []
+            if prefetch.too_late():
+                raise asyncio.CancelledError(ENDED)
+            self.running = begin()
+            return self.running, self.begun
 
     def end(self) -> None:
         """End what is played."""
-        running, self.running = self.running, None
+        with self._lock:
+            running, self.running = self.running, None
         if running is not None:
             running.close()
 
@@ -114,14 +136,12 @@ def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
     def take(count: int) -> list[Batch]:
         if count < 1:
             return []
-        anew: list[tuple[int, Task]] = []
-        if at.running is None:
-            at.running, anew = Running(sampler, given.env, n, sampling, given.seed, schedule), at.begun
+        running, anew = at.play(lambda: Running(sampler, given.env, n, sampling, given.seed, schedule))
         new = max(0, count + schedule.extra - len(at.begun))
         begun = list(enumerate(tasks.take(new), at.drawn))
         at.drawn, at.begun = at.drawn + new, [*at.begun, *begun]
-        groups = at.running.play([*anew, *begun], count)
-        still = {group.number for group in at.running.open}
+        groups = running.play([*anew, *begun], count)
+        still = {group.number for group in running.open}
         at.begun = [each for each in at.begun if each[0] in still]
         if not at.begun:
             at.end()

@@ -7,9 +7,9 @@ import asyncio
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,9 @@ from nrl.episodes.verifier_calls import Caller, calling
 from nrl.errors import BatchError, DataError, EnvError
 from nrl.runtime.threads import Daemons
 
-__all__ = ["Group", "Running", "Schedule"]
+__all__ = ["ENDED", "Group", "Running", "Schedule"]
 
+ENDED = "the stream was ended, as by the run in which it is; make another one"
 _PATIENCE = 15.0  # seconds, for a thread that is to end; in ten of them environments are closed
 
 
@@ -315,9 +316,9 @@ class Running:
         if self._loop.is_closed() or (_inside_a_loop() and asyncio.get_running_loop() is self._loop):
             return
         if not self._turn.acquire(blocking=False):
-            self._loop.call_soon_threadsafe(self._cancel)
-            if not self._turn.acquire(timeout=_PATIENCE):
-                return
+            with self._interrupting():
+                if not self._turn.acquire(timeout=_PATIENCE):
+                    return
         try:
             if not (self._loop.is_closed() or self._loop.is_running()):  # as in a thread that was left behind
                 self._run(_ended(self._cancel()))
@@ -327,6 +328,17 @@ class Running:
                 self.open = []
         finally:
             self._turn.release()
+
+    @contextmanager
+    def _interrupting(self) -> Iterator[None]:
+        """End what another thread's loop run waits for; what comes after that run is not meant."""
+        try:
+            asked = self._loop.call_soon_threadsafe(self._cancel)
+        except RuntimeError:  # the loop was closed in this moment
+            yield
+            return
+        yield
+        asked.cancel()
 
     def _cancel(self) -> "set[asyncio.Task[Any]]":
         if self._requests is not None:
@@ -340,7 +352,7 @@ class Running:
         with self._turn:
             if self._loop.is_closed():
                 work.close()
-                raise asyncio.CancelledError("the stream was ended, as by the run in which it is")
+                raise asyncio.CancelledError(ENDED)
             return self._run(work)
 
     def _run[T](self, work: Coroutine[Any, Any, T]) -> T:
@@ -352,8 +364,7 @@ class Running:
         try:
             return beside.result()
         except BaseException:
-            if not beside.done():
-                self._loop.call_soon_threadsafe(self._cancel)
+            with self._interrupting():
                 futures.wait([beside], _PATIENCE)
             raise
 

@@ -136,8 +136,9 @@ class Calls:
 
     def _drop_unwanted(self) -> None:
         """Hand on what has come for nobody, such as the states of resets that were cancelled."""
-        while self._over:
-            self._drop(self._over.popleft())
+        with suppress(IndexError):  # there is none, or another thread has taken it
+            while True:
+                self._drop(self._over.popleft())
 
     def _drop(self, call: UserCall) -> None:
         if call.unwanted is not None and call.returned:
@@ -201,7 +202,7 @@ class Calls:
                 with suppress(Exception):
                     call.drop()
                 return
-            self._over.append(call)
+            self._note(call)
             if self._queue.empty():  # else `_collect` would run once a call
                 self._wake()
 
@@ -227,12 +228,16 @@ class Calls:
         """Note, in the thread of a loop, that a call has ended."""
         with self._lock:
             call.over = True
-        self._over.append(call)
-        if self._closed:
-            self._drop_unwanted()
+        self._note(call)
         self._wake()
 
     # --- Calls end.
+
+    def _note(self, call: UserCall) -> None:
+        """Note, in any thread, that a call is over; where nobody will look any more, drop it."""
+        self._over.append(call)
+        if self._closed:
+            self._drop_unwanted()
 
     def _wake(self) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody wants to know

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from contextlib import suppress
+from contextvars import ContextVar
 from itertools import islice
 from typing import Any
 
@@ -13,9 +14,23 @@ from nrl.runtime.preemption import patience
 from nrl.runtime.threads import Daemons
 from nrl.stream.cursors import Source, Stream
 
-__all__ = ["ahead"]
+__all__ = ["ahead", "end_early", "too_late"]
 
 _LOOK = 1.0  # seconds between two looks whether there is still time to wait
+
+_ends = 0  # how often this program has ended all its streams
+_ASKED: ContextVar[int | None] = ContextVar("asked", default=None)  # how often it had, when an item was asked for early
+
+
+def end_early() -> None:
+    """Let nothing begin any more that was asked for early until now; what is under way is not touched."""
+    global _ends
+    _ends += 1
+
+
+def too_late() -> bool:
+    """Whether this thread is to make an item that was asked for before `end_early`."""
+    return _ASKED.get() not in (None, _ends)
 
 
 def ahead[T](stream: Stream[T], n: int) -> Source[T]:
@@ -54,8 +69,9 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
     def one() -> T:
         return stream.take(1)[0]
 
-    def work() -> None:
+    def work(asked: int) -> None:
         """Make the items that have not been begun, in the thread beside."""
+        _ASKED.set(asked)
         for future, before in list(made):
             if future.running() or future.done():
                 continue
@@ -72,7 +88,7 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
         # An interrupt may come between any two calls: items in `made` will be made, and no others have been
         if beside is not None:
             made.append((futures.Future(), []))
-            beside.submit(work)
+            beside.submit(work, _ends)
             return
         back, size = mark_source() if mark_source else None, len(made)
         try:
@@ -110,7 +126,7 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
     def state() -> dict[str, Any]:
         pending: list[T] = []
         if beside is not None:
-            beside.submit(work)
+            beside.submit(work, _ends)
         for future, before in islice(list(made), handed, None):  # before the source is asked where it is
             while not future.done():
                 left = patience()  # which may begin to count meanwhile

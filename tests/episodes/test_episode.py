@@ -15,7 +15,9 @@ from nrl.backends.sampling.pool import EnginePool
 from nrl.batch.ragged import rows_of
 from nrl.envs import Environment, Step, Turn, exact, single_turn
 from nrl.episodes import rollout, run_episode
+from nrl.episodes.call_threads import UserCall
 from nrl.episodes.summaries import summary
+from nrl.episodes.verifier_calls import Calls
 from nrl.reduce import finalize
 from tests.episodes.scripted import TASKS, Scripted
 
@@ -227,3 +229,32 @@ def test_what_the_sampler_raises_is_no_failure_of_the_environment() -> None:
 
     with pytest.raises(RuntimeError, match="out of memory"):
         rollout(Broken([]), single_turn(exact), TASKS)
+
+
+@pytest.mark.parametrize(("kind", "state"), [(tuple, 1), (Step, 2)])
+def test_a_state_that_comes_in_the_moment_of_a_cancel_is_closed(
+    sampler: EnginePool, monkeypatch: pytest.MonkeyPatch, kind: type, state: int
+) -> None:
+    """asyncio forgets the value of a future that was set when its task is cancelled before it goes on."""
+    closed: list[int] = []
+    env = Environment(lambda task: (1, "1"), lambda state, turn: Step(state + 1, observation="\n"), closed.append)
+    answer = Calls._answer
+
+    async def generate(tokens: list[int]) -> Completion:
+        return Completion(torch.tensor([20]), -torch.ones(1), False, version=1)
+
+    async def every() -> None:
+        limits = {"tokenizer": sampler.tokenizer, "context_length": 64}
+        playing = asyncio.ensure_future(run_episode(generate, env, {}, **limits))
+
+        def answer_and_cancel(calls: Calls, call: UserCall) -> None:
+            answer(calls, call)
+            if isinstance(call.value, kind):
+                playing.cancel()
+
+        monkeypatch.setattr(Calls, "_answer", answer_and_cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    asyncio.run(every())
+    assert closed == [state]

@@ -23,6 +23,7 @@ from nrl.algos import advantages
 from nrl.backends.sampling.pool import EnginePool
 from nrl.checkpoint import Checkpoints
 from nrl.envs import Environment, Step, of_group, single_turn
+from nrl.episodes.running import Running, Schedule
 from nrl.errors import BatchError, DataError, EnvError, GenerationError
 from nrl.reduce import finalize
 from tests.episodes.scripted import Scripted
@@ -385,6 +386,45 @@ def test_a_run_that_ends_closes_what_is_under_way(engine: Any, early: int, tmp_p
             run.log(i, nrl.summary(batch))
     assert game.opened > 8
     assert game.each_closed_once
+
+
+def test_what_is_asked_for_early_does_not_begin_after_the_end_of_its_run(engine: Any, tmp_path: Path) -> None:
+    """The thread that takes ahead is about to begin when the run ends; another run of the program may go on."""
+    game, held, released = Game(), threading.Event(), threading.Event()
+
+    def take(n: int) -> Any:
+        if game.opened and not released.is_set():
+            held.set()
+            released.wait(10)
+        return groups.take(n)
+
+    @attrs.frozen
+    class Config:
+        out: str
+        steps: int = 1
+
+    groups = nrl.rollouts(engine(), game.env, tasks(), n=2)
+    with nrl.run(Config(str(tmp_path / "first"))) as run:
+        for _ in run.steps(nrl.ahead(groups._replace(take=take), 1)):
+            pass
+        assert held.wait(10)
+    opened = game.opened
+    released.set()
+    assert not settled(lambda: "ahead" in [thread.name for thread in threading.enumerate()], 10)
+    assert game.opened == opened == 2
+    with nrl.run(Config(str(tmp_path / "second"))) as run:
+        [(_, group)] = run.steps(nrl.ahead(groups, 1))
+    assert group["group_ids"].tolist() == [1, 1]
+    assert game.each_closed_once
+
+
+def test_an_end_that_comes_when_a_take_has_just_ended_spares_the_next(engine: Any) -> None:
+    """A loop run is asked to end by another thread, and has ended by itself: the next one is not meant."""
+    running = Running(engine(), Game().env, 1, None, 0, Schedule())
+    with running._turn, running._interrupting():
+        pass
+    assert len(running.play([(0, {"prompt": "1+1="})], 1)) == 1
+    running.close()
 
 
 def test_prompts_that_are_arrays_are_not_mixed_up(engine: Any) -> None:
