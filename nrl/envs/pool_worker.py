@@ -1,7 +1,7 @@
 """A worker of a pool: a process that calls one verifier, or the functions of one environment, call after call.
 
 It reads requests from its standard input and answers on what was its standard output; what user code prints goes to
-its standard error. `nrl.envs.pool` starts it, and kills it if a call takes too long.
+its standard error. `nrl.envs.pool_processes` starts it, and kills it if a call takes too long.
 """
 
 import asyncio

@@ -1,12 +1,22 @@
-"""Threads that nothing waits for, not even the end of the process."""
+"""Threads that nothing waits for, not even the end of the process, and how many may run at once."""
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
-__all__ = ["Daemons"]
+__all__ = ["Daemons", "cores"]
+
+
+def cores() -> int:
+    """How many processors this process may use.
+
+    >>> cores() > 0
+    True
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Daemons(futures.ThreadPoolExecutor):

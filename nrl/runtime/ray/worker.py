@@ -20,6 +20,7 @@ from nrl.runtime.ray.exceptions import carried
 from nrl.runtime.ray.messages import FUNCTIONS, Argument, NeverMade, Order, Receipt, unfolded
 from nrl.runtime.ray.pickling import Shared, deserialized, serialized
 from nrl.runtime.ray.sockets import bind
+from nrl.runtime.threads import cores
 from nrl.runtime.trace import profiles
 from nrl.runtime.trace.timeline import stopwatch
 
@@ -45,8 +46,7 @@ class Worker:
         self._values: dict[int, Any] = {}
         self._functions: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()
         self._guard = threading.Lock()  # of `_functions`: a helper has several threads
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(threads or max(1, cores // share))
+        torch.set_num_threads(threads or max(1, cores() // share))
         seed = (seed + rank) % 2**32
         random.seed(seed)
         np.random.seed(seed)
