@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from nrl import config
 from nrl.command import evaluation
+from nrl.command.gym import audit
 from nrl.errors import ConfigError
 from nrl.runs.exits import exit_status
 from nrl.runs.reporting import report
@@ -19,14 +20,14 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    ``nrl report OUT`` writes a run's report, ``nrl eval TASKS`` evaluates a model, ``nrl venvs`` builds and explains
-    environments.
+    ``nrl report OUT`` writes a run's report, ``nrl eval TASKS`` evaluates a model, ``nrl gym test FILE.py:NAME`` audits
+    a verifier or an environment, ``nrl venvs`` builds and explains environments.
 
     Args:
         argv: the arguments; None: the program's own.
 
     Returns:
-        The exit status: 0; 1 if ``nrl venvs check`` finds something wrong; 2 after a mistake, which is explained on
+        The exit status: 0; 1 if ``nrl venvs check`` or ``nrl gym test`` finds something wrong; 2 after a mistake, which is explained on
         stderr; 130 after Ctrl-C.
 
     >>> main(["report", "/nowhere"])
@@ -40,9 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("eval", help="sample answers to tasks, and say how many are right", add_help=False)
     command.add_argument("settings", metavar="TASKS", nargs="*", help="TASKS key=value ...")
     command.set_defaults(do=_evaluate)
+    command = commands.add_parser("gym", help="try out verifiers and environments")
+    command = command.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "test", help="give it what lazy and hostile policies write, and say what it gets wrong", add_help=False
+    )
+    command.add_argument("settings", metavar="TARGET", nargs="*", help="FILE.py:NAME data=FILE key=value ...")
+    command.set_defaults(do=_audit)
     _add_venvs(commands.add_parser("venvs", help="the virtual environments of executables"))
     given, more = parser.parse_known_args(argv)
-    if given.do is _evaluate:
+    if given.do in (_evaluate, _audit):
         given.settings += more  # load explains that options are written key=value
     elif more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
@@ -55,6 +62,22 @@ def _evaluate(given: argparse.Namespace) -> None:
     if len(tasks) > 1 and not any(setting.startswith("-") for setting in settings):
         raise ConfigError(f"eval: found {' and '.join(tasks)}; give one file of tasks, and all else as key=value")
     evaluation.main(config.load(evaluation.Evaluation, settings, program="nrl eval TASKS"))
+
+
+def _audit(given: argparse.Namespace) -> int:
+    settings = list[str]()
+    for argument in given.settings:
+        key, equals, text = argument.partition("=")
+        if key == "allow" and equals:
+            settings.append(f"allow=[{text.strip('[]')}]")
+        elif equals or argument.startswith("-") or argument.endswith((".yaml", ".yml", ".toml")):
+            settings.append(argument)
+        else:
+            settings.append(f"target={argument}")
+    targets = [each.removeprefix("target=") for each in settings if each.startswith("target=")]
+    if len(targets) > 1 and not any(each.startswith("-") for each in settings):
+        raise ConfigError(f"gym test: found {' and '.join(targets)}; give one target, and all else as key=value")
+    return audit.main(config.load(audit.Audit, settings, program="nrl gym test FILE.py:NAME"))
 
 
 def _setting(argument: str) -> str:

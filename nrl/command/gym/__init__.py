@@ -1,0 +1,1 @@
+"""``nrl gym``: verifiers and environments, tried out."""

@@ -1,0 +1,206 @@
+"""The command ``nrl gym test``: tries a verifier or an environment, and says what it gets wrong."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import attrs
+from rich.box import ROUNDED
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nrl import data
+from nrl.command.gym import playing, verifying
+from nrl.command.gym.golds import form_of
+from nrl.command.gym.records import FAULTS, Fault, Tried, check_allowed, faults, shortened
+from nrl.command.gym.target import target
+from nrl.command.gym.usage import Growth, Usage, usage
+from nrl.envs import Task
+from nrl.envs.contract import TIMEOUT, is_env
+from nrl.errors import ConfigError
+from nrl.log import JsonLines, Progress
+
+__all__ = ["Audit", "main"]
+
+_SHOWN = 20  # answers that passed and should not have
+
+
+def _formed(cfg: Any, field: Any, form: str | None) -> None:
+    if form is not None:
+        form_of(form)
+
+
+def _named(cfg: Any, field: Any, allow: Sequence[str]) -> None:
+    check_allowed(allow)
+
+
+_least = attrs.validators.ge(1)
+_positive = attrs.validators.gt(0)
+
+
+@attrs.frozen
+class Audit:
+    """Give a verifier or an environment what lazy, broken and hostile policies write, and say what it gets wrong."""
+
+    target: str  # number, exact, ...; or FILE.py:NAME or MODULE:NAME: a verifier, an environment, or what makes one
+    data: str  # a file, or a dataset, with "question" (or "prompt", "messages") and "answer", or what the target reads
+    gold: str | None = None  # the column of right answers; of a verifier's tasks "answer"; else none
+    form: str | None = attrs.field(default=None, validator=_formed)  # of a response: 'It is {}.'; none: found out
+    passing: float = 1.0  # an answer passes where its reward is at least this
+    allow: tuple[str, ...] = attrs.field(default=(), validator=_named)  # faults that do not count: allow=mutated,other
+    turns: int = attrs.field(default=100, validator=_least)  # of an environment's episode, at most
+    sessions: int = attrs.field(default=0, validator=attrs.validators.ge(0))  # more calls, to see what leaks
+    slow: float = attrs.field(default=1.0, validator=_positive)  # seconds that a call may take
+    timeout: float = attrs.field(default=TIMEOUT, validator=_positive)  # of a verifier without one, in seconds
+    format: str | None = None  # from the rows of a well-known dataset
+    chat: bool = True  # false: prompts that are texts stay texts
+    limit: int = attrs.field(default=100, validator=_least)  # so many tasks
+    shuffle: bool = False  # false: the tasks in the order of the file
+    seed: int = 0  # of the order, and of what is chosen by chance
+    out: str = "gym_test.jsonl"  # a line for all that was tried, and one for each fault
+
+
+def main(cfg: Audit) -> int:
+    """Try a verifier or an environment, write what came of it, and print a table.
+
+    Args:
+        cfg: the configuration.
+
+    Returns:
+        The exit status: 1 if there is a fault that is not allowed, else 0.
+
+    Raises:
+        ConfigError: there is no such target, or the file that is to be written holds something else.
+        DataError: a task cannot be read, or has no right answer.
+    """
+    tested = target(cfg.target)
+    tasks = _tasks(cfg)
+    out = _out(cfg)
+    forms, grown = dict[str, tuple[int, int]](), None
+    before = usage()
+    with Progress() as progress:
+
+        def tell(place: int) -> None:
+            progress.show("gym test", place, len(tasks), {})
+
+        if is_env(tested):
+            played = asyncio.run(
+                playing.tried(
+                    tested, tasks, gold=cfg.gold, turns=cfg.turns, passing=cfg.passing, seed=cfg.seed,
+                    sessions=cfg.sessions, tell=tell,
+                )
+            )  # fmt: skip
+            tried, grown = played.tried, played.grown
+        else:
+            verified = asyncio.run(
+                verifying.tried(
+                    tested, tasks, gold=cfg.gold or "answer", form=cfg.form, passing=cfg.passing, seed=cfg.seed,
+                    sessions=cfg.sessions, timeout=getattr(tested, "timeout", cfg.timeout), tell=tell,
+                )
+            )  # fmt: skip
+            tried, forms, grown = verified.tried, verified.forms, verified.grown
+    found = faults(tried, cfg.slow, grown)
+    counted = [each for each in found if each.name not in cfg.allow]
+    _write(out, cfg, tried, found)
+    _show(cfg, tried, forms, grown, before, found)
+    print(f"gym test: {_conclusion(cfg, counted)}; {out} has all that was tried", flush=True)
+    return int(bool(counted))
+
+
+def _tasks(cfg: Audit) -> list[Task]:
+    made = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat, shuffle=cfg.shuffle)
+    return [{"seed": cfg.seed + place, **task} for place, task in enumerate(data.epoch(made, cfg.limit))]
+
+
+def _out(cfg: Audit) -> Path:
+    """The file to write, which is empty now."""
+    out = Path(cfg.out)
+    if out.is_dir():
+        raise ConfigError(f"gym test: out={out} is a folder; give a file, such as {out / 'gym_test.jsonl'}")
+    if out.is_file():
+        with out.open(encoding="utf-8", errors="replace") as file:
+            if not file.readline(1000).startswith('{"gym_test": '):
+                raise ConfigError(f"gym test: out={out} holds something else; give another file, or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(b"")
+    return out
+
+
+def _write(out: Path, cfg: Audit, tried: Sequence[Tried], found: Sequence[Fault]) -> None:
+    with JsonLines(out) as lines:
+        lines.write({"gym_test": cfg.target, **{key: value for key, value in attrs.asdict(cfg).items() if value}})
+        for each in tried:
+            lines.write(each.record())
+        for fault in found:
+            lines.write({"fault": fault.name, "count": fault.count, "what": fault.what, "allowed": fault.name in cfg.allow})
+
+
+# --- output
+
+
+def _conclusion(cfg: Audit, counted: Sequence[Fault]) -> str:
+    if not counted:
+        return f"nothing is wrong with {cfg.target}"
+    return f"{cfg.target} has {len(counted)} faults: {', '.join(each.name for each in counted)}"
+
+
+def _show(
+    cfg: Audit,
+    tried: Sequence[Tried],
+    forms: dict[str, tuple[int, int]],
+    grown: Growth | None,
+    before: Usage,
+    found: Sequence[Fault],
+) -> None:
+    console = Console()
+    console.print(_table(cfg, tried))
+    if forms:
+        read = ", ".join(f"{name} {good} of {of}" for name, (good, of) in forms.items())
+        print(f"right answers that pass, by the form of the response: {read}")
+    after = usage()
+    print(f"memory {before.memory / 2**20:.0f} -> {after.memory / 2**20:.0f} MiB")
+    if grown is not None:
+        a, b = grown.before, grown.after
+        print(
+            f"{grown.sessions} sessions: memory {a.memory / 2**20:.0f} -> {b.memory / 2**20:.0f} MiB, files {a.files} "
+            f"-> {b.files}, threads {a.threads} -> {b.threads}, processes {a.processes} -> {b.processes}"
+        )
+    passed = [each for each in tried if each.kind in FAULTS and each.kind != "gold" and each.passed]
+    if passed:
+        console.print(_passed(cfg, passed))
+    for fault in found:
+        allowed = ", allowed" if fault.name in cfg.allow else ""
+        print(f"{fault.name} ({fault.count}{allowed}): {fault.what}")
+
+
+def _table(cfg: Audit, tried: Sequence[Tried]) -> Table:
+    table = Table("kind", title=f"{cfg.target} on {cfg.data}", title_justify="left", box=ROUNDED)
+    for column in ("tried", "passed", "wrong", "raised", "median ms", "worst ms", "MiB"):
+        table.add_column(column, justify="right")
+    for kind in dict.fromkeys(each.kind for each in tried):
+        some = [each for each in tried if each.kind == kind]
+        seconds = [each.outcome.seconds for each in some]
+        numbers = [
+            len(some),
+            sum(each.passed for each in some),
+            sum(each.wrong for each in some),
+            sum(each.outcome.error is not None for each in some),
+        ]
+        times = [f"{1000 * median(seconds):.3g}", f"{1000 * max(seconds):.3g}"]
+        table.add_row(kind, *map(str, numbers), *times, f"{max(each.outcome.memory for each in some) / 2**20:.1f}")
+    return table
+
+
+def _passed(cfg: Audit, passed: Sequence[Tried]) -> Table:
+    more = f", the first {_SHOWN} of {len(passed)}" if len(passed) > _SHOWN else ""
+    table = Table("task", "kind", "", title=f"what passed{more}", title_justify="left", box=ROUNDED)
+    table.add_column("response", overflow="fold")
+    for each in sorted(passed, key=lambda each: bool(each.note))[:_SHOWN]:
+        note = each.note or ("allowed" if each.kind in cfg.allow else "")
+        text = json.dumps(shortened(each.text, 100), ensure_ascii=False)
+        table.add_row(str(each.task), each.kind, f"{each.how}{f' ({note})' if note else ''}", Text(text))
+    return table

@@ -1,0 +1,180 @@
+"""Tries a verifier: right answers, answers that are worth nothing, the same ones again, and many of them."""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from random import Random
+from typing import Any
+
+import attrs
+
+from nrl.command.gym.calls import Outcome, verdict
+from nrl.command.gym.golds import Way, accepted, normal, question, ways
+from nrl.command.gym.hostile import Hostile, hostile, huge
+from nrl.command.gym.records import Tried, shortened
+from nrl.command.gym.usage import Growth, Meter, growth
+from nrl.envs.contract import Environment, Task, Trace, Verifier
+from nrl.envs.verifiers import extractor
+from nrl.episodes.verifier_calls import calling
+
+__all__ = ["Verified", "tried"]
+
+_LEARNING = 10  # tasks, to which all forms are tried
+_MAY_BE_EQUAL = frozenset({"mutated", "other", "question", "injected"})
+_AGAIN = 50  # tasks whose answers are verified again
+
+type Ask = Callable[[Task, str], Awaitable[Outcome]]
+
+
+@attrs.frozen
+class Verified:
+    """What came of it: all that was tried, which share of the right answers is read in which form, and what grew."""
+
+    tried: list[Tried]
+    forms: dict[str, tuple[int, int]]
+    grown: Growth | None
+
+
+async def tried(
+    verifier: Verifier,
+    tasks: Sequence[Task],
+    *,
+    gold: str,
+    form: str | None,
+    passing: float,
+    seed: int,
+    sessions: int,
+    timeout: float | None,
+    tell: Callable[[int], Any],
+) -> Verified:
+    """Try a verifier.
+
+    Args:
+        verifier: plain or ``async``.
+        tasks: the tasks.
+        gold: the column of their right answers.
+        form: of responses, as `nrl.command.gym.golds.form_of` takes it; None: those that are read are found.
+        passing: an answer passes where its reward is at least this.
+        seed: of what is chosen by chance.
+        sessions: calls that are made to see what grows; 0: none.
+        timeout: seconds of a call; None: no limit.
+        tell: called with the number of each task that is done.
+
+    Raises:
+        DataError: a task has no right answer.
+    """
+    golds = [accepted(task, gold, place) for place, task in enumerate(tasks)]
+    said = [ways(task, some, form) for task, some in zip(tasks, golds, strict=True)]
+    meter, extract = Meter(), extractor(verifier)
+    env = Environment(lambda task: (task, ""), lambda state, turn: state, timeout=timeout)
+    with ExitStack() as stack:
+        caller_of = stack.enter_context(calling(env))
+
+        async def ask(task: Task, text: str) -> Outcome:
+            trace = Trace(task.get("prompt", ""), (text,))
+            return await verdict(caller_of(task), verifier, task, trace, meter)
+
+        def enough(outcome: Outcome) -> bool:
+            return outcome.reward is not None and outcome.reward >= passing
+
+        def equal(one: str, other: str) -> bool:
+            return extract(one) == extract(other) if extract is not None else normal(one) == normal(other)
+
+        found, chosen, forms = list[Tried](), list[Way](), dict[str, tuple[int, int]]()
+        best = Counter[str]()
+        for place, (task, some) in enumerate(zip(tasks, said, strict=True)):
+            order = sorted(some, key=lambda way: -best[way.form])  # of equals the first stays so
+            right = None
+            for way in order:
+                outcome = await ask(task, way.text)
+                good, of = forms.get(way.form, (0, 0))
+                forms[way.form] = good + enough(outcome), of + 1
+                best[way.form] += enough(outcome)
+                first = enough(outcome) and right is None
+                right = way if first else right
+                kind = "gold" if first else "form"
+                found.append(Tried(place, kind, way.form, way.text, outcome, enough(outcome)))
+                if right is not None and place >= _LEARNING:
+                    break
+            if right is None:
+                last = found[-len(order)]  # in the best form
+                found[-len(order)] = attrs.evolve(last, kind="gold")
+            chosen.append(right or order[0])
+        for place, (task, way) in enumerate(zip(tasks, chosen, strict=True)):
+            chance = Random(f"{seed} {place}")
+            others = [each.core for number, each in enumerate(chosen) if number != place]
+            others = chance.sample(others, min(20, len(others)))
+            asked = question(task.get("prompt", ""))
+            some = [*hostile(way, golds[place], others, asked, chance), *_huge(way, others, place)]
+            for one in some:
+                found.append(await _answered(one, place, task, ask, enough, lambda text, way=way: equal(text, way.text)))
+            tell(place)
+        found = await _again(found, tasks, chosen, ask, seed)
+        grown = None
+        if sessions:
+            answers = [(each.task, each.text) for each in found if each.kind != "huge"]
+
+            async def session(number: int) -> None:
+                place, text = answers[number % len(answers)]
+                await ask(tasks[place], text)
+
+            grown = await growth(session, sessions)
+    return Verified(found, forms, grown)
+
+
+async def _answered(
+    one: Hostile,
+    place: int,
+    task: Task,
+    ask: Ask,
+    enough: Callable[[Outcome], bool],
+    equal: Callable[[str], bool],
+) -> Tried:
+    outcome = await ask(task, one.text)
+    passed = enough(outcome)
+    note = "may be equal" if passed and one.kind in _MAY_BE_EQUAL and equal(one.text) else ""
+    return Tried(place, one.kind, one.how, one.text, outcome, passed, note)
+
+
+def _huge(way: Way, others: Sequence[str], place: int) -> list[Hostile]:
+    """One or none for each task, and each twice in all, so that one that is slow is seen twice."""
+    wrong = next((each for each in others if normal(each) != normal(way.core)), None)
+    every = huge(way, wrong if wrong is not None else way.core + "x")
+    return [every[place % len(every)]] if place < 2 * len(every) else []
+
+
+async def _again(
+    found: list[Tried], tasks: Sequence[Task], chosen: Sequence[Way], ask: Ask, seed: int
+) -> list[Tried]:
+    """Verify some of the answers again: twice in one order, once in another, and under other seeds.
+
+    A call of another answer comes first, so that the first two rounds begin after the same one.
+    """
+    places = dict[tuple[int, str], int]()
+    for place, each in enumerate(found):
+        if each.task < _AGAIN and each.kind in ("gold", "mutated", "other"):
+            places.setdefault((each.task, each.kind), place)
+    order = list(places.values())
+    if not order:
+        return found
+
+    async def rewards(order: Sequence[int], **more: Any) -> dict[int, float | None]:
+        return {at: (await ask({**tasks[found[at].task], **more}, found[at].text)).reward for at in order}
+
+    await rewards(order[-1:])
+    first, second = await rewards(order), await rewards(order)
+    shuffled = Random(seed).sample(order, len(order))
+    third = await rewards(shuffled if shuffled != order else order[::-1])
+    seeds = [await rewards(order[:20], seed=each) for each in (0, 1, 2**31)]
+    rounds = [("varies", [second]), ("order", [third]), ("seed", seeds)]
+    for name, several in rounds:  # what varies anyway says nothing about order and seeds
+        different = False
+        for at in order:
+            other = next((each[at] for each in several if at in each and each[at] != first[at]), first[at])
+            if other != first[at]:
+                told = f"{first[at]} and then {other} for {shortened(found[at].text, 60)!r}"
+                found[at], different = attrs.evolve(found[at], found=((name, told),)), True
+        if different:
+            break
+    return found
+
