@@ -248,6 +248,8 @@ _OPERATION = re.compile(
     r".[-+*/^!]|\\(?:frac|sqrt|int|sum|prod|lim|binom|log|ln|sin|cos|tan|times|cdot|gcd|det)(?![a-z])"
 )
 _TIMES = re.compile(r"\\(?:times|cdot|ast)(?![A-Za-z]) ?")
+_AROUND = re.compile(r"\$|\\[()\[\]]")
+_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}[,:]?(?=\s)")
 _ONE = re.compile(r"\{([A-Za-z0-9])\}")
 _JOINS = r"A-Za-z0-9+\-*/^()\\|_{}"
 
@@ -266,7 +268,8 @@ def repeats(answer: str, prompt: str, reference: str) -> bool:
     told, right = _plainest(answer), _plainest(reference)
     if told == right or not _OPERATION.search(told):
         return False
-    asked = _plainest(_TIGHT.sub(r"\1", _SPACES.sub(" ", _DROPPED.sub("", prompt[-_READ:].translate(_SIGNS)))))
+    apart = _PROSE.sub(lambda found: f"{found[0]};", _AROUND.sub(";", prompt[-_READ:]))  # else "Expand(x+1)" is one
+    asked = _plainest(_TIGHT.sub(r"\1", _SPACES.sub(" ", _DROPPED.sub("", apart.translate(_SIGNS)))))
     return re.search(rf"(?<![{_JOINS}]){re.escape(told)}(?![{_JOINS}])", asked) is not None
 
 

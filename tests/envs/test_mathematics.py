@@ -129,6 +129,10 @@ def test_a_question_is_no_answer_to_itself(verify: Any) -> None:
     assert ask(verify, "42", said, "How much is it?") == RIGHT
     assert ask(verify, r"6\cdot 7", said, asked) == RIGHT
     assert ask(verify, "1+x", r"\boxed{x+1}", r"Simplify $\frac{(x+1)(x-1)}{x-1}$.") == RIGHT
+    expanded = r"It is $\boxed{(x+1)^2}$."
+    for glued in ("Expand $(x+1)^2$.", "Expand (x+1)^2.", r"Expand: \[(x + 1)^{2}\]", "Now, expand\n$$(x+1)^2$$"):
+        assert ask(verify, "x^2 + 2x + 1", expanded, glued) == WRONG
+    assert ask(verify, "x^2 + 2x + 1", expanded, "Which square is x^2 + 2x + 1?") == RIGHT
     chat = [{"role": "user", "content": asked}]
     assert asyncio.run(verify({"answer": "42", "prompt": chat}, Trace(chat, [said]))) == WRONG
 
