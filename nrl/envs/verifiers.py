@@ -225,6 +225,7 @@ def _final(response: str) -> Fraction | None:
 # --- Where an answer may stand: each yields a number, or None for no number; or nothing if it is not there.
 
 _MARK = re.compile(r"(?<!#)####(?!#)([^\n#]*)")
+_HAS_NUMBER = re.compile("[0-9½¼¾⅓⅔]")
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _HEADING = re.compile(r"[.)][ \t]+[*_]*[A-Za-z]")  # the rest of "#### 2. Add up"
@@ -238,6 +239,8 @@ def marked_number(text: str) -> Iterator[Fraction | None]:
     ([Fraction(42, 1)], [None], [])
     """
     for mark in reversed(list(_MARK.finditer(text))):
+        if not _HAS_NUMBER.search(mark[1]):  # which a text may have a hundred thousand times
+            continue
         line = _without_markup(mark[1])
         first = next(_numerals(line), None)
         if first is None or line[: first.start("run")].strip(" \t*_:\"'({[$€£¥₹+-"):

@@ -400,6 +400,13 @@ def test_fractions_are_exact(top: int, bottom: int) -> None:
         assert number({"answer": Fraction(top, bottom)}, form) == 1.0
 
 
+def test_marks_without_a_number_take_no_time() -> None:
+    begin = time.process_time()
+    assert number({"answer": "42"}, "#### 42\n" + "#### and\n" * 100_000) == 1.0
+    assert number({"answer": "0.5"}, "#### ½\n" + "#### \n" * 100_000) == 1.0
+    assert time.process_time() - begin < 1.0  # 0.2; 1.2 where each of them is looked at closely
+
+
 @given(st.text() | st.text(alphabet="0123456789.,:/-+*^$#{}\\boxedfrac _%=x½√\u2009\n ", max_size=200))
 @example("9^{9^9}")
 @example("#### " * 3)
