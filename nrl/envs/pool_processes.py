@@ -206,6 +206,8 @@ class Worker:
             if timer is not None:
                 timer.cancel()
         self.episodes += {"reset": int(good), "close": -1}.get(call.what, 0)
+        with self.pool.changed:  # before the answer, since who has it may ask again: that takes no other process
+            self.running, self.idle = None, True
         if good:
             call.answer.set_result((self, value))
         else:

@@ -240,6 +240,15 @@ def test_processes_that_are_killed_at_random_lose_nothing() -> None:
     assert sum(not isinstance(each, Exception) for each in found) > 200
 
 
+def test_calls_one_after_the_other_take_one_process() -> None:
+    verify = pooled(by_task, workers=4)
+
+    async def several() -> set[float]:
+        return {await verify({"does": "pid"}, Trace()) for _ in range(500)}  # type: ignore[misc]
+
+    assert len(asyncio.run(several())) == 1
+
+
 # --- nothing is left
 
 
