@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None: the program's own.
 
     Returns:
-        The exit status: 0; 1 if ``nrl venvs check`` or ``nrl gym test`` finds something wrong; 2 after a mistake, which is explained on
-        stderr; 130 after Ctrl-C.
+        The exit status: 0; 1 if ``nrl venvs check`` or ``nrl gym test`` finds something wrong; 2 after a mistake, which
+        is explained on stderr; 130 after Ctrl-C.
 
     >>> main(["report", "/nowhere"])
     2

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,7 @@ from nrl.log import JsonLines, Progress
 
 __all__ = ["Audit", "main"]
 
-_SHOWN = 20  # answers that passed and should not have
+_SHOWN = 3  # answers of a kind that passed and should not have
 
 
 def _formed(cfg: Any, field: Any, form: str | None) -> None:
@@ -136,7 +137,9 @@ def _write(out: Path, cfg: Audit, tried: Sequence[Tried], found: Sequence[Fault]
         for each in tried:
             lines.write(each.record())
         for fault in found:
-            lines.write({"fault": fault.name, "count": fault.count, "what": fault.what, "allowed": fault.name in cfg.allow})
+            lines.write(
+                {"fault": fault.name, "count": fault.count, "what": fault.what, "allowed": fault.name in cfg.allow}
+            )
 
 
 # --- output
@@ -145,7 +148,8 @@ def _write(out: Path, cfg: Audit, tried: Sequence[Tried], found: Sequence[Fault]
 def _conclusion(cfg: Audit, counted: Sequence[Fault]) -> str:
     if not counted:
         return f"nothing is wrong with {cfg.target}"
-    return f"{cfg.target} has {len(counted)} faults: {', '.join(each.name for each in counted)}"
+    faults = "1 fault" if len(counted) == 1 else f"{len(counted)} faults"
+    return f"{cfg.target} has {faults}: {', '.join(each.name for each in counted)}"
 
 
 def _show(
@@ -196,10 +200,16 @@ def _table(cfg: Audit, tried: Sequence[Tried]) -> Table:
 
 
 def _passed(cfg: Audit, passed: Sequence[Tried]) -> Table:
-    more = f", the first {_SHOWN} of {len(passed)}" if len(passed) > _SHOWN else ""
+    """The first that passed, of each kind and note some."""
+    shown, count = list[Tried](), Counter[tuple[str, str]]()
+    for each in sorted(passed, key=lambda each: (bool(each.note), each.kind in cfg.allow)):
+        count[each.kind, each.note] += 1
+        if count[each.kind, each.note] <= _SHOWN:
+            shown.append(each)
+    more = f", {len(shown)} of {len(passed)}" if len(passed) > len(shown) else ""
     table = Table("task", "kind", "", title=f"what passed{more}", title_justify="left", box=ROUNDED)
     table.add_column("response", overflow="fold")
-    for each in sorted(passed, key=lambda each: bool(each.note))[:_SHOWN]:
+    for each in shown:
         note = each.note or ("allowed" if each.kind in cfg.allow else "")
         text = json.dumps(shortened(each.text, 100), ensure_ascii=False)
         table.add_row(str(each.task), each.kind, f"{each.how}{f' ({note})' if note else ''}", Text(text))

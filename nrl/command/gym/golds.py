@@ -1,12 +1,12 @@
 r"""Right answers, and the ways in which a response may say them."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from nrl.envs.contract import Task
+from nrl.envs.programs import last_block
 from nrl.envs.verifiers import boxes, only_number
 from nrl.errors import ConfigError, DataError
 
@@ -125,7 +125,11 @@ def _around(form: str, core: str) -> tuple[str, str, str]:
 
 
 def _core(text: str) -> tuple[int, int]:
-    """Where the answer stands in the text of a solution."""
+    """Where the answer stands in the text of a solution: a program, what a mark or a box holds, or all of it."""
+    block = last_block(text)
+    if block is not None and block.strip():
+        start = text.rfind(block)
+        return start, start + len(block.rstrip())
     mark = text.rfind("####")
     if mark >= 0 and (line := text[mark + 4 :].split("\n")[0]).strip():
         start = mark + 4 + len(line) - len(line.lstrip())

@@ -9,7 +9,7 @@ import attrs
 
 from nrl.command.gym.golds import Way, normal
 
-__all__ = ["KINDS", "Hostile", "huge", "hostile", "mutants"]
+__all__ = ["KINDS", "Hostile", "hostile", "huge", "mutants"]
 
 KINDS = ("mutated", "other", "candidates", "repeated", "injected", "question", "empty", "huge")
 """In the order of reports."""

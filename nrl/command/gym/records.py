@@ -1,6 +1,6 @@
 """What was tried and what came of it, and the faults that follow."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -131,35 +131,37 @@ def faults(tried: Sequence[Tried], slow: float, grown: Growth | None = None) -> 
         slow: seconds that a call may take. The slowest call of all is not counted: it may have started something.
         grown: after many sessions.
     """
-    seen = dict[str, list[str]]()
+    seen, errors = dict[str, list[str]](), dict[str, list[str]]()
     for each in tried:
-        where = f"task {each.task}"
+        where = f"task {each.task}, {each.kind} ({each.how})"
         if each.wrong and each.kind != "random":
             seen.setdefault(each.kind, []).append(_shown(each))
         if each.outcome.error is not None:
-            seen.setdefault("raises", []).append(f"{where}, {each.kind}: {shortened(each.outcome.error, 300)}")
+            kind = each.outcome.error.partition(":")[0]
+            errors.setdefault(kind, []).append(f"{where}: {shortened(each.outcome.error, 300)}")
         if each.outcome.status in LEFT_OUT:
-            seen.setdefault("left_out", []).append(f"{where}, {each.kind} ({each.how}): {each.outcome.status}")
+            seen.setdefault("left_out", []).append(f"{where}: {each.outcome.status}")
         for name, message in each.found:
-            seen.setdefault(name, []).append(f"{where}, {each.kind}: {message}")
+            seen.setdefault(name, []).append(f"{where}: {message}")
     chance = [each for each in tried if each.kind == "random"]
     lucky = [each for each in chance if each.wrong]
     if 2 * len(lucky) > len(chance):
         seen["random"] = [_shown(each) for each in lucky]
-    late = sorted(tried, key=lambda each: each.outcome.seconds)[:-1]
-    for each in reversed(late):
-        if each.outcome.seconds > slow:
-            told = f"task {each.task}, {each.kind} ({each.how}): {each.outcome.seconds:.1f} s"
-            seen.setdefault("slow", []).append(told)
-    for name, how in (grown.leaks() if grown else {}).items():
-        seen.setdefault("leaks", []).append(f"{name}: {how} in {grown.sessions if grown else 0} sessions")
-    return [Fault(name, len(seen[name]), f"{what}: {_first(seen[name])}") for name, what in FAULTS.items() if name in seen]
+    late = sorted(tried, key=lambda each: -each.outcome.seconds)[1:]
+    seen["slow"] = [
+        f"task {each.task}, {each.kind} ({each.how}): {each.outcome.seconds:.1f} s"
+        for each in late
+        if each.outcome.seconds > slow
+    ]
+    if grown is not None:
+        seen["leaks"] = [f"{name}: {how} in {grown.sessions} sessions" for name, how in grown.leaks().items()]
+    found = {name: Fault(name, len(some), f"{FAULTS[name]}: {some[0]}") for name, some in seen.items() if some}
+    if errors:
+        told = "; ".join(f"{len(some)} {kind}, such as {some[0]}" for kind, some in errors.items())
+        found["raises"] = Fault("raises", sum(map(len, errors.values())), f"{FAULTS['raises']}: {told}")
+    return [found[name] for name in FAULTS if name in found]
 
 
 def _shown(tried: Tried) -> str:
     reward = "no reward" if tried.outcome.reward is None else f"a reward of {tried.outcome.reward:g}"
     return f"task {tried.task} ({tried.how}), {reward} for {shortened(tried.text, 60)!r}"
-
-
-def _first(messages: Iterable[str]) -> str:
-    return next(iter(messages))

@@ -107,7 +107,9 @@ async def tried(
             asked = question(task.get("prompt", ""))
             some = [*hostile(way, golds[place], others, asked, chance), *_huge(way, others, place)]
             for one in some:
-                found.append(await _answered(one, place, task, ask, enough, lambda text, way=way: equal(text, way.text)))
+                found.append(
+                    await _answered(one, place, task, ask, enough, lambda text, way=way: equal(text, way.text))
+                )
             tell(place)
         found = await _again(found, tasks, chosen, ask, seed)
         grown = None
@@ -143,9 +145,7 @@ def _huge(way: Way, others: Sequence[str], place: int) -> list[Hostile]:
     return [every[place % len(every)]] if place < 2 * len(every) else []
 
 
-async def _again(
-    found: list[Tried], tasks: Sequence[Task], chosen: Sequence[Way], ask: Ask, seed: int
-) -> list[Tried]:
+async def _again(found: list[Tried], tasks: Sequence[Task], chosen: Sequence[Way], ask: Ask, seed: int) -> list[Tried]:
     """Verify some of the answers again: twice in one order, once in another, and under other seeds.
 
     A call of another answer comes first, so that the first two rounds begin after the same one.
@@ -177,4 +177,3 @@ async def _again(
         if different:
             break
     return found
-
