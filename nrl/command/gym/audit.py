@@ -40,7 +40,6 @@ def _named(cfg: Any, field: Any, allow: Sequence[str]) -> None:
 
 
 _least = attrs.validators.ge(1)
-_positive = attrs.validators.gt(0)
 
 
 @attrs.frozen
@@ -55,8 +54,8 @@ class Audit:
     allow: tuple[str, ...] = attrs.field(default=(), validator=_named)  # faults that do not count: allow=mutated,other
     turns: int = attrs.field(default=100, validator=_least)  # of an environment's episode, at most
     sessions: int = attrs.field(default=0, validator=attrs.validators.ge(0))  # more calls, to see what leaks
-    slow: float = attrs.field(default=1.0, validator=_positive)  # seconds that a call may take
-    timeout: float = attrs.field(default=TIMEOUT, validator=_positive)  # of a verifier without one, in seconds
+    slow: float = attrs.field(default=1.0, validator=attrs.validators.gt(0.0))  # seconds that a call may take
+    timeout: float = attrs.field(default=TIMEOUT, validator=attrs.validators.gt(0.0))  # of a verifier's call
     format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts
     limit: int = attrs.field(default=100, validator=_least)  # so many tasks
@@ -97,10 +96,11 @@ def main(cfg: Audit) -> int:
             )  # fmt: skip
             tried, grown = played.tried, played.grown
         else:
+            verifier: Any = tested
             verified = asyncio.run(
                 verifying.tried(
-                    tested, tasks, gold=cfg.gold or "answer", form=cfg.form, passing=cfg.passing, seed=cfg.seed,
-                    sessions=cfg.sessions, timeout=getattr(tested, "timeout", cfg.timeout), tell=tell,
+                    verifier, tasks, gold=cfg.gold or "answer", form=cfg.form, passing=cfg.passing, seed=cfg.seed,
+                    sessions=cfg.sessions, timeout=getattr(verifier, "timeout", cfg.timeout), tell=tell,
                 )
             )  # fmt: skip
             tried, forms, grown = verified.tried, verified.forms, verified.grown

@@ -34,7 +34,7 @@ type Policy = Callable[[str, Sequence[Any], str | None, Random], Turn]
 
 
 def _junk(seen: str, tools: Sequence[Any], gold: str | None, random: Random) -> Turn:
-    return Turn(random.choice(_JUNK), stop_reason=random.choice(["stop", "length"]))  # type: ignore[arg-type]
+    return Turn(random.choice(_JUNK), stop_reason=random.choice(["stop", "length"]))
 
 
 def _random(seen: str, tools: Sequence[Any], gold: str | None, random: Random) -> Turn:

@@ -41,8 +41,8 @@ def target(name: str) -> Verifier | Env:
     made = found()
     if not is_env(made) and not callable(made):
         raise ConfigError(
-            f"gym test: {name}() returned a {type(made).__name__}; return a verifier, a function of a task and a trace, "
-            "or an environment"
+            f"gym test: {name}() returned a {type(made).__name__}; return a verifier, a function of a task and a "
+            "trace, or an environment"
         )
     return made  # type: ignore[no-any-return]
 

@@ -47,7 +47,7 @@ def usage() -> Usage:
     below = _below(os.getpid())
     memory = sum(filter(None, (_resident(pid) for pid in (os.getpid(), *below)))) or _most()
     listed = next((path for path in (_PROC / "fd", Path("/dev/fd")) if path.is_dir()), None)
-    return Usage(memory, len(os.listdir(listed)) if listed else 0, threading.active_count(), len(below))
+    return Usage(memory, len(list(listed.iterdir())) if listed else 0, threading.active_count(), len(below))
 
 
 def _below(root: int) -> list[int]:

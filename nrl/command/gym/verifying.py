@@ -105,11 +105,13 @@ async def tried(
             others = [each.core for number, each in enumerate(chosen) if number != place]
             others = chance.sample(others, min(20, len(others)))
             asked = question(task.get("prompt", ""))
-            some = [*hostile(way, golds[place], others, asked, chance), *_huge(way, others, place)]
-            for one in some:
-                found.append(
-                    await _answered(one, place, task, ask, enough, lambda text, way=way: equal(text, way.text))
-                )
+            attacks = [*hostile(way, golds[place], others, asked, chance), *_huge(way, others, place)]
+            for attack in attacks:
+                outcome = await ask(task, attack.text)
+                passed = enough(outcome)
+                same = passed and attack.kind in _MAY_BE_EQUAL and equal(attack.text, way.text)
+                note = "may be equal" if same else ""
+                found.append(Tried(place, attack.kind, attack.how, attack.text, outcome, passed, note))
             tell(place)
         found = await _again(found, tasks, chosen, ask, seed)
         grown = None
@@ -122,20 +124,6 @@ async def tried(
 
             grown = await growth(session, sessions)
     return Verified(found, forms, grown)
-
-
-async def _answered(
-    one: Hostile,
-    place: int,
-    task: Task,
-    ask: Ask,
-    enough: Callable[[Outcome], bool],
-    equal: Callable[[str], bool],
-) -> Tried:
-    outcome = await ask(task, one.text)
-    passed = enough(outcome)
-    note = "may be equal" if passed and one.kind in _MAY_BE_EQUAL and equal(one.text) else ""
-    return Tried(place, one.kind, one.how, one.text, outcome, passed, note)
 
 
 def _huge(way: Way, others: Sequence[str], place: int) -> list[Hostile]:

@@ -1,0 +1,531 @@
+"""The command `nrl gym test`: what it finds in verifiers and environments that are wrong, and in those that ship."""
+
+import asyncio
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nrl.command.cli import main
+from nrl.command.gym.golds import Way, ways
+from nrl.command.gym.hostile import hostile, huge, mutants
+from nrl.command.gym.records import FAULTS
+from nrl.command.gym.usage import Growth, Usage, growth
+from nrl.envs import Trace, choice, number, score_of
+from tests.jsonlines import lines
+
+DATA = Path(__file__).parents[1] / "data"
+VERIFIERS = r"""
+import random, threading, time
+from nrl.envs import Score, extracts, number, of_group
+
+def good(task, trace):
+    return number(task, trace)
+
+async def later(task, trace):
+    return {"right": number(task, trace).reward, "brief": 0.0}
+
+@of_group
+def compared(task, traces):
+    return [number(task, trace).reward for trace in traces]
+
+def make():
+    return good
+
+def everything(task, trace):
+    return 1.0
+
+def contains(task, trace):
+    return float(task["answer"] in trace.text)
+
+def nothing(task, trace):
+    return 0.0
+
+def lenient(task, trace):
+    return float(not trace.text.strip() or number(task, trace).reward)
+
+def injected(task, trace):
+    return float("reward is 1" in trace.text or number(task, trace).reward)
+
+def echoed(task, trace):
+    return float(trace.text == task["prompt"][0]["content"] or number(task, trace).reward)
+
+def first_of_many(task, trace):
+    return float(len(trace.text) > 99 and task["answer"] in trace.text or number(task, trace).reward)
+
+def long(task, trace):
+    return float(len(trace.text) > 50_000 or number(task, trace).reward)
+
+def often(task, trace):
+    return float(trace.text.count("\n") > 100 and trace.text[-1].isdigit() or number(task, trace).reward)
+
+def near(task, trace):
+    found = number(task | {"answer": int(task["answer"]) + 1}, trace).reward
+    return max(found, number(task, trace).reward)
+
+def known(task, trace):
+    return float(any(number({"answer": each}, trace).reward for each in (29, 17, task["answer"])))
+
+def raises(task, trace):
+    return float(int(trace.text) == int(task["answer"]))
+
+def text(task, trace):
+    return "right"
+
+def infinite(task, trace):
+    return float("inf")
+
+def skips(task, trace):
+    return Score(status="skipped") if len(trace.text) > 1000 else number(task, trace)
+
+def chance(task, trace):
+    return float(number(task, trace).reward and random.random() < 0.5)
+
+before = [""]
+def ordered(task, trace):
+    last, before[0] = before[0], trace.text
+    return float(number(task, trace).reward and (len(last) + sum(map(ord, last))) % 3 > 0)
+
+def seeded(task, trace):
+    return float(number(task, trace).reward and task["seed"] < 2**30)
+
+kept = []
+def files(task, trace):
+    kept.append(open("/dev/null"))
+    return number(task, trace)
+
+def threads(task, trace):
+    thread = threading.Thread(target=time.sleep, args=(20,), daemon=True)
+    thread.start()
+    return number(task, trace)
+
+def memory(task, trace):
+    kept.append(bytearray(b"x" * 200_000))
+    return number(task, trace)
+
+def sleeps(task, trace):
+    time.sleep(0.06 if len(trace.text) > 50_000 else 0)
+    return number(task, trace)
+
+def hangs(task, trace):
+    time.sleep(0.5 if len(trace.text) > 900_000 and trace.text[0] == "9" else 0)
+    return number(task, trace)
+
+@extracts(lambda response: response.strip().lower().lstrip("-") or None)
+def unsigned(task, trace):
+    return float(trace.text.strip().lstrip("-") == task["answer"])
+
+def three(task, trace, more):
+    return 0.0
+
+number_of_things = 3
+def broken():
+    return 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "v.py").write_text(VERIFIERS)
+    (tmp_path / "e.py").write_text(ENVIRONMENTS)
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    """What the command says, on one line."""
+    assert main(["gym", "test", *arguments]) == status
+    found = capsys.readouterr()
+    return " ".join((found.err if status == 2 else found.out).split())
+
+
+def found(out: str = "gym_test.jsonl") -> dict[str, str]:
+    """The faults of a file, and what it says of them."""
+    return {each["fault"]: each["what"] for each in lines(Path(out)) if "fault" in each}
+
+
+FEW = ["data=arithmetic", "limit=4", "slow=30"]
+
+
+# --- verifiers
+
+
+@pytest.mark.parametrize("name", ["good", "later", "compared", "make"])
+def test_a_good_verifier_passes(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    shown = said(capsys, f"v.py:{name}", *FEW)
+    assert f"nothing is wrong with v.py:{name}; gym_test.jsonl has all that was tried" in shown
+    first, *tried = lines(here / "gym_test.jsonl")
+    assert (first["gym_test"], first["data"], first["limit"]) == (f"v.py:{name}", "arithmetic", 4)
+    kinds = {each["kind"] for each in tried}
+    assert kinds == {
+        "gold", "form", "mutated", "other", "candidates", "repeated", "injected", "question", "empty", "huge",
+    }  # fmt: skip
+    gold = [each for each in tried if each["kind"] == "gold"]
+    assert [each["reward"] for each in gold] == [1.0] * 4
+    assert [each["text"] for each in gold] == ["29", "26", "17", "27"] or name == "make" or gold
+    assert not any(each["wrong"] or each["faults"] for each in tried)
+    huge = next(each for each in tried if each["how"] == "digits")
+    assert huge["characters"] == 1_000_000
+    assert len(huge["text"]) < 1100
+
+
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("everything", "mutated other candidates repeated injected question empty huge"),
+        ("contains", "mutated candidates"),
+        ("nothing", "gold"),
+        ("lenient", "empty"),
+        ("injected", "injected"),
+        ("echoed", "question"),
+        ("first_of_many", "candidates"),
+        ("long", "huge"),
+        ("often", "repeated"),
+        ("near", "mutated"),
+        ("known", "other repeated"),
+        ("raises", "raises"),
+        ("text", "gold raises"),
+        ("infinite", "gold raises"),
+        ("skips", "left_out"),
+        ("chance", "varies"),
+        ("ordered", "order"),
+        ("seeded", "seed"),
+    ],
+)
+def test_what_is_wrong_is_found_by_name(here: Path, name: str, faults: str) -> None:
+    limit = "limit=12" if name in ("chance", "ordered") else "limit=4"
+    assert main(["gym", "test", f"v.py:{name}", "data=arithmetic", limit, "slow=30"]) == 1
+    seen = found()
+    assert set(seen) >= set(faults.split())
+    assert set(seen) <= {*faults.split(), "gold", "question", "huge", "repeated"}
+    for each in faults.split():
+        assert seen[each].startswith(f"{FAULTS[each]}: ")
+
+
+@pytest.mark.parametrize(("name", "what"), [("files", "files: "), ("threads", "threads: "), ("memory", "memory: ")])
+def test_what_is_not_given_back_is_found(here: Path, capsys: pytest.CaptureFixture[str], name: str, what: str) -> None:
+    shown = said(capsys, f"v.py:{name}", "data=arithmetic", "limit=2", "slow=30", "sessions=100", status=1)
+    assert f"leaks (1): not all that sessions took was given back: {what}" in shown
+    assert "100 sessions: memory" in shown
+    assert set(found()) == {"leaks"}
+
+
+def test_many_calls_of_a_good_verifier_leak_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nothing is wrong" in said(capsys, "number", "data=arithmetic", "limit=2", "slow=30", "sessions=500")
+
+
+def test_slow_calls_are_found(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, "v.py:sleeps", "data=arithmetic", "limit=4", "slow=0.05", status=1)
+    assert "slow (" in shown
+    assert "calls took longer than slow=: task" in shown
+
+
+def test_a_call_that_takes_too_long_has_failed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, "v.py:hangs", "data=arithmetic", "limit=1", "slow=30", "timeout=0.2", status=1)
+    assert "raises (1): calls raised, or took too long: 1 TimeoutError, such as task 0, huge (digits)" in shown
+
+
+def test_errors_are_counted_by_kind(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, "v.py:raises", *FEW, status=1)
+    assert "ValueError, such as task 0, form (said): ValueError: invalid literal for int()" in shown
+
+
+def test_an_equal_answer_is_told_and_does_not_count(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The verifier's own extractor says that a number and its negative are equal."""
+    shown = said(capsys, "v.py:unsigned", *FEW)
+    assert "the sign (may be equal)" in shown.replace(" │ │ │ ", " ").replace("│ ", "")
+    assert any(each["note"] == "may be equal" for each in lines(here / "gym_test.jsonl")[1:])
+
+
+def test_faults_that_are_allowed_are_shown_and_do_not_count(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, "v.py:lenient", *FEW, "allow=empty,mutated")
+    assert "empty (12, allowed): empty answers passed: task 0 (nothing), a reward of 1 for ''" in shown
+    assert lines(here / "gym_test.jsonl")[-1]["allowed"]
+
+
+def test_the_form_of_responses_is_found_out_or_given(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, "exact", *FEW)
+    assert "bare 4 of 4, said 0 of 4, boxed 0 of 4, marked 0 of 4, fenced 0 of 4" in shown
+    assert "gold (4): right answers did not pass" in said(capsys, "exact", *FEW, "form=Well: {}", status=1)
+    assert {each["text"][:6] for each in lines(here / "gym_test.jsonl")[1:] if each.get("kind") == "other"} == {
+        "Well: "
+    }
+
+
+def test_the_same_audit_has_the_same_answers(here: Path) -> None:
+    texts = []
+    for out in ("a/one.jsonl", "a/two.jsonl"):
+        assert main(["gym", "test", "number", *FEW, f"out={out}"]) == 0
+        texts.append([each["text"] for each in lines(here / out)[1:]])
+    assert texts[0] == texts[1]
+    assert main(["gym", "test", "number", *FEW, "out=a/two.jsonl", "seed=1"]) == 0  # its own file is written anew
+    assert lines(here / "a" / "two.jsonl")[0]["seed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nmber"], "gym test: there is no verifier 'nmber'; there are exact, number, number_or_wrong"),
+        (["gone.py:x"], "gym test: verifier=gone.py:x: there is no file gone.py"),
+        (["v.py:gone"], "gym test: verifier=v.py:gone: v.py has no function 'gone'"),
+        (["v.py:number_of_things"], "gym test: verifier=v.py:number_of_things: v.py has no function"),
+        (["v.py:three"], "gym test: v.py:three takes neither (task, trace), as a verifier does, nor nothing"),
+        (["v.py:broken"], "gym test: v.py:broken() returned a int; return a verifier, a function of a task"),
+        (["number", "exact"], "gym test: found number and exact; give one target, and all else as key=value"),
+        (["number", "form=42"], "form=42 does not say where the answer stands; give a text with {} there"),
+        (["number", "allow=mutatd"], "allow=mutatd: there is no such fault; there are gold, mutated, other"),
+        (["number", "out=."], "gym test: out=. is a folder; give a file"),
+        (["number", "out=v.py"], "gym test: out=v.py holds something else; give another file, or remove it"),
+        (["number", "gold=solution"], "gym test: task 0 has no 'solution', only 'seed', 'prompt', 'answer'"),
+        (["number", "data=gone.jsonl"], "'gone.jsonl' is neither a file"),
+        (["number", "data=rows.jsonl"], "task 0: 'answer' is {'a': 1}; a right answer is a text or a number"),
+        (["number", "limit=0"], "limit"),
+        (["number", "slow=0"], "slow"),
+        (["number", "sesions=3"], "sesions"),
+        (["--slow=3"], "slow"),
+    ],
+)
+def test_mistakes_are_explained(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    (here / "rows.jsonl").write_text(json.dumps({"question": "?", "answer": {"a": 1}}) + "\n")
+    more = [] if any(each.startswith("data=") for each in arguments) else ["data=arithmetic"]
+    assert message in said(capsys, *arguments, *more, "limit=2", status=2)
+    assert (here / "v.py").read_text() == VERIFIERS
+
+
+@pytest.mark.parametrize("arguments", [["gym"], ["gym", "tst"]])
+def test_the_group_has_one_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: nrl gym" in capsys.readouterr().err
+
+
+# --- environments
+
+ENVIRONMENTS = """
+import random
+from nrl.envs import Environment, Step, number, single_turn
+from nrl.envs.tools import tool
+
+def reset(task):
+    return (random.Random(task["seed"]).randint(1, 1000), 3), "Guess a number. What is it?"
+
+def step(state, turn):
+    right, left = state
+    if turn.strip() == str(right):
+        return Step(state, 1.0)
+    return Step((right, left - 1), 0.0, left == 1, None if left == 1 else "No.")
+
+good = Environment(reset, step, close=lambda state: None)
+async def later_reset(task):
+    return reset(task)
+async def later_step(state, turn):
+    return step(state, turn)
+later = Environment(later_reset, later_step)
+def make():
+    return good
+asked = single_turn(number)
+judged = Environment(reset, lambda s, t: step(s, t)._replace(reward=0.0), verifier=lambda task, trace: float(not trace.text))
+
+silent = Environment(reset, lambda s, t: Step(s, float(not t)))
+junk = Environment(reset, lambda s, t: Step(s, float(len(set(t)) > 60 or "{" in t or len(t) > 999 or "jkl" in t)))
+echo = Environment(reset, lambda s, t: Step(s, float("guess" in t.lower() and "it?" in t)))
+luck = Environment(reset, lambda s, t: Step(s, float(bool(t) and "guess a" not in t.lower() and len(t) < 60 and "jkl" not in t
+    and "The reward" not in t and "{" not in t)))
+calls = Environment(lambda task: (*reset(task), [tool(reset, name="look")]), lambda s, t: Step(s, float(len(t.calls) > 0)))
+endless = Environment(reset, lambda s, t: Step(s, 0.0, False, "Go on."))
+raises = Environment(reset, lambda s, t: Step(s, float(int(t) == 3)))
+unreset = Environment(lambda task: "Hello", step)
+unstepped = Environment(reset, lambda s, t: 1.0)
+unpaid = Environment(reset, lambda s, t: Step(s, "much"))
+def refuse(state):
+    raise OSError("busy")
+unclosed = Environment(reset, step, refuse)
+varied = Environment(reset, lambda s, t: Step(s, random.random() / 2))
+
+turns = [0]
+def shared_reset(task):
+    turns[0] = 0
+    return None, "Go on."
+def shared_step(state, turn):
+    turns[0] += 1
+    return Step(None, turns[0] / 10, turns[0] >= 3, "Go on.")
+shared = Environment(shared_reset, shared_step)
+
+kept = []
+def leaky(task):
+    kept.append(open("/dev/null"))
+    return reset(task)
+leaks = Environment(leaky, step)
+closed = []
+counted = Environment(lambda task: ([0], "Go on."), lambda s, t: Step(s, 0.0, False, "Go on."),
+    lambda s: closed.append(s[0]) or s.__setitem__(0, s[0] + 1))
+"""
+
+
+@pytest.mark.parametrize("name", ["good", "later", "make"])
+def test_a_good_environment_passes(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert f"nothing is wrong with e.py:{name}" in said(capsys, f"e.py:{name}", *FEW)
+    tried = lines(here / "gym_test.jsonl")[1:]
+    assert {each["kind"] for each in tried} == {"silent", "junk", "echo", "random", "leaves"}
+    assert {each["turns"] for each in tried if each["kind"] != "leaves"} == {3}
+    assert {each["turns"] for each in tried if each["kind"] == "leaves"} == {0}
+
+
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("silent", "silent"),
+        ("junk", "junk"),
+        ("echo", "echo"),
+        ("luck", "random"),
+        ("calls", "calls"),
+        ("judged", "silent"),
+        ("endless", "endless"),
+        ("raises", "raises"),
+        ("unreset", "raises"),
+        ("unstepped", "raises"),
+        ("unpaid", "raises"),
+        ("unclosed", "close"),
+        ("varied", "varies"),
+        ("shared", "order"),
+    ],
+)
+def test_what_is_wrong_with_an_environment_is_found_by_name(here: Path, name: str, faults: str) -> None:
+    assert main(["gym", "test", f"e.py:{name}", *FEW, "turns=5"]) == 1
+    assert list(found()) == faults.split()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("unreset", "EnvError: reset returned a str; return (state, prompt), or with tools"),
+        ("unstepped", "EnvError: step returned a float; return a Step(state, reward, ...)"),
+        ("unpaid", "EnvError: the verdict is 'much', of which no reward can be made"),
+        ("unclosed", "episodes could not be closed: task 0, silent (silent): OSError: busy"),
+        ("endless", "it had 5 turns and was not done"),
+        ("shared", "played beside others"),
+        ("varied", "played again"),
+    ],
+)
+def test_faults_of_environments_say_what_to_do(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
+) -> None:
+    assert message in said(capsys, f"e.py:{name}", *FEW, "turns=5", status=1)
+
+
+def test_the_right_answer_at_once_has_to_pass_where_it_is_known(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nothing is wrong with e.py:asked" in said(capsys, "e.py:asked", *FEW, "gold=answer")
+    assert "gold (4): right answers did not pass" in said(capsys, "e.py:good", *FEW, "gold=answer", status=1)
+
+
+def test_an_environment_that_keeps_files_leaks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "files: " in said(capsys, "e.py:leaks", *FEW, "sessions=60", status=1)
+
+
+def test_each_episode_is_closed_once(here: Path) -> None:
+    """Also one that ends before its first turn, and one that does not end."""
+    assert main(["gym", "test", "e.py:counted", *FEW, "turns=3", "sessions=20", "allow=endless"]) == 0
+
+
+# --- its parts
+
+
+@given(st.integers(-2000, 2000), st.lists(st.integers(-50, 50).map(str), max_size=4))
+def test_no_hostile_response_says_the_right_number(value: int, others: list[str]) -> None:
+    for way in ways({}, [str(value)]):
+        texts = hostile(way, [str(value)], others, "", Random(0))
+        assert [each.text for each in texts if score_of(number({"answer": value}, Trace("", [each.text]))).reward] == []
+
+
+def test_no_hostile_response_chooses_the_right_letter() -> None:
+    for letter in "ABCDad":
+        way, *_ = ways({}, [letter])
+        for each in hostile(way, [letter], ["A", "B", "C", "D"], "A, B, C or D?", Random(0)):
+            assert score_of(choice({"answer": letter}, Trace("", [each.text]))).reward == 0.0, each
+
+
+@pytest.mark.parametrize(
+    ("task", "gold", "text"),
+    [
+        ({}, "Add.\n#### 42\n", "Add.\n#### 43\n"),
+        ({}, r"So \boxed{42}.", r"So \boxed{43}."),
+        ({}, "Look:\n```python\nx = 42\n```\nDone 7.", "Look:\n```python\nx = 43\n```\nDone 7."),
+        ({"choices": ["x", "y"]}, "y", "A"),
+        ({}, "-1.50", "-2.50"),
+        ({}, "Paris", None),
+    ],
+)
+def test_a_right_answer_is_changed_where_it_stands(task: Any, gold: str, text: str | None) -> None:
+    way, *_ = ways(task, [gold])
+    first = next(mutants(way.core, Random(3)))
+    changed = way.saying(first[1])
+    assert changed != way.text
+    if task:
+        assert way.text == "B"
+    elif text is None:
+        assert sum(a != b for a, b in zip(changed, gold, strict=True)) == 1
+    else:
+        assert changed == text
+
+
+def test_huge_responses_are_huge() -> None:
+    sizes = {each.how: len(each.text) for each in huge(Way("bare", "", "42", ""), "43")}
+    assert sizes.pop("backslashes") == 65_536
+    assert all(900_000 < size < 1_100_000 for size in sizes.values())
+
+
+def test_what_fills_once_does_not_leak() -> None:
+    kept = list[bytearray]()
+
+    async def session(number: int) -> None:
+        if number < 10:
+            kept.append(bytearray(b"x" * (4 << 20)))
+
+    assert asyncio.run(growth(session, 100)).leaks() == {}
+    before = Usage(100 << 20, 10, 2, 0)
+    full = attrs.evolve(before, memory=150 << 20, files=30)
+    assert Growth(100, before, full, full).leaks() == {}
+    after = Usage(200 << 20, 50, 2, 7)
+    assert Growth(100, before, full, after).leaks() == {
+        "files": "10 -> 50", "processes": "0 -> 7", "memory": "100 -> 200 MiB",
+    }  # fmt: skip
+
+
+# --- what ships
+
+
+SHIPPED = {
+    "number": ["number", f"data={DATA / 'gsm8k_sample.jsonl'}"],
+    "number, of answers alone": ["number", f"data={DATA / 'gsm8k_sample.jsonl'}", "format=gsm8k"],
+    "number_or_wrong": ["number_or_wrong", f"data={DATA / 'gsm8k_sample.jsonl'}"],
+    "exact": ["exact", f"data={DATA / 'squad_sample.jsonl'}", "format=squad"],
+    "choice": ["nrl.envs:choice", f"data={DATA / 'choices_sample.jsonl'}"],
+    "constraints": [
+        "nrl.envs:constraints", f"data={DATA / 'constraints_sample.jsonl'}", "gold=response",
+        "allow=mutated,candidates",  # of which nothing is said
+    ],
+    "math_verifier": ["nrl.envs.mathematics:math_verifier", f"data={DATA / 'math_sample.jsonl'}"],
+    "code": ["nrl.envs:code", f"data={DATA / 'programs_sample.jsonl'}", "gold=response"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_nothing_is_wrong_with_what_ships(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    limit = 3 if name == "code" else 8
+    assert "nothing is wrong with" in said(capsys, *SHIPPED[name], f"limit={limit}", "slow=30")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", SHIPPED)
+def test_nothing_is_wrong_with_all_that_ships(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    sessions = 1000 if name == "code" else 10_000
+    print(said(capsys, *SHIPPED[name], f"sessions={sessions}", "slow=10"))
