@@ -1,5 +1,6 @@
 r"""Right answers, and the ways in which a response may say them."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ FORMS: Mapping[str, str] = {
     "fenced": "```python\n{}\n```",
 }
 """Ways to say an answer, by name; it stands in place of ``{}``."""
+
+_CODE = re.compile(r"\n|\w\(|=|\bimport\b")
 
 
 @attrs.frozen
@@ -47,7 +50,7 @@ class Way:
     @property
     def is_program(self) -> bool:
         """Whether the answer is code, of which two make a program too."""
-        return "```" in self.text
+        return "```" in self.text and _CODE.search(self.core) is not None
 
 
 def form_of(given: str) -> tuple[str, str]:
@@ -137,6 +140,8 @@ def _core(text: str) -> tuple[int, int]:
     box = next(boxes(text), None)
     if box is not None and box[2].strip():
         return box[1] - 1 - len(box[2]), box[1] - 1
+    if letter := re.fullmatch(r"\s*\(([A-Za-z])\)\s*", text):  # an option
+        return letter.span(1)
     return len(text) - len(text.lstrip()), len(text.rstrip()) or len(text)
 
 
