@@ -224,6 +224,9 @@ def test_what_is_not_given_back_is_found(here: Path, capsys: pytest.CaptureFixtu
     shown = said(capsys, f"v.py:{name}", "data=arithmetic", "limit=2", "slow=30", "sessions=100", status=1)
     assert "not all that sessions took was given back: " in shown
     assert what in found()["leaks"]
+    (grown,) = [each for each in lines(here / "gym_test.jsonl") if "sessions" in each and "before" in each]
+    assert grown["sessions"] == 100
+    assert grown["after"][what[:-2]] > grown["halfway"][what[:-2]] > grown["before"][what[:-2]] >= 0
     assert "100 sessions: memory" in shown
     assert set(found()) == {"leaks"}
 

@@ -106,7 +106,7 @@ def main(cfg: Audit) -> int:
             tried, forms, grown = verified.tried, verified.forms, verified.grown
     found = faults(tried, cfg.slow, grown)
     counted = [each for each in found if each.name not in cfg.allow]
-    _write(out, cfg, tried, found)
+    _write(out, cfg, tried, grown, found)
     _show(cfg, tried, forms, grown, before, found)
     print(f"gym test: {_conclusion(cfg, counted)}; {out} has all that was tried", flush=True)
     return int(bool(counted))
@@ -131,11 +131,13 @@ def _out(cfg: Audit) -> Path:
     return out
 
 
-def _write(out: Path, cfg: Audit, tried: Sequence[Tried], found: Sequence[Fault]) -> None:
+def _write(out: Path, cfg: Audit, tried: Sequence[Tried], grown: Growth | None, found: Sequence[Fault]) -> None:
     with JsonLines(out) as lines:
         lines.write({"gym_test": cfg.target, **{key: value for key, value in attrs.asdict(cfg).items() if value}})
         for each in tried:
             lines.write(each.record())
+        if grown is not None:
+            lines.write(attrs.asdict(grown))
         for fault in found:
             lines.write(
                 {"fault": fault.name, "count": fault.count, "what": fault.what, "allowed": fault.name in cfg.allow}

@@ -7,8 +7,9 @@ from typing import Any
 import attrs
 
 from nrl.envs.contract import Task
+from nrl.envs.math_answers import plain_number
 from nrl.envs.programs import last_block
-from nrl.envs.verifiers import boxes, only_number
+from nrl.envs.verifiers import boxes
 from nrl.errors import ConfigError, DataError
 
 __all__ = ["FORMS", "Way", "accepted", "form_of", "normal", "question", "ways"]
@@ -162,7 +163,7 @@ def normal(answer: str) -> str:
     >>> normal("0.50") == normal("1/2"), normal(" Paris.") == normal("paris"), normal("x+1") == normal("x-1")
     (True, True, False)
     """
-    value = only_number(answer) if len(answer) < 1000 else None
+    value = plain_number(answer)
     return str(value) if value is not None else " ".join(answer.casefold().split()).strip(" .$\"'")
 
 

@@ -29,7 +29,7 @@ _JUNK = (
     "asdf jkl; qwer",
 )
 
-type Policy = Callable[[str, Sequence[Any], str | None, Random], Turn]
+type _Policy = Callable[[str, Sequence[Any], str | None, Random], Turn]
 """``(observation, tools, right answer, random) -> turn``."""
 
 
@@ -49,7 +49,7 @@ def _calls(seen: str, tools: Sequence[Any], gold: str | None, random: Random) ->
     return Turn("", calls=some, malformed=[MalformedCall('<tool_call>{"', "the object is not closed")])
 
 
-POLICIES: Mapping[str, Policy] = {
+POLICIES: Mapping[str, _Policy] = {
     "gold": lambda seen, tools, gold, random: Turn(gold or ""),
     "silent": lambda seen, tools, gold, random: Turn(""),
     "junk": _junk,

@@ -23,7 +23,7 @@ _LEARNING = 10  # tasks, to which all forms are tried
 _MAY_BE_EQUAL = frozenset({"mutated", "other", "question", "injected"})
 _AGAIN = 50  # tasks whose answers are verified again
 
-type Ask = Callable[[Task, str], Awaitable[Outcome]]
+type _Ask = Callable[[Task, str], Awaitable[Outcome]]
 
 
 @attrs.frozen
@@ -133,7 +133,7 @@ def _huge(way: Way, others: Sequence[str], place: int) -> list[Hostile]:
     return [every[place % len(every)]] if place < 2 * len(every) else []
 
 
-async def _again(found: list[Tried], tasks: Sequence[Task], chosen: Sequence[Way], ask: Ask, seed: int) -> list[Tried]:
+async def _again(found: list[Tried], tasks: Sequence[Task], chosen: Sequence[Way], ask: _Ask, seed: int) -> list[Tried]:
     """Verify some of the answers again: twice in one order, once in another, and under other seeds.
 
     A call of another answer comes first, so that the first two rounds begin after the same one.
