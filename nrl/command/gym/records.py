@@ -54,6 +54,7 @@ class Tried:
         note: why it is no fault although it passed, or did not: ``"may be equal"``.
         found: other faults that it showed: name and message.
         turns: of an episode.
+        characters: of the whole text, where it is too long to be kept.
     """
 
     task: int
@@ -65,6 +66,7 @@ class Tried:
     note: str = ""
     found: tuple[tuple[str, str], ...] = ()
     turns: int | None = None
+    characters: int | None = None
 
     @property
     def wrong(self) -> bool:
@@ -89,7 +91,7 @@ class Tried:
             "seconds": self.outcome.seconds,
             "memory": self.outcome.memory,
             "error": self.outcome.error,
-            "characters": len(self.text),
+            "characters": self.characters if self.characters is not None else len(self.text),
             "text": shortened(self.text, 1000),
         }
 

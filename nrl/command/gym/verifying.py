@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from random import Random
 from typing import Any
 
@@ -10,7 +10,7 @@ import attrs
 
 from nrl.command.gym.calls import Outcome, verdict
 from nrl.command.gym.golds import Way, accepted, normal, question, ways
-from nrl.command.gym.hostile import Hostile, hostile, huge
+from nrl.command.gym.hostile import Hostile, hostile, huge, mutants
 from nrl.command.gym.records import Tried, shortened
 from nrl.command.gym.usage import Growth, Meter, growth
 from nrl.envs.contract import Environment, Task, Trace, Verifier
@@ -21,6 +21,7 @@ __all__ = ["Verified", "tried"]
 
 _LEARNING = 10  # tasks, to which all forms are tried
 _MAY_BE_EQUAL = frozenset({"mutated", "other", "question", "injected"})
+_LONG = ("huge", "repeated")  # of which only the ends are kept
 _AGAIN = 50  # tasks whose answers are verified again
 
 type _Ask = Callable[[Task, str], Awaitable[Outcome]]
@@ -78,7 +79,10 @@ async def tried(
             return outcome.reward is not None and outcome.reward >= passing
 
         def equal(one: str, other: str) -> bool:
-            return extract(one) == extract(other) if extract is not None else normal(one) == normal(other)
+            read = normal if extract is None else extract
+            with suppress(Exception):  # of the user's extractor
+                return read(one) == read(other)
+            return False
 
         found, chosen, forms = list[Tried](), list[Way](), dict[str, tuple[int, int]]()
         best = Counter[str]()
@@ -105,18 +109,20 @@ async def tried(
             others = [each.core for number, each in enumerate(chosen) if number != place]
             others = chance.sample(others, min(20, len(others)))
             asked = question(task.get("prompt", ""))
-            attacks = [*hostile(way, golds[place], others, asked, chance), *_huge(way, others, place)]
+            attacks = [*hostile(way, golds[place], others, asked, chance), *_huge(way, golds[place], others, place)]
             for attack in attacks:
                 outcome = await ask(task, attack.text)
                 passed = enough(outcome)
                 same = passed and attack.kind in _MAY_BE_EQUAL and equal(attack.text, way.text)
                 note = "may be equal" if same else ""
-                found.append(Tried(place, attack.kind, attack.how, attack.text, outcome, passed, note))
+                kept = shortened(attack.text, 2000) if attack.kind in _LONG else attack.text
+                one = Tried(place, attack.kind, attack.how, kept, outcome, passed, note, characters=len(attack.text))
+                found.append(one)
             tell(place)
         found = await _again(found, tasks, chosen, ask, seed)
         grown = None
         if sessions:
-            answers = [(each.task, each.text) for each in found if each.kind != "huge"]
+            answers = [(each.task, each.text) for each in found if each.kind not in _LONG]
 
             async def session(number: int) -> None:
                 place, text = answers[number % len(answers)]
@@ -126,10 +132,11 @@ async def tried(
     return Verified(found, forms, grown)
 
 
-def _huge(way: Way, others: Sequence[str], place: int) -> list[Hostile]:
+def _huge(way: Way, golds: Sequence[str], others: Sequence[str], place: int) -> list[Hostile]:
     """One or none for each task, and each twice in all, so that one that is slow is seen twice."""
-    wrong = next((each for each in others if normal(each) != normal(way.core)), None)
-    every = huge(way, wrong if wrong is not None else way.core + "x")
+    right = {normal(each) for each in (way.core, *golds)}
+    changed = (core for _, core in mutants(way.core, Random(place)))
+    every = huge(way, next((each for each in (*others, *changed) if normal(each) not in right), ""))
     return [every[place % len(every)]] if place < 2 * len(every) else []
 
 
