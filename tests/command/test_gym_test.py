@@ -275,6 +275,8 @@ def test_the_form_of_responses_is_found_out_or_given(here: Path, capsys: pytest.
 
 def test_the_same_audit_has_the_same_answers(here: Path) -> None:
     texts = []
+    (here / "a").mkdir()
+    (here / "a" / "one.jsonl").touch()
     for out in ("a/one.jsonl", "a/two.jsonl"):
         assert main(["gym", "test", "number", *FEW, f"out={out}"]) == 0
         texts.append([each["text"] for each in lines(here / out)[1:]])
@@ -366,6 +368,8 @@ calls = Environment(lambda task: (*reset(task), [tool(look)]), lambda s, t: Step
 endless = Environment(reset, lambda s, t: Step(s, 0.0, False, "Go on."))
 raises = Environment(reset, lambda s, t: Step(s, float(int(t) == 3)))
 unreset = Environment(lambda task: "Hello", step)
+unasked = Environment(lambda task: (0, 3.5), step)
+untooled = Environment(lambda task: (0, "Hello", look), step)
 unstepped = Environment(reset, lambda s, t: 1.0)
 unpaid = Environment(reset, lambda s, t: Step(s, "much"))
 def refuse(state):
@@ -414,6 +418,8 @@ def test_a_good_environment_passes(here: Path, capsys: pytest.CaptureFixture[str
         ("endless", "endless"),
         ("raises", "raises"),
         ("unreset", "raises"),
+        ("unasked", "raises"),
+        ("untooled", "raises"),
         ("unstepped", "raises"),
         ("unpaid", "raises"),
         ("unclosed", "close"),
@@ -430,6 +436,8 @@ def test_what_is_wrong_with_an_environment_is_found_by_name(here: Path, name: st
     ("name", "message"),
     [
         ("unreset", "EnvError: reset returned a str; return (state, prompt), or with tools"),
+        ("unasked", "EnvError: reset returned a float as the prompt; give text, messages or token ids"),
+        ("untooled", "EnvError: reset returned tools that are none; give a list of what nrl.envs.tools.tool makes"),
         ("unstepped", "EnvError: step returned a float; return a Step(state, reward, ...)"),
         ("unpaid", "EnvError: the verdict is 'much', of which no reward can be made"),
         ("unclosed", "episodes could not be closed: task 0, silent (silent): OSError: busy"),

@@ -124,7 +124,8 @@ def _out(cfg: Audit) -> Path:
         raise ConfigError(f"gym test: out={out} is a folder; give a file, such as {out / 'gym_test.jsonl'}")
     if out.is_file():
         with out.open(encoding="utf-8", errors="replace") as file:
-            if not file.readline(1000).startswith('{"gym_test": '):
+            first = file.readline(1000)
+            if first and not first.startswith('{"gym_test": '):  # an audit that was interrupted leaves nothing in it
                 raise ConfigError(f"gym test: out={out} holds something else; give another file, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_bytes(b"")

@@ -11,7 +11,8 @@ from nrl.command.gym.golds import accepted, question
 from nrl.command.gym.records import Tried, shortened
 from nrl.command.gym.usage import Growth, Meter, growth
 from nrl.envs.contract import Env, Step, Task, Trace, Turn
-from nrl.envs.tools import MalformedCall, ToolCall
+from nrl.envs.tools import MalformedCall, Tool, ToolCall
+from nrl.episodes.conversations import is_prompt
 from nrl.episodes.user_errors import Failed
 from nrl.episodes.verifier_calls import Caller, calling
 
@@ -29,21 +30,21 @@ _JUNK = (
     "asdf jkl; qwer",
 )
 
-type _Policy = Callable[[str, Sequence[Any], str | None, Random], Turn]
+type _Policy = Callable[[str, Sequence[Tool], str | None, Random], Turn]
 """``(observation, tools, right answer, random) -> turn``."""
 
 
-def _junk(seen: str, tools: Sequence[Any], gold: str | None, random: Random) -> Turn:
+def _junk(seen: str, tools: Sequence[Tool], gold: str | None, random: Random) -> Turn:
     return Turn(random.choice(_JUNK), stop_reason=random.choice(["stop", "length"]))
 
 
-def _random(seen: str, tools: Sequence[Any], gold: str | None, random: Random) -> Turn:
+def _random(seen: str, tools: Sequence[Tool], gold: str | None, random: Random) -> Turn:
     words = [*seen.split(), str(random.randint(0, 9)), str(random.randint(-99, 999)), random.choice("ABCDxyz")]
     return Turn(" ".join(random.choices(words, k=random.randint(1, 4))))
 
 
-def _calls(seen: str, tools: Sequence[Any], gold: str | None, random: Random) -> Turn:
-    names = [str(getattr(each, "name", "tool")) for each in tools]
+def _calls(seen: str, tools: Sequence[Tool], gold: str | None, random: Random) -> Turn:
+    names = [each.name for each in tools]
     arguments: list[dict[str, Any]] = [{}, {"no_such": [1, {"a": None}]}, {"": "\x00"}]
     some = [ToolCall(random.choice([*names, "no_such_tool"]), random.choice(arguments)) for _ in range(2)]
     return Turn("", calls=some, malformed=[MalformedCall('<tool_call>{"', "the object is not closed")])
@@ -78,7 +79,7 @@ class _Session:
     begun: bool = False
     prompt: Any = ""
     seen: str = ""
-    tools: Sequence[Any] = ()
+    tools: Sequence[Tool] = ()
     turns: list[Turn] = attrs.field(factory=list)
     observations: list[Any] = attrs.field(factory=list)
     rewards: list[float] = attrs.field(factory=list)
@@ -219,8 +220,16 @@ async def _reset(session: _Session, env: Env, call: Caller, meter: Meter) -> Non
     if not isinstance(found, tuple) or len(found) not in (2, 3):
         session.error = f"EnvError: reset returned a {type(found).__name__}; return (state, prompt), or with tools"
         return
-    session.state, session.begun, session.prompt = found[0], True, found[1]
-    session.seen, session.tools = question(session.prompt), found[2] if len(found) == 3 else ()
+    session.state, session.begun = found[0], True
+    _, prompt, *tools = found
+    if not is_prompt(prompt):
+        session.error = (
+            f"EnvError: reset returned a {type(prompt).__name__} as the prompt; give text, messages or token ids"
+        )
+    elif not all(isinstance(some, Sequence) and all(isinstance(each, Tool) for each in some) for some in tools):
+        session.error = "EnvError: reset returned tools that are none; give a list of what nrl.envs.tools.tool makes"
+    else:
+        session.prompt, session.seen, session.tools = prompt, question(prompt), tools[0] if tools else ()
 
 
 async def _step(session: _Session, env: Env, turn: Turn, call: Caller, meter: Meter) -> None:
