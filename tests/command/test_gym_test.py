@@ -537,7 +537,8 @@ SHIPPED = {
     "number": ["number", f"data={DATA / 'gsm8k_sample.jsonl'}"],
     "number, of answers alone": ["number", f"data={DATA / 'gsm8k_sample.jsonl'}", "format=gsm8k"],
     "number_or_wrong": ["number_or_wrong", f"data={DATA / 'gsm8k_sample.jsonl'}"],
-    "exact": ["exact", f"data={DATA / 'squad_sample.jsonl'}", "format=squad"],
+    "exact": ["exact", f"data={DATA / 'gsm8k_sample.jsonl'}", "format=gsm8k"],
+    "exact, of texts": ["exact", f"data={DATA / 'squad_sample.jsonl'}", "format=squad"],
     "choice": ["nrl.envs:choice", f"data={DATA / 'choices_sample.jsonl'}"],
     "constraints": [
         "nrl.envs:constraints", f"data={DATA / 'constraints_sample.jsonl'}", "gold=response",

@@ -184,7 +184,8 @@ def _tried(session: _Session, place: int, name: str, passing: float) -> Tried:
     outcome = Outcome(reward, status, session.seconds, session.memory, session.error)
     said = "\n".join(shortened(turn, 200) for turn in session.turns[:10])
     passed = reward is not None and reward >= passing
-    return Tried(place, name, name, said, outcome, passed, "", tuple(session.found), len(session.turns))
+    note = "may be luck" if passed and name == "random" else ""
+    return Tried(place, name, name, said, outcome, passed, note, tuple(session.found), len(session.turns))
 
 
 def _compare(

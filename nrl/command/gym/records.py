@@ -51,7 +51,7 @@ class Tried:
         text: what was said.
         outcome: of the call; of an episode, all of them together.
         passed: whether the reward is enough.
-        note: why it is no fault although it passed, or did not: ``"may be equal"``.
+        note: why it is no fault although it passed: ``"may be equal"``, ``"may be luck"``.
         found: other faults that it showed: name and message.
         turns: of an episode.
         characters: of the whole text, where it is too long to be kept.
@@ -136,7 +136,7 @@ def faults(tried: Sequence[Tried], slow: float, grown: Growth | None = None) -> 
     seen, errors = dict[str, list[str]](), dict[str, list[str]]()
     for each in tried:
         where = f"task {each.task}, {each.kind} ({each.how})"
-        if each.wrong and each.kind != "random":
+        if each.wrong:
             seen.setdefault(each.kind, []).append(_shown(each))
         if each.outcome.error is not None:
             kind = each.outcome.error.partition(":")[0]
@@ -146,7 +146,7 @@ def faults(tried: Sequence[Tried], slow: float, grown: Growth | None = None) -> 
         for name, message in each.found:
             seen.setdefault(name, []).append(f"{where}: {message}")
     chance = [each for each in tried if each.kind == "random"]
-    lucky = [each for each in chance if each.wrong]
+    lucky = [each for each in chance if each.passed]
     if 2 * len(lucky) > len(chance):
         seen["random"] = [_shown(each) for each in lucky]
     late = sorted(tried, key=lambda each: -each.outcome.seconds)[1:]
