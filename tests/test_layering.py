@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backends.fsdp", "backends.hf", "backends.openai", "backends.vllm"),
     ("backends",),
     ("checkpoint", "data", "envs.judging", "envs.scoring", "episodes", "stream", "tiny"),
+    ("envs.shipped",),
     ("runs",),
     ("",),  # nrl/__init__.py, which gathers the public names
     ("command",),
