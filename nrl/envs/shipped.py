@@ -110,7 +110,7 @@ def environments(env: str | Mapping[str, Any], source: Any = None, **how: Any) -
         options = dict(given) if isinstance(given, Mapping) else {"weight": given}
         label = _label(name)
         if label in found:
-            raise ConfigError(f"env: there are two {label}; name one of them anew, as {{other: {{env: {name}}}}}")
+            raise ConfigError(f"env: there are two {label}; name one anew, as {{other: {{env: {name}}}}}")
         weights[label] = options.pop("weight", 1)
         found[label] = named(str(options.pop("env", name)), options, ENVIRONMENTS)
     kinds = dict(zip(found, (_kind(name, given) for name, given in entries.items()), strict=True))

@@ -112,7 +112,7 @@ def test_an_environment_with_its_options_and_its_own_tasks(own: Path) -> None:
     tasks = made.tasks(7)
     assert (tasks.names, tasks.size) == (("own.make",), None)
     assert [task["prompt"] for task in tasks.take(2)] == ["7 0 ", "7 1 "]
-    state, prompt = made.env.reset({"prompt": "a"})  # type: ignore[misc]
+    state, _ = made.env.reset({"prompt": "a"})  # type: ignore[misc]
     for turn in range(3):
         state, reward, done, _, _ = made.env.step(state, "hello")  # type: ignore[misc,arg-type]
         assert (reward, done) == (turn, turn == 2)
@@ -171,12 +171,12 @@ def test_per_source_of_one() -> None:
     [
         (
             "maths",
-            r"env=maths: there is no such environment; did you mean 'math'\? Or give one of your own as FILE\.py:",
+            r"env=maths: there is no such environment; did you mean 'math'\? Or give one of your own as FILE",
         ),
         ("x", "env=x: there is no such environment; there are choice, code, constraints, exact, judge, math, number"),
         (
             {"math": {"timeouts": 3}},
-            "env=math takes no 'timeouts'; did you mean 'timeout'. It takes workers, executable",
+            "env=math takes no 'timeouts'; did you mean 'timeout'. It takes workers, exec",
         ),
         ({"number": {"strict": True}}, "env=number takes no 'strict'; it takes timeout$"),
         ({"own.py:env": {"turns": 3}}, "env=own.py:env takes no 'turns'; it takes timeout$"),
@@ -195,7 +195,7 @@ def test_per_source_of_one() -> None:
         ({}, "env is empty; give a name, such as choice, code"),
         (
             {"own.py:env": 1, "own:env": 1},
-            r"env: there are two own\.env; name one of them anew, as \{other: \{env: own:env",
+            r"env: there are two own\.env; name one anew, as \{other: \{env: own:env",
         ),
         ({"judge": {}}, "env=judge needs url; give env.judge.url="),
     ],
