@@ -1,5 +1,6 @@
 """The recipes load, say nothing that a program ignores, and run: two steps each, on tiny models of their family."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import datasets
 import pytest
 import torch
 
+import nrl.algos
 from nrl import config, data
 from nrl.backends import Model
 from nrl.backends.models.loading import build, save_model
@@ -115,3 +117,14 @@ def test_a_recipe_runs(recipe: Path, tmp_path: Path) -> None:
     assert "eval/reward" in found[-1] if grpo else "eval/loss" in found[-1]
     assert not grpo or all(line["invalid"] == 0 and 0 < line["reward"] < 1 for line in found)
     assert (out / "model" / "config.json").exists()
+
+
+def test_the_settings_that_the_page_for_users_of_nemo_rl_names_are_there() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "nemo_rl.md").read_text()
+    ours = [line.split(" | ")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = {key for cell in ours for key in re.findall(r"`(\w+)(?:\.[\w.]+)?=[^`(]*`", cell)}
+    assert len(named) > 15
+    assert named <= {field.name for field in attrs.fields(load("grpo").Config)}
+    called = {name for cell in ours for name in re.findall(r"(\w+)\(", cell)} | {"gspo_loss"}
+    assert {"mask_truncated", "kl", "truncate"} <= called
+    assert all(hasattr(nrl.algos, name) for name in called)
