@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("envs.pool_worker",),
     ("envs.pool_processes",),
     ("envs.pool",),
-    ("envs.mathematics",),
+    ("envs.fh_aviary", "envs.mathematics", "envs.text_arena"),
     ("runtime.clusters",),
     ("runtime",),
     ("backends.base", "backends.engines", "backends.samplers"),

@@ -10,6 +10,7 @@ from nrl.envs.arithmetic import task as sums
 from nrl.envs.choices import choice
 from nrl.envs.composing import by_source, single_turn
 from nrl.envs.contract import Env, Environment, Task, Verifier, is_env
+from nrl.envs.fh_aviary import fhaviary
 from nrl.envs.instructions import constraints
 from nrl.envs.interpreter import Interpreter, python
 from nrl.envs.judging import judge
@@ -18,6 +19,7 @@ from nrl.envs.naming import named
 from nrl.envs.programs import code
 from nrl.envs.reversal import task as texts
 from nrl.envs.sandbox import Limits
+from nrl.envs.text_arena import textarena
 from nrl.envs.tools import tool, tool_use
 from nrl.envs.verifiers import VERIFIERS
 from nrl.errors import ConfigError, DataError
@@ -49,9 +51,11 @@ ENVIRONMENTS: dict[str, Any] = {
     "choice": choice,
     "code": _code,
     "constraints": constraints,
+    "fhaviary": fhaviary,
     "judge": judge,
     "math": math_verifier,
     "python": _with_python,
+    "textarena": textarena,
 }
 """What ``env=`` knows by name: verifiers, and functions that make a verifier or an environment from options."""
 
