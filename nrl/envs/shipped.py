@@ -11,6 +11,7 @@ from nrl.envs.choices import choice
 from nrl.envs.composing import by_source, single_turn
 from nrl.envs.contract import Env, Environment, Task, Verifier, is_env
 from nrl.envs.fh_aviary import fhaviary
+from nrl.envs.instruction_tasks import task as instructions
 from nrl.envs.instructions import constraints
 from nrl.envs.interpreter import Interpreter, python
 from nrl.envs.judging import judge
@@ -60,6 +61,7 @@ ENVIRONMENTS: dict[str, Any] = {
 """What ``env=`` knows by name: verifiers, and functions that make a verifier or an environment from options."""
 
 _OWN_TASKS: dict[str, Callable[[int, int], Task]] = {
+    "constraints": instructions,
     "exact": texts,
     "math": sums,
     "number": sums,
