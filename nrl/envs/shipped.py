@@ -11,6 +11,7 @@ from nrl.envs.choices import choice
 from nrl.envs.composing import by_source, single_turn
 from nrl.envs.contract import Env, Environment, Task, Verifier, is_env
 from nrl.envs.fh_aviary import fhaviary
+from nrl.envs.generated_tasks import choices, products, programs
 from nrl.envs.instruction_tasks import task as instructions
 from nrl.envs.instructions import constraints
 from nrl.envs.interpreter import Interpreter, python
@@ -61,11 +62,14 @@ ENVIRONMENTS: dict[str, Any] = {
 """What ``env=`` knows by name: verifiers, and functions that make a verifier or an environment from options."""
 
 _OWN_TASKS: dict[str, Callable[[int, int], Task]] = {
+    "choice": choices,
+    "code": programs,
     "constraints": instructions,
     "exact": texts,
     "math": sums,
     "number": sums,
     "number_or_wrong": sums,
+    "python": products,
 }  # of those that bring none themselves: what the tiny model learns
 
 
