@@ -172,7 +172,7 @@ def _tasks(name: str, found: Verifier | Env, kind: str, given: Any, how: Mapping
     if given is None:
         given = getattr(found, "tasks", None) or _OWN_TASKS.get(kind)
         if given is None:
-            raise ConfigError(f"env={name} brings no tasks; say where they come from, as data=FILE")
+            raise ConfigError(f"env={kind} brings no tasks; say where they come from, as data=FILE")
     try:
         made = data.tasks(given, **how)
     except TypeError as error:

@@ -496,7 +496,7 @@ def test_two_at_once_are_refused(here: Path, model: str, capsys: pytest.CaptureF
         (["tasks.jsonl", "env=guess.py:__name__"], "env=guess.py:__name__ is a str; give an Environment, a function"),
         (["tasks.jsonl", "env=guess.py:needy"], "env=guess.py:needy needs task; give env.guess.py:needy.task="),
         (["tasks.jsonl", "env=guess.py:other"], "env=guess.py:other returned an int; let it return an Environment or"),
-        (["env=digits.py:judge"], "nrl: env=digits.judge brings no tasks; say where they come from, as data=FILE"),
+        (["env=digits.py:judge"], "nrl: env=digits.py:judge brings no tasks; say where they come from, as data=FILE"),
         (["tasks.jsonl", "verifier=number"], "verifier: no such key"),
         (["tasks.jsonl", "sampler=openai"], "sampler=openai needs url=, the address of a server, such as http://"),
         (["tasks.jsonl", "url=http://x/v1"], "url: sampler=hf takes no url; leave it out, or give sampler=openai"),

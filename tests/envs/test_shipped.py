@@ -208,8 +208,8 @@ def test_mistakes_are_told_before_anything_runs(own: Path, env: Any, message: st
 @pytest.mark.parametrize(
     ("env", "data", "message"),
     [
-        ("own.py:judge", None, "env=own.judge brings no tasks; say where they come from, as data=FILE"),
-        ({"number": 1, "own.py:judge": 1}, {"number": "arithmetic"}, "env=own.judge brings no tasks"),
+        ("own.py:judge", None, "env=own.py:judge brings no tasks; say where they come from, as data=FILE"),
+        ({"number": 1, "own.py:judge": 1}, {"number": "arithmetic"}, "env=own.py:judge brings no tasks"),
         ({"number": 0, "exact": 1}, None, "env: mixture: the weight of 'number' is 0; it must be a positive number"),
         ("number", {"number": {"source": "rows.jsonl", "shufle": True}}, "data: the tasks of number: .*'shufle'"),
         ("number", {"nubmer": "rows.jsonl"}, "data: there is no environment 'nubmer'; there are number"),
