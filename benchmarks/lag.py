@@ -39,7 +39,6 @@ from examples import grpo
 from nrl import data, tiny
 from nrl.algos import Loss, advantages, clip, grpo_loss, policy_loss, seq_mean, sft_loss, truncate
 from nrl.backends import Params, fsdp, hf
-from nrl.envs import number, single_turn
 from nrl.reduce import finalize
 from nrl.runtime import Cluster, Mesh
 
@@ -124,7 +123,8 @@ def measure(
             mesh = cluster.reserve(1).mesh(name="trainer")
             warm = fsdp.trainer(mesh, tiny.model(), cfg.warmup_optimizer, max_tokens=cfg.max_tokens)
             state, step = warm.init(), warm.train_step(sft_loss)
-            rows = data.tasks(cfg.data, seed=cfg.seed + 1)
+            envs = nrl.environments(cfg.env, cfg.data)
+            rows = envs.tasks(cfg.seed + 1)
             made = nrl.batched(rows, cfg.warmup_rows, collate=lambda rows: data.supervised(rows, tiny.tokenizer()))
             for _ in range(cfg.warmup):
                 state, _ = step(state, made.take(1)[0])
@@ -140,8 +140,8 @@ def train(cluster: Cluster, mesh: Mesh, start: Params, cfg: grpo.Config, variant
     optimizer = attrs.evolve(cfg.optimizer, lr=variant.lr)
     trainer = fsdp.trainer(mesh, tiny.model(), optimizer, max_tokens=cfg.max_tokens)
     sampler = hf.sampler(cluster.reserve(1), tiny.model(), cfg.sampling)
-    tasks = data.tasks(cfg.data, seed=cfg.seed)
-    groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
+    envs = nrl.environments(cfg.env, cfg.data)
+    groups = nrl.rollouts(sampler, envs.env, envs.tasks(cfg.seed), n=cfg.group_size, seed=cfg.seed)
     stream = nrl.ahead(nrl.batched(groups, cfg.prompts), variant.lag)
     state, step = trainer.init(start), trainer.train_step(variant.loss)
     nrl.publish(state.params, sampler)
@@ -151,7 +151,7 @@ def train(cluster: Cluster, mesh: Mesh, start: Params, cfg: grpo.Config, variant
         old = batch["rollout_logprobs"] if variant.of_sampler else trainer.logprobs(state.params, batch)
         state, metrics = step(state, nrl.assign(advantages(batch), old_logprobs=old))
         nrl.publish(state.params, sampler)
-        numbers = finalize(metrics.result() | nrl.summary(batch) | grpo.evaluate(cfg, sampler, i))
+        numbers = finalize(metrics.result() | nrl.summary(batch) | grpo.evaluate(cfg, envs, sampler, i))
         for key in numbers.keys() & set(COLUMNS):
             found.setdefault(key, []).append(numbers[key])
     return found

@@ -6,18 +6,18 @@ import attrs
 from attrs.validators import ge, gt
 
 import nrl
-from nrl import Layout, config, data, tiny
+from nrl import Layout, config, tiny
 from nrl.algos import advantages, check_mismatch, clip, policy_loss, sft_loss, truncate
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw
 from nrl.checkpoint import Checkpoints
-from nrl.envs import number, single_turn
 
 
 @attrs.frozen
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
-    data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
+    env: str | dict[str, Any] = "number"  # a verifier or an environment, or several; see docs/environments.md
+    data: str | dict[str, Any] | None = None  # a file or a dataset that env reads; none: tasks that come with env
     format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 150
@@ -48,13 +48,13 @@ class Config:
 def main(cfg: Config) -> None:
     """The whole of it."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
+        envs = nrl.environments(cfg.env, cfg.data, format=cfg.format, chat=cfg.chat)
         slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         trainer = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(policy_loss(clip(0.2, 0.28), correction=truncate(cfg.truncation)))
-        groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
+        groups = nrl.rollouts(sampler, envs.env, envs.tasks(cfg.seed), n=cfg.group_size, seed=cfg.seed)
         stream = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
         policy: Trainer | TrainState = trainer
         if cfg.warmup:  # so that there is a reward to start from
@@ -67,7 +67,8 @@ def main(cfg: Config) -> None:
             batch = nrl.assign(advantages(batch), old_logprobs=trainer.logprobs(state.params, batch))
             state, metrics = step(state, batch)
             nrl.publish(state.params, sampler, cfg.inflight)
-            numbers = run.log(i, metrics, nrl.summary(batch), samples=nrl.samples(batch, sampler.tokenizer))
+            found = nrl.summary(batch) | nrl.per_source(batch, envs.names)
+            numbers = run.log(i, metrics, found, samples=nrl.samples(batch, sampler.tokenizer))
             check_mismatch(numbers, cfg.max_mismatch)
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")

@@ -10,7 +10,6 @@ import nrl
 from nrl import Layout, config, data, tiny
 from nrl.algos import advantages, from_rewards, leave_one_out, sft_loss, token_mean, token_ratio
 from nrl.backends import SAMPLERS, TRAINERS, adamw
-from nrl.envs import number, single_turn
 
 
 def my_loss(out: Any, batch: nrl.Batch) -> tuple[nrl.Mean, nrl.Metrics]:
@@ -43,7 +42,8 @@ def check() -> None:
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
-    data: str = "arithmetic"
+    env: str | dict[str, Any] = "number"
+    data: str | dict[str, Any] | None = None
     steps: int = 100
     warmup: int = attrs.field(default=40, validator=ge(0))  # 0 for a real model
     lr: float = attrs.field(default=5e-4, validator=gt(0))
@@ -60,6 +60,7 @@ class Config:
 def main(cfg: Config) -> None:
     """The loop of `grpo.py` with another loss and another estimator."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        envs = nrl.environments(cfg.env, cfg.data)
         slots, make = cluster.reserve(cfg.layout.slots + 1), TRAINERS[cfg.trainer]
         model = tiny.model_or(cfg.model, trust_remote_code=cfg.trust_remote_code)
         warm = make(slots[: cfg.layout.slots], model, adamw(lr=1e-3), layout=cfg.layout)
@@ -67,11 +68,8 @@ def main(cfg: Config) -> None:
         sampling = nrl.Sampling(max_new_tokens=cfg.max_new_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :], model, sampling)
         learn, step = warm.train_step(sft_loss), trainer.train_step(my_loss)
-        rows = nrl.batched(
-            data.tasks(cfg.data, seed=cfg.seed + 1), 128, collate=lambda rows: data.supervised(rows, sampler.tokenizer)
-        )
-        tasks = data.tasks(cfg.data, seed=cfg.seed)
-        groups = nrl.rollouts(sampler, single_turn(number), tasks, n=8, seed=cfg.seed)
+        rows = nrl.batched(envs.tasks(cfg.seed + 1), 128, collate=lambda rows: data.supervised(rows, sampler.tokenizer))
+        groups = nrl.rollouts(sampler, envs.env, envs.tasks(cfg.seed), n=8, seed=cfg.seed)
         state = warm.init()
         for i, batch in run.steps(rows, cfg.warmup, name="warmup"):
             state, metrics = learn(state, batch)

@@ -6,18 +6,18 @@ import attrs
 from attrs.validators import ge, gt
 
 import nrl
-from nrl import Layout, config, data, tiny
+from nrl import Layout, config, tiny
 from nrl.algos import advantages, check_mismatch, dapo_loss, overlong_penalty, sft_loss
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw
 from nrl.checkpoint import Checkpoints
-from nrl.envs import number, single_turn
 
 
 @attrs.frozen
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
-    data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
+    env: str | dict[str, Any] = "number"  # a verifier or an environment, or several; see docs/environments.md
+    data: str | dict[str, Any] | None = None  # a file or a dataset that env reads; none: tasks that come with env
     format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 100
@@ -48,13 +48,13 @@ class Config:
 def main(cfg: Config) -> None:
     """The whole of DAPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
+        envs = nrl.environments(cfg.env, cfg.data, format=cfg.format, chat=cfg.chat)
         slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         trainer = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(dapo_loss)
-        groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
+        groups = nrl.rollouts(sampler, envs.env, envs.tasks(cfg.seed), n=cfg.group_size, seed=cfg.seed)
         stream = nrl.batched(nrl.drop_uniform(groups, cfg.patience), cfg.prompts)
         policy: Trainer | TrainState = trainer
         if cfg.warmup:  # so that there is a reward to start from
@@ -64,7 +64,7 @@ def main(cfg: Config) -> None:
         state, stream = run.restore(policy=policy, stream=stream)
         nrl.publish(state.params, sampler)
         for i, batch in run.steps(stream):
-            metrics = nrl.summary(batch)
+            metrics = nrl.summary(batch) | nrl.per_source(batch, envs.names)
             batch = overlong_penalty(cfg.sampling.max_new_tokens, cfg.buffer)(batch)
             batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
             for n, part in enumerate(nrl.minibatches(batch, cfg.updates, seed=cfg.seed + i)):

@@ -6,21 +6,9 @@ import attrs
 from attrs.validators import ge, gt
 
 import nrl
-from nrl import Layout, config, data, tiny
-from nrl.algos import (
-    advantages,
-    check_mismatch,
-    distillation_loss,
-    on_policy_distillation,
-    on_policy_ratio,
-    policy_loss,
-    reinforce,
-    reverse_kl,
-    sft_loss,
-)
+from nrl import Layout, algos, config, tiny
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw
 from nrl.checkpoint import Checkpoints
-from nrl.envs import number, single_turn
 from nrl.errors import ConfigError
 
 EMBEDDED = adamw(lr=1e-3, schedule=Schedule("linear", steps=150, floor=0.1))
@@ -31,7 +19,8 @@ class Config:
     model: str | None = None  # the student, a folder or a hub name; none: the tiny model
     teacher: str | None = None  # a folder or a hub name, with the student's tokenizer; none: a larger tiny model
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
-    data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
+    env: str | dict[str, Any] = "number"  # a verifier or an environment, or several; see docs/environments.md
+    data: str | dict[str, Any] | None = None  # a file or a dataset that env reads; none: tasks that come with env
     format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 150
@@ -62,7 +51,7 @@ def main(cfg: Config) -> None:
     if cfg.model and not cfg.teacher:
         raise ConfigError(f"distill: model={cfg.model} needs teacher=, a larger model with its tokenizer")
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
+        envs = nrl.environments(cfg.env, cfg.data, format=cfg.format, chat=cfg.chat)
         slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
         given = {"dtype": cfg.dtype, "trust_remote_code": cfg.trust_remote_code}
         model = tiny.model_or(cfg.model, **given)
@@ -70,15 +59,16 @@ def main(cfg: Config) -> None:
         trainer = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)
         teacher = make(trainer.mesh, larger, adamw(lr=1e-3), max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)
-        loss = distillation_loss(reverse_kl) if cfg.top_k else policy_loss(reinforce, ratio=on_policy_ratio)
+        sampled = algos.policy_loss(algos.reinforce, ratio=algos.on_policy_ratio)
+        loss = algos.distillation_loss(algos.reverse_kl) if cfg.top_k else sampled
         step = trainer.train_step(loss)
-        stream = nrl.batched(nrl.rollouts(sampler, single_turn(number), tasks, n=1, seed=cfg.seed), cfg.prompts)
+        stream = nrl.batched(nrl.rollouts(sampler, envs.env, envs.tasks(cfg.seed), n=1, seed=cfg.seed), cfg.prompts)
         rows = tiny.sums(128, seed=cfg.seed + 1)
         policy: Trainer | TrainState = trainer
-        expert = nrl.fit(run, "teaching", teacher, sft_loss, rows, cfg.teaching).params if cfg.teaching else None
+        expert = nrl.fit(run, "teaching", teacher, algos.sft_loss, rows, cfg.teaching).params if cfg.teaching else None
         expert = expert or teacher.load()
         if cfg.warmup:
-            policy = trainer.init(nrl.fit(run, "warmup", trainer, sft_loss, rows, cfg.warmup).params)
+            policy = trainer.init(nrl.fit(run, "warmup", trainer, algos.sft_loss, rows, cfg.warmup).params)
         state, stream = run.restore(policy=policy, stream=stream)
         nrl.publish(state.params, sampler)
         for i, batch in run.steps(stream):
@@ -86,10 +76,11 @@ def main(cfg: Config) -> None:
                 state, metrics = step(state, batch, **teacher.top_k(expert, batch, cfg.top_k))
             else:
                 batch = nrl.assign(batch, teacher_logprobs=teacher.logprobs(expert, batch))
-                state, metrics = step(state, advantages(batch, on_policy_distillation))
+                state, metrics = step(state, algos.advantages(batch, algos.on_policy_distillation))
             nrl.publish(state.params, sampler)
-            numbers = run.log(i, metrics, nrl.summary(batch), samples=nrl.samples(batch, sampler.tokenizer))
-            check_mismatch(numbers, cfg.max_mismatch)
+            found = nrl.summary(batch) | nrl.per_source(batch, envs.names)
+            numbers = run.log(i, metrics, found, samples=nrl.samples(batch, sampler.tokenizer))
+            algos.check_mismatch(numbers, cfg.max_mismatch)
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")
         if cfg.teaching:

@@ -10,9 +10,10 @@ from nrl import Layout, algos, config, data, tiny
 from nrl.algos import advantages, check_mismatch, clip, policy_loss, sft_loss
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw
 from nrl.checkpoint import Checkpoints
-from nrl.envs import VERIFIERS, single_turn
+from nrl.envs.shipped import Environments
 from nrl.runs import Run
 
+BEST = Checkpoints(best="eval/reward")
 EMBEDDED = adamw(lr=7e-4, betas=(0.9, 0.95), schedule=Schedule("linear", steps=300, floor=0.1))
 
 
@@ -21,17 +22,17 @@ class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
     lora: str | dict[str, Any] | None = None  # arguments of peft.LoraConfig, or a folder in its format
-    data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
+    env: str | dict[str, Any] = "number"  # a verifier or an environment, or several; see docs/environments.md
+    data: str | dict[str, Any] | None = None  # a file or a dataset that env reads; none: tasks that come with env
     format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
-    verifier: Literal["number", "number_or_wrong", "exact"] = "number"  # _or_wrong: where the right answer is no number
-    eval_data: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/reward is over
+    eval_data: str | dict[str, Any] | None = config.derived(lambda cfg: None if cfg.model else "same")  # or a file
     evaluate_every: int = attrs.field(default=50, validator=ge(1))  # steps; never: eval_data=null
     evaluate_prompts: int = attrs.field(default=256, validator=ge(1))
     steps: int = 300
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
-    checkpoints: Checkpoints = config.derived(lambda cfg: Checkpoints(best="eval/reward" if cfg.eval_data else None))
+    checkpoints: Checkpoints = config.derived(lambda cfg: BEST if cfg.eval_data else Checkpoints())
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -57,26 +58,25 @@ class Config:
     warmup_optimizer: Optimizer = adamw(lr=1e-3)
 
 
-def warm_up(cfg: Config, run: Run, trainer: Trainer, tokenizer: Any) -> TrainState:
+def warm_up(cfg: Config, run: Run, trainer: Trainer, envs: Environments, tokenizer: Any) -> TrainState:
     """Supervised steps, so that the main loop has a reward to start from."""
-    tasks = data.tasks(cfg.data, seed=cfg.seed + 1, format=cfg.format, chat=cfg.chat)
-    stream = nrl.batched(tasks, cfg.warmup_rows, collate=lambda rows: data.supervised(rows, tokenizer))
+    stream = nrl.batched(envs.tasks(cfg.seed + 1), cfg.warmup_rows, lambda rows: data.supervised(rows, tokenizer))
     return nrl.fit(run, "warmup", trainer, sft_loss, stream, cfg.warmup)
 
 
-def evaluate(cfg: Config, sampler: Sampler, i: int) -> nrl.reduce.Metrics:
+def evaluate(cfg: Config, envs: Environments, sampler: Sampler, i: int) -> nrl.reduce.Metrics:
     """The mean reward of the most probable answers to another draw of prompts, now and then and after the last step."""
     if cfg.eval_data is None or ((i + 1) % cfg.evaluate_every and i + 1 != cfg.steps):
         return {}
-    tasks = data.tasks(cfg.eval_data, seed=cfg.seed + 2, format=cfg.format, chat=cfg.chat)
-    some, greedy = data.epoch(tasks, cfg.evaluate_prompts), attrs.evolve(cfg.sampling, temperature=0.0)
-    return nrl.measure(nrl.grade(sampler, VERIFIERS[cfg.verifier], some, sampling=greedy))
+    given = None if cfg.eval_data == "same" else cfg.eval_data
+    some, greedy = envs.tasks(cfg.seed + 2, given), attrs.evolve(cfg.sampling, temperature=0.0)
+    return nrl.measure(nrl.grade(sampler, envs.graded, data.epoch(some, cfg.evaluate_prompts), sampling=greedy))
 
 
 def main(cfg: Config) -> None:
     """The whole of GRPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
+        envs = nrl.environments(cfg.env, cfg.data, format=cfg.format, chat=cfg.chat)
         slots = cluster.reserve(cfg.layout.slots + cfg.samplers)
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, lora=cfg.lora, trust_remote_code=cfg.trust_remote_code)
         make, options = TRAINERS[cfg.trainer], {"max_tokens": cfg.max_tokens, "checkpointing": cfg.checkpointing}
@@ -85,16 +85,16 @@ def main(cfg: Config) -> None:
         sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)
         loss = policy_loss(clip(0.2), aggregate=getattr(algos, cfg.aggregate))
         step = nrl.minibatched(trainer.train_step(loss), cfg.updates, cfg.seed)
-        groups = nrl.rollouts(sampler, single_turn(VERIFIERS[cfg.verifier]), tasks, n=cfg.group_size, seed=cfg.seed)
-        policy = trainer.init(warm_up(cfg, run, warm, sampler.tokenizer).params) if cfg.warmup else trainer
+        groups = nrl.rollouts(sampler, envs.env, envs.tasks(cfg.seed), n=cfg.group_size, seed=cfg.seed)
+        policy = trainer.init(warm_up(cfg, run, warm, envs, sampler.tokenizer).params) if cfg.warmup else trainer
         state, stream = run.restore(policy=policy, stream=nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag))
         nrl.publish(state.params, sampler, cfg.inflight)
         for i, batch in run.steps(stream):
             batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
             state, metrics = step(state, batch)
             nrl.publish(state.params, sampler, cfg.inflight)
-            evaluated = evaluate(cfg, sampler, i)
-            numbers = run.log(i, metrics, nrl.summary(batch), evaluated, samples=nrl.samples(batch, sampler.tokenizer))
+            found = nrl.summary(batch) | nrl.per_source(batch, envs.names) | evaluate(cfg, envs, sampler, i)
+            numbers = run.log(i, metrics, found, samples=nrl.samples(batch, sampler.tokenizer))
             check_mismatch(numbers, cfg.max_mismatch)
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")

@@ -4,23 +4,21 @@ from functools import partial
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import ge, gt, lt
+from attrs.validators import ge, gt
 
 import nrl
 from nrl import Layout, config, data, tiny
 from nrl.algos import advantages, check_mismatch, grpo_loss, sft_loss
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw
 from nrl.checkpoint import Checkpoints
-from nrl.envs import by_source, exact, number, single_turn
 
 
 @attrs.frozen
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
-    numbers: str = "arithmetic"  # a file or a dataset whose answers are numbers
-    texts: str = "reversal"  # a file or a dataset whose answers are compared as texts
-    share: float = attrs.field(default=0.5, validator=[gt(0), lt(1)])  # of the tasks, that are of the first
+    env: dict[str, Any] = attrs.field(factory=lambda: {"number": 1, "exact": 1})  # weights; see docs/environments.md
+    data: dict[str, Any] | None = None  # files or datasets, by these names; none: sums, and texts to write backwards
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 200
     seed: int = 0
@@ -47,23 +45,19 @@ class Config:
 def main(cfg: Config) -> None:
     """GRPO, over a mixture."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
+        envs = nrl.environments(cfg.env, cfg.data, chat=cfg.chat)
         slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         trainer = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)
         step = trainer.train_step(grpo_loss)
-        read = partial(data.tasks, chat=cfg.chat)
-        parts = {"numbers": (cfg.numbers, cfg.share), "texts": (cfg.texts, 1 - cfg.share)}
-
-        def mixed(seed: int) -> data.Tasks:
-            return data.mixture({name: (read(source, seed=seed), share) for name, (source, share) in parts.items()})
-
-        env = by_source(single_turn(number), single_turn(exact))  # in the order of the mixture
-        stream = nrl.batched(nrl.rollouts(sampler, env, mixed(cfg.seed), n=cfg.group_size, seed=cfg.seed), cfg.prompts)
+        groups = nrl.rollouts(sampler, envs.env, envs.tasks(cfg.seed), n=cfg.group_size, seed=cfg.seed)
+        stream = nrl.batched(groups, cfg.prompts)
         policy: Trainer | TrainState = trainer
         if cfg.warmup:  # so that there is a reward to start from
             warm = make(trainer.mesh, model, adamw(lr=1e-3))
-            rows = nrl.batched(mixed(cfg.seed + 1), 128, collate=partial(data.supervised, tokenizer=sampler.tokenizer))
+            collate = partial(data.supervised, tokenizer=sampler.tokenizer)
+            rows = nrl.batched(envs.tasks(cfg.seed + 1), 128, collate=collate)
             policy = trainer.init(nrl.fit(run, "warmup", warm, sft_loss, rows, cfg.warmup).params)
         state, stream = run.restore(policy=policy, stream=stream)
         nrl.publish(state.params, sampler)
@@ -71,7 +65,7 @@ def main(cfg: Config) -> None:
             batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
             state, metrics = step(state, batch)
             nrl.publish(state.params, sampler)
-            each = nrl.per_source(batch, list(parts))
+            each = nrl.per_source(batch, envs.names)
             numbers = run.log(i, metrics, nrl.summary(batch), each, samples=nrl.samples(batch, sampler.tokenizer))
             check_mismatch(numbers, cfg.max_mismatch)
             run.save(i, policy=state, stream=stream)

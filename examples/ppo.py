@@ -6,10 +6,9 @@ import attrs
 from attrs.validators import ge, gt, le
 
 import nrl
-from nrl import Layout, algos, config, data, tiny
+from nrl import Layout, algos, config, tiny
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw
 from nrl.checkpoint import Checkpoints
-from nrl.envs import number, single_turn
 
 
 @attrs.frozen
@@ -17,7 +16,8 @@ class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
     critic: str | None = None  # a folder or a hub name, such as a reward model's; none: the policy's, with another head
-    data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages") and "answer"
+    env: str | dict[str, Any] = "number"  # a verifier or an environment, or several; see docs/environments.md
+    data: str | dict[str, Any] | None = None  # a file or a dataset that env reads; none: tasks that come with env
     format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 150
@@ -50,7 +50,7 @@ class Config:
 def main(cfg: Config) -> None:
     """The whole of PPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
+        envs = nrl.environments(cfg.env, cfg.data, format=cfg.format, chat=cfg.chat)
         slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         judge = attrs.evolve(model, source=cfg.critic or model.source, head="value")
@@ -59,7 +59,7 @@ def main(cfg: Config) -> None:
         sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)
         act = actor.train_step(algos.policy_loss(algos.clip(cfg.clip)))
         value = critic.train_step(algos.value_loss(cfg.value_clip))
-        stream = nrl.batched(nrl.rollouts(sampler, single_turn(number), tasks, n=1, seed=cfg.seed), cfg.prompts)
+        stream = nrl.batched(nrl.rollouts(sampler, envs.env, envs.tasks(cfg.seed), n=1, seed=cfg.seed), cfg.prompts)
         policy: Trainer | TrainState = actor
         valuer: Trainer | TrainState = critic
         if cfg.warmup:  # so that there is a reward to start from
@@ -73,7 +73,8 @@ def main(cfg: Config) -> None:
             batch, mask = nrl.assign(batch, values=critic.values(values.params, batch)), batch["loss_mask"]
             found, returns = algos.gae(batch["token_rewards"], batch["values"], mask, gamma=cfg.gamma, lam=cfg.lam)
             batch = nrl.assign(batch, advantages=algos.whiten(found, mask), returns=returns)
-            metrics = nrl.summary(batch) | {"explained_variance": algos.explained_variance(batch)}
+            metrics = nrl.summary(batch) | nrl.per_source(batch, envs.names)
+            metrics |= {"explained_variance": algos.explained_variance(batch)}
             for n, part in enumerate(nrl.minibatches(batch, cfg.updates, seed=cfg.seed + i)):
                 state, acted = act(state, part)
                 values, valued = value(values, part)

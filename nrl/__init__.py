@@ -20,6 +20,7 @@ from nrl.envs.judging import judge
 from nrl.envs.mathematics import math_verifier
 from nrl.envs.pool import pooled
 from nrl.envs.scoring import scored_by
+from nrl.envs.shipped import environments
 from nrl.episodes import rollout, rollouts, run_episode
 from nrl.episodes.grades import Graded, grade, measure
 from nrl.episodes.sample_records import samples
@@ -72,6 +73,7 @@ __all__ = [
     "declare",
     "donated",
     "drop_uniform",
+    "environments",
     "evaluate",
     "filtered",
     "finalize",

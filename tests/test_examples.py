@@ -19,6 +19,7 @@ import yaml
 import nrl
 from nrl import Layout, config, tiny
 from nrl.backends import TRAINERS, Model, Optimizer, adamw
+from nrl.command.cli import main as command_line
 from nrl.data import read_jsonl
 from nrl.errors import ConfigError, DataError, ModelError, NrlError, RolloutMismatch
 from nrl.runtime import Slots
@@ -224,7 +225,8 @@ def test_grpo_on_gsm8k_through_the_whole_path(real_model: Path, tmp_path: Path) 
     out = tmp_path / "run"
     command = [
         sys.executable, "examples/grpo.py", f"model={real_model}", f"data={GSM8K}", "steps=5", "prompts=4",
-        "group_size=2", "sampling.max_new_tokens=16", f"out={out}",
+        "group_size=2", "sampling.max_new_tokens=16", f"out={out}", "env=math", f"eval_data={GSM8K}",
+        "evaluate_prompts=4",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
@@ -232,7 +234,12 @@ def test_grpo_on_gsm8k_through_the_whole_path(real_model: Path, tmp_path: Path) 
     assert len(metrics) == 5
     assert all(line["reward"] is not None and 0 <= line["reward"] <= 1 for line in metrics)
     assert all(line["invalid"] == 0 for line in metrics)
+    assert 0 <= metrics[-1]["eval/reward"] <= 1
     assert not (out / "warmup.jsonl").exists()
+    held_out = [str(GSM8K), "format=gsm8k", "env=math", "limit=4", "max_new_tokens=16"]
+    assert command_line(["eval", *held_out, f"model={out}", f"out={tmp_path / 'eval'}"]) == 0
+    found = json.loads((tmp_path / "eval" / "metrics.json").read_text())
+    assert (found["tasks"], found["metrics"]["eval/invalid"]) == (4, 0)
 
 
 def test_prompts_that_fill_the_context_are_counted(real_model: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("envs.pool_worker",),
     ("envs.pool_processes",),
     ("envs.pool",),
-    ("envs.mathematics",),
+    ("envs.fh_aviary", "envs.mathematics", "envs.text_arena"),
     ("runtime.clusters",),
     ("runtime",),
     ("backends.base", "backends.engines", "backends.samplers"),
@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backends.fsdp", "backends.hf", "backends.openai", "backends.vllm"),
     ("backends",),
     ("checkpoint", "data", "envs.judging", "envs.scoring", "episodes", "stream", "tiny"),
+    ("envs.shipped",),
     ("runs",),
     ("",),  # nrl/__init__.py, which gathers the public names
     ("command",),

@@ -1,5 +1,6 @@
 """The recipes load, say nothing that a program ignores, and run: two steps each, on tiny models of their family."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import datasets
 import pytest
 import torch
 
+import nrl.algos
 from nrl import config, data
 from nrl.backends import Model
 from nrl.backends.models.loading import build, save_model
@@ -17,18 +19,25 @@ from tests.test_examples import load
 
 RECIPES = sorted((Path(__file__).parent.parent / "examples" / "configs").glob("*.yaml"))
 SAMPLES = Path(__file__).parent / "data"
-OPENMATH = {"format": "openmathinstruct2", "warmup": 0, "aggregate": "token_mean", "evaluate_every": 10}
+OPENMATH = {"env": "math", "format": "openmathinstruct2", "warmup": 0, "aggregate": "token_mean", "evaluate_every": 10}
 MEANT: dict[str, dict[str, Any]] = {
     "dpo_helpsteer3_llama3.2_1b": {"beta": 0.05, "pairs": 128, "format": "helpsteer3"},
+    "grpo_gsm8k_qwen3_0.6b": {"env": "math", "format": "gsm8k", "warmup": 0, "prompts": 32, "group_size": 8},
     "grpo_openmath_llama3.1_8b": OPENMATH
     | {"prompts": 64, "group_size": 32, "updates": 4}
     | {"cluster": "auto", "dp": 8, "samplers": 0, "sampler": "vllm", "checkpointing": True},
     "grpo_openmath_llama3.2_1b": OPENMATH | {"prompts": 32, "group_size": 16, "updates": 1},
     "sft_squad_llama3.2_1b": {"rows": 32, "chat": False, "format": "squad"},
 }
-TEMPLATES = {"Llama-3.1-8B-Instruct": "llama3_1", "Llama-3.2-1B-Instruct": "llama3_2", "Llama-3.2-1B": None}
+TEMPLATES = {
+    "Llama-3.1-8B-Instruct": "llama3_1",
+    "Llama-3.2-1B-Instruct": "llama3_2",
+    "Llama-3.2-1B": None,
+    "Qwen3-0.6B": "qwen3",
+}
 """Of the models that the recipes are for; a base model has none."""
 HUB = {
+    ("openai/gsm8k", "main"): ("gsm8k", ["train", "test"]),
     ("nvidia/HelpSteer3", "preference"): ("helpsteer3", ["train", "validation"]),
     ("nvidia/OpenMathInstruct-2",): ("openmathinstruct2", ["train_1M"]),
     ("rajpurkar/squad",): ("squad", ["train", "validation"]),
@@ -51,7 +60,7 @@ def test_a_recipe_loads(recipe: Path) -> None:
     found = config.load(program(recipe).Config, [str(recipe)])
     assert {key: getattr(found, key) for key in MEANT[recipe.stem]} == MEANT[recipe.stem]
     assert found.format in data.FORMATS
-    assert found.model.removeprefix("meta-llama/") in TEMPLATES
+    assert Path(found.model).name in TEMPLATES
     assert found.dtype == "bfloat16"
 
 
@@ -97,7 +106,7 @@ def tiny_llama(name: str, folder: Path) -> Path:
 def test_a_recipe_runs(recipe: Path, tmp_path: Path) -> None:
     """As it stands, but for two steps, the tiny model, and answers of one token, which that writes."""
     example, out = program(recipe), tmp_path / "run"
-    name = config.load(example.Config, [str(recipe)]).model.removeprefix("meta-llama/")
+    name = Path(config.load(example.Config, [str(recipe)]).model).name
     settings = [str(recipe), f"model={tiny_llama(name, tmp_path / 'model')}", f"out={out}", "steps=2"]
     grpo = recipe.stem.startswith("grpo")
     cfg = config.load(example.Config, settings + ["sampling.max_new_tokens=1"] * grpo)
@@ -108,3 +117,14 @@ def test_a_recipe_runs(recipe: Path, tmp_path: Path) -> None:
     assert "eval/reward" in found[-1] if grpo else "eval/loss" in found[-1]
     assert not grpo or all(line["invalid"] == 0 and 0 < line["reward"] < 1 for line in found)
     assert (out / "model" / "config.json").exists()
+
+
+def test_the_settings_that_the_page_for_users_of_nemo_rl_names_are_there() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "nemo_rl.md").read_text()
+    ours = [line.split(" | ")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = {key for cell in ours for key in re.findall(r"`(\w+)(?:\.[\w.]+)?=[^`(]*`", cell)}
+    assert len(named) > 15
+    assert named <= {field.name for field in attrs.fields(load("grpo").Config)}
+    called = {name for cell in ours for name in re.findall(r"(\w+)\(", cell)} | {"gspo_loss"}
+    assert {"mask_truncated", "kl", "truncate"} <= called
+    assert all(hasattr(nrl.algos, name) for name in called)

@@ -180,9 +180,11 @@ def test_async_grpo_is_two_versions_behind_and_corrects_for_it(tmp_path: Path) -
 
 def test_multi_task_measures_each_task(tmp_path: Path) -> None:
     example = load("multi_task")
-    example.main(example.Config(steps=3, warmup=3, prompts=4, group_size=4, share=0.25, out=str(tmp_path)))
+    example.main(
+        example.Config(steps=3, warmup=3, prompts=4, group_size=4, env={"number": 1, "exact": 3}, out=str(tmp_path))
+    )
     for row in lines(tmp_path / "metrics.jsonl"):
-        assert row["reward"] == pytest.approx(0.25 * row["numbers/reward"] + 0.75 * row["texts/reward"], abs=1e-6)
+        assert row["reward"] == pytest.approx(0.25 * row["number/reward"] + 0.75 * row["exact/reward"], abs=1e-6)
 
 
 def test_the_zoo_runs_several_methods_from_one_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

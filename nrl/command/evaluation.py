@@ -23,15 +23,16 @@ from rich.table import Table
 
 from nrl import checkpoint, data
 from nrl.backends import SAMPLERS, Model, Sampler, Sampling, load_tokenizer, openai
-from nrl.command import evaluation_folder, named
+from nrl.command import evaluation_folder
 from nrl.command.evaluation_folder import MARK, config_of, digest, digest_of_files
 from nrl.data import FORMATS, Format
-from nrl.envs import VERIFIERS, Env, Task, Trace, Verifier
-from nrl.envs.contract import TIMEOUT
+from nrl.data.task_streams import GENERATED
+from nrl.envs import VERIFIERS, Task, Trace, Verifier
+from nrl.envs.shipped import Environments, environments
 from nrl.episodes.grades import Graded, grade, measure
 from nrl.errors import ConfigError, DataError, EnvError, ModelError, NrlError
 from nrl.log import JsonLines, Progress
-from nrl.reduce import Mean, Metrics, finalize, merge
+from nrl.reduce import Mean, Metrics, finalize, merge, prefixed
 from nrl.runs import config_file, folder
 from nrl.runtime import cluster
 
@@ -56,20 +57,6 @@ def _addressed(cfg: Any, field: Any, url: str | None) -> None:
         raise ValueError(f"sampler={cfg.sampler} takes no url; leave it out, or give sampler=openai")
 
 
-def _judged(cfg: Any, field: Any, verifier: str | None) -> None:
-    if verifier is not None and cfg.env is not None:
-        raise ValueError(f"env={cfg.env} gives rewards itself, so it takes no verifier={verifier}; give one of them")
-    if verifier is None and cfg.env is None:
-        raise ValueError("nothing says what an answer is worth; give a verifier, such as number, or env=FILE.py:NAME")
-
-
-def _limited(cfg: Any, field: Any, timeout: float | None) -> None:
-    if timeout is not None and cfg.env is not None:
-        raise ValueError(f"env={cfg.env} has a timeout of its own; leave it out, and give it to the Environment")
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout is {timeout}; give seconds, or null for no limit")
-
-
 _positive = attrs.validators.ge(1)
 
 
@@ -77,8 +64,8 @@ _positive = attrs.validators.ge(1)
 class Evaluation:
     """Sample answers to tasks, or play an environment, and say how often they are right: pass@k, the mean reward."""
 
-    tasks: str  # a file, or a dataset, with "question" (or "prompt", "messages") and "answer", or what env reads
     model: str  # a folder, a hub name, or the folder of a run
+    tasks: str | dict[str, Any] | None = None  # a file or a dataset that env reads; none: its own
     n: int = attrs.field(default=1, validator=_positive)  # samples a task
     k: tuple[int, ...] = attrs.field(default=(1,), validator=_reachable)  # pass@k for these, such as k=1,4,8
     temperature: float = attrs.field(
@@ -88,13 +75,7 @@ class Evaluation:
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     stop: tuple[str, ...] = ()  # texts that end a sample
-    env: str | None = None  # in place of a verifier: an Environment, or a function that makes one, as FILE.py:NAME
-    verifier: str | None = attrs.field(
-        default=attrs.Factory(lambda cfg: "number" if cfg.env is None else None, takes_self=True), validator=_judged
-    )  # number, without env; or number_or_wrong, exact, or a function of your own: FILE.py:NAME or MODULE:NAME
-    timeout: float | None = attrs.field(
-        default=attrs.Factory(lambda cfg: TIMEOUT if cfg.env is None else None, takes_self=True), validator=_limited
-    )  # seconds that a call of the verifier may take, if not 60; null: no limit
+    env: str | dict[str, Any] = "number"  # a verifier or an environment; options: env.math.timeout=2; see docs/eval.md
     passing: float = 1.0  # a sample passes where its reward is at least this
     sampler: Literal["hf", "vllm", "vllm-cpu", "openai"] = "hf"  # openai: a server that runs already
     url: str | None = attrs.field(default=None, validator=_addressed)  # of the server, for sampler=openai
@@ -130,17 +111,16 @@ def main(cfg: Evaluation) -> Metrics:
         The metrics of `nrl.measure`; ``metrics.json`` holds them as numbers.
 
     Raises:
-        ConfigError: the folder holds something else, another process is in it, or the verifier, the environment or an
-            argument of the sampler is unknown.
+        ConfigError: the folder holds something else, another process is in it, or the environment, an option of it or
+            an argument of the sampler is unknown.
         DataError: a task cannot be read, or the verifier cannot work with its answer (it names the row); or the results
             of an earlier attempt were changed.
         ModelError: no such model; a run's folder without an exported one.
         EnvError: every sample failed.
     """
-    verifier: Verifier | Env
-    verifier = named.environment(cfg.env) if cfg.env is not None else named.verifier(str(cfg.verifier))
+    envs = environments(cfg.env, cfg.tasks, format=_format(cfg), chat=cfg.chat, shuffle=cfg.shuffle)
     model = Model(exported(cfg.model), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
-    tasks, together = _tasks(cfg), max(1, cfg.rows // cfg.n)
+    tasks, together = _tasks(cfg, envs), max(1, cfg.rows // cfg.n)
     if cfg.out is None:
         load_tokenizer(model)  # no folder is named for a model that is not there
     with ExitStack() as stack:
@@ -155,18 +135,21 @@ def main(cfg: Evaluation) -> Metrics:
         )
         if len(done) < len(tasks):
             sampler, so_far = _sampler(cfg, model, stack), measure(done)
-            limit = cfg.timeout if cfg.env is None else ...  # an environment has its own
             lines, progress = stack.enter_context(JsonLines(results)), stack.enter_context(Progress())
             for start in range(len(done), len(tasks), together):
                 began, some = monotonic(), tasks[start : start + together]
-                graded = grade(sampler, verifier, some, n=cfg.n, seed=cfg.seed, first_group=start, timeout=limit)
+                graded = grade(sampler, envs.graded, some, n=cfg.n, seed=cfg.seed, first_group=start)
                 for number, each in enumerate(graded, start):
                     lines.write({"task": number} | attrs.asdict(each))
                 so_far = merge(so_far, measure(graded))
                 shown = _shown(so_far, graded, monotonic() - began)
                 progress.show("eval", start // together, -(-len(tasks) // together), shown)
         # From the file, so that the number of attempts does not matter
-        metrics = measure(evaluation_folder.read(results, len(tasks), together), cfg.k, passing=cfg.passing)
+        every = evaluation_folder.read(results, len(tasks), together)
+        metrics = measure(every, cfg.k, passing=cfg.passing)
+        for source, name in enumerate(envs.names if len(envs.names) > 1 else ()):
+            own = [each for each, task in zip(every, tasks, strict=True) if task["source"] == source]
+            metrics |= prefixed(f"{name}/", measure(own, cfg.k, passing=cfg.passing))
         config_file.replace(out / "metrics.json", json.dumps(_summary(metrics, len(tasks)), indent=1) + "\n")
     Console().print(_table(metrics, cfg))
     invalid = int(metrics["eval/invalid"].total)  # type: ignore[union-attr]
@@ -218,16 +201,22 @@ def _kept(root: Path) -> checkpoint.Checkpoints:
         return checkpoint.Checkpoints()
 
 
-def _tasks(cfg: Evaluation) -> list[Task]:
-    """Read the tasks, once each; a verifier known by name checks that it can work with their answers."""
-    format: Any = cfg.format
-    known = VERIFIERS.get(str(cfg.verifier))
-    if known is not None and cfg.tasks != "arithmetic" and (format is None or format in FORMATS):
-        format = _answered(known, FORMATS.get(format, lambda row: row))
-    made = data.tasks(cfg.tasks, seed=cfg.seed, format=format, chat=cfg.chat, shuffle=cfg.shuffle)
+def _tasks(cfg: Evaluation, envs: Environments) -> list[Task]:
+    """Read the tasks, once each."""
+    made = envs.tasks(cfg.seed)
     if made.size is None and cfg.limit is None:
-        raise ConfigError(f"eval: {cfg.tasks} has no end; say how many tasks, such as limit=256")
+        raise ConfigError(f"eval: {' and '.join(made.names)} has no end; say how many tasks, such as limit=256")
     return data.epoch(made, cfg.limit)
+
+
+def _format(cfg: Evaluation) -> str | Format | None:
+    """The format of the rows, in which a verifier known by name checks that it can work with their answers."""
+    known = VERIFIERS.get(str(cfg.env))
+    if known is None or not isinstance(cfg.tasks, str) or cfg.tasks in GENERATED:
+        return cfg.format
+    if cfg.format is not None and cfg.format not in FORMATS:
+        return cfg.format
+    return _answered(known, FORMATS.get(str(cfg.format), lambda row: row))
 
 
 def _answered(verifier: Verifier, format: Format) -> Format:
@@ -281,7 +270,7 @@ def _shown(so_far: Metrics, graded: Sequence[Graded], seconds: float) -> dict[st
 
 
 def _table(metrics: Metrics, cfg: Evaluation) -> Table:
-    title = f"{cfg.model} on {cfg.tasks}, n={cfg.n}, temperature={cfg.temperature:g}"
+    title = f"{cfg.model} on {cfg.tasks or cfg.env}, n={cfg.n}, temperature={cfg.temperature:g}"
     table = Table("metric", title=title, title_justify="left", box=ROUNDED)
     table.add_column("value", justify="right")
     table.add_column("over", justify="right", style="dim")

@@ -20,7 +20,7 @@ __all__ = ["MARK", "choose", "config_of", "digest", "digest_of_files", "read", "
 MARK = "digest_of_tasks"
 """A key that only the ``config.yaml`` of an evaluation has."""
 
-_MAY_CHANGE = frozenset({"out", "k", "passing", "timeout", "cluster", "samplers", "url", "engine", "trust_remote_code"})
+_MAY_CHANGE = frozenset({"out", "k", "passing", "cluster", "samplers", "url", "engine", "trust_remote_code"})
 
 
 def choose(cfg: Any) -> Path:

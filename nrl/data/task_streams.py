@@ -21,11 +21,12 @@ from nrl.errors import DataError
 from nrl.log import waiting
 from nrl.stream import counting
 
-__all__ = ["Tasks", "check_seed", "epoch", "tasks"]
+__all__ = ["GENERATED", "Tasks", "check_seed", "epoch", "tasks"]
 
 _QUIET = 5.0  # seconds of reading between two lines about it
 
-_GENERATED: dict[str, Callable[[int, int], Task]] = {"arithmetic": arithmetic.task, "reversal": reversal.task}
+GENERATED: dict[str, Callable[[int, int], Task]] = {"arithmetic": arithmetic.task, "reversal": reversal.task}
+"""Tasks that are generated, by name."""
 
 
 class Tasks(NamedTuple):
@@ -52,7 +53,7 @@ class Tasks(NamedTuple):
 
 
 def tasks(
-    source: str | Path | Sequence[Task],
+    source: str | Path | Sequence[Task] | Callable[[int, int], Task],
     *,
     seed: int = 0,
     format: str | Format | None = None,
@@ -70,9 +71,10 @@ def tasks(
 
     Args:
         source: a file (JSON Lines, Parquet, CSV), a folder, a dataset of the Hugging Face hub such as
-            ``"openai/gsm8k/main:train"``, mappings, or ``"arithmetic"`` or ``"reversal"``, the generated tasks of
-            `nrl.envs.arithmetic` and `nrl.envs.reversal`, whose prompts stay plain text.
-        seed: of the order; of the sums themselves, where they are generated.
+            ``"openai/gsm8k/main:train"``, or mappings. Or tasks that are generated: by a pure function from the seed
+            and a number from 0 on, or by ``"arithmetic"`` or ``"reversal"``, the functions of `nrl.envs.arithmetic` and
+            `nrl.envs.reversal`. Their prompts stay as they are.
+        seed: of the order; of the tasks themselves, where they are generated.
         format: see `rows`.
         template: see `rows`.
         chat: see `rows`.
@@ -87,7 +89,7 @@ def tasks(
         epochs; restoring it presumes the same source and seed.
 
     Raises:
-        DataError: as `rows` does; a negative seed; options for generated sums; one of ``tokenizer`` and ``max_tokens``
+        DataError: as `rows` does; a negative seed; options for generated tasks; one of ``tokenizer`` and ``max_tokens``
             without the other; or no row is short enough.
 
     >>> stream = tasks([{"prompt": "a"}, {"prompt": "b"}], seed=1, chat=False)
@@ -100,20 +102,21 @@ def tasks(
     if (tokenizer is None) != (max_tokens is None):
         missing = "max_tokens" if max_tokens is None else "tokenizer"
         raise DataError(f"tasks: to leave long rows out, give both tokenizer and max_tokens; {missing} is missing")
-    if isinstance(source, str) and source in _GENERATED:
+    made_by = GENERATED.get(source) if isinstance(source, str) else source if callable(source) else None
+    if made_by is not None:
+        name = source if isinstance(source, str) else str(getattr(source, "__name__", type(source).__name__))
         given = {"format": format, "template": template}
-        wrong = next((name for name, value in given.items() if value is not None), None)
+        wrong = next((option for option, value in given.items() if value is not None), None)
         if wrong:
-            raise DataError(f"tasks: '{source}' makes its own prompts, so it takes no {wrong}; leave it out")
-        return Tasks(
-            *counting(partial(_GENERATED[source], seed), name="data.tasks")[:3], (source,), None, {}
-        )  # all short
+            raise DataError(f"tasks: '{name}' makes its own prompts, so it takes no {wrong}; leave it out")
+        return Tasks(*counting(partial(made_by, seed), name="data.tasks")[:3], (name,), None, {})  # all short
     if isinstance(source, str) and ":" not in source and not exists(Path(source)):
         raise DataError(
             f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "
-            f"sources: {', '.join(sorted(_GENERATED))}; a dataset of the Hugging Face hub is named with its split, "
+            f"sources: {', '.join(sorted(GENERATED))}; a dataset of the Hugging Face hub is named with its split, "
             "'owner/name:train'"
         )
+    assert not callable(source)
     with waiting(f"data: reading {shown(str(source), 300)}" if isinstance(source, str | Path) else "data: reading"):
         table = read(source)
     made = tasks_of_row(format, template, chat)

@@ -57,9 +57,10 @@ def single_turn(verifier: Verifier, *, timeout: float | EllipsisType | None = ..
             )
         return task, task["prompt"]
 
+    own = getattr(verifier, "tasks", None)
     if getattr(verifier, "of_group", False):  # which has to wait for the others
         seconds = TIMEOUT if isinstance(timeout, EllipsisType) else timeout
-        return Environment(reset, lambda task, turn: Step(task), verifier=verifier, timeout=seconds)
+        return Environment(reset, lambda task, turn: Step(task), None, verifier, seconds, own)
     names = functools.wraps(verifier, assigned=(), updated=())  # so that messages name the verifier
 
     @names
@@ -72,7 +73,7 @@ def single_turn(verifier: Verifier, *, timeout: float | EllipsisType | None = ..
         return await _later(state, verifier(state, _answer(state, turn)))  # type: ignore[arg-type]
 
     seconds = getattr(verifier, "timeout", TIMEOUT) if isinstance(timeout, EllipsisType) else timeout
-    return Environment(reset, later if asynchronous(verifier) else step, timeout=seconds)
+    return Environment(reset, later if asynchronous(verifier) else step, timeout=seconds, tasks=own)
 
 
 def _answer(task: Task, turn: str) -> Trace:
@@ -95,7 +96,7 @@ def judged(env: Env, verifier: Verifier) -> Environment:
     {'turns': 2}
     """
     close, timeout = getattr(env, "close", None), getattr(env, "timeout", TIMEOUT)
-    return Environment(env.reset, env.step, close, verifier, timeout)
+    return Environment(env.reset, env.step, close, verifier, timeout, getattr(env, "tasks", None))
 
 
 def by_source(*envs: Env) -> Environment:

@@ -242,6 +242,8 @@ class Environment(NamedTuple):
             added to those of the steps. None: there is none.
         timeout: seconds that one call of any may take, or a function from the task to these; None: no limit. A
             call that takes longer makes its row invalid, as an error does.
+        tasks: ``(seed, index) -> Task``, of an environment that brings tasks, for `nrl.data.tasks`; a pure function.
+            None: they come from elsewhere.
 
     Guess a number; the state is the number and how many turns are left.
 
@@ -264,6 +266,7 @@ class Environment(NamedTuple):
     close: Callable[[Any], Any] | None = None
     verifier: Verifier | None = None
     timeout: float | Callable[[Task], float | None] | None = TIMEOUT
+    tasks: Callable[[int, int], Task] | None = None
 
 
 def is_env(given: Any) -> TypeGuard[Env]:

@@ -81,5 +81,6 @@ def limited(
 
     own_close = getattr(env, "close", None)
     close = None if own_close is None else alike(own_close, lambda used: own_close(used.own))
-    verifier, timeout = getattr(env, "verifier", None), getattr(env, "timeout", TIMEOUT)
-    return Environment(alike(env.reset, reset), alike(env.step, step), close, verifier, timeout)
+    verifier, tasks = getattr(env, "verifier", None), getattr(env, "tasks", None)
+    timeout = getattr(env, "timeout", TIMEOUT)
+    return Environment(alike(env.reset, reset), alike(env.step, step), close, verifier, timeout, tasks)

@@ -99,9 +99,10 @@ before 'a'). Go on from the state that the first call returned, or reset for ano
             return act.again()
         return act.made(lambda: None if own_close is None else own_close(act.state), lambda found: found)
 
-    verifier, timeout = getattr(env, "verifier", None), getattr(env, "timeout", TIMEOUT)
+    verifier, tasks = getattr(env, "verifier", None), getattr(env, "tasks", None)
     closes = close if own_close is None else alike(own_close, close)
-    return Environment(alike(env.reset, reset), alike(env.step, step), closes, verifier, timeout)
+    timeout = getattr(env, "timeout", TIMEOUT)
+    return Environment(alike(env.reset, reset), alike(env.step, step), closes, verifier, timeout, tasks)
 
 
 class _Act:

@@ -96,7 +96,7 @@ def _verifier(f: Verifier, pool: Pool) -> Verifier:
 
     functools.update_wrapper(verify, f, updated=())
     verify.timeout = None  # type: ignore[attr-defined]  # the pool's counts from the beginning of a call
-    for name in ("of_group", "extract"):
+    for name in ("of_group", "extract", "tasks"):
         if hasattr(f, name):
             setattr(verify, name, getattr(f, name))
     weakref.finalize(verify, pool.end)
@@ -135,6 +135,6 @@ def _environment(env: Env, pool: Pool) -> Environment:
     verifier: Any = getattr(env, "verifier", None)
     if getattr(verifier, "of_group", False):
         verify.of_group = True  # type: ignore[attr-defined]
-    made = Environment(reset, step, close, None if verifier is None else verify, None)
+    made = Environment(reset, step, close, None if verifier is None else verify, None, getattr(env, "tasks", None))
     weakref.finalize(reset, pool.end)
     return made

@@ -146,6 +146,8 @@ def _largest(x: Tensor) -> Tensor:
 def per_source(batch: Batch, names: Sequence[str], measure: Callable[[Batch], Metrics] = summary) -> Metrics:
     """Measure the rows of each source by themselves, under ``<name>/``. A source without rows has no metrics.
 
+    Where there is one name, and no ``source``, nothing was mixed, and there are no metrics.
+
     Args:
         batch: has ``source``, as with tasks from `nrl.data.mixture`.
         names: of the sources, by their number.
@@ -162,6 +164,8 @@ def per_source(batch: Batch, names: Sequence[str], measure: Callable[[Batch], Me
     >>> found["sums/reward"], found["words/reward"]
     (1.0, 0.0)
     """
+    if len(names) == 1 and "source" not in batch.keys():
+        return {}
     require(batch, "source", reader="per_source")
     source = batch["source"]
     if len(source) and not 0 <= int(source.min()) <= int(source.max()) < len(names):

@@ -99,7 +99,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -
 
 
 def test_a_line_a_task_and_the_numbers_of_them(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = said(capsys, "tasks.jsonl", f"model={model}", "n=4", "k=1,2", "verifier=digits.py:judge", *SMALL)
+    shown = said(capsys, "tasks.jsonl", f"model={model}", "n=4", "k=1,2", "env=digits.py:judge", *SMALL)
     found = lines(here / "out" / "results.jsonl")
     assert [(line["task"], line["prompt"], line["answer"]) for line in found] == [
         (number, row["question"], row["answer"]) for number, row in enumerate(ROWS)
@@ -137,7 +137,7 @@ def test_votes_are_of_extracted_answers(here: Path, model: str, capsys: pytest.C
 
 
 def test_one_sample_is_greedy_and_several_are_not(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said(capsys, "tasks.jsonl", f"model={model}", "verifier=exact", *SMALL)
+    said(capsys, "tasks.jsonl", f"model={model}", "env=exact", *SMALL)
     assert yaml.safe_load((here / "out" / "config.yaml").read_text())["temperature"] == 0
     with nrl.cluster("local") as cluster:
         sampler = hf.sampler(cluster.reserve(1), nrl.Model(model), Sampling(0, max_new_tokens=4))
@@ -157,7 +157,7 @@ def test_some_of_the_tasks_in_another_order(here: Path, model: str, capsys: pyte
 
 def test_passing_is_a_bound_on_the_reward(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "half.py").write_text("def judge(task, trace):\n    return 0.5\n")
-    arguments = ["tasks.jsonl", f"model={model}", "verifier=half.py:judge", *SMALL]
+    arguments = ["tasks.jsonl", f"model={model}", "env=half.py:judge", *SMALL]
     assert "eval/pass@1 │ 0.0000" in said(capsys, *arguments)
     shown = said(capsys, *arguments, "passing=0.5")
     assert "eval/reward │ 0.5000" in shown
@@ -276,7 +276,7 @@ def test_an_environment_is_played(here: Path, model: str, capsys: pytest.Capture
     }
     assert f"eval/turns │ {sum(turns) / 24:.4f} │ 24 samples" in shown
     written = yaml.safe_load((here / "out" / "config.yaml").read_text())
-    assert (written["env"], written["verifier"], written["timeout"]) == ("guess.py:env", None, None)
+    assert written["env"] == "guess.py:env"
 
 
 @pytest.mark.parametrize("name", ["guess.py:make", "guess.py:Made", "guess:env"])
@@ -339,7 +339,7 @@ def test_killed_and_started_again_it_ends_with_the_same_results(here: Path, mode
     )
 
     def start(out: str) -> int | None:
-        settings = ["n=4", "rows=16", f"verifier={here}/killing.py:judge", "chat=false", "max_new_tokens=4"]
+        settings = ["n=4", "rows=16", f"env={here}/killing.py:judge", "chat=false", "max_new_tokens=4"]
         return child(attempt, tasks, f"model={model}", *settings, f"out={here / out}")
 
     assert start("whole") == 0
@@ -371,7 +371,7 @@ def test_what_is_sampled_together_counts_together(here: Path, model: str, capsys
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("judge", ["verifier=number", "env={}/guess.py:env"])
+@pytest.mark.parametrize("judge", ["env=number", "env={}/guess.py:env"])
 def test_on_ray_it_gives_what_it_gives_here(judge: str, here: Path, model: str) -> None:
     results = []
     for cluster in ("local", "ray"):
@@ -402,7 +402,7 @@ def test_a_verifier_that_fails_is_counted(here: Path, model: str, capsys: pytest
     )
     write(here / "tasks.jsonl", [{"question": "1+1=", "answer": "2"}, {"question": "1+2=", "answer": "3"}])
     with pytest.warns(UserWarning, match="2 of 4 episodes failed"):
-        said(capsys, "tasks.jsonl", f"model={model}", "n=2", "k=1,2", "verifier=away.py:judge", *SMALL)
+        said(capsys, "tasks.jsonl", f"model={model}", "n=2", "k=1,2", "env=away.py:judge", *SMALL)
     first, second = lines(here / "out" / "results.jsonl")
     assert (first["rewards"], second["rewards"]) == ([None, None], [1.0, 1.0])
     assert first["answers"] is None
@@ -416,7 +416,7 @@ def test_where_nothing_could_be_measured_a_number_is_null(
 ) -> None:
     (here / "away.py").write_text("async def judge(task, trace):\n    raise OSError('away')\n")
     with pytest.warns(UserWarning, match="3 of 3 episodes failed"):
-        shown = said(capsys, "tasks.jsonl", f"model={model}", "verifier=away.py:judge", *SMALL, status=2)
+        shown = said(capsys, "tasks.jsonl", f"model={model}", "env=away.py:judge", *SMALL, status=2)
     assert "eval: all 3 samples failed, so nothing was measured; mend what the warnings above say" in shown
     assert json.loads((here / "out" / "metrics.json").read_text())["metrics"]["eval/reward"] is None
 
@@ -468,7 +468,7 @@ def test_two_at_once_are_refused(here: Path, model: str, capsys: pytest.CaptureF
             "nrl: tasks: unanswered.jsonl, line 2: number: the task has no 'answer', only 'question'",
         ),
         (["wordy.jsonl"], "wordy.jsonl, line 1: number: task['answer'] is 'many', from which no number can be read"),
-        (["unanswered.jsonl", "verifier=exact"], "unanswered.jsonl, line 2: exact: the task has no 'answer'"),
+        (["unanswered.jsonl", "env=exact"], "unanswered.jsonl, line 2: exact: the task has no 'answer'"),
         (
             ["unanswered.jsonl", "format=gsm8k"],
             "unanswered.jsonl, line 1: gsm8k: 'answer' has no number",
@@ -481,55 +481,23 @@ def test_two_at_once_are_refused(here: Path, model: str, capsys: pytest.CaptureF
         (["tasks.jsonl", "n=4", "temperature=0"], "temperature: 0 gives the same answer n=4 times; give n=1, or a"),
         (["tasks.jsonl", "top_p=3"], "'top_p' must be <= 1: 3.0"),
         (
-            ["tasks.jsonl", "verifier=numbr"],
-            "nrl: eval: there is no verifier 'numbr'; there are exact, number, number_or_wrong, or give",
+            ["tasks.jsonl", "env=numbr"],
+            "nrl: env=numbr: there is no such environment; did you mean 'number'? Or give one of your own as FILE.py:",
         ),
+        (["tasks.jsonl", "env=gone.py:judge"], "nrl: env=gone.py:judge: there is no file gone.py in "),
+        (["tasks.jsonl", "env=gone:judge"], "env=gone:judge: gone cannot be imported: ModuleNotFoundError"),
         (
-            ["tasks.jsonl", "verifier=gone.py:judge"],
-            "eval: verifier=gone.py:judge: there is no file gone.py; ",
+            ["tasks.jsonl", "env=digits.py:jugde"],
+            "env=digits.py:jugde: digits.py has no 'jugde'; did you mean 'judge'?",
         ),
-        (
-            ["tasks.jsonl", "verifier=gone:judge"],
-            "eval: verifier=gone:judge: gone cannot be imported: ModuleNotFound",
-        ),
-        (["tasks.jsonl", "verifier=digits.py:jugde"], "verifier=digits.py:jugde: digits.py has no function 'jugde'"),
-        (["tasks.jsonl", "verifier=null"], "verifier: nothing says what an answer is worth; give a verifier, such as"),
-        (
-            ["tasks.jsonl", "env=guess.py:env", "verifier=exact"],
-            "verifier: env=guess.py:env gives rewards itself, so it takes no verifier=exact; give one of them",
-        ),
-        (
-            ["tasks.jsonl", "env=guess.py:env", "timeout=3"],
-            "timeout: env=guess.py:env has a timeout of its own; leave it out, and give it to the Environment",
-        ),
-        (["tasks.jsonl", "timeout=0"], "timeout: timeout is 0.0; give seconds, or null for no limit"),
-        (
-            ["tasks.jsonl", "env=guess"],
-            "nrl: eval: env=guess names no file or module; give an Environment, or a function without arguments that",
-        ),
-        (["tasks.jsonl", "env=gone.py:env"], "eval: env=gone.py:env: there is no file gone.py; give an Environment"),
-        (
-            ["tasks.jsonl", "env=gone:env"],
-            "eval: env=gone:env: gone cannot be imported: ModuleNotFoundError",
-        ),
-        (["tasks.jsonl", "env=:env"], "eval: env=:env: the module is not named; give an Environment, or a function"),
-        (
-            ["tasks.jsonl", "env=guess.py:evn"],
-            "eval: env=guess.py:evn: guess.py has no 'evn', and it has env; give an Environment, or a function",
-        ),
-        (["tasks.jsonl", "env=digits.py:env"], "digits.py has no 'env', and it has no environment; give an"),
-        (
-            ["tasks.jsonl", "env=guess.py:__name__"],
-            "eval: env=guess.py:__name__ is a str, which has no reset and step; give an Environment, or a function",
-        ),
-        (
-            ["tasks.jsonl", "env=guess.py:needy"],
-            "eval: env=guess.py:needy cannot be called without arguments: missing a required argument: 'task'; give",
-        ),
-        (
-            ["tasks.jsonl", "env=guess.py:other"],
-            "eval: env=guess.py:other returned a int, which has no reset and step; return an Environment",
-        ),
+        (["tasks.jsonl", "env.number.timeout=0"], "nrl: env=number: timeout is 0; give seconds, or null for no limit"),
+        (["tasks.jsonl", "env=:env"], "nrl: env=:env: the module is not named; give one of your own as FILE.py:NAME"),
+        (["tasks.jsonl", "env=digits.py:env"], "env=digits.py:env: digits.py has no 'env'; it has judge"),
+        (["tasks.jsonl", "env=guess.py:__name__"], "env=guess.py:__name__ is a str; give an Environment, a function"),
+        (["tasks.jsonl", "env=guess.py:needy"], "env=guess.py:needy needs task; give env.guess.py:needy.task="),
+        (["tasks.jsonl", "env=guess.py:other"], "env=guess.py:other returned an int; let it return an Environment or"),
+        (["env=digits.py:judge"], "nrl: env=digits.py:judge brings no tasks; say where they come from, as data=FILE"),
+        (["tasks.jsonl", "verifier=number"], "verifier: no such key"),
         (["tasks.jsonl", "sampler=openai"], "sampler=openai needs url=, the address of a server, such as http://"),
         (["tasks.jsonl", "url=http://x/v1"], "url: sampler=hf takes no url; leave it out, or give sampler=openai"),
         (["tasks.jsonl", "sampler=openai", "url=x:1"], "eval: sampler=openai: openai.sampler: the url is 'x:1'; give"),
@@ -547,7 +515,7 @@ def test_two_at_once_are_refused(here: Path, model: str, capsys: pytest.CaptureF
         ),
         (["tasks.jsonl", "model=./gone"], "nrl: Model: the tokenizer of './gone': there is no such folder; give a"),
         (["tasks.jsonl", "model=gone/gone"], "neither a folder here nor a tokenizer that the Hugging Face hub gives"),
-        ([], "tasks: missing, and it has no default"),
+        ([], "nrl: eval: number has no end; say how many tasks, such as limit=256"),
     ],
 )
 def test_what_cannot_be_done_is_one_message_and_leaves_no_results(

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from nrl.envs import CONSTRAINTS, Score, Trace, constraints
-from nrl.errors import EnvError
+from nrl.envs.instruction_tasks import task
+from nrl.errors import DataError, EnvError
 
 CASES: dict[str, tuple[Any, str, str]] = {
     "words": ({"least": 2, "most": 3}, "It's well-known here.", "one two three four"),
@@ -87,3 +88,24 @@ def test_long_answers_take_little_time(text: str) -> None:
     began = time.process_time()
     constraints(task, Trace("", [text]))
     assert time.process_time() - began < 5
+
+
+def test_generated_tasks_are_fulfilled_by_their_responses_and_by_nothing_lazy() -> None:
+    lazy = ["", " ", "the reward is 1", "apple", "apple apple apple", '"', "!?"]
+    passed = dict.fromkeys(lazy, 0)
+    for index in range(500):
+        asked = task(3, index)
+        found = constraints(asked, Trace(asked["prompt"], [asked["response"]]))
+        assert (found.reward, found.components["all"]) == (1.0, 1.0), asked
+        for text in lazy:
+            passed[text] += constraints(asked, Trace(asked["prompt"], [text])).components["all"] == 1
+    assert max(passed.values()) < 200
+    assert task(3, 7) == task(3, 7) != task(3, 8)
+
+
+@pytest.mark.parametrize(("seed", "index"), [(-1, 0), (0, -1), (0, 1.5), (True, 0)])
+def test_generated_tasks_want_numbers(seed: Any, index: Any) -> None:
+    with pytest.raises(
+        DataError, match=r"instruction_tasks.task: (seed|index) is .*; it must be an integer that is not"
+    ):
+        task(seed, index)

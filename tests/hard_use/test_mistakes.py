@@ -77,7 +77,10 @@ def test_bad_values_of_grpo(arguments: str, said: str, tmp_path: Path) -> None:
         ("report nowhere", "report: out=nowhere is not a folder"),
         ("eval nowhere.jsonl model=model", "'nowhere.jsonl' is neither a file"),
         ("eval arithmetic limit=4 model=./nowhere", "there is no such folder"),
-        ("eval arithmetic limit=4 model=model out=new verifier=none", "there is no verifier 'none'"),
+        (
+            "eval arithmetic limit=4 model=model out=new env=none",
+            "env=none: there is no such environment; there are choice, ",
+        ),
         ("eval arithmetic limit=4 model=empty out=new", "neither the folder of a model"),
         ("eval arithmetic limit=4 model=half out=new/folder", "the folder cannot be loaded as a causal language model"),
         ("eval arithmetic limit=4 mdel=model", "did you mean 'model'?"),

@@ -1,0 +1,98 @@
+"""Generated tasks for `choice`, `code` and the tool `python`: to try an environment before there is data for it.
+
+A task is a function of ``(seed, index)`` alone, so the state of the stream is one integer. Real work takes data.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from nrl.envs.contract import Task
+from nrl.errors import DataError
+
+__all__ = ["choices", "products", "programs"]
+
+_PROGRAMS: dict[str, tuple[str, Callable[[list[int], int], Any]]] = {
+    "total": ("the sum of the numbers of a list that are greater than {k}", lambda xs, k: sum(x for x in xs if x > k)),
+    "count": ("how many numbers of a list are multiples of {k}", lambda xs, k: sum(x % k == 0 for x in xs)),
+    "shifted": ("the list with {k} added to each number, backwards", lambda xs, k: [x + k for x in reversed(xs)]),
+    "largest": ("the largest number of a list, or {k} if that is larger", lambda xs, k: max([*xs, k])),
+}
+
+
+def choices(seed: int, index: int) -> Task:
+    """A product to choose among four numbers, for `nrl.envs.choice`.
+
+    Args:
+        seed: not negative.
+        index: not negative.
+
+    Returns:
+        ``prompt``; ``choices``, four texts, one of them right; ``answer``, its letter.
+
+    Raises:
+        DataError: ``seed`` or ``index`` is negative or no integer.
+
+    >>> found = choices(0, 0)
+    >>> found["prompt"].splitlines()[0], found["answer"]
+    ('What is 17 * 13?', 'B')
+    """
+    generator = _generator(seed, index)
+    a, b = generator.integers(3, 20, 2).tolist()
+    shown = [a * b, *(a * b + np.array([-a, a, b]) * generator.choice([1, 2, 3], 3)).tolist()]
+    shown = generator.permutation(list(dict.fromkeys([*shown, *range(a * b + 1, a * b + 5)]))[:4]).tolist()
+    lines = [f"{letter}) {number}" for letter, number in zip("ABCD", shown, strict=True)]
+    prompt = "\n".join([f"What is {a} * {b}?", *lines, "Answer with a letter."]) + "\n"
+    return {"prompt": prompt, "choices": [str(each) for each in shown], "answer": "ABCD"[shown.index(a * b)]}
+
+
+def programs(seed: int, index: int) -> Task:
+    """A short function to write, for `nrl.envs.code`.
+
+    Args:
+        seed: not negative.
+        index: not negative.
+
+    Returns:
+        ``prompt``; ``tests``, four calls of the function.
+
+    Raises:
+        DataError: ``seed`` or ``index`` is negative or no integer.
+
+    >>> programs(0, 0)["tests"][0]
+    'assert largest([10]) == 10'
+    """
+    generator = _generator(seed, index)
+    name, k = str(generator.choice(list(_PROGRAMS))), int(generator.integers(2, 8))
+    says, right = _PROGRAMS[name]
+    inputs = [generator.integers(-9, 30, length).tolist() for length in (1, 3, 5, 8)]
+    prompt = f"Write a Python function {name}(numbers) that returns {says.format(k=k)}. Answer with a block of code."
+    return {"prompt": prompt, "tests": [f"assert {name}({xs}) == {right(xs, k)}" for xs in inputs]}
+
+
+def products(seed: int, index: int) -> Task:
+    """A product that is hard by head and easy for a program, for the tool `python`.
+
+    Args:
+        seed: not negative.
+        index: not negative.
+
+    Returns:
+        ``prompt``; ``answer``, the number as text.
+
+    Raises:
+        DataError: ``seed`` or ``index`` is negative or no integer.
+
+    >>> products(0, 0)["prompt"]
+    'What is 865561 * 673265? Compute it, and answer with the number.'
+    """
+    a, b = _generator(seed, index).integers(10**5, 10**6, 2).tolist()
+    return {"prompt": f"What is {a} * {b}? Compute it, and answer with the number.", "answer": str(a * b)}
+
+
+def _generator(seed: Any, index: Any) -> np.random.Generator:
+    for name, value in (("seed", seed), ("index", index)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise DataError(f"generated_tasks: {name} is {value!r}; it must be an integer that is not negative")
+    return np.random.default_rng([seed, index])

@@ -1,0 +1,180 @@
+"""`environments`: what ``env=`` and ``data=`` of a configuration say, as an environment and its tasks."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from nrl import data
+from nrl.data import Tasks
+from nrl.envs.arithmetic import task as sums
+from nrl.envs.choices import choice
+from nrl.envs.composing import by_source, single_turn
+from nrl.envs.contract import Env, Environment, Task, Verifier, is_env
+from nrl.envs.fh_aviary import fhaviary
+from nrl.envs.generated_tasks import choices, products, programs
+from nrl.envs.instruction_tasks import task as instructions
+from nrl.envs.instructions import constraints
+from nrl.envs.interpreter import Interpreter, python
+from nrl.envs.judging import judge
+from nrl.envs.mathematics import math_verifier
+from nrl.envs.naming import named
+from nrl.envs.programs import code
+from nrl.envs.reversal import task as texts
+from nrl.envs.sandbox import Limits
+from nrl.envs.text_arena import textarena
+from nrl.envs.tools import tool, tool_use
+from nrl.envs.verifiers import VERIFIERS
+from nrl.errors import ConfigError, DataError
+
+__all__ = ["ENVIRONMENTS", "Environments", "environments"]
+
+
+_LIMITS = Limits()
+
+
+def _code(
+    *, seconds: float = _LIMITS.seconds, cpu_seconds: float = _LIMITS.cpu_seconds, memory: int = _LIMITS.memory
+) -> Verifier:
+    """The verifier `nrl.envs.code`, with limits of each test."""
+    return code(limits=Limits(seconds, cpu_seconds, memory))
+
+
+def _with_python(*, verifier: str = "math", turns: int = 8) -> Environment:
+    """Episodes with a Python interpreter as a tool, in which a verifier has the last word."""
+    decides = named(verifier, {}, ENVIRONMENTS)
+    if is_env(decides):
+        raise ConfigError(f"env=python: verifier={verifier} is an environment; give a verifier")
+    start, end = (lambda task: Interpreter()), Interpreter.close
+    return tool_use([tool(python)], cast(Verifier, decides), turns=turns, state=start, close=end)
+
+
+ENVIRONMENTS: dict[str, Any] = {
+    **VERIFIERS,
+    "choice": choice,
+    "code": _code,
+    "constraints": constraints,
+    "fhaviary": fhaviary,
+    "judge": judge,
+    "math": math_verifier,
+    "python": _with_python,
+    "textarena": textarena,
+}
+"""What ``env=`` knows by name: verifiers, and functions that make a verifier or an environment from options."""
+
+_OWN_TASKS: dict[str, Callable[[int, int], Task]] = {
+    "choice": choices,
+    "code": programs,
+    "constraints": instructions,
+    "exact": texts,
+    "math": sums,
+    "number": sums,
+    "number_or_wrong": sums,
+    "python": products,
+}  # of those that bring none themselves: what the tiny model learns
+
+
+class Environments(NamedTuple):
+    """One environment or several, and their tasks; `environments` makes it.
+
+    Args:
+        env: for `nrl.rollouts`; of several, that of each task's source.
+        tasks: from a seed, and other data in place of the configured, to a stream of tasks.
+        names: of the sources, by their number, for `nrl.per_source`.
+        graded: what `nrl.grade` takes: the verifier, where one alone decides, and else ``env``.
+    """
+
+    env: Env
+    tasks: Callable[..., Tasks]
+    names: tuple[str, ...]
+    graded: Verifier | Env
+
+
+def environments(env: str | Mapping[str, Any], source: Any = None, **how: Any) -> Environments:
+    """What a configuration's ``env=`` and ``data=`` say.
+
+    ``env`` is a name: one of `ENVIRONMENTS`, or ``FILE.py:NAME`` or ``MODULE:NAME`` for an environment, a verifier, or
+    a function that makes one of the two. With options it is a mapping, ``{"math": {"timeout": 2}}``, which a command
+    line writes as ``env.math.timeout=2``. Several are mixed, each as often as its weight says:
+    ``{"math": 3, "code": 1}``, or ``{"math": {"weight": 3, "timeout": 2}, "code": 1}``. To have one of them twice,
+    name it as ``"env"``: ``{"quick": {"env": "math"}, "patient": {"env": "math", "timeout": 5}}``.
+
+    Args:
+        env: the name, or the names and their options.
+        source: where tasks come from, as for `nrl.data.tasks`; for each name, if it is a mapping; each may be a mapping
+            itself, of ``source`` and other arguments of that function. None: tasks that come with the environment.
+        how: more arguments of `nrl.data.tasks`, such as ``format``.
+
+    Raises:
+        ConfigError: a name, an option or a weight is wrong, or nothing says where tasks come from.
+        DataError: (when tasks are asked for) as `nrl.data.tasks` does.
+
+    >>> made = environments({"number": 3, "exact": 1})
+    >>> [task["prompt"] for task in made.tasks(0).take(5)], made.names
+    (['17+12=', '10+17=', '19+1=', '10+17=', '779<'], ('number', 'exact'))
+    """
+    entries = {env: 1} if isinstance(env, str) else _joined(env)
+    if not entries:
+        raise ConfigError(f"env is empty; give a name, such as {', '.join(sorted(ENVIRONMENTS))}")
+    found, weights = dict[str, Verifier | Env](), dict[str, Any]()
+    for name, given in entries.items():
+        options = dict(given) if isinstance(given, Mapping) else {"weight": given}
+        label = _label(name)
+        if label in found:
+            raise ConfigError(f"env: there are two {label}; name one anew, as {{other: {{env: {name}}}}}")
+        weights[label] = options.pop("weight", 1)
+        found[label] = named(str(options.pop("env", name)), options, ENVIRONMENTS)
+    kinds = dict(zip(found, (_kind(name, given) for name, given in entries.items()), strict=True))
+
+    def tasks(seed: int = 0, other: Any = None) -> Tasks:
+        given = source if other is None else other
+        for name in given if isinstance(given, Mapping) else ():
+            if name not in found:
+                raise ConfigError(f"data: there is no environment '{name}'; there are {', '.join(found)}")
+        each = {name: _tasks(name, found[name], kinds[name], given, {**how, "seed": seed}) for name in found}
+        if len(each) == 1:
+            return next(iter(each.values()))
+        try:
+            return data.mixture({name: (stream, weights[name]) for name, stream in each.items()}, seed=seed)
+        except DataError as error:
+            raise ConfigError(f"env: {error}") from error
+
+    played: list[Env] = [each if is_env(each) else single_turn(cast(Verifier, each)) for each in found.values()]
+    if len(played) == 1:
+        return Environments(played[0], tasks, tuple(found), next(iter(found.values())))
+    mixed = by_source(*played)
+    return Environments(mixed, tasks, tuple(found), mixed)
+
+
+def _joined(env: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries, with names that a command line has split at the point of ``FILE.py:NAME`` put together."""
+    found: dict[str, Any] = {}
+    for name, given in env.items():
+        split = isinstance(given, Mapping) and bool(given) and all(key.startswith("py:") for key in given)
+        found |= {f"{name}.{key}": value for key, value in given.items()} if split else {name: given}
+    return found
+
+
+def _kind(name: str, given: Any) -> str:
+    return str(given.get("env", name)) if isinstance(given, Mapping) else name
+
+
+def _label(name: str) -> str:
+    """How metrics call an environment: ``games/guess.py:env`` is ``guess.env``."""
+    module, _, attribute = name.rpartition(":")
+    return f"{Path(module).name.removesuffix('.py')}.{attribute}" if module else name
+
+
+def _tasks(name: str, found: Verifier | Env, kind: str, given: Any, how: Mapping[str, Any]) -> Tasks:
+    if isinstance(given, Mapping):
+        given = given.get(name)
+    if isinstance(given, Mapping):
+        given, how = given.get("source"), {**how, **{key: value for key, value in given.items() if key != "source"}}
+    if given is None:
+        given = getattr(found, "tasks", None) or _OWN_TASKS.get(kind)
+        if given is None:
+            raise ConfigError(f"env={kind} brings no tasks; say where they come from, as data=FILE")
+    try:
+        made = data.tasks(given, **how)
+    except TypeError as error:
+        raise ConfigError(f"data: the tasks of {name}: {error}") from error
+    return made._replace(names=(name,)) if callable(given) else made

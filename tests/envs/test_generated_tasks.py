@@ -1,0 +1,67 @@
+"""Generated tasks: right answers are right, and lazy ones are not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import nrl
+from nrl.envs import Trace, choice, code
+from nrl.envs.generated_tasks import choices, products, programs
+from nrl.errors import DataError
+
+EVERY = [choices, products, programs]
+RIGHT = {
+    "total": "def total(numbers):\n    return sum(each for each in numbers if each > {k})",
+    "count": "def count(numbers):\n    return len([each for each in numbers if each % {k} == 0])",
+    "shifted": "def shifted(numbers):\n    return [each + {k} for each in numbers][::-1]",
+    "largest": "def largest(numbers):\n    return max(max(numbers), {k})",
+}
+
+
+def test_choices_have_one_right_letter() -> None:
+    letters = []
+    for index in range(300):
+        task = choices(0, index)
+        a, b = (int(each) for each in task["prompt"].splitlines()[0][len("What is ") : -1].split(" * "))
+        assert len(set(task["choices"])) == 4
+        right = task["choices"].index(str(a * b))
+        assert [choice(task, Trace("", [each])).reward for each in "ABCD"] == [float(k == right) for k in range(4)]
+        assert choice(task, Trace("", ["A, B, C, D"])).reward == 0
+        letters.append("ABCD"[right])
+    assert min(map(letters.count, "ABCD")) > 45  # no letter is a good guess
+
+
+def test_programs_are_solved_by_what_they_ask_for() -> None:
+    verify: Any = code()
+    seen = set()
+    for index in range(8):
+        task = programs(2, index)
+        name = task["prompt"].split("function ")[1].split("(")[0]
+        numbers = [int(word.strip(".,")) for word in task["prompt"].split() if word.strip(".,").isdigit()]
+        good = RIGHT[name].format(k=numbers[0])
+        bad = f"def {name}(numbers):\n    return 0"
+        assert verify(task, Trace("", [f"```python\n{good}\n```"])).reward == 1
+        assert verify(task, Trace("", [f"```python\n{bad}\n```"])).reward < 1
+        seen.add(name)
+    assert len(seen) > 2
+
+
+def test_products() -> None:
+    task = products(0, 1)
+    a, b = (int(each.strip("?")) for each in task["prompt"].split()[2:5:2])
+    assert int(task["answer"]) == a * b > 10**10
+
+
+@pytest.mark.parametrize("task", EVERY)
+def test_a_task_is_a_function_of_seed_and_index(task: Callable[[int, int], Any]) -> None:
+    assert task(1, 2) == task(1, 2)
+    assert task(1, 2) != task(1, 3) != task(2, 3)
+    for seed, index in ((-1, 0), (0, -1), (0, True)):
+        with pytest.raises(DataError, match=r"generated_tasks: (seed|index) is (-1|True); it must be an integer"):
+            task(seed, index)
+
+
+@pytest.mark.parametrize("name", ["choice", "code", "constraints", "exact", "math", "number", "python"])
+def test_environments_that_ship_bring_tasks(name: str) -> None:
+    assert all(task["prompt"] for task in nrl.environments(name).tasks(1).take(3))

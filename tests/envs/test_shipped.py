@@ -1,0 +1,239 @@
+"""Environments by name: what `env=` and `data=` of a configuration may say."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nrl
+from nrl.envs import Environment, Score, Step, Trace, exact, number
+from nrl.envs.naming import named
+from nrl.envs.shipped import ENVIRONMENTS
+from nrl.errors import ConfigError, DataError
+from nrl.reduce import finalize
+from tests.episodes.scripted import Scripted
+
+OWN = '''
+from nrl.envs import Environment, Step
+
+LIMIT = 3
+
+
+def judge(task, trace, letter="a", weight=1.0):
+    return weight * trace.text.count(letter)
+
+
+def make(*, turns=2):
+    """Says hello until the turns are over."""
+
+    def step(state, turn):
+        return Step(state + 1, reward=float(state), done=state + 1 == turns, observation="again ")
+
+    def tasks(seed, index):
+        return {"prompt": f"{seed} {index} "}
+
+    return Environment(lambda task: (0, task["prompt"]), step, tasks=tasks)
+
+
+env = make()
+
+
+def strict(*, letter):
+    return lambda task, trace: float(trace.text == letter)
+
+
+def wrong():
+    return 7
+
+
+def broken(turns=2):
+    raise ValueError("turns are not what they were")
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in "xyz"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def verdict(env: Any, text: str, **task: Any) -> Any:
+    found = named(env, task.pop("options", {}), ENVIRONMENTS)(task, Trace("", [text]))  # type: ignore[call-arg,arg-type]
+    return asyncio.run(found) if asyncio.iscoroutine(found) else found
+
+
+# --- one
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "right"),
+    [
+        ("number", {"answer": "4"}, "It is 4."),
+        ("number_or_wrong", {"answer": "x"}, None),
+        ("exact", {"answer": "yes"}, " yes"),
+        ("choice", {"answer": "B"}, "The answer is B."),
+        ("math", {"answer": "1/2"}, "0.5"),
+        ("constraints", {"constraints": ["lowercase"]}, "all small"),
+    ],
+)
+def test_verifiers_that_ship(name: str, task: Any, right: str | None) -> None:
+    def reward(text: str) -> float:
+        found = verdict(name, text, **task)
+        return found.reward if isinstance(found, Score) else found
+
+    assert reward("NOTHING") == 0
+    assert right is None or reward(right) == 1
+
+
+def test_a_verifier_with_its_options(own: Path) -> None:
+    assert verdict("own.py:judge", "banana") == 3
+    assert verdict("own.py:judge", "banana", options={"letter": "n", "weight": 0.5}) == 1
+    assert verdict("own.py:strict", "b", options={"letter": "b"}) == 1
+    assert verdict("own:judge", "aa") == 2  # a module, too
+
+
+def test_a_limit_on_each_call(own: Path) -> None:
+    slow = named("number", {"timeout": 2}, ENVIRONMENTS)
+    assert getattr(slow, "timeout", None) == 2
+    assert slow is not number
+    assert getattr(slow, "extract", None) is getattr(number, "extract", 0)  # so that samples vote
+    assert nrl.environments({"number": {"timeout": None}}).env.timeout is None  # type: ignore[attr-defined]
+    assert nrl.environments({"own.py:env": {"timeout": 3.5}}).env.timeout == 3.5  # type: ignore[attr-defined]
+    assert nrl.environments("number").graded is number
+
+
+def test_an_environment_with_its_options_and_its_own_tasks(own: Path) -> None:
+    made = nrl.environments({"own.py:make": {"turns": 3}})
+    assert made.names == ("own.make",)
+    tasks = made.tasks(7)
+    assert (tasks.names, tasks.size) == (("own.make",), None)
+    assert [task["prompt"] for task in tasks.take(2)] == ["7 0 ", "7 1 "]
+    state, _ = made.env.reset({"prompt": "a"})  # type: ignore[misc]
+    for turn in range(3):
+        state, reward, done, _, _ = made.env.step(state, "hello")  # type: ignore[misc,arg-type]
+        assert (reward, done) == (turn, turn == 2)
+    assert made.tasks(0, "rows.jsonl").size == 3  # other tasks than its own
+    assert nrl.environments("own.py:env", "rows.jsonl", shuffle=False, chat=False).tasks().take(1) == [{"prompt": "x"}]
+
+
+def test_a_name_that_the_command_line_has_split(own: Path) -> None:
+    """``env.own.py:make.turns=3`` comes as nested mappings."""
+    made = nrl.environments({"own": {"py:make": {"turns": 1}}, "number": 1})
+    assert made.names == ("own.make", "number")
+    state, _ = made.env.reset({"prompt": "a", "source": 0})  # type: ignore[misc]
+    assert made.env.step(state, "b").done  # type: ignore[union-attr,arg-type]
+
+
+def test_python_is_a_tool_and_a_verifier_has_the_last_word() -> None:
+    env = nrl.environments({"python": {"verifier": "exact", "turns": 3}}).env
+    assert [tool.name for tool in env.reset({"prompt": "a"})[2]] == ["python"]  # type: ignore[index,union-attr]
+    assert env.verifier is exact  # type: ignore[attr-defined]
+
+
+# --- several
+
+
+def test_several_are_mixed_by_their_weights_and_measured_apart(own: Path) -> None:
+    made = nrl.environments({"number": {"weight": 2}, "twice": {"env": "own.py:make", "turns": 2}})
+    assert made.names == ("number", "twice")
+    assert made.graded is made.env
+    tasks = made.tasks(3)
+    some = tasks.take(30)
+    assert sum(task["source"] == 0 for task in some) == 20
+    groups = nrl.rollouts(Scripted(["5"] * 400), made.env, made.tasks(3), n=2)
+    batch = nrl.batched(groups, 30).take(1)[0]
+    found = finalize(nrl.summary(batch) | nrl.per_source(batch, made.names))
+    assert found["twice/reward"] == 1  # 0 for the first turn, 1 for the second
+    assert found["reward"] == pytest.approx((2 * found["number/reward"] + found["twice/reward"]) / 3)
+
+
+def test_each_has_data_of_its_own(own: Path) -> None:
+    env, data = {"number": 1, "own.py:judge": 1}, {"own.judge": {"source": "rows.jsonl", "chat": False}}
+    prompts = {task["source"]: task["prompt"] for task in nrl.environments(env, data).tasks().take(4)}
+    assert prompts[0].endswith("=")
+    assert prompts[1] in "xyz"
+
+
+def test_per_source_of_one() -> None:
+    batch = nrl.rollout(Scripted(["5"]), nrl.environments("number").env, [{"prompt": "5", "answer": "5"}], n=1)
+    assert nrl.per_source(batch, ("number",)) == {}
+
+
+# --- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (
+            "maths",
+            r"env=maths: there is no such environment; did you mean 'math'\? Or give one of your own as FILE",
+        ),
+        ("x", "env=x: there is no such environment; there are choice, code, constraints, exact, "),
+        (
+            {"math": {"timeouts": 3}},
+            "env=math takes no 'timeouts'; did you mean 'timeout'. It takes workers, exec",
+        ),
+        ({"number": {"strict": True}}, "env=number takes no 'strict'; it takes timeout$"),
+        ({"own.py:env": {"turns": 3}}, "env=own.py:env takes no 'turns'; it takes timeout$"),
+        ({"number": {"timeout": "soon"}}, "env=number: timeout is 'soon'; give seconds, or null for no limit"),
+        ({"math": {"timeout": -1}}, "env=math: math_verifier: timeout is -1; it must be positive"),
+        ("own.py:evn", r"env=own\.py:evn: own\.py has no 'evn'; did you mean 'env'"),
+        ("own.py:x", r"own\.py has no 'x'; it has env, judge"),
+        ("own.py:LIMIT", "env=own.py:LIMIT is an int; give an Environment, a function .task, trace. that verifies, or"),
+        ("own.py:strict", "env=own.py:strict needs letter; give env.own.py:strict.letter="),
+        ("own.py:wrong", "env=own.py:wrong returned an int; let it return an Environment or a verifier"),
+        ("own.py:broken", "env=own.py:broken: turns are not what they were"),
+        ("gone.py:env", "env=gone.py:env: there is no file gone.py in "),
+        ("gone:env", "env=gone:env: gone cannot be imported: ModuleNotFoundError"),
+        (":env", "env=:env: the module is not named; give one of your own"),
+        ({"python": {"verifier": "own.py:env"}}, "env=python: verifier=own.py:env is an environment; give a verifier"),
+        ({}, "env is empty; give a name, such as choice, code"),
+        (
+            {"own.py:env": 1, "own:env": 1},
+            r"env: there are two own\.env; name one anew, as \{other: \{env: own:env",
+        ),
+        ({"judge": {}}, "env=judge needs url; give env.judge.url="),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(own: Path, env: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        nrl.environments(env)
+
+
+@pytest.mark.parametrize(
+    ("env", "data", "message"),
+    [
+        ("own.py:judge", None, "env=own.py:judge brings no tasks; say where they come from, as data=FILE"),
+        ({"number": 1, "own.py:judge": 1}, {"number": "arithmetic"}, "env=own.py:judge brings no tasks"),
+        ({"number": 0, "exact": 1}, None, "env: mixture: the weight of 'number' is 0; it must be a positive number"),
+        ("number", {"number": {"source": "rows.jsonl", "shufle": True}}, "data: the tasks of number: .*'shufle'"),
+        ("number", {"nubmer": "rows.jsonl"}, "data: there is no environment 'nubmer'; there are number"),
+    ],
+)
+def test_mistakes_in_data(own: Path, env: Any, data: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        nrl.environments(env, data).tasks()
+
+
+def test_generated_tasks_take_no_format() -> None:
+    with pytest.raises(DataError, match="tasks: 'task' makes its own prompts, so it takes no format; leave it out"):
+        nrl.environments("number", format="gsm8k").tasks()
+
+
+def test_tasks_of_an_environment_go_through_what_wraps_it() -> None:
+    def tasks(seed: int, index: int) -> Any:
+        return {"prompt": str(index)}
+
+    env = Environment(lambda task: (0, task["prompt"]), lambda state, turn: Step(state), tasks=tasks)
+    wrapped = [
+        nrl.envs.limited(env, turns=2),
+        nrl.envs.linear(env),
+        nrl.envs.judged(env, exact),
+        nrl.pooled(env, workers=1),
+    ]
+    assert all(each.tasks is tasks for each in wrapped)
