@@ -128,9 +128,6 @@ def hangs(task, trace):
 def unsigned(task, trace):
     return float(trace.text.strip().lstrip("-") == task["answer"])
 
-def three(task, trace, more):
-    return 0.0
-
 number_of_things = 3
 def broken():
     return 3
@@ -242,7 +239,7 @@ def test_slow_calls_are_found(here: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_call_that_takes_too_long_has_failed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = said(capsys, "v.py:hangs", "data=arithmetic", "limit=1", "slow=30", "timeout=0.2", status=1)
+    shown = said(capsys, "v.py:hangs", "data=arithmetic", "limit=1", "slow=30", "options.timeout=0.2", status=1)
     assert "raises (1): calls raised, or took too long: 1 TimeoutError, such as task 0, huge (digits)" in shown
 
 
@@ -288,12 +285,15 @@ def test_the_same_audit_has_the_same_answers(here: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nmber"], "gym test: there is no verifier 'nmber'; there are exact, number, number_or_wrong"),
-        (["gone.py:x"], "gym test: verifier=gone.py:x: there is no file gone.py"),
-        (["v.py:gone"], "gym test: verifier=v.py:gone: v.py has no function 'gone'"),
-        (["v.py:number_of_things"], "gym test: verifier=v.py:number_of_things: v.py has no function"),
-        (["v.py:three"], "gym test: v.py:three takes neither (task, trace), as a verifier does, nor nothing"),
-        (["v.py:broken"], "gym test: v.py:broken() returned a int; return a verifier, a function of a task"),
+        (["nmber"], "env=nmber: there is no such environment; did you mean 'number'?"),
+        (["gone.py:x"], "env=gone.py:x: there is no file gone.py"),
+        (["v.py:gone"], "env=v.py:gone: v.py has no 'gone'"),
+        (
+            ["v.py:number_of_things"],
+            "env=v.py:number_of_things is an int; give an Environment",
+        ),
+        (["v.py:broken"], "env=v.py:broken returned an int; let it return an Environment or a verifier"),
+        (["number", "options.tiemout=3"], "env=number takes no 'tiemout'; it takes timeout"),
         (["number", "exact"], "gym test: found number and exact; give one target, and all else as key=value"),
         (["number", "form=42"], "form=42 does not say where the answer stands; give a text with {} there"),
         (["number", "allow=mutatd"], "allow=mutatd: there is no such fault; there are gold, mutated, other"),
@@ -302,6 +302,7 @@ def test_the_same_audit_has_the_same_answers(here: Path) -> None:
         (["number", "gold=solution"], "gym test: task 0 has no 'solution', only 'seed', 'prompt', 'answer'"),
         (["number", "data=gone.jsonl"], "'gone.jsonl' is neither a file"),
         (["number", "data=rows.jsonl"], "task 0: 'answer' is {'a': 1}; a right answer is a text or a number"),
+        (["constraint"], "did you mean 'constraints'?"),
         (["number", "limit=0"], "limit"),
         (["number", "slow=0"], "slow"),
         (["number", "sesions=3"], "sesions"),
@@ -395,6 +396,12 @@ closed = []
 counted = Environment(lambda task: ([0], "Go on."), lambda s, t: Step(s, 0.0, False, "Go on."),
     lambda s: closed.append(s[0]) or s.__setitem__(0, s[0] + 1))
 """
+
+
+def test_without_data_its_own_tasks_are_taken(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nothing is wrong with choice" in said(capsys, "choice", "limit=2", "slow=30")
+    message = "env=e.py:good brings no tasks; say where they come from, as data=FILE"
+    assert message in said(capsys, "e.py:good", status=2)
 
 
 @pytest.mark.parametrize("name", ["good", "later", "make"])
@@ -539,13 +546,13 @@ SHIPPED = {
     "number_or_wrong": ["number_or_wrong", f"data={DATA / 'gsm8k_sample.jsonl'}"],
     "exact": ["exact", f"data={DATA / 'gsm8k_sample.jsonl'}", "format=gsm8k"],
     "exact, of texts": ["exact", f"data={DATA / 'squad_sample.jsonl'}", "format=squad"],
-    "choice": ["nrl.envs:choice", f"data={DATA / 'choices_sample.jsonl'}"],
+    "choice": ["choice", f"data={DATA / 'choices_sample.jsonl'}"],
     "constraints": [
-        "nrl.envs:constraints", f"data={DATA / 'constraints_sample.jsonl'}", "gold=response",
+        "constraints", f"data={DATA / 'constraints_sample.jsonl'}", "gold=response",
         "allow=mutated,candidates",  # of which nothing is said
     ],
-    "math_verifier": ["nrl.envs.mathematics:math_verifier", f"data={DATA / 'math_sample.jsonl'}"],
-    "code": ["nrl.envs:code", f"data={DATA / 'programs_sample.jsonl'}", "gold=response"],
+    "math_verifier": ["math", f"data={DATA / 'math_sample.jsonl'}"],
+    "code": ["code", f"data={DATA / 'programs_sample.jsonl'}", "gold=response"],
 }  # fmt: skip
 
 

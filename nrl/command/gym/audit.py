@@ -18,10 +18,10 @@ from nrl import data
 from nrl.command.gym import playing, verifying
 from nrl.command.gym.golds import form_of
 from nrl.command.gym.records import FAULTS, Fault, Tried, check_allowed, faults, shortened
-from nrl.command.gym.target import target
 from nrl.command.gym.usage import Growth, Usage, usage
 from nrl.envs import Task
 from nrl.envs.contract import TIMEOUT, is_env
+from nrl.envs.shipped import Environments, environments
 from nrl.errors import ConfigError
 from nrl.log import JsonLines, Progress
 
@@ -46,8 +46,9 @@ _least = attrs.validators.ge(1)
 class Audit:
     """Give a verifier or an environment what lazy, broken and hostile policies write, and say what it gets wrong."""
 
-    target: str  # number, exact, ...; or FILE.py:NAME or MODULE:NAME: a verifier, an environment, or what makes one
-    data: str  # a file, or a dataset, with "question" (or "prompt", "messages") and "answer", or what the target reads
+    target: str  # number, math, ...; or FILE.py:NAME or MODULE:NAME: a verifier, an environment, or what makes one
+    options: dict[str, Any] = attrs.field(factory=dict)  # of the target: options.timeout=3
+    data: str | None = None  # a file or a dataset that the target reads; none: its own
     gold: str | None = None  # the column of right answers; of a verifier's tasks "answer"; else none
     form: str | None = attrs.field(default=None, validator=_formed)  # of a response: 'It is {}.'; none: found out
     passing: float = 1.0  # an answer passes where its reward is at least this
@@ -55,7 +56,6 @@ class Audit:
     turns: int = attrs.field(default=100, validator=_least)  # of an environment's episode, at most
     sessions: int = attrs.field(default=0, validator=attrs.validators.ge(0))  # more calls, to see what leaks
     slow: float = attrs.field(default=1.0, validator=attrs.validators.gt(0.0))  # seconds that a call may take
-    timeout: float = attrs.field(default=TIMEOUT, validator=attrs.validators.gt(0.0))  # of a verifier's call
     format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts
     limit: int = attrs.field(default=100, validator=_least)  # so many tasks
@@ -74,11 +74,13 @@ def main(cfg: Audit) -> int:
         The exit status: 1 if there is a fault that is not allowed, else 0.
 
     Raises:
-        ConfigError: there is no such target, or the file that is to be written holds something else.
+        ConfigError: there is no such target or option, nothing says where tasks come from, or the file that is to be
+            written holds something else.
         DataError: a task cannot be read, or has no right answer.
     """
-    tested = target(cfg.target)
-    tasks = _tasks(cfg)
+    how: dict[str, Any] = {"format": cfg.format, "chat": cfg.chat, "shuffle": cfg.shuffle}
+    made = environments({cfg.target: cfg.options} if cfg.options else cfg.target, cfg.data, **how)
+    tested, tasks = made.graded, _tasks(cfg, made)
     out = _out(cfg)
     forms, grown = dict[str, tuple[int, int]](), None
     before = usage()
@@ -100,7 +102,7 @@ def main(cfg: Audit) -> int:
             verified = asyncio.run(
                 verifying.tried(
                     verifier, tasks, gold=cfg.gold or "answer", form=cfg.form, passing=cfg.passing, seed=cfg.seed,
-                    sessions=cfg.sessions, timeout=getattr(verifier, "timeout", cfg.timeout), tell=tell,
+                    sessions=cfg.sessions, timeout=getattr(verifier, "timeout", TIMEOUT), tell=tell,
                 )
             )  # fmt: skip
             tried, forms, grown = verified.tried, verified.forms, verified.grown
@@ -112,9 +114,9 @@ def main(cfg: Audit) -> int:
     return int(bool(counted))
 
 
-def _tasks(cfg: Audit) -> list[Task]:
-    made = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat, shuffle=cfg.shuffle)
-    return [{"seed": cfg.seed + place, **task} for place, task in enumerate(data.epoch(made, cfg.limit))]
+def _tasks(cfg: Audit, made: Environments) -> list[Task]:
+    some = data.epoch(made.tasks(cfg.seed), cfg.limit)
+    return [{"seed": cfg.seed + place, **task} for place, task in enumerate(some)]
 
 
 def _out(cfg: Audit) -> Path:
@@ -185,7 +187,7 @@ def _show(
 
 
 def _table(cfg: Audit, tried: Sequence[Tried]) -> Table:
-    table = Table("kind", title=f"{cfg.target} on {cfg.data}", title_justify="left", box=ROUNDED)
+    table = Table("kind", title=f"{cfg.target} on {cfg.data or 'its own tasks'}", title_justify="left", box=ROUNDED)
     for column in ("tried", "passed", "wrong", "raised", "median ms", "worst ms", "MiB"):
         table.add_column(column, justify="right")
     for kind in dict.fromkeys(each.kind for each in tried):
