@@ -52,13 +52,16 @@ def test_scores_are_those_of_the_formula_and_ties_keep_the_order(k1: float, b: f
     for _ in range(50):
         query = " ".join(generator.choices([*vocabulary, "unknown"], k=generator.randint(1, 5)))
         expected = by_the_formula(texts, query, k1, b)
-        order = sorted(
-            (at for at, score in enumerate(expected) if score > 0), key=lambda at: (-round(expected[at], 9), at)
-        )
+        fitting = sorted((score for score in expected if score > 0), reverse=True)
         for k in (1, 3, 200):
             found = rank(query, k)
-            assert [at for at, _ in found] == order[:k]
-            assert [score for _, score in found] == pytest.approx([expected[at] for at in order[:k]])
+            assert [score for _, score in found] == pytest.approx(fitting[:k])
+            assert [expected[at] for at, _ in found] == pytest.approx(fitting[:k])
+            assert len({at for at, _ in found}) == len(found)
+            places: dict[str, list[int]] = {}
+            for at, _ in found:
+                places.setdefault(texts[at], []).append(at)
+            assert all(each == sorted(each) and each[0] == texts.index(text) for text, each in places.items())
 
 
 def test_words_have_no_case_and_chinese_is_found_by_characters() -> None:
