@@ -63,12 +63,15 @@ def reward_model(
     if model.head != "reward":
         raise ValueError(f'reward_model: the model has the head "{model.head}"; give Model(..., head="reward")')
     config, _ = load_config(model)
-    kinds = getattr(config, "architectures", None)
-    if isinstance(model.source, str) and kinds and not any(kind.endswith("SequenceClassification") for kind in kinds):
-        raise ModelError(
-            f"reward_model: {model.source} is a {', '.join(kinds)}, which has no reward head; give what "
-            "examples/reward_model.py has exported, or another model for sequence classification with one label"
-        )
+    kinds = getattr(config, "architectures", None)  # a config without, such as that of a new model, says nothing
+    if isinstance(model.source, str) and kinds:
+        classifies, labels = any(kind.endswith("SequenceClassification") for kind in kinds), config.num_labels
+        if not classifies or labels != 1:
+            what = f"{labels} labels, and a reward is one" if classifies else "no reward head"
+            raise ModelError(
+                f"reward_model: {model.source} is a {', '.join(kinds)}, which has {what}; give what "
+                "examples/reward_model.py has exported, or another model for sequence classification with one label"
+            )
     most = min(max_tokens, getattr(config, "max_position_embeddings", None) or max_tokens)
     if max_length is not None and not 1 <= max_length <= most:
         raise ValueError(
