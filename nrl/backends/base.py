@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import attrs
-import torch
 from torch import Tensor
+
+from nrl.batch.raw import flat_bytes
 
 __all__ = [
     "Bucket",
@@ -69,8 +70,8 @@ class Media:
     _content: tuple[Any, ...] = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        data = self.data.detach().cpu().contiguous()
-        content = hashlib.blake2b(data.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+        data = self.data.detach().cpu()
+        content = hashlib.blake2b(flat_bytes(data).numpy().tobytes(), digest_size=16).digest()
         told = self.kind, self.length, tuple(data.shape), str(data.dtype), content
         object.__setattr__(self, "_content", told)
 
