@@ -1,5 +1,6 @@
 """`search`, a tool that finds passages of a corpus on this machine, and `searching`, an environment around it."""
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -125,6 +126,7 @@ def searching(
     query: int = 300,
     turns: int = 6,
     calls: int = 12,
+    hops: int | None = None,
 ) -> Environment:
     """The environment that asks a task's prompt, and lets the model search a corpus until it answers.
 
@@ -136,17 +138,18 @@ def searching(
         query: characters that a query may have.
         turns: of the model, at most; it has to answer in the last one.
         calls: of the tool in an episode, at most.
+        hops: of the tasks that it brings, as of `nrl.envs.towns.task`.
 
     Returns:
-        `nrl.envs.tools.tool_use` with the tool `search`.
+        `nrl.envs.tools.tool_use` with the tool `search`. Where the corpus is the invented one, it brings tasks.
 
     Raises:
-        DataError: as `passages` does.
+        DataError: as `passages` does, or ``hops`` is neither 1 nor 2.
         ValueError: a number is not positive.
 
     >>> from nrl.envs import Trace
     >>> env = searching()
-    >>> task = towns.task(0, 0)
+    >>> task = env.tasks(0, 0)
     >>> state, prompt, (finding,) = env.reset(task)
     >>> finding.name, env.verifier(task, Trace(prompt, [f"<answer>{task['answer']}</answer>"])).reward
     ('search', 1.0)
@@ -154,9 +157,12 @@ def searching(
     for option, value in (("turns", turns), ("calls", calls)):
         if value < 1:
             raise ValueError(f"searching: {option} is {value}; it must be at least 1")
-    given = towns.passages() if corpus is None else corpus
-    found = search(given, k=k, characters=characters, query=query)
-    return tool_use([found], verifier, turns=turns, calls=calls)
+    own = None
+    if corpus is None:
+        corpus, own = towns.passages(), functools.partial(towns.task, hops=hops)
+        own(0, 0)  # it checks its arguments
+    found = search(corpus, k=k, characters=characters, query=query)
+    return tool_use([found], verifier, turns=turns, calls=calls)._replace(tasks=own)
 
 
 def _shown(number: int, passage: Passage, most: int) -> str:

@@ -357,6 +357,19 @@ def test_a_task_that_is_no_game_is_told() -> None:
         tic_tac_toe().reset({"prompt": "", "board": "." * 9})
 
 
+def test_tasks_come_along_with_their_options() -> None:
+    puzzle = sliding_puzzle(size=2, moves=3, chat=True).tasks
+    game = tic_tac_toe(taken=2, chat=True).tasks
+    assert puzzle is not None
+    assert game is not None
+    assert puzzle(3, 4) == sliding.task(3, 4, size=2, moves=3, chat=True)
+    assert game(3, 4) == noughts.task(3, 4, taken=2, chat=True)
+    with pytest.raises(DataError, match=r"sliding.task: size is 1; it must be an integer from 2 to 6"):
+        sliding_puzzle(size=1)
+    with pytest.raises(DataError, match=r"noughts.task: taken is 9; it must be an integer from 0 to 4"):
+        tic_tac_toe(taken=9)
+
+
 def test_a_model_plays_both_and_the_components_are_columns() -> None:
     with nrl.cluster("local") as cluster:
         sampler = hf.sampler(cluster.reserve(1), tiny.model(), nrl.Sampling(max_new_tokens=2))

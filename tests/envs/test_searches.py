@@ -338,6 +338,15 @@ def test_an_episode_searches_twice_and_answers() -> None:
     assert asyncio.run(step(first.state, Turn("<answer>x</answer>"))).done
 
 
+def test_tasks_come_along_with_the_invented_corpus_alone() -> None:
+    made = searching(hops=1).tasks
+    assert made is not None
+    assert made(1, 2) == towns.task(1, 2, hops=1)
+    assert searching(CORPUS).tasks is None
+    with pytest.raises(DataError, match=r"towns.task: hops is 3; give 1 or 2"):
+        searching(hops=3)
+
+
 def test_a_tiny_model_plays_it() -> None:
     tokenizer = tiny.bpe([tiny.CHATML, *(each["text"] for each in towns.passages())])
     with nrl.cluster("local") as cluster:

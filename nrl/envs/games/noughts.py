@@ -83,6 +83,8 @@ def tic_tac_toe(
     draw: float = 0.5,
     illegal: float = 0.05,
     turns: int = 9,
+    taken: int | None = None,
+    chat: bool = False,
 ) -> Environment:
     """Tic-tac-toe, a move a turn, until a side has won, the board is full, or no turn is left.
 
@@ -94,11 +96,14 @@ def tic_tac_toe(
         draw: the reward of a draw, the best that a perfect opponent allows; a win has 1, and all else 0.
         illegal: what a turn without a legal move costs, from 0 to 1.
         turns: of an episode, at most; a game needs five.
+        taken: of the tasks that it brings, as of `nrl.envs.games.noughts.task`.
+        chat: whether these are chats.
 
     Returns:
-        An environment for the tasks of `nrl.envs.games.noughts.task`, whose states are values. The opponent's draws
-        depend on the task's ``"seed"`` and the board alone: the same moves meet the same answers. The components of the
-        reward are ``won``, ``drawn`` and ``illegal``. ``lost`` and ``limits/turns`` in ``info`` say what else ended it.
+        An environment that brings tasks, and plays any of `nrl.envs.games.noughts.task`. Its states are values. The
+        opponent's draws depend on the task's ``"seed"`` and the board alone: the same moves meet the same answers. The
+        components of the reward are ``won``, ``drawn`` and ``illegal``. ``lost`` and ``limits/turns`` in ``info`` say
+        what else ended it.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -117,6 +122,8 @@ def tic_tac_toe(
         raise ValueError(f"tic_tac_toe: turns is {turns}; give at least 1")
     check_amount("tic_tac_toe", "draw", draw)
     check_amount("tic_tac_toe", "illegal", illegal)
+    own = functools.partial(task, taken=taken, chat=chat)
+    own(0, 0)  # it checks its arguments
     if opponent not in _OPPONENTS and not callable(opponent):
         raise ValueError(
             f"tic_tac_toe: opponent is {opponent!r}; give {' or '.join(map(repr, _OPPONENTS))}, or a function of the "
@@ -149,7 +156,7 @@ def tic_tac_toe(
         shown = said(_drawn(board) if legal else f"{wrong}\n{_drawn(board)}", play.plain)
         return Step(after, parts, False, shown, info)
 
-    return Environment(reset, step)
+    return Environment(reset, step, tasks=own)
 
 
 def best_moves(board: str) -> list[int]:

@@ -3,6 +3,7 @@
 A task is a function of ``(seed, index)`` alone, so the state of a stream of them is one integer.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -71,23 +72,34 @@ def task(seed: int, index: int, *, size: int = 3, moves: int = 8, chat: bool = F
     return {"prompt": asked(text if chat else f"{text}\nMove: ", chat), "board": list(board), "moves": moves}
 
 
-def sliding_puzzle(*, turns: int = 20, illegal: float = 0.05, progress: float = 0.0) -> Environment:
+def sliding_puzzle(
+    *,
+    size: int = 3,
+    moves: int = 8,
+    turns: int = 20,
+    illegal: float = 0.05,
+    progress: float = 0.0,
+    chat: bool = False,
+) -> Environment:
     """The sliding puzzle, a move a turn: tiles are slid until all are in order, or no turn is left.
 
     The last number of a turn is the tile. A turn that names none, or one that cannot be slid, leaves the board as it
     is, and the model is told.
 
     Args:
+        size: of the tasks that it brings, as of `nrl.envs.games.sliding.task`.
+        moves: of these, too.
         turns: of an episode, at most.
-        illegal: what such a turn costs, from 0 to 1.
+        illegal: what a turn without a legal move costs, from 0 to 1.
         progress: what it is worth, from 0 to 1, to bring tiles nearer to their places: that times the part by which a
             turn lessens the sum of their distances to these, which is lost again by a turn that undoes it. So over an
             episode it adds up to at most this, and to all of it in a solved one. 0: only the solution counts.
+        chat: whether the tasks that it brings are chats.
 
     Returns:
-        An environment for the tasks of `nrl.envs.games.sliding.task`, whose states are values. The components of its
-        reward are ``solved``, 1 in the turn that solves it, ``illegal`` and ``progress``. ``limits/turns`` in ``info``
-        says whether the turns ran out.
+        An environment that brings tasks, and plays any of `nrl.envs.games.sliding.task`. Its states are values. The
+        components of its reward are ``solved``, 1 in the turn that solves it, ``illegal`` and ``progress``.
+        ``limits/turns`` in ``info`` says whether the turns ran out.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -111,6 +123,8 @@ def sliding_puzzle(*, turns: int = 20, illegal: float = 0.05, progress: float = 
         raise ValueError(f"sliding_puzzle: turns is {turns}; give at least 1")
     check_amount("sliding_puzzle", "illegal", illegal)
     check_amount("sliding_puzzle", "progress", progress)
+    own = functools.partial(task, size=size, moves=moves, chat=chat)
+    own(0, 0)  # it checks its arguments
 
     def reset(task: Task) -> tuple[_Play, Prompt]:
         prompt = prompt_of("sliding_puzzle", "sliding", task)
@@ -131,7 +145,7 @@ def sliding_puzzle(*, turns: int = 20, illegal: float = 0.05, progress: float = 
         shown = said(_drawn(board) if legal else f"{wrong}\n{_drawn(board)}", play.plain)
         return Step(play._replace(board=board, left=play.left - 1), parts, False, shown, info)
 
-    return Environment(reset, step)
+    return Environment(reset, step, tasks=own)
 
 
 def _goal(size: int) -> _Board:
