@@ -87,7 +87,11 @@ def test_texts_without_words_are_never_found_and_arguments_are_checked() -> None
 
 
 def test_a_corpus_is_read_from_a_file_as_from_rows(tmp_path: Path) -> None:
-    rows = [{"text": " A. "}, {"id": 7, "title": "T", "text": "é", "more": 1}, {"id": "x", "title": None, "text": "c"}]
+    rows: list[Any] = [
+        {"text": " A. "},
+        {"id": 7, "title": "T", "text": "é", "more": 1},
+        {"id": "x", "title": None, "text": "c"},
+    ]
     expected = [Passage("0", "", "A."), Passage("7", "T", "é"), Passage("x", "", "c")]
     file = tmp_path / "corpus.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
@@ -182,12 +186,14 @@ def test_no_query_fails_the_environment(query: str) -> None:
 
 
 def test_options_are_checked_and_a_ranker_of_ones_own_is_used() -> None:
+    find: Any = search
+    play: Any = searching
     for option in ("k", "characters", "query"):
         with pytest.raises(ValueError, match=f"search: {option} is 0; it must be at least 1"):
-            search(CORPUS, **{option: 0})
+            find(CORPUS, **{option: 0})
     for option in ("turns", "calls"):
         with pytest.raises(ValueError, match=f"searching: {option} is 0; it must be at least 1"):
-            searching(CORPUS, **{option: 0})
+            play(CORPUS, **{option: 0})
     last = search(CORPUS, ranker=lambda texts: lambda query, k: [(len(texts) - 1, 1.0)][:k], name="look_up")
     assert last.name == "look_up"
     assert last.fn(query="ants") == "[1] Flowers open in the morning."
@@ -196,7 +202,7 @@ def test_options_are_checked_and_a_ranker_of_ones_own_is_used() -> None:
 # --- Questions
 
 
-def researched(task: Any, look: Any) -> str:
+def researched(task: Any, look: Any) -> Any:
     """An answer as a reader finds it: it searches for names and reads sentences."""
     (town,) = re.findall(r"(?:was|founded|is|of|that) ([A-Z]\w+)", task["question"])
     said = look(query=town)
