@@ -379,6 +379,14 @@ def test_tasks_come_along_with_their_options() -> None:
         tic_tac_toe(taken=9)
 
 
+def test_a_configuration_names_both_with_options() -> None:
+    made = nrl.environments({"nrl.envs:sliding_puzzle": {"size": 2, "moves": 3}, "nrl.envs:tic_tac_toe": {"taken": 1}})
+    for task in made.tasks(0).take(6):
+        _, prompt = made.env.reset(task)
+        assert prompt == task["prompt"]
+    assert made.names == ("nrl.envs.sliding_puzzle", "nrl.envs.tic_tac_toe")
+
+
 def test_a_model_plays_both_and_the_components_are_columns() -> None:
     with nrl.cluster("local") as cluster:
         sampler = hf.sampler(cluster.reserve(1), tiny.model(), nrl.Sampling(max_new_tokens=2))
