@@ -37,6 +37,7 @@ class Piece:
         index: where the block lies in the whole: a slice for each dimension, with a start and a stop.
         tensor: the numbers of the block.
 
+    >>> import torch
     >>> Piece("score.weight", (1, 4), (slice(0, 1), slice(2, 4)), torch.zeros(1, 2)).shape
     (1, 4)
     """
@@ -60,6 +61,7 @@ class Media:
         data: of any shape, as the model's processor makes it.
         length: the tokens that stand for it in the context.
 
+    >>> import torch
     >>> Media("image", torch.zeros(2), 4) == Media("image", torch.zeros(2), 4)
     True
     """
@@ -89,6 +91,7 @@ type Chunks = Sequence[int | Media]
 def length_of(prompt: Chunks) -> int:
     """How many tokens a prompt takes in the context.
 
+    >>> import torch
     >>> length_of([5, Media("image", torch.zeros(2), 4), 6])
     6
     """
@@ -205,6 +208,7 @@ class Completion(NamedTuple):
         routes: ``[n, layers, k]`` int16, the experts that the first n tokens of prompt and completion went to, in each
             layer that has a router; n is all but the last token, which was no input yet. None: they were not recorded.
 
+    >>> import torch
     >>> Completion(torch.tensor([7, 2]), torch.tensor([-0.5, -0.1]), truncated=False, version=1).version
     1
     """

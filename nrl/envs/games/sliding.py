@@ -4,6 +4,7 @@ A task is a function of ``(seed, index)`` alone, so the state of a stream of the
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -153,7 +154,7 @@ def _goal(size: int) -> _Board:
 
 
 def _side(board: Sequence[int]) -> int:
-    return round(len(board) ** 0.5)
+    return math.isqrt(len(board))
 
 
 def _beside(board: _Board) -> list[int]:
