@@ -19,7 +19,7 @@ from nrl.batch.packing import pack, packed, unpack
 from nrl.envs.judging import judge
 from nrl.envs.mathematics import math_verifier
 from nrl.envs.pool import pooled
-from nrl.envs.scoring import scored_by
+from nrl.envs.scoring import reward_model, scored_by
 from nrl.envs.shipped import environments
 from nrl.episodes import rollout, rollouts, run_episode
 from nrl.episodes.grades import Graded, grade, measure
@@ -106,6 +106,7 @@ __all__ = [
     "require",
     "resident",
     "retrying",
+    "reward_model",
     "rollout",
     "rollouts",
     "run",

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import attrs
-import torch
 from torch import Tensor
+
+from nrl.batch.raw import flat_bytes
 
 __all__ = [
     "Bucket",
@@ -36,6 +37,7 @@ class Piece:
         index: where the block lies in the whole: a slice for each dimension, with a start and a stop.
         tensor: the numbers of the block.
 
+    >>> import torch
     >>> Piece("score.weight", (1, 4), (slice(0, 1), slice(2, 4)), torch.zeros(1, 2)).shape
     (1, 4)
     """
@@ -59,6 +61,7 @@ class Media:
         data: of any shape, as the model's processor makes it.
         length: the tokens that stand for it in the context.
 
+    >>> import torch
     >>> Media("image", torch.zeros(2), 4) == Media("image", torch.zeros(2), 4)
     True
     """
@@ -69,8 +72,8 @@ class Media:
     _content: tuple[Any, ...] = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        data = self.data.detach().cpu().contiguous()
-        content = hashlib.blake2b(data.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+        data = self.data.detach().cpu()
+        content = hashlib.blake2b(flat_bytes(data).numpy().tobytes(), digest_size=16).digest()
         told = self.kind, self.length, tuple(data.shape), str(data.dtype), content
         object.__setattr__(self, "_content", told)
 
@@ -88,6 +91,7 @@ type Chunks = Sequence[int | Media]
 def length_of(prompt: Chunks) -> int:
     """How many tokens a prompt takes in the context.
 
+    >>> import torch
     >>> length_of([5, Media("image", torch.zeros(2), 4), 6])
     6
     """
@@ -204,6 +208,7 @@ class Completion(NamedTuple):
         routes: ``[n, layers, k]`` int16, the experts that the first n tokens of prompt and completion went to, in each
             layer that has a router; n is all but the last token, which was no input yet. None: they were not recorded.
 
+    >>> import torch
     >>> Completion(torch.tensor([7, 2]), torch.tensor([-0.5, -0.1]), truncated=False, version=1).version
     1
     """

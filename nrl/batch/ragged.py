@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nrl.batch.raw import flat_bytes
+
 __all__ = ["is_ragged", "memory_of", "numbered", "of_values", "parts_of", "ragged", "rows_of", "take"]
 
 
@@ -110,4 +112,4 @@ def numbered(column: Tensor) -> np.ndarray:
 
 
 def _content(row: Tensor) -> tuple[tuple[int, ...], bytes]:
-    return tuple(row.shape), row.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tuple(row.shape), flat_bytes(row.detach().cpu()).numpy().tobytes()

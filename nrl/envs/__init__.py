@@ -25,12 +25,16 @@ from nrl.envs.contract import (
     Verifier,
     score_of,
 )
+from nrl.envs.games import sliding_puzzle, tic_tac_toe
 from nrl.envs.instructions import CONSTRAINTS, constraints
 from nrl.envs.interpreter import Interpreter, python
 from nrl.envs.limits import limited
 from nrl.envs.linear_states import LinearState, linear
 from nrl.envs.programs import code
+from nrl.envs.ranking import Ranker, bm25
 from nrl.envs.sandbox import Finished, Limits, Sandbox, bubblewrap
+from nrl.envs.searches import Passage, search, searching
+from nrl.envs.short_answers import short_answer
 from nrl.envs.verifiers import (
     VERIFIERS,
     Extractor,
@@ -54,7 +58,9 @@ __all__ = [
     "Limits",
     "LinearState",
     "Message",
+    "Passage",
     "Prompt",
+    "Ranker",
     "Sandbox",
     "Score",
     "Step",
@@ -63,6 +69,7 @@ __all__ = [
     "Turn",
     "Verdict",
     "Verifier",
+    "bm25",
     "bubblewrap",
     "by_source",
     "choice",
@@ -83,7 +90,12 @@ __all__ = [
     "product",
     "python",
     "score_of",
+    "search",
+    "searching",
+    "short_answer",
     "single_turn",
+    "sliding_puzzle",
+    "tic_tac_toe",
     "tools",
     "weighted",
 ]

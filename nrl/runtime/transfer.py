@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nrl.batch.raw import flat_bytes
 from nrl.errors import CorruptedTransfer, TransferError
 from nrl.runtime.mesh.current_process import process
 from nrl.runtime.mesh.placement import Mesh, Out
@@ -129,7 +130,7 @@ def checksum(tensor: Tensor) -> int:
     >>> checksum(torch.tensor([1.5, -0.0])) == checksum(torch.tensor([1.5, 0.0]))
     False
     """
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = flat_bytes(tensor.detach())
     return int((flat.view(torch.int32) if len(flat) % 4 == 0 else flat).sum(dtype=torch.int64))
 
 

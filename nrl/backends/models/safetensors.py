@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nrl.batch.raw import flat_bytes
+
 __all__ = ["content", "header"]
 
 _DTYPES = {
@@ -53,4 +55,4 @@ def content(tensor: Tensor) -> memoryview:
     >>> bytes(content(torch.tensor([1], dtype=torch.int16)))
     b'\\x01\\x00'
     """
-    return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return memoryview(flat_bytes(tensor.detach().cpu()).numpy())

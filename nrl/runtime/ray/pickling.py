@@ -26,6 +26,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from nrl.batch.ragged import is_ragged, memory_of, of_values, parts_of
+from nrl.batch.raw import flat_bytes
 from nrl.errors import MutatedBatch, ShippingError
 from nrl.runtime.ray.unpadded import BatchLayout, Unpadded, padded
 
@@ -157,8 +158,8 @@ def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...], parameter: bo
 
 
 def _reduced(tensor: Tensor) -> Any:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    flat = plain.reshape(-1).view(torch.uint8).numpy()
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    flat = flat_bytes(plain).numpy()
     data = pickle.PickleBuffer(flat) if flat.nbytes >= _BESIDE else flat.tobytes()
     parameter = isinstance(tensor, nn.Parameter)
     return _tensor, (data, tensor.dtype, tuple(tensor.shape), parameter, tensor.requires_grad and tensor.is_leaf)

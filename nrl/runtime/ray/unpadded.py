@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.batch.ragged import is_ragged, memory_of, of_values, parts_of
+from nrl.batch.raw import flat_bytes
 from nrl.batch.values import remembered
 
 __all__ = ["BatchLayout", "Unpadded", "padded"]
@@ -228,7 +229,7 @@ def _layout(batch: TensorDict, mask: Tensor, lengths: tuple[int, ...], sources: 
         if is_ragged(value):
             values, offsets = parts_of(value)
             columns[str(name)] = _Ragged(values.dtype, tuple(values.shape[1:]))
-            memory = memoryview(_contiguous(values).reshape(-1).view(torch.uint8).numpy())
+            memory = memoryview(flat_bytes(_contiguous(values)).numpy())
             sources.append(_Entries(memory, math.prod(values.shape[1:]) * values.dtype.itemsize, offsets.tolist()))
             continue
         plain = _contiguous(value)
@@ -239,7 +240,7 @@ def _layout(batch: TensorDict, mask: Tensor, lengths: tuple[int, ...], sources: 
             filler = remembered(value, asked, functools.partial(_filler, plain, lengths, width))
         columns[str(name)] = _ColumnLayout(value.dtype, tuple(value.shape[1:]), filler)
         stride = plain[0].numel() * value.dtype.itemsize // (1 if filler is None else across)
-        memory = memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+        memory = memoryview(flat_bytes(plain).numpy())
         sources.append((memory, stride, 0 if filler is None else stride // width))
     return BatchLayout(tuple(batch.batch_size[1:]), across, width, columns)
 
@@ -250,7 +251,7 @@ def _contiguous(value: Tensor) -> Tensor:
 
 def _filler(plain: Tensor, lengths: Sequence[int], width: int) -> int | None:
     """The bits that a column holds everywhere beyond its tokens; None: they differ. A negative zero is a zero."""
-    bits = plain.reshape(-1).view(torch.uint8).numpy().view(_BITS[plain.dtype.itemsize])
+    bits = flat_bytes(plain).numpy().view(_BITS[plain.dtype.itemsize])
     rows = bits.reshape(len(lengths), width, -1)
     beyond = [rows[place, length:] for place, length in enumerate(lengths) if length < width]
     some = functools.reduce(operator.or_, (int(np.bitwise_or.reduce(part, axis=None)) for part in beyond))

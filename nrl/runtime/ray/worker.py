@@ -15,6 +15,7 @@ import xxhash
 from tensordict import TensorDict
 
 from nrl.batch.ragged import is_ragged, parts_of, take
+from nrl.batch.raw import flat_bytes
 from nrl.runtime.mesh.current_process import Process, entered, perform, rest, wake
 from nrl.runtime.ray.exceptions import carried
 from nrl.runtime.ray.messages import FUNCTIONS, Argument, NeverMade, Order, Receipt, unfolded
@@ -189,9 +190,9 @@ def _pieces(value: Any) -> Iterator[Any]:
             yield from _pieces(parts_of(value))
         case torch.Tensor():
             yield f"{value.dtype} {tuple(value.shape)}".encode()
-            numbers = value.detach().cpu().contiguous()
+            numbers = value.detach().cpu()
             numbers = numbers + 0 if numbers.is_floating_point() else numbers  # there are two zeros
-            yield numbers.reshape(-1).view(torch.uint8).numpy()
+            yield flat_bytes(numbers).numpy()
         case Mapping() | TensorDict():
             yield f"{type(value).__name__} {len(value.keys())}".encode()
             for key in sorted(value.keys(), key=repr):

@@ -43,6 +43,15 @@ def test_shapes_strides_and_scalars() -> None:
         assert torch.equal(found, tensor)
 
 
+def test_one_entry_of_a_column_arrives_whatever_its_stride() -> None:
+    """torch calls it contiguous."""
+    column = torch.arange(6.0).view(2, 3)[:1, 1]
+    assert column.stride() == (3,)
+    assert torch.equal(there_and_back(column), torch.tensor([1.0]))
+    batch = Batch({"rewards": column}, batch_size=[1])
+    assert torch.equal(there_and_back(batch)["rewards"], torch.tensor([1.0]))
+
+
 def test_parameters_and_gradients() -> None:
     parameter = nn.Parameter(torch.ones(3), requires_grad=False)
     leaf = torch.ones(2, requires_grad=True)
