@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nrl.command.cli import main
@@ -263,7 +263,7 @@ def test_faults_that_are_allowed_are_shown_and_do_not_count(here: Path, capsys: 
 
 def test_the_form_of_responses_is_found_out_or_given(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = said(capsys, "exact", *FEW)
-    assert "bare 3 of 3, said 0 of 3, boxed 0 of 3, marked 0 of 3, fenced 0 of 3" in shown
+    assert "bare 3 of 3, said 0 of 3, boxed 0 of 3, marked 0 of 3, tagged 0 of 3, fenced 0 of 3" in shown
     assert "gold (3): right answers did not pass" in said(capsys, "exact", *FEW, "form=Well: {}", status=1)
     assert {each["text"][:6] for each in lines(here / "gym_test.jsonl")[1:] if each.get("kind") == "other"} == {
         "Well: "
@@ -476,6 +476,7 @@ def test_each_episode_is_closed_once(here: Path) -> None:
 # --- its parts
 
 
+@settings(max_examples=25)
 @given(st.integers(-2000, 2000), st.lists(st.integers(-50, 50).map(str), max_size=4))
 def test_no_hostile_response_says_the_right_number(value: int, others: list[str]) -> None:
     for way in ways({}, [str(value)]):
@@ -553,6 +554,10 @@ SHIPPED = {
     ],
     "math_verifier": ["math", f"data={DATA / 'math_sample.jsonl'}"],
     "code": ["code", f"data={DATA / 'programs_sample.jsonl'}", "gold=response"],
+    "short_answer": ["nrl.envs:short_answer", f"data={DATA / 'squad_sample.jsonl'}", "format=squad", "gold=answers"],
+    "searching": ["nrl.envs:searching"],
+    "sliding_puzzle": ["nrl.envs:sliding_puzzle"],
+    "tic_tac_toe": ["nrl.envs:tic_tac_toe"],
 }  # fmt: skip
 
 

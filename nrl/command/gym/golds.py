@@ -19,6 +19,7 @@ FORMS: Mapping[str, str] = {
     "said": "The answer is {}.",
     "boxed": r"\boxed{{}}",
     "marked": "#### {}",
+    "tagged": "<answer>{}</answer>",
     "fenced": "```python\n{}\n```",
 }
 """Ways to say an answer, by name; it stands in place of ``{}``."""
