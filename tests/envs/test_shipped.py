@@ -191,6 +191,9 @@ def test_per_source_of_one() -> None:
         ("gone.py:env", "env=gone.py:env: there is no file gone.py in "),
         ("gone:env", "env=gone:env: gone cannot be imported: ModuleNotFoundError"),
         (":env", "env=:env: the module is not named; give one of your own"),
+        ({"sliding_puzzle": {"turns": 0}}, "env=sliding_puzzle: sliding_puzzle: turns is 0; give at least 1"),
+        ({"tic_tac_toe": {"oponent": "random"}}, "env=tic_tac_toe takes no 'oponent'; did you mean 'opponent'"),
+        ("reward_model", "env=reward_model needs model; give env.reward_model.model="),
         ({"python": {"verifier": "own.py:env"}}, "env=python: verifier=own.py:env is an environment; give a verifier"),
         ({}, "env is empty; give a name, such as choice, code"),
         (
