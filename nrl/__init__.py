@@ -18,7 +18,7 @@ from nrl.batch.packed_rows import Rectangles, Sequences
 from nrl.batch.packing import pack, packed, unpack
 from nrl.envs.judging import judge
 from nrl.envs.mathematics import math_verifier
-from nrl.envs.pool import pooled
+from nrl.envs.pool import on, pooled
 from nrl.envs.scoring import scored_by
 from nrl.episodes import rollout, rollouts, run_episode
 from nrl.episodes.grades import Graded, grade, measure
@@ -89,6 +89,7 @@ __all__ = [
     "microbatches",
     "minibatched",
     "minibatches",
+    "on",
     "oversample",
     "pack",
     "packed",

@@ -83,7 +83,7 @@ class Rank:
 
     def fate(self, why: str) -> str:
         """How it ended."""
-        return f"{why and f'({why}) '}{self._lost}"
+        return f"its helper {why and f'({why}) '}is gone: {self._lost}"
 
     def leave(self) -> None:
         """Let the helper forget what it was given, if it goes on."""
@@ -127,6 +127,7 @@ class _Line:
             except Raised as raised:
                 found.set_exception(raised)
             del found, call, asked
+        self._sessions.end()
 
 
 def _keep(token: str, f: Any) -> None:

@@ -105,6 +105,7 @@ class Process:
         if self._process is not None:
             self._process.wait()
 
+
 class _Channel:
     """One end of a pair of sockets, which raises TimeoutError where writing and reading take too long."""
 

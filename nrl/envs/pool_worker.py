@@ -58,8 +58,10 @@ class Sessions:
     Args:
         fn: the verifier, or the environment.
 
-    >>> Sessions(lambda task, trace: task + trace).call("verify", 3, 4)
+    >>> sessions = Sessions(lambda task, trace: task + trace)
+    >>> sessions.call("verify", 3, 4)
     7
+    >>> sessions.end()
     """
 
     def __init__(self, fn: Any) -> None:
@@ -71,6 +73,10 @@ class Sessions:
     def call(self, what: str, *args: Any) -> Any:
         """Verify, reset, step or close."""
         return self._does[what](*args)
+
+    def end(self) -> None:
+        """Close the event loop."""
+        self._loop.close()
 
     def _call(self, function: Any, *args: Any) -> Any:
         async def awaited(value: Any) -> Any:
