@@ -89,7 +89,7 @@ class Pool:
     ) -> None:
         self.most, self.place, self.transform = most, place, transform
         self._timeout = getattr(f, "timeout", TIMEOUT) if isinstance(timeout, EllipsisType) else timeout
-        self.who = f"{transform}({named(f)})"
+        self.who = f"{transform}({getattr(f, '__name__', type(f).__name__)})"
         self.changed = threading.Condition()
         self.waiting: deque[_Call] = deque()
         self.workers: list[Worker] = []
@@ -126,6 +126,8 @@ class Pool:
             if what == "close":  # it is made all the same
                 raise
             with self.changed:
+                with suppress(ValueError):  # it waits once more, after `NotBegun`
+                    self.waiting.remove(call)
                 for each in self.workers:
                     if each.running is call:
                         each.kill("the call was given up")
@@ -243,8 +245,3 @@ class Worker:
             call.answer.set_exception(
                 RuntimeError(f"StopIteration: {value}") if isinstance(value, StopIteration) else value
             )
-
-
-def named(f: Any) -> str:
-    """The name of a verifier or an environment."""
-    return str(getattr(f, "__name__", type(f).__name__))

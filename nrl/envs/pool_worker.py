@@ -40,7 +40,7 @@ def receive(file: Any) -> Any:
     """
 
     def exactly(size: int) -> bytes:
-        found = file.read(size)
+        found: bytes = file.read(size)
         if len(found) < size:
             raise EOFError
         return found

@@ -7,7 +7,9 @@ import asyncio
 import inspect
 import pickle
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,7 +72,7 @@ def test_verdicts_are_the_same_bit_for_bit(apart: Environment, verifier: str) ->
 
 def equal(plain: nrl.Batch, moved: nrl.Batch) -> None:
     def of(batch: nrl.Batch) -> dict[Any, list[bytes]]:
-        columns = batch.items(include_nested=True, leaves_only=True)
+        columns: Any = batch.items(include_nested=True, leaves_only=True)
         return {
             name: [x.numpy().tobytes() for x in (column.unbind() if column.is_nested else [column])]
             for name, column in columns
@@ -122,6 +124,39 @@ def test_an_episode_stays_in_one_thread(place: tuple[str, Transform]) -> None:
         return rewards
 
     assert asyncio.run(play()) == [4, 4, 4, 4]
+
+
+def test_a_function_knows_its_mesh(place: tuple[str, Transform]) -> None:
+    async def where(task: Any, trace: Trace) -> float:
+        assert nrl.process().mesh == task["mesh"]
+        return float(nrl.process().size)
+
+    kind, transform = place
+    task = {"mesh": ""} if kind == "pooled" else {"mesh": "judges"}
+    assert value(transform(where)(task, Trace())) == (1.0 if kind == "pooled" else 2.0)
+
+
+def test_a_call_that_is_given_up_is_gone(place: tuple[str, Transform], tmp_path: Path) -> None:
+    """Its process gets no other call; a thread is left behind."""
+
+    def slow(task: Any, trace: Trace) -> float:
+        if task["seconds"]:
+            time.sleep(task["seconds"])
+            Path(task["file"]).touch()
+        return 1.0
+
+    kind, transform = place
+    verify = transform(slow)
+
+    async def give_up() -> float:
+        await verify({"seconds": 0.0}, Trace())  # it has started
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(verify({"seconds": 1.2, "file": str(tmp_path / "over")}, Trace()), 0.3)
+        return float(await verify({"seconds": 0.0}, Trace()))
+
+    assert asyncio.run(give_up()) == 1.0
+    time.sleep(1.2)
+    assert (tmp_path / "over").exists() is (kind == "on threads")
 
 
 def test_a_group_is_scored_together(place: tuple[str, Transform]) -> None:

@@ -137,7 +137,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def nothing_is_left() -> Iterator[None]:
     """No thread and no open file."""
 
@@ -159,6 +159,7 @@ def nothing_is_left() -> Iterator[None]:
 SIZES = [pytest.param(400, 3, id="small"), pytest.param(8192, 100, id="whole", marks=pytest.mark.slow)]
 
 
+@pytest.mark.usefixtures("nothing_is_left")
 @pytest.mark.parametrize(("rows", "kills"), SIZES)
 def test_rows_whose_processes_are_killed_are_verified_or_fail(mark: str, tmp_path: Path, rows: int, kills: int) -> None:
     killer = Killer(lambda: marked(mark), kills, rows)
@@ -174,6 +175,7 @@ def test_rows_whose_processes_are_killed_are_verified_or_fail(mark: str, tmp_pat
     assert not settled(lambda: marked(mark), 10)
 
 
+@pytest.mark.usefixtures("nothing_is_left")
 @pytest.mark.parametrize(("rows", "kills"), [pytest.param(60, 2, id="small"), SIZES[1]])
 def test_episodes_whose_processes_are_killed_are_right_or_fail(
     mark: str, tmp_path: Path, rows: int, kills: int
