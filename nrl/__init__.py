@@ -18,7 +18,7 @@ from nrl.batch.packed_rows import Rectangles, Sequences
 from nrl.batch.packing import pack, packed, unpack
 from nrl.envs.judging import judge
 from nrl.envs.mathematics import math_verifier
-from nrl.envs.pool import pooled
+from nrl.envs.pool import on, pooled
 from nrl.envs.scoring import reward_model, scored_by
 from nrl.envs.shipped import environments
 from nrl.episodes import rollout, rollouts, run_episode
@@ -91,6 +91,7 @@ __all__ = [
     "microbatches",
     "minibatched",
     "minibatches",
+    "on",
     "oversample",
     "pack",
     "packed",

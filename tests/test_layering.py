@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime.mesh",),
     ("runtime.ray", "runtime.transfer"),
     ("envs.pool_worker",),
-    ("envs.pool_processes",),
+    ("envs.pool_meshes", "envs.pool_processes"),
     ("envs.pool",),
     ("envs.fh_aviary", "envs.mathematics", "envs.text_arena"),
     ("runtime.clusters",),

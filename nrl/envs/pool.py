@@ -1,19 +1,23 @@
-"""`pooled`: a verifier or an environment in processes of this machine, which are killed where a call takes too long."""
+"""`pooled` and `on`: a verifier or an environment in processes, which are killed where a call takes too long."""
 
 import functools
 import weakref
+from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import attrs
 
 from nrl.envs.contract import Env, Environment, Step, Task, Trace, Turn, Verdict, Verifier
-from nrl.envs.pool_processes import Pool, Worker
+from nrl.envs.pool_calls import Pool, Worker
+from nrl.envs.pool_meshes import Rank
+from nrl.envs.pool_processes import Process
 from nrl.errors import EnvError
 from nrl.runtime.executables.registry import Executable
+from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.threads import cores
 
-__all__ = ["pooled"]
+__all__ = ["on", "pooled"]
 
 
 @overload
@@ -79,27 +83,111 @@ def pooled(
     >>> asyncio.run(verify({"answer": "4"}, Trace("2+2=", ["4"])))
     1.0
     """
+    _check("pooled", f, workers=workers, timeout=timeout, memory=memory)
+    return _elsewhere(f, functools.partial(_processes, f, workers or cores(), executable, timeout, memory))
+
+
+class _On(Protocol):
+    """What `on` returns."""
+
+    @overload
+    def __call__(self, f: Env, /) -> Environment: ...
+    @overload
+    def __call__(self, f: Verifier, /) -> Verifier: ...
+
+
+def on(mesh: Mesh, *, timeout: float | EllipsisType | None = ...) -> _On:
+    """The same verifier or environment, on a mesh: beside its processes, in their helpers (`Mesh.submit`).
+
+    Each rank makes one call at a time. Where a call takes too long, its helper is killed, and the next call gets
+    another; so an overrun is gone, and with it the episodes whose states lay in that helper. An episode stays on the
+    rank on which it was reset. On the local cluster helpers are threads, which cannot be killed: an overrun is left
+    behind.
+
+    Args:
+        mesh: for example of some CPU slots of the run's own cluster.
+        timeout: seconds of a call, from the moment at which it begins; None: no limit. Left out, the attribute
+            ``timeout`` of the verifier or environment, or a minute.
+
+    Returns:
+        From a verifier, plain or ``async``, to an ``async`` one, and from an environment to one of ``async``
+        functions. It has the timeout None, since the mesh has it. What it is given travels as with `nrl.shard_map`.
+
+    Raises:
+        ValueError: ``timeout`` is not positive.
+        EnvError: what is given is neither; or, when called, the helper has died, or did not start.
+        TimeoutError: (when called) it took too long.
+
+    >>> import asyncio, nrl
+    >>> from nrl.envs import Trace
+    >>> def right(task, trace):
+    ...     return float(trace.text == task["answer"])
+    >>> with nrl.cluster("local") as cluster:
+    ...     verify = on(cluster.reserve(2).mesh(name="judges"), timeout=5)(right)
+    ...     asyncio.run(verify({"answer": "4"}, Trace("2+2=", ["4"])))
+    1.0
+    """
+    _check("on", timeout=timeout)
+
+    def moved(f: Any) -> Any:
+        _check("on", f)
+        return _elsewhere(f, functools.partial(_ranks, f, mesh, timeout))
+
+    return moved
+
+
+def _check(transform: str, f: Any = len, **numbers: Any) -> None:
     if not callable(f) and not hasattr(f, "reset"):
         raise EnvError(
-            f"pooled: {f!r:.200} is neither a verifier nor an environment; give a function, or an Environment"
+            f"{transform}: {f!r:.200} is neither a verifier nor an environment; give a function, or an Environment"
         )
-    for name, number in (("workers", workers), ("timeout", timeout), ("memory", memory)):
+    for name, number in numbers.items():
         if isinstance(number, int | float) and not number > 0:
-            raise ValueError(f"pooled: {name} is {number}; it must be positive, or None")
-    pool = Pool(f, workers or cores(), executable, timeout, memory)
-    return _environment(f, pool) if hasattr(f, "reset") else _verifier(f, pool)
+            raise ValueError(f"{transform}: {name} is {number}; it must be positive, or None")
 
 
-def _verifier(f: Verifier, pool: Pool) -> Verifier:
+def _processes(
+    f: Any, most: int, executable: str | Executable, timeout: float | EllipsisType | None, memory: int | None
+) -> Pool:
+    def place(number: int) -> Process:
+        return Process(pool.who, f, executable, memory)
+
+    pool = Pool(f, "pooled", most, place, timeout)
+    return pool
+
+
+def _ranks(f: Any, mesh: Mesh, timeout: float | EllipsisType | None) -> Pool:
+    def place(number: int) -> Rank:
+        return Rank(pool.who, mesh, number, f)
+
+    pool = Pool(f, f"on({mesh.name})", mesh.size, place, timeout)
+    return pool
+
+
+class _Owner:
+    """Holds a pool, which ends with it; in another process it is made anew, with workers of its own."""
+
+    def __init__(self, make: Callable[[], Pool]) -> None:
+        self._make, self.pool = make, make()
+        weakref.finalize(self, self.pool.end)
+
+    def __reduce__(self) -> Any:
+        return _Owner, (self._make,)
+
+
+def _elsewhere(f: Any, make: Callable[[], Pool]) -> Any:
+    return _environment(f, _Owner(make)) if hasattr(f, "reset") else _verifier(f, _Owner(make))
+
+
+def _verifier(f: Verifier, owner: _Owner) -> Verifier:
     async def verify(task: Task, trace: Any) -> Any:
-        return await pool.call("verify", task, task, trace)
+        return await owner.pool.call("verify", task, task, trace)
 
     functools.update_wrapper(verify, f, updated=())
     verify.timeout = None  # type: ignore[attr-defined]  # the pool's counts from the beginning of a call
     for name in ("of_group", "extract", "tasks"):
         if hasattr(f, name):
             setattr(verify, name, getattr(f, name))
-    weakref.finalize(verify, pool.end)
     return verify
 
 
@@ -112,29 +200,27 @@ class _Held:
     number: int
 
 
-def _environment(env: Env, pool: Pool) -> Environment:
+def _environment(env: Env, owner: _Owner) -> Environment:
     async def reset(task: Task) -> Any:
-        worker, (number, prompt, *tools) = await pool.placed("reset", task, task)
+        worker, (number, prompt, *tools) = await owner.pool.placed("reset", task, task)
         return _Held(task, worker, number), prompt, *tools
 
     async def step(state: _Held, turn: Turn) -> Step:
-        taken: Step = await pool.call("step", state.task, state.number, turn, worker=state.worker)
+        taken: Step = await owner.pool.call("step", state.task, state.number, turn, worker=state.worker)
         return taken._replace(state=state)
 
     async def close(state: _Held) -> None:
         try:
-            await pool.call("close", state.task, state.number, worker=state.worker)
+            await owner.pool.call("close", state.task, state.number, worker=state.worker)
         except EnvError:
             if not state.worker.dead:  # else there is nothing to give back
                 raise
 
     async def verify(task: Task, trace: Trace) -> Verdict:
-        found: Verdict = await pool.call("verify", task, task, trace)
+        found: Verdict = await owner.pool.call("verify", task, task, trace)
         return found
 
     verifier: Any = getattr(env, "verifier", None)
     if getattr(verifier, "of_group", False):
         verify.of_group = True  # type: ignore[attr-defined]
-    made = Environment(reset, step, close, None if verifier is None else verify, None, getattr(env, "tasks", None))
-    weakref.finalize(reset, pool.end)
-    return made
+    return Environment(reset, step, close, None if verifier is None else verify, None, getattr(env, "tasks", None))

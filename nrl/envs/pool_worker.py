@@ -1,7 +1,8 @@
 """A worker of a pool: a process that calls one verifier, or the functions of one environment, call after call.
 
 It reads requests from its standard input and answers on what was its standard output; what user code prints goes to
-its standard error. `nrl.envs.pool_processes` starts it, and kills it if a call takes too long.
+its standard error. `nrl.envs.pool_processes` starts it, and kills it if a call takes too long. On a mesh, the helper of
+a rank has the same `Sessions` (`nrl.envs.pool_meshes`).
 """
 
 import asyncio
@@ -12,26 +13,26 @@ import os
 import signal
 import struct
 import sys
-from typing import Any, BinaryIO
+from typing import Any
 
 import attrs
 
 from nrl.runtime.ray.exceptions import Raised, carried
 from nrl.runtime.ray.pickling import deserialized, serialized
 
-__all__ = ["main", "receive", "send"]
+__all__ = ["Sessions", "main", "receive", "send"]
 
 _LENGTH = struct.Struct("!Q")
 
 
-def send(file: BinaryIO, value: Any) -> None:
+def send(file: Any, value: Any) -> None:
     """Write a value: the number of its parts, and each with its length."""
     parts = [bytes(part) for part in serialized(value, "pooled")]
     file.write(_LENGTH.pack(len(parts)) + b"".join(_LENGTH.pack(len(part)) + part for part in parts))
     file.flush()
 
 
-def receive(file: BinaryIO) -> Any:
+def receive(file: Any) -> Any:
     """Read what `send` wrote.
 
     Raises:
@@ -39,7 +40,7 @@ def receive(file: BinaryIO) -> Any:
     """
 
     def exactly(size: int) -> bytes:
-        found = file.read(size)
+        found: bytes = file.read(size)
         if len(found) < size:
             raise EOFError
         return found
@@ -51,46 +52,73 @@ def receive(file: BinaryIO) -> Any:
     return deserialized([exactly(number()) for _ in range(number())], copy=True)[0]
 
 
-def main() -> None:
-    """Answer until there are no more requests."""
-    _die_with_the_parent()
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    loop = asyncio.new_event_loop()
-    fn, memory = receive(requests)
-    _limit(memory)
-    sessions: dict[int, Any] = {}
-    numbers = itertools.count()
-    send(answers, None)  # it is there
+class Sessions:
+    """A verifier or an environment, and the states of the episodes that were reset here, by number.
 
-    async def awaited(value: Any) -> Any:
-        return await value if inspect.isawaitable(value) else value
+    Args:
+        fn: the verifier, or the environment.
 
-    def call(function: Any, *args: Any) -> Any:
+    >>> sessions = Sessions(lambda task, trace: task + trace)
+    >>> sessions.call("verify", 3, 4)
+    7
+    >>> sessions.end()
+    """
+
+    def __init__(self, fn: Any) -> None:
+        self._fn, self._loop = fn, asyncio.new_event_loop()
+        self._states: dict[int, Any] = {}
+        self._numbers = itertools.count()
+        self._does = {"verify": self._verify, "reset": self._reset, "step": self._step, "close": self._close}
+
+    def call(self, what: str, *args: Any) -> Any:
+        """Verify, reset, step or close."""
+        return self._does[what](*args)
+
+    def end(self) -> None:
+        """Close the event loop."""
+        self._loop.close()
+
+    def _call(self, function: Any, *args: Any) -> Any:
+        async def awaited(value: Any) -> Any:
+            return await value
+
         value = function(*args)
-        return loop.run_until_complete(awaited(value)) if inspect.isawaitable(value) else value
+        return self._loop.run_until_complete(awaited(value)) if inspect.isawaitable(value) else value
 
-    def reset(task: Any) -> Any:
-        state, prompt, *tools = call(fn.reset, task)
-        number = next(numbers)
-        sessions[number] = state
+    def _reset(self, task: Any) -> Any:
+        state, prompt, *tools = self._call(self._fn.reset, task)
+        number = next(self._numbers)
+        self._states[number] = state
         # The model needs their schemas; they are called here
         return number, prompt, *([attrs.evolve(each, fn=None, parameters={}) for each in some] for some in tools)
 
-    def step(number: int, turn: Any) -> Any:
-        taken = call(fn.step, sessions[number], turn)
-        sessions[number] = taken.state
+    def _step(self, number: int, turn: Any) -> Any:
+        taken = self._call(self._fn.step, self._states[number], turn)
+        self._states[number] = taken.state
         return taken._replace(state=None)
 
-    def close(number: int) -> None:
-        state = sessions.pop(number)
-        if getattr(fn, "close", None) is not None:
-            call(fn.close, state)
+    def _close(self, number: int) -> None:
+        state = self._states.pop(number)
+        if getattr(self._fn, "close", None) is not None:
+            self._call(self._fn.close, state)
 
-    def verify(*args: Any) -> Any:
-        return call(getattr(fn, "verifier", None) or fn, *args)
+    def _verify(self, *args: Any) -> Any:
+        return self._call(getattr(self._fn, "verifier", None) or self._fn, *args)
 
-    does = {"verify": verify, "reset": reset, "step": step, "close": close}
+
+def main() -> None:
+    """Answer until there are no more requests."""
+    _die_with_the_parent()
+    # User code and its children find nothing on the standard input, and the standard error on the standard output
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    fn, memory = receive(requests)
+    _limit(memory)
+    sessions = Sessions(fn)
+    send(answers, None)  # it is there
     while True:
         try:
             what, *args = receive(requests)
@@ -98,7 +126,7 @@ def main() -> None:
             return
         try:
             with carried("pooled", BaseException):
-                send(answers, (True, does[what](*args)))  # which fails before it writes, if the value cannot travel
+                send(answers, (True, sessions.call(what, *args)))  # which fails before it writes, if that cannot travel
         except Raised as raised:
             send(answers, (False, raised))
 

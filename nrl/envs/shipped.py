@@ -11,6 +11,7 @@ from nrl.envs.choices import choice
 from nrl.envs.composing import by_source, single_turn
 from nrl.envs.contract import Env, Environment, Task, Verifier, is_env
 from nrl.envs.fh_aviary import fhaviary
+from nrl.envs.games import sliding_puzzle, tic_tac_toe
 from nrl.envs.generated_tasks import choices, products, programs
 from nrl.envs.instruction_tasks import task as instructions
 from nrl.envs.instructions import constraints
@@ -21,6 +22,9 @@ from nrl.envs.naming import named
 from nrl.envs.programs import code
 from nrl.envs.reversal import task as texts
 from nrl.envs.sandbox import Limits
+from nrl.envs.scoring import reward_model
+from nrl.envs.searches import searching
+from nrl.envs.short_answers import short_answer
 from nrl.envs.text_arena import textarena
 from nrl.envs.tools import tool, tool_use
 from nrl.envs.verifiers import VERIFIERS
@@ -41,11 +45,22 @@ def _code(
 
 def _with_python(*, verifier: str = "math", turns: int = 8) -> Environment:
     """Episodes with a Python interpreter as a tool, in which a verifier has the last word."""
-    decides = named(verifier, {}, ENVIRONMENTS)
-    if is_env(decides):
-        raise ConfigError(f"env=python: verifier={verifier} is an environment; give a verifier")
     start, end = (lambda task: Interpreter()), Interpreter.close
-    return tool_use([tool(python)], cast(Verifier, decides), turns=turns, state=start, close=end)
+    return tool_use([tool(python)], _verifier("python", verifier), turns=turns, state=start, close=end)
+
+
+def _searching(
+    *, corpus: str | None = None, verifier: str = "short_answer", k: int = 3, turns: int = 6, hops: int | None = None
+) -> Environment:
+    """Episodes with a search of a corpus as a tool, in which a verifier has the last word."""
+    return searching(corpus, _verifier("search", verifier), k=k, turns=turns, hops=hops)
+
+
+def _verifier(who: str, name: str) -> Verifier:
+    found = named(name, {}, ENVIRONMENTS)
+    if is_env(found):
+        raise ConfigError(f"env={who}: verifier={name} is an environment; give a verifier")
+    return cast(Verifier, found)
 
 
 ENVIRONMENTS: dict[str, Any] = {
@@ -57,7 +72,12 @@ ENVIRONMENTS: dict[str, Any] = {
     "judge": judge,
     "math": math_verifier,
     "python": _with_python,
+    "reward_model": reward_model,
+    "search": _searching,
+    "short_answer": short_answer,
+    "sliding_puzzle": sliding_puzzle,
     "textarena": textarena,
+    "tic_tac_toe": tic_tac_toe,
 }
 """What ``env=`` knows by name: verifiers, and functions that make a verifier or an environment from options."""
 

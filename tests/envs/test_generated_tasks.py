@@ -11,6 +11,8 @@ from nrl.envs.generated_tasks import choices, products, programs
 from nrl.errors import DataError
 
 EVERY = [choices, products, programs]
+TASKS = ["choice", "code", "constraints", "exact", "math", "number", "python"]
+TASKS += ["search", "sliding_puzzle", "tic_tac_toe"]
 RIGHT = {
     "total": "def total(numbers):\n    return sum(each for each in numbers if each > {k})",
     "count": "def count(numbers):\n    return len([each for each in numbers if each % {k} == 0])",
@@ -62,6 +64,6 @@ def test_a_task_is_a_function_of_seed_and_index(task: Callable[[int, int], Any])
             task(seed, index)
 
 
-@pytest.mark.parametrize("name", ["choice", "code", "constraints", "exact", "math", "number", "python"])
+@pytest.mark.parametrize("name", TASKS)
 def test_environments_that_ship_bring_tasks(name: str) -> None:
     assert all(task["prompt"] for task in nrl.environments(name).tasks(1).take(3))

@@ -41,10 +41,10 @@ def test_a_game_is_won_by_halving(game: Environment) -> None:
         low, high, said = 1, 20, list[str]()
         for _ in range(10):
             guess = (low + high) // 2
-            state, reward, done, observation, info = await game.step(state, Turn(f"I guess [{guess}]."))  # type: ignore[misc,arg-type]
+            state, reward, done, observation, info = await game.step(state, Turn(f"I guess [{guess}]."))  # type: ignore[misc]
             if done:
                 assert info == {"invalid_move": 0}
-                return float(reward), said  # type: ignore[arg-type]
+                return float(reward), said
             said.append(str(observation))
             low, high = (guess + 1, high) if "higher" in observation else (low, guess - 1)
         raise AssertionError(said)
@@ -66,7 +66,7 @@ def test_what_a_game_draws_does_not_depend_on_its_neighbours() -> None:
         state, prompt = await env.reset(task)
         said = [prompt]
         for turn in ["[right]", "[down]", "junk", "[right]", "[left]"]:
-            state, _, done, observation, _ = await env.step(state, Turn(turn))  # type: ignore[misc,arg-type]
+            state, _, done, observation, _ = await env.step(state, Turn(turn))  # type: ignore[misc]
             if done:
                 break
             said.append(observation)

@@ -4,7 +4,6 @@ import asyncio
 import ctypes
 import gc
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import pytest
 
 import nrl
 from nrl import pooled
-from nrl.envs import Environment, Score, Step, Trace, Turn, judged, number, of_group, single_turn
+from nrl.envs import Environment, Step, Trace, Turn, judged
 from nrl.errors import EnvError, ShippingError
 from tests.episodes.scripted import TASKS, Scripted
 from tests.processes import alive, settled
@@ -51,27 +50,6 @@ def by_task(task: Any, trace: Trace) -> Any:
             return float(os.getpid())
     print("read:", trace.text)
     return float(trace.text == task["answer"])
-
-
-async def later(task: Any, trace: Trace) -> Any:
-    await asyncio.sleep(0)
-    return {"right": float(trace.text == task["answer"]), "short": 0.25}
-
-
-@of_group
-def compared(task: Any, traces: Any) -> list[Score]:
-    return [Score(float(trace.text == max(each.text for each in traces))) for trace in traces]
-
-
-@pytest.mark.parametrize("verifier", [by_task, later, number, compared], ids=lambda each: each.__name__)
-def test_scores_are_the_same_in_a_pool(verifier: Any) -> None:
-    def scored(f: Any) -> nrl.Batch:
-        return nrl.rollout(Scripted(list(TEXTS)), single_turn(f), TASKS, n=2)
-
-    plain, apart = scored(verifier), scored(pooled(verifier, workers=2))
-    assert set(plain.keys()) == set(apart.keys())
-    for name in plain.keys():
-        assert plain[name].tolist() == apart[name].tolist(), name
 
 
 class Counting:
@@ -216,28 +194,6 @@ def test_only_the_episodes_of_a_process_fail_with_it() -> None:
     assert int(valid.sum()) >= 1
     assert batch["rewards"][valid].tolist() == [1.0] * int(valid.sum())
     assert nrl.rollout(Scripted(list("34512890")), env, TASKS, n=4)["valid"].all()
-
-
-def test_processes_that_are_killed_at_random_lose_nothing() -> None:
-    """Every score is right, or the row failed."""
-    rng = random.Random(0)
-    verify = pooled(by_task, workers=4)
-
-    async def every() -> list[Any]:
-        async def one(place: int) -> Any:
-            task = {"answer": "3", "does": "pid" if place % 4 == 0 else None}
-            found: Any = await verify(task, Trace("", ["3" if place % 2 else "4"]))  # type: ignore[misc]
-            if place % 4 == 0 and rng.random() < 0.1:
-                os.kill(int(found), signal.SIGKILL)
-            return found
-
-        return await asyncio.gather(*map(one, range(400)), return_exceptions=True)
-
-    found = asyncio.run(every())
-    for place, each in enumerate(found):
-        if place % 4:
-            assert isinstance(each, EnvError) or each == float(place % 2), each
-    assert sum(not isinstance(each, Exception) for each in found) > 200
 
 
 def test_calls_one_after_the_other_take_one_process() -> None:

@@ -62,7 +62,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def verdict(env: Any, text: str, **task: Any) -> Any:
-    found = named(env, task.pop("options", {}), ENVIRONMENTS)(task, Trace("", [text]))  # type: ignore[call-arg,arg-type]
+    verify: Any = named(env, task.pop("options", {}), ENVIRONMENTS)
+    found = verify(task, Trace("", [text]))
     return asyncio.run(found) if asyncio.iscoroutine(found) else found
 
 
@@ -83,7 +84,7 @@ def verdict(env: Any, text: str, **task: Any) -> Any:
 def test_verifiers_that_ship(name: str, task: Any, right: str | None) -> None:
     def reward(text: str) -> float:
         found = verdict(name, text, **task)
-        return found.reward if isinstance(found, Score) else found
+        return float(found.reward if isinstance(found, Score) else found)
 
     assert reward("NOTHING") == 0
     assert right is None or reward(right) == 1
@@ -112,7 +113,7 @@ def test_an_environment_with_its_options_and_its_own_tasks(own: Path) -> None:
     tasks = made.tasks(7)
     assert (tasks.names, tasks.size) == (("own.make",), None)
     assert [task["prompt"] for task in tasks.take(2)] == ["7 0 ", "7 1 "]
-    state, _ = made.env.reset({"prompt": "a"})  # type: ignore[misc]
+    state, _ = made.env.reset({"prompt": "a"})
     for turn in range(3):
         state, reward, done, _, _ = made.env.step(state, "hello")  # type: ignore[misc,arg-type]
         assert (reward, done) == (turn, turn == 2)
@@ -124,13 +125,13 @@ def test_a_name_that_the_command_line_has_split(own: Path) -> None:
     """``env.own.py:make.turns=3`` comes as nested mappings."""
     made = nrl.environments({"own": {"py:make": {"turns": 1}}, "number": 1})
     assert made.names == ("own.make", "number")
-    state, _ = made.env.reset({"prompt": "a", "source": 0})  # type: ignore[misc]
+    state, _ = made.env.reset({"prompt": "a", "source": 0})
     assert made.env.step(state, "b").done  # type: ignore[union-attr,arg-type]
 
 
 def test_python_is_a_tool_and_a_verifier_has_the_last_word() -> None:
     env = nrl.environments({"python": {"verifier": "exact", "turns": 3}}).env
-    assert [tool.name for tool in env.reset({"prompt": "a"})[2]] == ["python"]  # type: ignore[index,union-attr]
+    assert [tool.name for tool in env.reset({"prompt": "a"})[2]] == ["python"]
     assert env.verifier is exact  # type: ignore[attr-defined]
 
 
@@ -191,6 +192,9 @@ def test_per_source_of_one() -> None:
         ("gone.py:env", "env=gone.py:env: there is no file gone.py in "),
         ("gone:env", "env=gone:env: gone cannot be imported: ModuleNotFoundError"),
         (":env", "env=:env: the module is not named; give one of your own"),
+        ({"sliding_puzzle": {"turns": 0}}, "env=sliding_puzzle: sliding_puzzle: turns is 0; give at least 1"),
+        ({"tic_tac_toe": {"oponent": "random"}}, "env=tic_tac_toe takes no 'oponent'; did you mean 'opponent'"),
+        ("reward_model", "env=reward_model needs model; give env.reward_model.model="),
         ({"python": {"verifier": "own.py:env"}}, "env=python: verifier=own.py:env is an environment; give a verifier"),
         ({}, "env is empty; give a name, such as choice, code"),
         (

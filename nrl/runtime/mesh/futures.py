@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent import futures
 from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
@@ -55,6 +55,24 @@ be waited for again
     def __init__(self, who: str, mesh: str) -> None:
         super().__init__()
         self._who, self._mesh = who, mesh
+        self._leave: Callable[[], object] | None = None
+
+    def may_be_left(self, leave: Callable[[], object]) -> None:
+        """Say how `give_up` reaches who runs the function."""
+        self._leave = leave
+
+    def give_up(self) -> None:
+        """Treat a function that runs as late: it fails, and its helper is killed once nothing else runs there.
+
+        One that has not begun is cancelled.
+
+        >>> asked = Submitted("submit(score)", "judges")
+        >>> asked.give_up()
+        >>> asked.cancelled()
+        True
+        """
+        if not self.cancel() and self._leave is not None and not self.done():
+            self._leave()
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the value, ``timeout`` seconds at most, and return it, or raise what the function raised."""

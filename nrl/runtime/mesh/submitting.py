@@ -193,6 +193,7 @@ class Desk:
                 "reach them. Use nrl.shard_map, or submit what it returns of the value with P()"
             )
         task = Task(who, rank, deadline or self.deadline, Submitted(who, self.mesh), shown=timeline.shown())
+        task.future.may_be_left(lambda: self._posted.put(functools.partial(self._give_up, task)))
         fn = functools.partial(watched, fn, name_of(fn))
 
         def arrive() -> None:
@@ -314,6 +315,9 @@ class Desk:
             self._next = min([self._next, *(task.due for task in helper.running)])
             if not helper.ready:
                 self._next = min(self._next, helper.due)
+
+    def _give_up(self, task: Task) -> None:
+        task.due = self._next = -math.inf
 
     def _over(self, helper: Helper, task: Task) -> None:
         helper.running.discard(task)

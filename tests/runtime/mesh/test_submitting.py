@@ -74,6 +74,18 @@ def test_a_function_runs_beside_one_process(mesh: Mesh) -> None:
     assert process().mesh == ""
 
 
+def test_a_function_that_is_given_up_fails_and_the_next_one_gets_another_helper(mesh: Mesh, gate: Gate) -> None:
+    running = mesh.submit(gate.wait, rank=0)
+    while not running.running():
+        time.sleep(0.01)
+    running.give_up()
+    with pytest.raises(DeadlineExceeded, match="rank 0 of mesh 'judges'"):
+        running.result(20)
+    assert mesh.submit(here, rank=0).result() == (0, 2, "judges")
+    running.give_up()  # what is over stays as it is
+    assert isinstance(running.exception(), DeadlineExceeded)
+
+
 def test_tensors_and_batches_go_and_come_back(mesh: Mesh) -> None:
     mask = torch.arange(5000) < torch.tensor([[5000], [3], [0]])
     batch = nrl.assign(

@@ -1,0 +1,227 @@
+"""One contract, wherever a verifier or an environment runs: plainly, in `pooled` processes, on a mesh by `on`.
+
+The same scores, bit for bit, and the same errors by their kind.
+"""
+
+import asyncio
+import inspect
+import pickle
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nrl
+from nrl.envs import Environment, Step, Trace, Turn, single_turn
+from nrl.errors import EnvError, ShippingError
+from nrl.runtime import Cluster
+from tests.envs.places import EVERYTHING, FAILURES, TEXTS, VERIFIERS, compared, failing
+from tests.episodes.scripted import TASKS, Scripted
+from tests.meshes import end
+
+Transform = Callable[[Any], Any]
+
+
+@pytest.fixture(scope="module", params=["pooled", "on threads", pytest.param("on Ray", marks=pytest.mark.ray)])
+def place(request: pytest.FixtureRequest) -> Iterator[tuple[str, Transform]]:
+    """A transform of two workers, whose calls take a second and a half at most."""
+    kind = request.param
+    if kind == "pooled":
+        yield kind, lambda f: nrl.pooled(f, workers=2, timeout=1.5)
+    elif kind == "on threads":
+        with nrl.cluster("local") as here:
+            yield kind, nrl.on(here.reserve(2).mesh(name="judges"), timeout=1.5)
+    else:
+        cluster: Cluster = request.getfixturevalue("on_ray")
+        mesh = cluster.reserve(2).mesh(executable="system", name="judges")
+        yield kind, nrl.on(mesh, timeout=1.5)
+        end(mesh)
+
+
+@pytest.fixture(scope="module")
+def apart(place: tuple[str, Transform]) -> Environment:
+    """Everything, there."""
+    moved: Environment = place[1](EVERYTHING)
+    return moved
+
+
+def value(found: Any) -> Any:
+    async def awaited() -> Any:
+        return await found
+
+    return asyncio.run(awaited()) if inspect.isawaitable(found) else found
+
+
+def verify(env: Environment, verifier: str, trace: Any, **task: Any) -> Any:
+    made: Any = env.verifier
+    return value(made({"prompt": "?", "answer": "3", "seed": 5, "verifier": verifier, **task}, trace))
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_verdicts_are_the_same_bit_for_bit(apart: Environment, verifier: str) -> None:
+    task = {"big": "\0\ud800" * 500_000} if verifier == "hostile" else {}
+    traces = [Trace("1+2=", [text]) for text in TEXTS]
+    for given in [traces] if verifier == "compared" else [*traces, Trace("1+2=", ["3", "4"], ("no",), truncated=True)]:
+        here, there = (verify(env, verifier, given, **task) for env in (EVERYTHING, apart))
+        assert type(here) is type(there)
+        assert pickle.dumps(here) == pickle.dumps(there)
+
+
+def equal(plain: nrl.Batch, moved: nrl.Batch) -> None:
+    def of(batch: nrl.Batch) -> dict[Any, list[bytes]]:
+        columns: Any = batch.items(include_nested=True, leaves_only=True)
+        return {
+            name: [x.numpy().tobytes() for x in (column.unbind() if column.is_nested else [column])]
+            for name, column in columns
+        }
+
+    assert of(plain) == of(moved)
+
+
+@pytest.mark.parametrize("kind", ["game", "judged"])
+def test_episodes_are_the_same_bit_for_bit(apart: Environment, kind: str) -> None:
+    """Twelve texts at most: three turns of four episodes, whose states could be neither sent nor shared."""
+
+    def played(env: Environment) -> nrl.Batch:
+        tasks = [{**task, "kind": kind, "verifier": "plain"} for task in TASKS]
+        return nrl.rollout(
+            Scripted(["3", "44", "555", "6", "77", "8", "9", "10", "3", "12", "19", "4"]), env, tasks, n=2
+        )
+
+    plain = played(EVERYTHING)
+    assert plain["valid"].all()
+    equal(plain, played(apart))
+
+
+def test_tools_are_shown_and_called_there(apart: Environment) -> None:
+    def played(env: Environment) -> list[Any]:
+        state, prompt, tools = value(env.reset({"kind": "tools", "prompt": "1+2="}))
+        first = value(env.step(state, Turn("3")))
+        second = value(env.step(first.state, Turn("44")))
+        return [prompt, [tool.schema for tool in tools], first[1:], second[1:]]
+
+    assert played(apart) == played(EVERYTHING)
+
+
+def test_an_episode_stays_in_one_thread(place: tuple[str, Transform]) -> None:
+    """Such as a database handle of the standard library needs."""
+
+    def reset(task: Any) -> Any:
+        return sqlite3.connect(":memory:"), "?"
+
+    def step(state: sqlite3.Connection, turn: Turn) -> Step:
+        return Step(state, state.execute("select 4").fetchone()[0], False, "?")
+
+    env = place[1](Environment(reset, step, sqlite3.Connection.close))
+
+    async def play() -> list[float]:
+        state, _ = await env.reset({})
+        rewards = [(await env.step(state, Turn())).reward for _ in range(4)]
+        await env.close(state)
+        return rewards
+
+    assert asyncio.run(play()) == [4, 4, 4, 4]
+
+
+def test_a_function_knows_its_mesh(place: tuple[str, Transform]) -> None:
+    async def where(task: Any, trace: Trace) -> float:
+        assert nrl.process().mesh == task["mesh"]
+        return float(nrl.process().size)
+
+    kind, transform = place
+    task = {"mesh": ""} if kind == "pooled" else {"mesh": "judges"}
+    assert value(transform(where)(task, Trace())) == (1.0 if kind == "pooled" else 2.0)
+
+
+def test_a_call_that_is_given_up_is_gone(place: tuple[str, Transform], tmp_path: Path) -> None:
+    """Its process gets no other call; a thread is left behind."""
+
+    def slow(task: Any, trace: Trace) -> float:
+        if task["seconds"]:
+            time.sleep(task["seconds"])
+            Path(task["file"]).touch()
+        return 1.0
+
+    kind, transform = place
+    verify = transform(slow)
+
+    async def give_up() -> float:
+        await verify({"seconds": 0.0}, Trace())  # it has started
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(verify({"seconds": 1.2, "file": str(tmp_path / "over")}, Trace()), 0.3)
+        return float(await verify({"seconds": 0.0}, Trace()))
+
+    assert asyncio.run(give_up()) == 1.0
+    time.sleep(1.2)
+    assert (tmp_path / "over").exists() is (kind == "on threads")
+
+
+def test_a_group_is_scored_together(place: tuple[str, Transform]) -> None:
+    def scored(verifier: Any) -> nrl.Batch:
+        return nrl.rollout(Scripted(["3", "44", "5", "6666"]), single_turn(verifier), TASKS, n=2)
+
+    assert scored(compared)["rewards"].tolist() == [0.5, 1.0, 0.25, 1.0]
+    equal(scored(compared), scored(place[1](compared)))
+
+
+@pytest.mark.parametrize("does", FAILURES)
+def test_errors_are_the_same(apart: Environment, does: str) -> None:
+    kind, said = FAILURES[does]
+    with pytest.raises(kind, match=said) as caught:
+        verify(apart, "failing", Trace("", ["3"]), does=does)
+    assert type(caught.value).__name__ == kind.__name__
+    assert getattr(caught.value, "code", None) == {"own": 7, "exit": 3}.get(does)
+    assert verify(apart, "failing", Trace("", ["3"])) == 1.0
+
+
+def test_rows_that_fail_are_the_same(place: tuple[str, Transform]) -> None:
+    """Of five tasks one raises, one is late, one has a status that does not exist."""
+    tasks = [
+        {"prompt": "?", "answer": "3", "seconds": 3.0, "does": x} for x in (None, "raise", "sleep", "status", None)
+    ]
+
+    def scored(verifier: Any, **options: Any) -> nrl.Batch:
+        with pytest.warns(UserWarning, match="3 of 5 episodes failed"):
+            return nrl.rollout(Scripted(["3", "3", "3", "3", "4"]), single_turn(verifier, **options), tasks)
+
+    plain, moved = scored(failing, timeout=1.5), scored(place[1](failing), timeout=None)
+    assert plain["valid"].tolist() == [True, False, False, False, True]
+    assert plain["rewards"][plain["valid"]].tolist() == [1.0, 0.0]
+    equal(plain, moved)
+
+
+def test_late_is_a_timeout_and_said_so(place: tuple[str, Transform], apart: Environment) -> None:
+    with pytest.raises(
+        TimeoutError, match=r"did not return within 1.5 s, and its .*; mend it, or give \w+\(timeout=\)"
+    ):
+        verify(apart, "failing", Trace("", ["3"]), does="sleep", seconds=6.0)
+    assert verify(apart, "failing", Trace("", ["3"])) == 1.0
+
+
+def test_what_never_lets_go_is_gone(place: tuple[str, Transform], apart: Environment) -> None:
+    kind, _ = place
+    if kind == "on threads":
+        pytest.skip("a thread cannot be killed")
+    with pytest.raises(TimeoutError, match=r"did not return within 1.5 s, and its (process|helper) was killed"):
+        verify(apart, "failing", Trace("", ["3"]), does="hold")
+    with pytest.raises(
+        EnvError, match=r"\(Environment\): its (process ended with 4|helper is gone: .*\brank \d of mesh)"
+    ):
+        verify(apart, "failing", Trace("", ["3"]), does="die")
+    with pytest.raises(ShippingError, match="lock"):
+        verify(apart, "failing", Trace("", ["3"]), does="lock")
+    assert verify(apart, "failing", Trace("", ["3"])) == 1.0
+
+
+@pytest.mark.parametrize("given", [3, None])
+def test_what_is_neither_is_an_error(place: tuple[str, Transform], given: Any) -> None:
+    with pytest.raises(EnvError, match=f"{given} is neither a verifier nor an environment; give a function, or an Env"):
+        place[1](given)
+
+
+def test_the_seconds_of_a_mesh_are_positive(slots: Any) -> None:
+    with pytest.raises(ValueError, match="on: timeout is 0; it must be positive, or None"):
+        nrl.on(slots[:1].mesh(), timeout=0)
