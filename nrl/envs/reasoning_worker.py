@@ -13,20 +13,20 @@ import json
 import math
 import os
 import random
-import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from nrl.envs.forked import Crashed, Fork, Late
+from nrl.envs.reasoning_scorers import EXACT, MENDED
 from nrl.errors import EnvError
 
-__all__ = ["EXACT", "LONGEST", "MENDED", "Outcome", "Source", "answer_requests"]
+__all__ = ["LONGEST", "Outcome", "Source", "answer_requests"]
 
 LONGEST = 16_384
 """Characters that an answer has at most: twice as many as the longest reference."""
@@ -205,7 +205,8 @@ def _score(request: tuple[Source, dict[str, Any], str]) -> float | None:
     source, entry, answer = request
     if source.name in EXACT:
         return float(answer == entry["answer"])
-    if (mend := MENDED.get(source.name)) is not None and not mend.readable(answer):
+    mend = MENDED.get(source.name)
+    if mend is not None and not mend.readable(answer, entry):
         return None
     with _silence(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -213,79 +214,6 @@ def _score(request: tuple[Source, dict[str, Any], str]) -> float | None:
     if not math.isfinite(score):
         return None
     score = min(1.0, max(0.0, score))
-    if mend is not None and mend.whole and score > mend.most and answer.lower() != entry["answer"].strip().lower():
+    if mend is not None and score > mend.most and not mend.right(answer, entry):
         return mend.most
     return score
-
-
-class _Mend(NamedTuple):
-    """What is done about a scorer.
-
-    Args:
-        why: what it does otherwise.
-        readable: whether an answer may be given to it; what is not gets 0.
-        whole: whether only an answer that is the reference gets more than `most`; letters count in either case.
-        most: see `whole`.
-    """
-
-    why: str
-    readable: Callable[[str], bool] = lambda answer: True
-    whole: bool = False
-    most: float = 1.0
-
-
-_FUNCTIONS = frozenset(
-    {"C", "Abs", "E", "I", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc", "exp", "ln"}
-    | {"log", "oo", "pi", "sec", "sin", "sinh", "sqrt", "tan", "tanh"}
-)
-_TOKENS = re.compile(
-    r"(?P<name>[A-Za-z]\w*)|(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)|(?P<sign>\*\*|[-+*/(),])|(?P<other>\S)"
-)
-
-
-def _formula(answer: str) -> bool:
-    """Whether a text is a formula, which SymPy may parse: it runs it as Python."""
-    if len(answer) > 2000:
-        return False
-    for found in _TOKENS.finditer(answer):
-        name = found["name"]
-        if found["other"] or (name and len(name) > 1 and name not in _FUNCTIONS):
-            return False
-    return True
-
-
-def _sum(answer: str) -> bool:
-    """Whether a text is a formula of numbers alone."""
-    return _formula(answer) and not re.search(r"[A-Za-z]", answer)
-
-
-def _finite(answer: str) -> bool:
-    return "nan" not in answer.lower()
-
-
-_RUNS = "SymPy runs what a model wrote as Python: formulas alone are given to it"
-_LISTS = "runs what a model wrote as Python: it may be a list of numbers or texts"
-_PREFIX = "gives 1 to an answer with anything behind it: that gets 0.8"
-
-MENDED: dict[str, _Mend] = {
-    "binary_matrix": _Mend(_LISTS),
-    "complex_arithmetic": _Mend("gives 1 to nan", _finite),
-    "countdown": _Mend(_RUNS, _sum),
-    "intermediate_integration": _Mend(_RUNS, _formula),
-    "letter_jumble": _Mend(_PREFIX, whole=True, most=0.8),
-    "n_queens": _Mend(_LISTS),
-    "polynomial_multiplication": _Mend(_RUNS, _formula),
-    "puzzle24": _Mend(_RUNS, _sum),
-    "quantum_lock": _Mend(
-        "takes the letters A, B and C of any text for buttons: nothing else may be there",
-        lambda answer: re.fullmatch(r"[ABCabc](?:[\s,→>-]{1,8}[ABCabc])*", answer.strip()) is not None,
-    ),
-    "simple_integration": _Mend(_RUNS, _formula),
-    "spell_backward": _Mend(_PREFIX, whole=True, most=0.8),
-    "spiral_matrix": _Mend(_LISTS),
-    "string_insertion": _Mend(_LISTS),
-}
-"""Scorers that are mended, by dataset."""
-
-EXACT: dict[str, str] = {"game_of_life_halting": "gives 1 to every text"}
-"""Scorers that are replaced: only the reference has 1. By dataset, with the reason."""
