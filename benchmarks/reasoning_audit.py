@@ -28,7 +28,7 @@ from nrl.envs.reasoning_worker import Source, answer_requests
 from nrl.runtime.executables.registry import executable
 from nrl.runtime.threads import cores
 
-__all__ = ["JUNK", "Finding", "audit", "main", "options", "table"]
+__all__ = ["JUNK", "SEVERAL", "Finding", "audit", "main", "mended", "options", "table", "written"]
 
 JUNK = {
     "nothing": "",
@@ -94,7 +94,6 @@ True
 """
 SEVERAL = {"graph_color", "propositional_logic"}
 """Datasets whose answers may be right for other rows, too."""
-BEGIN, END = "<!-- audit -->", "<!-- end of the audit -->"
 
 
 @attrs.frozen
@@ -139,8 +138,7 @@ def main() -> None:
         found = audit(args.names or datasets(), args.rows, args.workers)
     text = table(found, args.rows)
     if args.write:
-        before, _, rest = args.write.read_text().partition(BEGIN)
-        args.write.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
+        args.write.write_text(written(args.write.read_text(), mended=mended(), audit=text))
     print(text)
     print(f"\nAll cores meanwhile: {described(machine)}.")
     for each in found:
@@ -171,6 +169,31 @@ def audit(names: Sequence[str], rows: int = 6, workers: int | None = None) -> li
         workers: datasets that are audited at a time; None: one for each processor.
     """
     return asyncio.run(_all(names, rows, workers or cores()))
+
+
+def mended() -> str:
+    """What is done about which scorers, as Markdown.
+
+    >>> mended().splitlines()[-1]
+    '| `game_of_life_halting` | gives 1 to every text; only the reference has 1 |'
+    """
+    names: dict[str, list[str]] = {}
+    for name, why in ({name: mend.why for name, mend in MENDED.items()} | EXACT).items():
+        names.setdefault(why, []).append(f"`{name}`")
+    return "\n".join(["| dataset | |", "|---|---|", *(f"| {', '.join(of)} | {why} |" for why, of in names.items())])
+
+
+def written(page: str, **parts: str) -> str:
+    """A page with parts between their marks.
+
+    >>> written("a<!-- b -->c<!-- end of b -->d", b="e")
+    'a<!-- b -->\\n\\ne\\n\\n<!-- end of b -->d'
+    """
+    for name, text in parts.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}"
+    return page
 
 
 async def _all(names: Sequence[str], rows: int, workers: int) -> list[Finding]:

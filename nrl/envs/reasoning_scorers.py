@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["EXACT", "MENDED", "Mend", "formula"]
 
-type Row = Mapping[str, Any]
+type _Row = Mapping[str, Any]
 
 
 class Mend(NamedTuple):
@@ -26,8 +26,8 @@ class Mend(NamedTuple):
     """
 
     why: str
-    readable: Callable[[str, Row], bool] = lambda answer, row: True
-    right: Callable[[str, Row], bool] = lambda answer, row: True
+    readable: Callable[[str, _Row], bool] = lambda answer, row: True
+    right: Callable[[str, _Row], bool] = lambda answer, row: True
     most: float = 0.0
 
 
@@ -85,39 +85,39 @@ def _numbers(answer: str) -> list[str]:
     return re.findall(r"\d+", answer)
 
 
-def _formula(answer: str, row: Row) -> bool:
+def _formula(answer: str, row: _Row) -> bool:
     return formula(answer)
 
 
-def _sum(answer: str, row: Row) -> bool:
+def _sum(answer: str, row: _Row) -> bool:
     return formula(answer) and not re.search(r"[A-Za-z]", answer)
 
 
-def _with_its_numbers(answer: str, row: Row) -> bool:
-    return _sum(answer, row) and sorted(map(int, _numbers(answer))) == sorted(row["metadata"]["numbers"])
+def _with_its_numbers(answer: str, row: _Row) -> bool:
+    return _sum(answer, row) and bool(sorted(map(int, _numbers(answer))) == sorted(row["metadata"]["numbers"]))
 
 
-def _same_text(answer: str, row: Row) -> bool:
-    return answer.lower() == row["answer"].strip().lower()
+def _same_text(answer: str, row: _Row) -> bool:
+    return bool(answer.lower() == row["answer"].strip().lower())
 
 
-def _only(pattern: str) -> Callable[[str, Row], bool]:
+def _only(pattern: str) -> Callable[[str, _Row], bool]:
     compiled = re.compile(pattern)
     return lambda answer, row: compiled.fullmatch(answer.strip()) is not None
 
 
-def _once(pattern: str) -> Callable[[str, Row], bool]:
+def _once(pattern: str) -> Callable[[str, _Row], bool]:
     """A text that has one thing of a kind."""
     compiled = re.compile(pattern)
     return lambda answer, row: len(set(compiled.findall(answer))) == 1
 
 
-def _near(answer: str, row: Row) -> bool:
+def _near(answer: str, row: _Row) -> bool:
     found, right = (float(Fraction(each.replace(",", ""))) for each in (answer, row["answer"]))
     return math.isclose(found, right, rel_tol=1e-2)
 
 
-def _no_premise(answer: str, row: Row) -> bool:
+def _no_premise(answer: str, row: _Row) -> bool:
     def plain(text: str) -> str:
         text = "".join(text.split())
         return text[1:-1] if text[:1] == "(" and text[-1:] == ")" else text
@@ -139,7 +139,9 @@ MENDED: dict[str, Mend] = {
     ),
     "complex_arithmetic": Mend("gives 1 to nan", lambda answer, row: "nan" not in answer.lower()),
     "countdown": Mend(_RUNS, _sum),
-    "fraction_simplification": Mend("takes the first of several fractions; there may be one", _once(r"\d+\D{1,12}\d+")),
+    "fraction_simplification": Mend(
+        "takes the first of several fractions; there may be one", _once(r"(?<!\d)\d+\D{1,12}\d+")
+    ),
     "gsm_symbolic": Mend("takes the first of several numbers; there may be one", _once(r"\d+(?:\.\d+)?")),
     "intermediate_integration": Mend(_RUNS, _formula),
     "letter_jumble": Mend(_PREFIX, right=_same_text, most=0.8),

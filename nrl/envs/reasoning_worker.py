@@ -16,7 +16,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -75,7 +75,8 @@ def answer_requests(request: tuple[Any, ...], _: Any = None) -> Any:
     """
     _prepare()
     what, *args = request
-    return {"names": _names, "make": _made, "score": _scored}[what](*args)
+    does: dict[str, Callable[..., Any]] = {"names": _names, "make": _made, "score": _scored}
+    return does[what](*args)
 
 
 @functools.cache
