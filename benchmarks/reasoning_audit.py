@@ -177,10 +177,8 @@ def mended() -> str:
     >>> mended().splitlines()[-1]
     '| `game_of_life_halting` | gives 1 to every text; only the reference has 1 |'
     """
-    names: dict[str, list[str]] = {}
-    for name, why in ({name: mend.why for name, mend in MENDED.items()} | EXACT).items():
-        names.setdefault(why, []).append(f"`{name}`")
-    return "\n".join(["| dataset | |", "|---|---|", *(f"| {', '.join(of)} | {why} |" for why, of in names.items())])
+    reasons = {name: mend.why for name, mend in MENDED.items()} | EXACT
+    return "\n".join(["| dataset | |", "|---|---|", *(f"| `{name}` | {why} |" for name, why in reasons.items())])
 
 
 def written(page: str, **parts: str) -> str:

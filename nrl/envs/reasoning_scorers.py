@@ -125,8 +125,8 @@ def _no_premise(answer: str, row: _Row) -> bool:
     return plain(answer) not in map(plain, row["metadata"]["premises"])
 
 
-_RUNS = "SymPy runs what a model wrote as Python; only formulas without huge numbers are given to it"
-_LISTS = "runs what a model wrote as Python; it is read as a literal"
+_RUNS = "SymPy runs a model's text as Python; only formulas without huge numbers are read"
+_LISTS = "runs a model's text as Python; it is read as a literal"
 _PREFIX = "gives 1 to the answer with anything behind it; that gets 0.8"
 _NUMBER = r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 
@@ -152,13 +152,13 @@ MENDED: dict[str, Mend] = {
     ),
     "polynomial_multiplication": Mend(_RUNS, _formula),
     "propositional_logic": Mend(
-        "gives 1 to a premise, and takes long on long texts; a premise gets 0.25, as what is always true",
+        "gives 1 to a premise, and takes long; that gets 0.25, as what is always true",
         _only(r"[A-Z()∧∨→↔¬ ]{1,500}"),
         right=_no_premise,
         most=0.25,
     ),
     "puzzle24": Mend(
-        f"gives 1 to any four numbers that make 24; they have to be the row's. {_RUNS}", _with_its_numbers
+        "as `countdown`; and gives 1 to any four numbers that make 24; they have to be the row's", _with_its_numbers
     ),
     "quantum_lock": Mend(
         "takes every A, B and C of a text for a button; nothing else may be there",
