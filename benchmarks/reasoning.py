@@ -99,7 +99,7 @@ def lessons(tasks: Sequence[Task]) -> list[Task]:
 def learn(seed: int, **settings: Any) -> list[dict[str, Any]]:
     """The lines of ``metrics.jsonl`` of a run with a seed; the last one has what was found greedily."""
     verify = reasoning_gym(DATASET, OPTIONS, workers=1)
-    tasks, others = ([verify.task(each, index) for index in range(2048)] for each in (seed, 10**6 + seed))
+    tasks, others = ([verify.tasks(each, index) for index in range(2048)] for each in (seed, 10**6 + seed))
     env = single_turn(verify)
     with tempfile.TemporaryDirectory() as folder:
         cfg = Config(seed=seed, out=folder, **settings)

@@ -33,12 +33,12 @@ class ReasoningVerifier(Protocol):
     """What `reasoning_gym` returns: a verifier with an extractor, and its tasks.
 
     >>> def names(verifier: ReasoningVerifier) -> list[str]:
-    ...     return [verifier.task(0, index)["reasoning_gym"]["dataset"] for index in range(4)]
+    ...     return [verifier.tasks(0, index)["reasoning_gym"]["dataset"] for index in range(4)]
     """
 
     timeout: None
     extract: Callable[[str], str | None]
-    task: Callable[[int, int], Task]
+    tasks: Callable[[int, int], Task]
 
     async def __call__(self, task: Task, trace: Trace) -> Score:
         """The verdict on a trace."""
@@ -66,7 +66,7 @@ def reasoning_gym(
     time for an answer, the status is ``"timeout"``, and the row is left out.
 
     Args:
-        dataset: that ``.task`` draws from: a name (`datasets`), or several with their weights. Tasks of all datasets
+        dataset: that ``.tasks`` draws from: a name (`datasets`), or several with their weights. Tasks of all datasets
             are verified, whatever it is.
         config: the dataset's options, such as ``{"min_terms": 2}``; of several, by dataset.
         suffix: text behind each question, such as ``"\\nEnd with <answer>...</answer>."``.
@@ -86,7 +86,7 @@ def reasoning_gym(
 
     >>> import asyncio
     >>> verify = reasoning_gym("chain_sum", {"max_terms": 2}, workers=1)
-    >>> found = verify.task(0, 0)
+    >>> found = verify.tasks(0, 0)
     >>> asyncio.run(verify(found, Trace(found["prompt"], [f"So it is <answer>{found['answer']}</answer>."])))
     Score(reward=1.0, status='ok', components={})
 
@@ -120,7 +120,7 @@ def reasoning_gym(
 
     made: Any = score
     made.timeout = None  # that of an answer begins when it is scored
-    made.task = functools.partial(task, dataset=dataset, config=config, suffix=suffix, executable=executable)
+    made.tasks = functools.partial(task, dataset=dataset, config=config, suffix=suffix, executable=executable)
     return made  # type: ignore[no-any-return]
 
 
@@ -217,7 +217,7 @@ def _row(task: Task) -> tuple[Source, int]:
     if row is None or not isinstance(name, str) or not isinstance(number, int):
         raise EnvError(
             f"reasoning_gym: the task has no 'reasoning_gym' with a dataset and a number, only "
-            f"{', '.join(map(repr, task)) or 'nothing'}; verify tasks that reasoning_gym(...).task has made"
+            f"{', '.join(map(repr, task)) or 'nothing'}; verify tasks that reasoning_gym(...).tasks has made"
         )
     return Source(name, json.dumps(row.get("config") or {}, sort_keys=True)), number
 

@@ -36,7 +36,7 @@ def ask(verifier: Any, given: Any, response: str) -> Score:
 
 def test_a_task_is_a_sum_whose_answer_is_its_value(verify: Any) -> None:
     for index in range(50):
-        found = verify.task(3, index)
+        found = verify.tasks(3, index)
         first, sign, second = re.fullmatch(r".*: (\d) ([+-]) (\d) =", found["prompt"], re.DOTALL).groups()  # type: ignore[union-attr]
         assert int(found["answer"]) == int(first) + (1 if sign == "+" else -1) * int(second)
         assert json.loads(json.dumps(found)) == found
@@ -84,6 +84,15 @@ def test_known_answers_of_rows_without_one() -> None:
     assert "answer" not in task(0, 0, dataset="rush_hour")
 
 
+def test_it_is_named_with_options_on_a_command_line() -> None:
+    options = {"dataset": "chain_sum", "config": SUM, "workers": 1}
+    made = nrl.environments({"reasoning_gym": options})
+    drawn = made.tasks(seed=5).take(3)
+    assert [each["prompt"] for each in drawn] == [task(5, i, config=SUM)["prompt"] for i in range(3)]
+    assert ask(made.graded, drawn[0], drawn[0]["answer"]) == Score(1.0)
+    assert ask(made.graded, drawn[0], "77") == Score(0.0)
+
+
 # --- scores
 
 
@@ -105,7 +114,7 @@ def test_where_the_answer_is() -> None:
 
 
 def test_right_wrong_and_nothing(verify: Any) -> None:
-    found = verify.task(0, 0)
+    found = verify.tasks(0, 0)
     assert ask(verify, found, found["answer"]) == Score(1.0)
     assert ask(verify, found, f"<answer>{found['answer']}</answer>") == Score(1.0)
     assert ask(verify, found, "77") == Score(0.0)
@@ -115,7 +124,7 @@ def test_right_wrong_and_nothing(verify: Any) -> None:
 
 
 def test_a_part_of_the_reward_is_left_out_on_request(verify: Any) -> None:
-    found, whole = verify.task(0, 0), nrl.reasoning_gym(partial=False, workers=1)
+    found, whole = verify.tasks(0, 0), nrl.reasoning_gym(partial=False, workers=1)
     response = f"{found['answer']} or another number"
     assert 0 < ask(verify, found, response).reward < 1
     assert ask(whole, found, response) == Score(0.0)
@@ -241,7 +250,7 @@ def test_verifiers_that_cannot_be_made() -> None:
 def test_tasks_of_others(verify: Any) -> None:
     with pytest.raises(EnvError, match=r"^reasoning_gym: the task has no 'reasoning_gym' with a .*only 'prompt'"):
         ask(verify, {"prompt": "1 + 1 ="}, "2")
-    found = verify.task(0, 0)
+    found = verify.tasks(0, 0)
     with pytest.raises(EnvError, match=r"^reasoning_gym: the task's answer is '99', but row \d+ of chain_sum has "):
         ask(verify, found | {"answer": "99"}, "2")
 
