@@ -19,6 +19,7 @@ from nrl.batch.packing import pack, packed, unpack
 from nrl.envs.judging import judge
 from nrl.envs.mathematics import math_verifier
 from nrl.envs.pool import on, pooled
+from nrl.envs.reasoning_tasks import reasoning_gym
 from nrl.envs.scoring import reward_model, scored_by
 from nrl.envs.shipped import environments
 from nrl.episodes import rollout, rollouts, run_episode
@@ -102,6 +103,7 @@ __all__ = [
     "prefixed",
     "process",
     "publish",
+    "reasoning_gym",
     "refill",
     "register",
     "require",

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("envs.pool_worker",),
     ("envs.pool_meshes", "envs.pool_processes"),
     ("envs.pool",),
-    ("envs.fh_aviary", "envs.mathematics", "envs.text_arena"),
+    ("envs.fh_aviary", "envs.mathematics", "envs.reasoning_tasks", "envs.text_arena"),
     ("runtime.clusters",),
     ("runtime",),
     ("backends.base", "backends.engines", "backends.samplers"),

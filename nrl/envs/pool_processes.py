@@ -19,6 +19,7 @@ from nrl.envs.pool_worker import receive, send
 from nrl.errors import EnvError
 from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import Executable
+from nrl.runtime.executables.registry import executable as registered
 from nrl.runtime.node.building import provide
 from nrl.runtime.node.environments import sources
 
@@ -59,7 +60,7 @@ class Process:
             stdin=self._other,
             stdout=self._other,
             stderr=self._log,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, **registered(self._executable).env, "PYTHONPATH": path},
             start_new_session=True,
         )
         self._other.close()  # so that nobody else holds that end

@@ -20,6 +20,7 @@ from nrl.envs.judging import judge
 from nrl.envs.mathematics import math_verifier
 from nrl.envs.naming import named
 from nrl.envs.programs import code
+from nrl.envs.reasoning_tasks import reasoning_gym
 from nrl.envs.reversal import task as texts
 from nrl.envs.sandbox import Limits
 from nrl.envs.scoring import reward_model
@@ -72,6 +73,7 @@ ENVIRONMENTS: dict[str, Any] = {
     "judge": judge,
     "math": math_verifier,
     "python": _with_python,
+    "reasoning_gym": reasoning_gym,
     "reward_model": reward_model,
     "search": _searching,
     "short_answer": short_answer,

@@ -109,6 +109,14 @@ def test_tools_of_a_pooled_environment_are_shown_and_called_there() -> None:
     assert taken.info["pid"] != os.getpid()
 
 
+def test_a_pool_has_the_environment_variables_of_an_executable() -> None:
+    def told(task: Any, trace: Trace) -> float:
+        return float(os.environ["TOLD"])
+
+    verify: Any = pooled(told, workers=1, executable=nrl.Executable("system", env={"TOLD": "0.25"}))
+    assert asyncio.run(verify({}, Trace())) == 0.25
+
+
 def test_a_pool_has_the_packages_of_an_executable() -> None:
     def where(task: Any, trace: Trace) -> float:
         raise ValueError(sys.prefix)
