@@ -52,7 +52,7 @@ class Process:
     def start(self) -> None:
         """Start it in its Python environment, which is built where it is not there."""
         made = recipe(self._executable)
-        python = provide(made)
+        python = provide(made, say=_say)
         found = sources(made, Path(python))
         path = os.pathsep.join(found or [each for each in sys.path if each])
         self._process = _STARTER.start(
@@ -105,6 +105,11 @@ class Process:
         self._other.close()
         if self._process is not None:
             self._process.wait()
+
+
+def _say(text: str) -> None:
+    """Say what takes long, apart from what a program prints."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 class _Channel:
