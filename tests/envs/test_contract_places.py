@@ -81,15 +81,23 @@ def equal(plain: nrl.Batch, moved: nrl.Batch) -> None:
     assert of(plain) == of(moved)
 
 
+class Keyed(Scripted):
+    """The answer depends on the prompt and its seed, and not on which prompts come together."""
+
+    def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
+        asked = zip(prompts, seeds, strict=True)
+        return Scripted([self.texts[(seed + len(prompt)) % len(self.texts)] for prompt, seed in asked]).generate(
+            prompts
+        )
+
+
 @pytest.mark.parametrize("kind", ["game", "judged"])
 def test_episodes_are_the_same_bit_for_bit(apart: Environment, kind: str) -> None:
     """Twelve texts at most: three turns of four episodes, whose states could be neither sent nor shared."""
 
     def played(env: Environment) -> nrl.Batch:
         tasks = [{**task, "kind": kind, "verifier": "plain"} for task in TASKS]
-        return nrl.rollout(
-            Scripted(["3", "44", "555", "6", "77", "8", "9", "10", "3", "12", "19", "4"]), env, tasks, n=2
-        )
+        return nrl.rollout(Keyed(["3", "44", "555", "6", "77", "8", "9", "10", "3", "12", "19", "4"]), env, tasks, n=2)
 
     plain = played(EVERYTHING)
     assert plain["valid"].all()
