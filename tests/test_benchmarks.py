@@ -16,6 +16,7 @@ from benchmarks import (
     by_hand,
     driver,
     lag,
+    learning,
     mismatch,
     overhead,
     overlap,
@@ -24,7 +25,6 @@ from benchmarks import (
     ray_runs,
     same_numbers,
     schedules,
-    turns,
     vs_trl,
 )
 from benchmarks._figure import curves
@@ -477,15 +477,15 @@ def test_schedules_run_and_keep_an_engine_busier() -> None:
     assert found["episodes_per_second"] > 0
 
 
-@pytest.mark.parametrize("name", turns.LINES)
-def test_what_examples_of_several_turns_learn_is_drawn(
+@pytest.mark.parametrize("name", learning.CASES)
+def test_what_examples_learn_is_drawn(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figure, numbers = tmp_path / "figure.svg", tmp_path / "numbers.json"
-    monkeypatch.setattr(sys, "argv", ["turns.py", name, "--quick", "--figure", str(figure), "--out", str(numbers)])
-    turns.main()
+    monkeypatch.setattr(sys, "argv", ["learning.py", name, "--quick", "--figure", str(figure), "--out", str(numbers)])
+    learning.main()
     assert f"| {name} |" in capsys.readouterr().out
-    assert figure.read_text().count("<polyline") == len(turns.LINES[name])
+    assert figure.read_text().count("<polyline") == len(learning.CASES[name].lines)
     assert ET.parse(figure).getroot().tag.endswith("svg")
     [seed] = json.loads(numbers.read_text())["found"]
     assert [line["step"] for line in seed] == [0, 1, 2]
