@@ -47,11 +47,7 @@ class Case(NamedTuple):
 
 
 def chain_sum() -> ReasoningVerifier:
-    """Sums of two digits, as reasoning-gym asks for them, with their answers as responses.
-
-    >>> sorted(chain_sum().tasks(0, 0))
-    ['answer', 'prompt', 'reasoning_gym', 'response']
-    """
+    """Sums of two digits, as reasoning-gym asks for them, with their answers as responses."""
     config = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     verify = reasoning_gym("chain_sum", config, workers=1)
     tasks = verify.tasks
