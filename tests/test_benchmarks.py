@@ -16,6 +16,7 @@ from benchmarks import (
     by_hand,
     driver,
     lag,
+    learning,
     mismatch,
     overhead,
     overlap,
@@ -24,12 +25,12 @@ from benchmarks import (
     ray_runs,
     same_numbers,
     schedules,
-    turns,
     vs_trl,
 )
 from benchmarks._figure import curves
 from benchmarks._machine import resident, shares, watched
 from benchmarks._paired import Clock, Worker, disagreement, lengths_of, pair, percentile, ratios, spread, table
+from nrl.envs.reasoning_tasks import _maker
 from nrl.runtime import Cluster
 
 ROOT = Path(__file__).parents[1]
@@ -477,15 +478,16 @@ def test_schedules_run_and_keep_an_engine_busier() -> None:
     assert found["episodes_per_second"] > 0
 
 
-@pytest.mark.parametrize("name", turns.LINES)
-def test_what_examples_of_several_turns_learn_is_drawn(
+@pytest.mark.parametrize("name", learning.CASES)
+def test_what_examples_learn_is_drawn(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figure, numbers = tmp_path / "figure.svg", tmp_path / "numbers.json"
-    monkeypatch.setattr(sys, "argv", ["turns.py", name, "--quick", "--figure", str(figure), "--out", str(numbers)])
-    turns.main()
+    monkeypatch.setattr(sys, "argv", ["learning.py", name, "--quick", "--figure", str(figure), "--out", str(numbers)])
+    learning.main()
+    _maker.cache_clear()  # its process would be left to the tests after this one
     assert f"| {name} |" in capsys.readouterr().out
-    assert figure.read_text().count("<polyline") == len(turns.LINES[name])
+    assert figure.read_text().count("<polyline") == len(learning.CASES[name].lines)
     assert ET.parse(figure).getroot().tag.endswith("svg")
     [seed] = json.loads(numbers.read_text())["found"]
     assert [line["step"] for line in seed] == [0, 1, 2]

@@ -30,12 +30,16 @@ class Late(Exception):
     """A request took longer than it may.
 
     Args:
-        busy: whether the fork had the processor meanwhile; if not, the machine was busy with other things.
+        spent: seconds of a processor that the fork had meanwhile.
     """
 
-    def __init__(self, busy: bool) -> None:
-        super().__init__(busy)
-        self.busy = busy
+    def __init__(self, spent: float) -> None:
+        super().__init__(spent)
+        self.spent = spent
+
+    def busy(self, seconds: float) -> bool:
+        """Whether the fork had a processor for most of so many seconds; if not, the machine did other things."""
+        return self.spent >= 0.6 * seconds
 
 
 class Crashed(Exception):
@@ -77,27 +81,31 @@ class Fork:
             Late: it took longer.
             Crashed: it ended the fork.
         """
-        if self._channel is not None and self._asked >= self._most:
-            self.end()
-        if self._channel is None:
-            self._begin()
+        self.ready()
         assert self._channel is not None
         self._asked += 1
         deadline = time.monotonic() + seconds
         try:
             sent = pickle.dumps(request)
-            self._channel.settimeout(seconds)
+            self._channel.settimeout(max(seconds, 1e-3))
             self._channel.sendall(_HEAD.pack(len(sent), 0.0) + sent)
             size, spent = _HEAD.unpack(self._exactly(_HEAD.size, deadline))
             answer = json.loads(self._exactly(size, deadline))  # a fork that has gone wrong runs nothing here
         except TimeoutError:
             _, took = self._gone()
-            raise Late((took - self._spent) >= seconds * 0.6) from None
+            raise Late(took - self._spent) from None
         except OSError:
             status, _ = self._gone(dying=True)
             raise Crashed(status) from None
         self._spent = spent
         return answer
+
+    def ready(self, requests: int = 1) -> None:
+        """Have one fork for so many requests, so that the next ones neither wait for it nor are parted."""
+        if self._asked + requests > self._most:
+            self.end()
+        if self._channel is None:
+            self._begin()
 
     def end(self) -> None:
         """Kill the fork, if there is one."""

@@ -6,21 +6,14 @@ interpreter (``9 ** 9 ** 9``), and the next pair has another one, milliseconds l
 """
 
 import contextlib
-import ctypes
 import functools
-import gc
-import json
 import logging
-import os
-import resource
 import signal
-import socket
 import sys
 import time
-import warnings
-from pathlib import Path
 from typing import Any, Literal
 
+from nrl.envs.forked import Crashed, Fork, Late
 from nrl.errors import EnvError
 
 __all__ = ["Outcome", "compare"]
@@ -29,8 +22,7 @@ type Outcome = Literal["right", "wrong", "unread", "late", "crashed", "starved"]
 """Whether the answer equals the reference; or it cannot be read; it took all of its time, or brought the process down;
 or the machine was too busy to give it its time."""
 
-_MEMORY = 1 << 30  # bytes that a fork may have beyond what it is born with
-_PAIRS = 10_000  # of a fork, since what it remembers takes memory from the next answers
+_REQUESTS = 20_000  # of a fork: two for each pair
 _WARM = (
     *(
         r"\frac{\sqrt{3}}{2}+1",
@@ -61,11 +53,28 @@ def compare(reference: str, answer: tuple[str, float]) -> tuple[Outcome | None, 
         EnvError: math-verify is not installed, or something else ended the fork.
     """
     text, seconds = answer
-    return _fork().ask(reference, text, seconds)
+    fork = _fork()
+    fork.ready(2)  # neither half pays for starting it
+    began = time.monotonic()
+    try:
+        if why := fork.ask((reference, None), seconds / 2):
+            return None, why
+    except Late:
+        return None, f"which math-verify did not read within {seconds / 2:g} s"
+    except Crashed as crashed:
+        return None, f"which ended the process that read it (status {crashed.signal})"
+    try:
+        return fork.ask((reference, text), began + seconds - time.monotonic()) or "unread", ""
+    except Late as late:  # of the processor: on a busy machine, an honest answer may need more time than it was given
+        return ("late" if late.busy(seconds / 2) else "starved"), ""
+    except Crashed as crashed:
+        if crashed.signal == signal.SIGKILL:  # not by this process
+            raise EnvError("math_verifier: its process was killed; is there enough memory?") from None
+        return "crashed", ""
 
 
 @functools.cache
-def _fork() -> "_Fork":
+def _fork() -> Fork:
     try:
         _prepare()
     except ImportError as error:
@@ -73,116 +82,21 @@ def _fork() -> "_Fork":
             f"math_verifier: {sys.executable} has no math-verify ({error}); use executable='gym', or another one "
             "with nrl's extra 'gym'"
         ) from error
-    return _Fork()
-
-
-class _Fork:
-    """A process that compares, and its successors."""
-
-    def __init__(self) -> None:
-        self._pid = 0
-        self._channel: socket.socket | None = None
-        self._left = b""
-        self._asked = 0
-
-    def ask(self, reference: str, answer: str, seconds: float) -> tuple[Outcome | None, str]:
-        """What became of an answer."""
-        if self._channel is not None and self._asked >= _PAIRS:
-            self._end()
-        if self._channel is None:
-            self._begin()
-        self._asked += 1
-        assert self._channel is not None
-        began = time.monotonic()
-        stage, spent = "its reference", 0.0
-        try:
-            self._channel.sendall(json.dumps([reference, answer]).encode() + b"\n")
-            why, spent = self._line(began + seconds / 2)
-            if why:
-                return None, str(why)
-            stage = "an answer"
-            outcome, _ = self._line(began + seconds)
-        except TimeoutError:
-            _, took = self._end()
-            if stage != "an answer":
-                return None, f"which math-verify did not read within {seconds / 2:g} s"
-            # Of the processor: on a busy machine, an honest answer may need more time than it was given
-            return ("late" if took - spent >= (seconds / 2) * 0.6 else "starved"), ""
-        except OSError:
-            status, _ = self._end(dying=True)
-            if stage != "an answer":
-                return None, f"which ended the process that read it (status {status})"
-            if status == signal.SIGKILL:  # not by this process
-                raise EnvError("math_verifier: its process was killed; is there enough memory?") from None
-            return "crashed", ""
-        return outcome, ""
-
-    def _line(self, deadline: float) -> tuple[Any, float]:
-        assert self._channel is not None
-        while b"\n" not in self._left:
-            self._channel.settimeout(max(deadline - time.monotonic(), 1e-3))
-            if not (found := self._channel.recv(1 << 16)):
-                raise ConnectionError
-            self._left += found
-        line, _, self._left = self._left.partition(b"\n")
-        said, spent = json.loads(line)
-        return said, spent
-
-    def _begin(self) -> None:
-        own, other = socket.socketpair()
-        parent = os.getpid()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of numpy, which nobody uses here
-            self._pid = os.fork()
-        if not self._pid:
-            try:
-                own.close()
-                _serve(other, parent)
-            finally:
-                os._exit(0)
-        other.close()
-        self._channel, self._left, self._asked = own, b"", 0
-
-    def _end(self, dying: bool = False) -> tuple[int, float]:
-        """Kill it, unless it is ending; the signal that ended it, and the seconds of a processor that it has had."""
-        assert self._channel is not None
-        self._channel.close()
-        self._channel = None
-        if not dying:
-            os.kill(self._pid, signal.SIGKILL)  # it has not been waited for, so the number is still its own
-        _, status, usage = os.wait4(self._pid, 0)
-        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, usage.ru_utime + usage.ru_stime
-
-
-def _serve(channel: socket.socket, parent: int) -> None:
-    """Compare until nobody asks any more."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            return
-        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY, size + _MEMORY))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    requests = channel.makefile("rb")
-
-    def say(what: Any) -> None:
-        channel.sendall(json.dumps([what, time.process_time()]).encode() + b"\n")
-
-    for line in requests:
-        reference, answer = json.loads(line)
-        try:
-            why = _trouble(reference)
-        except Exception as error:
-            why = f"on which math-verify raised {type(error).__name__}"
-        say(why)
-        if not why:
-            try:
-                say(_outcome(reference, answer))
-            except Exception:  # which nothing but the answer can be the cause of
-                say("unread")
+    return Fork(_told, most=_REQUESTS)
 
 
 # --- In the fork alone.
+
+
+def _told(request: tuple[str, str | None]) -> str:
+    """Why a reference cannot be used, empty if it can; or with an answer, what becomes of that."""
+    reference, answer = request
+    if answer is not None:
+        return _outcome(reference, answer)  # what it raises nothing but the answer can be the cause of
+    try:
+        return _trouble(reference)
+    except Exception as error:
+        return f"on which math-verify raised {type(error).__name__}"
 
 
 def _prepare() -> None:
@@ -220,8 +134,6 @@ def _prepare() -> None:
     for text in _WARM:
         _outcome(text, text.replace("1", "5"))
     _read.cache_clear()
-    gc.collect()
-    gc.freeze()  # so that forks share what is there
 
 
 @functools.lru_cache(256)

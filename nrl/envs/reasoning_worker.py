@@ -179,7 +179,7 @@ def _scored(source: Source, number: int, reference: str | None, answer: str, sec
     try:
         score = _fork().ask((source, dict(entry), answer), seconds)
     except Late as late:
-        return ("unread" if late.busy else "starved"), 0.0
+        return ("unread" if late.busy(seconds) else "starved"), 0.0
     except Crashed as crashed:
         if crashed.signal == 9:  # which this process has not sent
             raise EnvError("reasoning_gym: its process was killed; is there enough memory?") from None

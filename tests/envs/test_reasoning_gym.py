@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -279,18 +281,14 @@ def test_a_fork_that_is_late_is_killed_and_another_takes_its_place() -> None:
 
 
 def test_a_fork_that_sleeps_was_not_busy() -> None:
-    import time
-
     fork = Fork(time.sleep)
     with pytest.raises(Late) as late:
         fork.ask(60, 0.3)
-    assert not late.value.busy
+    assert not late.value.busy(0.3)
     fork.end()
 
 
 def test_a_fork_that_crashes_says_by_what() -> None:
-    import os
-
     fork = Fork(lambda n: os.kill(os.getpid(), n))
     with pytest.raises(Crashed) as crashed:
         fork.ask(signal.SIGUSR1, 10.0)
@@ -305,9 +303,25 @@ def test_a_fork_has_no_more_memory_than_it_may() -> None:
 
 
 def test_a_fork_serves_its_time() -> None:
-    import os
-
     fork = Fork(lambda _: os.getpid(), most=2)
     first, second, third = (fork.ask(None, 10.0) for _ in range(3))
     assert first == second != third
+    fork.end()
+
+
+def test_requests_that_belong_together_have_one_fork() -> None:
+    fork = Fork(lambda _: os.getpid(), most=3)
+    found = list[int]()
+    for _ in range(2):
+        fork.ready(2)
+        found += [fork.ask(None, 10.0) for _ in range(2)]
+    assert found[0] == found[1] != found[2] == found[3]
+    fork.end()
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_a_request_without_time_is_late(seconds: float) -> None:
+    fork = Fork(time.sleep)
+    with pytest.raises(Late):
+        fork.ask(60, seconds)
     fork.end()
