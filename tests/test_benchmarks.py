@@ -30,7 +30,6 @@ from benchmarks import (
 from benchmarks._figure import curves
 from benchmarks._machine import resident, shares, watched
 from benchmarks._paired import Clock, Worker, disagreement, lengths_of, pair, percentile, ratios, spread, table
-from nrl.envs.reasoning_tasks import _maker
 from nrl.runtime import Cluster
 
 ROOT = Path(__file__).parents[1]
@@ -485,7 +484,6 @@ def test_what_examples_learn_is_drawn(
     figure, numbers = tmp_path / "figure.svg", tmp_path / "numbers.json"
     monkeypatch.setattr(sys, "argv", ["learning.py", name, "--quick", "--figure", str(figure), "--out", str(numbers)])
     learning.main()
-    _maker.cache_clear()  # its process would be left to the tests after this one
     assert f"| {name} |" in capsys.readouterr().out
     assert figure.read_text().count("<polyline") == len(learning.CASES[name].lines)
     assert ET.parse(figure).getroot().tag.endswith("svg")
