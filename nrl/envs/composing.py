@@ -20,6 +20,7 @@ from nrl.envs.contract import (
     Verdict,
     Verifier,
     asynchronous,
+    judges_group,
     mapped,
     score_of,
     timeout_of,
@@ -136,9 +137,14 @@ def by_source(*envs: Env) -> Environment:
         source, own = state
         return ending(own) if (ending := getattr(envs[source], "close", None)) else None
 
-    def verifier(task: Task, trace: Trace) -> Any:
-        own = getattr(envs[task["source"]], "verifier", None)
+    def own_verifier(task: Task) -> Any:
+        return getattr(envs[task["source"]], "verifier", None)
+
+    def verifier(task: Task, trace: Any) -> Any:  # or the traces of a group
+        own = own_verifier(task)
         return own(task, trace) if own else 0.0
+
+    verifier.of_group = lambda task: judges_group(own_verifier(task), task)  # type: ignore[attr-defined]
 
     def timeout(task: Task) -> float | None:
         source = task.get("source")

@@ -32,6 +32,7 @@ __all__ = [
     "alike",
     "asynchronous",
     "is_env",
+    "judges_group",
     "mapped",
     "score_of",
     "timeout_of",
@@ -276,6 +277,16 @@ def is_env(given: Any) -> TypeGuard[Env]:
     (True, False)
     """
     return not isinstance(given, type) and all(callable(getattr(given, name, None)) for name in ("reset", "step"))
+
+
+def judges_group(verifier: Any, task: Task) -> bool:
+    """Whether a verifier is asked once for all episodes of a task: its ``of_group``, which may depend on the task.
+
+    >>> judges_group(len, {})
+    False
+    """
+    found = getattr(verifier, "of_group", False)
+    return bool(found(task)) if callable(found) else bool(found)
 
 
 def timeout_of(env: Env, task: Task) -> float | None:

@@ -221,6 +221,6 @@ def _environment(env: Env, owner: _Owner) -> Environment:
         return found
 
     verifier: Any = getattr(env, "verifier", None)
-    if getattr(verifier, "of_group", False):
-        verify.of_group = True  # type: ignore[attr-defined]
+    if hasattr(verifier, "of_group"):
+        verify.of_group = verifier.of_group  # type: ignore[attr-defined]
     return Environment(reset, step, close, None if verifier is None else verify, None, getattr(env, "tasks", None))

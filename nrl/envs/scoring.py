@@ -93,7 +93,8 @@ def scored_by(params: Params, tokenizer: Any, *, max_length: int | None = None) 
     Args:
         params: of a trainer for ``Model(..., head="reward")``, frozen or of a train state.
         tokenizer: of that model; the policy may have another one.
-        max_length: tokens of prompt and answer together, at most; None: what the trainer takes.
+        max_length: tokens of prompt and answer together, at most; what is longer is read to there, so that length
+            is not a way to have no reward. None: what the trainer takes.
 
     Returns:
         An ``async`` verifier, for `nrl.envs.single_turn`. It passes the trainer's errors on to all answers that were
@@ -101,8 +102,8 @@ def scored_by(params: Params, tokenizer: Any, *, max_length: int | None = None) 
         the cluster's deadline bounds all of them.
 
     Raises:
-        EnvError: (when called) the task has no ``"prompt"``, the answer is longer than ``max_length``, or the model
-            gives it a number that is not finite: the row of this answer alone is invalid then.
+        EnvError: (when called) the task has no ``"prompt"``, or one that fills ``max_length``, or the model's number is
+            not finite: the row of this answer alone is invalid then.
 
     >>> import nrl
     >>> from nrl.envs import Trace
@@ -125,13 +126,7 @@ def scored_by(params: Params, tokenizer: Any, *, max_length: int | None = None) 
     async def verify(task: Task, trace: Trace) -> float:
         if "prompt" not in task:
             raise EnvError(f"scored_by: the task has no 'prompt', only {', '.join(map(repr, task)) or 'nothing'}")
-        row = _row(task, trace.text, tokenizer, literal)
-        length = row["input_ids"].shape[-1]
-        if max_length is not None and length > max_length:
-            raise EnvError(
-                f"scored_by: prompt and answer have {length} tokens, and the reward model is to read {max_length} at "
-                "most; let the policy write fewer (max_new_tokens), or leave long prompts out"
-            )
+        row = _row(task, trace.text, tokenizer, literal, max_length)
         loop = asyncio.get_running_loop()
         reward = await everybody.setdefault(loop, _Desk(rewards)).ask(row)
         if not math.isfinite(reward):
@@ -176,12 +171,18 @@ class _Desk:
             self.waiting.clear()
 
 
-def _row(task: Task, text: str, tokenizer: Any, literal: Any) -> Batch:
-    """A row as `supervised` makes it, but for special tokens that the text only spells."""
+def _row(task: Task, text: str, tokenizer: Any, literal: Any, most: int | None) -> Batch:
+    """A row of so many tokens at most, as `supervised` makes it, but for special tokens that the text only spells."""
     empty = supervised([{"prompt": task["prompt"], "response": ""}], tokenizer)
     text = text.encode(errors="replace").decode()  # halves of surrogate pairs have no encoding
     own = literal.encode(text, add_special_tokens=False, split_special_tokens=True) if text else []
     ids, end = empty["input_ids"][0], empty["loss_mask"][0]
+    if most is not None and len(ids) >= most:
+        raise EnvError(
+            f"scored_by: the prompt has {len(ids)} tokens, and the reward model is to read {most} at most, with an "
+            "answer; leave long prompts out"
+        )
+    own = own if most is None else own[: most - len(ids)]
     at = int(end.int().argmax())
     ids = torch.cat([ids[:at], torch.tensor(own, dtype=ids.dtype), ids[at:]])
     mask = torch.arange(len(ids)) >= at

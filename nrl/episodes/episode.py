@@ -17,7 +17,7 @@ from torch import Tensor
 from nrl.backends.base import Completion
 from nrl.data import render
 from nrl.envs import Env, Step, Task
-from nrl.envs.contract import Prompt, Status, Trace, Turn, Verdict, score_of
+from nrl.envs.contract import Prompt, Status, Trace, Turn, Verdict, judges_group, score_of
 from nrl.episodes.conversations import Conversation, is_prompt
 from nrl.episodes.user_errors import Failed, error_text
 from nrl.episodes.verifier_calls import Caller, calling
@@ -283,7 +283,7 @@ async def play(
             if len(episode.token_ids) >= context_length:
                 episode.truncated = True
                 break
-        if episode.failure is None and verifier is not None and not getattr(verifier, "of_group", False):
+        if episode.failure is None and verifier is not None and not judges_group(verifier, task):
             await _guarded(judge(), episode)
     finally:
         for row in (episode, *episode.earlier):

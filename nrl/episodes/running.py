@@ -19,7 +19,7 @@ from nrl.backends.base import Sampling
 from nrl.backends.samplers import Sampler
 from nrl.data import render
 from nrl.envs import Env, Task
-from nrl.envs.contract import Prompt, is_env
+from nrl.envs.contract import Prompt, is_env, judges_group
 from nrl.episodes.episode import Episode, failed, play
 from nrl.episodes.requests import Requests, requests_to
 from nrl.episodes.verifier_calls import Caller, calling
@@ -237,7 +237,7 @@ class Running:
     async def _whole(self, group: Group, call: Caller) -> None:
         await group.play(self.schedule.keep or self._n)
         verifier: Any = getattr(self._env, "verifier", None)
-        if getattr(verifier, "of_group", False):
+        if judges_group(verifier, group.task):
             await group.judge(verifier, call)
         for place, episode in enumerate(group.episodes):
             if episode.cut:
