@@ -11,7 +11,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Ess", "Max", "Mean", "Metrics", "Min", "Reduced", "Sum", "finalize", "merge", "prefixed", "without"]
+__all__ = [
+    "Ess",
+    "Max",
+    "Mean",
+    "Metrics",
+    "Min",
+    "Reduced",
+    "Sum",
+    "finalize",
+    "merge",
+    "over_something",
+    "prefixed",
+    "without",
+]
 
 
 class Mean(NamedTuple):
@@ -109,6 +122,16 @@ def merge(a: Mapping[str, Reduced], b: Mapping[str, Reduced]) -> Metrics:
     for key, value in b.items():
         merged[key] = _combine(key, merged[key], value) if key in merged else value
     return merged
+
+
+def over_something(metrics: Mapping[str, Reduced]) -> Metrics:
+    """The metrics without means over nothing.
+
+    >>> zero, one = torch.tensor(0.0), torch.tensor(1.0)
+    >>> list(over_something({"a": Mean(zero, one), "b": Mean(zero, zero)}))
+    ['a']
+    """
+    return {key: value for key, value in metrics.items() if not (isinstance(value, Mean) and value.weight == 0)}
 
 
 def prefixed(prefix: str, metrics: Mapping[str, Reduced]) -> Metrics:

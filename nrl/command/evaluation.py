@@ -32,7 +32,7 @@ from nrl.envs.shipped import Environments, environments
 from nrl.episodes.grades import Graded, grade, measure
 from nrl.errors import ConfigError, DataError, EnvError, ModelError, NrlError
 from nrl.log import JsonLines, Progress
-from nrl.reduce import Mean, Metrics, finalize, merge, prefixed
+from nrl.reduce import Mean, Metrics, finalize, merge, over_something, prefixed
 from nrl.runs import config_file, folder
 from nrl.runtime import cluster
 
@@ -149,7 +149,7 @@ def main(cfg: Evaluation) -> Metrics:
         metrics = measure(every, cfg.k, passing=cfg.passing)
         for source, name in enumerate(envs.names if len(envs.names) > 1 else ()):
             own = [each for each, task in zip(every, tasks, strict=True) if task["source"] == source]
-            metrics |= prefixed(f"{name}/", measure(own, cfg.k, passing=cfg.passing))
+            metrics |= prefixed(f"{name}/", over_something(measure(own, cfg.k, passing=cfg.passing)))
         config_file.replace(out / "metrics.json", json.dumps(_summary(metrics, len(tasks)), indent=1) + "\n")
     Console().print(_table(metrics, cfg))
     invalid = int(metrics["eval/invalid"].total)  # type: ignore[union-attr]
@@ -276,7 +276,7 @@ def _table(metrics: Metrics, cfg: Evaluation) -> Table:
     table.add_column("over", justify="right", style="dim")
     for key, value in metrics.items():
         number = finalize({key: value})[key]
-        what = "tasks" if key.startswith(("eval/pass@", "eval/majority")) else "samples"
+        what = "tasks" if "eval/pass@" in key or "eval/majority" in key else "samples"
         over = f"{int(value.weight)} {what}" if isinstance(value, Mean) else ""
         table.add_row(key, f"{number:.4f}" if over else f"{number:g}", over)
     return table

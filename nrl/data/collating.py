@@ -67,7 +67,7 @@ def _lesson(row: Task, response: str, place: str) -> tuple[Prompt, str | Sequenc
     if missing:
         raise DataError(
             f"{place} has no '{missing[0]}'; it has {fields(row)}. Rows of a well-known dataset need their format, "
-            "such as format='gsm8k'"
+            "such as format='gsm8k'; an example that is to make no supervised steps first takes warmup=0"
         )
     return row["prompt"], _answer(row[response], f"{place}: '{response}'")
 

@@ -262,7 +262,7 @@ def _template(tokenizer: Any, tools: _Tools = None) -> str:
     if getattr(tokenizer, "chat_template", None) is None:
         raise ModelError(
             "render: the prompt is a chat, and the tokenizer has no chat template, which is usual for base models. "
-            "Give prompts as plain text (data.tasks with chat=False), take a model with a chat template, or set "
+            "Give prompts as plain text (chat=False), take a model with a chat template, or set "
             "tokenizer.chat_template"
         )
     return str(tokenizer.get_chat_template(tools=tools))

@@ -1,5 +1,6 @@
 """`environments`: what ``env=`` and ``data=`` of a configuration say, as an environment and its tasks."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -29,7 +30,7 @@ from nrl.envs.short_answers import short_answer
 from nrl.envs.text_arena import textarena
 from nrl.envs.tools import tool, tool_use
 from nrl.envs.verifiers import VERIFIERS
-from nrl.errors import ConfigError, DataError
+from nrl.errors import ConfigError
 
 __all__ = ["ENVIRONMENTS", "Environments", "environments"]
 
@@ -44,23 +45,30 @@ def _code(
     return code(limits=Limits(seconds, cpu_seconds, memory))
 
 
-def _with_python(*, verifier: str = "math", turns: int = 8) -> Environment:
+def _with_python(*, verifier: str | dict[str, Any] = "math", turns: int = 8) -> Environment:
     """Episodes with a Python interpreter as a tool, in which a verifier has the last word."""
     start, end = (lambda task: Interpreter()), Interpreter.close
     return tool_use([tool(python)], _verifier("python", verifier), turns=turns, state=start, close=end)
 
 
 def _searching(
-    *, corpus: str | None = None, verifier: str = "short_answer", k: int = 3, turns: int = 6, hops: int | None = None
+    *,
+    corpus: str | None = None,
+    verifier: str | dict[str, Any] = "short_answer",
+    k: int = 3,
+    turns: int = 6,
+    hops: int | None = None,
 ) -> Environment:
     """Episodes with a search of a corpus as a tool, in which a verifier has the last word."""
     return searching(corpus, _verifier("search", verifier), k=k, turns=turns, hops=hops)
 
 
-def _verifier(who: str, name: str) -> Verifier:
-    found = named(name, {}, ENVIRONMENTS)
+def _verifier(who: str, given: str | Mapping[str, Any]) -> Verifier:
+    """The verifier that an option names, or ``{name: options}``."""
+    ((name, options),) = given.items() if isinstance(given, Mapping) and len(given) == 1 else [(given, {})]
+    found = named(str(name), options or {}, ENVIRONMENTS, at=f"env.{who}.verifier")
     if is_env(found):
-        raise ConfigError(f"env={who}: verifier={name} is an environment; give a verifier")
+        raise ConfigError(f"env.{who}.verifier={name} is an environment; give a verifier")
     return cast(Verifier, found)
 
 
@@ -134,31 +142,30 @@ def environments(env: str | Mapping[str, Any], source: Any = None, **how: Any) -
     >>> [task["prompt"] for task in made.tasks(0).take(5)], made.names
     (['17+12=', '10+17=', '19+1=', '10+17=', '779<'], ('number', 'exact'))
     """
-    entries = {env: 1} if isinstance(env, str) else _joined(env)
-    if not entries:
-        raise ConfigError(f"env is empty; give a name, such as {', '.join(sorted(ENVIRONMENTS))}")
-    found, weights = dict[str, Verifier | Env](), dict[str, Any]()
-    for name, given in entries.items():
-        options = dict(given) if isinstance(given, Mapping) else {"weight": given}
-        label = _label(name)
+    if not env or not isinstance(env, str | Mapping):
+        raise ConfigError(f"env is {env!r}; give a name, or a mapping of names: {', '.join(sorted(ENVIRONMENTS))}")
+    found, weights, kinds = dict[str, Verifier | Env](), dict[str, float](), dict[str, str]()
+    for name, given in ({env: 1} if isinstance(env, str) else _joined(env)).items():
+        options = dict(given) if isinstance(given, Mapping) else {"env" if isinstance(given, str) else "weight": given}
+        label, weight = _label(name), options.pop("weight", 1)
         if label in found:
             raise ConfigError(f"env: there are two {label}; name one anew, as {{other: {{env: {name}}}}}")
-        weights[label] = options.pop("weight", 1)
-        found[label] = named(str(options.pop("env", name)), options, ENVIRONMENTS)
-    kinds = dict(zip(found, (_kind(name, given) for name, given in entries.items()), strict=True))
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise ConfigError(f"env.{name}: the weight is {weight!r}; give a positive number, or options by name")
+        weights[label], kinds[label] = weight, str(options.pop("env", name))
+        found[label] = named(kinds[label], options, ENVIRONMENTS)
 
     def tasks(seed: int = 0, other: Any = None) -> Tasks:
         given = source if other is None else other
+        if isinstance(given, Mapping) and len(found) == 1 and "source" in given and "source" not in found:
+            given = {next(iter(found)): given}
         for name in given if isinstance(given, Mapping) else ():
             if name not in found:
                 raise ConfigError(f"data: there is no environment '{name}'; there are {', '.join(found)}")
         each = {name: _tasks(name, found[name], kinds[name], given, {**how, "seed": seed}) for name in found}
         if len(each) == 1:
             return next(iter(each.values()))
-        try:
-            return data.mixture({name: (stream, weights[name]) for name, stream in each.items()}, seed=seed)
-        except DataError as error:
-            raise ConfigError(f"env: {error}") from error
+        return data.mixture({name: (stream, weights[name]) for name, stream in each.items()}, seed=seed)
 
     played: list[Env] = [each if is_env(each) else single_turn(cast(Verifier, each)) for each in found.values()]
     if len(played) == 1:
@@ -174,10 +181,6 @@ def _joined(env: Mapping[str, Any]) -> dict[str, Any]:
         split = isinstance(given, Mapping) and bool(given) and all(key.startswith("py:") for key in given)
         found |= {f"{name}.{key}": value for key, value in given.items()} if split else {name: given}
     return found
-
-
-def _kind(name: str, given: Any) -> str:
-    return str(given.get("env", name)) if isinstance(given, Mapping) else name
 
 
 def _label(name: str) -> str:

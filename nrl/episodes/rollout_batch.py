@@ -71,19 +71,17 @@ def rollout(
     running = Running(sampler, env, n, sampling, seed, Schedule.bounded("rollout", concurrency))
     try:
         groups = running.play(list(enumerate(tasks, first_group)), len(tasks))
-        return batch_of(groups, sampler, sampling, running.schedule)[0]
+        return batch_of(groups, sampler, sampling, running.schedule)
     finally:
         running.close()
 
 
-def batch_of(
-    groups: Sequence[Group], sampler: Sampler, sampling: Sampling | None, schedule: Schedule
-) -> tuple[Batch, list[str]]:
-    """The rows of groups, and why episodes failed, a text for each; a warning says it, but for those that were cut."""
+def batch_of(groups: Sequence[Group], sampler: Sampler, sampling: Sampling | None, schedule: Schedule) -> Batch:
+    """The rows of groups; a warning says why episodes failed, but for those that were cut."""
     batch = rows_of(groups, sampler, sampling, schedule)
-    failed = [episode for group in groups for _, episode in group.ended if episode.failure]
-    _warn([str(episode.failure) for episode in failed if not episode.cut], sum(len(group.ended) for group in groups))
-    return batch, [str(episode.failure) for episode in failed]
+    ended = [episode for group in groups for _, episode in group.ended]
+    _warn([episode.failure for episode in ended if episode.failure and not episode.cut], len(ended))
+    return batch
 
 
 def _warn(failures: Sequence[str], total: int) -> None:

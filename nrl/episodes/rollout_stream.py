@@ -12,8 +12,9 @@ from nrl.backends.base import Sampling
 from nrl.backends.samplers import Sampler, capabilities
 from nrl.batch import Batch
 from nrl.envs import Env, Task
+from nrl.episodes.episode import Episode
 from nrl.episodes.rollout_batch import batch_of
-from nrl.episodes.running import ENDED, Running, Schedule
+from nrl.episodes.running import ENDED, Group, Running, Schedule
 from nrl.errors import DataError, EnvError, LostRequest
 from nrl.stream import Source, Stream, prefetch, whole
 
@@ -40,7 +41,8 @@ def rollouts(
         n: episodes of each task.
         sampling: instead of the sampler's own.
         seed: of the noise.
-        patience: how many rollouts in a row may fail whole; counted in rows, as so many of the largest rollout.
+        patience: how many rollouts in a row may fail whole; counted in rows, as so many of the largest rollout. In a
+            mixture, those of each source by themselves.
         concurrency: how many episodes may be live at a time; None: all that a ``take`` asks for. When one ends, the
             next begins.
 
@@ -91,6 +93,20 @@ def end_all() -> None:
         place.end()
 
 
+class _Streak(NamedTuple):
+    """How many rollouts failed whole, one after the other; their rows, and those of the largest rollout of all."""
+
+    rollouts: int = 0
+    rows: int = 0
+    largest: int = 0
+
+    def after(self, rows: int, failed: int) -> "_Streak":
+        """After a rollout of so many rows."""
+        largest = max(self.largest, rows)
+        whole = failed == rows
+        return _Streak(self.rollouts + 1, self.rows + rows, largest) if whole else _Streak(largest=largest)
+
+
 class _Place:
     """Where a stream is.
 
@@ -131,7 +147,7 @@ class _Place:
 def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
     sampler, _, tasks, n, sampling, *_ = given
     at = _Place()
-    largest = failed = in_a_row = 0
+    streaks: dict[int, _Streak] = {}  # by source
 
     def take(count: int) -> list[Batch]:
         if count < 1:
@@ -145,22 +161,26 @@ def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
         at.begun = [each for each in at.begun if each[0] in still]
         if not at.begun:
             at.end()
-        batch, failures = batch_of(groups, sampler, sampling, schedule)
-        check(sum(len(group.ended) for group in groups), failures)
+        batch = batch_of(groups, sampler, sampling, schedule)
+        check(groups)
         sizes = batch["group_ids"].unique_consecutive(return_counts=True)[1].tolist()
         return [cast(Batch, part.lock_()) for part in batch.split(sizes)]
 
-    def check(rows: int, failures: Sequence[str]) -> None:
-        nonlocal largest, failed, in_a_row
-        largest = max(largest, rows)
-        failed, in_a_row = (failed + rows, in_a_row + 1) if len(failures) == rows else (0, 0)
-        if failed >= given.patience * largest:
-            lost = failures[0].startswith(LostRequest.__name__)
-            raise (LostRequest if lost else EnvError)(
-                f"rollouts: all rows of {in_a_row} rollouts in a row failed, {failed} of them, so there is nothing to "
-                f"learn from; {'look at the sampler' if lost else 'mend the environment or its verifier'}. The first "
-                f"of the last: {failures[0]}"
-            )
+    def check(groups: Sequence[Group]) -> None:
+        by_source: dict[int, list[Episode]] = {}
+        for group in groups:
+            by_source.setdefault(group.task.get("source", 0), []).extend(episode for _, episode in group.ended)
+        for source, episodes in by_source.items():
+            failures = [str(episode.failure) for episode in episodes if episode.failure is not None]
+            streak = streaks[source] = streaks.get(source, _Streak()).after(len(episodes), len(failures))
+            if streak.rows >= given.patience * streak.largest:
+                lost, whose = failures[0].startswith(LostRequest.__name__), f" of source {source}"
+                raise (LostRequest if lost else EnvError)(
+                    f"rollouts: all rows{whose if len(streaks) > 1 else ''} of {streak.rollouts} rollouts in a row "
+                    f"failed, {streak.rows} of them, so there is nothing to learn from; "
+                    f"{'look at the sampler' if lost else 'mend the environment or its verifier'}. The first of the "
+                    f"last: {failures[0]}"
+                )
 
     def restore(state: Mapping[str, Any]) -> None:
         at.end()

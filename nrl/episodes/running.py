@@ -270,7 +270,8 @@ class Running:
             if (entry := places[place]) is not None:
                 await entry
             limits = sampler.tokenizer, sampler.context_length
-            await play(episode, generate, self._env, group.task, *limits, render=group.render, call=calls[place])
+            own = dict(group.task)  # what an environment notes in it is not for the others
+            await play(episode, generate, self._env, own, *limits, render=group.render, call=calls[place])
         except BaseException as error:
             if not (episode.cut and isinstance(error, asyncio.CancelledError)):
                 self._requests.end()  # all episodes end, too

@@ -9,7 +9,7 @@ from torch import Tensor
 from nrl.batch import Batch, require
 from nrl.envs import STATUSES
 from nrl.errors import BatchError
-from nrl.reduce import Max, Mean, Metrics, Sum, prefixed
+from nrl.reduce import Max, Mean, Metrics, Sum, over_something, prefixed
 
 __all__ = ["per_source", "summary"]
 
@@ -176,5 +176,6 @@ def per_source(batch: Batch, names: Sequence[str], measure: Callable[[Batch], Me
     found: Metrics = {}
     for number, name in enumerate(names):
         if bool((source == number).any()):
-            found |= prefixed(f"{name}/", measure(batch[source == number]))
+            # Columns that another source brings, such as its components, have no entries in these rows
+            found |= prefixed(f"{name}/", over_something(measure(batch[source == number])))
     return found

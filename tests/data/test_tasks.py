@@ -312,7 +312,7 @@ def test_ids_are_kept() -> None:
 
 def test_a_chat_without_a_template_says_what_to_do() -> None:
     with pytest.raises(
-        ModelError, match=r"render: the prompt is a chat, .* no chat template.*data.tasks with chat=False"
+        ModelError, match=r"render: the prompt is a chat, .* no chat template.*Give prompts as plain text .chat=False"
     ):
         data.render([{"role": "user", "content": "hello"}], CHARS)
 

@@ -48,6 +48,14 @@ def wrong():
     return 7
 
 
+def between(low, high):
+    return lambda task, trace: float(low < int(trace.text) < high)
+
+
+def alone(trace):
+    return 1.0
+
+
 def broken(turns=2):
     raise ValueError("turns are not what they were")
 '''
@@ -57,6 +65,8 @@ def broken(turns=2):
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in "xyz"))
+    (tmp_path / "broken.py").write_text("def env(:\n")
+    (tmp_path / "failing.py").write_text("one = 1\nenv = one / 0\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -105,6 +115,10 @@ def test_a_limit_on_each_call(own: Path) -> None:
     assert nrl.environments({"number": {"timeout": None}}).env.timeout is None  # type: ignore[attr-defined]
     assert nrl.environments({"own.py:env": {"timeout": 3.5}}).env.timeout == 3.5  # type: ignore[attr-defined]
     assert nrl.environments("number").graded is number
+
+
+def test_a_function_of_two_things_makes_one_where_these_are_its_options(own: Path) -> None:
+    assert verdict("own.py:between", "2", options={"low": 1, "high": 3}) == 1
 
 
 def test_an_environment_with_its_options_and_its_own_tasks(own: Path) -> None:
@@ -159,6 +173,39 @@ def test_each_has_data_of_its_own(own: Path) -> None:
     assert prompts[1] in "xyz"
 
 
+def test_data_of_one_may_be_what_reading_it_takes(own: Path) -> None:
+    made = nrl.environments("own.py:judge", {"source": "rows.jsonl", "chat": False, "shuffle": False})
+    assert made.tasks().take(1) == [{"prompt": "x"}]
+
+
+def test_a_name_in_place_of_a_weight(own: Path) -> None:
+    assert nrl.environments({"easy": "number", "hard": "exact"}).names == ("easy", "hard")
+
+
+def test_a_verifier_of_groups_among_others(own: Path) -> None:
+    (own / "group.py").write_text(
+        "from nrl.envs import of_group\n\n\n@of_group\ndef first(task, traces):\n"
+        "    return [float(place == 0) for place, _ in enumerate(traces)]\n"
+    )
+    made = nrl.environments(
+        {"group.py:first": 1, "number": 1},
+        {"group.first": {"source": "rows.jsonl", "chat": False}, "number": "arithmetic"},
+    )
+    batch = nrl.batched(nrl.rollouts(Scripted(["5"] * 60), made.env, made.tasks(0), n=3), 4).take(1)[0]
+    assert batch["valid"].all()
+    assert batch["rewards"][batch["source"] == 0].view(-1, 3).unique(dim=0).tolist() == [[1, 0, 0]]
+    assert not batch["rewards"][batch["source"] == 1].any()
+
+
+def test_components_of_one_are_no_metrics_of_another() -> None:
+    made = nrl.environments({"constraints": 1, "number": 1})
+    batch = nrl.batched(nrl.rollouts(Scripted(["apple"] * 60), made.env, made.tasks(0), n=2), 6).take(1)[0]
+    found = finalize(nrl.per_source(batch, made.names))
+    assert "constraints/reward/all" in found
+    assert not [name for name in found if name.startswith("number/reward/all")]
+    assert all(value == value for value in found.values())
+
+
 def test_per_source_of_one() -> None:
     batch = nrl.rollout(Scripted(["5"]), nrl.environments("number").env, [{"prompt": "5", "answer": "5"}], n=1)
     assert nrl.per_source(batch, ("number",)) == {}
@@ -179,12 +226,12 @@ def test_per_source_of_one() -> None:
             {"math": {"timeouts": 3}},
             "env=math takes no 'timeouts'; did you mean 'timeout'. It takes workers, exec",
         ),
-        ({"number": {"strict": True}}, "env=number takes no 'strict'; it takes timeout$"),
-        ({"own.py:env": {"turns": 3}}, "env=own.py:env takes no 'turns'; it takes timeout$"),
+        ({"number": {"strict": True}}, "env=number takes no 'strict'; it takes timeout, weight$"),
+        ({"own.py:env": {"turns": 3}}, "env=own.py:env takes no 'turns'; it takes timeout, weight$"),
         ({"number": {"timeout": "soon"}}, "env=number: timeout is 'soon'; give seconds, or null for no limit"),
         ({"math": {"timeout": -1}}, "env=math: math_verifier: timeout is -1; it must be positive"),
         ("own.py:evn", r"env=own\.py:evn: own\.py has no 'evn'; did you mean 'env'"),
-        ("own.py:x", r"own\.py has no 'x'; it has env, judge"),
+        ("own.py:x", r"own\.py has no 'x'; it has between, env, judge"),
         ("own.py:LIMIT", "env=own.py:LIMIT is an int; give an Environment, a function .task, trace. that verifies, or"),
         ("own.py:strict", "env=own.py:strict needs letter; give env.own.py:strict.letter="),
         ("own.py:wrong", "env=own.py:wrong returned an int; let it return an Environment or a verifier"),
@@ -195,8 +242,27 @@ def test_per_source_of_one() -> None:
         ({"sliding_puzzle": {"turns": 0}}, "env=sliding_puzzle: sliding_puzzle: turns is 0; give at least 1"),
         ({"tic_tac_toe": {"oponent": "random"}}, "env=tic_tac_toe takes no 'oponent'; did you mean 'opponent'"),
         ("reward_model", "env=reward_model needs model; give env.reward_model.model="),
-        ({"python": {"verifier": "own.py:env"}}, "env=python: verifier=own.py:env is an environment; give a verifier"),
-        ({}, "env is empty; give a name, such as choice, code"),
+        ({"python": {"verifier": "own.py:env"}}, "env.python.verifier=own.py:env is an environment; give a verifier"),
+        ({"python": {"verifier": "judge"}}, "env.python.verifier=judge needs url; give env.python.verifier.judge.url="),
+        ({"search": {"k": "3.5"}}, "env=search: k is '3.5': input should be a valid integer"),
+        ({"math": {"timeout": None}}, "env=math: timeout is None: input should be a valid number"),
+        ({"number": "many"}, "env=many: there is no such environment"),
+        ({"number": -1}, "env.number: the weight is -1; give a positive number"),
+        ({"number": {"weight": True}}, "env.number: the weight is True"),
+        (
+            {"x": {"env": "number", "wieght": 3}},
+            "env=number takes no 'wieght'; did you mean 'weight'. It takes timeout",
+        ),
+        (None, "env is None; give a name, or a mapping of names: choice, "),
+        (["math"], r"env is \['math'\]; give a name"),
+        ("own.py", "env=own.py names no environment of the file; it has between, env, judge: own.py:NAME"),
+        (
+            "own.py:alone",
+            "needs trace; give env.own.py:alone.trace=; or, if it is a verifier, let it take a task and a",
+        ),
+        ("broken.py:env", r"env=broken.py:env: broken.py cannot be imported: SyntaxError: .*broken\.py, line 1"),
+        ("failing.py:env", "env=failing.py:env: failing.py cannot be imported, line 2: ZeroDivisionError: division by"),
+        ({}, "env is {}; give a name, or a mapping of names: choice, code"),
         (
             {"own.py:env": 1, "own:env": 1},
             r"env: there are two own\.env; name one anew, as \{other: \{env: own:env",
@@ -214,7 +280,6 @@ def test_mistakes_are_told_before_anything_runs(own: Path, env: Any, message: st
     [
         ("own.py:judge", None, "env=own.py:judge brings no tasks; say where they come from, as data=FILE"),
         ({"number": 1, "own.py:judge": 1}, {"number": "arithmetic"}, "env=own.py:judge brings no tasks"),
-        ({"number": 0, "exact": 1}, None, "env: mixture: the weight of 'number' is 0; it must be a positive number"),
         ("number", {"number": {"source": "rows.jsonl", "shufle": True}}, "data: the tasks of number: .*'shufle'"),
         ("number", {"nubmer": "rows.jsonl"}, "data: there is no environment 'nubmer'; there are number"),
     ],

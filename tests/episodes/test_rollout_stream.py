@@ -16,7 +16,7 @@ from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Capabilities, Completion, Sampling, Trainer, adamw, fsdp, hf
 from nrl.backends.sampling.pool import EnginePool
-from nrl.envs import Environment, Step, Trace, exact, number, single_turn
+from nrl.envs import Environment, Step, Trace, by_source, exact, number, single_turn
 from nrl.episodes import rollouts
 from nrl.episodes.summaries import summary
 from nrl.errors import DataError, EnvError, LostRequest, PlacementError
@@ -235,3 +235,32 @@ def test_an_interrupt_is_one_and_comes_at_once(
     assert caplog.records == []  # asyncio says what it did not expect
     if isinstance(sampler, Streaming) and not lag:
         assert all(answer.cancelled() for answer in sampler.asked)
+
+
+def test_patience_is_each_source_s_own() -> None:
+    """One environment of two fails throughout."""
+
+    def broken(task: Any, trace: Any) -> float:
+        raise RuntimeError("no such file")
+
+    env = by_source(single_turn(exact), single_turn(broken))
+    tasks = data.mixture({name: (data.tasks([{"prompt": "a", "answer": "a"}], chat=False), 1) for name in ("x", "y")})
+    groups = rollouts(Scripted(["a"] * 200), env, tasks, n=2)
+    with pytest.warns(UserWarning, match="of 8 episodes failed"):
+        groups.take(4)
+    with pytest.warns(UserWarning, match="of 8 episodes failed"):
+        groups.take(4)
+    told = r"all rows of source 1 of 3 rollouts in a row failed, [0-9]+ of them, .*no such file"
+    with pytest.raises(EnvError, match=told), pytest.warns(UserWarning, match="of 8"):
+        groups.take(4)
+
+
+def test_a_task_that_an_environment_changes_is_its_own_episode_s() -> None:
+    def first(task: Any, trace: Any) -> float:
+        seen = task.setdefault("first", trace.text)
+        return float(seen == trace.text)
+
+    task = {"prompt": "a"}
+    batch = nrl.rollout(Scripted(["a", "b", "c", "d"]), single_turn(first), [task], n=4)
+    assert batch["rewards"].tolist() == [1, 1, 1, 1]
+    assert task == {"prompt": "a"}
