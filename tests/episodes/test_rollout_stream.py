@@ -237,7 +237,7 @@ def test_an_interrupt_is_one_and_comes_at_once(
         assert all(answer.cancelled() for answer in sampler.asked)
 
 
-def test_patience_is_each_source_s_own() -> None:
+def test_patience_is_each_source_s_own(recwarn: pytest.WarningsRecorder) -> None:
     """One environment of two fails throughout."""
 
     def broken(task: Any, trace: Any) -> float:
@@ -246,13 +246,13 @@ def test_patience_is_each_source_s_own() -> None:
     env = by_source(single_turn(exact), single_turn(broken))
     tasks = data.mixture({name: (data.tasks([{"prompt": "a", "answer": "a"}], chat=False), 1) for name in ("x", "y")})
     groups = rollouts(Scripted(["a"] * 200), env, tasks, n=2)
-    with pytest.warns(UserWarning, match="of 8 episodes failed"):
-        groups.take(4)
-    with pytest.warns(UserWarning, match="of 8 episodes failed"):
-        groups.take(4)
-    told = r"all rows of source 1 of 3 rollouts in a row failed, [0-9]+ of them, .*no such file"
-    with pytest.raises(EnvError, match=told), pytest.warns(UserWarning, match="of 8"):
-        groups.take(4)
+    taken = 0
+    told = r"all rows of source 1 of [3-5] rollouts in a row failed, [0-9]+ of them, .*no such file"
+    with pytest.raises(EnvError, match=told):
+        for taken in range(9):
+            groups.take(4)
+    assert 2 <= taken < 5
+    assert all("of 8 episodes failed" in str(each.message) for each in recwarn)
 
 
 def test_a_task_that_an_environment_changes_is_its_own_episode_s() -> None:
