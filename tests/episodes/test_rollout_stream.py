@@ -249,7 +249,7 @@ def test_patience_is_each_source_s_own(recwarn: pytest.WarningsRecorder) -> None
     told = r"all rows of source 1 of [3-5] rollouts in a row failed, [0-9]+ of them, .*no such file"
     with pytest.raises(EnvError, match=told):
         [groups.take(4) for _ in range(9)]
-    assert len(recwarn) >= 3
+    assert len(recwarn) >= 2
     assert all("of 8 episodes failed" in str(each.message) for each in recwarn)
 
 
