@@ -13,11 +13,27 @@ from nrl.errors import DataError
 
 __all__ = ["choices", "products", "programs"]
 
-_PROGRAMS: dict[str, tuple[str, Callable[[list[int], int], Any]]] = {
-    "total": ("the sum of the numbers of a list that are greater than {k}", lambda xs, k: sum(x for x in xs if x > k)),
-    "count": ("how many numbers of a list are multiples of {k}", lambda xs, k: sum(x % k == 0 for x in xs)),
-    "shifted": ("the list with {k} added to each number, backwards", lambda xs, k: [x + k for x in reversed(xs)]),
-    "largest": ("the largest number of a list, or {k} if that is larger", lambda xs, k: max([*xs, k])),
+_PROGRAMS: dict[str, tuple[str, str, Callable[[list[int], int], Any]]] = {
+    "total": (
+        "the sum of the numbers of a list that are greater than {k}",
+        "sum(x for x in numbers if x > {k})",
+        lambda numbers, k: sum(x for x in numbers if x > k),
+    ),
+    "count": (
+        "how many numbers of a list are multiples of {k}",
+        "sum(x % {k} == 0 for x in numbers)",
+        lambda numbers, k: sum(x % k == 0 for x in numbers),
+    ),
+    "shifted": (
+        "the list with {k} added to each number, backwards",
+        "[x + {k} for x in reversed(numbers)]",
+        lambda numbers, k: [x + k for x in reversed(numbers)],
+    ),
+    "largest": (
+        "the largest number of a list, or {k} if that is larger",
+        "max([*numbers, {k}])",
+        lambda numbers, k: max([*numbers, k]),
+    ),
 }
 
 
@@ -29,7 +45,7 @@ def choices(seed: int, index: int) -> Task:
         index: not negative.
 
     Returns:
-        ``prompt``; ``choices``, four texts, one of them right; ``answer``, its letter.
+        ``prompt``; ``choices``, four texts, one of them right; ``answer`` and ``response``, its letter.
 
     Raises:
         DataError: ``seed`` or ``index`` is negative or no integer.
@@ -44,7 +60,8 @@ def choices(seed: int, index: int) -> Task:
     shown = generator.permutation(list(dict.fromkeys([*shown, *range(a * b + 1, a * b + 5)]))[:4]).tolist()
     lines = [f"{letter}) {number}" for letter, number in zip("ABCD", shown, strict=True)]
     prompt = "\n".join([f"What is {a} * {b}?", *lines, "Answer with a letter."]) + "\n"
-    return {"prompt": prompt, "choices": [str(each) for each in shown], "answer": "ABCD"[shown.index(a * b)]}
+    answer = "ABCD"[shown.index(a * b)]
+    return {"prompt": prompt, "choices": [str(each) for each in shown], "answer": answer, "response": answer}
 
 
 def programs(seed: int, index: int) -> Task:
@@ -55,7 +72,7 @@ def programs(seed: int, index: int) -> Task:
         index: not negative.
 
     Returns:
-        ``prompt``; ``tests``, four calls of the function.
+        ``prompt``; ``tests``, four calls of the function; ``response``, a block of code that passes them.
 
     Raises:
         DataError: ``seed`` or ``index`` is negative or no integer.
@@ -65,10 +82,12 @@ def programs(seed: int, index: int) -> Task:
     """
     generator = _generator(seed, index)
     name, k = str(generator.choice(list(_PROGRAMS))), int(generator.integers(2, 8))
-    says, right = _PROGRAMS[name]
+    says, body, right = _PROGRAMS[name]
     inputs = [generator.integers(-9, 30, length).tolist() for length in (1, 3, 5, 8)]
     prompt = f"Write a Python function {name}(numbers) that returns {says.format(k=k)}. Answer with a block of code."
-    return {"prompt": prompt, "tests": [f"assert {name}({xs}) == {right(xs, k)}" for xs in inputs]}
+    response = f"```python\ndef {name}(numbers):\n    return {body.format(k=k)}\n```"
+    tests = [f"assert {name}({numbers}) == {right(numbers, k)}" for numbers in inputs]
+    return {"prompt": prompt, "tests": tests, "response": response}
 
 
 def products(seed: int, index: int) -> Task:

@@ -30,6 +30,7 @@ def test_choices_have_one_right_letter() -> None:
         right = task["choices"].index(str(a * b))
         assert [choice(task, Trace("", [each])).reward for each in "ABCD"] == [float(k == right) for k in range(4)]
         assert choice(task, Trace("", ["A, B, C, D"])).reward == 0
+        assert choice(task, Trace("", [task["response"]])).reward == 1
         letters.append("ABCD"[right])
     assert min(map(letters.count, "ABCD")) > 45  # no letter is a good guess
 
@@ -44,6 +45,7 @@ def test_programs_are_solved_by_what_they_ask_for() -> None:
         good = RIGHT[name].format(k=numbers[0])
         bad = f"def {name}(numbers):\n    return 0"
         assert verify(task, Trace("", [f"```python\n{good}\n```"])).reward == 1
+        assert verify(task, Trace("", [task["response"]])).reward == 1
         assert verify(task, Trace("", [f"```python\n{bad}\n```"])).reward < 1
         seen.add(name)
     assert len(seen) > 2
