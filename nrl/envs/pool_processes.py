@@ -81,8 +81,11 @@ class Process:
         return good, value if good else value.original()
 
     def kill(self) -> None:
-        """End the process and all that it has started."""
+        """End the process, what descends from it, and its process group."""
         if self._process is not None:
+            found = _stopped(self._process.pid) if self._process.returncode is None else []
+            for pid in found:
+                _signal(pid, signal.SIGKILL)
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -105,6 +108,22 @@ class Process:
         self._other.close()
         if self._process is not None:
             self._process.wait()
+
+
+def _stopped(pid: int) -> list[int]:
+    """A process and its descendants, in whatever session; each is stopped first, so that it starts no more."""
+    found = [pid]
+    for each in found:  # which grows
+        _signal(each, signal.SIGSTOP)
+        with suppress(OSError):  # it has ended, or there is no /proc
+            for thread in Path(f"/proc/{each}/task").iterdir():
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def _signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
+        os.kill(pid, number)
 
 
 def _say(text: str) -> None:

@@ -182,6 +182,39 @@ def test_a_call_that_is_given_up_is_killed() -> None:
     assert asyncio.run(give_up()) != 0
 
 
+def test_what_a_late_call_has_started_is_gone(tmp_path: Path) -> None:
+    """Children in a session of their own, those of another thread, and theirs."""
+
+    def hang(task: Any, trace: Trace) -> float:
+        pids = []
+        inner = (
+            "import os, subprocess; print(subprocess.Popen(['sleep', '47'], start_new_session=True).pid, flush=True)"
+        )
+
+        def start() -> None:
+            pids.append(subprocess.Popen(["sleep", "47"], start_new_session=True).pid)
+            time.sleep(47)
+
+        threading.Thread(target=start, daemon=True).start()
+        child = subprocess.Popen(
+            [sys.executable, "-c", f"{inner}; os.wait()"], start_new_session=True, stdout=subprocess.PIPE
+        )
+        assert child.stdout is not None
+        pids += [child.pid, int(child.stdout.readline())]
+        while len(pids) < 3:
+            time.sleep(0.01)
+        Path(task["file"]).write_text(" ".join(map(str, pids)))
+        time.sleep(47)
+        return 0.0
+
+    verify: Any = pooled(hang, workers=1, timeout=2.0)
+    with pytest.raises(TimeoutError):
+        asyncio.run(verify({"file": str(tmp_path / "pids")}, Trace()))
+    pids = [int(each) for each in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 3
+    assert not settled(lambda: [pid for pid in pids if alive(pid)], 5)
+
+
 def test_only_the_episodes_of_a_process_fail_with_it() -> None:
     """Of eight episodes in two processes, one kills its own: the rows of that process fail, the others do not."""
 
