@@ -182,6 +182,30 @@ def test_a_call_that_is_given_up_is_killed() -> None:
     assert asyncio.run(give_up()) != 0
 
 
+def test_what_a_process_writes_takes_little_room() -> None:
+    """Between calls it is cut to its end, which an error shows."""
+
+    def talk(task: Any, trace: Trace) -> float:
+        if task["ends"]:
+            os._exit(4)
+        print("x" * (1 << 20))
+        print("last", task["row"], flush=True)
+        found = os.fstat(1)
+        return float(max(found.st_size, found.st_blocks * 512))
+
+    verify: Any = pooled(talk, workers=1)
+
+    async def several() -> list[float]:
+        return [await verify({"row": row, "ends": False}, Trace()) for row in range(13)]
+
+    sizes = asyncio.run(several())
+    assert sizes[2] > 3 << 20
+    assert max(sizes) < 6 << 20
+    with pytest.raises(EnvError, match=r"ended with 4\n    x*\n    last 12$") as caught:
+        asyncio.run(verify({"ends": True}, Trace()))
+    assert len(str(caught.value)) < 70_000
+
+
 def test_what_a_late_call_has_started_is_gone(tmp_path: Path) -> None:
     """Children in a session of their own, those of another thread, and theirs."""
 
