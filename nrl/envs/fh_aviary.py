@@ -38,7 +38,9 @@ def fhaviary(
         from aviary.message import Message  # type: ignore[import-not-found]
         from aviary.tools import ToolCall, ToolRequestMessage  # type: ignore[import-not-found]
 
-        calls = [ToolCall.from_name(each.name, **each.arguments) for each in turn.calls]
+        # Not by `from_name`, which takes arguments named function_name and id for its own
+        asked = [{"name": each.name, "arguments": each.arguments} for each in turn.calls]
+        calls = [ToolCall(id=ToolCall.generate_id(), function=each) for each in asked]
         action = ToolRequestMessage(content=str(turn), tool_calls=calls) if calls else Message(content=str(turn))
         messages, reward, done, truncated = await inner.step(action)
         seen = [_message(each) for each in messages]

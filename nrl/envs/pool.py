@@ -74,6 +74,8 @@ def pooled(
         EnvError: ``f`` is neither; or, when called, the process ended, or could not start. The message has what it
             wrote last.
         TimeoutError: (when called) it took too long.
+        RuntimeError: (when called) ``f`` raised what would end this program or a task of it, such as KeyboardInterrupt.
+            The message has it. SystemExit and all other exceptions are raised here as they were there.
 
     >>> import asyncio
     >>> from nrl.envs import Trace

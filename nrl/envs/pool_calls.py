@@ -243,7 +243,7 @@ class Worker:
         if good:
             call.answer.set_result((self, value))
         else:
-            # A StopIteration asyncio gives nobody, so that one would wait for ever
-            call.answer.set_exception(
-                RuntimeError(f"StopIteration: {value}") if isinstance(value, StopIteration) else value
-            )
+            # A StopIteration asyncio gives nobody, so that one would wait for ever. A KeyboardInterrupt that comes from
+            # elsewhere is nobody's Ctrl-C here, nor is a CancelledError the end of who waits
+            own = isinstance(value, Exception | SystemExit) and not isinstance(value, StopIteration)
+            call.answer.set_exception(value if own else RuntimeError(f"{type(value).__name__}: {value}"))

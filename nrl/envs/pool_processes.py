@@ -1,5 +1,6 @@
 """The processes of this machine in which a pool makes its calls."""
 
+import fcntl
 import os
 import queue
 import signal
@@ -26,6 +27,8 @@ from nrl.runtime.node.environments import sources
 __all__ = ["Process"]
 
 _LINES = 10  # of what a worker wrote, in an error
+_TAIL = 64 << 10  # bytes of it that are kept
+_LOG = 4 << 20  # bytes beyond which it is cut to these, between two calls
 _START = 300.0  # seconds for a worker to start
 _READ = 1 << 16  # bytes at once
 
@@ -45,7 +48,8 @@ class Process:
     def __init__(self, who: str, f: Any, executable: str | Executable, memory: int | None) -> None:
         self._who, self._f, self._executable, self._memory = who, f, executable, memory
         self._process: subprocess.Popen[bytes] | None = None
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the worker
+        self._log = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # as long as the worker
+        fcntl.fcntl(self._log, fcntl.F_SETFL, fcntl.fcntl(self._log, fcntl.F_GETFL) | os.O_APPEND)  # since it is cut
         self._own, self._other = socket.socketpair()
         self._channel = _Channel(self._own)
 
@@ -75,14 +79,21 @@ class Process:
 
     def ask(self, what: str, args: tuple[Any, ...], timeout: float | None) -> tuple[bool, Any]:
         """Make a call."""
+        if os.fstat(self._log.fileno()).st_size > _LOG:
+            tail = self._tail()
+            self._log.truncate(0)
+            self._log.write(tail)
         self._channel.within(timeout)
         send(self._channel, (what, *args))
         good, value = receive(self._channel)
         return good, value if good else value.original()
 
     def kill(self) -> None:
-        """End the process and all that it has started."""
+        """End the process, what descends from it, and its process group."""
         if self._process is not None:
+            found = _stopped(self._process.pid) if self._process.returncode is None else []
+            for pid in found:
+                _signal(pid, signal.SIGKILL)
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -94,9 +105,12 @@ class Process:
             process.wait(5)
         code = process.returncode
         how = "does not answer" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with {code}"
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").splitlines()[-_LINES:]
+        lines = self._tail().decode(errors="replace").splitlines()[-_LINES:]
         return "\n".join([f"its process {why and f'({why}) '}{how}", *(f"    {line}" for line in lines)])
+
+    def _tail(self) -> bytes:
+        fd = self._log.fileno()
+        return os.pread(fd, _TAIL, max(0, os.fstat(fd).st_size - _TAIL))
 
     def leave(self) -> None:
         """Close what leads to it."""
@@ -105,6 +119,22 @@ class Process:
         self._other.close()
         if self._process is not None:
             self._process.wait()
+
+
+def _stopped(pid: int) -> list[int]:
+    """A process and its descendants, in whatever session; each is stopped first, so that it starts no more."""
+    found = [pid]
+    for each in found:  # which grows
+        _signal(each, signal.SIGSTOP)
+        with suppress(OSError):  # it has ended, or there is no /proc
+            for thread in Path(f"/proc/{each}/task").iterdir():
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def _signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
+        os.kill(pid, number)
 
 
 def _say(text: str) -> None:

@@ -22,6 +22,7 @@ _CALLS = Path(__file__).parent / "inside" / "calls.py"
 _SLOTS = threading.BoundedSemaphore(os.cpu_count() or 1)  # more at once would take each other's time
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})([^`]*)")
 _GRACE = 10.0  # seconds for the interpreter of a test to start
+_LINE = 16 << 20  # bytes of a call or an answer, unless limits.output is more
 
 
 def last_block(text: str) -> str | None:
@@ -80,7 +81,9 @@ def code(
     and results are data (numbers, texts, bytes, lists, tuples, sets, dictionaries, None) and travel as such. So what is
     expected is nowhere that the program could read it, and what compares is nowhere that the program could change it.
 
-    A program that takes too long, ends early or crashes fails that test. This never makes the row invalid.
+    A program that takes too long, ends early or crashes fails that test, and so does one whose answer to a call, with
+    the arguments, has more than 16 MiB as JSON (``limits.output``, where that is more). This never makes the row
+    invalid.
 
     Args:
         sandbox: runs programs and tests; None: `nrl.envs.bubblewrap`.
@@ -162,10 +165,10 @@ class _Ended(Exception):
 
 
 class _Lines:
-    """What comes through a channel, line by line."""
+    """What comes through a channel, line by line; a line has some number of bytes, at most."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel, self._got = channel, bytearray()
+    def __init__(self, channel: Channel, most: int) -> None:
+        self._channel, self._most, self._got = channel, most, bytearray()
 
     def send(self, *said: Any) -> None:
         self._channel.send(json.dumps(said[0] if len(said) == 1 else said).encode() + b"\n")
@@ -174,12 +177,21 @@ class _Lines:
         self._channel.send(line + b"\n")
 
     def line(self, until: float) -> bytes:
-        """The next one; raises EOFError behind the last, TimeoutError where it comes too late."""
-        while (end := self._got.find(b"\n")) < 0:
-            more = self._channel.receive(max(0.0, until - time.monotonic()))
+        """The next one; raises EOFError behind the last and where it is too long, TimeoutError where it is too late."""
+        searched = 0
+        while (end := self._got.find(b"\n", searched)) < 0:
+            searched = len(self._got)
+            if searched > self._most:
+                raise EOFError
+            left = until - time.monotonic()
+            if left <= 0:  # a channel that always has something never finds that out
+                raise TimeoutError
+            more = self._channel.receive(left)
             if not more:
                 raise EOFError
             self._got += more
+        if end > self._most:
+            raise EOFError
         line = bytes(self._got[:end])
         del self._got[: end + 1]
         return line
@@ -210,6 +222,7 @@ class _Progress:
 def _calls(sandbox: Sandbox, program: str, tests: Sequence[str], limits: Limits) -> list[bool]:
     """Whether each test passes that calls the program's functions."""
     progress, files = _Progress(tests), {"calls.py": _CALLS.read_bytes()}
+    most = max(_LINE, limits.output)
     share = attrs.evolve(
         limits,
         seconds=(2 * limits.seconds + _GRACE) * (len(tests) + 1),
@@ -217,12 +230,12 @@ def _calls(sandbox: Sandbox, program: str, tests: Sequence[str], limits: Limits)
     )
 
     def with_tests(channel: Channel) -> None:
-        checker = _Lines(channel)
+        checker = _Lines(channel, most)
         with suppress(_Ended):
             while progress.left and not progress.hopeless:
                 sandbox(
                     ["python", "calls.py", "serve"],
-                    lambda other: _run(checker, _Lines(other), program, progress, limits.seconds),
+                    lambda other: _run(checker, _Lines(other, most), program, progress, limits.seconds),
                     files,
                     share,
                 )

@@ -126,6 +126,10 @@ def failing(task: Any, trace: Trace) -> Any:
             assert trace.text == "", "not this"
         case "exit":
             raise SystemExit(3)
+        case "interrupt":
+            raise KeyboardInterrupt("no hand")
+        case "cancel":
+            raise asyncio.CancelledError("nobody")
         case "status":
             return Score(1.0, "bogus")  # type: ignore[arg-type]
         case "sleep":
@@ -145,6 +149,8 @@ FAILURES: dict[str, tuple[type[BaseException], str]] = {
     "stop": (RuntimeError, "StopIteration"),
     "assert": (AssertionError, "not this"),
     "exit": (SystemExit, "^3$"),
+    "interrupt": (RuntimeError, "^KeyboardInterrupt: no hand$"),
+    "cancel": (RuntimeError, "^CancelledError: nobody$"),
 }
 """What a verifier raises, and what whoever called it gets."""
 

@@ -3,8 +3,11 @@
 import asyncio
 import os
 import pickle
+import time
+from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import cloudpickle
 import pytest
 
@@ -12,7 +15,7 @@ import nrl
 from nrl.envs import Interpreter, Score, Trace, Turn, code, python
 from nrl.envs.inside.calls import decode, encode
 from nrl.envs.programs import last_block, same_lines
-from nrl.envs.sandbox import Finished, Limits
+from nrl.envs.sandbox import Channel, Finished, Limits, bubblewrap
 from nrl.envs.tools import ToolCall, ToolError, call, tool, tool_use
 from nrl.errors import EnvError
 from tests.processes import descendants, settled
@@ -248,6 +251,45 @@ def test_what_a_program_returns_may_take_the_test_too_long() -> None:
 
 
 # --- Mistakes of tasks are no rewards
+
+
+class Endless:
+    """The channel of a program that starts, and then always has something more of one line."""
+
+    def __init__(self, channel: Channel, more: bytes, got: list[float]) -> None:
+        self._channel, self._more, self._got, self._ready = channel, more, got, False
+
+    def send(self, data: bytes) -> None:
+        self._channel.send(data)
+
+    def receive(self, seconds: float) -> bytes:
+        if not self._ready:
+            self._ready = True
+            return self._channel.receive(seconds)
+        self._got.append(time.monotonic())
+        assert self._got[-1] - self._got[0] < 10.0, "nobody ends it"
+        return self._more
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_an_answer_without_an_end_is_neither_longer_than_its_test_nor_than_a_line(size: int) -> None:
+    run, got = bubblewrap(), list[float]()
+
+    def sandbox(command: Sequence[str], stdin: Any, files: Any, limits: Limits) -> Finished:
+        serves = command[-1] == "serve"
+        talk = (lambda channel: stdin(Endless(channel, b"1" * size, got))) if serves else stdin
+        return run(command, talk, files, limits)
+
+    assert share(ADD, ["assert add(1, 2) == 3"], sandbox=sandbox) == 0.0
+    assert got[-1] - got[0] < LIMITS.seconds + 0.5
+    assert len(got) * size <= 17 << 20
+
+
+def test_a_value_is_as_long_as_a_line_at_most() -> None:
+    program = "def f(size): return 'x' * size"
+    assert share(program, ["assert len(f(8 << 20)) == 8 << 20", "assert f(1 << 24)", "assert f(1) == 'x'"]) == 2 / 3
+    wide = attrs.evolve(LIMITS, output=32 << 20)
+    assert share(program, ["assert f(1 << 24)"], limits=wide) == 1.0
 
 
 @pytest.mark.parametrize(

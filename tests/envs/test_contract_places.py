@@ -201,6 +201,13 @@ def test_rows_that_fail_are_the_same(place: tuple[str, Transform]) -> None:
     equal(plain, moved)
 
 
+def test_an_interrupt_elsewhere_is_a_row_that_fails(place: tuple[str, Transform]) -> None:
+    tasks = [{"prompt": "?", "answer": "3", "does": does} for does in (None, "interrupt", "cancel")]
+    with pytest.warns(UserWarning, match="2 of 3 episodes failed"):
+        batch = nrl.rollout(Scripted(["3", "3", "3"]), single_turn(place[1](failing)), tasks)
+    assert batch["valid"].tolist() == [True, False, False]
+
+
 def test_late_is_a_timeout_and_said_so(place: tuple[str, Transform], apart: Environment) -> None:
     with pytest.raises(
         TimeoutError, match=r"did not return within 1.5 s, and its .*; mend it, or give \w+\(timeout=\)"

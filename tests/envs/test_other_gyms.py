@@ -120,14 +120,16 @@ def test_tools_of_aviary(aviary: Environment) -> None:
             calling("cast_int", x=3.5),
             calling("cast_int", y=1),
             calling("gone"),
+            calling("cast_int", function_name="cast_int", id=1),
             calling("print_story", story="One two three four five"),
         )
     )
-    assert [done for _, done, _ in found] == [False, False, False, False, True]
-    assert [reward for reward, _, _ in found] == [0, 0, 0, 0, 1]
+    assert [done for _, done, _ in found] == [False, False, False, False, False, True]
+    assert [reward for reward, _, _ in found] == [0, 0, 0, 0, 0, 1]
     assert found[1][2] == ["3"]
     assert "unexpected keyword argument 'y'" in found[2][2][0]
     assert "gone" in found[3][2][0]
+    assert "unexpected keyword argument 'function_name'" in found[4][2][0]
 
 
 def test_the_names_of_the_resolver() -> None:

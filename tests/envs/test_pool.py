@@ -182,6 +182,63 @@ def test_a_call_that_is_given_up_is_killed() -> None:
     assert asyncio.run(give_up()) != 0
 
 
+def test_what_a_process_writes_takes_little_room() -> None:
+    """Between calls it is cut to its end, which an error shows."""
+
+    def talk(task: Any, trace: Trace) -> float:
+        if task["ends"]:
+            os._exit(4)
+        print("x" * (1 << 20))
+        print("last", task["row"], flush=True)
+        found = os.fstat(1)
+        return float(max(found.st_size, found.st_blocks * 512))
+
+    verify: Any = pooled(talk, workers=1)
+
+    async def several() -> list[float]:
+        return [await verify({"row": row, "ends": False}, Trace()) for row in range(13)]
+
+    sizes = asyncio.run(several())
+    assert sizes[2] > 3 << 20
+    assert max(sizes) < 6 << 20
+    with pytest.raises(EnvError, match=r"ended with 4\n    x*\n    last 12$") as caught:
+        asyncio.run(verify({"ends": True}, Trace()))
+    assert len(str(caught.value)) < 70_000
+
+
+def test_what_a_late_call_has_started_is_gone(tmp_path: Path) -> None:
+    """Children in a session of their own, those of another thread, and theirs."""
+
+    def hang(task: Any, trace: Trace) -> float:
+        pids = []
+        inner = (
+            "import os, subprocess; print(subprocess.Popen(['sleep', '47'], start_new_session=True).pid, flush=True)"
+        )
+
+        def start() -> None:
+            pids.append(subprocess.Popen(["sleep", "47"], start_new_session=True).pid)
+            time.sleep(47)
+
+        threading.Thread(target=start, daemon=True).start()
+        child = subprocess.Popen(
+            [sys.executable, "-c", f"{inner}; os.wait()"], start_new_session=True, stdout=subprocess.PIPE
+        )
+        assert child.stdout is not None
+        pids += [child.pid, int(child.stdout.readline())]
+        while len(pids) < 3:
+            time.sleep(0.01)
+        Path(task["file"]).write_text(" ".join(map(str, pids)))
+        time.sleep(47)
+        return 0.0
+
+    verify: Any = pooled(hang, workers=1, timeout=2.0)
+    with pytest.raises(TimeoutError):
+        asyncio.run(verify({"file": str(tmp_path / "pids")}, Trace()))
+    pids = [int(each) for each in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 3
+    assert not settled(lambda: [pid for pid in pids if alive(pid)], 5)
+
+
 def test_only_the_episodes_of_a_process_fail_with_it() -> None:
     """Of eight episodes in two processes, one kills its own: the rows of that process fail, the others do not."""
 
