@@ -1,6 +1,7 @@
 """What is mended about scorers of reasoning-gym 0.1.25: which answers they are given, and which of them may have 1."""
 
 import ast
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -117,6 +118,11 @@ def _near(answer: str, row: _Row) -> bool:
     return math.isclose(found, right, rel_tol=1e-2)
 
 
+def _same_numbers(answer: str, row: _Row) -> bool:
+    found, right = (json.loads(each.replace("'", '"')) for each in (answer, row["answer"]))
+    return list(map(float, found)) == list(map(float, right))
+
+
 def _no_premise(answer: str, row: _Row) -> bool:
     def plain(text: str) -> str:
         text = "".join(text.split())
@@ -146,6 +152,9 @@ MENDED: dict[str, Mend] = {
     "intermediate_integration": Mend(_RUNS, _formula),
     "letter_jumble": Mend(_PREFIX, right=_same_text, most=0.8),
     "n_queens": Mend(_LISTS),
+    "number_sorting": Mend(
+        "gives 1 to NaN, and to numbers that are off by 1; they have to be equal", right=_same_numbers
+    ),
     "polynomial_equations": Mend(
         "passes over what is no number; only numbers with commas between them are read",
         _only(rf"{_NUMBER}(?:\s*,\s*{_NUMBER})*"),

@@ -149,6 +149,17 @@ def test_four_other_numbers_that_make_24_are_wrong(verify: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "change", [lambda each: "NaN", lambda each: each + 0.9, lambda each: each - 0.9, lambda each: each + 1e-3]
+)
+def test_sorted_numbers_are_those_of_the_row(verify: Any, change: Any) -> None:
+    for index in range(4):
+        found = task(0, index, dataset="number_sorting")
+        numbers = [float(each) for each in json.loads(found["answer"].replace("'", '"'))]
+        assert ask(verify, found, json.dumps(numbers)).reward == 1.0
+        assert ask(verify, found, json.dumps([change(each) for each in numbers])).reward == 0.0
+
+
+@pytest.mark.parametrize(
     ("text", "good"),
     [
         ("2240*x**3 + 3584*x**2 - 896*x", True),
