@@ -98,6 +98,28 @@ def _with_its_numbers(answer: str, row: _Row) -> bool:
     return _sum(answer, row) and bool(sorted(map(int, _numbers(answer))) == sorted(row["metadata"]["numbers"]))
 
 
+def _is_24(answer: str, row: _Row) -> bool:
+    return _value(ast.parse(answer.strip(), mode="eval").body) == 24
+
+
+def _value(node: ast.AST) -> Fraction:
+    """The exact value of whole numbers under the four operators."""
+    match node:
+        case ast.Constant(int() as value):
+            return Fraction(value)
+        case ast.UnaryOp(ast.USub(), operand):
+            return -_value(operand)
+        case ast.BinOp(left, ast.Add(), right):
+            return _value(left) + _value(right)
+        case ast.BinOp(left, ast.Sub(), right):
+            return _value(left) - _value(right)
+        case ast.BinOp(left, ast.Mult(), right):
+            return _value(left) * _value(right)
+        case ast.BinOp(left, ast.Div(), right):
+            return _value(left) / _value(right)
+    raise ValueError("no number, and none of the four operators")
+
+
 def _same_text(answer: str, row: _Row) -> bool:
     return bool(answer.lower() == row["answer"].strip().lower())
 
@@ -167,7 +189,10 @@ MENDED: dict[str, Mend] = {
         most=0.25,
     ),
     "puzzle24": Mend(
-        "as `countdown`; and gives 1 to any four numbers that make 24; they have to be the row's", _with_its_numbers
+        "as `countdown`; and gives 1 to any four numbers that make 24, or 24.9; they have to be the row's, and make 24",
+        _with_its_numbers,
+        _is_24,
+        0.01,
     ),
     "quantum_lock": Mend(
         "takes every A, B and C of a text for a button; nothing else may be there",

@@ -1,6 +1,8 @@
 """Tasks and scores of reasoning-gym: the same everywhere, and nothing for junk."""
 
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -157,6 +159,34 @@ def test_sorted_numbers_are_those_of_the_row(verify: Any, change: Any) -> None:
         numbers = [float(each) for each in json.loads(found["answer"].replace("'", '"'))]
         assert ask(verify, found, json.dumps(numbers)).reward == 1.0
         assert ask(verify, found, json.dumps([change(each) for each in numbers])).reward == 0.0
+
+
+def test_24_and_a_half_is_not_24() -> None:
+    right, row = MENDED["puzzle24"].right, {"metadata": {"numbers": [4, 7, 10, 3]}}
+    assert not right("(4*7) - (10/3)", row)  # 24.67
+    assert not right("(7*7)/(6-4)", row)  # 24.5
+    assert right("(7 - 3)*(10 - 4)", row)
+    assert right("-(4 - 28)", row)
+    with pytest.raises(ValueError, match="none of the four operators"):
+        right("2**4 + 8", row)
+
+
+def test_four_numbers_that_make_almost_24_are_wrong(verify: Any) -> None:
+    row = next(each for i in range(20) if (each := task(0, i, dataset="puzzle24")) and almost_24(each["answer"]))
+    assert ask(verify, row, str(almost_24(row["answer"]))).reward == 0.01
+    assert ask(verify, row, f"({row['answer']})").reward == 1.0
+
+
+def almost_24(answer: str) -> str | None:
+    """The same numbers in an expression that makes more than 24 and less than 25."""
+    for numbers in itertools.permutations(re.findall(r"\d+", answer)):
+        for signs in itertools.product("*/-+", repeat=3):
+            a, b, c, d, p, q, r = *numbers, *signs
+            text = f"(({a} {p} {b}) {q} {c}) {r} {d}"
+            with contextlib.suppress(ZeroDivisionError):
+                if 24 < eval(text) < 25:
+                    return text
+    return None
 
 
 @pytest.mark.parametrize(
