@@ -145,6 +145,10 @@ def _same_numbers(answer: str, row: _Row) -> bool:
     return list(map(float, found)) == list(map(float, right))
 
 
+def _as_many_words(answer: str, row: _Row) -> bool:
+    return len(answer.split(",")) == len(row["metadata"]["sorted_words"])
+
+
 def _no_premise(answer: str, row: _Row) -> bool:
     def plain(text: str) -> str:
         text = "".join(text.split())
@@ -207,6 +211,7 @@ MENDED: dict[str, Mend] = {
         "takes the first of several numbers of days; there may be one",
         _only(r"(?:\d+(?: days?)?)?,? ?(?:\d+:\d\d(?::\d\d(?:\.\d+)?)?)?"),
     ),
+    "word_sorting": Mend("gives 1 to the answer with more words; that gets 0.8", right=_as_many_words, most=0.8),
 }
 """Scorers that are mended, by dataset.
 

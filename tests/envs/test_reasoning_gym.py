@@ -189,6 +189,13 @@ def almost_24(answer: str) -> str | None:
     return None
 
 
+def test_more_words_than_were_to_be_sorted_are_not_right(verify: Any) -> None:
+    found = task(0, 0, dataset="word_sorting")
+    assert ask(verify, found, found["answer"] + ", zoo").reward == 0.8
+    assert ask(verify, found, found["answer"] + ", " + found["answer"]).reward == 0.8
+    assert ask(verify, found, found["answer"].replace(", ", ",")).reward == 1.0
+
+
 @pytest.mark.parametrize(
     ("text", "good"),
     [
