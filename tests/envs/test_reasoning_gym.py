@@ -196,6 +196,64 @@ def test_more_words_than_were_to_be_sorted_are_not_right(verify: Any) -> None:
     assert ask(verify, found, found["answer"].replace(", ", ",")).reward == 1.0
 
 
+def _more(text: str) -> str:
+    return json.dumps([*json.loads(text), json.loads(text)[-1]])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "wrong", "most"),
+    [
+        ("cryptarithm", lambda text: text[:2] + "0," + text, 0.0),
+        ("game_of_life", _more, 0.8),
+        ("game_of_life", lambda text: json.dumps([[*each, 1] for each in json.loads(text)]), 0.8),
+        ("graph_color", lambda text: json.dumps({**json.loads(text), "other": 1}), 0.01),
+        ("gsm_symbolic", lambda text: f"not {text}", 0.0),
+        ("gsm_symbolic", lambda text: f"-{text}", 0.0),
+        ("kakurasu", lambda text: f"{text} or not", 0.0),
+        ("kakurasu", lambda text: text.replace("1", "1.9"), 0.0),
+        ("knights_knaves", lambda text: f"not {text}", 0.8),
+        ("knights_knaves", lambda text: f"{text} {text}", 0.8),
+        ("palindrome_partitioning", _more, 0.0),
+        (
+            "pool_matrix",
+            lambda text: "\n".join(" ".join(str(float(x) * 1.009) for x in y.split()) for y in text.split("\n")),
+            0.1,
+        ),
+        ("rubiks_cube", lambda text: f"{text} 77", 0.0),
+        ("rubiks_cube", lambda text: f"1a2, {text}", 0.0),
+        ("survo", lambda text: f"not {text}", 0.0),
+    ],
+)
+def test_what_a_scorer_would_pass_over_is_read(verify: Any, dataset: str, wrong: Any, most: float) -> None:
+    for index in range(3):
+        found = task(0, index, dataset=dataset)
+        assert ask(verify, found, wrong(found["answer"])).reward <= most
+
+
+@pytest.mark.parametrize(
+    ("dataset", "other"),
+    [
+        ("cryptarithm", lambda text: ", ".join(reversed(text.split(",")))),
+        ("game_of_life", lambda text: json.dumps(json.loads(text), indent=1)),
+        ("graph_color", lambda text: json.dumps(json.loads(text), indent=1)),
+        ("gsm_symbolic", lambda text: f"${text}.00"),
+        ("kakurasu", lambda text: text.replace(" ", "")),
+        ("knights_knaves", lambda text: " and ".join(reversed(text.rstrip(".").split(", and ")))),
+        ("palindrome_partitioning", lambda text: json.dumps(json.loads(text)[::-1])),
+        (
+            "pool_matrix",
+            lambda text: "\n".join(" ".join(f"{float(x):.2f}" for x in y.split()) for y in text.split("\n")),
+        ),
+        ("rubiks_cube", lambda text: text.replace(" ", "\n")),
+        ("survo", lambda text: text.replace(" ", "  ")),
+    ],
+)
+def test_the_right_answer_in_another_notation_stays_right(verify: Any, dataset: str, other: Any) -> None:
+    for index in range(3):
+        found = task(0, index, dataset=dataset)
+        assert ask(verify, found, other(found["answer"])).reward == 1.0
+
+
 @pytest.mark.parametrize(
     ("text", "good"),
     [
