@@ -349,8 +349,11 @@ def test_a_seed_that_is_none() -> None:
 
 
 def test_verifiers_that_cannot_be_made() -> None:
-    with pytest.raises(ValueError, match=r"^reasoning_gym: timeout is 0; it must be positive$"):
-        reasoning_gym(timeout=0)
+    for timeout in (0, -1.0, None, "2", True, float("nan"), float("inf")):
+        with pytest.raises(
+            ValueError, match=rf"^reasoning_gym: timeout is {timeout!r}; give seconds, more than 0: each"
+        ):
+            reasoning_gym(timeout=timeout)  # type: ignore[arg-type]
     with pytest.raises(EnvError, match=r"^reasoning_gym: dataset is \{\}; give a name"):
         reasoning_gym({})
 
