@@ -1,6 +1,7 @@
 """What is mended about scorers of reasoning-gym 0.1.25: which answers they are given, and which of them may have 1."""
 
 import ast
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -39,6 +40,7 @@ _TOKENS = re.compile(
     r"(?P<name>[A-Za-z]\w*)|(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)|(?P<sign>\*\*|[-+*/(),])|(?P<other>\S)"
 )
 _BITS = 20_000  # of the numbers in a formula
+_FILLERS = frozenset({"a", "an", "and", "is"})
 
 
 def formula(answer: str) -> bool:
@@ -97,6 +99,28 @@ def _with_its_numbers(answer: str, row: _Row) -> bool:
     return _sum(answer, row) and bool(sorted(map(int, _numbers(answer))) == sorted(row["metadata"]["numbers"]))
 
 
+def _is_24(answer: str, row: _Row) -> bool:
+    return _value(ast.parse(answer.strip(), mode="eval").body) == 24
+
+
+def _value(node: ast.AST) -> Fraction:
+    """The exact value of whole numbers under the four operators."""
+    match node:
+        case ast.Constant(int() as value):
+            return Fraction(value)
+        case ast.UnaryOp(ast.USub(), operand):
+            return -_value(operand)
+        case ast.BinOp(left, ast.Add(), right):
+            return _value(left) + _value(right)
+        case ast.BinOp(left, ast.Sub(), right):
+            return _value(left) - _value(right)
+        case ast.BinOp(left, ast.Mult(), right):
+            return _value(left) * _value(right)
+        case ast.BinOp(left, ast.Div(), right):
+            return _value(left) / _value(right)
+    raise ValueError("no number, and none of the four operators")
+
+
 def _same_text(answer: str, row: _Row) -> bool:
     return bool(answer.lower() == row["answer"].strip().lower())
 
@@ -115,6 +139,52 @@ def _once(pattern: str) -> Callable[[str, _Row], bool]:
 def _near(answer: str, row: _Row) -> bool:
     found, right = (float(Fraction(each.replace(",", ""))) for each in (answer, row["answer"]))
     return math.isclose(found, right, rel_tol=1e-2)
+
+
+def _same_numbers(answer: str, row: _Row) -> bool:
+    found, right = (json.loads(each.replace("'", '"')) for each in (answer, row["answer"]))
+    return list(map(float, found)) == list(map(float, right))
+
+
+def _as_many_words(answer: str, row: _Row) -> bool:
+    return len(answer.split(",")) == len(row["metadata"]["sorted_words"])
+
+
+def _same_shape(answer: str, row: _Row) -> bool:
+    def shape(text: str) -> Any:
+        return [len(each) if isinstance(each, list) else 0 for each in json.loads(text)]
+
+    return bool(shape(answer) == shape(row["answer"]))
+
+
+def _each_vertex_once(answer: str, row: _Row) -> bool:
+    pairs = json.loads(answer, object_pairs_hook=list)
+    return len(pairs) == len(row["metadata"]["puzzle"]["vertices"])
+
+
+def _each_letter_once(answer: str, row: _Row) -> bool:
+    letters = [pair.split("=")[0].strip() for pair in answer.split(",")]
+    return len(letters) == len(set(letters))
+
+
+def _each_partition_once(answer: str, row: _Row) -> bool:
+    return len(json.loads(answer)) == len(row["metadata"]["solution"])
+
+
+def _to_a_hundredth(answer: str, row: _Row) -> bool:
+    pairs = zip(answer.split(), row["answer"].split(), strict=True)
+    return all(abs(float(found) - float(right)) <= 0.01 for found, right in pairs)
+
+
+def _moves(answer: str, row: _Row) -> bool:
+    return all(re.fullmatch(r"[^\d]+\d?", each) for each in answer.split())
+
+
+def _each_person_once(answer: str, row: _Row) -> bool:
+    def said(text: str) -> list[str]:
+        return sorted(word for word in re.findall(r"\w+", text.lower()) if word not in _FILLERS)
+
+    return not re.search(r"[^\w\s,.()]", answer) and said(answer) == said(row["answer"])
 
 
 def _no_premise(answer: str, row: _Row) -> bool:
@@ -139,18 +209,41 @@ MENDED: dict[str, Mend] = {
     ),
     "complex_arithmetic": Mend("gives 1 to nan", lambda answer, row: "nan" not in answer.lower()),
     "countdown": Mend(_RUNS, _sum),
+    "cryptarithm": Mend("reads the last of several digits of a letter; there may be one", _each_letter_once),
     "fraction_simplification": Mend(
         "takes the first of several fractions; there may be one", _once(r"(?<!\d)\d+\D{1,12}\d+")
     ),
-    "gsm_symbolic": Mend("takes the first of several numbers; there may be one", _once(r"\d+(?:\.\d+)?")),
+    "game_of_life": Mend("gives 1 to the answer with more cells or rows; that gets 0.8", right=_same_shape, most=0.8),
+    "graph_color": Mend(
+        "passes over what is no vertex; each is there once, and nothing else", right=_each_vertex_once, most=0.01
+    ),
+    "gsm_symbolic": Mend(
+        "takes the first number of a text, without its sign; a number is read, with a sign of money or percent",
+        _only(r"[$€£]?\d+(?:\.\d+)?%?"),
+    ),
     "intermediate_integration": Mend(_RUNS, _formula),
+    "kakurasu": Mend("passes over all but 0 and 1; nothing else may be there", _only(r"[01\s,\[\]]+")),
+    "knights_knaves": Mend(
+        "passes over other words, such as not; nothing but the names and what they are may be there, else it gets 0.8",
+        right=_each_person_once,
+        most=0.8,
+    ),
     "letter_jumble": Mend(_PREFIX, right=_same_text, most=0.8),
     "n_queens": Mend(_LISTS),
+    "number_sorting": Mend(
+        "gives 1 to NaN, and to numbers that are off by 1; they have to be equal", right=_same_numbers
+    ),
+    "palindrome_partitioning": Mend("passes over what is there twice; each may be there once", _each_partition_once),
     "polynomial_equations": Mend(
         "passes over what is no number; only numbers with commas between them are read",
         _only(rf"{_NUMBER}(?:\s*,\s*{_NUMBER})*"),
     ),
     "polynomial_multiplication": Mend(_RUNS, _formula),
+    "pool_matrix": Mend(
+        "allows a hundredth of each number; asked for two decimals, each is right to 0.01",
+        right=_to_a_hundredth,
+        most=0.1,
+    ),
     "propositional_logic": Mend(
         "gives 1 to a premise, and takes long; that gets 0.25, as what is always true",
         _only(r"[A-Z()∧∨→↔¬ ]{1,500}"),
@@ -158,21 +251,27 @@ MENDED: dict[str, Mend] = {
         most=0.25,
     ),
     "puzzle24": Mend(
-        "as `countdown`; and gives 1 to any four numbers that make 24; they have to be the row's", _with_its_numbers
+        "as `countdown`; and gives 1 to any four numbers that make 24, or 24.9; they have to be the row's, and make 24",
+        _with_its_numbers,
+        _is_24,
+        0.01,
     ),
     "quantum_lock": Mend(
         "takes every A, B and C of a text for a button; nothing else may be there",
         _only(r"[ABCabc](?:[\s,→>-]{1,8}[ABCabc])*"),
     ),
+    "rubiks_cube": Mend("passes over what is no move; only moves are read", _moves),
     "simple_integration": Mend(_RUNS, _formula),
     "sokoban": Mend("passes over what is no move; only moves are read", _only(r"[LRUD][LRUD\s,]*")),
     "spell_backward": Mend(_PREFIX, right=_same_text, most=0.8),
     "spiral_matrix": Mend(_LISTS),
     "string_insertion": Mend(_LISTS),
+    "survo": Mend("passes over what is no whole number; nothing else may be there", _only(r"[-\d\s]+")),
     "time_intervals": Mend(
         "takes the first of several numbers of days; there may be one",
         _only(r"(?:\d+(?: days?)?)?,? ?(?:\d+:\d\d(?::\d\d(?:\.\d+)?)?)?"),
     ),
+    "word_sorting": Mend("gives 1 to the answer with more words; that gets 0.8", right=_as_many_words, most=0.8),
 }
 """Scorers that are mended, by dataset.
 

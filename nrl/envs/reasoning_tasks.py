@@ -7,6 +7,7 @@ the dataset's options and a number, and not what reasoning-gym knows about it; t
 import asyncio
 import functools
 import json
+import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -80,9 +81,10 @@ def reasoning_gym(
         (`task`). Its own ``timeout`` is None.
 
     Raises:
-        ValueError: ``workers`` or ``timeout`` is not positive.
+        ValueError: ``workers`` is not positive, or ``timeout`` is no positive number (None neither).
         EnvError: ``dataset`` is empty, or a weight is negative; or, when called, the task is none of these, or
-            reasoning-gym is not there.
+            reasoning-gym is not there. Whether there is such a dataset, and such an option, its process says when the
+            first task is made.
 
     >>> import asyncio
     >>> verify = reasoning_gym("chain_sum", {"max_terms": 2}, workers=1)
@@ -92,8 +94,11 @@ def reasoning_gym(
 
     Source: reasoning-gym 0.1.25 (Stojanovski et al., 2025), https://github.com/open-thought/reasoning-gym.
     """
-    if not timeout > 0:
-        raise ValueError(f"reasoning_gym: timeout is {timeout}; it must be positive")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise ValueError(
+            f"reasoning_gym: timeout is {timeout!r}; give seconds, more than 0: each answer has a limit, as some "
+            "scorers never end"
+        )
     _weights(dataset)
     worker: Any = answer_requests  # it has the arguments of a verifier only in number
     ask: Any = pooled(worker, workers=workers, executable=_seeded(executable), timeout=_START + timeout)

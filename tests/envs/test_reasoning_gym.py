@@ -1,6 +1,8 @@
 """Tasks and scores of reasoning-gym: the same everywhere, and nothing for junk."""
 
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -149,6 +151,110 @@ def test_four_other_numbers_that_make_24_are_wrong(verify: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "change", [lambda each: "NaN", lambda each: each + 0.9, lambda each: each - 0.9, lambda each: each + 1e-3]
+)
+def test_sorted_numbers_are_those_of_the_row(verify: Any, change: Any) -> None:
+    for index in range(4):
+        found = task(0, index, dataset="number_sorting")
+        numbers = [float(each) for each in json.loads(found["answer"].replace("'", '"'))]
+        assert ask(verify, found, json.dumps(numbers)).reward == 1.0
+        assert ask(verify, found, json.dumps([change(each) for each in numbers])).reward == 0.0
+
+
+def test_24_and_a_half_is_not_24() -> None:
+    right, row = MENDED["puzzle24"].right, {"metadata": {"numbers": [4, 7, 10, 3]}}
+    assert not right("(4*7) - (10/3)", row)  # 24.67
+    assert not right("(7*7)/(6-4)", row)  # 24.5
+    assert right("(7 - 3)*(10 - 4)", row)
+    assert right("-(4 - 28)", row)
+    with pytest.raises(ValueError, match="none of the four operators"):
+        right("2**4 + 8", row)
+
+
+def test_four_numbers_that_make_almost_24_are_wrong(verify: Any) -> None:
+    row = next(each for i in range(20) if (each := task(0, i, dataset="puzzle24")) and almost_24(each["answer"]))
+    assert ask(verify, row, str(almost_24(row["answer"]))).reward == 0.01
+    assert ask(verify, row, f"({row['answer']})").reward == 1.0
+
+
+def almost_24(answer: str) -> str | None:
+    """The same numbers in an expression that makes more than 24 and less than 25."""
+    for numbers in itertools.permutations(re.findall(r"\d+", answer)):
+        for signs in itertools.product("*/-+", repeat=3):
+            a, b, c, d, p, q, r = *numbers, *signs
+            text = f"(({a} {p} {b}) {q} {c}) {r} {d}"
+            with contextlib.suppress(ZeroDivisionError):
+                if 24 < eval(text) < 25:
+                    return text
+    return None
+
+
+def test_more_words_than_were_to_be_sorted_are_not_right(verify: Any) -> None:
+    found = task(0, 0, dataset="word_sorting")
+    assert ask(verify, found, found["answer"] + ", zoo").reward == 0.8
+    assert ask(verify, found, found["answer"] + ", " + found["answer"]).reward == 0.8
+    assert ask(verify, found, found["answer"].replace(", ", ",")).reward == 1.0
+
+
+def _more(text: str) -> str:
+    return json.dumps([*json.loads(text), json.loads(text)[-1]])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "wrong", "most"),
+    [
+        ("cryptarithm", lambda text: text[:2] + "0," + text, 0.0),
+        ("game_of_life", _more, 0.8),
+        ("game_of_life", lambda text: json.dumps([[*each, 1] for each in json.loads(text)]), 0.8),
+        ("graph_color", lambda text: json.dumps({**json.loads(text), "other": 1}), 0.01),
+        ("gsm_symbolic", lambda text: f"not {text}", 0.0),
+        ("gsm_symbolic", lambda text: f"-{text}", 0.0),
+        ("kakurasu", lambda text: f"{text} or not", 0.0),
+        ("kakurasu", lambda text: text.replace("1", "1.9"), 0.0),
+        ("knights_knaves", lambda text: f"not {text}", 0.8),
+        ("knights_knaves", lambda text: f"{text} {text}", 0.8),
+        ("palindrome_partitioning", _more, 0.0),
+        (
+            "pool_matrix",
+            lambda text: "\n".join(" ".join(str(float(x) * 1.009) for x in y.split()) for y in text.split("\n")),
+            0.1,
+        ),
+        ("rubiks_cube", lambda text: f"{text} 77", 0.0),
+        ("rubiks_cube", lambda text: f"1a2, {text}", 0.0),
+        ("survo", lambda text: f"not {text}", 0.0),
+    ],
+)
+def test_what_a_scorer_would_pass_over_is_read(verify: Any, dataset: str, wrong: Any, most: float) -> None:
+    for index in range(3):
+        found = task(0, index, dataset=dataset)
+        assert ask(verify, found, wrong(found["answer"])).reward <= most
+
+
+@pytest.mark.parametrize(
+    ("dataset", "other"),
+    [
+        ("cryptarithm", lambda text: ", ".join(reversed(text.split(",")))),
+        ("game_of_life", lambda text: json.dumps(json.loads(text), indent=1)),
+        ("graph_color", lambda text: json.dumps(json.loads(text), indent=1)),
+        ("gsm_symbolic", lambda text: f"${text}.00"),
+        ("kakurasu", lambda text: text.replace(" ", "")),
+        ("knights_knaves", lambda text: " and ".join(reversed(text.rstrip(".").split(", and ")))),
+        ("palindrome_partitioning", lambda text: json.dumps(json.loads(text)[::-1])),
+        (
+            "pool_matrix",
+            lambda text: "\n".join(" ".join(f"{float(x):.2f}" for x in y.split()) for y in text.split("\n")),
+        ),
+        ("rubiks_cube", lambda text: text.replace(" ", "\n")),
+        ("survo", lambda text: text.replace(" ", "  ")),
+    ],
+)
+def test_the_right_answer_in_another_notation_stays_right(verify: Any, dataset: str, other: Any) -> None:
+    for index in range(3):
+        found = task(0, index, dataset=dataset)
+        assert ask(verify, found, other(found["answer"])).reward == 1.0
+
+
+@pytest.mark.parametrize(
     ("text", "good"),
     [
         ("2240*x**3 + 3584*x**2 - 896*x", True),
@@ -243,8 +349,11 @@ def test_a_seed_that_is_none() -> None:
 
 
 def test_verifiers_that_cannot_be_made() -> None:
-    with pytest.raises(ValueError, match=r"^reasoning_gym: timeout is 0; it must be positive$"):
-        reasoning_gym(timeout=0)
+    for timeout in (0, -1.0, None, "2", True, float("nan"), float("inf")):
+        with pytest.raises(
+            ValueError, match=rf"^reasoning_gym: timeout is {timeout!r}; give seconds, more than 0: each"
+        ):
+            reasoning_gym(timeout=timeout)  # type: ignore[arg-type]
     with pytest.raises(EnvError, match=r"^reasoning_gym: dataset is \{\}; give a name"):
         reasoning_gym({})
 
