@@ -20,7 +20,7 @@ from fractions import Fraction
 
 from nrl.envs.verifiers import boxes, final_number, marked_number, only_number
 
-__all__ = ["LONGEST", "decimal", "final_answer", "plain_number", "repeats", "same_number", "written"]
+__all__ = ["LONGEST", "decimal", "final_answer", "one_numeral", "plain_number", "repeats", "same_number", "written"]
 
 LONGEST = 1000
 """Characters that an answer has at most; whatever is longer is none."""
@@ -240,6 +240,42 @@ def same_number(reference: str, answer: str) -> bool | None:
     if found is None:
         found = plain_number(answer)
     return None if found is None else found == expected
+
+
+# --- What is worked out.
+
+_NOTATION = re.compile(r"(?:(?:\\cdot|\\times|\*) ?|(?<![0-9.,]))10\^(?:\{ ?-?[0-9]+ ?\}|[0-9])")
+_IN_UNITS = re.compile(
+    r"\\(?:text|mathrm|mbox|textbf) ?\{[^{}0-9]*\}(?:\^(?:\{-?[0-9]\}|[0-9]))?|[A-Za-z]\^(?:\{-?[0-9]\}|[0-9])"
+)
+_COMPUTED = re.compile(
+    r"\\(?:[dt]?binom|choose|gcd|lcm|det|[bp]?mod|operatorname|begin|[lr]?floor|[lr]?ceil|max|min|log|ln|sqrt)(?![a-z])"
+    r"|(?<![A-Za-z\\])(?:gcd|lcm|binom|det|mod)\b"
+)
+_BAR = re.compile(r"\\[dtc]?frac(?![A-Za-z])|/|:")
+_DIGITS = re.compile(r"[0-9](?:[0-9.]|,(?=[0-9])|\{,\}(?=[0-9]))*")
+_MIXED = re.compile(r"[0-9] ?\\[dtc]?frac|[0-9] [0-9]+ ?/")
+
+
+def one_numeral(text: str) -> bool:
+    r"""Whether a text can be one number that is worked out: one numeral, or a fraction of two, with units.
+
+    >>> (
+    ...     one_numeral(r"3.5\cdot 10^{-5}"),
+    ...     one_numeral(r"5\text{ m}^2"),
+    ...     one_numeral("1,234"),
+    ...     one_numeral(r"1\frac{1}{2}"),
+    ... )
+    (True, True, True, True)
+    >>> one_numeral(r"\binom{10}{3}"), one_numeral("42 43"), one_numeral(r"\frac{1}{2}/3"), one_numeral("17+12")
+    (False, False, False, False)
+    """
+    if _COMPUTED.search(text):
+        return False
+    text = _IN_UNITS.sub(" ", _NOTATION.sub("", text, count=1))
+    units = re.search(r"[0-9}][ )]*(?:\\[,;: ])*[A-Za-z]", text)  # "5 km/h" has no fraction
+    bars = len(_BAR.findall(text[: units.start() + 1] if units else text))
+    return bars <= 1 and len(_DIGITS.findall(text)) <= 1 + bars + bool(_MIXED.search(text))
 
 
 # --- A question is no answer to itself.
