@@ -293,6 +293,9 @@ _JOINS = r"A-Za-z0-9+\-*/^()\\|_{}"
 def repeats(answer: str, prompt: str, reference: str) -> bool:
     r"""Whether an answer is but a formula of the question, with something left to compute, and not the reference.
 
+    The order of its parts, parentheses, and a zero or a one more do not matter: the answer is known to be equal, or
+    is wrong anyway.
+
     Args:
         answer: as `written`.
         prompt: the question.
@@ -300,13 +303,39 @@ def repeats(answer: str, prompt: str, reference: str) -> bool:
 
     >>> repeats("6*7", r"What is $6 \times 7$?", "42"), repeats("6", "What is $6*7$?", "42"), repeats("6*7", "?", "42")
     (True, False, False)
+    >>> repeats("(1+x)^2", "Expand (x+1)^2.", "x^2+2x+1"), repeats("(1+x)^2", "Factor x^2+2x+1.", "(x+1)^2")
+    (True, False)
     """
     told, right = _plainest(answer), _plainest(reference)
     if told == right or not _OPERATION.search(told):
         return False
-    apart = _PROSE.sub(lambda found: f"{found[0]};", _AROUND.sub(";", prompt[-_READ:]))  # else "Expand(x+1)" is one
-    asked = _plainest(_TIGHT.sub(r"\1", _SPACES.sub(" ", _DROPPED.sub("", apart.translate(_SIGNS)))))
-    return re.search(rf"(?<![{_JOINS}]){re.escape(told)}(?![{_JOINS}])", asked) is not None
+    asked, formulas = _asked(prompt[-_READ:])
+    if re.search(rf"(?<![{_JOINS}]){re.escape(told)}(?![{_JOINS}])", asked) is not None:
+        return True
+    return _parts(told) in formulas and _parts(told) != _parts(right)
+
+
+_NOTHING = re.compile(r"\+0(?![0-9.])|(?<![0-9.^])0\+|\*1(?![0-9.])|(?<![0-9.^])1\*|\^1(?![0-9.])|\^\{1\}")
+_PART = re.compile(r"\\[A-Za-z]+|[A-Za-z0-9]|[-/^!|]")
+_APART = re.compile(r"(?:^|(?<=[\s;,.:?]))[A-Za-z]{2,}(?=[\s;,.:?!]|$)|[=;,?:<>]|\.(?=\s|$)")
+
+
+@functools.lru_cache(64)
+def _asked(prompt: str) -> tuple[str, frozenset[str]]:
+    """A question in one way to write it; and its formulas, each as its parts."""
+    plain = prompt.translate(_SIGNS)
+    apart = _AROUND.sub(";", plain)
+    within = [each for found in _FORMULA.finditer(plain) for side in found.groups("") for each in side.split("=")]
+    pieces = [each for each in (*_APART.split(apart), *within) if len(each) <= LONGEST]
+    alone = _PROSE.sub(lambda found: f"{found[0]};", apart)  # else "Expand(x+1)" is one
+    asked = _plainest(_TIGHT.sub(r"\1", _SPACES.sub(" ", _DROPPED.sub("", alone))))
+    return asked, frozenset(_parts(_plainest(_DROPPED.sub("", each))) for each in pieces)
+
+
+def _parts(text: str) -> str:
+    """What a formula is made of, up to the order."""
+    text = _NOTHING.sub("", _SPACES.sub("", text))
+    return " ".join(sorted("/" if each == r"\frac" else each for each in _PART.findall(text)))
 
 
 def _plainest(text: str) -> str:

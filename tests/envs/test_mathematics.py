@@ -170,6 +170,13 @@ def test_a_question_is_no_answer_to_itself(verify: Any) -> None:
     for glued in ("Expand $(x+1)^2$.", "Expand (x+1)^2.", r"Expand: \[(x + 1)^{2}\]", "Now, expand\n$$(x+1)^2$$"):
         assert ask(verify, "x^2 + 2x + 1", expanded, glued) == WRONG
     assert ask(verify, "x^2 + 2x + 1", expanded, "Which square is x^2 + 2x + 1?") == RIGHT
+    for turned in ("(1+x)^2", "(1+x)^2+0", r"1\cdot (x+1)^2", "((x+1))^2"):
+        assert ask(verify, "x^2 + 2x + 1", rf"\boxed{{{turned}}}", "Expand $(x+1)^2$.") == WRONG
+    assert ask(verify, "(x+1)^2", r"\boxed{1+2x+x^2}", "Factor $x^2 + 2x + 1$ completely.") == WRONG
+    assert ask(verify, "(x+1)^2", r"\boxed{1+2x+x^2}", "Factor x^2 + 2x + 1 completely.") == WRONG
+    assert ask(verify, "(x+1)^2", r"\boxed{(1+x)^2}", "Factor $x^2 + 2x + 1$ completely.") == RIGHT
+    assert ask(verify, r"\tan x", r"\boxed{\sin x/\cos x}", r"Simplify $\frac{\sin x}{\cos x}$.") == WRONG
+    assert ask(verify, "a+b+c", r"\boxed{c+a+b}", "Write $(a+b)+c$ without parentheses.") == RIGHT
     chat = [{"role": "user", "content": asked}]
     assert asyncio.run(verify({"answer": "42", "prompt": chat}, Trace(chat, [said]))) == WRONG
 
