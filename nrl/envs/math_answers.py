@@ -20,7 +20,17 @@ from fractions import Fraction
 
 from nrl.envs.verifiers import boxes, final_number, marked_number, only_number
 
-__all__ = ["LONGEST", "decimal", "final_answer", "one_numeral", "plain_number", "repeats", "same_number", "written"]
+__all__ = [
+    "LONGEST",
+    "decimal",
+    "final_answer",
+    "one_numeral",
+    "plain_number",
+    "repeats",
+    "same_number",
+    "two_kinds",
+    "written",
+]
 
 LONGEST = 1000
 """Characters that an answer has at most; whatever is longer is none."""
@@ -116,7 +126,16 @@ _SIGNS = str.maketrans(
     | {"＋": "+", "＝": "=", "，": ",", "（": "(", "）": ")", "．": ".", "\u2044": "/", "\u2215": "/"}
     | {"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∗": "*", "±": r"\pm ", "°": r"^{\circ}", "′": "'"}
     | {"π": r"\pi ", "∞": r"\infty ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda "}
-    | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset "}
+    | {
+        "≈": r"\approx ",
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "≠": r"\ne ",
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "∈": r"\in ",
+        "∅": r"\emptyset ",
+    }
     | {"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}"}
     | {"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}"}
     | dict.fromkeys("\xa0\u2009\u202f\u200b\u2002\u2003", " ")
@@ -276,6 +295,25 @@ def one_numeral(text: str) -> bool:
     units = re.search(r"[0-9}][ )]*(?:\\[,;: ])*[A-Za-z]", text)  # "5 km/h" has no fraction
     bars = len(_BAR.findall(text[: units.start() + 1] if units else text))
     return bars <= 1 and len(_DIGITS.findall(text)) <= 1 + bars + bool(_MIXED.search(text))
+
+
+_SET = re.compile(r"(?:.*(?:=|\\in(?![a-z]))\s*)?\\\{[^{}]*\\\}")
+_POINT = re.compile(r"(?:.*(?:=|\\in(?![a-z]))\s*)?[(\[][^{}()\[\]]*,[^()\[\]]*[)\]]")
+_NUMBER = re.compile(r"(?<![A-Za-z0-9^])[0-9]")
+_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|textit) ?\{([^{}]*)\}")
+
+
+def two_kinds(reference: str, answer: str) -> bool:
+    r"""Whether one is a set in braces and the other a point or an interval; or numbers hide in words of the answer.
+
+    >>> two_kinds(r"\{1,2\}", "(1,2)"), two_kinds("1,2", "(1,2)"), two_kinds("42", r"42 \text{ or 43}")
+    (True, False, True)
+    """
+    for one, other in ((reference, answer), (answer, reference)):
+        if _SET.fullmatch(one) and _POINT.fullmatch(other):
+            return True
+    hidden = [[each for each in _TEXT.findall(text) if _NUMBER.search(each)] for text in (reference, answer)]
+    return bool(hidden[1]) and not hidden[0] and not _TEXT.fullmatch(answer)
 
 
 # --- A question is no answer to itself.

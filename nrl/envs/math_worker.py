@@ -8,13 +8,14 @@ interpreter (``9 ** 9 ** 9``), and the next pair has another one, milliseconds l
 import contextlib
 import functools
 import logging
+import re
 import signal
 import sys
 import time
 from typing import Any, Literal
 
 from nrl.envs.forked import Crashed, Fork, Late
-from nrl.envs.math_answers import one_numeral
+from nrl.envs.math_answers import one_numeral, two_kinds
 from nrl.errors import EnvError
 
 __all__ = ["Outcome", "compare"]
@@ -172,13 +173,62 @@ def _equal(right: Any, found: Any) -> bool:
     return bool(verify(right, found, timeout_seconds=None, allow_set_relation_comp=True))
 
 
+_ROUNDED = re.compile(
+    r"[^0-9]*[0-9][0-9,{}!]*(?:\.(?P<decimals>[0-9]+))?(?: ?\\(?:cdot|times) ?10\^\{?(?P<ten>-?[0-9]{1,2})\}?)?[^0-9]*"
+)
+
+
 def _outcome(reference: str, answer: str) -> Outcome:
+    exact, about, rounded = answer.rpartition(r"\approx")
+    if not about:
+        return _alone(reference, answer)
+    if not exact.strip():
+        return _alone(reference, rounded)
+    if not _rounds(exact, rounded):  # two answers
+        return "wrong"
+    both = {_outcome(reference, exact), _alone(reference, rounded)}
+    return next(outcome for outcome in ("right", "wrong", "unread") if outcome in both)
+
+
+def _rounds(exact: str, rounded: str) -> bool:
+    """Whether the second of two numbers is the first with fewer digits, rounded or cut off."""
+    from sympy import Expr
+
+    number = _ROUNDED.fullmatch(rounded)
+    sides = [_last_side(_read(each), each)[1] for each in (exact.rpartition(r"\approx")[2], rounded)]
+    if number is None or any(not isinstance(each, Expr) or each.free_symbols for each in sides):
+        return False
+    value, short = (complex(each.doit().evalf(20)) for each in sides)  # per cent are left alone otherwise
+    unit = 10.0 ** (int(number["ten"] or 0) - len(number["decimals"] or "") - 2 * ("%" in rounded))
+    return abs(value - short) < unit and abs(value) - abs(short) > -0.501 * unit
+
+
+def _alone(reference: str, answer: str) -> Outcome:
     right, found = _read(reference), _read(answer)
     if found is None:
         return "unread"
+    if two_kinds(reference, answer) or _cents(right, found):
+        return "wrong"
     if _unsolved(right, found) or _unworked(right, found, reference, answer) or _far(right, found):
         return "wrong"
     return "right" if _equal(right, found) else "wrong"
+
+
+def _cents(right: Any, found: Any) -> bool:
+    """Whether per cent are none of a number without them: of one below 1 they are hundredths, else a unit."""
+    from sympy import Expr, Rational, UnevaluatedExpr
+
+    cent = UnevaluatedExpr(Rational(1, 100))
+    first, last = _last_side(right, "")[1], _last_side(found, "")[1]
+    if not (isinstance(first, Expr) and isinstance(last, Expr)) or first.has(cent) or not last.has(cent):
+        return False
+    if first.free_symbols or last.free_symbols:
+        return False
+    value, said = (
+        complex(first.evalf(20)),
+        complex(last.subs(cent, Rational(1, 100) if abs(first) < 1 else 1).evalf(20)),
+    )
+    return abs(value - said) > 1e-6 * abs(value)
 
 
 def _unsolved(right: Any, found: Any) -> bool:
