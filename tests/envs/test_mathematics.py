@@ -242,6 +242,9 @@ def test_hedging_does_not_pay(verify: Any) -> None:
     assert ask(verify, "5", ", ".join(rf"\boxed{{{n}}}" for n in range(9))) == WRONG
     assert ask(verify, "5", "\n\nOr maybe: ".join(rf"\boxed{{{n}}}" for n in range(9))) == WRONG
     assert ask(verify, "5", "".join(f"#### {n}\n" for n in range(9))) == WRONG
+    for line in ("#### 5 6", "#### 5 | 6", "#### 5 (or 6)", "#### 5 to 6", "#### 6 = 7 or 5"):
+        assert ask(verify, "5", line) in (WRONG, UNREAD)
+        assert number({"answer": "5"}, Trace("", [line])).reward == 0.0
 
 
 # --- hostile answers
