@@ -286,7 +286,7 @@ def _numeral(tree: Any) -> bool:
     from sympy import Integer, Mul, Number, Pow, Rational, Symbol, UnevaluatedExpr
 
     if isinstance(tree, Symbol):  # as it has \mathbf{5}
-        return tree.name.replace(".", "", 1).isdecimal()
+        return bool(tree.name.replace(".", "", 1).isdecimal())
     if not isinstance(tree, Mul | Pow):
         return isinstance(tree, Number)
     factors = list[Any]()
