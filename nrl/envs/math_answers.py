@@ -20,7 +20,17 @@ from fractions import Fraction
 
 from nrl.envs.verifiers import boxes, final_number, marked_number, only_number
 
-__all__ = ["LONGEST", "decimal", "final_answer", "plain_number", "repeats", "same_number", "written"]
+__all__ = [
+    "LONGEST",
+    "decimal",
+    "final_answer",
+    "one_numeral",
+    "plain_number",
+    "repeats",
+    "same_number",
+    "two_kinds",
+    "written",
+]
 
 LONGEST = 1000
 """Characters that an answer has at most; whatever is longer is none."""
@@ -116,7 +126,16 @@ _SIGNS = str.maketrans(
     | {"＋": "+", "＝": "=", "，": ",", "（": "(", "）": ")", "．": ".", "\u2044": "/", "\u2215": "/"}
     | {"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∗": "*", "±": r"\pm ", "°": r"^{\circ}", "′": "'"}
     | {"π": r"\pi ", "∞": r"\infty ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda "}
-    | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset "}
+    | {
+        "≈": r"\approx ",
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "≠": r"\ne ",
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "∈": r"\in ",
+        "∅": r"\emptyset ",
+    }
     | {"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}"}
     | {"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}"}
     | dict.fromkeys("\xa0\u2009\u202f\u200b\u2002\u2003", " ")
@@ -242,6 +261,61 @@ def same_number(reference: str, answer: str) -> bool | None:
     return None if found is None else found == expected
 
 
+# --- What is worked out.
+
+_NOTATION = re.compile(r"(?:(?:\\cdot|\\times|\*) ?|(?<![0-9.,]))10\^(?:\{ ?-?[0-9]+ ?\}|[0-9])")
+_IN_UNITS = re.compile(
+    r"\\(?:text|mathrm|mbox|textbf) ?\{[^{}0-9]*\}(?:\^(?:\{-?[0-9]\}|[0-9]))?|[A-Za-z]\^(?:\{-?[0-9]\}|[0-9])"
+)
+_COMPUTED = re.compile(
+    r"\\(?:[dt]?binom|choose|gcd|lcm|det|[bp]?mod|operatorname|begin|[lr]?floor|[lr]?ceil|max|min|log|ln|sqrt)(?![a-z])"
+    r"|(?<![A-Za-z\\])(?:gcd|lcm|binom|det|mod)\b"
+)
+_BAR = re.compile(r"\\[dtc]?frac(?![A-Za-z])|/|:")
+_DIGITS = re.compile(r"[0-9](?:[0-9.]|,(?=[0-9])|\{,\}(?=[0-9]))*")
+_MIXED = re.compile(r"[0-9] ?\\[dtc]?frac|[0-9] [0-9]+ ?/")
+
+
+def one_numeral(text: str) -> bool:
+    r"""Whether a text can be one number that is worked out: one numeral, or a fraction of two, with units.
+
+    >>> (
+    ...     one_numeral(r"3.5\cdot 10^{-5}"),
+    ...     one_numeral(r"5\text{ m}^2"),
+    ...     one_numeral("1,234"),
+    ...     one_numeral(r"1\frac{1}{2}"),
+    ... )
+    (True, True, True, True)
+    >>> one_numeral(r"\binom{10}{3}"), one_numeral("42 43"), one_numeral(r"\frac{1}{2}/3"), one_numeral("17+12")
+    (False, False, False, False)
+    """
+    if _COMPUTED.search(text):
+        return False
+    text = _IN_UNITS.sub(" ", _NOTATION.sub("", text, count=1))
+    units = re.search(r"[0-9}][ )]*(?:\\[,;: ])*[A-Za-z]", text)  # "5 km/h" has no fraction
+    bars = len(_BAR.findall(text[: units.start() + 1] if units else text))
+    return bars <= 1 and len(_DIGITS.findall(text)) <= 1 + bars + bool(_MIXED.search(text))
+
+
+_SET = re.compile(r"(?:.*(?:=|\\in(?![a-z]))\s*)?\\\{[^{}]*\\\}")
+_POINT = re.compile(r"(?:.*(?:=|\\in(?![a-z]))\s*)?[(\[][^{}()\[\]]*,[^()\[\]]*[)\]]")
+_NUMBER = re.compile(r"(?<![A-Za-z0-9^])[0-9]")
+_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|textit) ?\{([^{}]*)\}")
+
+
+def two_kinds(reference: str, answer: str) -> bool:
+    r"""Whether one is a set in braces and the other a point or an interval; or numbers hide in words of the answer.
+
+    >>> two_kinds(r"\{1,2\}", "(1,2)"), two_kinds("1,2", "(1,2)"), two_kinds("42", r"42 \text{ or 43}")
+    (True, False, True)
+    """
+    for one, other in ((reference, answer), (answer, reference)):
+        if _SET.fullmatch(one) and _POINT.fullmatch(other):
+            return True
+    hidden = [[each for each in _TEXT.findall(text) if _NUMBER.search(each)] for text in (reference, answer)]
+    return bool(hidden[1]) and not hidden[0] and not _TEXT.fullmatch(answer)
+
+
 # --- A question is no answer to itself.
 
 _OPERATION = re.compile(
@@ -257,6 +331,9 @@ _JOINS = r"A-Za-z0-9+\-*/^()\\|_{}"
 def repeats(answer: str, prompt: str, reference: str) -> bool:
     r"""Whether an answer is but a formula of the question, with something left to compute, and not the reference.
 
+    The order of its parts, parentheses, and a zero or a one more do not matter: the answer is known to be equal, or
+    is wrong anyway.
+
     Args:
         answer: as `written`.
         prompt: the question.
@@ -264,13 +341,39 @@ def repeats(answer: str, prompt: str, reference: str) -> bool:
 
     >>> repeats("6*7", r"What is $6 \times 7$?", "42"), repeats("6", "What is $6*7$?", "42"), repeats("6*7", "?", "42")
     (True, False, False)
+    >>> repeats("(1+x)^2", "Expand (x+1)^2.", "x^2+2x+1"), repeats("(1+x)^2", "Factor x^2+2x+1.", "(x+1)^2")
+    (True, False)
     """
     told, right = _plainest(answer), _plainest(reference)
     if told == right or not _OPERATION.search(told):
         return False
-    apart = _PROSE.sub(lambda found: f"{found[0]};", _AROUND.sub(";", prompt[-_READ:]))  # else "Expand(x+1)" is one
-    asked = _plainest(_TIGHT.sub(r"\1", _SPACES.sub(" ", _DROPPED.sub("", apart.translate(_SIGNS)))))
-    return re.search(rf"(?<![{_JOINS}]){re.escape(told)}(?![{_JOINS}])", asked) is not None
+    asked, formulas = _asked(prompt[-_READ:])
+    if re.search(rf"(?<![{_JOINS}]){re.escape(told)}(?![{_JOINS}])", asked) is not None:
+        return True
+    return _parts(told) in formulas and _parts(told) != _parts(right)
+
+
+_NOTHING = re.compile(r"\+0(?![0-9.])|(?<![0-9.^])0\+|\*1(?![0-9.])|(?<![0-9.^])1\*|\^1(?![0-9.])|\^\{1\}")
+_PART = re.compile(r"\\[A-Za-z]+|[A-Za-z0-9]|[-/^!|]")
+_APART = re.compile(r"(?:^|(?<=[\s;,.:?]))[A-Za-z]{2,}(?=[\s;,.:?!]|$)|[=;,?:<>]|\.(?=\s|$)")
+
+
+@functools.lru_cache(64)
+def _asked(prompt: str) -> tuple[str, frozenset[str]]:
+    """A question in one way to write it; and its formulas, each as its parts."""
+    plain = prompt.translate(_SIGNS)
+    apart = _AROUND.sub(";", plain)
+    within = [each for found in _FORMULA.finditer(plain) for side in found.groups("") for each in side.split("=")]
+    pieces = [each for each in (*_APART.split(apart), *within) if len(each) <= LONGEST]
+    alone = _PROSE.sub(lambda found: f"{found[0]};", apart)  # else "Expand(x+1)" is one
+    asked = _plainest(_TIGHT.sub(r"\1", _SPACES.sub(" ", _DROPPED.sub("", alone))))
+    return asked, frozenset(_parts(_plainest(_DROPPED.sub("", each))) for each in pieces)
+
+
+def _parts(text: str) -> str:
+    """What a formula is made of, up to the order."""
+    text = _NOTHING.sub("", _SPACES.sub("", text))
+    return " ".join(sorted("/" if each == r"\frac" else each for each in _PART.findall(text)))
 
 
 def _plainest(text: str) -> str:

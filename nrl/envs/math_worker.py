@@ -8,12 +8,14 @@ interpreter (``9 ** 9 ** 9``), and the next pair has another one, milliseconds l
 import contextlib
 import functools
 import logging
+import re
 import signal
 import sys
 import time
 from typing import Any, Literal
 
 from nrl.envs.forked import Crashed, Fork, Late
+from nrl.envs.math_answers import one_numeral, two_kinds
 from nrl.errors import EnvError
 
 __all__ = ["Outcome", "compare"]
@@ -171,13 +173,62 @@ def _equal(right: Any, found: Any) -> bool:
     return bool(verify(right, found, timeout_seconds=None, allow_set_relation_comp=True))
 
 
+_ROUNDED = re.compile(
+    r"[^0-9]*[0-9][0-9,{}!]*(?:\.(?P<decimals>[0-9]+))?(?: ?\\(?:cdot|times) ?10\^\{?(?P<ten>-?[0-9]{1,2})\}?)?[^0-9]*"
+)
+
+
 def _outcome(reference: str, answer: str) -> Outcome:
+    exact, about, rounded = answer.rpartition(r"\approx")
+    if not about:
+        return _alone(reference, answer)
+    if not exact.strip():
+        return _alone(reference, rounded)
+    if not _rounds(exact, rounded):  # two answers
+        return "wrong"
+    both = {_outcome(reference, exact), _alone(reference, rounded)}
+    return next(outcome for outcome in ("right", "wrong", "unread") if outcome in both)
+
+
+def _rounds(exact: str, rounded: str) -> bool:
+    """Whether the second of two numbers is the first with fewer digits, rounded or cut off."""
+    from sympy import Expr
+
+    number = _ROUNDED.fullmatch(rounded)
+    sides = [_last_side(_read(each), each)[1] for each in (exact.rpartition(r"\approx")[2], rounded)]
+    if number is None or any(not isinstance(each, Expr) or each.free_symbols for each in sides):
+        return False
+    value, short = (complex(each.doit().evalf(20)) for each in sides)  # per cent are left alone otherwise
+    unit = 10.0 ** (int(number["ten"] or 0) - len(number["decimals"] or "") - 2 * ("%" in rounded))
+    return abs(value - short) < unit and abs(value) - abs(short) > -0.501 * unit
+
+
+def _alone(reference: str, answer: str) -> Outcome:
     right, found = _read(reference), _read(answer)
     if found is None:
         return "unread"
-    if _unsolved(right, found) or _unworked(right, found) or _far(right, found):
+    if two_kinds(reference, answer) or _cents(right, found):
+        return "wrong"
+    if _unsolved(right, found) or _unworked(right, found, reference, answer) or _far(right, found):
         return "wrong"
     return "right" if _equal(right, found) else "wrong"
+
+
+def _cents(right: Any, found: Any) -> bool:
+    """Whether per cent are none of a number without them: of one below 1 they are hundredths, else a unit."""
+    from sympy import Expr, Rational, UnevaluatedExpr
+
+    cent = UnevaluatedExpr(Rational(1, 100))
+    first, last = _last_side(right, "")[1], _last_side(found, "")[1]
+    if not (isinstance(first, Expr) and isinstance(last, Expr)) or first.has(cent) or not last.has(cent):
+        return False
+    if first.free_symbols or last.free_symbols:
+        return False
+    value, said = (
+        complex(first.evalf(20)),
+        complex(last.subs(cent, Rational(1, 100) if abs(first) < 1 else 1).evalf(20)),
+    )
+    return abs(value - said) > 1e-6 * abs(value)
 
 
 def _unsolved(right: Any, found: Any) -> bool:
@@ -195,17 +246,88 @@ def _unsolved(right: Any, found: Any) -> bool:
     return all(map(solved, right.atoms(Relational))) and not all(map(solved, found.atoms(Relational)))
 
 
-def _unworked(right: Any, found: Any) -> bool:
-    """Whether an answer leaves the work to math-verify: an integral for its value, a long sum for a number."""
+def _unworked(right: Any, found: Any, reference: str, answer: str) -> bool:
+    """Whether an answer leaves the work to math-verify: a sum for a number, an integral for its value."""
     from sympy import Derivative, Expr, Integral, Limit, Product, Sum, count_ops
+    from sympy.matrices import MatrixBase
 
     kinds = (Integral, Derivative, Limit, Sum, Product)
     if any(found.has(kind) and not right.has(kind) for kind in kinds):
         return True
-    last = getattr(found, "rhs", found)
-    if not (isinstance(right, Expr) and isinstance(last, Expr)) or right.free_symbols or last.free_symbols:
+    told, last = _last_side(found, answer)
+    asked, first = _last_side(right, reference)
+    if isinstance(first, MatrixBase):
+        return not isinstance(last, MatrixBase) and not _multiple(last)
+    if not isinstance(first, Expr) or first.free_symbols:
         return False
-    return bool(count_ops(last) > 2 * count_ops(right) + 3)
+    if _numeral(first) and one_numeral(asked):
+        return not (_numeral(last) and one_numeral(told))
+    if not isinstance(last, Expr) or last.free_symbols:
+        return False
+    return not _functions(last) <= _functions(first) or bool(count_ops(last) > 2 * count_ops(first) + 3)
+
+
+def _last_side(tree: Any, text: str) -> tuple[str, Any]:
+    """The side of equations that counts, as text and as SymPy has it; of a set of one number, the number."""
+    from sympy import And, Eq, FiniteSet, Symbol
+
+    sides = text.split("=")
+    last = tree.args[-1] if isinstance(tree, And) else tree
+    if isinstance(last, Eq):
+        turned = isinstance(last.rhs, Symbol) and not last.lhs.free_symbols  # 3 = x
+        text, last = (sides[-2], last.lhs) if turned and len(sides) > 1 else (sides[-1], last.rhs)
+    if isinstance(last, FiniteSet) and len(last) == 1:
+        text, (last,) = text.replace(r"\{", "").replace(r"\}", ""), last
+    return text, last
+
+
+def _numeral(tree: Any) -> bool:
+    """Whether SymPy has a number that is worked out: at most a fraction, per cent, 3.5 * 10^-5 or 10^6."""
+    from sympy import Integer, Mul, Number, Pow, Rational, Symbol, UnevaluatedExpr
+
+    if isinstance(tree, Symbol):  # as it has \mathbf{5}
+        return bool(tree.name.replace(".", "", 1).isdecimal())
+    if not isinstance(tree, Mul | Pow):
+        return isinstance(tree, Number)
+    factors = list[Any]()
+    for each in Mul.make_args(tree):
+        factors += Mul.make_args(each)
+    cent = [each for each in factors if isinstance(each, UnevaluatedExpr) and each.args[0] == Rational(1, 100)]
+    tens = [each for each in factors if isinstance(each, Pow) and each.base == 10 and isinstance(each.exp, Integer)]
+    below = [
+        each
+        for each in factors
+        if each not in tens and isinstance(each, Pow) and isinstance(each.base, Number) and each.exp == -1
+    ]
+    numbers = [each for each in factors if isinstance(each, Number) and each != -1]
+    if len(factors) > len(cent) + len(tens) + len(below) + len(numbers) + factors.count(Integer(-1)):
+        return False
+    if tens and tens[0].exp != -1 and numbers and not 1 <= abs(numbers[0]) < 10:
+        return False
+    return len(cent) <= 1 and len(tens) + len(below) <= 1 and len(numbers) <= 1
+
+
+def _multiple(tree: Any) -> bool:
+    """Whether it is a number times a matrix."""
+    from sympy import MatMul
+    from sympy.matrices import MatrixBase
+
+    return isinstance(tree, MatMul) and sum(isinstance(each, MatrixBase) for each in tree.args) == 1 == sum(
+        getattr(each, "is_Matrix", False) for each in tree.args
+    )
+
+
+def _functions(tree: Any) -> set[Any]:
+    """The functions in it; those of trigonometry are as good as each other."""
+    from sympy import Function, exp
+    from sympy.functions.elementary.trigonometric import InverseTrigonometricFunction, TrigonometricFunction
+
+    families = (TrigonometricFunction, InverseTrigonometricFunction)
+    return {
+        next((family for family in families if isinstance(each, family)), type(each))
+        for each in tree.atoms(Function)
+        if not isinstance(each, exp)
+    }
 
 
 _AT = (0.7390851, 1.3247179, 0.5671432, 1.9021605, 0.9159655)

@@ -36,7 +36,7 @@ def math_verifier(
     wrong. Only where the machine had no time for an answer, the status is ``"timeout"``, and the row is left out.
 
     What leaves the work to the verifier is wrong: a formula of the question, an equation that is to be solved, an
-    integral, a sum with much more to add than the reference has.
+    integral, a sum of matrices; and where the reference is a number, everything that still has to be calculated.
 
     Args:
         workers: how many processes, at most; None: one for each processor.

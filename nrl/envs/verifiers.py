@@ -5,7 +5,8 @@ Each has an extractor, by `extracts`, which takes the answer out of a response: 
 **Where `number` looks.** The first of these that a response has decides, and no later one is tried:
 
 1. the last ``####`` that a number follows, as in GSM8K's own solutions: ``#### 42 apples``. Of a line such as
-   ``#### 6 * 7 = 42`` the part after the equals sign counts. Markdown headings (``#### Step 2``,
+   ``#### 6 * 7 = 42`` the part after the equals sign counts. A line with several numbers (``#### 42 or 43``,
+   ``#### 42 (of 50)``) has none. Markdown headings (``#### Step 2``,
    ``#### 2. Add up``) are no such marker;
 2. the last ``\boxed{...}``, which has to be closed and to hold one number: words, units and ``x =`` may stand around
    it, but no other number and no mathematics;
@@ -229,7 +230,6 @@ _HAS_NUMBER = re.compile("[0-9½¼¾⅓⅔]")
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _HEADING = re.compile(r"[.)][ \t]+[*_]*[A-Za-z]")  # the rest of "#### 2. Add up"
-_ANOTHER = re.compile(r"[ })]*(?:[,;]|or\b|and\b)[ ({]*[-+$€£¥₹]*[0-9]")  # the rest of "#### 2, 3"
 
 
 def marked_number(text: str) -> Iterator[Fraction | None]:
@@ -248,8 +248,18 @@ def marked_number(text: str) -> Iterator[Fraction | None]:
         rest = line[first.end("run") :]
         if _HEADING.match(rest):
             continue
-        after = next(_numerals(line.rpartition("=")[2]), first)
-        yield None if _ANOTHER.match(rest) else _value(first) if _value(first) is not None else _value(after)
+        yield _only(line)
+
+
+def _only(line: str) -> Fraction | None:
+    """The one number of the last side of equations that is a number; None: it has another one beside it."""
+    for side in reversed(line.split("=")):
+        found = list(itertools.islice(_numerals(side), 2))
+        if len(found) > 1:
+            return None
+        if found and (value := _value(found[0])) is not None:
+            return value
+    return None
 
 
 def boxes(text: str) -> Iterator[tuple[int, int, str] | None]:
