@@ -124,6 +124,12 @@ def hangs(task, trace):
     time.sleep(0.5 if len(trace.text) > 900_000 and trace.text[0] == "9" else 0)
     return number(task, trace)
 
+def computes(task, trace):
+    parts = trace.text.split("+")
+    plain = len(trace.text) < 99 and all(each.strip().isdigit() for each in parts)
+    terms = [int(each) for each in parts] if plain else []
+    return float(sum(terms) == int(task["answer"]))
+
 @extracts(lambda response: response.strip().lower().lstrip("-") or None)
 def unsigned(task, trace):
     return float(trace.text.strip().lstrip("-") == task["answer"])
@@ -172,7 +178,8 @@ def test_a_good_verifier_passes(here: Path, capsys: pytest.CaptureFixture[str], 
     assert (first["gym_test"], first["data"], first["limit"]) == (f"v.py:{name}", "arithmetic", 3)
     kinds = {each["kind"] for each in tried}
     assert kinds == {
-        "gold", "form", "mutated", "other", "candidates", "repeated", "injected", "question", "empty", "huge",
+        "gold", "form", "mutated", "other", "candidates", "repeated", "injected", "question", "operands",
+        "empty", "huge",
     }  # fmt: skip
     gold = [each for each in tried if each["kind"] == "gold"]
     assert [each["reward"] for each in gold] == [1.0] * 3
@@ -186,7 +193,8 @@ def test_a_good_verifier_passes(here: Path, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize(
     ("name", "faults"),
     [
-        ("everything", "mutated other candidates repeated injected question empty huge"),
+        ("everything", "mutated other candidates repeated injected question operands empty huge"),
+        ("computes", "operands"),
         ("contains", "mutated candidates"),
         ("nothing", "gold"),
         ("lenient", "empty"),
@@ -474,6 +482,26 @@ def test_each_episode_is_closed_once(here: Path) -> None:
 
 
 # --- its parts
+
+
+@pytest.mark.parametrize(
+    ("asked", "gold", "texts"),
+    [
+        ("17+12=", "29", ["12+17", "12 + 17 + 0"]),
+        ("What is 17 * 13?", "221", ["13*17", "13 * 17 * 1"]),
+        ("17+12=", r"\boxed{29}", ["12+17", r"\boxed{12+17}", "12 + 17 + 0", r"\boxed{12 + 17 + 0}"]),
+        ("0+5=", "5", []),  # of which a reader may take the 5
+        ("1+2+3=", "6", []),
+        ("2*3-1=", "5", []),
+        ("1.5+2=", "3.5", []),
+        ("2+1.5=", "3.5", []),
+        ("How many?", "3", []),
+    ],
+)
+def test_sums_and_products_are_written_in_another_way(asked: str, gold: str, texts: list[str]) -> None:
+    way, *_ = ways({}, [gold])
+    every = hostile(way, [gold], [], asked, Random(0))
+    assert [each.text for each in every if each.kind == "operands"] == texts
 
 
 @settings(max_examples=25)
