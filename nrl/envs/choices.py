@@ -2,48 +2,110 @@ r"""`choice`: multiple choice, by the letter that a response ends with.
 
 **Where it looks.** The first of these that a response has decides, and of several of one kind the last:
 
-1. ``\boxed{B}``;
-2. "the answer is B", "answer: (B)", "option B is correct" and the like;
-3. a response, or its last line, that is nothing but a letter: ``B``, ``(b)``, ``**B.**``.
+1. ``\boxed{B}``, ``\boxed{B) Paris}``, ``\boxed{\textbf{(B)}}``;
+2. "the answer is B", "answer: (B)", "option B is correct", "I choose option B" and the like;
+3. a response, or its last line, that is nothing but a letter: ``B``, ``(b)``, ``**B.**``, "option B"; or, if no other
+   line is one too, an option with its text: ``B) Paris``.
 
-A response that names several letters there (``A or B``, ``A, B, C, D``) has no answer. A letter elsewhere is a word.
+**What is no letter.** A small letter, unless it is in brackets or quotation marks or ends the sentence ("the answer is
+a bit unclear"); ``A`` and ``I`` before a word that may follow an article or a pronoun ("answer: I do not know"); a
+letter of which the response says that it is wrong; one beyond the task's ``"choices"``; all letters elsewhere. A
+response that names several (``A or B``, ``A, B, C, D``) has no answer.
 """
 
 import re
 from typing import Any
 
 from nrl.envs.contract import Score, Task, Trace
-from nrl.envs.verifiers import extracts
+from nrl.envs.verifiers import boxes, extracts
 from nrl.errors import EnvError
 
 __all__ = ["choice", "chosen_letter"]
 
-_LETTER = r"[\s*_`$({\[\"']*(?:\\text(?:bf)?\{)?(?P<letter>[A-Za-z])(?![\w'\u2019])[)}\]*_`\"'$.:]*"
-_BOXED = re.compile(r"\\boxed\{" + _LETTER + r"\s*\}")
-_SAID = re.compile(
-    r"\b(?:answer|choice|option)\b(?:\s(?:is|(?:would|must)\sbe|choice|option))*\s?[:=]?\s?(?:option|choice)?"
-    + _LETTER,
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+# Patterns stay linear: white space is joined before, and all other runs are short.
+_TOKEN = re.compile(
+    r"[\s*_`$({\[\"']{0,8}(?:\\(?:text|math)?(?:bf|it|rm|sf|tt)?\{[({\[*]{0,3})?"
+    r"(?P<letter>[A-Za-z])(?![^\W_]|[+#]| ?[=<>^]|-\w|['\u2019]\w|\.[A-Za-z](?![A-Za-z]))(?P<marked>[)}\]*_`\"'$]{0,8})"
+)
+_ENDS = re.compile(r"[.!?:]?[)}\]*_`\"'$]{0,8}(?:\n|\Z)|[.!?][)}\]*_`\"'$]{0,8}\s")  # a line or a sentence
+_WRONG = re.compile(r"\s(?:is|are)(?:n['\u2019]t|\snot|\swrong|\sincorrect|\sfalse)\b|\s(?:cannot|can['\u2019]t)\b")
+_RIGHT = re.compile(
+    r"\s(?:is|(?:must|would|should)\sbe)\s(?:the\s)?(?:only\s|most\s)?(?:answer|appropriate|best|correct|right|true)\b",
     re.IGNORECASE,
 )
-_ALONE = re.compile(_LETTER + r"\s*")
-_MORE = re.compile(r"\s*(?:,|/|\bor\b|\band\b|&)\s*[(\[*]*[A-Za-z](?!\w)", re.IGNORECASE)  # another letter behind
+_PROSE = re.compile(  # behind an article or a pronoun; not the words that follow a letter
+    r" (?!(?:as|based|because|but|by|due|for|from|given|if|is|not|or|and|since|that|when|where|which|while|with)\b)\w",
+    re.IGNORECASE,
+)
+_LEADS = re.compile(
+    r"\b(?:answer|choice|option)\b[*_`]{0,3}(?:\s(?:is|(?:has\sto|must|should|would)\sbe)\b)[*_`]{0,3}(?:\s?[:=])?"
+    r"(?:\s(?:the\s)?(?:answer|choice|letter|option)\b)?"
+    r"|\b(?:answer|choice|option)\b[*_`]{0,3}\s?[:=][*_`]{0,3}(?:\s?(?:choice|letter|option)\b)?"
+    r"|(?<!not\s)(?<!n't\s)(?<!never\s)\b(?:choose|pick|select)\s(?:the\s)?(?:answer|choice|option)\b"
+    r"|(?P<perhaps>\b(?:answer|choice|option)\b)",
+    re.IGNORECASE,
+)
+_BESIDE = re.compile(r"(?: ?(?:[,;/&+]|\b(?:and|or)\b)){0,4}", re.IGNORECASE)  # between several letters
+_NAMED = re.compile(r"[*_`]{0,3}(?:(?:answer|choice|option)\b[\s*_`]?)?", re.IGNORECASE)
+_LISTED = re.compile(r"[*_`]{0,3}\(?(?P<letter>[A-Za-z])(?:\)|(?<=[A-Z])\.)[*_`]{0,3}\s(?!(?:is|are|was|or|and)\b)\S")
+_ANOTHER = re.compile(r"(?<!\w)\(?[A-Za-z]\)")
 
 
-def chosen_letter(response: str) -> str | None:
+def chosen_letter(response: str, letters: str = _LETTERS) -> str | None:
     r"""The letter that a response chooses, in upper case; the module's docstring has the rules.
+
+    Args:
+        response: the text.
+        letters: those that there are, in upper case.
 
     >>> chosen_letter("A is tempting, but the answer is (b)."), chosen_letter(r"So \boxed{C}"), chosen_letter("A or B")
     ('B', 'C', None)
     """
-    text = "\n".join(" ".join(line.split()) for line in response.splitlines() if line.strip())  # patterns stay linear
-    for pattern in (_BOXED, _SAID):
-        found = list(pattern.finditer(text))
-        if found:
-            last = found[-1]
-            return None if _MORE.match(text, last.end()) else last["letter"].upper()
-    lines = text.splitlines()
-    alone = _ALONE.fullmatch(lines[-1]) if lines else None
-    return alone["letter"].upper() if alone else None
+    text = "\n".join(" ".join(line.split()) for line in response.splitlines() if line.strip())
+    box = next(boxes(text), None)
+    if box is not None and (found := _letter(box[2], 0, letters)) is not None:
+        several = _beside(box[2], found[1], letters) or _ANOTHER.search(box[2], found[1])
+        return None if several else found[0]
+    said = list[str | None]()
+    for lead in _LEADS.finditer(text):
+        found = _letter(text, lead.end(), letters)
+        if found is not None and (not lead["perhaps"] or _RIGHT.match(text, found[1])):
+            said.append(None if _beside(text, found[1], letters) else found[0])
+    return said[-1] if said else _last_line(text.split("\n"), letters)
+
+
+def _letter(text: str, at: int, letters: str) -> tuple[str, int] | None:
+    """The letter that stands at a place, in upper case, and where it ends; None: what stands there is none."""
+    found = _TOKEN.match(text, at)
+    if found is None or found["letter"].upper() not in letters or _WRONG.match(text, found.end()):
+        return None
+    letter, end = found["letter"], found.end()
+    if not found["marked"]:
+        if letter.islower() and not _ENDS.match(text, end):
+            return None
+        if letter in "AI" and _PROSE.match(text, end):
+            return None
+    return letter.upper(), end
+
+
+def _beside(text: str, end: int, letters: str) -> bool:
+    """Whether another letter follows one; in the next line only where it is all of that."""
+    at = _BESIDE.match(text, end).end()  # type: ignore[union-attr]  # which matches nothing, too
+    another = _letter(text, at, letters)
+    return another is not None and (text[at : at + 1] != "\n" or _ENDS.match(text, another[1]) is not None)
+
+
+def _last_line(lines: list[str], letters: str) -> str | None:
+    """The letter that the last line is, or that it begins with as the only option of all lines."""
+    last = lines[-1]
+    found = _letter(last, _NAMED.match(last).end(), letters)  # type: ignore[union-attr]  # as above
+    if found is not None and (ends := _ENDS.match(last, found[1])) is not None and ends.end() == len(last):
+        return found[0]
+    listed = _LISTED.match(last)
+    if listed is None or listed["letter"].upper() not in letters or _ANOTHER.search(last, listed.end() - 1):
+        return None
+    return None if any(_LISTED.match(line) for line in lines[:-1]) else listed["letter"].upper()
 
 
 @extracts(chosen_letter)
@@ -66,7 +128,9 @@ def choice(task: Task, trace: Trace) -> Score:
     >>> choice({"answer": "Paris", "choices": ["Rome", "Paris"]}, Trace("", ["A"])).reward
     0.0
     """
-    right, found = _right(task), chosen_letter(trace.text)
+    choices = task.get("choices")
+    letters = _LETTERS if choices is None else _LETTERS[: len(choices)]
+    right, found = _right(task), chosen_letter(trace.text, letters)
     return Score(float(found == right), "parse_fail" if found is None else "ok")
 
 

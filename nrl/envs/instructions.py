@@ -2,6 +2,8 @@
 
 The kinds are those of IFEval (Zhou et al., 2023, 2311.07911), by names of our own. A task's ``"constraints"`` is a
 list, each a name, or a name with arguments: ``{"words": {"most": 50}}``. Every check is linear in the text.
+Arguments under which every text would be right, or none, are an error of the task: no ``least`` or ``most`` at all, a
+``least`` above the ``most``, an empty text, a text where a list belongs.
 """
 
 import json
@@ -16,11 +18,31 @@ __all__ = ["CONSTRAINTS", "constraints"]
 
 
 def _between(count: int, least: int = 0, most: int | None = None) -> bool:
+    for each in (least, most):
+        if each is not None and (isinstance(each, bool) or not isinstance(each, int) or each < 0):
+            raise ValueError(f"{each!r} is no number of things; give least and most as integers that are not negative")
+    if most is None and least == 0:
+        raise ValueError("every text would do; give least, most or both")
+    if most is not None and least > most:
+        raise ValueError(f"no text would do; give a least that is not above the most, not {least} and {most}")
     return least <= count and (most is None or count <= most)
 
 
+def _texts(words: Any) -> Sequence[str]:
+    if isinstance(words, str) or not isinstance(words, Sequence) or not words:
+        raise ValueError(f"the words are {words!r}; give a list of texts")
+    return [_text(each) for each in words]
+
+
+def _text(given: Any) -> str:
+    if not isinstance(given, str) or not given.strip():
+        raise ValueError(f"{given!r} is found in every text or in none; give a text that is not empty")
+    return given
+
+
 def _words(text: str) -> list[str]:
-    return re.findall(r"\w+(?:['\u2019-]\w+)*", text)
+    """Runs of letters and digits; a line to be filled in, such as ``___``, is no word."""
+    return [each for each in re.findall(r"\w+(?:['\u2019-]\w+)*", text) if each.strip("_'\u2019-")]
 
 
 def _sentences(text: str) -> list[str]:
@@ -32,12 +54,17 @@ def _holds(text: str, word: str) -> int:
 
 
 def _is_json(text: str) -> bool:
+    """Whether it is JSON by its standard, which has no ``NaN`` and no ``Infinity``."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
     text = text.strip()
     first, newline, rest = text.partition("\n")
     if newline and first.rstrip() in ("```", "```json") and rest.endswith("```"):
         text = rest.removesuffix("```")
     try:
-        json.loads(text)
+        json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError):
         return False
     return True
@@ -66,12 +93,12 @@ CONSTRAINTS: dict[str, Callable[..., bool]] = {
     "paragraphs": lambda text, **how: _between(_paragraphs(text), **how),
     "lines": lambda text, **how: _between(len([line for line in text.splitlines() if line.strip()]), **how),
     "bullets": lambda text, **how: _between(_bullets(text), **how),
-    "contains": lambda text, words: all(_holds(text, word) for word in words),
-    "avoids": lambda text, words: not any(_holds(text, word) for word in words),
-    "repeats": lambda text, word, **how: _between(_holds(text, word), **how),
-    "letter": lambda text, letter, **how: _between(text.lower().count(letter.lower()), **how),
-    "begins": lambda text, with_: text.lstrip().startswith(with_),
-    "ends": lambda text, with_: text.rstrip().endswith(with_),
+    "contains": lambda text, words: all(_holds(text, word) for word in _texts(words)),
+    "avoids": lambda text, words: not any(_holds(text, word) for word in _texts(words)),
+    "repeats": lambda text, word, **how: _between(_holds(text, _text(word)), **how),
+    "letter": lambda text, letter, **how: _between(text.lower().count(_text(letter).lower()), **how),
+    "begins": lambda text, with_: text.lstrip().startswith(_text(with_)),
+    "ends": lambda text, with_: text.rstrip().endswith(_text(with_)),
     "lowercase": lambda text: text == text.lower() and text != text.upper(),
     "uppercase": lambda text: text == text.upper() and text != text.lower(),
     "no_commas": lambda text: bool(_words(text)) and "," not in text,
@@ -100,7 +127,8 @@ def constraints(task: Task, trace: Trace) -> Score:
         From 0 to 1, with the component ``all``, 1 where all are fulfilled, and one for each name.
 
     Raises:
-        EnvError: the task has no ``"constraints"``, or one that does not exist or does not take its arguments.
+        EnvError: the task has no ``"constraints"``, or one that does not exist or does not take its arguments, or
+            under its arguments every text would do, or none.
 
     >>> task = {"constraints": ["lowercase", {"words": {"most": 3}}, {"ends": {"with": "."}}]}
     >>> constraints(task, Trace("", ["so it is!"])).reward
@@ -116,8 +144,9 @@ def constraints(task: Task, trace: Trace) -> Score:
     for each in asked:
         name, how = _read(each)
         try:
-            met.append((name, bool(CONSTRAINTS[name](text, **how))))
-        except (TypeError, AttributeError) as error:
+            arguments = {"with_" if key == "with" else str(key): value for key, value in how.items()}
+            met.append((name, bool(CONSTRAINTS[name](text, **arguments))))
+        except (TypeError, ValueError) as error:
             raise EnvError(f"constraints: {name} does not take {dict(how)}: {error}") from error
     share = sum(kept for _, kept in met) / len(met)
     if not _words(text):
@@ -134,4 +163,4 @@ def _read(each: Any) -> tuple[str, Mapping[str, Any]]:
         ((name, how),) = each.items()
     if not isinstance(name, str) or name not in CONSTRAINTS or not isinstance(how, Mapping):
         raise EnvError(f"constraints: there is no {each!r}; there are {', '.join(sorted(CONSTRAINTS))}")
-    return name, {"with_" if key == "with" else str(key): value for key, value in how.items()}
+    return name, how

@@ -18,7 +18,7 @@ __all__ = ["RUBRIC", "judge"]
 RUBRIC = "You judge answers to questions. A good answer is correct, complete, and no longer than the question needs."
 """What the judge is told by default."""
 
-_LINE = re.compile(r"^[\s*_`>#]*SCORE:[\s*_`]*(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?[\s*_`.]*$", re.IGNORECASE)
+_LINE = re.compile(r"^[\s*_`>#]*SCORE:[\s*_`]*(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?[\s*_`.]*$", re.IGNORECASE)
 
 _SHAPE = """{rubric}
 
@@ -46,9 +46,9 @@ def judge(
     r"""A verifier whose reward is what a language model says about the answer, greedily, from 0 to 1.
 
     The judge sees the rubric, the question, the right answer if the task has an ``"answer"``, and the last answer of
-    the trace between marks that the answer cannot know. Of its reply the last line counts. A reply without a score, or
-    with one out of range, says nothing about the policy: its status is ``"infra_error"``, and the row is not trained
-    on. An empty answer gets 0 without a question.
+    the trace between marks that the answer cannot know. Of its reply the last line counts. A reply without a score,
+    with one out of range or out of another best (``9/100``), or that ``max_tokens`` cut off, says nothing about the
+    policy: its status is ``"infra_error"``, and the row is not trained on. An empty answer gets 0 without a question.
 
     Args:
         url: of the server, with or without ``/v1``.
@@ -59,7 +59,7 @@ def judge(
         api_key: as in `nrl.backends.openai.sampler`.
         timeout: seconds for a reply, all attempts together.
         in_flight: how many questions may be under way at once.
-        max_tokens: of a reply.
+        max_tokens: of a reply; one that has as many may lack the end of its score, and counts for nothing.
         options: more fields of each request, such as ``{"reasoning_effort": "low"}``.
 
     Returns:
@@ -105,13 +105,14 @@ def judge(
         future: futures.Future[Any] = beside(server.ask("/chat/completions", body))
         answer = (await asyncio.wrap_future(future)).said
         try:
-            reply = answer["choices"][0]["message"]["content"] or ""
-        except (LookupError, TypeError):
+            choice = answer["choices"][0]
+            reply, ended = choice["message"]["content"] or "", choice.get("finish_reason")
+        except (LookupError, TypeError, AttributeError):
             raise EnvError(
                 f"judge: {server.url}/chat/completions gives no reply; look whether that is an OpenAI-compatible "
                 f"server. It says: {excerpt(answer)}"
             ) from None
-        score = _score(str(reply), low, high)
+        score = None if ended == "length" else _score(str(reply), low, high)  # "SCORE: 1" may have been to be 10
         if score is None:
             return Score(status="infra_error")
         return Score((score - low) / (high - low), components={"judge": score})
@@ -138,9 +139,11 @@ def _asked(task: Task, trace: Trace, rubric: str, low: float, high: float) -> li
 
 
 def _score(reply: str, low: float, high: float) -> float | None:
-    """The number of the last line, if it is a score in the range."""
+    """The number of the last line, if it is a score in the range, and out of its best where it says out of what."""
     lines = [line for line in reply.splitlines() if line.strip()]
     found = _LINE.match(lines[-1]) if lines else None
     if found is None or not low <= float(found[1]) <= high:
+        return None
+    if found[2] is not None and float(found[2]) != high:
         return None
     return float(found[1])

@@ -1,15 +1,18 @@
-"""`short_answer`: a name, a date, a few words, compared as SQuAD does.
+"""`short_answer`: a name, a date, a few words, compared as SQuAD does, but for numbers.
 
 **Where it looks.** In the last ``<answer>...</answer>`` of a response; where there is none, in its last line, without
 an ``Answer:`` in front. A response that opens the last pair and does not close it has no answer.
 
-**When texts are equal.** Without case, punctuation, the articles a, an and the, and further white space.
+**When texts are equal.** Without case, punctuation, the articles a, an and the, and further white space. Where a text
+is nothing but a number, its value counts instead: without punctuation ``-5`` would be ``5``, and ``1/2`` would be
+``12``.
 """
 
 import re
 import string
 from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 
 from nrl.envs.contract import Score, Task, Trace
 from nrl.envs.verifiers import extracts
@@ -22,9 +25,24 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 _LED = re.compile(r"(?:final )?answer\s*:", re.IGNORECASE)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_NUMBER = re.compile(  # one with a zero in front, such as 007, is a name
+    r"(?P<sign>[-+\u2212]?) ?[$\u20ac\u00a3]?(?P<value>(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]*|0)(?:\.[0-9]+)?"
+    r"|\.[0-9]+)(?: ?/ ?(?P<under>[1-9][0-9]*))?\.?"
+)
+_LONGEST = 100  # characters of a number
+
+
+def _number(text: str) -> str | None:
+    found = _NUMBER.fullmatch(text) if len(text) <= _LONGEST else None
+    if found is None:
+        return None
+    value = Fraction(found["value"].replace(",", "")) / int(found["under"] or 1)
+    return str(-value if found["sign"] in ("-", "\u2212") else value)
 
 
 def _normal(text: str) -> str:
+    if (number := _number(text.strip())) is not None:
+        return number
     plain = text.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", plain).split()) or " ".join(text.lower().split())  # "The" is an answer, too
 
@@ -65,7 +83,10 @@ def short_answer(task: Task, trace: Trace) -> Score:
     >>> short_answer(task, Trace("", ["Answer: an engine"]))
     Score(reward=0.0, status='ok', components={'f1': 0.6666666666666666})
 
-    Source: the evaluation of SQuAD 1.1, Rajpurkar et al., 2016 (1606.05250).
+    >>> short_answer({"answer": "1/2"}, Trace("", ["0.5"])).reward
+    1.0
+
+    Source: the evaluation of SQuAD 1.1, Rajpurkar et al., 2016 (1606.05250), but for numbers.
     """
     right = [_normal(each) for each in _right(task)]
     found = _given(trace.text)

@@ -36,6 +36,19 @@ async def later(task, trace):
 def compared(task, traces):
     return [number(task, trace).reward for trace in traces]
 
+@of_group
+def best(task, traces):
+    rewards = [number(task, trace).reward for trace in traces]
+    return [float(reward > sum(rewards) / len(rewards)) for reward in rewards]
+
+@of_group
+def last(task, traces):
+    return [float(place == len(traces) - 1) for place in range(len(traces))]
+
+@of_group
+def alone(task, traces):
+    return [number(task, traces[0])]
+
 def make():
     return good
 
@@ -124,9 +137,19 @@ def hangs(task, trace):
     time.sleep(0.5 if len(trace.text) > 900_000 and trace.text[0] == "9" else 0)
     return number(task, trace)
 
+def computes(task, trace):
+    parts = trace.text.split("+")
+    plain = len(trace.text) < 99 and all(each.strip().isdigit() for each in parts)
+    terms = [int(each) for each in parts] if plain else []
+    return float(sum(terms) == int(task["answer"]))
+
 @extracts(lambda response: response.strip().lower().lstrip("-") or None)
 def unsigned(task, trace):
     return float(trace.text.strip().lstrip("-") == task["answer"])
+
+@extracts(lambda response: None)
+def unread(task, trace):
+    return 1.0
 
 number_of_things = 3
 def broken():
@@ -164,7 +187,7 @@ FEW = ["data=arithmetic", "limit=3", "slow=30"]
 # --- verifiers
 
 
-@pytest.mark.parametrize("name", ["good", "later", "compared", "make"])
+@pytest.mark.parametrize("name", ["good", "later", "compared", "best", "make"])
 def test_a_good_verifier_passes(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     shown = said(capsys, f"v.py:{name}", *FEW)
     assert f"nothing is wrong with v.py:{name}; gym_test.jsonl has all that was tried" in shown
@@ -172,7 +195,8 @@ def test_a_good_verifier_passes(here: Path, capsys: pytest.CaptureFixture[str], 
     assert (first["gym_test"], first["data"], first["limit"]) == (f"v.py:{name}", "arithmetic", 3)
     kinds = {each["kind"] for each in tried}
     assert kinds == {
-        "gold", "form", "mutated", "other", "candidates", "repeated", "injected", "question", "empty", "huge",
+        "gold", "form", "mutated", "other", "candidates", "repeated", "injected", "question", "operands",
+        "empty", "huge",
     }  # fmt: skip
     gold = [each for each in tried if each["kind"] == "gold"]
     assert [each["reward"] for each in gold] == [1.0] * 3
@@ -186,7 +210,8 @@ def test_a_good_verifier_passes(here: Path, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize(
     ("name", "faults"),
     [
-        ("everything", "mutated other candidates repeated injected question empty huge"),
+        ("everything", "mutated other candidates repeated injected question operands empty huge"),
+        ("computes", "operands"),
         ("contains", "mutated candidates"),
         ("nothing", "gold"),
         ("lenient", "empty"),
@@ -230,6 +255,45 @@ def test_what_is_not_given_back_is_found(here: Path, capsys: pytest.CaptureFixtu
 
 def test_many_calls_of_a_good_verifier_leak_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing is wrong" in said(capsys, "number", "data=arithmetic", "limit=2", "slow=30", "sessions=500")
+
+
+def test_a_verifier_of_groups_compares_each_answer_with_the_right_one(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "mutated" in said(capsys, "v.py:last", *FEW, status=1)
+    shown = said(capsys, "v.py:alone", *FEW, status=1)
+    assert "EnvError: the verdict on a group of 2 is [Score(" in shown
+    assert "; return a list of one verdict for each" in shown
+
+
+@pytest.mark.parametrize(
+    ("target", "column", "status"), [("constraints", "response", 1), ("v.py:make", "answer", 0), ("code", None, 0)]
+)
+def test_the_column_of_right_answers_is_found(
+    here: Path, capsys: pytest.CaptureFixture[str], target: str, column: str | None, status: int
+) -> None:
+    """The tasks that come with `constraints` have a response, and those that come with `code` have tests alone."""
+    more = ["data=arithmetic"] if column == "answer" else []
+    shown = said(capsys, target, "limit=2", "slow=30", *more, status=status)
+    first, *tried = lines(here / "gym_test.jsonl")
+    assert first.get("gold") == column
+    assert ("no right answers were tried: the tasks have no 'answer', 'answers', 'response'" in shown) is (
+        column is None
+    )
+    kinds = {each["kind"] for each in tried if "kind" in each}
+    if column is None:
+        assert kinds == {"injected", "question", "empty", "huge"}
+        assert "raise SystemExit(0)" in "".join(each["text"] for each in tried)
+    else:
+        assert {"gold", "mutated"} <= kinds
+        assert all(each["passed"] for each in tried if each.get("kind") == "gold")
+
+
+def test_nothing_may_be_equal_to_an_answer_that_is_not_known(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "rows.jsonl").write_text(json.dumps({"question": "Name a number."}) + "\n")
+    shown = said(capsys, "v.py:unread", "data=rows.jsonl", "slow=30", status=1)
+    assert "injected (" in shown
+    assert "may be equal" not in shown
 
 
 def test_slow_calls_are_found(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -474,6 +538,26 @@ def test_each_episode_is_closed_once(here: Path) -> None:
 
 
 # --- its parts
+
+
+@pytest.mark.parametrize(
+    ("asked", "gold", "texts"),
+    [
+        ("17+12=", "29", ["12+17", "12 + 17 + 0"]),
+        ("What is 17 * 13?", "221", ["13*17", "13 * 17 * 1"]),
+        ("17+12=", r"\boxed{29}", ["12+17", r"\boxed{12+17}", "12 + 17 + 0", r"\boxed{12 + 17 + 0}"]),
+        ("0+5=", "5", []),  # of which a reader may take the 5
+        ("1+2+3=", "6", []),
+        ("2*3-1=", "5", []),
+        ("1.5+2=", "3.5", []),
+        ("2+1.5=", "3.5", []),
+        ("How many?", "3", []),
+    ],
+)
+def test_sums_and_products_are_written_in_another_way(asked: str, gold: str, texts: list[str]) -> None:
+    way, *_ = ways({}, [gold])
+    every = hostile(way, [gold], [], asked, Random(0))
+    assert [each.text for each in every if each.kind == "operands"] == texts
 
 
 @settings(max_examples=25)

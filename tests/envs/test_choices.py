@@ -25,14 +25,65 @@ from nrl.errors import EnvError
         (r"\boxed{\text{D}}", "D"),
         (r"\boxed{A} or rather \boxed{B}", "B"),
         ("A\nB\nC\nD", "D"),
+        ("The answer is B. Option A is wrong.", "B"),
+        ("The answer is B, as option I considered first was off.", "B"),
+        ("The answer is B, I think.", "B"),
+        ("The answer is B I think.", "B"),
+        ("The answer is B, a classic.", "B"),
+        ("The answer is B (A is wrong).", "B"),
+        ("The answer is B and C is wrong.", "B"),
+        ("The answer is B\nA) is tempting.", "B"),
+        ("The answer is A because of its size", "A"),
+        ("The answer is A\nMany would say so.", "A"),
+        ("So the answer is a.", "A"),
+        ("So the answer is (a) cat", "A"),
+        ("Answer: **a** cat", "A"),
+        ("Answer: I", "I"),
+        ("**Answer:** B", "B"),
+        ("**Answer**: B", "B"),
+        ("Answer:\n\nB", "B"),
+        ("The answer is 'B'", "B"),
+        ("Option C is correct", "C"),
+        ("I choose option C, since B is odd", "C"),
+        ("Option C", "C"),
+        ("The right choice is: option (d)", "D"),
+        ("Let us see.\nB) Paris", "B"),
+        ("(B) Paris", "B"),
+        ("b) Paris", "B"),
+        ("**B.** Paris", "B"),
+        (r"\boxed{B) Paris}", "B"),
+        (r"\boxed{\textbf{(B)}}", "B"),
+        (r"\boxed{\text{B. Paris}}", "B"),
+        (r"\mathrm{B}", "B"),
+        (r"$\mathrm{B}$.", "B"),
+        (r"The answer is $\mathrm{(B)}$.", "B"),
         # Nothing is chosen
+        ("The answer is a bit unclear.", None),
+        ("Answer: I do not know", None),
+        ("Answer: A cat", None),
+        ("The answer is A and/or B", None),
+        ("The answer is A; or B", None),
+        ("The answer is A B C D", None),
+        ("Answer:\nA\nB\nC", None),
+        ("Answer: B is wrong.", None),
+        ("Option B is not correct", None),
+        ("I would not choose option C there", None),
+        ("Option A is tempting", None),
+        (r"\boxed{A, B}", None),
+        (r"\boxed{A) Rome B) Paris}", None),
+        (r"\boxed{N = 3}", None),
+        ("A) Rome\nB) Paris", None),
+        ("A) Rome B) Paris", None),
+        ("B) is wrong", None),
+        ("The U.S. answer: U.S.", None),
+        ("The answer is C++", None),
         ("", None),
         ("A or B", None),
         ("The answer is A or B", None),
         ("The answer is A, B, C, D", None),
         ("The answer is (A) and (C)", None),
         ("A cat sat on a mat", None),
-        ("The answer is a cat", "A"),  # the one thing that a letter cannot be told from
+        ("The answer is a cat", None),
         ("The answer is an apple", None),
         ("It's I who answer", None),
         ("The answer is I'm not sure", None),
@@ -56,9 +107,17 @@ def test_the_letter_that_is_chosen(response: str, letter: str | None) -> None:
 )
 def test_what_is_right(task: dict[str, Any], right: str) -> None:
     for letter in "ABCD":
-        assert choice(task, Trace("", [letter])) == Score(float(letter == right))
+        there = letter in "ABCD"[: len(task.get("choices", "ABCD"))]
+        assert choice(task, Trace("", [letter])) == Score(float(letter == right), "ok" if there else "parse_fail")
     assert choice(task, Trace("", ["Hm."])) == Score(0.0, "parse_fail")
     assert choice(task, Trace()) == Score(0.0, "parse_fail")
+
+
+def test_letters_beyond_the_choices_are_none() -> None:
+    task = {"answer": "B", "choices": ["x", "y", "z"]}
+    assert choice(task, Trace("", ["The answer is B. The answer is D"])) == Score(1.0)
+    assert choice(task, Trace("", ["The answer is D"])) == Score(0.0, "parse_fail")
+    assert choice({"answer": "B"}, Trace("", ["The answer is D"])) == Score(0.0)
 
 
 @pytest.mark.parametrize("task", [{}, {"answer": "Paris"}, {"answer": 7, "choices": ["a"]}, {"answer": True}])
@@ -68,7 +127,10 @@ def test_a_task_that_says_nothing(task: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("text", ["(", "answer ", "\\boxed{", "A or ", "answer ( ", "answer" + " " * 1000])
+@pytest.mark.parametrize(
+    "text",
+    ["(", "answer ", "\\boxed{", "A or ", "answer ( ", "answer" + " " * 1000, "answer is a and ", "B) x ", "A) x\n"],
+)
 def test_long_answers_take_little_time(text: str) -> None:
     began = time.process_time()
     assert chosen_letter(text * (400_000 // len(text)) + "42") is None

@@ -46,6 +46,18 @@ def test_a_constraint_is_met_and_not_met(name: str) -> None:
         assert constraints({"constraints": [name]}, Trace("", [met])).reward == 1.0
 
 
+@pytest.mark.parametrize("text", ["NaN", "[Infinity]", '{"a": -Infinity}'])
+def test_json_has_no_such_numbers(text: str) -> None:
+    assert constraints({"constraints": ["json"]}, Trace("", [text])).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("_ _ _", 0), ("_one_ ___ two_", 2), ("snake_case", 1), ("a\u0301 \u0968", 2), ("1 2.5", 3)]
+)
+def test_what_is_a_word(text: str, count: int) -> None:
+    assert CONSTRAINTS["words"](text, least=count, most=count)
+
+
 def test_shares_and_components() -> None:
     task = {"constraints": ["lowercase", {"words": {"most": 3}}, {"words": {"least": 3}}, "no_commas"]}
     assert constraints(task, Trace("", ["just two"])) == Score(
@@ -70,6 +82,25 @@ def test_who_says_nothing_gets_nothing(text: str) -> None:
         ([{"words": {}, "lines": {}}], "constraints: there is no {'words'"),
         ([{"words": 3}], "constraints: there is no {'words': 3}"),
         ([{"words": {"about": 3}}], "constraints: words does not take {'about': 3}: .*about"),
+        # A text where a list belongs would be read letter by letter
+        ([{"avoids": {"words": "apple"}}], "avoids does not take .*: the words are 'apple'; give a list of texts"),
+        ([{"contains": {"words": "apple"}}], "contains does not take .*: the words are 'apple'; give a list of texts"),
+        ([{"avoids": {"words": []}}], r"avoids does not take .*: the words are \[\]; give a list of texts"),
+        ([{"contains": {"words": ["a", 3]}}], "contains does not take .*: 3 is found in every text or in none"),
+        ([{"contains": {"words": {"a": 3}}}], "contains does not take .*: the words are {'a': 3}; give a list"),
+        ([{"words": {}}], "words does not take {}: every text would do; give least, most or both"),
+        (["sentences"], "sentences does not take {}: every text would do; give least, most or both"),
+        ([{"lines": {"least": 0}}], "lines does not take {'least': 0}: every text would do"),
+        ([{"repeats": {"word": "a"}}], "repeats does not take {'word': 'a'}: every text would do"),
+        ([{"words": {"least": 4, "most": 3}}], "words .*: no text would do; give a least .*, not 4 and 3"),
+        ([{"words": {"most": -1}}], "words .*: -1 is no number of things; give least and most as integers"),
+        ([{"words": {"least": True}}], "words .*: True is no number of things"),
+        ([{"words": {"most": "3"}}], "words .*: '3' is no number of things"),
+        ([{"begins": {"with": ""}}], "begins does not take {'with': ''}: '' is found in every text or in none; give a"),
+        ([{"ends": {"with": " "}}], "ends does not take {'with': ' '}: ' ' is found in every text or in none"),
+        ([{"letter": {"letter": "", "least": 1}}], "letter does not take .*: '' is found in every text or in none"),
+        ([{"repeats": {"word": None, "least": 1}}], "repeats does not take .*: None is found in every text or in none"),
+        (["begins"], "begins does not take {}: .*with_"),
     ],
 )
 def test_what_cannot_be_checked_is_the_tasks_fault(given: Any, said: str) -> None:

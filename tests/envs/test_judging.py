@@ -44,6 +44,7 @@ def judged(reply: Any, trace: Trace, task: Mapping[str, Any] | None = None, **op
         ("SCORE: 0", 0.0),
         ("It says SCORE: 9, but it is wrong.\n**Score: 2.5**\n", 0.25),
         ("> score: 7/10.", 0.7),
+        ("SCORE: 7 / 10.0", 0.7),
     ],
 )
 def test_the_last_line_counts(reply: str, reward: float) -> None:
@@ -52,10 +53,22 @@ def test_the_last_line_counts(reply: str, reward: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", ["", "I like it.", "SCORE: 11", "SCORE: -1", "SCORE: ten", "SCORE: 5\nOr rather not.", "SCORE: 1 2", None]
-)
+    "reply",
+    [
+        "", "I like it.", "SCORE: 11", "SCORE: -1", "SCORE: ten", "SCORE: 5\nOr rather not.", "SCORE: 1 2", None,
+        "SCORE: 9/100", "SCORE: 10/5", "SCORE: 1/0",
+    ],
+)  # fmt: skip
 def test_a_reply_that_cannot_be_read_says_nothing_about_the_policy(reply: Any) -> None:
     assert judged(reply, Trace("1+1=", ["2"]))[0] == Score(status="infra_error")
+
+
+@pytest.mark.parametrize(("ended", "status"), [("length", "infra_error"), ("stop", "ok"), (None, "ok")])
+def test_a_reply_that_was_cut_off_says_nothing_about_the_policy(ended: str | None, status: str) -> None:
+    """A "SCORE: 1" may be the beginning of "SCORE: 10"."""
+    said = {"message": {"role": "assistant", "content": "SCORE: 1"}, "finish_reason": ended}
+    score, _ = judged(lambda body: (200, {"choices": [said]}), Trace("1+1=", ["2"]))
+    assert (score.status, score.components) == (status, {"judge": 1.0} if status == "ok" else {})
 
 
 def test_what_the_judge_is_asked() -> None:

@@ -290,6 +290,33 @@ def test_no_answer_is_a_parse_fail(response: str) -> None:
     assert short_answer({"answer": "Ada Lovelace"}, Trace("", [response])) == (0.0, "parse_fail", {"f1": 0.0})
 
 
+@pytest.mark.parametrize(
+    ("answer", "response", "reward"),
+    [
+        ("1/2", "12", 0.0),
+        ("1/2", "0.5", 1.0),
+        ("1/2", "2/4", 1.0),
+        ("3.14", "314", 0.0),
+        ("3.14", "<answer> 3.140 </answer>", 1.0),
+        ("-5", "5", 0.0),
+        ("5", "-5", 0.0),
+        ("-5", "Answer: \u22125.", 1.0),
+        ("-5", "-$5", 1.0),
+        ("1871", "1,871", 1.0),
+        ("1871", "1871.0", 1.0),
+        ("1871", "-1871", 0.0),
+        ("1000", "1.000", 0.0),
+        ("007", "7", 0.0),  # a name
+        ("3/0", "30", 1.0),  # no number: SQuAD's rules
+        ("12/25/2020", "12/25/2020", 1.0),
+        ("7 dwarfs", "7", 0.0),
+        ("9" * 5000, "9" * 5000, 1.0),
+    ],
+)
+def test_numbers_are_compared_as_numbers(answer: str, response: str, reward: float) -> None:
+    assert short_answer({"answer": answer}, Trace("", [response])).reward == reward
+
+
 def test_lazy_and_hostile_answers_earn_nothing() -> None:
     every = " ".join(sorted({towns.task(0, index)["answer"] for index in range(200)}))
     task = towns.task(0, 0)

@@ -27,6 +27,7 @@ from nrl.log import JsonLines, Progress
 
 __all__ = ["Audit", "main"]
 
+_GOLDS = ("answer", "answers", "response")  # columns of right answers
 _SHOWN = 3  # answers of a kind that passed and should not have
 
 
@@ -49,7 +50,7 @@ class Audit:
     target: str  # number, math, ...; or FILE.py:NAME or MODULE:NAME: a verifier, an environment, or what makes one
     options: dict[str, Any] = attrs.field(factory=dict)  # of the target: options.timeout=3
     data: str | None = None  # a file or a dataset that the target reads; none: its own
-    gold: str | None = None  # the column of right answers; of a verifier's tasks "answer"; else none
+    gold: str | None = None  # the column of right answers; a verifier's: answer, answers or response
     form: str | None = attrs.field(default=None, validator=_formed)  # of a response: 'It is {}.'; none: found out
     passing: float = 1.0  # an answer passes where its reward is at least this
     allow: tuple[str, ...] = attrs.field(default=(), validator=_named)  # faults that do not count: allow=mutated,other
@@ -99,9 +100,10 @@ def main(cfg: Audit) -> int:
             tried, grown = played.tried, played.grown
         else:
             verifier: Any = tested
+            cfg = attrs.evolve(cfg, gold=cfg.gold or _gold(tasks))
             verified = asyncio.run(
                 verifying.tried(
-                    verifier, tasks, gold=cfg.gold or "answer", form=cfg.form, passing=cfg.passing, seed=cfg.seed,
+                    verifier, tasks, gold=cfg.gold, form=cfg.form, passing=cfg.passing, seed=cfg.seed,
                     sessions=cfg.sessions, timeout=getattr(verifier, "timeout", TIMEOUT), tell=tell,
                 )
             )  # fmt: skip
@@ -117,6 +119,11 @@ def main(cfg: Audit) -> int:
 def _tasks(cfg: Audit, made: Environments) -> list[Task]:
     some = data.epoch(made.tasks(cfg.seed), cfg.limit)
     return [{"seed": cfg.seed + place, **task} for place, task in enumerate(some)]
+
+
+def _gold(tasks: Sequence[Task]) -> str | None:
+    """The first column of right answers that a task has."""
+    return next((name for name in _GOLDS if any(name in task for task in tasks)), None)
 
 
 def _out(cfg: Audit) -> Path:
@@ -167,6 +174,12 @@ def _show(
 ) -> None:
     console = Console()
     console.print(_table(cfg, tried))
+    if cfg.gold is None and not any(each.turns is not None for each in tried):
+        columns = ", ".join(map(repr, _GOLDS))
+        print(
+            f"no right answers were tried: the tasks have no {columns}; gold=COLUMN names another column. Without them "
+            "an answer that is nearly right, and lists of answers, are not tried either"
+        )
     if forms:
         read = ", ".join(f"{name} {good} of {of}" for name, (good, of) in forms.items())
         print(f"right answers that pass, by the form of the response: {read}")

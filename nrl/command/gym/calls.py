@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import attrs
@@ -71,26 +71,35 @@ def metered(fn: Callable[..., Any], meter: Meter) -> Callable[..., Any]:
     return now
 
 
-async def verdict(call: Call, verifier: Verifier, task: Task, trace: Trace, meter: Meter) -> Outcome:
+async def verdict(
+    call: Call, verifier: Verifier, task: Task, trace: Trace, meter: Meter, others: Sequence[Trace] = ()
+) -> Outcome:
     """Ask a verifier, and measure the call.
 
     Args:
         call: makes it.
-        verifier: plain or ``async``; one of groups is asked about a group of one.
+        verifier: plain or ``async``; one of groups is asked about the whole group.
         task: the task.
         trace: what happened.
         meter: measures.
+        others: the rest of the group, which stands before it.
     """
     of_group = getattr(verifier, "of_group", False)
     began = time.perf_counter()
     try:
-        found = await call(metered(verifier, meter), task, [trace] if of_group else trace)
-        reward, status = reward_of(found[0] if of_group else found)
+        found = await call(metered(verifier, meter), task, [*others, trace] if of_group else trace)
+        reward, status = reward_of(_last(found, len(others) + 1) if of_group else found)
     except Failed as error:
         return Outcome(None, "error", time.perf_counter() - began, 0, str(error))
     except Exception as error:  # of a value that is no verdict
         return Outcome(None, "error", meter.seconds, meter.memory, f"{type(error).__name__}: {error}")
     return Outcome(reward, status, meter.seconds, meter.memory)
+
+
+def _last(found: Any, size: int) -> Any:
+    if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != size:
+        raise EnvError(f"the verdict on a group of {size} is {found!r:.200}; return a list of one verdict for each")
+    return found[-1]
 
 
 def reward_of(found: Any) -> tuple[float | None, str]:

@@ -19,6 +19,7 @@ FAULTS = {
     "repeated": "wrong answers passed when they were repeated",
     "injected": "texts that tell the judge what to say passed",
     "question": "questions passed as their own answers",
+    "operands": "sums and products of questions passed that were not worked out",
     "empty": "empty answers passed",
     "huge": "huge answers passed",
     "silent": "episodes in which the policy said nothing passed",

@@ -24,7 +24,7 @@ _MAY_BE_EQUAL = frozenset({"mutated", "other", "question", "injected"})
 _LONG = ("huge", "repeated")  # of which only the ends are kept
 _AGAIN = 50  # tasks whose answers are verified again
 
-type _Ask = Callable[[Task, str], Awaitable[Outcome]]
+type _Ask = Callable[[Task, str, str], Awaitable[Outcome]]  # the answer, and another one for a group
 
 
 @attrs.frozen
@@ -40,7 +40,7 @@ async def tried(
     verifier: Verifier,
     tasks: Sequence[Task],
     *,
-    gold: str,
+    gold: str | None,
     form: str | None,
     passing: float,
     seed: int,
@@ -51,9 +51,10 @@ async def tried(
     """Try a verifier.
 
     Args:
-        verifier: plain or ``async``.
+        verifier: plain or ``async``. One of groups is asked about each answer beside the right one, and about the right
+            one beside an empty one.
         tasks: the tasks.
-        gold: the column of their right answers.
+        gold: the column of their right answers; None: there are none, and what is worth nothing is tried alone.
         form: of responses, as `nrl.command.gym.golds.form_of` takes it; None: those that are read are found.
         passing: an answer passes where its reward is at least this.
         seed: of what is chosen by chance.
@@ -64,16 +65,16 @@ async def tried(
     Raises:
         DataError: a task has no right answer.
     """
-    golds = [accepted(task, gold, place) for place, task in enumerate(tasks)]
-    said = [ways(task, some, form) for task, some in zip(tasks, golds, strict=True)]
+    golds = [[] if gold is None else accepted(task, gold, place) for place, task in enumerate(tasks)]
+    said = [ways(task, some, form) if some else [] for task, some in zip(tasks, golds, strict=True)]
     meter, extract = Meter(), extractor(verifier)
     env = Environment(lambda task: (task, ""), lambda state, turn: state, timeout=timeout)
     with ExitStack() as stack:
         caller_of = stack.enter_context(calling(env))
 
-        async def ask(task: Task, text: str) -> Outcome:
-            trace = Trace(task.get("prompt", ""), (text,))
-            return await verdict(caller_of(task), verifier, task, trace, meter)
+        async def ask(task: Task, text: str, beside: str) -> Outcome:
+            trace, other = (Trace(task.get("prompt", ""), (each,)) for each in (text, beside))
+            return await verdict(caller_of(task), verifier, task, trace, meter, [other])
 
         def enough(outcome: Outcome) -> bool:
             return outcome.reward is not None and outcome.reward >= passing
@@ -81,7 +82,7 @@ async def tried(
         def equal(one: str, other: str) -> bool:
             read = normal if extract is None else extract
             with suppress(Exception):  # of the user's extractor
-                return read(one) == read(other)
+                return read(one) == read(other) is not None
             return False
 
         found, chosen, forms = list[Tried](), list[Way](), dict[str, tuple[int, int]]()
@@ -90,7 +91,7 @@ async def tried(
             order = sorted(some, key=lambda way: -best[way.form])  # of equals the first stays so
             right = None
             for way in order:
-                outcome = await ask(task, way.text)
+                outcome = await ask(task, way.text, "")
                 good, of = forms.get(way.form, (0, 0))
                 forms[way.form] = good + enough(outcome), of + 1
                 best[way.form] += enough(outcome)
@@ -100,10 +101,10 @@ async def tried(
                 found.append(Tried(place, kind, way.form, way.text, outcome, enough(outcome)))
                 if right is not None and place >= _LEARNING:
                     break
-            if right is None:
+            if right is None and order:
                 last = found[-len(order)]  # in the best form
                 found[-len(order)] = attrs.evolve(last, kind="gold")
-            chosen.append(right or order[0])
+            chosen.append(right or (order[0] if order else Way("bare", "", "", "")))
         for place, (task, way) in enumerate(zip(tasks, chosen, strict=True)):
             chance = Random(f"{seed} {place}")
             others = [each.core for number, each in enumerate(chosen) if number != place]
@@ -111,9 +112,9 @@ async def tried(
             asked = question(task.get("prompt", ""))
             attacks = [*hostile(way, golds[place], others, asked, chance), *_huge(way, golds[place], others, place)]
             for attack in attacks:
-                outcome = await ask(task, attack.text)
+                outcome = await ask(task, attack.text, way.text)
                 passed = enough(outcome)
-                same = passed and attack.kind in _MAY_BE_EQUAL and equal(attack.text, way.text)
+                same = passed and gold is not None and attack.kind in _MAY_BE_EQUAL and equal(attack.text, way.text)
                 note = "may be equal" if same else ""
                 kept = shortened(attack.text, 2000) if attack.kind in _LONG else attack.text
                 one = Tried(place, attack.kind, attack.how, kept, outcome, passed, note, characters=len(attack.text))
@@ -126,7 +127,7 @@ async def tried(
 
             async def session(number: int) -> None:
                 place, text = answers[number % len(answers)]
-                await ask(tasks[place], text)
+                await ask(tasks[place], text, chosen[place].text)
 
             grown = await growth(session, sessions)
     return Verified(found, forms, grown)
@@ -145,16 +146,22 @@ async def _again(found: list[Tried], tasks: Sequence[Task], chosen: Sequence[Way
 
     A call of another answer comes first, so that the first two rounds begin after the same one.
     """
+    right = any(each.kind == "gold" for each in found)
+    kinds = ("gold", "mutated", "other") if right else ("injected", "question")
     places = dict[tuple[int, str], int]()
     for place, each in enumerate(found):
-        if each.task < _AGAIN and each.kind in ("gold", "mutated", "other"):
+        if each.task < _AGAIN and each.kind in kinds:
             places.setdefault((each.task, each.kind), place)
     order = list(places.values())
     if not order:
         return found
 
     async def rewards(order: Sequence[int], **more: Any) -> dict[int, float | None]:
-        return {at: (await ask({**tasks[found[at].task], **more}, found[at].text)).reward for at in order}
+        asked = {at: (found[at].task, found[at].text) for at in order}
+        beside = {at: "" if found[at].kind == "gold" else chosen[found[at].task].text for at in order}
+        return {
+            at: (await ask({**tasks[place], **more}, text, beside[at])).reward for at, (place, text) in asked.items()
+        }
 
     await rewards(order[-1:])
     first, second = await rewards(order), await rewards(order)
