@@ -201,6 +201,9 @@ _PREFIX = "gives 1 to the answer with anything behind it; that gets 0.8"
 _NUMBER = r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 
 MENDED: dict[str, Mend] = {
+    "advanced_geometry": Mend(
+        "passes over what stands behind the second number of a point; there are one or two", _only(r"[^,]*(?:,[^,]*)?")
+    ),
     "binary_matrix": Mend(_LISTS),
     "coin_flip": Mend(
         "gives 1 to 0 where the probability is less than 0.0001; it has to be right to a hundredth",
@@ -211,7 +214,8 @@ MENDED: dict[str, Mend] = {
     "countdown": Mend(_RUNS, _sum),
     "cryptarithm": Mend("reads the last of several digits of a letter; there may be one", _each_letter_once),
     "fraction_simplification": Mend(
-        "takes the first of several fractions; there may be one", _once(r"(?<!\d)\d+\D{1,12}\d+")
+        "takes the first fraction of a text; a fraction is read, between dollars or not, and nothing else",
+        _only(r"\$*\s*(?:\d+\s*/\s*\d+|\\d?frac\s*\{\d+\}\s*\{\d+\})\s*\$*"),
     ),
     "game_of_life": Mend("gives 1 to the answer with more cells or rows; that gets 0.8", right=_same_shape, most=0.8),
     "graph_color": Mend(
