@@ -201,6 +201,9 @@ _PREFIX = "gives 1 to the answer with anything behind it; that gets 0.8"
 _NUMBER = r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 
 MENDED: dict[str, Mend] = {
+    "advanced_geometry": Mend(
+        "passes over what stands behind the second number of a point; there are one or two", _only(r"[^,]*(?:,[^,]*)?")
+    ),
     "binary_matrix": Mend(_LISTS),
     "coin_flip": Mend(
         "gives 1 to 0 where the probability is less than 0.0001; it has to be right to a hundredth",
@@ -211,20 +214,21 @@ MENDED: dict[str, Mend] = {
     "countdown": Mend(_RUNS, _sum),
     "cryptarithm": Mend("reads the last of several digits of a letter; there may be one", _each_letter_once),
     "fraction_simplification": Mend(
-        "takes the first of several fractions; there may be one", _once(r"(?<!\d)\d+\D{1,12}\d+")
+        "takes the first fraction of a text; only a fraction is read, in dollars or not",
+        _only(r"\$*\s*(?:\d+\s*/\s*\d+|\\d?frac\s*\{\d+\}\s*\{\d+\})\s*\$*"),
     ),
     "game_of_life": Mend("gives 1 to the answer with more cells or rows; that gets 0.8", right=_same_shape, most=0.8),
     "graph_color": Mend(
         "passes over what is no vertex; each is there once, and nothing else", right=_each_vertex_once, most=0.01
     ),
     "gsm_symbolic": Mend(
-        "takes the first number of a text, without its sign; a number is read, with a sign of money or percent",
+        "takes the first number of a text, without its sign; only a number, $ and % are read",
         _only(r"[$€£]?\d+(?:\.\d+)?%?"),
     ),
     "intermediate_integration": Mend(_RUNS, _formula),
     "kakurasu": Mend("passes over all but 0 and 1; nothing else may be there", _only(r"[01\s,\[\]]+")),
     "knights_knaves": Mend(
-        "passes over other words, such as not; nothing but the names and what they are may be there, else it gets 0.8",
+        "passes over other words, such as not; what has more than each name's role gets 0.8",
         right=_each_person_once,
         most=0.8,
     ),
@@ -251,7 +255,7 @@ MENDED: dict[str, Mend] = {
         most=0.25,
     ),
     "puzzle24": Mend(
-        "as `countdown`; and gives 1 to any four numbers that make 24, or 24.9; they have to be the row's, and make 24",
+        "as `countdown`; and gives 1 to any numbers that make 24, or 24.9; the row's have to make 24",
         _with_its_numbers,
         _is_24,
         0.01,

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import nrl
-from benchmarks.reasoning_audit import Finding, audit, table
+from benchmarks.reasoning_audit import ALSO_RIGHT, Finding, audit, table
+from benchmarks.reasoning_shapes import shapes
 from nrl.envs import Score, Trace, extractor, single_turn
 from nrl.envs.forked import Crashed, Fork, Late
 from nrl.envs.reasoning_scorers import EXACT, MENDED, formula
@@ -181,7 +182,8 @@ def almost_24(answer: str) -> str | None:
     """The same numbers in an expression that makes more than 24 and less than 25."""
     for numbers in itertools.permutations(re.findall(r"\d+", answer)):
         for signs in itertools.product("*/-+", repeat=3):
-            a, b, c, d, p, q, r = *numbers, *signs
+            a, b, c, d = numbers
+            p, q, r = signs
             text = f"(({a} {p} {b}) {q} {c}) {r} {d}"
             with contextlib.suppress(ZeroDivisionError):
                 if 24 < eval(text) < 25:
@@ -203,6 +205,7 @@ def _more(text: str) -> str:
 @pytest.mark.parametrize(
     ("dataset", "wrong", "most"),
     [
+        ("fraction_simplification", lambda text: f"{text} other", 0.0),
         ("cryptarithm", lambda text: text[:2] + "0," + text, 0.0),
         ("game_of_life", _more, 0.8),
         ("game_of_life", lambda text: json.dumps([[*each, 1] for each in json.loads(text)]), 0.8),
@@ -230,9 +233,17 @@ def test_what_a_scorer_would_pass_over_is_read(verify: Any, dataset: str, wrong:
         assert ask(verify, found, wrong(found["answer"])).reward <= most
 
 
+def test_a_point_has_two_numbers(verify: Any) -> None:
+    rows = (task(0, index, dataset="advanced_geometry") for index in range(40))
+    found = next(each for each in rows if each["answer"].startswith("("))
+    assert ask(verify, found, f"{found['answer']}, 77").reward == 0.0
+    assert ask(verify, found, found["answer"].strip("()")).reward == 1.0
+
+
 @pytest.mark.parametrize(
     ("dataset", "other"),
     [
+        ("fraction_simplification", lambda text: "/".join(re.findall(r"\d+", text))),
         ("cryptarithm", lambda text: ", ".join(reversed(text.split(",")))),
         ("game_of_life", lambda text: json.dumps(json.loads(text), indent=1)),
         ("graph_color", lambda text: json.dumps(json.loads(text), indent=1)),
@@ -289,6 +300,8 @@ def test_the_audit_of_some() -> None:
         "puzzle24",
         "gsm_symbolic",
         "quantum_lock",
+        "number_sorting",
+        "word_sorting",
     ]
     found = audit(names, rows=2, workers=2)
     assert [each for each in found if not each.good or each.hedged >= 1.0] == []
@@ -304,14 +317,37 @@ def test_the_audit_of_all() -> None:
 
 
 def test_what_is_mended_exists() -> None:
-    assert MENDED.keys() | EXACT.keys() <= set(datasets())
+    assert MENDED.keys() | EXACT.keys() | ALSO_RIGHT.keys() <= set(datasets())
+
+
+@pytest.mark.parametrize(
+    ("reference", "kind", "answer"),
+    [
+        ("['1.5', '2.0']", "numbers: NaN", "['NaN', 'NaN']"),
+        ("['1.5', '2.0']", "list: NaN", "[NaN, NaN]"),
+        ("['1.5', '2.0']", "numbers: 0.9 less", "['0.6', '1.1']"),
+        ("5", "numbers: 0.9 more", "5.9"),
+        ("5", "numbers: negated", "-5"),
+        ("7 - 4 - 1", "expression: near, 0", "((7 / 4) * 1)"),
+        ("[[1, 2], [3, 4]]", "rows: longer", "[[1, 2, 2], [3, 4, 4]]"),
+        ("[[1, 2], [3, 4]]", "list: one more", "[[1, 2], [3, 4], [3, 4]]"),
+        ("b, a", "a word behind, comma", "b, a, other"),
+        ("Ann is a knight", "not", "not Ann is a knight"),
+        ("1 0\n0 1", "lines: longer", "1 0 0\n0 1 1"),
+        ('{"0": 1, "1": 2}', "mapping: one value", '{"0": 1, "1": 1}'),
+    ],
+)
+def test_shapes_of_wrong_answers(reference: str, kind: str, answer: str) -> None:
+    found = list(shapes(reference))
+    assert (kind, answer) in found
+    assert reference not in [each for _, each in found]
 
 
 def test_a_fault_is_in_the_table() -> None:
-    bad = Finding("maze", 0.5, 1.0, ("0",), 1.0, ("x (ValueError)",), 3.0, False, 3)
+    bad = Finding("maze", 0.5, 1.0, ("0",), 1.0, 1.0, ("x (ValueError)",), 3.0, False, 3)
     assert not bad.good
     assert table([bad], 2).splitlines()[-1] == (
-        "| `maze` | 0.5 | 1 | 1 | 3.0 | passed: 0; failed: x (ValueError); rows differ |"
+        "| `maze` | 0.5 | 1 | 1 | 1 | 3.0 | passed: 0; failed: x (ValueError); rows differ |"
     )
 
 
