@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,6 +19,8 @@ from nrl.command.gym.hostile import hostile, huge, mutants
 from nrl.command.gym.records import FAULTS
 from nrl.command.gym.usage import Growth, Usage, growth
 from nrl.envs import Trace, arithmetic, choice, number, score_of
+from tests.backends.openai.test_openai import serving
+from tests.envs.test_judging import replying
 from tests.jsonlines import lines
 
 DATA = Path(__file__).parents[1] / "data"
@@ -146,6 +148,10 @@ def computes(task, trace):
 @extracts(lambda response: response.strip().lower().lstrip("-") or None)
 def unsigned(task, trace):
     return float(trace.text.strip().lstrip("-") == task["answer"])
+
+def rewarding():
+    from nrl import reward_model, tiny
+    return reward_model(tiny.model(head="reward"))
 
 @extracts(lambda response: None)
 def unread(task, trace):
@@ -657,3 +663,40 @@ def test_nothing_is_wrong_with_what_ships(here: Path, capsys: pytest.CaptureFixt
 def test_nothing_is_wrong_with_all_that_ships(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     sessions = 1000 if name == "code" else 10_000
     print(said(capsys, *SHIPPED[name], f"sessions={sessions}", "slow=10"))
+
+
+IN_PROCESSES = {
+    "python": ["python"],
+    "reasoning_gym": ["reasoning_gym"],
+    "textarena": ["textarena", "allow=echo"],  # a number that the rules name is a guess, which may be right
+    "fhaviary": ["fhaviary", "data=arithmetic", "allow=endless"],  # its calculator ends where an answer is submitted
+    # Its head is not trained, and it has 512 positions
+    "reward_model": ["v.py:rewarding", "data=arithmetic", "allow=gold,raises"],
+}
+"""Those that need other processes, or a model."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_nothing_is_wrong_with_what_runs_elsewhere(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    shown = said(capsys, *IN_PROCESSES[name], "limit=10", "sessions=200", "slow=30")
+    assert "nothing is wrong with" in shown
+    print(shown)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_nothing_is_wrong_with_a_judge(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over a real server, whose judge compares what stands between the marks with the right answer."""
+
+    def reply(body: Mapping[str, Any]) -> str:
+        asked = body["messages"][1]["content"]
+        right = asked.partition("A right answer:\n")[2].partition("\n")[0]
+        given = asked.partition("The answer to judge:\n")[2].split("\n")[1:-1]
+        return f"SCORE: {10 if given == [right] else 0}"
+
+    with serving(replying(reply, [])) as url:
+        shown = said(capsys, "judge", f"options.url={url}", "data=arithmetic", "limit=20", "sessions=1000", "slow=30")
+    assert "nothing is wrong with judge" in shown
+    print(shown)
