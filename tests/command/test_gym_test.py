@@ -273,13 +273,16 @@ def test_a_verifier_of_groups_compares_each_answer_with_the_right_one(
 
 
 @pytest.mark.parametrize(
-    ("target", "column", "status"), [("constraints", "response", 1), ("v.py:make", "answer", 0), ("code", None, 0)]
+    ("target", "column", "status"),
+    [("constraints", "response", 1), ("v.py:make", "answer", 0), ("code", "response", 0), ("code", None, 0)],
 )
 def test_the_column_of_right_answers_is_found(
     here: Path, capsys: pytest.CaptureFixture[str], target: str, column: str | None, status: int
 ) -> None:
-    """The tasks that come with `constraints` have a response, and those that come with `code` have tests alone."""
-    more = ["data=arithmetic"] if column == "answer" else []
+    """The tasks that come with `constraints` and `code` have a response; others may have tests alone."""
+    row = {"prompt": "Add.", "tests": ["assert add(1, 2) == 3"]}
+    (here / "alone.jsonl").write_text(json.dumps(row) + "\n")
+    more = {"answer": ["data=arithmetic"], None: ["data=alone.jsonl", "chat=false"]}.get(column, [])
     shown = said(capsys, target, "limit=2", "slow=30", *more, status=status)
     first, *tried = lines(here / "gym_test.jsonl")
     assert first.get("gold") == column
@@ -363,7 +366,7 @@ def test_the_same_audit_has_the_same_answers(here: Path) -> None:
             "env=v.py:number_of_things is an int; give an Environment",
         ),
         (["v.py:broken"], "env=v.py:broken returned an int; let it return an Environment or a verifier"),
-        (["number", "options.tiemout=3"], "env=number takes no 'tiemout'; it takes timeout"),
+        (["number", "options.tiemout=3"], "env=number takes no 'tiemout'; did you mean 'timeout'"),
         (["number", "exact"], "gym test: found number and exact; give one target, and all else as key=value"),
         (["number", "form=42"], "form=42 does not say where the answer stands; give a text with {} there"),
         (["number", "allow=mutatd"], "allow=mutatd: there is no such fault; there are gold, mutated, other"),
