@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from nrl.data.task_streams import Tasks, check_seed, tasks
+from nrl.data.task_streams import Tasks, tasks
 from nrl.envs.contract import Task
+from nrl.envs.seeds import check_not_negative
 from nrl.errors import DataError
 from nrl.stream import Stream, counting, whole
 
@@ -48,7 +49,7 @@ def mixture(streams: Mapping[str, float | tuple[Stream[Task], float]], *, seed: 
     >>> [task["source"] for task in mixed.take(12)], mixed.names
     ([0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0], ('sums', 'arithmetic'))
     """
-    check_seed(seed, "mixture")
+    check_not_negative("mixture", seed=seed)
     if not streams:
         raise DataError("mixture: there are no streams; give at least one")
     names = tuple(streams)

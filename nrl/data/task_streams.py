@@ -17,11 +17,12 @@ from nrl.data.rendering import render
 from nrl.data.sources import read
 from nrl.envs import arithmetic, reversal
 from nrl.envs.contract import Task
+from nrl.envs.seeds import check_not_negative
 from nrl.errors import DataError
 from nrl.log import waiting
 from nrl.stream import counting
 
-__all__ = ["GENERATED", "Tasks", "check_seed", "epoch", "tasks"]
+__all__ = ["GENERATED", "Tasks", "epoch", "tasks"]
 
 _QUIET = 5.0  # seconds of reading between two lines about it
 
@@ -98,7 +99,7 @@ def tasks(
     >>> tasks("arithmetic").take(1)[0]["prompt"]
     '17+12='
     """
-    check_seed(seed, "tasks")
+    check_not_negative("tasks", seed=seed)
     if (tokenizer is None) != (max_tokens is None):
         missing = "max_tokens" if max_tokens is None else "tokenizer"
         raise DataError(f"tasks: to leave long rows out, give both tokenizer and max_tokens; {missing} is missing")
@@ -181,16 +182,6 @@ def epoch(stream: Tasks, most: int | None = None) -> list[Task]:
     if most is not None and most < 1:
         raise DataError(f"epoch: most is {most}; give at least 1")
     return stream.take(min(each for each in (most, stream.size) if each is not None))
-
-
-def check_seed(seed: Any, what: str) -> None:
-    """Check that a seed is an integer and not negative.
-
-    Raises:
-        DataError: it is not; ``what`` begins the message.
-    """
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise DataError(f"{what}: seed is {seed!r}; it must be an integer that is not negative")
 
 
 def _length(tokenizer: Any, collate: Callable[[Iterable[Task], Any], Batch] | None) -> Callable[[Task, str], int]:

@@ -6,7 +6,7 @@ A task is a function of ``(seed, index)`` alone, so the state of the stream is o
 import numpy as np
 
 from nrl.envs.contract import Task
-from nrl.errors import DataError
+from nrl.envs.seeds import check_not_negative
 
 __all__ = ["task"]
 
@@ -30,9 +30,7 @@ def task(seed: int, index: int, *, largest: int = 19) -> Task:
     >>> task(0, 0)
     {'prompt': '17+12=', 'answer': '29', 'response': '29', 'chosen': '29', 'rejected': '24'}
     """
-    for name, value in (("seed", seed), ("largest", largest)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise DataError(f"arithmetic.task: {name} is {value!r}; it must be an integer that is not negative")
+    check_not_negative("arithmetic.task", seed=seed, largest=largest)
     generator = np.random.default_rng([seed, index])
     first, second = generator.integers(0, largest + 1, 2).tolist()
     total = first + second

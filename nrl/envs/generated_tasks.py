@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nrl.envs.contract import Task
-from nrl.errors import DataError
+from nrl.envs.seeds import check_not_negative
 
 __all__ = ["choices", "products", "programs"]
 
@@ -111,7 +111,5 @@ def products(seed: int, index: int) -> Task:
 
 
 def _generator(seed: Any, index: Any) -> np.random.Generator:
-    for name, value in (("seed", seed), ("index", index)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise DataError(f"generated_tasks: {name} is {value!r}; it must be an integer that is not negative")
+    check_not_negative("generated_tasks", seed=seed, index=index)
     return np.random.default_rng([seed, index])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nrl.envs.contract import Task
-from nrl.errors import DataError
+from nrl.envs.seeds import check_not_negative
 
 __all__ = ["task"]
 
@@ -37,9 +37,7 @@ def task(seed: int, index: int) -> Task:
     >>> found["prompt"], found["constraints"], found["response"]
     ('Use capital letters. End with ?\\n', ['uppercase', {'ends': {'with': '?'}}], 'GREEN FIRE BIRD?')
     """
-    for name, value in (("seed", seed), ("index", index)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise DataError(f"instruction_tasks.task: {name} is {value!r}; it must be an integer that is not negative")
+    check_not_negative("instruction_tasks.task", seed=seed, index=index)
     generator = np.random.default_rng([seed, index])
     count, word = int(generator.integers(1, len(_COUNTS) + 1)), str(generator.choice(_WORDS))
     end, capital = str(generator.choice(["!", "?"])), bool(generator.integers(2))

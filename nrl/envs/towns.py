@@ -8,6 +8,7 @@ import random
 from typing import Any, NamedTuple
 
 from nrl.envs.contract import Task
+from nrl.envs.seeds import check_not_negative
 from nrl.errors import DataError
 
 __all__ = ["passages", "task"]
@@ -71,9 +72,7 @@ def task(seed: int, index: int, *, hops: int | None = None) -> Task:
     >>> found["question"], found["answer"]
     ('What is Jorevik known for?', 'apples')
     """
-    for name, value in (("seed", seed), ("index", index)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise DataError(f"towns.task: {name} is {value!r}; it must be an integer that is not negative")
+    check_not_negative("towns.task", seed=seed, index=index)
     if hops not in (None, 1, 2):
         raise DataError(f"towns.task: hops is {hops!r}; give 1 or 2, or None for either")
     country, generator = _country(), random.Random(f"towns:{seed}:{index}:{hops}")

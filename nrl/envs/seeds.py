@@ -1,0 +1,20 @@
+"""What every task that is a function of a seed and an index checks."""
+
+from nrl.errors import DataError
+
+__all__ = ["check_not_negative"]
+
+
+def check_not_negative(who: str, **numbers: object) -> None:
+    """Check that numbers are integers and not negative.
+
+    Raises:
+        DataError: one is not; ``who`` begins the message.
+
+    >>> check_not_negative("arithmetic.task", seed=0, index=-1)
+    Traceback (most recent call last):
+    nrl.errors.DataError: arithmetic.task: index is -1; it must be an integer that is not negative
+    """
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise DataError(f"{who}: {name} is {value!r}; it must be an integer that is not negative")
