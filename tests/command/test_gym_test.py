@@ -703,3 +703,16 @@ def test_nothing_is_wrong_with_a_judge(here: Path, capsys: pytest.CaptureFixture
         shown = said(capsys, "judge", f"options.url={url}", "data=arithmetic", "limit=20", "sessions=1000", "slow=30")
     assert "nothing is wrong with judge" in shown
     print(shown)
+
+
+def test_of_several_environments_each_verifier_gets_what_it_is_for(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of them judges a single trace, though others may judge groups."""
+    (here / "mixed.py").write_text(
+        "from nrl.envs import Environment, Step, by_source\n\n\n"
+        "def right(task, trace):\n    return float(trace.text == task['answer'])\n\n\n"
+        "env = by_source(Environment(lambda task: (0, task['prompt']), lambda state, turn: Step(state), None, right))\n"
+    )
+    (here / "some.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "source": 0}\n')
+    said(capsys, "mixed.py:env", "data=some.jsonl", "chat=false", "gold=answer", "slow=30", status=0)

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from nrl.command.gym.usage import Meter
-from nrl.envs.contract import Score, Task, Trace, Verifier, asynchronous, score_of
+from nrl.envs.contract import Score, Task, Trace, Verifier, asynchronous, judges_group, score_of
 from nrl.episodes.user_errors import Failed
 from nrl.errors import EnvError
 
@@ -84,7 +84,7 @@ async def verdict(
         meter: measures.
         others: the rest of the group, which stands before it.
     """
-    of_group = getattr(verifier, "of_group", False)
+    of_group = judges_group(verifier, task)
     began = time.perf_counter()
     try:
         found = await call(metered(verifier, meter), task, [*others, trace] if of_group else trace)

@@ -10,7 +10,7 @@ from nrl.command.gym.calls import Outcome, metered, reward_of
 from nrl.command.gym.golds import accepted, question
 from nrl.command.gym.records import Tried, shortened
 from nrl.command.gym.usage import Growth, Meter, growth
-from nrl.envs.contract import Env, Step, Task, Trace, Turn
+from nrl.envs.contract import Env, Step, Task, Trace, Turn, judges_group
 from nrl.envs.tools import MalformedCall, Tool, ToolCall
 from nrl.episodes.conversations import is_prompt
 from nrl.episodes.user_errors import Failed
@@ -252,7 +252,7 @@ async def _end(session: _Session, env: Env, call: Caller, meter: Meter, *, judge
     verifier: Any = getattr(env, "verifier", None)
     if verifier is not None and session.error is None and judge:
         trace = Trace(session.prompt, tuple(session.turns), tuple(session.observations), truncated=not session.done)
-        of_group = getattr(verifier, "of_group", False)
+        of_group = judges_group(verifier, session.task)
         found = await _made(session, verifier, call, meter, session.task, [trace] if of_group else trace)
         if session.error is None:
             _earn(session, found[0] if of_group else found)
