@@ -35,6 +35,7 @@ __all__ = [
     "judges_group",
     "mapped",
     "score_of",
+    "text_of",
     "timeout_of",
 ]
 
@@ -268,6 +269,18 @@ class Environment(NamedTuple):
     verifier: Verifier | None = None
     timeout: float | Callable[[Task], float | None] | None = TIMEOUT
     tasks: Callable[[int, int], Task] | None = None
+
+
+def text_of(prompt: Any) -> str:
+    """What a prompt or an observation says, as text; empty where it is made of tokens.
+
+    >>> text_of([{"role": "user", "content": "1+1="}]), text_of("1+1="), text_of([1, 2])
+    ('1+1=', '1+1=', '')
+    """
+    if isinstance(prompt, str):
+        return prompt
+    parts = prompt if isinstance(prompt, Sequence) else ()
+    return "\n".join(str(each.get("content", "")) for each in parts if isinstance(each, Mapping))
 
 
 def is_env(given: Any) -> TypeGuard[Env]:

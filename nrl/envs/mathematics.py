@@ -5,7 +5,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from nrl.envs.contract import Score, Task, Trace
+from nrl.envs.contract import Score, Task, Trace, text_of
 from nrl.envs.math_answers import decimal, final_answer, repeats, same_number, written
 from nrl.envs.math_worker import Outcome, compare
 from nrl.envs.pool import pooled
@@ -80,7 +80,7 @@ def math_verifier(
         same = same_number(reference, answer)
         if same is not None:
             return Score(float(same))
-        if repeats(answer, _question(task.get("prompt", trace.prompt)), reference):
+        if repeats(answer, text_of(task.get("prompt", trace.prompt)), reference):
             return Score(0.0)
         outcome = outcomes.get((reference, answer))
         if outcome is None:
@@ -116,9 +116,3 @@ def _unusable(answer: str, why: str) -> EnvError:
         f"math_verifier: task['answer'] is {told!r}, {why}; give a number, an expression in LaTeX, or a solution that "
         "ends in '#### 42' or '\\boxed{42}'"
     )
-
-
-def _question(prompt: Any) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(str(each.get("content", "")) for each in prompt if isinstance(each, dict))

@@ -12,9 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
-
 from nrl.envs.contract import Env, Environment, Verifier, is_env
 from nrl.errors import ConfigError, NrlError
 
@@ -103,8 +100,13 @@ def _verifies(found: Any, given: Mapping[str, Any] = MappingProxyType({})) -> bo
 
 def _check_types(who: str, found: Any, given: Mapping[str, Any]) -> None:
     """Compare options with the types that the function says they have."""
+    if not given or is_env(found):
+        return
+    from pydantic import TypeAdapter, ValidationError
+    from pydantic.errors import PydanticUserError
+
     try:
-        hints = get_type_hints(found) if given and not is_env(found) else {}
+        hints = get_type_hints(found)
     except (NameError, TypeError):  # not for this interpreter, or none
         return
     for option, value in given.items():

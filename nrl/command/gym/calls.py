@@ -10,7 +10,8 @@ from typing import Any
 import attrs
 
 from nrl.command.gym.usage import Meter
-from nrl.envs.contract import Score, Task, Trace, Verifier, asynchronous, judges_group, score_of
+from nrl.envs.contract import STATUSES, Score, Task, Trace, Verifier, asynchronous, judges_group, score_of
+from nrl.episodes.episode import TRAINED
 from nrl.episodes.user_errors import Failed
 from nrl.errors import EnvError
 
@@ -19,7 +20,7 @@ __all__ = ["LEFT_OUT", "Call", "Outcome", "metered", "reward_of", "verdict"]
 type Call = Callable[..., Awaitable[Any]]
 """``(fn, *args)`` -> the value of that call; raises `Failed`."""
 
-LEFT_OUT = ("timeout", "infra_error", "skipped")
+LEFT_OUT = tuple(status for status in STATUSES if status not in TRAINED)
 """Statuses of verdicts whose rows are not trained on."""
 
 

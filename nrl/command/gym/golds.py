@@ -2,7 +2,6 @@ r"""Right answers, and the ways in which a response may say them."""
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import attrs
 
@@ -12,7 +11,7 @@ from nrl.envs.programs import last_block
 from nrl.envs.verifiers import boxes
 from nrl.errors import ConfigError, DataError
 
-__all__ = ["FORMS", "Way", "accepted", "form_of", "normal", "question", "ways"]
+__all__ = ["FORMS", "Way", "accepted", "form_of", "normal", "ways"]
 
 FORMS: Mapping[str, str] = {
     "bare": "{}",
@@ -166,15 +165,3 @@ def normal(answer: str) -> str:
     """
     value = plain_number(answer)
     return str(value) if value is not None else " ".join(answer.casefold().split()).strip(" .$\"'")
-
-
-def question(prompt: Any) -> str:
-    """What a task asks, as text; empty where it is made of tokens.
-
-    >>> question([{"role": "user", "content": "1+1="}]), question("1+1="), question([1, 2])
-    ('1+1=', '1+1=', '')
-    """
-    if isinstance(prompt, str):
-        return prompt
-    parts = prompt if isinstance(prompt, Sequence) else ()
-    return "\n".join(str(each.get("content", "")) for each in parts if isinstance(each, Mapping))

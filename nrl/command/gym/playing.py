@@ -7,10 +7,10 @@ from typing import Any
 import attrs
 
 from nrl.command.gym.calls import Outcome, metered, reward_of
-from nrl.command.gym.golds import accepted, question
+from nrl.command.gym.golds import accepted
 from nrl.command.gym.records import Tried, shortened
 from nrl.command.gym.usage import Growth, Meter, growth
-from nrl.envs.contract import Env, Step, Task, Trace, Turn, judges_group
+from nrl.envs.contract import Env, Step, Task, Trace, Turn, judges_group, text_of
 from nrl.envs.tools import MalformedCall, Tool, ToolCall
 from nrl.episodes.conversations import is_prompt
 from nrl.episodes.user_errors import Failed
@@ -230,7 +230,7 @@ async def _reset(session: _Session, env: Env, call: Caller, meter: Meter) -> Non
     elif not all(isinstance(some, Sequence) and all(isinstance(each, Tool) for each in some) for some in tools):
         session.error = "EnvError: reset returned tools that are none; give a list of what nrl.envs.tools.tool makes"
     else:
-        session.prompt, session.seen, session.tools = prompt, question(prompt), tools[0] if tools else ()
+        session.prompt, session.seen, session.tools = prompt, text_of(prompt), tools[0] if tools else ()
 
 
 async def _step(session: _Session, env: Env, turn: Turn, call: Caller, meter: Meter) -> None:
@@ -242,7 +242,7 @@ async def _step(session: _Session, env: Env, turn: Turn, call: Caller, meter: Me
         session.error = f"EnvError: step returned a {type(taken).__name__}; return a Step(state, reward, ...)"
         return
     session.state, session.done = taken.state, taken.done
-    session.seen = question(taken.observation)
+    session.seen = text_of(taken.observation)
     session.observations.append(taken.observation)
     _earn(session, taken.reward)
 

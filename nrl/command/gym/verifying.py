@@ -9,11 +9,11 @@ from typing import Any
 import attrs
 
 from nrl.command.gym.calls import Outcome, verdict
-from nrl.command.gym.golds import Way, accepted, normal, question, ways
+from nrl.command.gym.golds import Way, accepted, normal, ways
 from nrl.command.gym.hostile import Hostile, hostile, huge, mutants
 from nrl.command.gym.records import Tried, shortened
 from nrl.command.gym.usage import Growth, Meter, growth
-from nrl.envs.contract import Environment, Task, Trace, Verifier
+from nrl.envs.contract import Environment, Task, Trace, Verifier, text_of
 from nrl.envs.verifiers import extractor
 from nrl.episodes.verifier_calls import calling
 
@@ -109,7 +109,7 @@ async def tried(
             chance = Random(f"{seed} {place}")
             others = [each.core for number, each in enumerate(chosen) if number != place]
             others = chance.sample(others, min(20, len(others)))
-            asked = question(task.get("prompt", ""))
+            asked = text_of(task.get("prompt", ""))
             attacks = [*hostile(way, golds[place], others, asked, chance), *_huge(way, golds[place], others, place)]
             for attack in attacks:
                 outcome = await ask(task, attack.text, way.text)
