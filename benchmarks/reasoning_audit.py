@@ -24,9 +24,9 @@ import nrl
 from benchmarks._machine import described, watched
 from benchmarks.reasoning_shapes import shapes
 from nrl.envs import Task, Trace
-from nrl.envs.reasoning_scorers import EXACT, MENDED
-from nrl.envs.reasoning_tasks import datasets, reasoning_gym, task
-from nrl.envs.reasoning_worker import Source, answer_requests
+from nrl.envs.reasoning.scorers import EXACT, MENDED
+from nrl.envs.reasoning.tasks import datasets, reasoning_gym, task
+from nrl.envs.reasoning.worker import Source, answer_requests
 from nrl.runtime.executables.registry import executable
 from nrl.runtime.threads import cores
 

@@ -17,9 +17,9 @@ from nrl.batch.columns import COLUMNS, declare
 from nrl.batch.packed_rows import Rectangles, Sequences
 from nrl.batch.packing import pack, packed, unpack
 from nrl.envs.judging import judge
-from nrl.envs.mathematics import math_verifier
-from nrl.envs.pool import on, pooled
-from nrl.envs.reasoning_tasks import reasoning_gym
+from nrl.envs.mathematics.verifying import math_verifier
+from nrl.envs.pools.pool import on, pooled
+from nrl.envs.reasoning.tasks import reasoning_gym
 from nrl.envs.scoring import reward_model, scored_by
 from nrl.envs.shipped import environments
 from nrl.episodes import rollout, rollouts, run_episode

@@ -31,10 +31,10 @@ from nrl.envs.interpreter import Interpreter, python
 from nrl.envs.limits import limited
 from nrl.envs.linear_states import LinearState, linear
 from nrl.envs.programs import code
-from nrl.envs.ranking import Ranker, bm25
+from nrl.envs.retrieval.ranking import Ranker, bm25
+from nrl.envs.retrieval.searches import Passage, search, searching
+from nrl.envs.retrieval.short_answers import short_answer
 from nrl.envs.sandbox import Finished, Limits, Sandbox, bubblewrap
-from nrl.envs.searches import Passage, search, searching
-from nrl.envs.short_answers import short_answer
 from nrl.envs.verifiers import (
     VERIFIERS,
     Extractor,

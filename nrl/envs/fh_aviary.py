@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from nrl.envs.contract import Environment, Step, Task, Turn
-from nrl.envs.pool import pooled
+from nrl.envs.pools.pool import pooled
 from nrl.envs.tools import Tool
 from nrl.runtime.executables.registry import Executable
 

@@ -18,15 +18,15 @@ from nrl.envs.instruction_tasks import task as instructions
 from nrl.envs.instructions import constraints
 from nrl.envs.interpreter import Interpreter, python
 from nrl.envs.judging import judge
-from nrl.envs.mathematics import math_verifier
+from nrl.envs.mathematics.verifying import math_verifier
 from nrl.envs.naming import named
 from nrl.envs.programs import code
-from nrl.envs.reasoning_tasks import reasoning_gym
+from nrl.envs.reasoning.tasks import reasoning_gym
+from nrl.envs.retrieval.searches import searching
+from nrl.envs.retrieval.short_answers import short_answer
 from nrl.envs.reversal import task as texts
 from nrl.envs.sandbox import Limits
 from nrl.envs.scoring import reward_model
-from nrl.envs.searches import searching
-from nrl.envs.short_answers import short_answer
 from nrl.envs.text_arena import textarena
 from nrl.envs.tools import tool, tool_use
 from nrl.envs.verifiers import VERIFIERS

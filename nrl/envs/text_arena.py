@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 from nrl.envs.contract import Environment, Step, Task, Turn
-from nrl.envs.pool import pooled
+from nrl.envs.pools.pool import pooled
 from nrl.runtime.executables.registry import Executable
 
 __all__ = ["textarena"]

@@ -16,8 +16,8 @@ import pytest
 import nrl
 from benchmarks.verifiers import HOSTILE, pairs
 from nrl.envs import Score, Trace, extractor, number, single_turn
-from nrl.envs.math_answers import LONGEST, final_answer
-from nrl.envs.math_worker import compare
+from nrl.envs.mathematics.answers import LONGEST, final_answer
+from nrl.envs.mathematics.worker import compare
 from nrl.errors import EnvError
 from tests.episodes.scripted import TASKS, Scripted
 from tests.processes import alive, settled

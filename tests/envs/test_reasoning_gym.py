@@ -16,10 +16,10 @@ import nrl
 from benchmarks.reasoning_audit import ALSO_RIGHT, Finding, audit, table
 from benchmarks.reasoning_shapes import shapes
 from nrl.envs import Score, Trace, extractor, single_turn
-from nrl.envs.forked import Crashed, Fork, Late
-from nrl.envs.reasoning_scorers import EXACT, MENDED, formula
-from nrl.envs.reasoning_tasks import datasets, reasoning_gym, stated_answer, task
-from nrl.envs.reasoning_worker import LONGEST
+from nrl.envs.pools.forked import Crashed, Fork, Late
+from nrl.envs.reasoning.scorers import EXACT, MENDED, formula
+from nrl.envs.reasoning.tasks import datasets, reasoning_gym, stated_answer, task
+from nrl.envs.reasoning.worker import LONGEST
 from nrl.errors import EnvError
 
 UNREAD = Score(0.0, "parse_fail")

@@ -14,9 +14,9 @@ import nrl
 from nrl import tiny
 from nrl.backends import hf
 from nrl.envs import Trace, Turn, score_of, towns
-from nrl.envs.ranking import bm25, words
-from nrl.envs.searches import Passage, passages, search, searching
-from nrl.envs.short_answers import short_answer
+from nrl.envs.retrieval.ranking import bm25, words
+from nrl.envs.retrieval.searches import Passage, passages, search, searching
+from nrl.envs.retrieval.short_answers import short_answer
 from nrl.envs.tools import ToolCall, call
 from nrl.envs.verifiers import extractor
 from nrl.errors import DataError, EnvError

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from nrl.envs.contract import Task
-from nrl.envs.math_answers import plain_number
+from nrl.envs.mathematics.answers import plain_number
 from nrl.envs.programs import last_block
 from nrl.envs.verifiers import boxes
 from nrl.errors import ConfigError, DataError

@@ -9,9 +9,9 @@ from typing import Any, Protocol, overload
 import attrs
 
 from nrl.envs.contract import Env, Environment, Step, Task, Trace, Turn, Verdict, Verifier
-from nrl.envs.pool_calls import Pool, Worker
-from nrl.envs.pool_meshes import Rank
-from nrl.envs.pool_processes import Process
+from nrl.envs.pools.calls import Pool, Worker
+from nrl.envs.pools.meshes import Rank
+from nrl.envs.pools.processes import Process
 from nrl.errors import EnvError
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.mesh.placement import Mesh

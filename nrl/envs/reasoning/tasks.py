@@ -16,8 +16,8 @@ import attrs
 import numpy as np
 
 from nrl.envs.contract import Score, Task, Trace
-from nrl.envs.pool import pooled
-from nrl.envs.reasoning_worker import LONGEST, Source, answer_requests
+from nrl.envs.pools.pool import pooled
+from nrl.envs.reasoning.worker import LONGEST, Source, answer_requests
 from nrl.envs.verifiers import extracts
 from nrl.errors import EnvError
 from nrl.runtime.executables.registry import Executable

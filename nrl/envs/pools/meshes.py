@@ -13,8 +13,8 @@ from concurrent import futures
 from contextlib import suppress
 from typing import Any
 
-from nrl.envs.pool_calls import NotBegun
-from nrl.envs.pool_worker import Sessions
+from nrl.envs.pools.calls import NotBegun
+from nrl.envs.pools.worker import Sessions
 from nrl.errors import DeadlineExceeded, EnvError, LostActor, NrlError, ShippingError
 from nrl.runtime.mesh.futures import Submitted
 from nrl.runtime.mesh.placement import Mesh

@@ -1,8 +1,8 @@
 """A worker of a pool: a process that calls one verifier, or the functions of one environment, call after call.
 
 It reads requests from its standard input and answers on what was its standard output; what user code prints goes to
-its standard error. `nrl.envs.pool_processes` starts it, and kills it if a call takes too long. On a mesh, the helper of
-a rank has the same `Sessions` (`nrl.envs.pool_meshes`).
+its standard error. `nrl.envs.pools.processes` starts it, and kills it if a call takes too long. On a mesh, the helper
+of a rank has the same `Sessions` (`nrl.envs.pools.meshes`).
 """
 
 import asyncio

@@ -14,8 +14,8 @@ import sys
 import time
 from typing import Any, Literal
 
-from nrl.envs.forked import Crashed, Fork, Late
-from nrl.envs.math_answers import one_numeral, two_kinds
+from nrl.envs.mathematics.answers import one_numeral, two_kinds
+from nrl.envs.pools.forked import Crashed, Fork, Late
 from nrl.errors import EnvError
 
 __all__ = ["Outcome", "compare"]

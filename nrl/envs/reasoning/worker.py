@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from nrl.envs.forked import Crashed, Fork, Late
-from nrl.envs.reasoning_scorers import EXACT, MENDED
+from nrl.envs.pools.forked import Crashed, Fork, Late
+from nrl.envs.reasoning.scorers import EXACT, MENDED
 from nrl.errors import EnvError
 
 __all__ = ["LONGEST", "Outcome", "Source", "answer_requests"]

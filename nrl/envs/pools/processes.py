@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nrl.envs.pool_worker import receive, send
+from nrl.envs.pools.worker import receive, send
 from nrl.errors import EnvError
 from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import Executable
@@ -60,7 +60,7 @@ class Process:
         found = sources(made, Path(python))
         path = os.pathsep.join(found or [each for each in sys.path if each])
         self._process = _STARTER.start(
-            [str(python), "-c", "from nrl.envs.pool_worker import main; main()"],
+            [str(python), "-c", "from nrl.envs.pools.worker import main; main()"],
             stdin=self._other,
             stdout=self._other,
             stderr=self._log,

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nrl.envs import towns
 from nrl.envs.contract import Environment, Verifier
-from nrl.envs.ranking import Ranker, bm25, words
-from nrl.envs.short_answers import short_answer
+from nrl.envs.retrieval import towns
+from nrl.envs.retrieval.ranking import Ranker, bm25, words
+from nrl.envs.retrieval.short_answers import short_answer
 from nrl.envs.tools import Tool, ToolError, tool, tool_use
 from nrl.errors import DataError
 
@@ -131,14 +131,14 @@ def searching(
     """The environment that asks a task's prompt, and lets the model search a corpus until it answers.
 
     Args:
-        corpus: as `passages` takes it. None: the invented one of `nrl.envs.towns`, which has tasks, too.
+        corpus: as `passages` takes it. None: the invented one of `nrl.envs.retrieval.towns`, which has tasks, too.
         verifier: has the last word.
         k: how many passages a result has, at most.
         characters: of a passage's text that are shown.
         query: characters that a query may have.
         turns: of the model, at most; it has to answer in the last one.
         calls: of the tool in an episode, at most.
-        hops: of the tasks that it brings, as of `nrl.envs.towns.task`.
+        hops: of the tasks that it brings, as of `nrl.envs.retrieval.towns.task`.
 
     Returns:
         `nrl.envs.tools.tool_use` with the tool `search`. Where the corpus is the invented one, it brings tasks.

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from nrl.envs.contract import Score, Task, Trace, text_of
-from nrl.envs.math_answers import decimal, final_answer, repeats, same_number, written
-from nrl.envs.math_worker import Outcome, compare
-from nrl.envs.pool import pooled
+from nrl.envs.mathematics.answers import decimal, final_answer, repeats, same_number, written
+from nrl.envs.mathematics.worker import Outcome, compare
+from nrl.envs.pools.pool import pooled
 from nrl.envs.verifiers import answer_of, boxes, extracts
 from nrl.errors import EnvError
 from nrl.runtime.executables.registry import Executable

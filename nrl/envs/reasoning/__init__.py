@@ -1,0 +1,1 @@
+"""The tasks of reasoning-gym, with the scorers that are mended."""

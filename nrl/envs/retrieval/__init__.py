@@ -1,0 +1,1 @@
+"""Search as a tool: ranking, passages, and how short answers are compared."""
