@@ -13,7 +13,8 @@ import pytest
 import nrl
 from nrl import tiny
 from nrl.backends import hf
-from nrl.envs import Trace, Turn, score_of, towns
+from nrl.envs import Trace, Turn, score_of
+from nrl.envs.retrieval import towns
 from nrl.envs.retrieval.ranking import bm25, words
 from nrl.envs.retrieval.searches import Passage, passages, search, searching
 from nrl.envs.retrieval.short_answers import short_answer
