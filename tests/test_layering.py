@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backends",),
     ("checkpoint", "data", "envs.judging", "envs.scoring", "episodes", "stream", "tiny"),
     ("envs.shipped",),
+    ("envs.gym.process",),
     ("runs",),
     ("",),  # nrl/__init__.py, which gathers the public names
     ("command",),

@@ -15,7 +15,7 @@ from nrl.envs.gym import records
 from nrl.envs.gym.openapi import Route, openapi
 from nrl.envs.gym.service import Refused, Service
 
-__all__ = ["application"]
+__all__ = ["Application", "Receive", "Send", "application"]
 
 _SLOWEST = 30.0  # seconds in which a request has to have arrived
 _HELD = 16  # requests of the largest size that may be in memory at a time

@@ -19,7 +19,7 @@ from nrl.envs.gym.listening import Listener, listening
 from nrl.envs.gym.service import Service
 from nrl.errors import EnvError
 
-__all__ = ["Server", "Settings", "answering", "serve"]
+__all__ = ["Server", "Settings", "address", "answering", "check_reach", "serve"]
 
 
 class Server:
@@ -105,20 +105,37 @@ def serve(
     for option, number in (("lease", lease), ("most", most), ("largest", largest), ("timeout", timeout)):
         if isinstance(number, int | float) and not number > 0:
             raise ValueError(f"serve: {option} is {number}; it must be positive")
+    check_reach("serve", host, port, token, auth)
+    on = listening(host, port, "serve")
+    url = address(host, on.getsockname()[1])
+    thread = _Thread(f, name or _name(f), on, Settings(token, timeout, lease, most, largest))
+    return Server(url, token, thread.stop)
+
+
+def check_reach(who: str, host: str, port: int, token: str | None, auth: str) -> None:
+    """See that what other machines can reach asks for a token, or is not meant to.
+
+    Raises:
+        ValueError: it does not, and nothing says that this is meant.
+    """
     if auth not in ("token", "none"):
-        raise ValueError(f"serve: auth is {auth!r}; give 'token', or 'none' for a network that you trust")
+        raise ValueError(f"{who}: auth is {auth!r}; give 'token', or 'none' for a network that you trust")
     if token is None and not _loopback(host):
         if auth != "none":
             raise ValueError(
-                f"serve: every machine that reaches {host} could use this server; give a token, or auth='none' for a "
+                f"{who}: every machine that reaches {host} could use this server; give a token, or auth='none' for a "
                 "network that you trust"
             )
-        warnings.warn(f"serve: {host}:{port} takes calls from every machine that reaches it", stacklevel=2)
-    on = listening(host, port, "serve")
-    port = on.getsockname()[1]
-    thread = _Thread(f, name or _name(f), on, Settings(token, timeout, lease, most, largest))
-    at = f"[{host}]" if ":" in host else host
-    return Server(f"http://{at}:{port}", token, thread.stop)
+        warnings.warn(f"{who}: {host}:{port} takes calls from every machine that reaches it", stacklevel=3)
+
+
+def address(host: str, port: int) -> str:
+    """The URL of a server.
+
+    >>> address("::1", 8000)
+    'http://[::1]:8000'
+    """
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _name(f: Any) -> str:
