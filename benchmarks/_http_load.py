@@ -99,14 +99,14 @@ async def run(url: str, asked: bytes, expected: str, requests: int, connections:
     """
     loop, left, parts = asyncio.get_running_loop(), [requests], urlsplit(url)
     ends: list[asyncio.Future[None]] = [loop.create_future() for _ in range(min(connections, requests))]
-    opened: list[asyncio.BaseTransport] = []
+    opened: list[asyncio.Transport] = []
     began = time.perf_counter()
     try:
         for done in ends:
             transport, _ = await loop.create_connection(
                 lambda done=done: _Connection(asked, expected.encode(), left, done),  # type: ignore[misc]
-                parts.hostname,
-                parts.port,
+                parts.hostname or "127.0.0.1",
+                parts.port or 80,
             )
             opened.append(transport)
         await asyncio.gather(*ends)
@@ -114,8 +114,8 @@ async def run(url: str, asked: bytes, expected: str, requests: int, connections:
     finally:
         for done in ends:
             done.cancel()
-        for transport in opened:
-            transport.close()
+        for each in opened:
+            each.close()
         await asyncio.sleep(0)  # they close in the loop's next turn
 
 
@@ -157,7 +157,12 @@ class Load:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        order = {"url": url, "headers": dict(headers or {}), "body": body.decode(), "expected": expected}
+        order: dict[str, Any] = {
+            "url": url,
+            "headers": dict(headers or {}),
+            "body": body.decode(),
+            "expected": expected,
+        }
         order |= {"requests": requests, "connections": connections}
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()

@@ -187,7 +187,8 @@ def _in_turns(load: Load, asked: list[tuple[Server, bytes]], given: argparse.Nam
         functools.partial(cost, load, server, what, requests, given.connections)
         for (server, what), requests in zip(asked, calls, strict=True)
     ]
-    found = [pair(*sides, number) if len(sides) == 2 else (sides[0](),) for number in range(given.turns)]
+    mine, *others = sides
+    found = [pair(mine, others[0], number) if others else (mine(),) for number in range(given.turns)]
     return {"bytes": [len(what) for _, what in asked], "requests": calls, "microseconds": found[1:]}
 
 
