@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime.executables", "runtime.node", "runtime.preemption", "runtime.threads", "runtime.trace"),
     ("runtime.mesh",),
     ("runtime.ray", "runtime.transfer"),
-    ("envs.pools.worker",),
+    ("envs.pools.worker", "envs.user_code"),
     ("envs.pools.meshes", "envs.pools.processes"),
     ("envs.pools.pool",),
     ("envs.fh_aviary", "envs.mathematics.verifying", "envs.reasoning.tasks", "envs.text_arena"),

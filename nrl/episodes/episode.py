@@ -18,9 +18,9 @@ from nrl.backends.base import Completion
 from nrl.data import render
 from nrl.envs import Env, Step, Task
 from nrl.envs.contract import Prompt, Status, Trace, Turn, Verdict, judges_group, score_of
+from nrl.envs.user_code.calls import Caller, calling
+from nrl.envs.user_code.errors import Failed, error_text
 from nrl.episodes.conversations import Conversation, is_prompt
-from nrl.episodes.user_errors import Failed, error_text
-from nrl.episodes.verifier_calls import Caller, calling
 from nrl.errors import EnvError, LostRequest
 
 __all__ = ["TRAINED", "Episode", "Generate", "failed", "play", "run_episode"]

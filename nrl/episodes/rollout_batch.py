@@ -9,7 +9,7 @@ from nrl.backends.base import Sampling
 from nrl.backends.samplers import Sampler
 from nrl.batch import Batch
 from nrl.envs import Env, Task
-from nrl.episodes.call_threads import stuck
+from nrl.envs.user_code.threads import stuck
 from nrl.episodes.rows import rows_of
 from nrl.episodes.running import Group, Running, Schedule
 from nrl.errors import DataError

@@ -20,9 +20,9 @@ from nrl.backends.samplers import Sampler
 from nrl.data import render
 from nrl.envs import Env, Task
 from nrl.envs.contract import Prompt, is_env, judges_group
+from nrl.envs.user_code.calls import Caller, calling
 from nrl.episodes.episode import Episode, failed, play
 from nrl.episodes.requests import Requests, requests_to
-from nrl.episodes.verifier_calls import Caller, calling
 from nrl.errors import BatchError, DataError, EnvError
 from nrl.runtime.threads import Daemons
 

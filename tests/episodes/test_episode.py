@@ -14,10 +14,10 @@ from nrl.backends import Completion, Sampling
 from nrl.backends.sampling.pool import EnginePool
 from nrl.batch.ragged import rows_of
 from nrl.envs import Environment, Step, Turn, exact, single_turn
+from nrl.envs.user_code.calls import Calls
+from nrl.envs.user_code.threads import UserCall
 from nrl.episodes import rollout, run_episode
-from nrl.episodes.call_threads import UserCall
 from nrl.episodes.summaries import summary
-from nrl.episodes.verifier_calls import Calls
 from nrl.reduce import finalize
 from tests.episodes.scripted import TASKS, Scripted
 

@@ -18,8 +18,8 @@ from nrl.algos import advantages, grpo_loss
 from nrl.backends import Sampling, Trainer
 from nrl.backends.sampling.pool import EnginePool
 from nrl.envs import Environment, Step, Trace, by_source, exact, number, single_turn
+from nrl.envs.user_code.threads import stuck
 from nrl.episodes import rollout, rollouts
-from nrl.episodes.call_threads import stuck
 from nrl.episodes.summaries import summary
 from nrl.errors import DataError, GenerationError
 from nrl.reduce import finalize

@@ -12,8 +12,8 @@ import torch
 import nrl
 from nrl.algos import k1, kl, token_rewards
 from nrl.envs import STATUSES, Environment, Score, Step, Trace, judged, of_group, single_turn
+from nrl.envs.user_code.threads import stuck
 from nrl.episodes import rollout
-from nrl.episodes.call_threads import stuck
 from nrl.episodes.episode import run_episode
 from nrl.errors import GenerationError
 from tests.episodes.scripted import TASKS, Scripted

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from nrl.envs import Trace, number, single_turn
-from nrl.episodes.call_threads import stuck
-from nrl.episodes.user_errors import Failed, error_text
-from nrl.episodes.verifier_calls import Calls
+from nrl.envs.user_code.calls import Calls
+from nrl.envs.user_code.errors import Failed, error_text
+from nrl.envs.user_code.threads import stuck
 from nrl.runtime.threads import Daemons
 from tests.processes import settled
 
@@ -332,7 +332,7 @@ def test_messages() -> None:
 
 PROGRAM = """
 import asyncio, contextvars, time
-from nrl.episodes.verifier_calls import Calls
+from nrl.envs.user_code.calls import Calls
 
 async def hangs_in_a_thread_of_its_own():
     await asyncio.to_thread(time.sleep, 600)

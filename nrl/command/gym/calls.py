@@ -11,8 +11,8 @@ import attrs
 
 from nrl.command.gym.usage import Meter
 from nrl.envs.contract import STATUSES, Score, Task, Trace, Verifier, asynchronous, judges_group, score_of
+from nrl.envs.user_code.errors import Failed
 from nrl.episodes.episode import TRAINED
-from nrl.episodes.user_errors import Failed
 from nrl.errors import EnvError
 
 __all__ = ["LEFT_OUT", "Call", "Outcome", "metered", "reward_of", "verdict"]

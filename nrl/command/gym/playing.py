@@ -12,9 +12,9 @@ from nrl.command.gym.records import Tried, shortened
 from nrl.command.gym.usage import Growth, Meter, growth
 from nrl.envs.contract import Env, Step, Task, Trace, Turn, judges_group, text_of
 from nrl.envs.tools import MalformedCall, Tool, ToolCall
+from nrl.envs.user_code.calls import Caller, calling
+from nrl.envs.user_code.errors import Failed
 from nrl.episodes.conversations import is_prompt
-from nrl.episodes.user_errors import Failed
-from nrl.episodes.verifier_calls import Caller, calling
 
 __all__ = ["POLICIES", "Played", "tried"]
 

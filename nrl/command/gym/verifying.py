@@ -14,8 +14,8 @@ from nrl.command.gym.hostile import Hostile, hostile, huge, mutants
 from nrl.command.gym.records import Tried, shortened
 from nrl.command.gym.usage import Growth, Meter, growth
 from nrl.envs.contract import Environment, Task, Trace, Verifier, text_of
+from nrl.envs.user_code.calls import calling
 from nrl.envs.verifiers import extractor
-from nrl.episodes.verifier_calls import calling
 
 __all__ = ["Verified", "tried"]
 

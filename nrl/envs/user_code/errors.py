@@ -11,7 +11,7 @@ from nrl.log import redact
 __all__ = ["Failed", "error_text", "stack_text", "traceback_text"]
 
 _LONGEST = 1000  # characters of an error's message
-_NOT_USERS = (str(Path(__file__).parents[1]), asyncio.__path__[0], threading.__file__)
+_NOT_USERS = (str(Path(__file__).parents[2]), asyncio.__path__[0], threading.__file__)
 _shown: set[tuple[str, str, int]] = set()  # kinds of failures: the error, and its place
 
 

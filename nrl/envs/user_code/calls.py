@@ -1,7 +1,7 @@
 """Calls of verifiers and environments: user code, which may raise anything, and may never return.
 
 `nrl.episodes.episode` asks for a call of ``env.reset`` or ``env.step``; in `nrl.envs.single_turn` the step calls the
-verifier. `nrl.episodes.call_threads` has the threads.
+verifier. `nrl.envs.user_code.threads` has the threads.
 
 Plain functions run in daemon threads: in their order, one after the other, as long as they are quick, and side by side
 when they are slow. Coroutines run on an event loop of their own. So the program's own loop only waits for answers.
@@ -23,8 +23,8 @@ from functools import partial
 from typing import Any
 
 from nrl.envs.contract import Env, Task, asynchronous, timeout_of
-from nrl.episodes.call_threads import LoopThread, UserCall, give_up
-from nrl.episodes.user_errors import Failed, stack_text
+from nrl.envs.user_code.errors import Failed, stack_text
+from nrl.envs.user_code.threads import LoopThread, UserCall, give_up
 from nrl.log.waits import SILENCE
 from nrl.runtime.threads import Daemons
 

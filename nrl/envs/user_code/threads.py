@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from nrl.episodes.user_errors import Failed, error_text, traceback_text
+from nrl.envs.user_code.errors import Failed, error_text, traceback_text
 from nrl.runtime.threads import Daemons
 
 __all__ = ["LoopThread", "UserCall", "give_up", "stuck"]

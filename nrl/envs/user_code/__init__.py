@@ -1,0 +1,1 @@
+"""Calls of user code, which may raise anything, and may never return."""
