@@ -1,4 +1,4 @@
-"""Work that is counted, for tests of how much of it there is: seconds depend on the machine and on what else it does."""
+"""Work that is counted, for tests of how much of it there is: seconds depend on the machine and its other work."""
 
 import sys
 from collections.abc import Callable
