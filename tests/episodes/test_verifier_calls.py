@@ -43,7 +43,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Calls]:
     """Of each look for late calls that is over, whose it was; two see that a loop is blocked."""
     seen, look = list[Calls](), Calls._look
-    monkeypatch.setattr(Calls, "_look", lambda calls: (look(calls), seen.append(calls)))
+
+    def looked(calls: Calls) -> None:
+        look(calls)
+        seen.append(calls)
+
+    monkeypatch.setattr(Calls, "_look", looked)
     return seen
 
 

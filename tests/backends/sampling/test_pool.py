@@ -28,7 +28,7 @@ from nrl.backends.sampling import pool
 from nrl.backends.sampling.pool import StreamingEnginePool
 from nrl.backends.sampling.routing import Router
 from nrl.backends.sampling.seat import Seat
-from nrl.backends.sampling.weights import Weights
+from nrl.backends.sampling.weights import Weights, say
 from nrl.backends.training import reading
 from nrl.batch import Batch
 from nrl.errors import (
@@ -114,8 +114,12 @@ SAID: list[str] = []
 @pytest.fixture(autouse=True)
 def heard(monkeypatch: pytest.MonkeyPatch) -> None:
     SAID.clear()
-    say = pool.say
-    monkeypatch.setattr(pool, "say", lambda text: (say(text), SAID.append(text)))
+
+    def told(text: str) -> None:
+        say(text)
+        SAID.append(text)
+
+    monkeypatch.setattr(pool, "say", told)
 
 
 @pytest.fixture
