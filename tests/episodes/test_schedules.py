@@ -323,7 +323,12 @@ def test_groups_that_end_first_come_first_and_others_are_carried_on(engine: Any)
     stream = nrl.partial(nrl.rollouts(taken, game.env, tasks(_1={"sleeps": {0: woken}}, **later), n=2), 1)
     assert [int(group["group_ids"][0]) for group in stream.take(2)] == [0, 2]
     taken.version = 1
-    watching = threading.Thread(target=lambda: settled(lambda: len(game.closed) < 6, MINUTE) or over.set())
+
+    def watch() -> None:
+        settled(lambda: len(game.closed) < 6, MINUTE)
+        over.set()
+
+    watching = threading.Thread(target=watch)
     watching.start()
     woken.set()
     groups = stream.take(2)
@@ -587,7 +592,12 @@ def test_a_slow_episode_delays_the_others_by_a_second_and_once(
 ) -> None:
     """Three of four turns; the first steps of one sleep. It goes on as soon as it can."""
     asked, game, came, add = Rounds(), Game(turns=4), list[Any](), requests._Together._add
-    monkeypatch.setattr(requests._Together, "_add", lambda *args: (came.append(args[1]), add(*args)))
+
+    def added(of: Any, key: Any, request: Any) -> None:
+        came.append(key)
+        add(of, key, request)
+
+    monkeypatch.setattr(requests._Together, "_add", added)
     wakes = [threading.Event() for _ in range(3)]
     some = [{"prompt": "1", "sleeps": dict(enumerate(wakes)) if index == 1 else {}} for index in range(3)]
     seen = []
@@ -597,10 +607,13 @@ def test_a_slow_episode_delays_the_others_by_a_second_and_once(
             seen.append(list(asked.asked))
         return bool(seen)
 
+    def others_play_or_it_is_awake(turns: int) -> bool:
+        return len(game.closed) < 2 or game.asleep <= turns
+
     def wake() -> None:
         """The others have ended; nobody is waited for any more."""
         for number, event in enumerate(wakes):
-            settled(lambda number=number: len(game.closed) < 2 or game.asleep <= number, MINUTE)
+            settled(partial(others_play_or_it_is_awake, number), MINUTE)
             event.set()
 
     waking = threading.Thread(target=wake)
