@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 
 __all__ = ["alive", "descendants", "marked", "settled", "titles"]
 
@@ -54,7 +55,7 @@ def titles(pids: list[int]) -> dict[int, str]:
 
 def settled[T](look: Callable[[], T], seconds: float) -> T:
     """What ``look`` returns in the end: as soon as that is falsy, or when the time is over."""
-    until = time.monotonic() + seconds
-    while (found := look()) and time.monotonic() < until:
+    until = monotonic() + seconds
+    while (found := look()) and monotonic() < until:
         time.sleep(0.05)
     return found

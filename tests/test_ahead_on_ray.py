@@ -80,6 +80,7 @@ def loop(parts: Any, lag: int, *, steps: int = STEPS, caught_up: bool = False) -
     return took, lags
 
 
+@pytest.mark.slow
 def test_rollouts_go_on_while_the_trainer_trains(parts: Any) -> None:
     loop(parts, 0, steps=2)  # what is slow only once
     PACE["rollout"] = PACE["trained"]  # so that they take equally long
@@ -97,6 +98,9 @@ def test_a_lag_is_at_most_what_was_allowed(parts: Any) -> None:
     assert lags[0] == 0
     _, lags = loop(parts, 3, caught_up=True)
     assert lags == [0, 1, 2, 3, 3, 3]
+    for lag in (0, 1):
+        _, lags = loop(parts, lag, caught_up=True)
+        assert lags == [0, *[lag] * (STEPS - 1)]
 
 
 def test_what_is_pending_is_in_the_checkpoint(parts: Any, tmp_path: Path) -> None:

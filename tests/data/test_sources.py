@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from nrl import data, tiny
 from nrl.data.sources import read
 from nrl.errors import DataError
+from tests.work import calls
 
 ROWS = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(5)]
 READERS = {".jsonl": "read_jsonl", ".csv": "read_csv", ".parquet": "read_parquet"}
@@ -115,9 +117,8 @@ def test_reading_is_fast_and_a_parquet_file_stays_columns(tmp_path: Path) -> Non
     path = tmp_path / "a.jsonl"
     line = json.dumps({"question": "a" * 240, "answer": "b" * 300 + "\n#### 1"}) + "\n"
     path.write_text(line * 7473)
-    start = time.process_time()  # not that of a machine that does other things
     assert len(data.read_jsonl(path)) == 7473
-    assert time.process_time() - start < 0.9  # measured 0.09 s
+    assert calls(lambda: data.read_jsonl(path)) < 40 * 7473  # 16 a row
     pq.write_table(pa.table({"question": ["a" * 100] * 50_000}), tmp_path / "a.parquet")
     table = read(tmp_path / "a.parquet")
     assert table.rows[49_999] == {"question": "a" * 100}
@@ -142,15 +143,20 @@ def test_a_source_that_is_long_in_coming_is_said_and_leaves_no_bars(
     data.tasks(str(tmp_path), chat=False)
     assert capfd.readouterr() == ("", "")
     assert not datasets.are_progress_bars_disabled()
-    monkeypatch.setattr("nrl.log.waits.SILENCE", 0.3)
+    monkeypatch.setattr("nrl.log.waits.SILENCE", 0.3)  # as no line was to come until now
+
+    said = ""
 
     def slow(source: str) -> Any:
-        time.sleep(0.4)
+        nonlocal said
+        while not said.endswith("\n"):  # or the time limit of a test
+            said += capfd.readouterr().out
         return read(source)
 
     monkeypatch.setattr("nrl.data.task_streams.read", slow)
     data.tasks(str(tmp_path), chat=False)
-    assert capfd.readouterr().out == f"data: reading {tmp_path}, 0:00 so far\n"
+    line = rf"data: reading {re.escape(str(tmp_path))}, \d+:\d\d so far\n"
+    assert re.fullmatch(f"({line})+", said + capfd.readouterr().out)
 
 
 def test_the_ending_says_how_a_file_is_read(tmp_path: Path) -> None:
@@ -180,9 +186,9 @@ def test_the_ending_says_how_a_file_is_read(tmp_path: Path) -> None:
 )
 def test_csv_that_cannot_be_used(tmp_path: Path, content: bytes, match: str) -> None:
     (tmp_path / "a.csv").write_bytes(content)
-    start = time.perf_counter()
+    start = time.process_time()
     assert match in fault(tmp_path / "a.csv")
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 60  # linear: below 1; quadratic: hours
 
 
 @pytest.mark.parametrize(
@@ -202,9 +208,9 @@ def test_csv_that_cannot_be_used(tmp_path: Path, content: bytes, match: str) -> 
 )
 def test_jsonl_that_cannot_be_used_is_said_fast_and_in_short(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"question": "a"}\n' + content)
-    start = time.perf_counter()
+    start = time.process_time()
     assert "a.jsonl, line 2: " in fault(tmp_path / "a.jsonl")
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 60  # linear: below 1; quadratic: hours
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])

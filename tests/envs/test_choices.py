@@ -126,7 +126,6 @@ def test_a_task_that_says_nothing(task: dict[str, Any]) -> None:
         choice(task, Trace("", ["A"]))
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     "text",
     ["(", "answer ", "\\boxed{", "A or ", "answer ( ", "answer" + " " * 1000, "answer is a and ", "B) x ", "A) x\n"],
@@ -134,4 +133,4 @@ def test_a_task_that_says_nothing(task: dict[str, Any]) -> None:
 def test_long_answers_take_little_time(text: str) -> None:
     began = time.process_time()
     assert chosen_letter(text * (400_000 // len(text)) + "42") is None
-    assert time.process_time() - began < 2
+    assert time.process_time() - began < 30  # linear: 0.1; quadratic: 400,000 ** 2 steps, which are an hour

@@ -112,13 +112,12 @@ LONG = ["a" * 1_000_000, "a. " * 300_000, "[" * 1_000_000, '"' * 1_000_000, "\n"
 LONG += ["```json\n" + " " * 500_000 + "x", " \n" * 300_000 + "x", '" ' * 300_000 + "x", "." + ")" * 500_000]
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("text", LONG, ids=lambda text: repr(text[:9]))
 def test_long_answers_take_little_time(text: str) -> None:
     task = {"constraints": [{name: how} for name, (how, _, _) in CASES.items()]}
     began = time.process_time()
     constraints(task, Trace("", [text]))
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 60  # linear: below 1; quadratic: 500,000 ** 2 steps, which are an hour
 
 
 def test_generated_tasks_are_fulfilled_by_their_responses_and_by_nothing_lazy() -> None:

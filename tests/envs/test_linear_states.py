@@ -177,9 +177,9 @@ def test_repeated_calls_of_many_threads(kind: str, play: Play) -> None:
 
     def one(place: int, number: int) -> None:
         found: Any
-        state = copied(states[min(number, play.reached)].result(30), play.by_pickle[place % 16])
+        state = copied(states[min(number, play.reached)].result(60), play.by_pickle[place % 16])
         if number == len(answers) - 1:
-            assert play.failing is None or broke.wait(30)
+            assert play.failing is None or broke.wait(60)
             found = value(close(state))
         else:
             try:
@@ -334,7 +334,7 @@ def test_a_step_that_ends_after_its_episode_was_closed() -> None:
 
     def step(state: int, turn: str) -> Step:
         going_on.set()
-        assert may_end.wait(30)
+        assert may_end.wait(60)
         return Step(state + 1, done=False)
 
     closed: list[int] = []
@@ -342,13 +342,13 @@ def test_a_step_that_ends_after_its_episode_was_closed() -> None:
     state, found = begun(env), list[Step]()
     threads = [threading.Thread(target=lambda: found.append(env.step(state, "a"))) for _ in range(2)]
     threads[0].start()
-    assert going_on.wait(30)
+    assert going_on.wait(60)
     threads[1].start()
     env.close(state)  # it does not wait
     assert closed == [7]
     may_end.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert found[0] == found[1] == env.step(state, "a")
     assert found[0].state == (state.episode, 1)
     env.close(found[0].state)

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +88,15 @@ def test_answers_that_come_while_the_model_is_busy_are_scored_together_after(fol
     """And the event loop goes on meanwhile."""
     with nrl.cluster("local") as cluster:
         trainer = fsdp.trainer(cluster.reserve(1), Model(str(folder), head="reward"), adamw(lr=1e-3))
-        params, sizes = trainer.load(), list[int]()
+        params, sizes, busy, ready = trainer.load(), list[int](), threading.Event(), threading.Event()
 
         class Slow:
             trainer: Any
 
             def rewards(self, _: Any, batch: nrl.Batch) -> Any:
                 sizes.append(len(batch))
-                time.sleep(0.3)
+                busy.set()
+                ready.wait()
                 return params.trainer.rewards(params, batch)
 
         slow: Any = Slow()
@@ -105,16 +106,17 @@ def test_answers_that_come_while_the_model_is_busy_are_scored_together_after(fol
         async def several() -> list[float]:
             nonlocal ticks
             first = [asyncio.ensure_future(verify(TASKS[at], Trace("", ["2"]))) for at in range(3)]
-            await asyncio.sleep(0.1)
+            while not busy.is_set():
+                await asyncio.sleep(0.01)
             later = [asyncio.ensure_future(verify(TASKS[at], Trace("", ["3"]))) for at in range(5)]
-            while not all(each.done() for each in [*first, *later]):
+            while ticks < 20:
                 await asyncio.sleep(0.01)
                 ticks += 1
-            return [each.result() for each in [*first, *later]]
+            ready.set()
+            return list(await asyncio.gather(*first, *later))
 
         found = asyncio.run(several())
     assert sizes == [3, 5]
-    assert ticks > 10
     asked = [(TASKS[at], "2") for at in range(3)] + [(TASKS[at], "3") for at in range(5)]
     assert found == pytest.approx([by_transformers(folder, task["prompt"], answer) for task, answer in asked], abs=1e-5)
 

@@ -370,16 +370,16 @@ def test_calls_run_at_once_and_keep_their_order() -> None:
 
     def wait(name: str) -> str:
         """Wait for the other."""
-        both.wait(20)  # raises, if the calls come one after the other
+        both.wait(60)  # raises, if the calls come one after the other
         if name == "first":
-            later.wait(20)
+            later.wait(60)
         else:
             later.set()
         return name
 
     async def sleep(name: str) -> str:
         """Sleep, and let others run."""
-        await asyncio.to_thread(later.wait, 20)
+        await asyncio.to_thread(later.wait, 60)
         return name
 
     calls = [
@@ -468,7 +468,7 @@ def test_an_error_of_a_tool_is_no_observation() -> None:
     async def wait() -> None:
         """Wait."""
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         except asyncio.CancelledError:
             cancelled.append("wait")
             raise
@@ -486,11 +486,9 @@ def test_an_error_of_a_tool_is_no_observation() -> None:
         raise SystemExit(3)
 
     tools = [tool(each) for each in (wait, fail, stop, leave)]
-    began = time.monotonic()
     with pytest.raises(KeyError, match="a bug"):
         made(tools, [ToolCall("wait", {}), ToolCall("fail", {})])
     assert cancelled == ["wait"]
-    assert time.monotonic() - began < 30
     with pytest.raises(RuntimeError, match="StopIteration"):
         made(tools, [ToolCall("stop", {})])
     with pytest.raises(
@@ -502,13 +500,13 @@ def test_an_error_of_a_tool_is_no_observation() -> None:
 def test_a_call_that_takes_too_long_fails() -> None:
     async def sleep() -> None:
         """Sleep."""
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
 
     ended = threading.Event()
 
     def hang() -> None:
         """Hang."""
-        ended.wait(60)
+        ended.wait()
 
     async def own() -> None:
         """Fail."""
@@ -517,10 +515,8 @@ def test_a_call_that_takes_too_long_fails() -> None:
     told = "call: sleep did not return within 0.05 s; give it more, or let it end by itself and raise ToolError"
     with pytest.raises(TimeoutError, match=told):
         made([tool(sleep)], [ToolCall("sleep", {})], timeout=0.05)
-    began = time.monotonic()
     with pytest.raises(TimeoutError, match="call: hang did not return within 0.05 s"):
         made([tool(hang)], [ToolCall("hang", {})], timeout=0.05)  # also the end of its loop waits for no thread
-    assert time.monotonic() - began < 30
     ended.set()
     with pytest.raises(TimeoutError, match="^of a server$"):
         made([tool(own)], [ToolCall("own", {})], timeout=60)

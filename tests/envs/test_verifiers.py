@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nrl import envs
 from nrl.envs import Score, Task, Trace, extractor, extracts, final_number
 from nrl.errors import EnvError
+from tests.work import calls
 
 
 def exact(task: Task, response: str) -> float:
@@ -410,10 +411,13 @@ def test_fractions_are_exact(top: int, bottom: int) -> None:
 
 
 def test_marks_without_a_number_take_no_time() -> None:
-    begin = time.process_time()
-    assert number({"answer": "42"}, "#### 42\n" + "#### and\n" * 100_000) == 1.0
-    assert number({"answer": "0.5"}, "#### ½\n" + "#### \n" * 100_000) == 1.0
-    assert time.process_time() - begin < 1.0  # 0.2; 1.2 where each of them is looked at closely
+    """None of them is looked at closely: two functions are called for each."""
+
+    def both() -> None:
+        assert number({"answer": "42"}, "#### 42\n" + "#### and\n" * 100_000) == 1.0
+        assert number({"answer": "0.5"}, "#### ½\n" + "#### \n" * 100_000) == 1.0
+
+    assert calls(both) < 3 * 200_000
 
 
 @given(st.text() | st.text(alphabet="0123456789.,:/-+*^$#{}\\boxedfrac _%=x½√\u2009\n ", max_size=200))
@@ -436,4 +440,4 @@ def test_time_is_linear_in_the_response(text: str) -> None:
     long = text * (100_000 // len(text)) if text in PIECES else text + text[-1] * 100_000
     begin = time.process_time()
     number({"answer": "42"}, long)
-    assert time.process_time() - begin < 2.5  # linear: 0.2; quadratic: 100,000 ** 2 steps, which are more
+    assert time.process_time() - begin < 30  # linear: 0.2; quadratic: 100,000 ** 2 steps, which are more

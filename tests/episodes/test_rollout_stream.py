@@ -194,7 +194,7 @@ class Slow(Pressed):
 
     def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
         self.press()
-        time.sleep(30)
+        time.sleep(3600)
 
 
 class Streaming(Pressed):
@@ -217,18 +217,16 @@ class Waiting(futures.Future[Completion]):
 def test_an_interrupt_is_one_and_comes_at_once(
     kind: type[Scripted], lag: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the driver waits for a sampler, and where a thread does for it."""
+    """Where the driver waits for a sampler, and where a thread does for it; neither would end by itself."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background may ignore it
     sampler = kind([])
     monkeypatch.setattr(kind, "remote", lag > 0, raising=False)
     groups = rollouts(sampler, single_turn(exact), nrl.stream.counting(lambda index: TASKS[index % 2]), n=4)
-    began = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt) as caught:
             nrl.ahead(nrl.batched(groups, 2), lag).take(1)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - began < 5
     assert caught.value.__context__ is None
     assert caught.value.__cause__ is None
     gc.collect()

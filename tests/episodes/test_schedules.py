@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,28 @@ from nrl.algos import advantages
 from nrl.backends.sampling.pool import EnginePool
 from nrl.checkpoint import Checkpoints
 from nrl.envs import Environment, Step, of_group, single_turn
+from nrl.episodes import requests
 from nrl.episodes.running import Running, Schedule
 from nrl.errors import BatchError, DataError, EnvError, GenerationError
 from nrl.reduce import finalize
+from tests.clocks import MINUTE, Clock
 from tests.episodes.scripted import Scripted
 from tests.processes import settled
 
-FAST, SLOW = 0.01, 30.0  # seconds
+FAST, SLOW = 0.01, 3600.0  # seconds
 
 
 class Game:
-    """Some turns; it counts what is open, and which states were closed. A task may say how long a step sleeps."""
+    """Some turns; it counts what is open, and which states were closed.
+
+    The step of some turns sleeps, as the task says in ``sleeps``: until the game is woken, or that event is set.
+    """
 
     def __init__(self, turns: int = 1) -> None:
         self.turns, self.opened, self.closed, self.most = turns, 0, list[int](), 0
+        self.asleep, self.wakes = 0, threading.Event()
         self._guard = threading.Lock()
+        GAMES.append(self)
 
     def reset(self, task: Any) -> Any:
         with self._guard:
@@ -47,7 +55,10 @@ class Game:
 
     def step(self, state: Any, turn: str) -> Step:
         number, turns, task = state
-        time.sleep(task.get("sleeps", {}).get(turns, 0.0))
+        if turns in (sleeps := task.get("sleeps", {})):
+            with self._guard:
+                self.asleep += 1
+            (sleeps[turns] or self.wakes).wait()
         done = turns + 1 == self.turns
         return Step((number, turns + 1, task), float(done), done, None if done else "+")
 
@@ -57,11 +68,33 @@ class Game:
 
     @property
     def env(self) -> Environment:
-        return Environment(self.reset, self.step, self.close)
+        return Environment(self.reset, self.step, self.close, timeout=None)
 
     @property
     def each_closed_once(self) -> bool:
         return sorted(self.closed) == list(range(1, self.opened + 1))
+
+
+GAMES: list[Game] = []
+
+
+@pytest.fixture(autouse=True)
+def nobody_sleeps_on() -> Iterator[None]:
+    yield
+    for game in GAMES:
+        game.wakes.set()
+    GAMES.clear()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def under_way(episodes: int, groups: int) -> bool:
+    """Whether so many episodes have not ended, and so many groups; asked on their loop."""
+    tasks = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]  # type: ignore[union-attr]
+    return (tasks.count("Running._one"), tasks.count("Running._whole")) == (episodes, groups)
 
 
 @pytest.fixture
@@ -82,22 +115,26 @@ def tasks(**of: dict[str, Any]) -> Any:
     return nrl.stream.counting(lambda index: {"prompt": "1+1=", "index": index, **of.get(f"_{index}", {})})
 
 
-def slow_ones(*places: int, seconds: float = SLOW) -> Callable[[int], float]:
+class Slow:
     """The requests that come to an engine, by their number: these are slow."""
-    count = itertools.count()
-    return lambda seed: seconds if next(count) in places else FAST
+
+    def __init__(self, *places: int, seconds: float = SLOW) -> None:
+        self.asked, self.places, self.seconds = 0, places, seconds
+
+    def __call__(self, seed: int) -> float:
+        self.asked += 1
+        return self.seconds if self.asked - 1 in self.places else FAST
 
 
 # --- a deadline
 
 
-def test_what_is_not_over_by_the_deadline_is_cut_and_counted(engine: Any) -> None:
-    """Of two groups of three, the first loses the row whose second turn's step sleeps."""
-    game, taken = Game(turns=2), engine(slow_ones(4))  # the fifth row never gets an answer
-    stream = nrl.cut(nrl.rollouts(taken, game.env, tasks(_0={"sleeps": {}}), n=3), 0.5)
-    began = time.monotonic()
-    [batch] = nrl.batched(stream, 2).take(1)
-    assert 0.5 <= time.monotonic() - began < 2
+def test_what_is_not_over_by_the_deadline_is_cut_and_counted(engine: Any, clock: Clock) -> None:
+    """Of two groups of three, the second loses the row that the engine never answers."""
+    game, taken = Game(turns=2), engine(Slow(4))
+    stream = nrl.cut(nrl.rollouts(taken, game.env, tasks(), n=3), MINUTE)
+    with clock.passes(MINUTE, once=lambda: under_way(1, 1)):
+        [batch] = nrl.batched(stream, 2).take(1)
     assert batch["cut"].tolist() == [False, False, False, False, True, False]
     assert batch["valid"].tolist() == (~batch["cut"]).tolist()
     assert not batch["loss_mask"][4].any()
@@ -114,10 +151,11 @@ def test_what_is_not_over_by_the_deadline_is_cut_and_counted(engine: Any) -> Non
     assert game.each_closed_once
 
 
-def test_tokens_of_turns_before_the_cut_are_counted(engine: Any) -> None:
+def test_tokens_of_turns_before_the_cut_are_counted(engine: Any, clock: Clock) -> None:
     game = Game(turns=3)
-    stream = nrl.cut(nrl.rollouts(engine(), game.env, tasks(_1={"sleeps": {1: 5.0}}), n=2), 0.5)
-    first, second = stream.take(2)
+    stream = nrl.cut(nrl.rollouts(engine(), game.env, tasks(_1={"sleeps": {1: None}}), n=2), MINUTE)
+    with clock.passes(MINUTE, once=lambda: under_way(2, 1) and game.asleep == 2):
+        first, second = stream.take(2)
     assert first["cut"].tolist() == [False, False]
     assert second["cut"].tolist() == [True, True]
     assert second["sampled"].tolist() == [4, 4]  # two turns of two tokens
@@ -127,10 +165,12 @@ def test_tokens_of_turns_before_the_cut_are_counted(engine: Any) -> None:
     assert game.each_closed_once
 
 
-def test_an_engine_forgets_what_was_cut(engine: Any) -> None:
-    taken = engine(slow_ones(0, 1), slots=2)  # they hold all slots
-    stream = nrl.cut(nrl.rollouts(taken, Game().env, tasks(), n=2), 0.3)
-    assert stream.take(1)[0]["cut"].all()
+def test_an_engine_forgets_what_was_cut(engine: Any, clock: Clock) -> None:
+    slow = Slow(0, 1)
+    taken = engine(slow, slots=2)  # they hold all slots
+    stream = nrl.cut(nrl.rollouts(taken, Game().env, tasks(), n=2), MINUTE)
+    with clock.passes(MINUTE, once=lambda: under_way(2, 1) and slow.asked == 2):
+        assert stream.take(1)[0]["cut"].all()
     assert not stream.take(1)[0]["cut"].any()
 
 
@@ -140,22 +180,26 @@ def test_a_deadline_that_nobody_misses_changes_nothing(sampler: EnginePool) -> N
             0
         ]
 
-    plain, limited = batch(lambda stream: stream), batch(lambda stream: nrl.cut(stream, 60.0))
+    plain, limited = batch(lambda stream: stream), batch(lambda stream: nrl.cut(stream, MINUTE))
     assert set(limited.keys()) - set(plain.keys()) == {"cut"}
     for name in plain.keys():
         assert torch.equal(plain[name].nan_to_num(-1.0), limited[name].nan_to_num(-1.0)), name
 
 
-def test_a_verdict_over_a_group_is_cut_too(engine: Any) -> None:
+def test_a_verdict_over_a_group_is_cut_too(engine: Any, clock: Clock) -> None:
+    inside, over = threading.Event(), threading.Event()
+
     @of_group
     async def compare(task: Any, traces: Any) -> list[float]:
-        time.sleep(5.0 if task["index"] else 0.0)
+        if task["index"]:
+            inside.set()
+            over.wait()
         return [1.0 for _ in traces]
 
-    stream = nrl.cut(nrl.rollouts(engine(), single_turn(compare), tasks(), n=2), 0.5)
-    began = time.monotonic()
-    first, second = stream.take(2)
-    assert time.monotonic() - began < 3
+    stream = nrl.cut(nrl.rollouts(engine(), single_turn(compare, timeout=None), tasks(), n=2), MINUTE)
+    with clock.passes(MINUTE, once=lambda: under_way(0, 1) and inside.is_set()):
+        first, second = stream.take(2)
+    over.set()
     assert first["cut"].tolist() == [False, False]
     assert second["cut"].tolist() == [True, True]
 
@@ -167,16 +211,16 @@ def test_takes_that_are_cut_whole_end_the_stream(engine: Any) -> None:
         stream.take(1)
 
 
-def test_many_that_do_not_return_hold_nobody_up(engine: Any) -> None:
+def test_many_that_do_not_return_hold_nobody_up(engine: Any, clock: Clock) -> None:
     """Forty of eighty sleep in plain functions: the others end, and so does the take."""
     game = Game()
-    slow = {f"_{index}": {"sleeps": {0: 4.0}} for index in range(40)}
-    stream = nrl.batched(nrl.cut(nrl.rollouts(engine(), game.env, tasks(**slow), n=1), 2.0), 80)
-    began = time.monotonic()
-    [batch] = stream.take(1)
-    assert time.monotonic() - began < 3.5
+    slow = {f"_{index}": {"sleeps": {0: None}} for index in range(40)}
+    stream = nrl.batched(nrl.cut(nrl.rollouts(engine(), game.env, tasks(**slow), n=1), MINUTE), 80)
+    with clock.passes(MINUTE, once=lambda: under_way(40, 40)):
+        [batch] = stream.take(1)
     assert batch["cut"].tolist() == [True] * 40 + [False] * 40
-    assert settled(lambda: not game.each_closed_once, 10) is False
+    game.wakes.set()
+    assert settled(lambda: not game.each_closed_once, MINUTE) is False
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -184,7 +228,7 @@ def test_states_of_resets_that_were_cut_are_closed(engine: Any, later: bool) -> 
     opened, closed = list[int](), list[int]()
 
     def plain(task: Any) -> Any:
-        time.sleep(0.01)
+        time.sleep(0.01)  # so that a cut comes within some of them
         opened.append(task["index"])
         return task["index"], "1+1="
 
@@ -196,10 +240,10 @@ def test_states_of_resets_that_were_cut_are_closed(engine: Any, later: bool) -> 
     env = Environment(coroutine if later else plain, lambda state, turn: Step(state), closed.append)
     for seconds in (0.1, 0.15, 0.2):
         nrl.batched(nrl.cut(nrl.rollouts(engine(), env, tasks(), n=1), seconds), 200).take(1)
-    assert settled(lambda: sorted(opened) != sorted(closed), 10) is False
+    assert settled(lambda: sorted(opened) != sorted(closed), MINUTE) is False
 
 
-def test_a_verdict_over_a_group_is_over_those_that_ended(engine: Any) -> None:
+def test_a_verdict_over_a_group_is_over_those_that_ended(engine: Any, clock: Clock) -> None:
     seen: list[int] = []
 
     @of_group
@@ -207,18 +251,20 @@ def test_a_verdict_over_a_group_is_over_those_that_ended(engine: Any) -> None:
         seen.append(len(traces))
         return [1.0 for _ in traces]
 
-    stream = nrl.oversample(nrl.rollouts(engine(slow_ones(0)), single_turn(shortest), tasks(), n=3), 2)
-    assert nrl.cut(stream, 5.0).take(1)[0]["rewards"].tolist() == [1.0, 1.0]
-    late = nrl.cut(nrl.rollouts(engine(slow_ones(0)), single_turn(shortest), tasks(), n=3), 0.3)
-    assert late.take(1)[0]["cut"].all()  # there was no time for a verdict
+    stream = nrl.oversample(nrl.rollouts(engine(Slow(0)), single_turn(shortest), tasks(), n=3), 2)
+    assert nrl.cut(stream, MINUTE).take(1)[0]["rewards"].tolist() == [1.0, 1.0]
+    late = nrl.cut(nrl.rollouts(engine(Slow(0)), single_turn(shortest), tasks(), n=3), MINUTE)
+    with clock.passes(MINUTE, once=lambda: under_way(1, 1)):
+        assert late.take(1)[0]["cut"].all()  # there was no time for a verdict
     assert seen == [2]
 
 
-def test_groups_that_are_dropped_leave_their_numbers(engine: Any) -> None:
+def test_groups_that_are_dropped_leave_their_numbers(engine: Any, clock: Clock) -> None:
     game = Game(turns=2)
-    groups = nrl.rollouts(engine(), game.env, tasks(_0={"sleeps": {0: 3.0}}), n=3)
-    kept = nrl.filtered(nrl.cut(nrl.oversample(groups, 2), 0.5), lambda group: not bool(group["cut"].any()))
-    [group] = kept.take(1)
+    groups = nrl.rollouts(engine(), game.env, tasks(_0={"sleeps": {0: None}}), n=3)
+    kept = nrl.filtered(nrl.cut(nrl.oversample(groups, 2), MINUTE), lambda group: not bool(group["cut"].any()))
+    with clock.passes(MINUTE, once=lambda: under_way(3, 1) and game.asleep == 3):
+        [group] = kept.take(1)
     found = finalize(nrl.summary(group))
     assert (found["cut"], found["left_out"]) == (2, 2)
     assert found["tokens/sampled"] == found["tokens/trained"] + found["tokens/dropped"]
@@ -230,7 +276,7 @@ def test_groups_that_are_dropped_leave_their_numbers(engine: Any) -> None:
 def test_the_first_of_a_group_are_kept(engine: Any) -> None:
     """Five of two turns each; the sleepers have sampled one turn of two tokens when they are left out."""
     game = Game(turns=2)
-    stream = nrl.oversample(nrl.rollouts(engine(slow_ones(5, 6)), game.env, tasks(), n=5), 3)
+    stream = nrl.oversample(nrl.rollouts(engine(Slow(5, 6)), game.env, tasks(), n=5), 3)
     [group] = stream.take(1)
     assert len(group) == 3
     assert group["valid"].all()
@@ -244,10 +290,12 @@ def test_the_first_of_a_group_are_kept(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("first", ["cut", "oversample"])
-def test_cut_episodes_are_kept_only_where_there_are_too_few_others(engine: Any, first: str) -> None:
-    groups = nrl.rollouts(engine(slow_ones(0, 1)), Game().env, tasks(), n=4)
-    changed = nrl.oversample(nrl.cut(groups, 0.5), 3) if first == "cut" else nrl.cut(nrl.oversample(groups, 3), 0.5)
-    [group] = changed.take(1)
+def test_cut_episodes_are_kept_only_where_there_are_too_few_others(engine: Any, clock: Clock, first: str) -> None:
+    groups = nrl.rollouts(engine(Slow(0, 1)), Game().env, tasks(), n=4)
+    cut = partial(nrl.cut, seconds=MINUTE)
+    changed = nrl.oversample(cut(groups), 3) if first == "cut" else cut(nrl.oversample(groups, 3))
+    with clock.passes(MINUTE, once=lambda: under_way(2, 1)):
+        [group] = changed.take(1)
     assert (group["episode_ids"] % 2**20).tolist() == [0, 2, 3]
     assert group["cut"].tolist() == [True, False, False]
 
@@ -270,12 +318,21 @@ def test_failed_episodes_are_kept_only_where_there_are_too_few_others(engine: An
 
 def test_groups_that_end_first_come_first_and_others_are_carried_on(engine: Any) -> None:
     """The second group's step sleeps; what it has sampled stays, and its next turn has the next weights."""
-    game, taken = Game(turns=2), engine()
-    stream = nrl.partial(nrl.rollouts(taken, game.env, tasks(_1={"sleeps": {0: 1.0}}), n=2), 1)
+    game, taken, woken, over = Game(turns=2), engine(), threading.Event(), threading.Event()
+    later = {f"_{index}": {"sleeps": {0: over}} for index in (3, 4)}  # they end when the second has
+    stream = nrl.partial(nrl.rollouts(taken, game.env, tasks(_1={"sleeps": {0: woken}}, **later), n=2), 1)
     assert [int(group["group_ids"][0]) for group in stream.take(2)] == [0, 2]
     taken.version = 1
-    time.sleep(1.0)
+
+    def watch() -> None:
+        settled(lambda: len(game.closed) < 6, MINUTE)
+        over.set()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    woken.set()
     groups = stream.take(2)
+    watching.join()
     assert [int(group["group_ids"][0]) for group in groups][:1] == [1]
     carried, new = groups
     assert carried["version"].tolist() == [0, 0]
@@ -286,12 +343,11 @@ def test_groups_that_end_first_come_first_and_others_are_carried_on(engine: Any)
 
 
 def test_groups_that_begin_early_come_in_order(engine: Any) -> None:
-    taken = engine(slow_ones(0, seconds=0.6))
-    stream = nrl.refill(nrl.rollouts(taken, Game().env, tasks(), n=2), 2)
-    began = time.monotonic()
+    game, taken = Game(), engine(Slow(0, seconds=0.6))
+    stream = nrl.refill(nrl.rollouts(taken, game.env, tasks(), n=2), 2)
     first = stream.take(2)
+    assert game.opened == 8
     later = stream.take(2)
-    assert 0.5 < time.monotonic() - began < 3
     assert [int(group["group_ids"][0]) for group in [*first, *later]] == [0, 1, 2, 3]
     assert taken.lag == 1  # so that publishes refuse a sampler that shares GPUs with the trainer
 
@@ -299,7 +355,7 @@ def test_groups_that_begin_early_come_in_order(engine: Any) -> None:
 @pytest.mark.parametrize("transform", [nrl.partial, nrl.refill])
 def test_each_task_comes_exactly_once_where_a_run_goes_on(engine: Any, transform: Any) -> None:
     def stream() -> Any:
-        return transform(nrl.rollouts(engine(slow_ones(3, 9, seconds=0.3)), Game().env, tasks(), n=2), 3)
+        return transform(nrl.rollouts(engine(Slow(3, 9, seconds=0.3)), Game().env, tasks(), n=2), 3)
 
     first = stream()
     before = [int(group["group_ids"][0]) for group in first.take(3)]
@@ -316,7 +372,7 @@ def test_each_task_comes_exactly_once_where_a_run_goes_on(engine: Any, transform
 
 def test_a_checkpoint_has_what_is_under_way(engine: Any, tmp_path: Path) -> None:
     def stream() -> Any:
-        groups = nrl.partial(nrl.rollouts(engine(slow_ones(2, 3)), Game().env, tasks(), n=2), 2)
+        groups = nrl.partial(nrl.rollouts(engine(Slow(2, 3)), Game().env, tasks(), n=2), 2)
         return nrl.ahead(nrl.batched(groups, 2), 0)
 
     @attrs.frozen
@@ -339,7 +395,7 @@ def test_a_checkpoint_has_what_is_under_way(engine: Any, tmp_path: Path) -> None
 
 def test_what_is_carried_is_closed_once_when_nobody_takes_any_more(engine: Any) -> None:
     game = Game()
-    stream = nrl.partial(nrl.rollouts(engine(slow_ones(0, 1, 2, 3)), game.env, tasks(), n=2), 2)
+    stream = nrl.partial(nrl.rollouts(engine(Slow(0, 1, 2, 3)), game.env, tasks(), n=2), 2)
     stream.take(1)
     assert (game.opened, len(game.closed)) == (6, 2)
     del stream
@@ -356,7 +412,7 @@ def test_a_take_that_raises_closes_all_and_begins_them_anew(engine: Any) -> None
                 raise RuntimeError("out of memory")
             return super().stream(prompts, seeds, sampling)
 
-    game, taken = Game(), Breaking(64, slow_ones(2, 3))
+    game, taken = Game(), Breaking(64, Slow(2, 3))
     stream = nrl.refill(nrl.rollouts(taken, game.env, tasks(), n=2), 1)
     stream.take(1)
     before, taken.breaks = stream.state(), True
@@ -395,7 +451,7 @@ def test_what_is_asked_for_early_does_not_begin_after_the_end_of_its_run(engine:
     def take(n: int) -> Any:
         if game.opened and not released.is_set():
             held.set()
-            released.wait(10)
+            released.wait(MINUTE)
         return groups.take(n)
 
     @attrs.frozen
@@ -407,10 +463,10 @@ def test_what_is_asked_for_early_does_not_begin_after_the_end_of_its_run(engine:
     with nrl.run(Config(str(tmp_path / "first"))) as run:
         for _ in run.steps(nrl.ahead(groups._replace(take=take), 1)):
             pass
-        assert held.wait(10)
+        assert held.wait(MINUTE)
     opened = game.opened
     released.set()
-    assert not settled(lambda: "ahead" in [thread.name for thread in threading.enumerate()], 10)
+    assert not settled(lambda: "ahead" in [thread.name for thread in threading.enumerate()], MINUTE)
     assert game.opened == opened == 2
     with nrl.run(Config(str(tmp_path / "second"))) as run:
         [(_, group)] = run.steps(nrl.ahead(groups, 1))
@@ -457,7 +513,6 @@ class Threads(SimulatedEngine):
         return mine
 
 
-@pytest.mark.timeout(60)
 def test_answers_from_many_threads_all_arrive() -> None:
     taken, before = Threads(64, lambda seed: 0.001), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -512,61 +567,95 @@ def test_no_more_episodes_are_live_than_were_allowed(engine: Any, sampler: Engin
 
 
 class Rounds(Scripted):
-    """Notes how many are asked at a time, and when."""
+    """Notes how many are asked at a time."""
 
     def __init__(self) -> None:
         super().__init__([])
-        self.asked, self.times = list[int](), list[float]()
+        self.asked = list[int]()
 
     def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
         self.asked.append(len(prompts))
-        self.times.append(time.monotonic())
         self.texts = ["1"] * len(prompts)
         return super().generate(prompts, seeds=seeds, sampling=sampling)
 
 
-def test_a_slow_episode_delays_the_others_by_a_second_and_once() -> None:
-    """Three of four turns; the first step of one sleeps for three seconds. It goes on as soon as it can."""
-    asked = Rounds()
-    some = [{"prompt": "1", "sleeps": {0: 3.0, 1: 1.5, 2: 0.2} if index == 1 else {}} for index in range(3)]
-    began = time.monotonic()
-    batch = nrl.rollout(asked, Game(turns=4).env, some)
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Slow is who has been away for longer than any test takes; a second, that is."""
+    assert requests._SLOW == 1.0
+    monkeypatch.setattr(requests, "_SLOW", SLOW)
+    return SLOW
+
+
+def test_a_slow_episode_delays_the_others_by_a_second_and_once(
+    clock: Clock, patient: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of four turns; the first steps of one sleep. It goes on as soon as it can."""
+    asked, game, came, add = Rounds(), Game(turns=4), list[Any](), requests._Together._add
+
+    def added(of: Any, key: Any, request: Any) -> None:
+        came.append(key)
+        add(of, key, request)
+
+    monkeypatch.setattr(requests._Together, "_add", added)
+    wakes = [threading.Event() for _ in range(3)]
+    some = [{"prompt": "1", "sleeps": dict(enumerate(wakes)) if index == 1 else {}} for index in range(3)]
+    seen = []
+
+    def both_others_wait() -> bool:
+        if game.asleep == 1 and len(came) == 5:
+            seen.append(list(asked.asked))
+        return bool(seen)
+
+    def others_play_or_it_is_awake(turns: int) -> bool:
+        return len(game.closed) < 2 or game.asleep <= turns
+
+    def wake() -> None:
+        """The others have ended; nobody is waited for any more."""
+        for number, event in enumerate(wakes):
+            settled(partial(others_play_or_it_is_awake, number), MINUTE)
+            event.set()
+
+    waking = threading.Thread(target=wake)
+    waking.start()
+    with clock.passes(patient, once=both_others_wait):
+        batch = nrl.rollout(asked, game.env, some)
+    waking.join()
     assert batch["valid"].all()
+    assert seen[0] == [3]
     assert asked.asked == [3, 2, 2, 2, 1, 1, 1]
-    times = [each - began for each in asked.times]
-    assert 0.9 < times[1] - times[0] < 2
-    assert times[3] - times[1] < 0.8
-    assert times[3] < 2.9 < times[4] < 4.5
+    assert clock.skips == 1
 
 
-def test_who_ends_is_not_waited_for() -> None:
+def test_who_ends_is_not_waited_for(patient: float) -> None:
     asked = Rounds()
 
     def step(left: int, turn: str) -> Step:
         return Step(left - 1, done=left == 1, observation="+")
 
-    began = time.monotonic()
     nrl.rollout(asked, Environment(lambda task: (task["turns"], "1"), step), [{"turns": 1}, {"turns": 3}, {"turns": 2}])
     assert asked.asked == [3, 2, 1]
-    assert time.monotonic() - began < 0.9  # and not a second for each
 
 
-def test_places_of_episodes_that_were_cut_are_given_back(engine: Any) -> None:
+def test_places_of_episodes_that_were_cut_are_given_back(engine: Any, clock: Clock) -> None:
     """Those that had begun, and those that waited for a place."""
-    game = Game()
-    taken = engine(slow_ones(0, 1, 2, 3))
-    stream = nrl.cut(nrl.refill(nrl.rollouts(taken, game.env, tasks(), n=6, concurrency=3), 1), 0.3)
-    assert stream.take(1)[0]["cut"].all()
-    for _ in range(4):
+    game, slow = Game(), Slow(0, 1, 2, 3)
+    taken = engine(slow)
+    stream = nrl.cut(nrl.refill(nrl.rollouts(taken, game.env, tasks(), n=6, concurrency=3), 1), MINUTE)
+    with clock.passes(MINUTE, once=lambda: under_way(12, 2) and slow.asked == 3):
+        assert stream.take(1)[0]["cut"].all()
+    with clock.passes(MINUTE, once=lambda: under_way(1, 1)):
+        assert stream.take(1)[0]["cut"].tolist() == [True] + [False] * 5
+    for _ in range(3):
         [group] = stream.take(1)
-    assert not group["cut"].any()
+        assert not group["cut"].any()
     assert game.most == 3
 
 
-def test_all_are_asked_together_while_none_is_slow() -> None:
-    asked = Rounds()
-    some = [{"prompt": "1", "sleeps": {0: 0.2 * index}} for index in range(3)]
-    nrl.rollout(asked, Game(turns=3).env, some)
+def test_all_are_asked_together_while_none_is_slow(patient: float) -> None:
+    asked, game = Rounds(), Game(turns=3)
+    threading.Timer(0.4, game.wakes.set).start()
+    nrl.rollout(asked, game.env, [{"prompt": "1", "sleeps": {0: None} if index else {}} for index in range(3)])
     assert asked.asked == [3, 3, 3]
 
 
@@ -599,29 +688,32 @@ def test_a_schedule_is_of_rollouts_alone_and_of_one_kind(engine: Any) -> None:
         nrl.cut(nrl.cut(groups, 2.0), 1.0)
     with pytest.raises(DataError, match="refill: the stream is partial already; take one of the two"):
         nrl.refill(nrl.partial(groups, 1), 1)
-    assert len(nrl.oversample(nrl.cut(groups, 60.0), 2).take(1)[0]) == 2
+    assert len(nrl.oversample(nrl.cut(groups, MINUTE), 2).take(1)[0]) == 2
 
 
-def test_a_coroutine_of_what_was_cut_is_cancelled(engine: Any) -> None:
-    found: list[str] = []
+def test_a_coroutine_of_what_was_cut_is_cancelled(engine: Any, clock: Clock) -> None:
+    found, inside = list[str](), threading.Event()
 
     async def verdict(task: Any, trace: Any) -> float:
         try:
+            if task["index"] == 0:
+                inside.set()
             await asyncio.sleep(SLOW if task["index"] == 0 else 0)
         except asyncio.CancelledError:
             found.append("cancelled")
             raise
         return 1.0
 
-    stream = nrl.cut(nrl.refill(nrl.rollouts(engine(), single_turn(verdict), tasks(), n=1), 1), 0.2)
-    assert stream.take(1)[0]["cut"].tolist() == [True]
-    for _ in range(20):  # while others are under way
+    stream = nrl.cut(nrl.refill(nrl.rollouts(engine(), single_turn(verdict, timeout=None), tasks(), n=1), 1), MINUTE)
+    with clock.passes(MINUTE, once=lambda: under_way(1, 1) and inside.is_set()):
+        assert stream.take(1)[0]["cut"].tolist() == [True]
+    while not found:  # while others are under way; or the time limit of a test
         stream.take(1)
     assert found == ["cancelled"]
 
 
 def test_what_was_cut_is_no_tokens_that_are_trained_on(engine: Any) -> None:
-    [group] = nrl.cut(nrl.rollouts(engine(), Game().env, tasks(), n=2), 60.0).take(1)
+    [group] = nrl.cut(nrl.rollouts(engine(), Game().env, tasks(), n=2), MINUTE).take(1)
     wide = nrl.Batch({**dict(group.items()), "loss_mask": torch.ones_like(group["loss_mask"])}, batch_size=[2])
     with pytest.raises(BatchError, match="row 0 is trained on its token 0, which the policy did not sample"):
         nrl.summary(wide)

@@ -1,7 +1,6 @@
 import json
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from nrl.errors import BatchError, MissingColumn
 from nrl.log import redacted
 from nrl.reduce import finalize, merge
 from tests.episodes.scripted import Scripted
+from tests.work import calls
 
 TOKENIZER = tiny.tokenizer()
 
@@ -284,8 +284,8 @@ def test_samples_of_a_rollout() -> None:
         assert all(logprob < 0 for logprob in row["rollout_logprobs"])
 
 
-def test_samples_take_a_fraction_of_decoding_the_batch() -> None:
-    """In time of this thread: other processes do not count."""
+def test_samples_take_a_fraction_of_decoding_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows are decoded, once as a text and once as tokens; and little else is done for each of the others."""
     size = 256
     generator = torch.Generator().manual_seed(0)
     tokenizer = tiny.bpe(["the cat and the hat"])
@@ -298,17 +298,22 @@ def test_samples_take_a_fraction_of_decoding_the_batch() -> None:
         advantages=torch.randn(size, size, generator=generator),
         rollout_logprobs=-torch.rand(size, size, generator=generator),
     )
+    tokens = list[int]()
 
-    def seconds(work: Callable[[], object]) -> float:
-        def once() -> float:
-            start = time.thread_time()
-            work()
-            return time.thread_time() - start
+    def counted(name: str, of: Callable[..., Any]) -> Callable[..., Any]:
+        def call(ids: Any, *args: Any, **options: Any) -> Any:
+            tokens.append(sum(len(row) if isinstance(row, Sequence) else 1 for row in ids))
+            return of(ids, *args, **options)
 
-        return min(once() for _ in range(10))
+        return call
 
-    whole = batch["input_ids"].tolist()
-    assert seconds(lambda: samples(batch, tokenizer)) < seconds(lambda: tokenizer.batch_decode(whole)) / 4
+    for name in ("decode", "batch_decode", "convert_ids_to_tokens"):
+        monkeypatch.setattr(tokenizer, name, counted(name, getattr(tokenizer, name)))
+    samples(batch, tokenizer)
+    assert sum(tokens) == 2 * 2 * size
+    group: Any = batch[:8]  # the one that is shown
+    others = calls(lambda: samples(batch, tokenizer)) - calls(lambda: samples(group, tokenizer))
+    assert others < size * (size - 8) / 4
 
 
 def test_a_secret_in_a_rollout_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

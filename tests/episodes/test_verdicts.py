@@ -47,7 +47,7 @@ def test_a_failure_has_a_status(fail: Callable[[], Any], status: str) -> None:
     with pytest.warns(UserWarning, match="1 of 1 episodes failed"):
         batch = rollout(Scripted(["3"]), single_turn(lambda task, trace: fail(), timeout=0.2), TASKS[:1])
     assert STATUSES[batch["status"][0]] == status
-    assert settled(stuck, 5) == 0  # other tests count threads
+    assert settled(stuck, 60) == 0  # other tests count threads
 
 
 def test_a_status_that_does_not_exist_is_an_error() -> None:
@@ -235,14 +235,14 @@ def test_each_state_is_closed_once(fails: str, later: bool) -> None:
             batch = rollout(Scripted(TEXTS * 2), env, TASKS, n=2)
     else:
         batch = rollout(Scripted(TEXTS * 2), env, TASKS, n=2)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while len(env.back) < len(env.out) and time.monotonic() < until:
         time.sleep(0.01)
     assert sorted(state[0] for state in env.back) == env.out
     assert len(env.out) == (0 if fails == "reset" else 4)
     assert batch["valid"].all() == (fails in ("", "close"))
     assert fails or [state[1] for state in env.back] == [2] * 4  # the last one
-    assert settled(stuck, 5) == 0
+    assert settled(stuck, 60) == 0
 
 
 def test_states_are_closed_when_the_sampler_fails() -> None:

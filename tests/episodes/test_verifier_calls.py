@@ -6,17 +6,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nrl.envs import Trace, number, single_turn
+from nrl.envs.user_code import threads as call_threads
 from nrl.envs.user_code.calls import Calls
 from nrl.envs.user_code.errors import Failed, error_text
 from nrl.envs.user_code.threads import stuck
 from nrl.runtime.threads import Daemons
+from tests.clocks import MINUTE, Clock
 from tests.processes import settled
 
 WHO = contextvars.ContextVar("who", default="nobody")
@@ -28,11 +31,50 @@ def nothing_is_left() -> Any:
     LONG.clear()
     yield
     LONG.set()
-    assert settled(stuck, 5) == 0
+    assert settled(stuck, MINUTE) == 0
 
 
-def ask(*fns: Callable[..., Any], timeout: float | None = 5.0) -> list[Any]:
-    """What all of them return, called at the same moment; what they raise in its place."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Calls]:
+    """Of each look for late calls that is over, whose it was; two see that a loop is blocked."""
+    seen, look = list[Calls](), Calls._look
+
+    def looked(calls: Calls) -> None:
+        look(calls)
+        seen.append(calls)
+
+    monkeypatch.setattr(Calls, "_look", looked)
+    return seen
+
+
+class Hangs:
+    """A function that hangs; it counts how often it has begun to."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self._guard = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._guard:
+            self.inside += 1
+        LONG.wait()
+
+
+def ask(
+    *fns: Callable[..., Any],
+    timeout: float | None = MINUTE,
+    clock: Clock | None = None,
+    once: Sequence[Callable[[int], bool]] = (),
+) -> list[Any]:
+    """What all of them return, called at the same moment; what they raise in its place.
+
+    The clock skips more than a minute as soon as each of ``once`` says so of the number that have not answered.
+    """
 
     async def one(calls: Calls, fn: Callable[..., Any]) -> Any:
         return await calls.begin(fn, timeout=timeout, context=contextvars.copy_context())
@@ -40,7 +82,12 @@ def ask(*fns: Callable[..., Any], timeout: float | None = 5.0) -> list[Any]:
     async def every() -> list[Any]:
         calls = Calls()
         try:
-            asked = [one(calls, fn) for fn in fns]
+            asked = [asyncio.ensure_future(one(calls, fn)) for fn in fns]
+            for ready in once:
+                while not ready(sum(not each.done() for each in asked)):
+                    await asyncio.sleep(0.001)
+                assert clock is not None
+                clock.skip(MINUTE + 1)
             return list(await asyncio.gather(*asked, return_exceptions=True))
         finally:
             calls.close()
@@ -48,8 +95,8 @@ def ask(*fns: Callable[..., Any], timeout: float | None = 5.0) -> list[Any]:
     return asyncio.run(every())
 
 
-def failed(*fns: Callable[..., Any], timeout: float | None = 5.0) -> list[str]:
-    found = ask(*fns, timeout=timeout)
+def failed(*fns: Callable[..., Any], **options: Any) -> list[str]:
+    found = ask(*fns, **options)
     assert all(isinstance(each, Failed) for each in found), found
     return [str(each) for each in found]
 
@@ -112,9 +159,8 @@ def test_plain_calls_that_are_quick_run_one_after_the_other_in_their_order() -> 
 
 
 def test_plain_calls_that_wait_do_so_side_by_side() -> None:
-    began = time.monotonic()
-    ask(*[lambda: time.sleep(0.3)] * 8)
-    assert time.monotonic() - began < 8 * 0.3 / 2
+    together = threading.Barrier(8)  # each goes on when all have begun
+    assert sorted(ask(*[partial(together.wait, MINUTE)] * 8)) == list(range(8))
 
 
 def test_coroutines_of_one_moment_begin_before_any_goes_on() -> None:
@@ -132,26 +178,32 @@ def test_coroutines_of_one_moment_begin_before_any_goes_on() -> None:
     assert seen == ["began"] * 5 + ["ended"] * 5
 
 
-def test_a_call_that_does_not_return_is_given_up_and_others_are_not() -> None:
-    began = time.monotonic()
-    found = ask(LONG.wait, lambda: 1, lambda: 2, LONG.wait, lambda: 3, timeout=0.3)
-    assert time.monotonic() - began < 2
+def test_a_call_that_does_not_return_is_given_up_and_others_are_not(clock: Clock) -> None:
+    hang = Hangs()
+
+    def wait() -> None:
+        hang()
+
+    both = [lambda left: left == 2 == hang.inside]
+    found = ask(wait, lambda: 1, lambda: 2, wait, lambda: 3, clock=clock, once=both)
     assert [str(each) for each in found] == [
-        "TimeoutError: wait did not return within 0.3 s; mend it, or give the environment another timeout",
+        "TimeoutError: wait did not return within 60 s; mend it, or give the environment another timeout",
         *"12",
-        "TimeoutError: wait did not return within 0.3 s; mend it, or give the environment another timeout",
+        "TimeoutError: wait did not return within 60 s; mend it, or give the environment another timeout",
         "3",
     ]
     assert stuck() == 2
 
 
-def test_where_it_hangs_is_shown_once(capfd: pytest.CaptureFixture[str]) -> None:
-    def hangs() -> None:
-        LONG.wait()
+def test_where_it_hangs_is_shown_once(capfd: pytest.CaptureFixture[str], clock: Clock) -> None:
+    hang = Hangs()
 
-    failed(hangs, hangs, timeout=0.1)
+    def hangs() -> None:
+        hang()
+
+    failed(hangs, hangs, clock=clock, once=[lambda left: hang.inside == 2])
     shown = capfd.readouterr().err
-    assert shown.count("in hangs\n    LONG.wait()") == 1
+    assert shown.count("in hangs\n    hang()") == 1
     assert "nrl/episodes/" not in shown
 
 
@@ -165,8 +217,8 @@ def test_a_coroutine_that_takes_too_long_is_cancelled() -> None:
             seen.append("cancelled")
 
     assert failed(slow, timeout=0.1)[0].startswith("TimeoutError: slow did not return within 0.1 s")
+    assert settled(stuck, MINUTE) == 0
     assert seen == ["cancelled"]
-    assert stuck() == 0
 
 
 def test_a_coroutine_that_will_not_be_cancelled_is_left_alone() -> None:
@@ -177,9 +229,7 @@ def test_a_coroutine_that_will_not_be_cancelled_is_left_alone() -> None:
             except asyncio.CancelledError:
                 continue
 
-    began = time.monotonic()
-    assert "TimeoutError" in failed(stubborn, timeout=0.1)[0]
-    assert time.monotonic() - began < 1
+    assert "TimeoutError" in failed(stubborn, timeout=0.1)[0]  # before it ends
     assert stuck() == 1
 
 
@@ -196,52 +246,76 @@ def test_a_coroutine_that_blocks_its_loop_does_not_block_this_one() -> None:
         try:
             with pytest.raises(Failed, match="TimeoutError: blocks"):
                 await call(blocks, 0.1)
-            return await call(later(lambda: 3), 60.0)  # on another loop, at once
+            return await call(later(lambda: 3), MINUTE)  # on another loop, at once
         finally:
             calls.close()
 
-    began = time.monotonic()
     assert asyncio.run(every()) == 3
-    assert time.monotonic() - began < 5
     assert stuck() == 1
 
 
-def test_coroutines_that_share_a_loop_have_a_limit_each() -> None:
+def test_coroutines_that_share_a_loop_have_a_limit_each(clock: Clock, looks: list[Calls]) -> None:
+    """Each blocks for ten seconds, in which there are looks; all of them together block for longer than a limit."""
+
+    def wait_for_looks() -> None:
+        enough = len(looks) + 2
+        while len(looks) < enough:
+            time.sleep(0.001)
+
     async def blocks() -> int:
-        time.sleep(0.05)
+        wait_for_looks()
+        clock.skip(10.0)
+        wait_for_looks()
         return 1
 
     async def begins_and_blocks() -> int:
         await asyncio.sleep(0)  # so that all of them have begun, before one blocks
         return await blocks()
 
-    assert ask(*[blocks] * 24, timeout=0.6) == [1] * 24
-    assert ask(*[begins_and_blocks] * 24, timeout=0.6) == [1] * 24
+    assert ask(*[blocks] * 10) == [1] * 10
+    assert ask(*[begins_and_blocks] * 10) == [1] * 10
 
 
-def test_coroutines_that_hang_fail_alone() -> None:
+def test_coroutines_that_hang_fail_alone(clock: Clock) -> None:
+    """Whatever their number: one limit passes for the first, and one for all that it had kept from beginning."""
+    hang = Hangs()
+
     async def hangs() -> None:
-        LONG.wait()
+        hang()
 
-    began = time.monotonic()
-    found = ask(*[later(lambda: 1)] * 8, hangs, *[later(lambda: 2)] * 20, *[hangs] * 5, later(lambda: 3), timeout=0.3)
-    assert time.monotonic() - began < 3  # and not a limit after the other
+    first, others = (lambda left: left == 27 and hang.inside == 1), (lambda left: left == 5 and hang.inside == 6)
+    fns = [*[later(lambda: 1)] * 8, hangs, *[later(lambda: 2)] * 20, *[hangs] * 5, later(lambda: 3)]
+    found = ask(*fns, clock=clock, once=[first, others])
     assert [str(each) for each in found if isinstance(each, Failed)] == [
-        "TimeoutError: hangs did not return within 0.3 s; mend it, or give the environment another timeout"
+        "TimeoutError: hangs did not return within 60 s; mend it, or give the environment another timeout"
     ] * 6
     assert [each for each in found if not isinstance(each, Failed)] == [1] * 8 + [2] * 20 + [3]
     assert stuck() == 6
 
 
-def test_a_coroutine_that_awaits_while_another_one_blocks_is_not_failed_for_it() -> None:
+def test_a_coroutine_that_awaits_while_another_one_blocks_is_not_failed_for_it(
+    clock: Clock, looks: list[Calls]
+) -> None:
+    goes_on, before = asyncio.Event(), list[int]()
+
     async def awaits() -> int:
-        await asyncio.sleep(0.1)
+        await goes_on.wait()
         return 1
 
     async def blocks() -> None:
-        time.sleep(0.9)
+        goes_on.set()
+        before.append(len(looks))
+        LONG.wait()
 
-    found = ask(awaits, blocks, awaits, timeout=0.5)
+    def blocked(left: int) -> bool:
+        return bool(before) and len(looks) > before[0] + 2
+
+    def given_up(left: int) -> bool:
+        if left < 3:
+            LONG.set()
+        return left == 0
+
+    found = ask(awaits, blocks, awaits, clock=clock, once=[blocked, given_up])
     assert [each if isinstance(each, int) else str(each)[:20] for each in found] == [1, "TimeoutError: blocks", 1]
 
 
@@ -299,8 +373,8 @@ def test_what_one_call_sets_the_next_of_its_episode_sees() -> None:
     async def episode() -> str:
         calls, context = Calls(), contextvars.copy_context()
         try:
-            await calls.begin(WHO.set, "me", timeout=1.0, context=context)
-            return str(await calls.begin(later(WHO.get), timeout=1.0, context=context))
+            await calls.begin(WHO.set, "me", timeout=MINUTE, context=context)
+            return str(await calls.begin(later(WHO.get), timeout=MINUTE, context=context))
         finally:
             calls.close()
 
@@ -351,7 +425,7 @@ asyncio.run(main())
 
 
 def test_a_process_ends_while_calls_hang() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stdout.split()) == (0, ["Failed", "Failed"]), done.stderr
 
 
@@ -361,20 +435,31 @@ def test_daemons_begin_in_order_and_raise_what_was_raised() -> None:
     futures = [threads.submit(seen.append, i) for i in range(100)]
     broken = threads.submit(int, "x")
     for future in futures:
-        future.result(5)
+        future.result(MINUTE)
     assert seen == list(range(100))
     with pytest.raises(ValueError, match="invalid literal"):
-        broken.result(5)
+        broken.result(MINUTE)
 
 
-@pytest.mark.parametrize(("kind", "seconds"), [("plain", 0.03), ("coroutine", 0.03), ("plain", 0.5)])
-def test_a_context_that_is_about_to_be_left_is_waited_for(kind: str, seconds: float) -> None:
+@pytest.mark.parametrize(("kind", "left"), [("plain", True), ("coroutine", True), ("plain", False)])
+def test_a_context_that_is_about_to_be_left_is_waited_for(
+    kind: str, left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The loop tells that a call has ended before it leaves its context, and the next call may be quicker than that."""
-    context, entered = contextvars.copy_context(), threading.Event()
+    context, entered, tries, leaves = contextvars.copy_context(), threading.Event(), list[float](), threading.Event()
 
     def hold() -> None:
         entered.set()
-        time.sleep(seconds)
+        leaves.wait()
+
+    def sleep(seconds: float) -> None:
+        """In which the context is left, at the third time; or not."""
+        tries.append(seconds)
+        if left and len(tries) == 3:
+            leaves.set()
+            holder.join()
+
+    monkeypatch.setattr(call_threads, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
 
     async def coroutine() -> int:
         return 7
@@ -382,16 +467,19 @@ def test_a_context_that_is_about_to_be_left_is_waited_for(kind: str, seconds: fl
     async def asked() -> Any:
         calls = Calls()
         try:
-            return await calls.begin(coroutine if kind == "coroutine" else lambda: 7, timeout=5.0, context=context)
+            return await calls.begin(coroutine if kind == "coroutine" else lambda: 7, timeout=MINUTE, context=context)
         finally:
             calls.close()
 
     holder = threading.Thread(target=context.run, args=(hold,))
     holder.start()
     entered.wait()
-    if seconds < 0.1:
+    if left:
         assert asyncio.run(asked()) == 7
+        assert len(tries) == 3
     else:  # one that was given up may stay there
         with pytest.raises(Failed, match="already entered"):
             asyncio.run(asked())
+        assert sum(tries) == pytest.approx(0.1)
+    leaves.set()
     holder.join()

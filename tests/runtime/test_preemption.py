@@ -325,16 +325,16 @@ def test_what_is_closed_after_the_last_step_is_within_its_time(tmp_path: Path, m
 
 
 BLOCKS = {
-    "after": "try:\n    with heeded(1.0): term()\nfinally: time.sleep(60)",
-    "another signal": "try:\n    with heeded(1.0): term()\nfinally:\n    term()\n    time.sleep(60)",
-    "caught": "try:\n    with heeded(1.0): term()\nexcept SystemExit: pass\nwith heeded(30.0): time.sleep(60)",
-    "at exit": "atexit.register(time.sleep, 60)\nwith heeded(1.0): term()",
+    "after": "try:\n    with heeded(1.0): term()\nfinally: time.sleep(3600)",
+    "another signal": "try:\n    with heeded(1.0): term()\nfinally:\n    term()\n    time.sleep(3600)",
+    "caught": "try:\n    with heeded(1.0): term()\nexcept SystemExit: pass\nwith heeded(300.0): time.sleep(3600)",
+    "at exit": "atexit.register(time.sleep, 3600)\nwith heeded(1.0): term()",
 }
 
 
 def test_whatever_has_been_left_the_process_ends_in_time() -> None:
     begin = "import atexit, os, signal, time\nfrom nrl.runtime.preemption import heeded\n"
     term = "def term() -> None: os.kill(os.getpid(), signal.SIGTERM)\n"
-    for name, done in ends(begin, {name: begin + term + block for name, block in BLOCKS.items()}, 30).items():
+    for name, done in ends(begin, {name: begin + term + block for name, block in BLOCKS.items()}, 250).items():
         assert done.status == 143, name
         assert "run: 0.95 s are over; no checkpoint could be saved" in done.err, name

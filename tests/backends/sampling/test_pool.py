@@ -24,10 +24,11 @@ from nrl.algos import sft_loss
 from nrl.backends import Sampling, Trainer, adamw, fsdp, hf
 from nrl.backends.engines import Decoded, Request
 from nrl.backends.hf.hf_engine import HfEngine
+from nrl.backends.sampling import pool
 from nrl.backends.sampling.pool import StreamingEnginePool
 from nrl.backends.sampling.routing import Router
 from nrl.backends.sampling.seat import Seat
-from nrl.backends.sampling.weights import Weights
+from nrl.backends.sampling.weights import Weights, say
 from nrl.backends.training import reading
 from nrl.batch import Batch
 from nrl.errors import (
@@ -106,6 +107,21 @@ STARTS: list[Exception] = []
 """What the next ones raise that are made."""
 
 
+SAID: list[str] = []
+"""What pools have told from their threads."""
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    SAID.clear()
+
+    def told(text: str) -> None:
+        say(text)
+        SAID.append(text)
+
+    monkeypatch.setattr(pool, "say", told)
+
+
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A local cluster whose engines are asked by threads, as those of other processes are."""
@@ -121,14 +137,14 @@ def sampler_on(entered: Cluster, engines: int = 1) -> StreamingEnginePool:
 
 
 def tokens(row: Any) -> list[int]:
-    found: list[int] = row.result(10).token_ids.tolist()
+    found: list[int] = row.result(60).token_ids.tolist()
     return found
 
 
 def test_requests_are_spread_by_load(here: Cluster) -> None:
     sampler = sampler_on(here, 3)
     rows = sampler.stream([[place] for place in range(1, 31)], range(30), LONG)
-    settled(lambda: sum(len(engine.rows) for engine in ENGINES) < 30, 5)
+    settled(lambda: sum(len(engine.rows) for engine in ENGINES) < 30, 60)
     assert [len(engine.rows) for engine in ENGINES] == [10, 10, 10]
     assert all(tokens(row) == [0] * 100 for row in rows)
 
@@ -199,17 +215,17 @@ def test_the_load_of_an_engine_is_looked_at_once_for_all_requests(monkeypatch: p
 def test_one_that_is_refused_leaves_the_others_alone(here: Cluster) -> None:
     good, bad, late = sampler_on(here).stream([[5], [99], [6]], [0, 1, 2], SHORT)
     with pytest.raises(GenerationError, match="99 is refused"):
-        bad.result(10)
+        bad.result(60)
     assert tokens(good) == tokens(late) == [0]
 
 
 def test_what_an_engine_raises_is_for_those_that_it_was_asked(here: Cluster) -> None:
     sampler = sampler_on(here)
     (asked,) = sampler.stream([[5]], [0], LONG)
-    settled(lambda: not ENGINES[0].rows, 5)
+    settled(lambda: not ENGINES[0].rows, 60)
     ENGINES[0].raises.append(GenerationError("too much"))
     with pytest.raises(GenerationError, match="too much"):
-        asked.result(10)
+        asked.result(60)
     assert tokens(sampler.stream([[5]], [0], SHORT)[0]) == [0]
     assert not ENGINES[0].rows  # it was told to forget the other
 
@@ -218,7 +234,7 @@ def test_an_engine_that_raises_what_nrl_does_not_is_started_again(here: Cluster)
     sampler = sampler_on(here)
     sampler.receive([[]], 1)
     (row,) = sampler.stream([[5]], [0], LONG)
-    settled(lambda: not ENGINES[0].rows, 5)
+    settled(lambda: not ENGINES[0].rows, 60)
 
     def raising() -> list[int]:
         ENGINES[0].raises.append(MemoryError("too much"))
@@ -234,11 +250,11 @@ def test_an_engine_that_raises_what_nrl_does_not_is_started_again(here: Cluster)
 def test_a_request_that_every_engine_raises_at_is_given_up(here: Cluster) -> None:
     sampler = sampler_on(here)
     with pytest.raises(LostRequest, match="3 engines died while they decoded it; the last: .*illegal memory access"):
-        sampler.stream([[98]], [0])[0].result(10)
+        sampler.stream([[98]], [0])[0].result(60)
     assert len(ENGINES) == 3
-    assert not settled(lambda: sampler._tended, 5)
+    assert not settled(lambda: sampler._tended, 60)
     with pytest.raises(LostActor, match="mesh 'engine 0'.* is lost: its engine raised RuntimeError: CUDA error"):
-        sampler.generate([[5]]).result(10)
+        sampler.generate([[5]]).result(60)
 
 
 @pytest.mark.filterwarnings("ignore:.*an engine was lost")
@@ -255,7 +271,7 @@ def test_an_engine_that_raises_while_it_receives_is_started_again(here: Cluster)
 
     def received() -> None:
         sampler.receive([bucket_of({"first": torch.zeros(1)})], 1)
-        assert not settled(lambda: sampler._tended, 5)
+        assert not settled(lambda: sampler._tended, 60)
 
     with pytest.warns(UserWarning, match="an engine was lost, and it has been started again; .*out of memory"):
         received()
@@ -270,13 +286,13 @@ def test_an_engine_that_raises_while_it_is_started_again_has_died_once_more(here
     sampler = sampler_on(here)
     STARTS.extend(RuntimeError("CUDA error: out of memory") for _ in range(times))
     (row,) = sampler.stream([[5]], [0], LONG)
-    settled(lambda: not ENGINES[0].rows, 5)
+    settled(lambda: not ENGINES[0].rows, 60)
     ENGINES[0].raises.append(RuntimeError("no"))
     if times == 1:
         assert tokens(row) == [0] * 100
     else:
         with pytest.raises(LostActor, match="its engine raised RuntimeError: CUDA error: out of memory"):
-            row.result(10)
+            row.result(60)
     assert (len(ENGINES), STARTS) == (3 - times, [])
 
 
@@ -287,7 +303,7 @@ def test_an_engine_that_raises_on_purpose_while_it_is_started_again_is_given_up(
 
     def asked() -> Any:
         (row,) = sampler.stream([[5]], [0])
-        return row.exception(10), settled(lambda: sampler._tended, 5)
+        return row.exception(10), settled(lambda: sampler._tended, 60)
 
     with pytest.warns(UserWarning, match="an engine was lost, and it is not started again: no such model"):
         error, _ = asked()
@@ -306,7 +322,7 @@ def checked(here: Cluster) -> tuple[Any, StreamingEnginePool]:
     return params, sampler
 
 
-def dies(sampler: StreamingEnginePool, monkeypatch: pytest.MonkeyPatch) -> Any:
+def dies(sampler: StreamingEnginePool, monkeypatch: pytest.MonkeyPatch, says: int = 1) -> Any:
     """A row with which an engine dies; it has been started again, and lacks weights if it does not serve."""
 
     def die(*_: Any) -> Any:
@@ -315,9 +331,10 @@ def dies(sampler: StreamingEnginePool, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     advance = HfEngine.advance
     monkeypatch.setattr(HfEngine, "advance", die)
+    SAID.clear()
     (row,) = sampler.stream([[5]], [0])
-    settled(lambda: sampler._tended and all(seat.state != "empty" for seat in sampler._seats), 20)
-    time.sleep(0.2)  # until that has been said
+    settled(lambda: sampler._tended and all(seat.state != "empty" for seat in sampler._seats), 60)
+    assert not settled(lambda: len(SAID) < says, 60)
     return row
 
 
@@ -335,7 +352,7 @@ def test_an_engine_that_is_started_again_is_checked_before_it_serves(
     with pytest.warns(UserWarning, match=wrong):
         row = dies(sampler, monkeypatch)
     with pytest.raises(GenerationError, match=r"not to be trusted \(publish: with the weights of version 1, engine 0"):
-        row.result(5)
+        row.result(60)
     with pytest.raises(GenerationError, match="not to be trusted"):
         sampler.generate([[5]])
     monkeypatch.setattr(HfEngine, "add", add)
@@ -349,7 +366,7 @@ def test_an_engine_that_is_started_again_is_checked_before_it_serves(
     monkeypatch.setattr(Trainer, "logprobs", counted)
     with pytest.warns(UserWarning, match="started again; 1 requests were asked again, and 0 given up. checked"):
         row = dies(sampler, monkeypatch)
-    assert (row.result(5).version, checks) == (1, [1])
+    assert (row.result(60).version, checks) == (1, [1])
 
 
 def test_an_engine_that_computes_otherwise_after_a_start_leaves_the_others_alone(
@@ -368,13 +385,13 @@ def test_an_engine_that_computes_otherwise_after_a_start_leaves_the_others_alone
     monkeypatch.setattr(HfEngine, "add", others)
     does_not_serve = "what was started again does not serve before the next publish. publish: with the weights"
     with pytest.warns(UserWarning, match="an engine was lost"), pytest.warns(UserWarning, match=does_not_serve):
-        assert dies(sampler, monkeypatch).result(20).version == 1
+        assert dies(sampler, monkeypatch, says=2).result(60).version == 1
     assert sorted(seat.state for seat in sampler._seats) == ["empty", "serving"]
-    assert len(sampler.generate([[5], [6], [7]]).result(20)) == 3
+    assert len(sampler.generate([[5], [6], [7]]).result(60)) == 3
     monkeypatch.setattr(HfEngine, "add", add)
     nrl.publish(params, sampler)
     assert [seat.state for seat in sampler._seats] == ["serving"] * 2
-    assert len(sampler.everywhere([5], SHORT).result(20)) == 2
+    assert len(sampler.everywhere([5], SHORT).result(60)) == 2
 
 
 def test_an_engine_whose_weights_are_consumed_before_it_is_checked_gets_the_next(
@@ -392,7 +409,7 @@ def test_an_engine_whose_weights_are_consumed_before_it_is_checked_gets_the_next
     assert not row.done()
     monkeypatch.setattr(Trainer, "logprobs", logprobs)
     nrl.publish(params, sampler)
-    assert row.result(5).version == 1
+    assert row.result(60).version == 1
 
 
 class Failed:
@@ -444,7 +461,7 @@ def test_engines_that_are_being_started_are_not_waited_for(here: Cluster, monkey
     sampler, again, restart = sampler_on(here, 2), threading.Event(), Seat.restart
 
     def late(seat: Seat, *args: Any) -> None:
-        again.wait(10)
+        again.wait(60)
         restart(seat, *args)
 
     monkeypatch.setattr(Seat, "restart", late)
@@ -453,16 +470,16 @@ def test_engines_that_are_being_started_are_not_waited_for(here: Cluster, monkey
     assert tokens(row) == [0]  # elsewhere
     sampler.receive([[]], 1)
     assert [seat.state for seat in sampler._seats] == ["starting", "serving"]
-    assert len(sampler.everywhere([5], SHORT).result(5)) == 1
+    assert len(sampler.everywhere([5], SHORT).result(60)) == 1
     ENGINES[1].raises.append(RuntimeError("no"))
     both: Any = sampler.everywhere([5], SHORT)
-    settled(lambda: sampler._seats[1].state != "starting", 5)
+    settled(lambda: sampler._seats[1].state != "starting", 60)
     every: Any = sampler.everywhere([5], SHORT)
     time.sleep(0.2)
     assert not both.done()
     assert not every.done()
     again.set()
-    assert (len(both.result(10)), len(every.result(10))) == (1, 2)
+    assert (len(both.result(60)), len(every.result(60))) == (1, 2)
 
 
 def test_engines_without_weights_say_so(here: Cluster) -> None:
@@ -472,8 +489,8 @@ def test_engines_without_weights_say_so(here: Cluster) -> None:
 
     def asked() -> Any:
         rows = sampler.stream([[5]], [0])
-        assert not settled(lambda: sampler._seats[0].state != "empty", 5)
-        time.sleep(0.2)  # until that has been said
+        assert not settled(lambda: sampler._seats[0].state != "empty", 60)
+        assert not settled(lambda: not SAID, 60)
         return rows[0]
 
     with pytest.warns(UserWarning, match="them: requests wait for the next publish. .*its engine raised RuntimeError"):
@@ -487,11 +504,11 @@ def test_a_sampler_that_is_distrusted_refuses(here: Cluster) -> None:
     """What is under way, too, until it has received weights again."""
     sampler = sampler_on(here, 2)
     rows = sampler.stream([[5], [6]], [0, 1], LONG)
-    settled(lambda: not all(engine.rows for engine in ENGINES), 5)
+    settled(lambda: not all(engine.rows for engine in ENGINES), 60)
     sampler.distrust("engine 1 computes something else")
     for row in rows:
         with pytest.raises(GenerationError, match="to be trusted .engine 1 computes something else.; publish a compl"):
-            row.result(10)
+            row.result(60)
     with pytest.raises(GenerationError, match="not to be trusted"):
         sampler.everywhere([5], SHORT)
     with pytest.raises(GenerationError, match="bad weights"):
@@ -505,10 +522,10 @@ def test_a_sampler_that_is_distrusted_refuses(here: Cluster) -> None:
 def test_to_cancel_a_call_is_to_cancel_its_rows(here: Cluster) -> None:
     sampler = sampler_on(here)
     rows: Any = sampler.generate([[5], [6]], sampling=Sampling(max_new_tokens=100_000))
-    settled(lambda: len(ENGINES[0].rows) < 2, 5)
+    settled(lambda: len(ENGINES[0].rows) < 2, 60)
     assert rows.cancel()
-    assert not settled(lambda: ENGINES[0].rows, 5)
-    assert not settled(lambda: sampler._tended, 5)
+    assert not settled(lambda: ENGINES[0].rows, 60)
+    assert not settled(lambda: sampler._tended, 60)
 
 
 @pytest.mark.parametrize(
@@ -517,7 +534,7 @@ def test_to_cancel_a_call_is_to_cancel_its_rows(here: Cluster) -> None:
 def test_new_weights_while_rows_are_under_way(here: Cluster, inflight: Any, begins: int, ends: int, times: int) -> None:
     sampler = sampler_on(here, 2)
     rows = sampler.stream([[5], [6]], [0, 1], LONG)
-    settled(lambda: not all(engine.rows for engine in ENGINES), 5)
+    settled(lambda: not all(engine.rows for engine in ENGINES), 60)
     sampler.receive([[]], 1, inflight=inflight)
     for row in rows:
         found = tokens(row)
@@ -533,7 +550,7 @@ def test_weights_that_are_refused_end_what_is_under_way(here: Cluster) -> None:
         sampler.receive([bucket_of({"bad": torch.zeros(1)})], 1, inflight="keep")
     for row in rows:
         with pytest.raises(GenerationError, match=r"incomplete since the last receive \(bad weights\)"):
-            row.result(10)
+            row.result(60)
     sampler.receive([[]], 1)
     assert tokens(sampler.stream([[5]], [0])[0]) == [1]
 
@@ -565,7 +582,7 @@ def test_many_small_calls_are_one_bar_of_the_timeline(here: Cluster, tmp_path: P
     sampler = sampler_on(here)
     with timeline.recording(tmp_path) as path:
         assert tokens(sampler.stream([[5]], [0], LONG)[0])
-        settled(lambda: sampler._tended, 5)
+        settled(lambda: sampler._tended, 60)
         sampler.receive([[]], 1)
     events = [json.loads(line.rstrip(",")) for line in path.read_text().splitlines() if line.startswith("{")]
     bars = [event for event in events if event["ph"] == "X"]
@@ -580,8 +597,8 @@ def test_who_leaves_the_cluster_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
         sampler = sampler_on(entered)
         (row,) = sampler.stream([[5]], [0], Sampling(max_new_tokens=100_000))
     with pytest.raises(ClosedCluster):
-        row.result(5)
-    assert not settled(lambda: sampler._tended, 5)
+        row.result(60)
+    assert not settled(lambda: sampler._tended, 60)
 
 
 # on Ray, where engines die
@@ -625,7 +642,7 @@ def test_an_engine_that_dies_when_its_weights_are_consumed_gets_the_next(on_ray:
 
     def empty() -> bool:
         settled(lambda: sampler._seats[0].state != "empty", 100)
-        time.sleep(0.5)  # until that has been said
+        assert not settled(lambda: not SAID, 60)
         return sampler._seats[0].state == "empty"
 
     lost = "an engine was lost, and it has been started again; 1 requests were asked.*requests wait for the next pub"

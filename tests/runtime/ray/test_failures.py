@@ -23,7 +23,7 @@ from tests.processes import alive, settled
 
 pytestmark = pytest.mark.ray
 
-SOON = 20.0  # seconds until an error must have come, far below the cluster's deadline
+SOON = 100.0  # seconds until an error must have come, far below the cluster's deadline
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_killed_while_idle(slots: Slots) -> None:
     kill(second)
     error = lost(lambda: pids(mesh), "idle", 1)
     assert error.cause == f"process {second} was killed, or crashed"
-    assert settled(lambda: alive(first), 5) is False  # its peer is ended
+    assert settled(lambda: alive(first), 60) is False  # its peer is ended
     with pytest.raises(LostActor):  # and the mesh stays lost
         pids(mesh)
 
@@ -88,7 +88,7 @@ def test_killed_in_a_call(slots: Slots) -> None:
     error = lost(coming.result, "busy", 0)
     assert error.who == "shard_map(work)"
     assert error.log == "rank 0 works\n"
-    assert settled(lambda: alive(second), 5) is False
+    assert settled(lambda: alive(second), 60) is False
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_an_error_of_one_rank_ends_those_that_wait_for_it(slots: Slots, monkeypa
     assert caught.value.__notes__[1] == (
         "rank 0 did not return within 1 s after that, as when they wait for rank 1; mesh 'partial' has been ended"
     )
-    assert settled(lambda: any(map(alive, both)), 5) is False
+    assert settled(lambda: any(map(alive, both)), 60) is False
 
 
 def test_long_waits_say_what_they_are_for(
@@ -216,7 +216,7 @@ def test_a_call_has_a_deadline(slots: Slots) -> None:
         "shard_map(work): rank 1 of mesh 'slow' did not return within 2 s, so the mesh has been ended. If it needs "
         "longer, give nrl.cluster(..., deadline=) more seconds. The last lines of the log of rank 1:\n    at it"
     )
-    assert settled(lambda: any(map(alive, both)), 5) is False
+    assert settled(lambda: any(map(alive, both)), 60) is False
 
 
 def test_the_mesh_that_is_late_is_blamed(slots: Slots) -> None:
