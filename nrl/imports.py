@@ -39,8 +39,11 @@ class _Once:
             usual = spec.loader.exec_module
 
             def run(module: ModuleType) -> None:
-                sys.meta_path.remove(self)
-                self._run(usual, module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self._run(usual, module)
+                else:  # of somebody who has found it before and runs it once more
+                    usual(module)
 
             cast(Any, spec.loader).exec_module = run
         return spec

@@ -7,6 +7,7 @@ of a rank has the same `Sessions` (`nrl.envs.pools.meshes`).
 
 import asyncio
 import ctypes
+import importlib
 import inspect
 import itertools
 import os
@@ -20,15 +21,20 @@ import attrs
 from nrl.runtime.ray.exceptions import Raised, carried
 from nrl.runtime.ray.pickling import deserialized, serialized
 
-__all__ = ["Sessions", "main", "receive", "send"]
+__all__ = ["Sessions", "main", "packed", "receive", "send"]
 
 _LENGTH = struct.Struct("!Q")
 
 
-def send(file: Any, value: Any) -> None:
-    """Write a value: the number of its parts, and each with its length."""
+def packed(value: Any) -> bytes:
+    """What `receive` reads: the number of a value's parts, and each with its length."""
     parts = [bytes(part) for part in serialized(value, "pooled")]
-    file.write(_LENGTH.pack(len(parts)) + b"".join(_LENGTH.pack(len(part)) + part for part in parts))
+    return _LENGTH.pack(len(parts)) + b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+
+
+def send(file: Any, value: Any) -> None:
+    """Write a value."""
+    file.write(packed(value))
     file.flush()
 
 
@@ -68,10 +74,16 @@ class Sessions:
         self._fn, self._loop = fn, asyncio.new_event_loop()
         self._states: dict[int, Any] = {}
         self._numbers = itertools.count()
-        self._does = {"verify": self._verify, "reset": self._reset, "step": self._step, "close": self._close}
+        self._does = {
+            "verify": self._verify,
+            "reset": self._reset,
+            "step": self._step,
+            "close": self._close,
+            "prepare": self._prepare,
+        }
 
     def call(self, what: str, *args: Any) -> Any:
-        """Verify, reset, step or close."""
+        """Verify, reset, step or close; or prepare for calls that are given tensors."""
         return self._does[what](*args)
 
     def end(self) -> None:
@@ -84,6 +96,9 @@ class Sessions:
 
         value = function(*args)
         return self._loop.run_until_complete(awaited(value)) if inspect.isawaitable(value) else value
+
+    def _prepare(self) -> None:
+        importlib.import_module("nrl.runtime.ray.tensors")
 
     def _reset(self, task: Any) -> Any:
         state, prompt, *tools = self._call(self._fn.reset, task)

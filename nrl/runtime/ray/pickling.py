@@ -21,12 +21,13 @@ import cloudpickle
 from nrl.errors import ShippingError
 from nrl.runtime.ray.shared_memory import Shared, noting
 
-__all__ = ["Serialized", "deserialized", "serialized", "size"]
+__all__ = ["Serialized", "deserialized", "holds_tensors", "serialized", "size"]
 
 type Serialized = list[Any]
 """A pickle, and the buffers beside it."""
 
 _HAVE_TENSORS = frozenset({"torch", "tensordict"})
+_MODULE_OF_TENSORS = b"nrl.runtime.ray.tensors"  # whose functions make them anew
 
 
 def serialized(value: Any, who: str) -> Serialized:
@@ -67,6 +68,16 @@ def _array(buffer: pickle.PickleBuffer) -> Any:
 def size(parts: Serialized) -> int:
     """The size of a serialized value in bytes."""
     return sum(len(part) for part in parts)
+
+
+def holds_tensors(data: bytes) -> bool:
+    """Whether a pickle that `serialized` made holds tensors, so that opening it imports torch.
+
+    >>> import torch
+    >>> [holds_tensors(serialized(value, "example")[0]) for value in ([1, "torch"], [torch.zeros(2)])]
+    [False, True]
+    """
+    return _MODULE_OF_TENSORS in data
 
 
 def deserialized(parts: Serialized | bytes, *, copy: bool = False) -> tuple[Any, Shared]:

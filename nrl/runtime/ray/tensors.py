@@ -33,7 +33,7 @@ def reduced(value: Any) -> Any:
     if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
         return _reduced(value)
     if is_ragged(value):
-        return of_values, tuple(part.detach() for part in parts_of(value))
+        return _ragged, tuple(part.detach() for part in parts_of(value))
     if type(value) is TensorDict:
         if value.is_locked and (found := Unpadded.of(value)) is not None:
             return _batch, (found.layout, pickle.PickleBuffer(found.rows()))
@@ -88,6 +88,10 @@ def _reduced(tensor: Tensor) -> Any:
     data = pickle.PickleBuffer(flat) if flat.nbytes >= _BESIDE else flat.tobytes()
     parameter = isinstance(tensor, nn.Parameter)
     return _tensor, (data, tensor.dtype, tuple(tensor.shape), parameter, tensor.requires_grad and tensor.is_leaf)
+
+
+def _ragged(values: Tensor, offsets: Tensor) -> Tensor:
+    return of_values(values, offsets)
 
 
 @attrs.frozen
