@@ -71,7 +71,7 @@ def on_demand(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str
 def _imported_for_checkers(module: ModuleType) -> dict[str, tuple[str, str]]:
     """Of each name that a package imports for type checkers, the module that has it, and how it is called there."""
     loader: Any = module.__spec__ and module.__spec__.loader
-    found = {}
+    found = dict[str, tuple[str, str]]()
     for node in ast.parse(loader.get_source(module.__name__)).body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for each in node.body:

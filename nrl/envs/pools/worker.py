@@ -1,8 +1,8 @@
 """A worker of a pool: a process that calls one verifier, or the functions of one environment, call after call.
 
 It reads requests from its standard input and answers on what was its standard output; what user code prints goes to
-its standard error. `nrl.envs.pools.processes` starts it, and kills it if a call takes too long. On a mesh, the helper
-of a rank has the same `Sessions` (`nrl.envs.pools.meshes`).
+its standard error. It has no torch until somebody needs it. `nrl.envs.pools.processes` starts it, and kills it if a
+call takes too long. On a mesh, the helper of a rank has the same `Sessions` (`nrl.envs.pools.meshes`).
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import os
 import signal
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -74,7 +75,7 @@ class Sessions:
         self._fn, self._loop = fn, asyncio.new_event_loop()
         self._states: dict[int, Any] = {}
         self._numbers = itertools.count()
-        self._does = {
+        self._does: dict[str, Callable[..., Any]] = {
             "verify": self._verify,
             "reset": self._reset,
             "step": self._step,
