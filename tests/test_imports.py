@@ -2,9 +2,12 @@
 
 import asyncio
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 import nrl
 import nrl.runs
 import nrl.runtime
+from nrl import imports
 from nrl.envs import Trace
 from nrl.envs.pools import processes
 from tests.loading import HEAVY, TORCH, loaded_by
@@ -53,6 +57,32 @@ def test_the_compiler_is_imported_when_it_is_needed(first: str, imported: list[s
     before, *rest = json.loads(run.stdout)
     assert before == (["sympy", "torch._dynamo"] if imported is None else imported)
     assert rest == [[0, 2, 4], "TorchInGraphFunctionVariable", True, 0, "torch.compiler"]
+
+
+def test_a_module_is_run_in_another_way_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "small_module.py").write_text("number = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    ran = list[str]()
+
+    def run(usual: Any, module: ModuleType) -> None:
+        ran.append(module.__name__)
+        usual(module)
+
+    for name in ("small_module", "missing_module"):
+        imports._Once(name, run)
+    early = importlib.util.find_spec("small_module")
+    assert early is not None
+    assert early.loader is not None
+    for _ in range(2):
+        sys.modules.pop("small_module", None)
+        assert importlib.import_module("small_module").number == 1
+    again = importlib.util.module_from_spec(early)
+    early.loader.exec_module(again)
+    assert again.number == 1
+    assert ran == ["small_module"]
+    with pytest.raises(ModuleNotFoundError, match="missing_module"):
+        importlib.import_module("missing_module")
 
 
 LIGHT = [
