@@ -13,6 +13,9 @@ Both a second, and a second of the worker's CPU time, in which other programs ha
 
 ``stall``: the longest time for which the event loop stood still during ``hostile``, again and again, all at once.
 
+``start``: seconds until the first answer of a process of a pool is back, the median, and the process's memory in MB;
+its verifier imports nothing.
+
 ``pooled``: seconds for rows whose verifier sleeps 10 ms, in a pool, over the least that they could take.
 """
 
@@ -21,6 +24,7 @@ import asyncio
 import gc
 import json
 import os
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -31,7 +35,7 @@ import nrl
 from benchmarks._machine import described, watched
 from nrl.envs import Score, Trace
 
-__all__ = ["HOSTILE", "expressions", "hostile", "integers", "main", "options", "pairs", "rows", "stall"]
+__all__ = ["HOSTILE", "expressions", "hostile", "integers", "main", "options", "pairs", "rows", "stall", "start"]
 
 HOSTILE: dict[str, str] = {
     "a tower": r"\boxed{9^{9^9}}",
@@ -254,6 +258,23 @@ def rows(number: int, workers: int) -> float:
     return asyncio.run(every()) / (number * 0.01 / workers)
 
 
+def _memory(task: Any, trace: Trace) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) / 1000  # since its exec, of kB
+
+
+def start(times: int) -> tuple[float, float]:
+    """Seconds until a new process has answered, and MB that it has, each the median of so many."""
+    found = []
+    for _ in range(times):
+        verify: Any = nrl.pooled(_memory, workers=1)
+        began = time.perf_counter()
+        memory = asyncio.run(verify({}, Trace("", ["4"])))
+        found.append((time.perf_counter() - began, memory))
+    seconds, memories = zip(*found, strict=True)
+    return statistics.median(seconds), statistics.median(memories)
+
+
 def main(given: argparse.Namespace) -> dict[str, Any]:
     """Measure, print a table, and return the numbers."""
     quick = given.quick
@@ -262,6 +283,7 @@ def main(given: argparse.Namespace) -> dict[str, Any]:
             "integers": integers(200 if quick else 20_000),
             "expressions": expressions(80 if quick else 2400, 8),
             "expressions_alone": expressions(20 if quick else 600, 1),
+            "start": start(3 if quick else 20),
             "rows": rows(64 if quick else 8192, given.workers),
         }
         if not quick:
@@ -274,6 +296,8 @@ def main(given: argparse.Namespace) -> dict[str, Any]:
         wall, cpu = found[name]
         print(f"| expressions a second of a worker, {of} to a reference | {wall:,.0f} |")
         print(f"| the same, a second of its CPU time | {cpu:,.0f} |")
+    print(f"| a process of a pool starts in, ms | {1000 * found['start'][0]:,.0f} |")
+    print(f"| its memory, MB | {found['start'][1]:,.0f} |")
     print(f"| rows of 10 ms in {given.workers} processes, of the least time | {found['rows']:.2f} |")
     if not quick:
         name, (seconds, _, _) = max(found["hostile"].items(), key=lambda item: item[1][0])

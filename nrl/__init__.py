@@ -10,44 +10,51 @@ Write algorithms from pure functions over immutable batches; the runtime maps th
 [0, 2, 4, 6]
 """
 
-import nrl.imports  # isort: skip  # noqa: F401  # before any other module imports tensordict
-from nrl.backends import Model, Sampling, adamw, evaluate, publish
-from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibatches, pad, require, shard
-from nrl.batch.columns import COLUMNS, declare
-from nrl.batch.packed_rows import Rectangles, Sequences
-from nrl.batch.packing import pack, packed, unpack
-from nrl.envs.gym.remoting import remote
-from nrl.envs.gym.serving import serve
-from nrl.envs.judging import judge
-from nrl.envs.mathematics.verifying import math_verifier
-from nrl.envs.pools.pool import on, pooled
-from nrl.envs.reasoning.tasks import reasoning_gym
-from nrl.envs.scoring import reward_model, scored_by
-from nrl.envs.shipped import environments
-from nrl.episodes import rollout, rollouts, run_episode
-from nrl.episodes.grades import Graded, grade, measure
-from nrl.episodes.sample_records import samples
-from nrl.episodes.schedules import cut, oversample, partial, refill
-from nrl.episodes.summaries import per_source, summary
-from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed, without
-from nrl.runs import run
-from nrl.runs.exits import launch
-from nrl.runs.retries import retrying
-from nrl.runs.training_loop import fit, minibatched
-from nrl.runtime import (
-    Executable,
-    Layout,
-    P,
-    cluster,
-    donated,
-    merged,
-    microbatched,
-    process,
-    register,
-    resident,
-    shard_map,
-)
-from nrl.stream import ahead, batched, drop_uniform, filtered, fresh
+from typing import TYPE_CHECKING
+
+import nrl.imports  # noqa: F401  # what it does has to be done before tensordict is imported
+from nrl.lazy import on_demand
+
+if TYPE_CHECKING:
+    from nrl.backends import Model, Sampling, adamw, evaluate, publish
+    from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibatches, pad, require, shard
+    from nrl.batch.columns import COLUMNS, declare
+    from nrl.batch.packed_rows import Rectangles, Sequences
+    from nrl.batch.packing import pack, packed, unpack
+    from nrl.envs.gym.remoting import remote
+    from nrl.envs.gym.serving import serve
+    from nrl.envs.judging import judge
+    from nrl.envs.mathematics.verifying import math_verifier
+    from nrl.envs.pools.pool import on, pooled
+    from nrl.envs.reasoning.tasks import reasoning_gym
+    from nrl.envs.scoring import reward_model, scored_by
+    from nrl.envs.shipped import environments
+    from nrl.episodes import rollout, rollouts, run_episode
+    from nrl.episodes.grades import Graded, grade, measure
+    from nrl.episodes.sample_records import samples
+    from nrl.episodes.schedules import cut, oversample, partial, refill
+    from nrl.episodes.summaries import per_source, summary
+    from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed, without
+    from nrl.runs import run
+    from nrl.runs.exits import launch
+    from nrl.runs.retries import retrying
+    from nrl.runs.training_loop import fit, minibatched
+    from nrl.runtime import (
+        Executable,
+        Layout,
+        P,
+        cluster,
+        donated,
+        merged,
+        microbatched,
+        process,
+        register,
+        resident,
+        shard_map,
+    )
+    from nrl.stream import ahead, batched, drop_uniform, filtered, fresh
+else:
+    __getattr__, __dir__ = on_demand(__name__)
 
 __all__ = [
     "COLUMNS",

@@ -1,79 +1,85 @@
 """Importing tensordict without torch's compiler, which takes longer to import than torch and all of nrl.
 
 tensordict marks a few functions for the compiler when it is imported, and the marks import it. Most processes never
-compile anything, so here the marks wait until the compiler is imported, if it ever is. Importing this module is enough.
+compile anything, so here the marks wait until the compiler is imported, if it ever is. Importing this module is enough,
+as every import of a part of nrl does: it imports neither, and waits for whoever imports tensordict.
 """
 
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, cast
-
-import torch
-
-__all__ = ["import_tensordict"]
 
 _COMPILER = "torch._dynamo"
 _MARKS = ("allow_in_graph", "assume_constant_result")  # functions of torch.compiler
 
 
-class _Waiting(MetaPathFinder):
-    """Marks to make as soon as the compiler is imported."""
+class _Once:
+    """A finder of `sys.meta_path` that has one module run in a way of its own; then it is gone.
 
-    def __init__(self) -> None:
-        self.marks: list[tuple[Callable[[Any], Any], Any]] = []
+    Args:
+        name: of the module.
+        run: given what runs the module, and the module.
+    """
 
-    def later[F](self, mark: Callable[[F], F]) -> Callable[[F], F]:
-        """A mark that waits."""
-
-        def note(function: F) -> F:
-            self.marks.append((mark, function))
-            return function
-
-        return note
+    def __init__(self, name: str, run: Callable[[Callable[[ModuleType], None], ModuleType], None]) -> None:
+        self._name, self._run = name, run
+        sys.meta_path.insert(0, self)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Called for every module: finds the compiler as usual, and makes the marks after its import."""
-        if name != _COMPILER:
+        """Called for every module, and also where somebody only asks whether there is one."""
+        if name != self._name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
+        spec = next((each for each in found if each is not None), None)
         if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
+            usual = spec.loader.exec_module
 
-            def run_and_mark(module: ModuleType) -> None:
-                run(module)
-                for mark, function in self.marks:
-                    mark(function)
+            def run(module: ModuleType) -> None:
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self._run(usual, module)
+                else:  # of somebody who has found it before and runs it once more
+                    usual(module)
 
-            cast(Any, spec.loader).exec_module = run_and_mark
+            cast(Any, spec.loader).exec_module = run
         return spec
 
 
-def import_tensordict() -> None:
-    """Import tensordict, and the compiler with it only if it is already imported.
+def _without_the_compiler(usual: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Run tensordict; the marks that it makes meanwhile are made when the compiler is imported."""
+    import torch.compiler
 
-    >>> import_tensordict()
-    >>> "tensordict" in sys.modules
-    True
-    """
-    if _COMPILER in sys.modules or "tensordict" in sys.modules:
+    if _COMPILER in sys.modules:
+        usual(module)
         return
-    waiting = _Waiting()
+    noted: list[tuple[Callable[[Any], Any], Any]] = []
+
+    def later[F](mark: Callable[[F], F]) -> Callable[[F], F]:
+        def note(function: F) -> F:
+            noted.append((mark, function))
+            return function
+
+        return note
+
+    def run_and_mark(usual: Callable[[ModuleType], None], module: ModuleType) -> None:
+        usual(module)
+        for mark, function in noted:
+            mark(function)
+
     marks = {name: getattr(torch.compiler, name) for name in _MARKS}
     for name, mark in marks.items():
-        setattr(torch.compiler, name, waiting.later(mark))
+        setattr(torch.compiler, name, later(mark))
     try:
-        importlib.import_module("tensordict")
+        usual(module)
     finally:
         for name, mark in marks.items():
             setattr(torch.compiler, name, mark)
-    sys.meta_path.insert(0, waiting)
+    _Once(_COMPILER, run_and_mark)
 
 
-import_tensordict()
+if "tensordict" not in sys.modules:
+    _Once("tensordict", _without_the_compiler)

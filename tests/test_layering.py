@@ -1,21 +1,20 @@
-"""Which module may import which: the rooms of the package, from the ground up, and what stays out of `import nrl`."""
+"""Which module may import which: the rooms of the package, from the ground up, and what an import leaves out."""
 
 import ast
-import os
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tests.loading import HEAVY, TORCH, loaded_by
+
 ROOT = Path(__file__).parents[1]
 
 # A room imports from its own line and from the lines above it, and neither rooms nor modules import each other in a
 # circle, imports within functions counted. A module is in the room with the longest name that its own begins with.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "imports", "files"),
+    ("errors", "imports", "files", "lazy"),
     ("reduce", "batch"),
     ("algos", "config", "log", "envs"),
     ("runtime.executables", "runtime.node", "runtime.preemption", "runtime.threads", "runtime.trace"),
@@ -40,13 +39,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("command",),
     ("__main__",),
 )
-HEAVY = frozenset(
-    {"datasets", "megatron", "mlflow", "peft", "pyarrow", "ray", "tensorboard", "transformers", "vllm", "wandb"}
-)
 OWNERS = {"megatron": "nrl.backends.megatron", "ray": "nrl.runtime", "vllm": "nrl.backends.vllm", "wandb": "nrl.log"}
 _MEGATRONS = ("experts", "layers", "megatron_engine", "stages")
 ON_THEIR_OWN = {f"nrl.backends.megatron.{name}": "megatron" for name in _MEGATRONS}
 """Modules that subclass what a heavy package has. They alone import it as they are; others import them in functions."""
+LIGHT = (
+    *("nrl.command.cli", "nrl.config", "nrl.envs", "nrl.errors", "nrl.files", "nrl.log", "nrl.runs.exits"),
+    *("nrl.runtime.executables", "nrl.runtime.node", "nrl.runtime.preemption", "nrl.runtime.threads"),
+)
+NOT_LIGHT = ("nrl.envs.pools.meshes", "nrl.envs.scoring")
+"""What starts in a fraction of a second: an environment, a worker of a pool, the command; torch takes seconds."""
 OUTSIDE = frozenset({"benchmarks", "examples", "tests"})
 
 
@@ -224,20 +226,17 @@ def test_the_checker_allows(files: dict[str, str]) -> None:
     assert violations(files) == []
 
 
-def loaded_by(statement: str, *, path: Path | None = None) -> set[str]:
-    """The heavy packages that a fresh interpreter has loaded after the statement."""
-    program = f"import sys\n{statement}\nprint(*sorted({set(HEAVY)!r} & set(sys.modules)))"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(p) for p in (path, ROOT) if p)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=240)
-    assert done.returncode == 0, f"{statement!r} fails:\n{done.stderr}"
-    return set(done.stdout.split())
-
-
 def test_importing_nrl_loads_nothing_heavy() -> None:
     modules = [name for name in sources() if not name.endswith("__main__") and name not in ON_THEIR_OWN]
-    assert loaded_by("import " + ", ".join(modules)) == set()  # all of them: nrl, nrl.algos and each backend's front
+    assert loaded_by("import " + ", ".join(modules)) == {}  # all of them: nrl, nrl.algos and each backend's front
 
 
 def test_a_heavy_import_is_seen(tmp_path: Path) -> None:
     (tmp_path / "wandb.py").touch()
-    assert loaded_by("import wandb", path=tmp_path) == {"wandb"}
+    (tmp_path / "between.py").write_text("import wandb")
+    assert loaded_by("import between", path=tmp_path) == {"wandb": "__main__ -> between -> wandb"}
+
+
+def test_what_works_without_tensors_loads_no_torch() -> None:
+    modules = [name for name in sources() if any(inside(name, light) for light in LIGHT) and name not in NOT_LIGHT]
+    assert loaded_by("import " + ", ".join(modules), HEAVY | TORCH) == {}

@@ -1,4 +1,4 @@
-"""The ``nrl`` command."""
+"""The ``nrl`` command. Each subcommand imports what it needs when it runs, since some of that takes seconds."""
 
 import argparse
 import importlib
@@ -6,13 +6,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 
-from nrl import config
-from nrl.command import evaluation
-from nrl.command.gym import audit
 from nrl.errors import ConfigError
-from nrl.runs.exits import exit_status
-from nrl.runs.reporting import report
-from nrl.runtime.executables import maintenance
 
 __all__ = ["main"]
 
@@ -37,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("report", help="write OUT/report.html, one page that shows the run")
     command.add_argument("out", metavar="OUT", help="the run's folder")
-    command.set_defaults(do=lambda given: print(report(given.out)))
+    command.set_defaults(do=_report)
     command = commands.add_parser("eval", help="sample answers to tasks, and say how many are right", add_help=False)
     command.add_argument("settings", metavar="TASKS", nargs="*", help="TASKS key=value ...")
     command.set_defaults(do=_evaluate)
@@ -53,10 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         given.settings += more  # load explains that options are written key=value
     elif more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
+    from nrl.runs.exits import exit_status
+
     return exit_status(lambda: given.do(given), "nrl")
 
 
+def _report(given: argparse.Namespace) -> None:
+    from nrl.runs.reporting import report
+
+    print(report(given.out))
+
+
 def _evaluate(given: argparse.Namespace) -> None:
+    from nrl import config
+    from nrl.command import evaluation
+
     settings = [_setting(argument) for argument in given.settings]
     tasks = [setting.removeprefix("tasks=") for setting in settings if setting.startswith("tasks=")]
     if len(tasks) > 1 and not any(setting.startswith("-") for setting in settings):
@@ -65,6 +70,9 @@ def _evaluate(given: argparse.Namespace) -> None:
 
 
 def _audit(given: argparse.Namespace) -> int:
+    from nrl import config
+    from nrl.command.gym import audit
+
     settings = list[str]()
     for argument in given.settings:
         key, equals, text = argument.partition("=")
@@ -110,22 +118,12 @@ def _add_venvs(parser: argparse.ArgumentParser) -> None:
         command.set_defaults(do=run)
         return command
 
-    add("build", "build missing environments", lambda given: maintenance.build(given.names), "+")
-    add(
-        "list",
-        "the environments there are; with names, their contents",
-        lambda given: print(maintenance.listing(given.names)),
-        "*",
-    )
-    add("check", "compare environments with the lock", lambda given: maintenance.check(given.names), "*")
-    command = add(
-        "path",
-        "the interpreter of an executable",
-        lambda given: print(*(maintenance.path(name, imports=given.imports) for name in given.names), sep="\n"),
-        "+",
-    )
+    add("build", "build missing environments", _build, "+")
+    add("list", "the environments there are; with names, their contents", _list, "*")
+    add("check", "compare environments with the lock", _check, "*")
+    command = add("path", "the interpreter of an executable", _path, "+")
     command.add_argument("--imports", action="store_true", help="folders to import from besides, for PYTHONPATH")
-    command = add("prune", "remove environments that were not used lately", lambda given: _prune(given))
+    command = add("prune", "remove environments that were not used lately", _prune)
     command.add_argument("--days", type=float, default=30.0, help="not used for so long; 0: all of them (default: 30)")
     command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
@@ -142,6 +140,32 @@ def _import(modules: Sequence[str]) -> None:
         sys.path.remove("")
 
 
+def _build(given: argparse.Namespace) -> None:
+    from nrl.runtime.executables import maintenance
+
+    maintenance.build(given.names)
+
+
+def _list(given: argparse.Namespace) -> None:
+    from nrl.runtime.executables import maintenance
+
+    print(maintenance.listing(given.names))
+
+
+def _check(given: argparse.Namespace) -> bool:
+    from nrl.runtime.executables import maintenance
+
+    return maintenance.check(given.names)
+
+
+def _path(given: argparse.Namespace) -> None:
+    from nrl.runtime.executables import maintenance
+
+    print(*(maintenance.path(name, imports=given.imports) for name in given.names), sep="\n")
+
+
 def _prune(given: argparse.Namespace) -> None:
+    from nrl.runtime.executables import maintenance
+
     removed = maintenance.prune(given.days, dry=given.dry_run)
     print(f"{len(removed)} {'would be' if given.dry_run else 'are'} removed")

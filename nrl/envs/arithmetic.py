@@ -3,10 +3,8 @@
 A task is a function of ``(seed, index)`` alone, so the state of the stream is one integer.
 """
 
-import numpy as np
-
 from nrl.envs.contract import Task
-from nrl.envs.seeds import check_not_negative
+from nrl.envs.seeds import check_not_negative, generator
 
 __all__ = ["task"]
 
@@ -31,10 +29,10 @@ def task(seed: int, index: int, *, largest: int = 19) -> Task:
     {'prompt': '17+12=', 'answer': '29', 'response': '29', 'chosen': '29', 'rejected': '24'}
     """
     check_not_negative("arithmetic.task", seed=seed, largest=largest)
-    generator = np.random.default_rng([seed, index])
-    first, second = generator.integers(0, largest + 1, 2).tolist()
+    draw = generator(seed, index)
+    first, second = draw.integers(0, largest + 1, 2).tolist()
     total = first + second
-    wrong = total + int(generator.integers(1, 10)) * (1 if total < 10 else int(generator.choice([-1, 1])))
+    wrong = total + int(draw.integers(1, 10)) * (1 if total < 10 else int(draw.choice([-1, 1])))
     right = str(total)
     return {
         "prompt": f"{first}+{second}=",

@@ -4,12 +4,13 @@ A task is a function of ``(seed, index)`` alone, so the state of the stream is o
 """
 
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from nrl.envs.contract import Task
-from nrl.envs.seeds import check_not_negative
+from nrl.envs.seeds import check_not_negative, generator
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["choices", "products", "programs"]
 
@@ -54,10 +55,11 @@ def choices(seed: int, index: int) -> Task:
     >>> found["prompt"].splitlines()[0], found["answer"]
     ('What is 17 * 13?', 'B')
     """
-    generator = _generator(seed, index)
-    a, b = generator.integers(3, 20, 2).tolist()
-    shown = [a * b, *(a * b + np.array([-a, a, b]) * generator.choice([1, 2, 3], 3)).tolist()]
-    shown = generator.permutation(list(dict.fromkeys([*shown, *range(a * b + 1, a * b + 5)]))[:4]).tolist()
+    draw = _generator(seed, index)
+    a, b = draw.integers(3, 20, 2).tolist()
+    times = draw.choice([1, 2, 3], 3).tolist()
+    shown = [a * b, *(a * b + off * n for off, n in zip((-a, a, b), times, strict=True))]
+    shown = draw.permutation(list(dict.fromkeys([*shown, *range(a * b + 1, a * b + 5)]))[:4]).tolist()
     lines = [f"{letter}) {number}" for letter, number in zip("ABCD", shown, strict=True)]
     prompt = "\n".join([f"What is {a} * {b}?", *lines, "Answer with a letter."]) + "\n"
     answer = "ABCD"[shown.index(a * b)]
@@ -80,10 +82,10 @@ def programs(seed: int, index: int) -> Task:
     >>> programs(0, 0)["tests"][0]
     'assert largest([10]) == 10'
     """
-    generator = _generator(seed, index)
-    name, k = str(generator.choice(list(_PROGRAMS))), int(generator.integers(2, 8))
+    draw = _generator(seed, index)
+    name, k = str(draw.choice(list(_PROGRAMS))), int(draw.integers(2, 8))
     says, body, right = _PROGRAMS[name]
-    inputs = [generator.integers(-9, 30, length).tolist() for length in (1, 3, 5, 8)]
+    inputs = [draw.integers(-9, 30, length).tolist() for length in (1, 3, 5, 8)]
     prompt = f"Write a Python function {name}(numbers) that returns {says.format(k=k)}. Answer with a block of code."
     response = f"```python\ndef {name}(numbers):\n    return {body.format(k=k)}\n```"
     tests = [f"assert {name}({numbers}) == {right(numbers, k)}" for numbers in inputs]
@@ -110,6 +112,6 @@ def products(seed: int, index: int) -> Task:
     return {"prompt": f"What is {a} * {b}? Compute it, and answer with the number.", "answer": str(a * b)}
 
 
-def _generator(seed: Any, index: Any) -> np.random.Generator:
+def _generator(seed: int, index: int) -> "np.random.Generator":
     check_not_negative("generated_tasks", seed=seed, index=index)
-    return np.random.default_rng([seed, index])
+    return generator(seed, index)

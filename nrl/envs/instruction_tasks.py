@@ -5,10 +5,8 @@ A task is a function of ``(seed, index)`` alone, so the state of the stream is o
 
 from typing import Any
 
-import numpy as np
-
 from nrl.envs.contract import Task
-from nrl.envs.seeds import check_not_negative
+from nrl.envs.seeds import check_not_negative, generator
 
 __all__ = ["task"]
 
@@ -38,9 +36,9 @@ def task(seed: int, index: int) -> Task:
     ('Use capital letters. End with ?\\n', ['uppercase', {'ends': {'with': '?'}}], 'GREEN FIRE BIRD?')
     """
     check_not_negative("instruction_tasks.task", seed=seed, index=index)
-    generator = np.random.default_rng([seed, index])
-    count, word = int(generator.integers(1, len(_COUNTS) + 1)), str(generator.choice(_WORDS))
-    end, capital = str(generator.choice(["!", "?"])), bool(generator.integers(2))
+    draw = generator(seed, index)
+    count, word = int(draw.integers(1, len(_COUNTS) + 1)), str(draw.choice(_WORDS))
+    end, capital = str(draw.choice(["!", "?"])), bool(draw.integers(2))
     kinds: dict[str, tuple[str, Any]] = {
         "words": (f"Write {_COUNTS[count]}.", {"words": {"least": count, "most": count}}),
         "case": ("Use capital letters.", "uppercase") if capital else ("Use small letters.", "lowercase"),
@@ -48,12 +46,12 @@ def task(seed: int, index: int) -> Task:
         "quoted": ("Put it in quotes.", "quoted"),
         "ends": (f"End with {end}", {"ends": {"with": end}}),
     }
-    drawn = generator.choice(list(kinds), generator.integers(1, 4), replace=False)
+    drawn = draw.choice(list(kinds), draw.integers(1, 4), replace=False)
     chosen = [name for name in kinds if name in drawn]
     if {"quoted", "ends"} <= set(chosen):  # which no text is
         chosen.remove("quoted")
     rest = [each for each in _WORDS if each != word]
-    others = generator.choice(rest, (count if "words" in chosen else 3) - 1, replace=False)
+    others = draw.choice(rest, (count if "words" in chosen else 3) - 1, replace=False)
     text = " ".join([word, *map(str, others)])
     text = text.upper() if "case" in chosen and capital else text
     text += end if "ends" in chosen else ""

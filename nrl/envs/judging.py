@@ -8,8 +8,6 @@ from collections.abc import Callable, Coroutine
 from concurrent import futures
 from typing import Any
 
-from nrl.backends.openai.client import beside, connected, excerpt
-from nrl.backends.openai.endpoint import served
 from nrl.envs.contract import Score, Task, Trace
 from nrl.errors import EnvError
 
@@ -77,6 +75,9 @@ def judge(
     ValueError: judge: the url is 'localhost:8000'; give one such as 'http://localhost:8000/v1'
     >>> verify = judge("http://localhost:8000/v1", rubric="Good answers rhyme.")
     """
+    from nrl.backends.openai.client import beside, connected, excerpt  # which import torch
+    from nrl.backends.openai.endpoint import served
+
     if not low < high:
         raise ValueError(f"judge: the scores go from {low:g} to {high:g}; give a high above the low")
     if max_tokens < 1:

@@ -3,9 +3,8 @@
 A task is a function of ``(seed, index)`` alone, so the state of the stream is one integer.
 """
 
-import numpy as np
-
 from nrl.envs.contract import Task
+from nrl.envs.seeds import generator
 from nrl.errors import DataError
 
 __all__ = ["task"]
@@ -32,11 +31,11 @@ def task(seed: int, index: int, *, digits: int = 3) -> Task:
     for name, value, least in (("seed", seed, 0), ("index", index, 0), ("digits", digits, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise DataError(f"reversal.task: {name} is {value!r}; it must be an integer of at least {least}")
-    generator = np.random.default_rng([seed, index, digits])
-    drawn = generator.integers(0, 10, digits).tolist()
+    draw = generator(seed, index, digits)
+    drawn = draw.integers(0, 10, digits).tolist()
     wrong = list(drawn)
-    place = int(generator.integers(digits))
-    wrong[place] = (wrong[place] + int(generator.integers(1, 10))) % 10
+    place = int(draw.integers(digits))
+    wrong[place] = (wrong[place] + int(draw.integers(1, 10))) % 10
     right, other = ("".join(map(str, reversed(some))) for some in (drawn, wrong))
     return {
         "prompt": "".join(map(str, drawn)) + "<",

@@ -1,8 +1,13 @@
-"""What every task that is a function of a seed and an index checks."""
+"""What every task that is a function of a seed and an index checks, and draws from."""
+
+from typing import TYPE_CHECKING
 
 from nrl.errors import DataError
 
-__all__ = ["check_not_negative"]
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["check_not_negative", "generator"]
 
 
 def check_not_negative(who: str, **numbers: object) -> None:
@@ -18,3 +23,14 @@ def check_not_negative(who: str, **numbers: object) -> None:
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise DataError(f"{who}: {name} is {value!r}; it must be an integer that is not negative")
+
+
+def generator(*numbers: int) -> "np.random.Generator":
+    """What a task draws from: numpy's generator of these numbers, which begins anew each time.
+
+    >>> generator(0, 1).integers(100, size=3).tolist() == generator(0, 1).integers(100, size=3).tolist()
+    True
+    """
+    import numpy as np  # an environment that draws no task needs none
+
+    return np.random.default_rng(numbers)

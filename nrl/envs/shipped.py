@@ -3,10 +3,8 @@
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-from nrl import data
-from nrl.data import Tasks
 from nrl.envs.arithmetic import task as sums
 from nrl.envs.choices import choice
 from nrl.envs.composing import by_source, single_turn
@@ -26,11 +24,13 @@ from nrl.envs.retrieval.searches import searching
 from nrl.envs.retrieval.short_answers import short_answer
 from nrl.envs.reversal import task as texts
 from nrl.envs.sandbox import Limits
-from nrl.envs.scoring import reward_model
 from nrl.envs.text_arena import textarena
 from nrl.envs.tools import tool, tool_use
 from nrl.envs.verifiers import VERIFIERS
 from nrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nrl.data import Tasks
 
 __all__ = ["ENVIRONMENTS", "OWN_TASKS", "Environments", "environments"]
 
@@ -43,6 +43,29 @@ def _code(
 ) -> Verifier:
     """The verifier `nrl.envs.code`, with limits of each test."""
     return code(limits=Limits(seconds, cpu_seconds, memory))
+
+
+def _reward_model(
+    *,
+    model: str,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    max_length: int | None = None,
+    max_tokens: int = 16_384,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> Verifier:
+    """The verifier `nrl.reward_model` in this process, as far as a configuration can say it."""
+    from nrl.envs.scoring import reward_model  # which imports torch
+
+    found: Verifier = reward_model(
+        model,
+        dtype=dtype,
+        max_length=max_length,
+        max_tokens=max_tokens,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    return found
 
 
 def _with_python(*, verifier: str | dict[str, Any] = "math", turns: int = 8) -> Environment:
@@ -82,7 +105,7 @@ ENVIRONMENTS: dict[str, Any] = {
     "math": math_verifier,
     "python": _with_python,
     "reasoning_gym": reasoning_gym,
-    "reward_model": reward_model,
+    "reward_model": _reward_model,
     "search": _searching,
     "short_answer": short_answer,
     "sliding_puzzle": sliding_puzzle,
@@ -115,7 +138,7 @@ class Environments(NamedTuple):
     """
 
     env: Env
-    tasks: Callable[..., Tasks]
+    tasks: "Callable[..., Tasks]"
     names: tuple[str, ...]
     graded: Verifier | Env
 
@@ -156,7 +179,9 @@ def environments(env: str | Mapping[str, Any], source: Any = None, **how: Any) -
         weights[label], kinds[label] = weight, str(options.pop("env", name))
         found[label] = named(kinds[label], options, ENVIRONMENTS)
 
-    def tasks(seed: int = 0, other: Any = None) -> Tasks:
+    def tasks(seed: int = 0, other: Any = None) -> "Tasks":
+        from nrl import data  # where tasks come to an environment from elsewhere, as to a server, nothing needs it
+
         given = source if other is None else other
         if isinstance(given, Mapping) and len(found) == 1 and "source" in given and "source" not in found:
             given = {next(iter(found)): given}
@@ -190,7 +215,9 @@ def _label(name: str) -> str:
     return f"{Path(module).name.removesuffix('.py')}.{attribute}" if module else name
 
 
-def _tasks(name: str, found: Verifier | Env, kind: str, given: Any, how: Mapping[str, Any]) -> Tasks:
+def _tasks(name: str, found: Verifier | Env, kind: str, given: Any, how: Mapping[str, Any]) -> "Tasks":
+    from nrl import data
+
     if isinstance(given, Mapping):
         given = given.get(name)
     if isinstance(given, Mapping):

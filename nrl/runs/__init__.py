@@ -4,6 +4,13 @@
 begins again by itself.
 """
 
-from nrl.runs.lifecycle import Run, run
+from typing import TYPE_CHECKING
+
+from nrl.lazy import on_demand
+
+if TYPE_CHECKING:
+    from nrl.runs.lifecycle import Run, run
+else:
+    __getattr__, __dir__ = on_demand(__name__)
 
 __all__ = ["Run", "run"]

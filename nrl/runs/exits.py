@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from nrl import config
 from nrl.errors import NrlError
 from nrl.log import redact
 
@@ -52,6 +51,7 @@ def launch[C](program: Callable[[C], object], cls: type[C], args: Sequence[str] 
     Traceback (most recent call last):
     SystemExit: 2
     """
+    from nrl import config  # a command without a configuration needs none
 
     def loaded() -> None:
         program(config.load(cls, args))

@@ -4,18 +4,19 @@ import functools
 import weakref
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import attrs
 
 from nrl.envs.contract import Env, Environment, Step, Task, Trace, Turn, Verdict, Verifier
 from nrl.envs.pools.calls import Pool, Worker
-from nrl.envs.pools.meshes import Rank
 from nrl.envs.pools.processes import Process
 from nrl.errors import EnvError
 from nrl.runtime.executables.registry import Executable
-from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.threads import cores
+
+if TYPE_CHECKING:
+    from nrl.runtime.mesh.placement import Mesh
 
 __all__ = ["on", "pooled"]
 
@@ -98,7 +99,7 @@ class _On(Protocol):
     def __call__(self, f: Verifier, /) -> Verifier: ...
 
 
-def on(mesh: Mesh, *, timeout: float | EllipsisType | None = ...) -> _On:
+def on(mesh: "Mesh", *, timeout: float | EllipsisType | None = ...) -> _On:
     """The same verifier or environment, on a mesh: beside its processes, in their helpers (`Mesh.submit`).
 
     Each rank makes one call at a time. Where a call takes too long, its helper is killed, and the next call gets
@@ -158,7 +159,9 @@ def _processes(
     return pool
 
 
-def _ranks(f: Any, mesh: Mesh, timeout: float | EllipsisType | None) -> Pool:
+def _ranks(f: Any, mesh: "Mesh", timeout: float | EllipsisType | None) -> Pool:
+    from nrl.envs.pools.meshes import Rank  # who has a mesh has torch
+
     def place(number: int) -> Rank:
         return Rank(pool.who, mesh, number, f)
 

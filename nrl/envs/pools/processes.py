@@ -16,13 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nrl.envs.pools.worker import receive, send
+from nrl.envs.pools.worker import packed, receive, send
 from nrl.errors import EnvError
 from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.executables.registry import executable as registered
 from nrl.runtime.node.building import provide
 from nrl.runtime.node.environments import sources
+from nrl.runtime.ray.pickling import holds_tensors
 
 __all__ = ["Process"]
 
@@ -52,6 +53,7 @@ class Process:
         fcntl.fcntl(self._log, fcntl.F_SETFL, fcntl.fcntl(self._log, fcntl.F_GETFL) | os.O_APPEND)  # since it is cut
         self._own, self._other = socket.socketpair()
         self._channel = _Channel(self._own)
+        self._has_torch = False
 
     def start(self) -> None:
         """Start it in its Python environment, which is built where it is not there."""
@@ -83,8 +85,17 @@ class Process:
             tail = self._tail()
             self._log.truncate(0)
             self._log.write(tail)
+        request = packed((what, *args))
+        if not self._has_torch and holds_tensors(request):  # seconds that are not the call's
+            good, value = self._answer(packed(("prepare",)), _START)
+            if not good:
+                return good, value
+            self._has_torch = True
+        return self._answer(request, timeout)
+
+    def _answer(self, request: bytes, timeout: float | None) -> tuple[bool, Any]:
         self._channel.within(timeout)
-        send(self._channel, (what, *args))
+        self._channel.write(request)
         good, value = receive(self._channel)
         return good, value if good else value.original()
 

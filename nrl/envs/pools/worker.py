@@ -1,18 +1,20 @@
 """A worker of a pool: a process that calls one verifier, or the functions of one environment, call after call.
 
 It reads requests from its standard input and answers on what was its standard output; what user code prints goes to
-its standard error. `nrl.envs.pools.processes` starts it, and kills it if a call takes too long. On a mesh, the helper
-of a rank has the same `Sessions` (`nrl.envs.pools.meshes`).
+its standard error. It has no torch until somebody needs it. `nrl.envs.pools.processes` starts it, and kills it if a
+call takes too long. On a mesh, the helper of a rank has the same `Sessions` (`nrl.envs.pools.meshes`).
 """
 
 import asyncio
 import ctypes
+import importlib
 import inspect
 import itertools
 import os
 import signal
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -20,15 +22,20 @@ import attrs
 from nrl.runtime.ray.exceptions import Raised, carried
 from nrl.runtime.ray.pickling import deserialized, serialized
 
-__all__ = ["Sessions", "main", "receive", "send"]
+__all__ = ["Sessions", "main", "packed", "receive", "send"]
 
 _LENGTH = struct.Struct("!Q")
 
 
-def send(file: Any, value: Any) -> None:
-    """Write a value: the number of its parts, and each with its length."""
+def packed(value: Any) -> bytes:
+    """What `receive` reads: the number of a value's parts, and each with its length."""
     parts = [bytes(part) for part in serialized(value, "pooled")]
-    file.write(_LENGTH.pack(len(parts)) + b"".join(_LENGTH.pack(len(part)) + part for part in parts))
+    return _LENGTH.pack(len(parts)) + b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+
+
+def send(file: Any, value: Any) -> None:
+    """Write a value."""
+    file.write(packed(value))
     file.flush()
 
 
@@ -68,10 +75,16 @@ class Sessions:
         self._fn, self._loop = fn, asyncio.new_event_loop()
         self._states: dict[int, Any] = {}
         self._numbers = itertools.count()
-        self._does = {"verify": self._verify, "reset": self._reset, "step": self._step, "close": self._close}
+        self._does: dict[str, Callable[..., Any]] = {
+            "verify": self._verify,
+            "reset": self._reset,
+            "step": self._step,
+            "close": self._close,
+            "prepare": self._prepare,
+        }
 
     def call(self, what: str, *args: Any) -> Any:
-        """Verify, reset, step or close."""
+        """Verify, reset, step or close; or prepare for calls that are given tensors."""
         return self._does[what](*args)
 
     def end(self) -> None:
@@ -84,6 +97,9 @@ class Sessions:
 
         value = function(*args)
         return self._loop.run_until_complete(awaited(value)) if inspect.isawaitable(value) else value
+
+    def _prepare(self) -> None:
+        importlib.import_module("nrl.runtime.ray.tensors")
 
     def _reset(self, task: Any) -> Any:
         state, prompt, *tools = self._call(self._fn.reset, task)

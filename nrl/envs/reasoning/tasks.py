@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import attrs
-import numpy as np
 
 from nrl.envs.contract import Score, Task, Trace
 from nrl.envs.pools.pool import pooled
 from nrl.envs.reasoning.worker import LONGEST, Source, answer_requests
+from nrl.envs.seeds import generator
 from nrl.envs.verifiers import extracts
 from nrl.errors import EnvError
 from nrl.runtime.executables.registry import Executable
@@ -242,7 +242,7 @@ class _Tasks:
     def __init__(self, weights: Mapping[str, float], config: Mapping[str, Any], executable: Executable) -> None:
         several = len(weights) > 1
         self._names, self._executable = list(weights), executable
-        self._shares = np.array(list(weights.values())) / sum(weights.values())
+        self._shares = [weight / sum(weights.values()) for weight in weights.values()]
         options = {name: config.get(name, {}) for name in weights} if several else dict.fromkeys(weights, config)
         if several and (strange := sorted(set(config) - set(weights))):
             raise EnvError(
@@ -269,9 +269,9 @@ class _Tasks:
         return question, answer, {"dataset": name, "number": number, "config": dict(self._options[name])}
 
     def _drawn(self, seed: int, index: int) -> tuple[str, int]:
-        generator = np.random.default_rng([seed, index])
-        number = int(generator.integers(_ROWS))
-        return self._names[int(generator.choice(len(self._names), p=self._shares))], number
+        draw = generator(seed, index)
+        number = int(draw.integers(_ROWS))
+        return self._names[int(draw.choice(len(self._names), p=self._shares))], number
 
 
 @functools.lru_cache(64)

@@ -20,8 +20,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from nrl.envs.pools.forked import Crashed, Fork, Late
 from nrl.envs.reasoning.scorers import EXACT, MENDED
 from nrl.errors import EnvError
@@ -140,6 +138,8 @@ def _dataset_of_row(source: Source, number: int) -> tuple[Any, int]:
 @functools.lru_cache(1024)
 def _entry(source: Source, number: int) -> Mapping[str, Any]:
     """The row that a dataset has under a number, and with it an answer that is right, where one is known."""
+    import numpy as np  # here, since the program that asks needs it not
+
     for attempt in range(_REDRAWN):
         drawn = (number + attempt * 1_000_003) % _SIZE
         dataset, index = _dataset_of_row(source, drawn)

@@ -6,8 +6,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
 __all__ = ["Ranker", "bm25", "words"]
 
 type Ranker = Callable[[str, int], list[tuple[int, float]]]
@@ -52,6 +50,8 @@ def bm25(texts: Iterable[str], *, k1: float = 1.2, b: float = 0.75) -> Ranker:
     Source: Robertson, Walker, Jones, Hancock-Beaulieu, Gatford, 1994, "Okapi at TREC-3"; the logarithm's 1, which keeps
     common words from counting against a text, is Lucene's.
     """
+    import numpy as np
+
     if not k1 >= 0 or not 0 <= b <= 1:
         raise ValueError(f"bm25: k1 is {k1} and b is {b}; give a k1 of at least 0, and a b from 0 to 1")
     known: dict[str, int] = {}

@@ -16,8 +16,9 @@ from nrl.runtime.mesh.placement import Donated, Rows
 from nrl.runtime.ray.calls import Call, Ref
 from nrl.runtime.ray.held_columns import column_of, handles_in, opened
 from nrl.runtime.ray.messages import FUNCTIONS, Argument
-from nrl.runtime.ray.pickling import rows_serializer, serialized, size, written
+from nrl.runtime.ray.pickling import serialized, size
 from nrl.runtime.ray.results import Pending, PendingRows
+from nrl.runtime.ray.tensors import rows_serializer, written
 
 if TYPE_CHECKING:
     from nrl.runtime.ray.processes import RayProcesses

@@ -3,7 +3,8 @@
 A serialized value is a list: a pickle, and a buffer for each large tensor. Ray puts buffers into shared memory, which
 every process of a node reads without a copy. That memory is mapped writable, so a write into it would change the
 tensors of others and raise nothing. `deserialized` tells which tensors lie there, and `Shared.check` finds a write by
-torch's version counters. Batches travel without their padding: see `nrl.runtime.ray.unpadded`.
+torch's version counters. Batches travel without their padding: see `nrl.runtime.ray.unpadded`. What tensors need is in
+`nrl.runtime.ray.tensors`, which a process imports with its first one: many have none, and need no torch.
 """
 
 import io
@@ -11,31 +12,22 @@ import os
 import pickle
 import sys
 import sysconfig
-import threading
 import types
-import warnings
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import cloudpickle
-import numpy as np
-import torch
-from tensordict import TensorDict
-from torch import Tensor, nn
 
-from nrl.batch.ragged import is_ragged, memory_of, of_values, parts_of
-from nrl.batch.raw import flat_bytes
-from nrl.errors import MutatedBatch, ShippingError
-from nrl.runtime.ray.unpadded import BatchLayout, Unpadded, padded
+from nrl.errors import ShippingError
+from nrl.runtime.ray.shared_memory import Shared, noting
 
-__all__ = ["Serialized", "Shared", "deserialized", "rows_serializer", "serialized", "size", "written"]
+__all__ = ["Serialized", "deserialized", "holds_tensors", "serialized", "size"]
 
 type Serialized = list[Any]
 """A pickle, and the buffers beside it."""
 
-_BESIDE = 4096  # bytes; a tensor of this size or more travels beside the pickle
+_HAVE_TENSORS = frozenset({"torch", "tensordict"})
+_MODULE_OF_TENSORS = b"nrl.runtime.ray.tensors"  # whose functions make them anew
 
 
 def serialized(value: Any, who: str) -> Serialized:
@@ -51,6 +43,7 @@ def serialized(value: Any, who: str) -> Serialized:
     Raises:
         ShippingError: something in it cannot be sent; the message names the object and the reason.
 
+    >>> import torch
     >>> value, _ = deserialized(serialized({"x": torch.arange(3)}, "example"))
     >>> value["x"].tolist()
     [0, 1, 2]
@@ -62,20 +55,14 @@ def serialized(value: Any, who: str) -> Serialized:
         _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
     except Exception as error:  # objects raise all kinds when they are pickled
         raise ShippingError(f"{who}: {_culprit(value, error)}") from error
-    arrays = [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers]
-    return [file.getvalue(), *arrays]
+    return [file.getvalue(), *map(_array, buffers)]
 
 
-def rows_serializer(batch: TensorDict) -> Callable[[Sequence[int] | None], Serialized] | None:
-    """A function that serializes some rows of a batch (None: all) without padding; None: the batch has no padding.
+def _array(buffer: pickle.PickleBuffer) -> Any:
+    """The bytes of a buffer as an array, of which Ray makes no copy."""
+    import numpy as np
 
-    The rows arrive as a locked batch.
-    """
-    found = Unpadded.of(batch)
-    if found is None:
-        return None
-    head = pickle.dumps(_UnpaddedHead(found.layout), protocol=5, buffer_callback=lambda _: None)
-    return lambda index: [head, np.frombuffer(found.rows(index), dtype=np.uint8)]
+    return np.frombuffer(buffer.raw(), dtype=np.uint8)
 
 
 def size(parts: Serialized) -> int:
@@ -83,37 +70,14 @@ def size(parts: Serialized) -> int:
     return sum(len(part) for part in parts)
 
 
-def written(batch: TensorDict) -> tuple[int, ...]:
-    """How often each tensor of a batch has been written to, as torch counts it.
+def holds_tensors(data: bytes) -> bool:
+    """Whether a pickle that `serialized` made holds tensors, so that opening it imports torch.
 
-    >>> batch = TensorDict({"x": torch.zeros(2)}, [2])
-    >>> before = written(batch)
-    >>> _ = batch["x"].add_(1)
-    >>> written(batch) == before
-    False
+    >>> import torch
+    >>> [holds_tensors(serialized(value, "example")[0]) for value in ([1, "torch"], [torch.zeros(2)])]
+    [False, True]
     """
-    leaves = [x for x in batch.values(include_nested=True, leaves_only=True) if isinstance(x, Tensor)]
-    tensors = map(memory_of, leaves)
-    return tuple(x._version for x in tensors if not x.is_inference())
-
-
-@attrs.frozen
-class Shared:
-    """Tensors in memory that other processes read."""
-
-    tensors: list[Tensor]
-
-    def check(self, who: str) -> None:
-        """Raise if a function has written into one of them.
-
-        Raises:
-            MutatedBatch: it has.
-        """
-        if any(tensor._version for tensor in self.tensors):
-            raise MutatedBatch(
-                f"{who} wrote into its arguments, which lie in memory that other processes read; batches are values: "
-                "use an out-of-place operation, or clone the column first"
-            )
+    return _MODULE_OF_TENSORS in data
 
 
 def deserialized(parts: Serialized | bytes, *, copy: bool = False) -> tuple[Any, Shared]:
@@ -126,83 +90,26 @@ def deserialized(parts: Serialized | bytes, *, copy: bool = False) -> tuple[Any,
     Returns:
         The value, and those of its tensors that lie in the buffers.
 
+    >>> import torch
     >>> value, shared = deserialized(serialized(torch.zeros(4096), "example"))
     >>> len(shared.tensors)
     1
     """
     held = Shared([])
-    before, _OPENING.now = getattr(_OPENING, "now", None), None if copy else held
     data, *buffers = [parts] if isinstance(parts, bytes) else parts
-    try:
+    with noting(None if copy else held):
         return pickle.loads(data, buffers=buffers), held
-    finally:
-        _OPENING.now = before
-
-
-_OPENING = threading.local()
-
-
-def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...], parameter: bool, grad: bool) -> Tensor:
-    if 0 in shape:
-        tensor = torch.empty(shape, dtype=dtype)
-    elif isinstance(data, bytes) or getattr(_OPENING, "now", None) is None:
-        tensor = torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
-    else:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            tensor = torch.frombuffer(data, dtype=dtype).view(shape)
-        _OPENING.now.tensors.append(tensor)
-    if parameter:
-        return nn.Parameter(tensor, requires_grad=grad)
-    return tensor.requires_grad_() if grad else tensor
-
-
-def _reduced(tensor: Tensor) -> Any:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    flat = flat_bytes(plain).numpy()
-    data = pickle.PickleBuffer(flat) if flat.nbytes >= _BESIDE else flat.tobytes()
-    parameter = isinstance(tensor, nn.Parameter)
-    return _tensor, (data, tensor.dtype, tuple(tensor.shape), parameter, tensor.requires_grad and tensor.is_leaf)
-
-
-@attrs.frozen
-class _UnpaddedHead:
-    """Pickles as a batch of this layout; the rows themselves are the buffer beside the pickle."""
-
-    layout: BatchLayout
-
-    def __reduce__(self) -> Any:
-        return _batch, (self.layout, pickle.PickleBuffer(b""))
-
-
-def _batch(layout: BatchLayout, data: Any) -> TensorDict:
-    now = getattr(_OPENING, "now", None)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        made = padded(layout, bytearray(data) if now is None else data)
-    if now is not None:
-        leaves: Any = made.values(include_nested=True, leaves_only=True)
-        now.tensors.extend(map(memory_of, leaves))
-    return made
-
-
-def _tensordict(items: dict[str, Any], batch_size: Sequence[int], locked: bool) -> TensorDict:
-    made = TensorDict(items, batch_size=batch_size)
-    return made.lock_() if locked else made
 
 
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
     """Functions and classes by value where they have to be, tensors as buffers."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided and not obj.is_quantized:
-            return _reduced(obj)
-        if is_ragged(obj):
-            return of_values, tuple(part.detach() for part in parts_of(obj))
-        if type(obj) is TensorDict:
-            if obj.is_locked and (found := Unpadded.of(obj)) is not None:
-                return _batch, (found.layout, pickle.PickleBuffer(found.rows()))
-            return _tensordict, (dict(obj.items()), tuple(obj.batch_size), obj.is_locked)
+        if str(type(obj).__module__).partition(".")[0] in _HAVE_TENSORS:
+            from nrl.runtime.ray.tensors import reduced
+
+            if (found := reduced(obj)) is not NotImplemented:
+                return found
         return super().reducer_override(obj)
 
 

@@ -19,7 +19,8 @@ from nrl.batch.raw import flat_bytes
 from nrl.runtime.mesh.current_process import Process, entered, perform, rest, wake
 from nrl.runtime.ray.exceptions import carried
 from nrl.runtime.ray.messages import FUNCTIONS, Argument, NeverMade, Order, Receipt, unfolded
-from nrl.runtime.ray.pickling import Shared, deserialized, serialized
+from nrl.runtime.ray.pickling import deserialized, serialized
+from nrl.runtime.ray.shared_memory import Shared
 from nrl.runtime.ray.sockets import bind
 from nrl.runtime.threads import cores
 from nrl.runtime.trace import profiles
