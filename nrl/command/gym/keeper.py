@@ -59,6 +59,8 @@ def main() -> int:
                 what, status = events.get(timeout=max(0.0, until - time.monotonic()))
     if what != "ended":
         status = 128 + signal.SIGKILL
+        with suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
     for pid in _descendants(os.getpid()):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import aiohttp
 import attrs
-import httpx2
 
 from nrl.command.gym import keeper
 from nrl.envs.gyms.servers import EnvironmentServer, ModelServer, Program, Server
@@ -219,7 +219,7 @@ async def _read(stream: asyncio.StreamReader, line: Callable[[str], None]) -> No
 async def watch(replica: Replica, token: str | None) -> None:
     """Ask a replica again and again whether it is ready, and set its state; never ends by itself."""
     missed, here = 0, isinstance(replica.server, EnvironmentServer | Program)
-    async with httpx2.AsyncClient(timeout=_PATIENCE, trust_env=False) as client:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_PATIENCE)) as client:
         while True:
             note = await probe(client, replica, token)
             missed = missed + 1 if note else 0
@@ -235,7 +235,7 @@ async def watch(replica: Replica, token: str | None) -> None:
                 await asyncio.sleep(_FIRST_LOOKS if here else _LOOKS)
 
 
-async def probe(client: httpx2.AsyncClient, replica: Replica, token: str | None) -> str:
+async def probe(client: aiohttp.ClientSession, replica: Replica, token: str | None) -> str:
     """Ask a replica once whether it is ready: empty, or why not."""
     server = replica.server
     if not replica.url:
@@ -245,27 +245,29 @@ async def probe(client: httpx2.AsyncClient, replica: Replica, token: str | None)
         url, shown = f"{replica.url.rstrip('/')}/models", server.api_key
     elif isinstance(server, Program):
         url, shown = f"{replica.url}/{server.ready.lstrip('/')}", None
+    headers = {} if shown is None else {"Authorization": f"Bearer {shown}"}
     try:
-        reply = await client.get(url, headers={} if shown is None else {"Authorization": f"Bearer {shown}"})
-    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        async with client.get(url, headers=headers, allow_redirects=False) as reply:
+            status, text = reply.status, await reply.text(errors="replace") if reply.status == 200 else ""
+    except (aiohttp.ClientError, TimeoutError) as error:
         return f"{url}: {redact(str(error)) or type(error).__name__}"
-    if reply.status_code in (401, 403):
+    if status in (401, 403):
         key = "api_key" if isinstance(server, ModelServer) else "token"
-        replica.mistake = f"{url} refuses the {key} ({reply.status_code}); give the right one"
+        replica.mistake = f"{url} refuses the {key} ({status}); give the right one"
         return replica.mistake
-    if reply.status_code != 200:
-        return f"{url} answers {reply.status_code}"
+    if status != 200:
+        return f"{url} answers {status}"
     if isinstance(server, ModelServer) and server.name is not None:
-        names = _models(reply)
+        names = _models(text)
         if server.name not in names:
             replica.mistake = f"{url} serves {', '.join(names) or 'no model'}, and not {server.name}; mend its name"
             return replica.mistake
     return ""
 
 
-def _models(reply: httpx2.Response) -> list[str]:
+def _models(text: str) -> list[str]:
     try:
-        return [str(each["id"]) for each in reply.json()["data"]]
+        return [str(each["id"]) for each in json.loads(text)["data"]]
     except (ValueError, LookupError, TypeError):
         return []
 

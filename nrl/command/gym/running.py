@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TextIO
 
 from nrl.command.gym.head import application, serving
 from nrl.command.gym.replicas import seconds
@@ -113,10 +114,15 @@ def _heed(supervisor: Supervisor) -> list[int]:
 
 
 def _say(text: str) -> None:
-    with suppress(BrokenPipeError):
-        print(f"gym: {redact(text)}", flush=True)
+    _write(sys.stdout, f"gym: {redact(text)}")
 
 
 def _show(label: str, line: str) -> None:
+    _write(sys.stderr, f"{label} | {line}")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """A line, whatever its characters; nothing where nobody reads any more."""
+    encoding = stream.encoding or "utf-8"
     with suppress(BrokenPipeError):
-        print(f"{label} | {line}", file=sys.stderr, flush=True)
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)

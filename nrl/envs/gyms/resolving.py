@@ -8,7 +8,7 @@ from urllib.parse import urlsplit, urlunsplit
 import attrs
 
 from nrl.envs.gyms.places import Place, places
-from nrl.envs.gyms.servers import head_of
+from nrl.envs.gyms.servers import head_of, token_of
 from nrl.errors import ConfigError, EnvError
 
 __all__ = ["Replicas", "ask", "find", "resolve"]
@@ -23,7 +23,8 @@ class Replicas:
     Args:
         kind: environment, program, model or endpoint.
         urls: of its replicas that have been started, ready or not.
-        token: to be shown as ``Authorization: Bearer``; None: none.
+        token: to be shown as ``Authorization: Bearer``; None: none. That of a model is its ``api_key``, which is for
+            servers alone and left out.
     """
 
     kind: str
@@ -51,6 +52,8 @@ def resolve(args: Sequence[str]) -> dict[str, Replicas]:
     for server in ask(place)["servers"]:
         urls = tuple(_reached(each["url"], place.url) for each in server["replicas"] if each["url"])
         token = place.token if server["kind"] == "environment" and server["auth"] == "token" else None
+        if server["kind"] == "endpoint":
+            token = token_of(args, server["name"])
         found[server["name"]] = Replicas(server["kind"], urls, token)
     return found
 

@@ -29,6 +29,7 @@ __all__ = [
     "gym",
     "head_of",
     "is_loopback",
+    "token_of",
 ]
 
 _LOOPBACK = "127.0.0.1"
@@ -176,6 +177,20 @@ def head_of(args: Sequence[str]) -> Gym:
         raise ConfigError(redact("\n  ".join([given.files[0].name, *problems])))
     found: Gym = attrs.evolve(made, files=given.files)
     return found
+
+
+def token_of(args: Sequence[str], name: str) -> str | None:
+    """The token of a served environment elsewhere, whatever the other servers need; None: it has none.
+
+    Raises:
+        ConfigError: a reference in it leads nowhere.
+    """
+    given = settings(args, _KEYS)
+    servers = given.values.get("servers")
+    server = servers.get(name) if isinstance(servers, Mapping) else None
+    key, found = f"servers.{name}.token", server.get("token") if isinstance(server, Mapping) else None
+    found = given._replace(values={**given.values, key: found}).resolved([key])[key]
+    return None if found is None else str(found)
 
 
 def gym(args: Sequence[str]) -> Gym:

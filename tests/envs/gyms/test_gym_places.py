@@ -24,6 +24,7 @@ SERVERS = [
         "replicas": [{"url": "http://0.0.0.0:41"}, {"url": "http://[::]"}, {"url": ""}],
     },
     {"name": "open", "kind": "environment", "auth": "none", "replicas": [{"url": "http://10.0.0.5:42"}]},
+    {"name": "far", "kind": "endpoint", "auth": None, "replicas": [{"url": "http://b:9000"}]},
     {"name": "judge", "kind": "model", "auth": None, "replicas": [{"url": "http://judge/v1"}]},
 ]  # fmt: skip
 
@@ -103,9 +104,24 @@ def test_a_client_finds_servers(folder: Path, port: int | None) -> None:
     assert found == {
         "math": Replicas("environment", ("http://127.0.0.1:41", "http://127.0.0.1"), "abc"),
         "open": Replicas("environment", ("http://10.0.0.5:42",)),
+        "far": Replicas("endpoint", ("http://b:9000",)),
         "judge": Replicas("model", ("http://judge/v1",)),
     }
     assert "abc" not in repr(found)
+
+
+def test_a_client_needs_the_token_of_a_server_elsewhere_and_no_other_secret(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder.parent / "gym.yaml").write_text(
+        "servers:\n  far: {url: 'http://b', token: '${far}'}\n  judge: {model: '${no}'}"
+    )
+    monkeypatch.setenv("FAR", "far-away")
+    with a_head(200, {"ready": True, "servers": SERVERS}) as (its, _), told(place(folder, its, "abc")):
+        assert resolve(["gym.yaml", "head_server.port=0"])["far"].token == "far-away"
+        monkeypatch.delenv("FAR")
+        with pytest.raises(ConfigError, match=r"servers.far.token: \$\{far\}: there is no far; give far=VALUE, or"):
+            resolve(["gym.yaml", "head_server.port=0"])
 
 
 def test_a_client_elsewhere_gives_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
