@@ -37,7 +37,7 @@ from nrl.errors import ClosedCluster
 from nrl.runs.loops import collector_spared
 from nrl.stream import Source
 
-__all__ = ["SCHEDULES", "episodes", "late", "main", "options", "seconds_of", "steps"]
+__all__ = ["SCHEDULES", "episodes", "late", "main", "options", "rate_of", "seconds_of", "steps"]
 
 SCHEDULES: dict[str, Callable[[Source[nrl.Batch], int], Any]] = {
     "none": lambda groups, prompts: groups,
@@ -132,12 +132,24 @@ class Instant:
 
 
 def episodes(given: argparse.Namespace) -> float:
-    """Episodes a second, of one turn, where nothing but nrl takes time; the median of some takes."""
+    """Episodes a second, of one turn, where nothing but nrl takes time."""
+    env = single_turn(lambda task, trace: float(trace.text == "2"))
+    return rate_of(env, *((8, 2) if given.quick else (256, 12)))
+
+
+def rate_of(env: nrl.envs.Env, prompts: int, takes: int) -> float:
+    """Episodes a second, of a sampler that answers at once; the median of some takes, the first of which is left out.
+
+    Args:
+        env: whose tasks are sums.
+        prompts: of a take; each is asked 8 times.
+        takes: at least 2.
+    """
     tasks = nrl.stream.counting(lambda index: {"prompt": f"{index}+1=", "answer": "2"})
-    groups = nrl.rollouts(Instant(), single_turn(lambda task, trace: float(trace.text == "2")), tasks, n=8)  # type: ignore[arg-type]
-    stream, rates = nrl.batched(groups, 8 if given.quick else 256), []
+    stream = nrl.batched(nrl.rollouts(Instant(), env, tasks, n=8), prompts)  # type: ignore[arg-type]
+    rates = []
     with collector_spared():  # as in a run
-        for _ in range(2 if given.quick else 12):
+        for _ in range(takes):
             began = time.perf_counter()
             [batch] = stream.take(1)
             rates.append(len(batch) / (time.perf_counter() - began))

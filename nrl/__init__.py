@@ -16,6 +16,8 @@ from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibat
 from nrl.batch.columns import COLUMNS, declare
 from nrl.batch.packed_rows import Rectangles, Sequences
 from nrl.batch.packing import pack, packed, unpack
+from nrl.envs.gym.remoting import remote
+from nrl.envs.gym.serving import serve
 from nrl.envs.judging import judge
 from nrl.envs.mathematics.verifying import math_verifier
 from nrl.envs.pools.pool import on, pooled
@@ -106,6 +108,7 @@ __all__ = [
     "reasoning_gym",
     "refill",
     "register",
+    "remote",
     "require",
     "resident",
     "retrying",
@@ -116,6 +119,7 @@ __all__ = [
     "run_episode",
     "samples",
     "scored_by",
+    "serve",
     "shard",
     "shard_map",
     "summary",

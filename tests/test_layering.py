@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime.ray", "runtime.transfer"),
     ("envs.pools.worker", "envs.user_code"),
     ("envs.pools.meshes", "envs.pools.processes"),
-    ("envs.pools.pool",),
+    ("envs.gym", "envs.pools.pool"),
     ("envs.fh_aviary", "envs.mathematics.verifying", "envs.reasoning.tasks", "envs.text_arena"),
     ("runtime.clusters",),
     ("runtime",),
@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backends",),
     ("checkpoint", "data", "envs.judging", "envs.scoring", "episodes", "stream", "tiny"),
     ("envs.shipped",),
+    ("envs.gym.process",),
     ("runs",),
     ("",),  # nrl/__init__.py, which gathers the public names
     ("command",),

@@ -32,7 +32,7 @@ from nrl.envs.tools import tool, tool_use
 from nrl.envs.verifiers import VERIFIERS
 from nrl.errors import ConfigError
 
-__all__ = ["ENVIRONMENTS", "Environments", "environments"]
+__all__ = ["ENVIRONMENTS", "OWN_TASKS", "Environments", "environments"]
 
 
 _LIMITS = Limits()
@@ -91,7 +91,7 @@ ENVIRONMENTS: dict[str, Any] = {
 }
 """What ``env=`` knows by name: verifiers, and functions that make a verifier or an environment from options."""
 
-_OWN_TASKS: dict[str, Callable[[int, int], Task]] = {
+OWN_TASKS: dict[str, Callable[[int, int], Task]] = {
     "choice": choices,
     "code": programs,
     "constraints": instructions,
@@ -100,7 +100,8 @@ _OWN_TASKS: dict[str, Callable[[int, int], Task]] = {
     "number": sums,
     "number_or_wrong": sums,
     "python": products,
-}  # of those that bring none themselves: what the tiny model learns
+}
+"""The tasks of those that bring none themselves: what the tiny model learns."""
 
 
 class Environments(NamedTuple):
@@ -195,7 +196,7 @@ def _tasks(name: str, found: Verifier | Env, kind: str, given: Any, how: Mapping
     if isinstance(given, Mapping):
         given, how = given.get("source"), {**how, **{key: value for key, value in given.items() if key != "source"}}
     if given is None:
-        given = getattr(found, "tasks", None) or _OWN_TASKS.get(kind)
+        given = getattr(found, "tasks", None) or OWN_TASKS.get(kind)
         if given is None:
             raise ConfigError(f"env={kind} brings no tasks; say where they come from, as data=FILE")
     try:

@@ -1,4 +1,4 @@
-"""One contract, wherever a verifier or an environment runs: plainly, in `pooled` processes, on a mesh by `on`.
+"""One contract, wherever a verifier or an environment runs: plainly, `pooled`, on a mesh by `on`, behind HTTP.
 
 The same scores, bit for bit, and the same errors by their kind.
 """
@@ -9,6 +9,7 @@ import pickle
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ from tests.meshes import end
 Transform = Callable[[Any], Any]
 
 
-@pytest.fixture(scope="module", params=["pooled", "on threads", pytest.param("on Ray", marks=pytest.mark.ray)])
+@pytest.fixture(
+    scope="module",
+    params=["pooled", "on threads", "served", "served and pooled", pytest.param("on Ray", marks=pytest.mark.ray)],
+)
 def place(request: pytest.FixtureRequest) -> Iterator[tuple[str, Transform]]:
     """A transform of two workers, whose calls take a second and a half at most."""
     kind = request.param
@@ -34,6 +38,15 @@ def place(request: pytest.FixtureRequest) -> Iterator[tuple[str, Transform]]:
     elif kind == "on threads":
         with nrl.cluster("local") as here:
             yield kind, nrl.on(here.reserve(2).mesh(name="judges"), timeout=1.5)
+    elif kind.startswith("served"):
+        with ExitStack() as servers:
+
+            def behind_http(f: Any) -> Any:
+                inner = nrl.pooled(f, workers=2, timeout=1.5) if kind == "served and pooled" else f
+                limit = None if kind == "served and pooled" else 1.5
+                return nrl.remote(servers.enter_context(nrl.serve(inner, timeout=limit)))
+
+            yield kind, behind_http
     else:
         cluster: Cluster = request.getfixturevalue("on_ray")
         mesh = cluster.reserve(2).mesh(executable="system", name="judges")
@@ -46,6 +59,9 @@ def apart(place: tuple[str, Transform]) -> Environment:
     """Everything, there."""
     moved: Environment = place[1](EVERYTHING)
     return moved
+
+
+SERVED = {"own": (EnvError, "^Refusal: refused$"), "exit": (RuntimeError, "^SystemExit: 3$")}
 
 
 def value(found: Any) -> Any:
@@ -140,8 +156,8 @@ def test_a_function_knows_its_mesh(place: tuple[str, Transform]) -> None:
         return float(nrl.process().size)
 
     kind, transform = place
-    task = {"mesh": ""} if kind == "pooled" else {"mesh": "judges"}
-    assert value(transform(where)(task, Trace())) == (1.0 if kind == "pooled" else 2.0)
+    on_mesh = kind.startswith("on ")
+    assert value(transform(where)({"mesh": "judges" if on_mesh else ""}, Trace())) == (2.0 if on_mesh else 1.0)
 
 
 def test_a_call_that_is_given_up_is_gone(place: tuple[str, Transform], tmp_path: Path) -> None:
@@ -164,7 +180,7 @@ def test_a_call_that_is_given_up_is_gone(place: tuple[str, Transform], tmp_path:
 
     assert asyncio.run(give_up()) == 1.0
     time.sleep(1.2)
-    assert (tmp_path / "over").exists() is (kind == "on threads")
+    assert (tmp_path / "over").exists() is (kind in ("on threads", "served"))
 
 
 def test_a_group_is_scored_together(place: tuple[str, Transform]) -> None:
@@ -176,12 +192,14 @@ def test_a_group_is_scored_together(place: tuple[str, Transform]) -> None:
 
 
 @pytest.mark.parametrize("does", FAILURES)
-def test_errors_are_the_same(apart: Environment, does: str) -> None:
-    kind, said = FAILURES[does]
+def test_errors_are_the_same(place: tuple[str, Transform], apart: Environment, does: str) -> None:
+    """Over HTTP those that only this program has are told of, and nothing ends whoever called."""
+    served = place[0].startswith("served")
+    kind, said = (SERVED if served else FAILURES).get(does, FAILURES[does])
     with pytest.raises(kind, match=said) as caught:
         verify(apart, "failing", Trace("", ["3"]), does=does)
     assert type(caught.value).__name__ == kind.__name__
-    assert getattr(caught.value, "code", None) == {"own": 7, "exit": 3}.get(does)
+    assert getattr(caught.value, "code", None) == (None if served else {"own": 7, "exit": 3}.get(does))
     assert verify(apart, "failing", Trace("", ["3"])) == 1.0
 
 
@@ -209,16 +227,17 @@ def test_an_interrupt_elsewhere_is_a_row_that_fails(place: tuple[str, Transform]
 
 
 def test_late_is_a_timeout_and_said_so(place: tuple[str, Transform], apart: Environment) -> None:
-    with pytest.raises(
-        TimeoutError, match=r"did not return within 1.5 s, and its .*; mend it, or give \w+\(timeout=\)"
-    ):
+    gone, give = (
+        ("", "the environment another timeout") if place[0] == "served" else (", and its .*", r"\w+\(timeout=\)")
+    )
+    with pytest.raises(TimeoutError, match=f"did not return within 1.5 s{gone}; mend it, or give {give}"):
         verify(apart, "failing", Trace("", ["3"]), does="sleep", seconds=6.0)
     assert verify(apart, "failing", Trace("", ["3"])) == 1.0
 
 
 def test_what_never_lets_go_is_gone(place: tuple[str, Transform], apart: Environment) -> None:
     kind, _ = place
-    if kind == "on threads":
+    if kind in ("on threads", "served"):
         pytest.skip("a thread cannot be killed")
     with pytest.raises(TimeoutError, match=r"did not return within 1.5 s, and its (process|helper) was killed"):
         verify(apart, "failing", Trace("", ["3"]), does="hold")

@@ -1,0 +1,145 @@
+"""A socket, and a server that answers on it, with bounds on what a client may hold: time and memory."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+from asyncio import TimerHandle, Transport
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+__all__ = ["Listener", "listening", "many_files"]
+
+_SLOWEST = 30.0  # seconds in which the headers of a request have to have arrived
+_HEADERS = 2**16  # bytes that they may have
+_BACKLOG = 16_384  # connections that may wait to be taken
+
+
+def listening(host: str, port: int, who: str) -> socket.socket:
+    """A socket that listens: as soon as it is there, a client that comes waits instead of being refused.
+
+    Args:
+        host: a name or an address.
+        port: 0: any that is free.
+        who: asks, for the message.
+
+    Raises:
+        OSError: the port is taken, or there is no such host here.
+
+    >>> with listening("127.0.0.1", 0, "me") as made:
+    ...     made.getsockname()[0]
+    '127.0.0.1'
+    """
+    made: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind, protocol)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(_BACKLOG)
+    except OSError as error:
+        if made is not None:
+            made.close()
+        raise OSError(
+            error.errno, f"{who}: cannot listen at {host}:{port}: {os.strerror(error.errno or 0)}; give another port"
+        ) from None
+    return made
+
+
+def many_files() -> int:
+    """Let this process have as many open files, and so connections, as it may; how many these are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+class _Bounded(HttpToolsProtocol):
+    """A connection that is closed where headers come too slowly, or are too long, which uvicorn does not look at."""
+
+    _read = 0
+    _late: TimerHandle | None = None
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._late = self.loop.call_later(_SLOWEST, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._in_time()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before or not (before is None or before.response_complete):
+            if self._late is not None:
+                self._in_time()
+            return
+        self._read += len(data)
+        if self._late is None:
+            self._late = self.loop.call_later(_SLOWEST, self.transport.close)
+        if self._read > _HEADERS and not self.transport.is_closing():
+            said = b"the headers have more than %d bytes; send fewer" % _HEADERS
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-type: text/plain\r\n"
+                b"content-length: %d\r\n\r\n%s" % (len(said), said)
+            )
+            self.transport.close()
+
+    def _in_time(self) -> None:
+        self._read = 0
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+class Listener(uvicorn.Server):
+    """Answers on a socket until `stop`.
+
+    Args:
+        application: of ASGI.
+        grace: seconds that it has for what is under way when it stops.
+    """
+
+    def __init__(self, application: Callable[..., Awaitable[None]], grace: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                application,
+                http=_Bounded,
+                ws="none",
+                lifespan="off",
+                interface="asgi3",
+                access_log=False,
+                log_level="error",
+                proxy_headers=False,
+                server_header=False,
+                date_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=max(1, round(grace)),
+                backlog=_BACKLOG,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the program."""
+        yield
+
+    async def answer(self, on: socket.socket, ready: Callable[[], Any]) -> None:
+        """Answer on a socket, until it is stopped."""
+        many_files()
+        serving = asyncio.ensure_future(self.serve(sockets=[on]))
+        while not (self.started or serving.done()):
+            await asyncio.sleep(0)
+        if self.started:
+            ready()
+        await serving
+
+    def stop(self) -> None:
+        """Take no more connections, and end when what is under way is over; from any thread."""
+        self.should_exit = True

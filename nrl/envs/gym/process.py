@@ -1,0 +1,96 @@
+"""A process that serves one environment: ``python -m nrl.envs.gym.process``.
+
+It reads one line of JSON from its standard input, a `Served`, and writes ``{"url": ...}`` to what was its standard
+output when it is ready. What user code prints goes to its standard error. When its standard input ends, which it does
+with the program that has started it, and at SIGTERM, it answers what is under way, closes all episodes, and ends.
+"""
+
+import asyncio
+import functools
+import os
+import signal
+import sys
+from typing import Any
+
+import msgspec
+import uvloop
+
+from nrl.envs.contract import is_env
+from nrl.envs.gym.listening import Listener, listening
+from nrl.envs.gym.serving import Settings, address, answering, check_reach
+from nrl.envs.naming import named
+from nrl.envs.shipped import ENVIRONMENTS, OWN_TASKS
+from nrl.errors import NrlError
+
+__all__ = ["Served", "main"]
+
+
+class Served(msgspec.Struct, forbid_unknown_fields=True):
+    """What is served, and how; `nrl.serve` says what each means.
+
+    Args:
+        environment: a name, as ``env=`` of a configuration has it.
+        options: of the environment, by name.
+        name: as clients are told; empty: that of the environment.
+        grace: seconds that calls under way have when it stops.
+    """
+
+    environment: str
+    options: dict[str, Any] = {}
+    name: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str | None = None
+    auth: str = "token"
+    lease: float = 60.0
+    most: int = 20_000
+    largest: int = 2**26
+    grace: float = 10.0
+
+
+def main() -> int:
+    """Serve until the end of the standard input; the exit status."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what user code prints
+    try:
+        asked = msgspec.json.decode(sys.stdin.buffer.readline(), type=Served)
+        check_reach("gym", asked.host, asked.port, asked.token, asked.auth)
+        found: Any = named(asked.environment, asked.options, ENVIRONMENTS, at="environment")
+        if getattr(found, "tasks", None) is None and asked.environment in OWN_TASKS:
+            found = _with_tasks(found, OWN_TASKS[asked.environment])
+        on = listening(asked.host, asked.port, "gym")
+    except (NrlError, OSError, ValueError, msgspec.MsgspecError) as error:
+        print(f"gym: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    url = address(asked.host, on.getsockname()[1])
+    settings = Settings(asked.token, ..., asked.lease, asked.most, asked.largest, asked.grace)
+
+    def ready(listener: Listener) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, listener.stop)
+        loop.add_reader(0, functools.partial(_read, loop, listener))
+        print(msgspec.json.encode({"url": url}).decode(), file=answers, flush=True)
+
+    uvloop.run(answering(found, asked.name or asked.environment, on, settings, ready))
+    return 0
+
+
+def _read(loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
+    """Stop at the end of the standard input."""
+    if not os.read(0, 2**16):
+        loop.remove_reader(0)
+        listener.stop()
+
+
+def _with_tasks(found: Any, tasks: Any) -> Any:
+    """The same with the tasks that come with it."""
+    if is_env(found) and hasattr(found, "_replace"):
+        return found._replace(tasks=tasks)
+    made = functools.update_wrapper(functools.partial(found), found)
+    made.tasks = tasks  # type: ignore[attr-defined]
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,448 @@
+"""What a server of an environment does: it makes each call once, and ends episodes that nobody asks for any more."""
+
+import asyncio
+import contextvars
+import hashlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, MutableMapping
+from typing import Any
+
+import attrs
+import msgspec
+
+from nrl.envs import contract
+from nrl.envs.contract import TIMEOUT, is_env, judges_group, timeout_of
+from nrl.envs.gym import records
+from nrl.envs.gym.values import sendable
+from nrl.envs.user_code.calls import Caller, Calls
+from nrl.envs.user_code.errors import Failed, error_text
+from nrl.errors import EnvError
+
+__all__ = ["Refused", "Service"]
+
+_RECENT = 20_000  # verdicts and closed episodes that are remembered, for calls that are repeated late
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Refused(Exception):
+    """There is no answer.
+
+    Args:
+        status: of HTTP.
+        code: as `nrl.envs.gym.records.Failure` has it.
+        message: what was found, and what to do.
+        kind: the type of the exception that the client raises.
+        after: seconds after which it is worth asking again; None: it is not.
+        unread: whether there is more of the request, which is not read.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        kind: str = "EnvError",
+        *,
+        after: float | None = None,
+        unread: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.kind, self.after, self.unread = status, code, kind, after, unread
+
+    @property
+    def body(self) -> bytes:
+        """As it is sent."""
+        return _encode(records.Error(records.Failure(self.code, self.kind, str(self))))
+
+
+@attrs.define(eq=False)
+class _Act:
+    """A call that is made once: what was asked, and the answer, which others may wait for, too."""
+
+    digest: bytes
+    answer: "asyncio.Task[bytes]"
+
+
+def _once(
+    acts: MutableMapping[Any, _Act], key: Hashable, asked: Any, make: Callable[[], Coroutine[Any, Any, bytes]]
+) -> _Act | None:
+    """The act of a key, which begins if there is none; None: there is one, and something else was asked."""
+    try:
+        written = msgspec.msgpack.encode(asked)
+    except (TypeError, ValueError, OverflowError):  # texts with lone surrogates, large integers
+        written = repr(asked).encode("utf-8", "surrogatepass")
+    digest, act = hashlib.blake2b(written, digest_size=16).digest(), acts.get(key)
+    if act is None:
+        act = acts[key] = _Act(digest, asyncio.ensure_future(make()))
+        act.answer.add_done_callback(_seen)
+    return act if act.digest == digest else None
+
+
+def _seen(task: "asyncio.Task[bytes]") -> None:
+    if not task.cancelled():
+        task.exception()  # so that asyncio does not log one that nobody waits for
+
+
+@attrs.define(eq=False)
+class _Session:
+    """An episode: its newest state, and what led to it. ``None`` is its reset, numbers are turns."""
+
+    caller: Caller
+    touched: float
+    acts: dict[int | None, _Act] = attrs.field(factory=dict)
+    state: tuple[Any, ...] = ()  # the state, once there is one
+    turns: int = 0  # that were taken, and gave another state
+
+    @property
+    def under_way(self) -> bool:
+        return any(not act.answer.done() for act in self.acts.values())
+
+
+class Service:
+    """A verifier or an environment, its open episodes and the calls under way. It lives on one event loop.
+
+    Args:
+        f: the verifier or environment.
+        name: as it is told.
+        lease: seconds for which an episode is kept that nobody asks for.
+        most: calls under way, and open episodes, beyond which others are told to come again.
+        timeout: seconds of a call instead of those of ``f``; ...: those of ``f``.
+    """
+
+    def __init__(self, f: Any, name: str, *, lease: float, most: int, timeout: Any = ...) -> None:
+        self.f, self.name, self.lease, self.most = f, name, lease, most
+        self.timeout = getattr(f, "timeout", TIMEOUT) if timeout is ... else timeout
+        self.verifier = getattr(f, "verifier", None) if is_env(f) else f
+        self.under_way = self.evicted = self.replayed = 0
+        self.stopping = False
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()  # who was asked for longest ago first
+        self._closed: OrderedDict[str, _Act] = OrderedDict()
+        self._verdicts: OrderedDict[str, asyncio.Future[bytes]] = OrderedDict()
+        self._judging: dict[str, asyncio.Task[Any]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._calls = Calls()
+        self._limits = _Limits(getattr(f, "close", None), self.timeout)
+        self._ended, self._wait = 0, 1.0  # calls since the last sweep; seconds until half of those under way are over
+        self._sweep()
+
+    @property
+    def sessions(self) -> int:
+        """How many episodes are open."""
+        return len(self._sessions)
+
+    def info(self) -> records.Info:
+        """What it has."""
+        of_group = getattr(self.verifier, "of_group", False)
+        return records.Info(
+            records.PROTOCOL,
+            self.name,
+            "environment" if is_env(self.f) else "verifier",
+            self.verifier is not None,
+            None if callable(of_group) else bool(of_group),
+            getattr(self.f, "tasks", None) is not None,
+            hasattr(self.verifier, "extract"),
+            None if callable(self.timeout) else self.timeout,
+            self.lease,
+        )
+
+    # --- Episodes
+
+    async def reset(self, asked: records.Reset) -> bytes:
+        """Begin an episode."""
+        self._check_env()
+        session = self._sessions.get(asked.session)
+        if session is None:
+            if asked.session in self._closed:
+                raise Refused(409, "consumed", f"reset: the session {asked.session} is closed; choose another name")
+            self._check_room(len(self._sessions))
+            session = _Session(self._caller(asked.task), self._loop.time())
+            self._sessions[asked.session] = session
+        else:
+            self._touch(asked.session, session)
+            self.replayed += 1
+        act = _once(session.acts, None, asked.task, lambda: self._reset(session, asked.task))
+        if act is None:
+            raise Refused(
+                409, "consumed", f"reset: the session {asked.session} has another task; choose another name for it"
+            )
+        return await _answer(act)
+
+    async def _reset(self, session: _Session, task: Any) -> bytes:
+        found = await self._made(session.caller.reset(self.f.reset, task))
+        if not (isinstance(found, tuple) and len(found) in (2, 3)):
+            raise _failed(
+                f"the environment's reset returned {type(found).__name__}; return (state, prompt), or (state, prompt, "
+                "tools)"
+            )
+        session.state = found[:1]
+        prompt = _sent(sendable, found[1], "the prompt")
+        return _encode(records.Begun(prompt, records.shown_tools(found[2]) if len(found) == 3 else None))
+
+    async def step(self, asked: records.Step) -> bytes:
+        """Take a turn."""
+        self._check_env()
+        session = self._session("step", asked.session)
+        self._touch(asked.session, session)
+        await _answer(session.acts[None])  # which may be under way, or have failed
+        if asked.turn not in session.acts and asked.turn != session.turns:
+            raise Refused(
+                409,
+                "consumed",
+                f"step: turn {asked.turn} of the session {asked.session} cannot be taken; {session.turns} were, and "
+                "the last one may have failed. Close it",
+                "ConsumedState",
+            )
+        if asked.turn in session.acts:
+            self.replayed += 1
+        else:
+            self._check_room()
+        act = _once(session.acts, asked.turn, asked.action, lambda: self._step(session, asked.action))
+        if act is None:
+            raise Refused(
+                409,
+                "consumed",
+                f"step: turn {asked.turn} of the session {asked.session} was taken already, with another action. Go on "
+                "from the turn after it, or reset another session",
+                "ConsumedState",
+            )
+        return await _answer(act)
+
+    async def _step(self, session: _Session, action: str | records.Action) -> bytes:
+        taken = await self._made(session.caller(self.f.step, *session.state, records.turn_of(action)))
+        if not isinstance(taken, contract.Step):
+            raise _failed(f"the environment's step returned {type(taken).__name__}; return a Step(state, reward, ...)")
+        session.state = (taken.state,)
+        verdict = _sent(records.judged, taken.reward)
+        observation = _sent(sendable, taken.observation, "the observation")
+        info = _sent(sendable, dict(taken.info), "the step's info")
+        answer = _encode(records.Stepped(verdict, bool(taken.done), observation, info))
+        session.turns += 1
+        return answer
+
+    async def close(self, asked: records.Closing) -> bytes:
+        """End an episode, or a call of `verify`; what is under way is given up."""
+        judging = self._judging.pop(asked.session, None)
+        if judging is not None:
+            judging.cancel()
+            return _encode(records.Closed(asked.session))
+        self._check_env()
+        act = self._closed.get(asked.session)
+        if act is None:
+            session = self._session("close", asked.session)
+            act = self._end(asked.session, session)
+        return await _answer(act)
+
+    def _end(self, name: str, session: _Session) -> _Act:
+        del self._sessions[name]
+        act = _once(self._closed, name, None, lambda: self._close(name, session))
+        assert act is not None
+        while len(self._closed) > _RECENT and next(iter(self._closed.values())).answer.done():
+            self._closed.popitem(last=False)
+        return act
+
+    async def _close(self, name: str, session: _Session) -> bytes:
+        running = [act.answer for act in session.acts.values() if not act.answer.done()]
+        for answer in running:
+            answer.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        if session.state:
+            await self._made(session.caller.close(*session.state))
+        return _encode(records.Closed(name))
+
+    def renew(self, asked: records.Renewal) -> bytes:
+        """Keep episodes for another lease."""
+        found = [(name, self._sessions[name]) for name in asked.sessions if name in self._sessions]
+        for name, session in found:
+            self._touch(name, session)
+        return _encode(records.Renewed(len(found)))
+
+    def _session(self, who: str, name: str) -> _Session:
+        session = self._sessions.get(name)
+        if session is None:
+            if name in self._closed:
+                raise Refused(409, "consumed", f"{who}: the session {name} is closed; reset another", "ConsumedState")
+            raise Refused(
+                404,
+                "unknown",
+                f"{who}: the session {name} is not known here. It was closed long ago, nobody asked for it for "
+                f"{self.lease:g} s, or this server has started since; reset another",
+                "ForeignState",
+            )
+        return session
+
+    def _touch(self, name: str, session: _Session) -> None:
+        session.touched = self._loop.time()
+        self._sessions.move_to_end(name)
+
+    def _sweep(self) -> None:
+        """End the episodes whose lease is over."""
+        every, now = min(1.0, self.lease / 4), self._loop.time()
+        self._wait = min(30.0, max(every, every * self.under_way / 2 / max(1, self._ended)))
+        self._ended = 0
+        while self._sessions:
+            name, session = next(iter(self._sessions.items()))
+            if session.touched + self.lease > now:
+                break
+            if session.under_way:
+                self._touch(name, session)
+            else:
+                self.evicted += 1
+                self._end(name, session)
+        self._sweeping = self._loop.call_later(every, self._sweep)
+
+    # --- Verdicts, and what else a verifier or an environment may have
+
+    async def verify(self, asked: records.Verify) -> bytes:
+        """Judge an answer, or all answers to a task."""
+        if self.verifier is None:
+            raise Refused(404, "unknown", f"verify: {self.name} has no verifier; its steps give the rewards")
+        if (asked.trace is None) == (asked.traces is None):
+            raise Refused(400, "invalid", "verify: give either a trace or traces")
+        if asked.call is None:
+            self._check_room()
+            return await self._verify(asked)
+        known = self._verdicts.get(asked.call)
+        if known is not None:
+            self.replayed += 1
+            try:
+                return await asyncio.shield(known)
+            except asyncio.CancelledError:
+                if known.cancelled():  # the first client had no more time
+                    return await self.verify(asked)
+                raise
+        self._check_room()
+        known = self._verdicts[asked.call] = self._loop.create_future()  # a task would cost as much as the rest
+        task: Any = asyncio.current_task()
+        self._judging[asked.call] = task
+        try:
+            answer = await self._verify(asked)
+        except BaseException as error:
+            if isinstance(error, Refused):
+                known.set_exception(error)
+                known.exception()  # so that asyncio does not log it
+            else:  # its client had no more time, or does not want it any more
+                self._verdicts.pop(asked.call, None)
+                known.cancel()
+            if isinstance(error, asyncio.CancelledError) and asked.call not in self._judging:  # by `close`
+                task.uncancel()
+                raise Refused(409, "consumed", "the verdict was given up") from None
+            raise
+        finally:
+            self._judging.pop(asked.call, None)
+        known.set_result(answer)
+        while len(self._verdicts) > _RECENT and next(iter(self._verdicts.values())).done():
+            self._verdicts.popitem(last=False)
+        return answer
+
+    async def _verify(self, asked: records.Verify) -> bytes:
+        task = asked.task
+        if asked.trace is not None:
+            verdict = await self._made(self._caller(task)(self.verifier, task, records.trace_of(asked.trace)))
+            return _encode(records.Said(_sent(records.judged, verdict)))
+        assert asked.traces is not None
+        traces = [records.trace_of(each) for each in asked.traces]
+        verdicts = await self._made(self._caller(task)(self.verifier, task, traces))
+        return _encode(records.Said(verdicts=[_sent(records.judged, each) for each in verdicts]))
+
+    async def group(self, asked: records.Grouping) -> bytes:
+        """Whether the answers to a task are judged together."""
+        return _encode(records.Grouped(_users(judges_group, self.verifier, asked.task)))
+
+    async def task(self, asked: records.At) -> bytes:
+        """A task of an environment that brings some."""
+        tasks = getattr(self.f, "tasks", None)
+        if tasks is None:
+            raise Refused(404, "unknown", f"task: {self.name} brings no tasks")
+        found = await self._made(self._call(tasks, asked.seed, asked.index))
+        return _encode(records.TaskFound(_sent(sendable, dict(found), "the task")))
+
+    async def extract(self, asked: records.Extracting) -> bytes:
+        """What a verifier reads in an answer."""
+        if not hasattr(self.verifier, "extract"):
+            raise Refused(404, "unknown", f"extract: {self.name} does not say what it reads in an answer")
+        found = await self._made(self._call(self.verifier.extract, asked.text))
+        return _encode(records.Extracted(_sent(sendable, found, "what was read")))
+
+    # --- Calls
+
+    def _check_env(self) -> None:
+        if not is_env(self.f):
+            raise Refused(404, "unknown", f"{self.name} is a verifier: it has no episodes, and answers /verify")
+
+    def _check_room(self, sessions: int = 0) -> None:
+        if self.stopping:
+            raise Refused(503, "stopping", f"{self.name} is stopping; ask another server", after=1.0)
+        if max(self.under_way, sessions) >= self.most:
+            found = f"{self.under_way} calls under way and {sessions} open sessions"
+            raise Refused(429, "busy", f"{self.name} has {found}, and at most {self.most}; ask again", after=self._wait)
+
+    def _caller(self, task: Any) -> Caller:
+        limits: Any = self._limits
+        return Caller(self._calls, limits, _users(timeout_of, limits, task))
+
+    def _call(self, fn: Callable[..., Any], *args: Any) -> Awaitable[Any]:
+        return self._calls.begin(fn, *args, timeout=TIMEOUT, context=contextvars.copy_context())
+
+    async def _made(self, call: Awaitable[Any]) -> Any:
+        self.under_way += 1
+        try:
+            return await call
+        except Failed as error:
+            kind, _, message = str(error).partition(": ")
+            raise Refused(422, "failed", message, kind) from None
+        except KeyboardInterrupt as error:  # it is the user code's own, and not meant for this server
+            raise Refused(422, "failed", str(error), "KeyboardInterrupt") from None
+        finally:
+            self.under_way -= 1
+            self._ended += 1
+
+    async def stop(self) -> None:
+        """End all episodes, each closed, and the threads."""
+        self.stopping = True
+        self._sweeping.cancel()
+        ending = [self._end(name, session).answer for name, session in list(self._sessions.items())]
+        ending += [act.answer for act in self._closed.values() if not act.answer.done()]
+        await asyncio.gather(*ending, return_exceptions=True)
+        self._calls.close()
+
+
+@attrs.frozen
+class _Limits:
+    """What a `Caller` asks an environment for."""
+
+    close: Any
+    timeout: Any
+
+
+async def _answer(act: _Act) -> bytes:
+    """What came of an act, which goes on if whoever waits does not."""
+    try:
+        return await asyncio.shield(act.answer)
+    except asyncio.CancelledError:
+        if act.answer.cancelled():
+            raise Refused(409, "consumed", "the session was closed while this was under way", "ConsumedState") from None
+        raise
+
+
+def _failed(message: str) -> Refused:
+    return Refused(422, "failed", message)
+
+
+def _users[T](function: Callable[..., T], *args: Any) -> T:
+    """What a function of the user's says at once, which may raise anything."""
+    try:
+        return function(*args)
+    except Exception as error:
+        kind, _, message = error_text(error).partition(": ")
+        raise Refused(422, "failed", message, kind) from None
+
+
+def _sent[T](change: Callable[..., T], *args: Any) -> T:
+    """A change from or to what is sent, which may be impossible."""
+    try:
+        return change(*args)
+    except EnvError as error:
+        raise _failed(str(error)) from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise Refused(400, "invalid", error_text(error)) from None
