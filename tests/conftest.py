@@ -5,8 +5,15 @@ from collections.abc import Iterator
 import pytest
 
 import nrl
+from nrl.log import redaction
 from nrl.runtime import Cluster, Mesh, Slots
 from tests.meshes import end
+
+
+@pytest.fixture(autouse=True)
+def no_secrets_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test tells nrl to keep secret is no secret in the next one."""
+    monkeypatch.setattr(redaction, "_told", set())
 
 
 @pytest.fixture(scope="module")

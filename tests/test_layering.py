@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("reduce", "batch"),
     ("algos", "config", "log", "envs"),
     ("runtime.executables", "runtime.node", "runtime.preemption", "runtime.threads", "runtime.trace"),
-    ("runtime.mesh",),
+    ("envs.gyms", "runtime.mesh"),
     ("runtime.ray", "runtime.transfer"),
     ("envs.pools.worker", "envs.user_code"),
     ("envs.pools.meshes", "envs.pools.processes"),

@@ -35,15 +35,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("eval", help="sample answers to tasks, and say how many are right", add_help=False)
     command.add_argument("settings", metavar="TASKS", nargs="*", help="TASKS key=value ...")
     command.set_defaults(do=_evaluate)
-    command = commands.add_parser("gym", help="try out verifiers and environments")
-    command = command.add_subparsers(required=True, metavar="COMMAND").add_parser(
+    of_gym = commands.add_parser("gym", help="serve environments, and try them out").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    for name, what, settings in (
+        ("run", "start the servers of a configuration", "CONFIG.yaml"),
+        ("status", "show the servers that run", "CONFIG.yaml"),
+        ("init", "write a new environment with its test, page and configuration", "NAME"),
+    ):
+        command = of_gym.add_parser(name, help=what, add_help=False)
+        command.add_argument("settings", metavar=settings, nargs="*")
+        command.set_defaults(do=_gym, name=name)
+    command = of_gym.add_parser(
         "test", help="give it what lazy and hostile policies write, and say what it gets wrong", add_help=False
     )
     command.add_argument("settings", metavar="TARGET", nargs="*", help="FILE.py:NAME data=FILE key=value ...")
     command.set_defaults(do=_audit)
     _add_venvs(commands.add_parser("venvs", help="the virtual environments of executables"))
     given, more = parser.parse_known_args(argv)
-    if given.do in (_evaluate, _audit):
+    if given.do in (_evaluate, _audit, _gym):
         given.settings += more  # load explains that options are written key=value
     elif more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
@@ -86,6 +96,18 @@ def _audit(given: argparse.Namespace) -> int:
     if len(targets) > 1 and not any(each.startswith("-") for each in settings):
         raise ConfigError(f"gym test: found {' and '.join(targets)}; give one target, and all else as key=value")
     return audit.main(config.load(audit.Audit, settings, program="nrl gym test FILE.py:NAME"))
+
+
+def _gym(given: argparse.Namespace) -> int:
+    from nrl.command.gym import running, starting, status  # a server's libraries are not for every command
+
+    module, do = {"run": (running, running.run), "status": (status, status.status), "init": (starting, starting.init)}[
+        given.name
+    ]
+    if {"-h", "--help"} & set(given.settings):
+        print(module.USAGE)
+        return 0
+    return do(given.settings)
 
 
 def _setting(argument: str) -> str:

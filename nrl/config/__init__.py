@@ -16,20 +16,19 @@ text mean None. Every other field reads the text as YAML: ``betas=[0.9, 0.99]``,
 any other text is a string.
 """
 
-import difflib
 import inspect
 import sys
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import yaml
 
-from nrl.config._typed import Unknown, fields, found, structure
-from nrl.config._usage import keys, usage
-from nrl.config._yaml import Problems, Word, mapping, parse, write
+from nrl.config._typed import fields, structure
+from nrl.config._usage import usage
+from nrl.config._yaml import Problems, Word, parse, write
+from nrl.config.layers import Layer, explain, merged, read
 from nrl.errors import ConfigError
 
 __all__ = ["derived", "dump", "load", "option"]
@@ -126,13 +125,13 @@ def load[T](cls: type[T], args: Sequence[str] | None = None, *, program: str | N
         raise SystemExit(0)
     layers, problems = _layers(cls, args)
     if not problems:
-        merged: Any = {}
+        values: Any = {}
         for layer in layers:
-            merged = _merge(merged, layer.values)
+            values = merged(values, layer.values)
         try:
-            made: T = structure(merged, cls)
+            made: T = structure(values, cls)
         except Problems as error:
-            problems = [_explain(cls, path, text, layers) for path, text in error.found]
+            problems = [explain(cls, path, text, layers) for path, text in error.found]
         else:
             return made
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -173,15 +172,10 @@ def dump(config: Any, mask: Callable[[Any], Any] | None = None) -> str:
         raise ConfigError(f"dump({type(config).__name__}): a value has no form in YAML: {reason}") from None
 
 
-class _Settings(NamedTuple):
-    source: str
-    values: Any
-
-
-def _layers(cls: type, args: Sequence[str]) -> tuple[list[_Settings], list[str]]:
+def _layers(cls: type, args: Sequence[str]) -> tuple[list[Layer], list[str]]:
     """The settings of the files, then of the pairs; and their problems."""
-    files: list[_Settings] = []
-    pairs: list[_Settings] = []
+    files: list[Layer] = []
+    pairs: list[Layer] = []
     problems: list[str] = []
     config_is_file = all(field.alias != "config" for field in fields(cls))
     for arg in args:
@@ -192,13 +186,13 @@ def _layers(cls: type, args: Sequence[str]) -> tuple[list[_Settings], list[str]]
             values: Any = Word(text)
             for part in reversed(key.split(".")):
                 values = {Word(part): values}
-            pairs.append(_Settings("the command line", values))
+            pairs.append(Layer("the command line", values))
             if not all(key.split(".")):
                 problems.append(f"{arg}: a part of the key is empty; write key=value or key.sub=value")
         else:
             path = text if equals and key == "config" else arg
             try:
-                files.append(_Settings(path, _read(Path(path))))
+                files.append(Layer(path, read(Path(path))))
             except OSError as error:
                 problems.append(f"{path}: cannot be read: {error.strerror}")
             except ValueError as error:  # TOML or UTF-8 that cannot be decoded
@@ -206,51 +200,3 @@ def _layers(cls: type, args: Sequence[str]) -> tuple[list[_Settings], list[str]]
             except Problems as error:
                 problems += [f"{path}: {text}" for _, text in error.found]
     return [*files, *pairs], problems
-
-
-def _read(path: Path) -> Any:
-    if path.suffix.lower() not in (".yaml", ".yml", ".toml"):
-        raise Problems(((), "neither key=value nor a file that ends in .yaml, .yml or .toml"))
-    text = path.read_text(encoding="utf-8-sig")
-    values = tomllib.loads(text) if path.suffix.lower() == ".toml" else parse(text)
-    if values is not None and not isinstance(values, Mapping):
-        raise Problems(((), f"expected a mapping of keys to values, found {found(values)}"))
-    return values or {}
-
-
-def _merge(base: Any, over: Any) -> Any:
-    """Lay one value over another: mappings key by key, anything else whole."""
-    if not isinstance(base, Mapping) and not isinstance(over, Mapping):
-        return over  # two texts: their field decides whether they are mappings
-    old, new = mapping(base), mapping(over)
-    if old is None or new is None:
-        return over
-    return {**old, **{key: _merge(old[key], value) if key in old else value for key, value in new.items()}}
-
-
-def _explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[_Settings]) -> str:
-    """A problem in one line: the key, the text, the source."""
-    dotted = ".".join(map(str, path))
-    if isinstance(text, Unknown):
-        *above, last = map(str, path)
-        near = [".".join([*above, key]) for key in difflib.get_close_matches(last, text.siblings, 1)]
-        if not near:  # it may belong to another section
-            elsewhere = {key.rpartition(".")[2]: key for key, _, _ in keys(cls)}
-            near = [elsewhere[key] for key in difflib.get_close_matches(last, elsewhere, 1)]
-        hint = f"did you mean '{near[0]}'?" if near else f"the keys here are {', '.join(text.siblings)}"
-        text = f"{text}; {hint}"
-    origin = next(filter(None, (_origin(path, layer) for layer in reversed(layers))), "")
-    return f"{dotted or cls.__name__}: {text}{origin}"
-
-
-def _origin(path: tuple[Any, ...], layer: _Settings) -> str:
-    """The source and line of a value, if this layer sets it; else empty."""
-    value, line = layer.values, None
-    for key in path:
-        if isinstance(value, Word):  # the rest of the path is inside the text
-            break
-        try:
-            line, value = getattr(value, "lines", {}).get(str(key), line), value[key]
-        except (LookupError, TypeError):
-            return ""
-    return f"; from {layer.source}" + (f", line {line}" if line else "") if path else ""

@@ -1,15 +1,16 @@
 """Masking secrets in everything that is written down."""
 
 import functools
+import json
 import netrc
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-__all__ = ["redact", "redacted"]
+__all__ = ["keep_secret", "redact", "redacted", "secret_texts"]
 
 _MASK = "***"
 # Endings of the names of variables and configuration keys whose values are secrets
@@ -21,6 +22,8 @@ _SECRET_NAME = re.compile(
     rf"KEY(?!BOARD|MAP)|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|_PWD$|(^|_)({_ENDS})$", re.IGNORECASE
 )
 _SHORTEST = 8  # characters; a shorter value is a word, and would be masked wherever it is used
+_SHORTEST_TOLD = 6  # of one that a program has told us, whatever it looks like
+_told: set[str] = set()  # of this process, as its environment variables are
 _SHAPES = (
     r"(?<![A-Za-z0-9])(?:"
     r"hf_[A-Za-z0-9]{20,}"  # Hugging Face
@@ -55,13 +58,44 @@ _TOKEN_OF_TEXT = re.compile(
 )
 
 
+def keep_secret(texts: Iterable[str]) -> None:
+    """From now on mask these texts, of at least 6 characters, wherever `redact` and `redacted` find them.
+
+    >>> keep_secret(["open sesame"])
+    >>> redact("he said open sesame, and it did")
+    'he said ***, and it did'
+    """
+    for text in map(str.strip, texts):
+        forms = {text, json.dumps(text)[1:-1], *map(str.strip, text.splitlines())}  # as others may write it
+        _told.update(each for each in forms if len(each) >= _SHORTEST_TOLD)
+
+
+def secret_texts(value: Any) -> set[str]:
+    """The texts in a JSON-like value that stand under keys of secrets, as `redacted` knows them.
+
+    >>> secret_texts({"judge": {"api_key": "hunter2", "url": "http://10.0.0.5"}})
+    {'hunter2'}
+    """
+    if isinstance(value, Mapping):
+        found = [_all_texts(item) if _is_secret(key, item) else secret_texts(item) for key, item in value.items()]
+        return set[str]().union(*found)
+    return set[str]().union(*map(secret_texts, value)) if isinstance(value, list | tuple) else set()
+
+
+def _all_texts(value: Any) -> set[str]:
+    if isinstance(value, str):
+        return {value} if value else set()
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return set[str]().union(*map(_all_texts, items))
+
+
 def redact(text: str) -> str:
     """Mask secrets in a text with ``***``.
 
     Secrets are: values, of at least 8 characters, of environment variables whose names look secret (``*KEY*``,
     ``*TOKEN*``, ``*SECRET*``, ``*PASSW*``, ``*_DSN`` ...); passwords in ``~/.netrc`` or ``$NETRC``, such as the key of
-    Weights & Biases; and texts in the form of a well-known token (``hf_...``, ``sk-...``, ``ghp_...``, ``AKIA...``), a
-    private key, a webhook, or a password in an address or a connection string.
+    Weights & Biases; what `keep_secret` was told; and texts in the form of a well-known token (``hf_...``, ``sk-...``,
+    ``ghp_...``, ``AKIA...``), a private key, a webhook, or a password in an address or a connection string.
 
     Args:
         text: any.
@@ -175,7 +209,8 @@ def _pattern() -> re.Pattern[str]:
     named = {value for name, value in os.environ.items() if _SECRET_NAME.search(name)}
     path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
     stored = _passwords(path, path.stat().st_mtime_ns) if path.is_file() else frozenset()
-    return _compiled(frozenset(value.strip() for value in named | stored if len(value.strip()) >= _SHORTEST))
+    found = frozenset(value.strip() for value in named | stored if len(value.strip()) >= _SHORTEST)
+    return _compiled(found | _told)
 
 
 @functools.lru_cache(maxsize=4)

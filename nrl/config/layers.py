@@ -1,0 +1,79 @@
+"""Layers of a configuration: files as mappings, one laid over the other, and problems told with their places."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nrl.config._typed import Unknown, found
+from nrl.config._usage import keys
+from nrl.config._yaml import Problems, Word, mapping, parse
+
+__all__ = ["Layer", "explain", "merged", "read"]
+
+
+class Layer(NamedTuple):
+    """Some values, and where they come from."""
+
+    source: str
+    values: Any
+
+
+def read(path: Path) -> Any:
+    """The mapping that a YAML or TOML file holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: TOML or UTF-8 that cannot be decoded.
+        Problems: YAML that is not valid, or no mapping.
+    """
+    if path.suffix.lower() not in (".yaml", ".yml", ".toml"):
+        raise Problems(((), "neither key=value nor a file that ends in .yaml, .yml or .toml"))
+    text = path.read_text(encoding="utf-8-sig")
+    values = tomllib.loads(text) if path.suffix.lower() == ".toml" else parse(text)
+    if values is not None and not isinstance(values, Mapping):
+        raise Problems(((), f"expected a mapping of keys to values, found {found(values)}"))
+    return values or {}
+
+
+def merged(base: Any, over: Any) -> Any:
+    """Lay one value over another: mappings key by key, anything else whole.
+
+    >>> merged({"lr": 1, "betas": [1, 2]}, {"betas": [3]})
+    {'lr': 1, 'betas': [3]}
+    """
+    if not isinstance(base, Mapping) and not isinstance(over, Mapping):
+        return over  # two texts: their field decides whether they are mappings
+    old, new = mapping(base), mapping(over)
+    if old is None or new is None:
+        return over
+    return {**old, **{key: merged(old[key], value) if key in old else value for key, value in new.items()}}
+
+
+def explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[Layer]) -> str:
+    """A problem in one line: the key, the text, the source."""
+    dotted = ".".join(map(str, path))
+    if isinstance(text, Unknown):
+        *above, last = map(str, path)
+        near = [".".join([*above, key]) for key in difflib.get_close_matches(last, text.siblings, 1)]
+        if not near:  # it may belong to another section
+            elsewhere = {key.rpartition(".")[2]: key for key, _, _ in keys(cls)}
+            near = [elsewhere[key] for key in difflib.get_close_matches(last, elsewhere, 1)]
+        hint = f"did you mean '{near[0]}'?" if near else f"the keys here are {', '.join(text.siblings)}"
+        text = f"{text}; {hint}"
+    origin = next(filter(None, (_origin(path, layer) for layer in reversed(layers))), "")
+    return f"{dotted or cls.__name__}: {text}{origin}"
+
+
+def _origin(path: tuple[Any, ...], layer: Layer) -> str:
+    """The source and line of a value, if this layer sets it; else empty."""
+    value, line = layer.values, None
+    for key in path:
+        if isinstance(value, Word):  # the rest of the path is inside the text
+            break
+        try:
+            line, value = getattr(value, "lines", {}).get(str(key), line), value[key]
+        except (LookupError, TypeError):
+            return ""
+    return f"; from {layer.source}" + (f", line {line}" if line else "") if path else ""

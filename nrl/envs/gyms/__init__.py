@@ -1,0 +1,1 @@
+"""Gyms: servers of environments, models and other programs that one configuration names."""

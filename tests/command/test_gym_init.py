@@ -1,0 +1,72 @@
+"""`nrl gym init`: what it writes passes its own test and the audit, and what is there is not touched."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nrl.command.cli import main
+from nrl.envs.contract import is_env
+from nrl.envs.gyms.servers import gym
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_what_it_writes_passes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["gym", "init", "games/find_it"]) == 0
+    assert "cd games/find_it && pytest && nrl gym run gym.yaml" in capsys.readouterr().out
+    made = folder / "games" / "find_it"
+    assert sorted(each.name for each in made.iterdir()) == [
+        ".gitignore", "README.md", "find_it.py", "gym.yaml", "test_find_it.py",
+    ]  # fmt: skip
+    assert not any("NAME" in each.read_text() for each in made.iterdir())
+    assert max(len(line) for each in made.iterdir() for line in each.read_text().splitlines()) <= 120
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(made), str(made)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=made)
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
+    monkeypatch.chdir(made)
+    assert main(["gym", "test", "find_it.py:env", "limit=20"]) == 0
+    assert gym(["gym.yaml"]).servers["find_it"].environment == "find_it.py:env"
+    assert gym(["gym.yaml"]).folder() == made
+    names: dict[str, object] = {}
+    exec((made / "find_it.py").read_text(), names)
+    assert is_env(names["env"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "gym init: found no name; give one name, as in nrl gym init guess"),
+        (("a", "b"), "gym init: found a b; give one name"),
+        (("name=a",), "gym init: found name=a; give one name"),
+        (("--force",), "gym init: found --force; give one name"),
+        (
+            ("My-Game",),
+            "gym init: 'My-Game' cannot name a file of Python; use small letters, digits and _",
+        ),
+        (("class",), "gym init: 'class' cannot name a file of Python"),
+        (("math",), "gym init: math is a module of Python's own, which the new file would hide; choose another name"),
+        (("torch",), "gym init: torch is a package that is needed here, which the new file would hide"),
+        (("here",), "gym init: here is there already, and nothing of it was touched; choose another name"),
+    ],
+)
+def test_mistakes_are_told(
+    folder: Path, args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "here").mkdir()
+    (folder / "here" / "mine").write_text("mine")
+    assert main(["gym", "init", *args]) == 2
+    assert message in capsys.readouterr().err
+    assert [str(each.relative_to(folder)) for each in folder.rglob("*")] == ["here", "here/mine"]
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gym", "init", "--help"]) == 0
+    assert "usage: nrl gym init NAME" in capsys.readouterr().out

@@ -1,0 +1,117 @@
+"""`nrl gym run` with environments: served as they are, in processes that are killed, and wrong in several ways."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from nrl.command.cli import main
+from nrl.envs.gyms.places import Place
+from nrl.envs.gyms.resolving import ask, resolve
+from tests.command.test_gym_run import cmdlines, folder, played, the, until, wrote
+
+__all__ = ["folder"]
+
+OWN = """
+import os, sys
+from nrl.envs import number
+
+def make(*, api_key, bonus=0.0):
+    print("the key is", api_key, file=sys.stderr, flush=True)
+
+    def verify(task, trace):
+        if trace.text == "die":
+            os.kill(os.getpid(), 9)
+        return number(task, trace).reward + bonus
+
+    return verify
+"""
+
+
+def get(url: str, token: str | None = None) -> httpx2.Response:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    return httpx2.get(url, headers=headers, trust_env=False)
+
+
+def test_environments_are_served_until_the_gym_is_stopped(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "own.py").write_text(OWN)
+    secret = "a-key-that-nobody-may-see"
+    (folder / "env.yaml").write_text(f"judge_key: {secret}")
+    servers = (
+        "  exact: {environment: exact, replicas: 2}\n"
+        "  own: {environment: 'own.py:make', options: {bonus: 0.5, api_key: '${judge_key}'}, auth: none}\n"
+    )
+    texts = list[str]()
+
+    def drive(place: Place) -> None:
+        found = resolve(["gym.yaml"])
+        assert {name: (each.kind, len(each.urls)) for name, each in found.items()} == {
+            "exact": ("environment", 2),
+            "own": ("environment", 1),
+        }
+        assert (found["exact"].token, found["own"].token) == (place.token, None)
+        for url in found["exact"].urls:
+            assert get(f"{url}/info").status_code == 401
+            assert get(f"{url}/info", place.token).status_code == 200
+            assert get(f"{url}/health").status_code == 200
+        assert get(f"{found['own'].urls[0]}/info").status_code == 200
+        before = {number: the(place, "exact", number) for number in (0, 1)}
+        os.kill(before[0]["pid"], signal.SIGKILL)
+        after: dict[str, Any] = until(
+            lambda: (one := the(place, "exact"))["restarts"] == 1 and one["state"] == "ready" and one
+        )
+        assert after["url"] == before[0]["url"]
+        assert the(place, "exact", 1)["pid"] == before[1]["pid"]
+        main(["gym", "status", "json=true"])
+        texts.extend([json.dumps(ask(place)), *cmdlines().values()])
+
+    assert played(wrote(folder, servers), drive) == 143
+    out, err = capfd.readouterr()
+    assert "own | the key is ***" in err
+    assert not any(secret in text for text in (out, err, *texts))
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ("{environment: exat}", "did you mean 'exact'?"),
+        ("{environment: exact, options: {strict: true}}", "'strict'"),
+        ("{environment: 'gone.py:env'}", "there is no file gone.py"),
+    ],
+)
+def test_a_mistake_in_an_environment_is_explained(
+    folder: Path, server: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(wrote(folder, f"  one: {server}")) == 2
+    told = capfd.readouterr().err.partition("nrl: servers.one: one ended with status 2 before it was ready")[2]
+    assert message in told
+
+
+def test_a_port_that_was_taken_meanwhile_is_given_up(folder: Path) -> None:
+    """A server on any port comes back at its own, or at another one where somebody else has that by then."""
+    import socket
+
+    def drive(place: Place) -> None:
+        before = the(place, "one")
+        port = int(before["url"].rpartition(":")[2])
+        with socket.socket() as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            os.kill(before["pid"], signal.SIGSTOP)
+            os.kill(before["pid"], signal.SIGKILL)
+            while True:
+                try:
+                    taken.bind(("127.0.0.1", port))
+                    taken.listen()
+                    break
+                except OSError:
+                    assert the(place, "one")["restarts"] == 0
+            after: dict[str, Any] = until(
+                lambda: (one := the(place, "one"))["restarts"] and one["state"] == "ready" and one
+            )
+            assert after["url"] != before["url"]
+
+    assert played(wrote(folder, "  one: {environment: exact}"), drive) == 143
