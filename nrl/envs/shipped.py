@@ -1,9 +1,10 @@
 """`environments`: what ``env=`` and ``data=`` of a configuration say, as an environment and its tasks."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from urllib.parse import urlsplit
 
 from nrl.envs.arithmetic import task as sums
 from nrl.envs.choices import choice
@@ -12,6 +13,8 @@ from nrl.envs.contract import Env, Environment, Task, Verifier, is_env
 from nrl.envs.fh_aviary import fhaviary
 from nrl.envs.games import sliding_puzzle, tic_tac_toe
 from nrl.envs.generated_tasks import choices, products, programs
+from nrl.envs.gym.remoting import remote
+from nrl.envs.gyms.resolving import resolve
 from nrl.envs.instruction_tasks import task as instructions
 from nrl.envs.instructions import constraints
 from nrl.envs.interpreter import Interpreter, python
@@ -152,6 +155,10 @@ def environments(env: str | Mapping[str, Any], source: Any = None, **how: Any) -
     ``{"math": 3, "code": 1}``, or ``{"math": {"weight": 3, "timeout": 2}, "code": 1}``. To have one of them twice,
     name it as ``"env"``: ``{"quick": {"env": "math"}, "patient": {"env": "math", "timeout": 5}}``.
 
+    ``env`` may also be the address of a server, ``http://10.0.0.5:8000``, with the options of `nrl.remote`; or the
+    configuration of a gym that ``nrl gym run`` has started, ``gym.yaml``, which is all of its environments, or
+    ``gym.yaml:math``, one of them.
+
     Args:
         env: the name, or the names and their options.
         source: where tasks come from, as for `nrl.data.tasks`; for each name, if it is a mapping; each may be a mapping
@@ -171,13 +178,13 @@ def environments(env: str | Mapping[str, Any], source: Any = None, **how: Any) -
     found, weights, kinds = dict[str, Verifier | Env](), dict[str, float](), dict[str, str]()
     for name, given in ({env: 1} if isinstance(env, str) else _joined(env)).items():
         options = dict(given) if isinstance(given, Mapping) else {"env" if isinstance(given, str) else "weight": given}
-        label, weight = _label(name), options.pop("weight", 1)
-        if label in found:
-            raise ConfigError(f"env: there are two {label}; name one anew, as {{other: {{env: {name}}}}}")
+        weight, kind = options.pop("weight", 1), str(options.pop("env", name))
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ConfigError(f"env.{name}: the weight is {weight!r}; give a positive number, or options by name")
-        weights[label], kinds[label] = weight, str(options.pop("env", name))
-        found[label] = named(kinds[label], options, ENVIRONMENTS)
+        for label, made in _made(name, kind, options).items():
+            if label in found:
+                raise ConfigError(f"env: there are two {label}; name one anew, as {{other: {{env: {name}}}}}")
+            found[label], weights[label], kinds[label] = made, weight, kind
 
     def tasks(seed: int = 0, other: Any = None) -> "Tasks":
         from nrl import data  # where tasks come to an environment from elsewhere, as to a server, nothing needs it
@@ -198,6 +205,32 @@ def environments(env: str | Mapping[str, Any], source: Any = None, **how: Any) -
         return Environments(played[0], tasks, tuple(found), next(iter(found.values())))
     mixed = by_source(*played)
     return Environments(mixed, tasks, tuple(found), mixed)
+
+
+def _made(name: str, kind: str, options: Mapping[str, Any]) -> dict[str, Verifier | Env]:
+    """What an entry names, by label: one, or all environments of a gym."""
+    if kind.startswith(("http://", "https://")):
+        return {urlsplit(name).netloc or name: _remote(name, kind, options)}
+    file, _, server = kind.partition(":")
+    if not file.endswith((".yaml", ".yml")):
+        return {_label(name): named(kind, options, ENVIRONMENTS)}
+    there = {key: each for key, each in resolve([file]).items() if each.kind in ("environment", "endpoint")}
+    if server and server not in there:
+        raise ConfigError(f"env={kind}: the gym has no environment '{server}'; it has {', '.join(there) or 'none'}")
+    chosen = {server: there[server]} if server else there
+    if not chosen:
+        raise ConfigError(f"env={kind}: the gym has no environments; give it some under `servers`")
+    return {
+        name if server and name != kind else key: _remote(name, each.urls, {"token": each.token, **options})
+        for key, each in chosen.items()
+    }
+
+
+def _remote(name: str, server: str | Sequence[str], options: Mapping[str, Any]) -> Verifier | Env:
+    try:
+        return remote(server, **options)  # type: ignore[no-any-return]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"env.{name}: {error}") from error
 
 
 def _joined(env: Mapping[str, Any]) -> dict[str, Any]:
