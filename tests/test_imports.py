@@ -17,7 +17,7 @@ import nrl.runs
 import nrl.runtime
 from nrl import imports
 from nrl.envs import Trace
-from nrl.envs.pools import processes
+from nrl.envs.pools import child
 from tests.loading import HEAVY, TORCH, loaded_by
 
 PROGRAM = """
@@ -114,13 +114,13 @@ with suppress(SystemExit):
 @pytest.mark.parametrize("given", ["nothing", "a tensor"])
 def test_a_worker_of_a_pool_loads_torch_with_its_first_tensor(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the call for which it is, so that these seconds are not the call's."""
-    heavy, limits, within = HEAVY | TORCH, list[float | None](), processes._Channel.within
+    heavy, limits, within = HEAVY | TORCH, list[float | None](), child._Channel.within
 
     def noted(channel: Any, seconds: float | None) -> None:
         limits.append(seconds)
         within(channel, seconds)
 
-    monkeypatch.setattr(processes._Channel, "within", noted)
+    monkeypatch.setattr(child._Channel, "within", noted)
 
     def loaded(task: Any, trace: Trace) -> Any:
         return sorted(heavy & set(sys.modules))

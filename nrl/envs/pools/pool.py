@@ -10,7 +10,7 @@ import attrs
 
 from nrl.envs.contract import Env, Environment, Step, Task, Trace, Turn, Verdict, Verifier
 from nrl.envs.pools.calls import Pool, Worker
-from nrl.envs.pools.processes import Process
+from nrl.envs.pools.processes import Child, Process, here
 from nrl.errors import EnvError
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.threads import cores
@@ -29,6 +29,7 @@ def pooled(
     executable: str | Executable = "system",
     timeout: float | EllipsisType | None = ...,
     memory: int | None = None,
+    cluster: str | None = None,
 ) -> Environment: ...
 
 
@@ -40,6 +41,7 @@ def pooled(
     executable: str | Executable = "system",
     timeout: float | EllipsisType | None = ...,
     memory: int | None = None,
+    cluster: str | None = None,
 ) -> Verifier: ...
 
 
@@ -50,8 +52,9 @@ def pooled(
     executable: str | Executable = "system",
     timeout: float | EllipsisType | None = ...,
     memory: int | None = None,
+    cluster: str | None = None,
 ) -> Any:
-    """The same verifier or environment, in a pool of processes of this machine.
+    """The same verifier or environment, in a pool of processes, of this machine or of a Ray cluster.
 
     A process makes one call at a time. Where a call takes too long, its process is killed and another takes its place;
     so an overrun is gone, whatever it did, and with it the episodes whose states lay in that process. An episode stays
@@ -66,6 +69,8 @@ def pooled(
         timeout: seconds of a call, from the moment at which it begins; None: no limit. Left out, the attribute
             ``timeout`` of ``f``, or a minute.
         memory: bytes of address space that a process may have; None: no limit.
+        cluster: of Ray, on whose nodes the processes are, each beside an actor that has one CPU: ``"auto"``,
+            ``"host:port"`` or ``"ray://host:10001"``. None: they are on this machine.
 
     Returns:
         Of the same kind, ``async``, with the timeout None, since the pool has it.
@@ -87,7 +92,7 @@ def pooled(
     1.0
     """
     _check("pooled", f, workers=workers, timeout=timeout, memory=memory)
-    return _elsewhere(f, functools.partial(_processes, f, workers or cores(), executable, timeout, memory))
+    return _elsewhere(f, functools.partial(_processes, f, workers or cores(), executable, timeout, memory, cluster))
 
 
 class _On(Protocol):
@@ -150,10 +155,22 @@ def _check(transform: str, f: Any = len, **numbers: Any) -> None:
 
 
 def _processes(
-    f: Any, most: int, executable: str | Executable, timeout: float | EllipsisType | None, memory: int | None
+    f: Any,
+    most: int,
+    executable: str | Executable,
+    timeout: float | EllipsisType | None,
+    memory: int | None,
+    cluster: str | None,
 ) -> Pool:
+    def child() -> Child:
+        if cluster is None:
+            return here()
+        from nrl.envs.pools.on_ray import OnRay  # which most have no use for
+
+        return OnRay(pool.who, cluster)
+
     def place(number: int) -> Process:
-        return Process(pool.who, f, executable, memory)
+        return Process(pool.who, f, executable, memory, child())
 
     pool = Pool(f, "pooled", most, place, timeout)
     return pool

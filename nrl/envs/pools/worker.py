@@ -12,25 +12,27 @@ import inspect
 import itertools
 import os
 import signal
-import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 
+from nrl.envs.pools.frames import framed, unframed
 from nrl.runtime.ray.exceptions import Raised, carried
 from nrl.runtime.ray.pickling import deserialized, serialized
 
-__all__ = ["Sessions", "main", "packed", "receive", "send"]
-
-_LENGTH = struct.Struct("!Q")
+__all__ = ["Sessions", "main", "packed", "receive", "send", "unpacked"]
 
 
 def packed(value: Any) -> bytes:
-    """What `receive` reads: the number of a value's parts, and each with its length."""
-    parts = [bytes(part) for part in serialized(value, "pooled")]
-    return _LENGTH.pack(len(parts)) + b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+    """A value as bytes, for `receive`, or `unpacked`."""
+    return framed(serialized(value, "pooled"))
+
+
+def unpacked(parts: Sequence[bytes]) -> Any:
+    """The value of which these are the parts."""
+    return deserialized(parts, copy=True)[0]
 
 
 def send(file: Any, value: Any) -> None:
@@ -45,18 +47,7 @@ def receive(file: Any) -> Any:
     Raises:
         EOFError: there is no more.
     """
-
-    def exactly(size: int) -> bytes:
-        found: bytes = file.read(size)
-        if len(found) < size:
-            raise EOFError
-        return found
-
-    def number() -> int:
-        (found,) = _LENGTH.unpack(exactly(_LENGTH.size))
-        return int(found)
-
-    return deserialized([exactly(number()) for _ in range(number())], copy=True)[0]
+    return unpacked(unframed(file))
 
 
 class Sessions:

@@ -132,7 +132,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def _knock(address: str) -> None:
     """Raise unless something listens at ``host:port``: Ray would try for minutes."""
-    host, _, port = address.rpartition(":")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     if host:
         socket.create_connection((host, int(port)), timeout=_KNOCKING).close()
 
