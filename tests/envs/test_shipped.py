@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import nrl
-from nrl.envs import Environment, Score, Step, Trace, exact, number
+from nrl.envs import Environment, Score, Step, Trace, exact, number, shipped, single_turn
+from nrl.envs.gym.serving import Server
+from nrl.envs.gyms.resolving import Replicas
 from nrl.envs.naming import named
 from nrl.envs.shipped import ENVIRONMENTS
 from nrl.errors import ConfigError, DataError
@@ -306,3 +309,75 @@ def test_tasks_of_an_environment_go_through_what_wraps_it() -> None:
         nrl.pooled(env, workers=1),
     ]
     assert all(each.tasks is tasks for each in wrapped)
+
+
+# --- served ones
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Server, Server]]:
+    """A verifier that asks for a token and brings tasks, and an environment that does neither."""
+
+    def own(task: Any, trace: Trace) -> float:
+        return len(trace.text) + 0.5
+
+    made: Any = own
+    made.tasks = lambda seed, index: {"prompt": f"{seed} {index}?"}
+    with nrl.serve(own, token="of own") as first, nrl.serve(single_turn(number)) as second:
+        yield first, second
+
+
+@pytest.fixture
+def gym(served: tuple[Server, Server], own: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The configuration of a gym that has both, and a model."""
+    first, second = served
+    found = {
+        "own": Replicas("environment", (first.url,), first.token),
+        "sums": Replicas("endpoint", (second.url,), None),
+        "policy": Replicas("model", ("http://127.0.0.1:1/v1",), None),
+    }
+    monkeypatch.setattr(shipped, "resolve", lambda args: found if args == ["gym.yaml"] else {})
+    return "gym.yaml"
+
+
+def test_an_address_in_place_of_a_name(served: tuple[Server, Server]) -> None:
+    first, second = served
+    made = nrl.environments({first.url: {"token": "of own", "patience": 5}})
+    assert made.names == (first.url.removeprefix("http://"),)
+    assert [task["prompt"] for task in made.tasks(3).take(2)] == ["3 0?", "3 1?"]
+    verify: Any = made.graded
+    assert asyncio.run(verify({}, Trace("", ["four"]))) == 4.5
+    mixed = nrl.environments({"words": {"env": first.url, "token": "of own"}, second.url: 3}, data_of(second.url))
+    assert mixed.names == ("words", second.url.removeprefix("http://"))
+
+
+def data_of(url: str) -> dict[str, str]:
+    return {url.removeprefix("http://"): "rows.jsonl"}
+
+
+def test_all_environments_of_a_gym_and_one_of_them(gym: str) -> None:
+    both = nrl.environments(gym, {"sums": "rows.jsonl"})
+    assert both.names == ("own", "sums")
+    assert {str(task["prompt"])[:3] for task in both.tasks(0).take(6)} > {"0 0", "[{'"}
+    one = nrl.environments("gym.yaml:own")
+    assert one.names == ("own",)
+    verify: Any = one.graded
+    assert asyncio.run(verify({}, Trace("", ["four"]))) == 4.5
+    assert nrl.environments({"mine": {"env": "gym.yaml:own"}, "number": 2}).names == ("mine", "number")
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ("gym.yaml:maths", "env=gym.yaml:maths: the gym has no environment 'maths'; it has own, sums"),
+        ("gym.yaml:policy", "env=gym.yaml:policy: the gym has no environment 'policy'; it has own, sums"),
+        ("other.yaml", "env=other.yaml: the gym has no environments; give it some under `servers`"),
+        ("other.yml:own", "env=other.yml:own: the gym has no environment 'own'; it has none"),
+        ({"gym.yaml": 1, "own": {"env": "number"}}, "env: there are two own; name one anew, as {other: {env: own}}"),
+        ({"gym.yaml:own": {"tokens": "x"}}, "env.gym.yaml:own: .*unexpected keyword argument 'tokens'"),
+        ({"gym.yaml:own": {"patience": -1}}, "env.gym.yaml:own: remote: patience is -1"),
+    ],
+)
+def test_mistakes_about_a_gym(gym: str, env: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        nrl.environments(env)

@@ -316,7 +316,9 @@ def turn_of(action: str | Action) -> Turn:
     """The turn of an action."""
     if isinstance(action, str):
         return Turn(action)
-    calls = [ToolCall(str(each.name), each.arguments, each.id and str(each.id)) for each in action.calls]
+    calls = [
+        ToolCall(str(each.name), each.arguments, None if each.id is None else str(each.id)) for each in action.calls
+    ]
     malformed = [MalformedCall(str(each.text), str(each.reason)) for each in action.malformed]
     return Turn(str(action.text), action.token_ids, action.stop_reason, calls, malformed, str(action.reasoning))
 

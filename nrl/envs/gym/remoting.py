@@ -127,9 +127,8 @@ class _Client:
 
     async def ask[T](self, path: str, asked: Any, decoder: "Decoder[T]", at: str | None = None) -> tuple[str, T]:
         """Ask, from any event loop."""
-        return self._read(
-            *await self._answer(asyncio.wrap_future(self.places.ask(path, _encode(asked), at=at))), decoder
-        )
+        url, found = await self._answer(asyncio.wrap_future(self.places.ask(path, _encode(asked), at=at)))
+        return self._read(url, found, decoder)
 
     async def _answer(self, coming: Any) -> Any:
         try:
@@ -140,7 +139,8 @@ class _Client:
     def ask_now[T](self, path: str, asked: Any, decoder: "Decoder[T]") -> T:
         """Ask, and wait."""
         try:
-            return self._read(*self.places.ask(path, _encode(asked)).result(), decoder)[1]
+            url, found = self.places.ask(path, _encode(asked)).result()
+            return self._read(url, found, decoder)[1]
         except Asked as error:
             raise error.raised() from None
 
@@ -164,8 +164,11 @@ class _Client:
             except asyncio.CancelledError:
                 self.places.run(self.places.give_up(str(asked.call)))
                 raise
-            verdicts = [records.verdict_of(each) for each in said.verdicts or [said.verdict] if each is not None]
-            return verdicts[0] if one else verdicts
+            if not one:
+                return [records.verdict_of(each) for each in said.verdicts or ()]
+            if said.verdict is None:
+                raise EnvError(f"remote: {self.info.name} has given no verdict")
+            return records.verdict_of(said.verdict)
 
         made: Any = verify
         made.timeout, made.__name__ = None, self.info.name

@@ -113,7 +113,7 @@ class Service:
     def __init__(self, f: Any, name: str, *, lease: float, most: int, timeout: Any = ...) -> None:
         self.f, self.name, self.lease, self.most = f, name, lease, most
         self.timeout = getattr(f, "timeout", TIMEOUT) if timeout is ... else timeout
-        self.verifier = getattr(f, "verifier", None) if is_env(f) else f
+        self.verifier: Any = getattr(f, "verifier", None) if is_env(f) else f
         self.under_way = self.evicted = self.replayed = 0
         self.stopping = False
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # who was asked for longest ago first

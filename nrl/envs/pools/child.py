@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from nrl.envs.pools.frames import unframed
 from nrl.runtime.node.building import provide

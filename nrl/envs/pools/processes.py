@@ -23,13 +23,27 @@ _START = 300.0  # seconds for a worker to start
 
 
 class Child(Protocol):
-    """A process, here or there; `nrl.envs.pools.child.Child` says what each does."""
+    """A process, here or there; `nrl.envs.pools.child.Child` says more."""
 
-    def start(self, recipe: Recipe, env: Mapping[str, str], path: Sequence[str]) -> None: ...
-    def ask(self, request: bytes, timeout: float | None) -> list[bytes]: ...
-    def kill(self) -> None: ...
-    def fate(self, why: str) -> str: ...
-    def leave(self) -> None: ...
+    def start(self, recipe: Recipe, env: Mapping[str, str], path: Sequence[str]) -> None:
+        """Start it in its Python environment."""
+        ...
+
+    def ask(self, request: bytes, timeout: float | None) -> list[bytes]:
+        """The parts of the answer to a request."""
+        ...
+
+    def kill(self) -> None:
+        """End it, with what descends from it."""
+        ...
+
+    def fate(self, why: str) -> str:
+        """How it ended."""
+        ...
+
+    def leave(self) -> None:
+        """Close what leads to it."""
+        ...
 
 
 class Process:

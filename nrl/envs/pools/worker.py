@@ -13,7 +13,7 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -30,7 +30,7 @@ def packed(value: Any) -> bytes:
     return framed(serialized(value, "pooled"))
 
 
-def unpacked(parts: Sequence[bytes]) -> Any:
+def unpacked(parts: list[bytes]) -> Any:
     """The value of which these are the parts."""
     return deserialized(parts, copy=True)[0]
 
