@@ -24,14 +24,17 @@ class _Once:
     """
 
     def __init__(self, name: str, run: Callable[[Callable[[ModuleType], None], ModuleType], None]) -> None:
-        self._name, self._run = name, run
-        sys.meta_path.insert(0, self)
+        self._run = run
+        # Where somebody imports nrl anew, as pytest --cov=nrl does, two of one name would ask each other without end
+        others = [each for each in sys.meta_path if getattr(each, "_of_nrl", None) != name]
+        self._of_nrl = name
+        sys.meta_path[:] = [self, *others]
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Called for every module, and also where somebody only asks whether there is one."""
-        if name != self._name:
+        if name != self._of_nrl:
             return None
         found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
         spec = next((each for each in found if each is not None), None)

@@ -59,6 +59,17 @@ def test_the_compiler_is_imported_when_it_is_needed(first: str, imported: list[s
     assert rest == [[0, 2, 4], "TorchInGraphFunctionVariable", True, 0, "torch.compiler"]
 
 
+def test_nrl_may_be_imported_anew() -> None:
+    """As pytest --cov=nrl does: it imports a package, forgets it, and imports it again under its watch."""
+    script = (
+        "import sys; import nrl.imports\n"
+        "for name in [each for each in sys.modules if each.startswith('nrl')]: del sys.modules[name]\n"
+        "import nrl.imports, tensordict\n"
+        "print(len(sys.meta_path), 'torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.split()[1] == "False"
+
+
 def test_a_module_is_run_in_another_way_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "small_module.py").write_text("number = 1")
     monkeypatch.syspath_prepend(tmp_path)

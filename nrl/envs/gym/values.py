@@ -130,7 +130,7 @@ def value_of(given: Any) -> Any:
     try:
         return _MAKE[given[TAG]](given["value"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{given!r:.200} is no value; see nrl.envs.gym.wire for what '{TAG}' may be") from error
+        raise ValueError(f"{given!r:.200} is no value; see nrl.envs.gym.values for what '{TAG}' may be") from error
 
 
 def _pairs(value: Any) -> dict[Any, Any]:
