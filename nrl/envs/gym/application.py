@@ -12,8 +12,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from nrl.envs.gym import records
+from nrl.envs.gym.once import Refused
 from nrl.envs.gym.openapi import Route, openapi
-from nrl.envs.gym.service import Refused, Service
+from nrl.envs.gym.service import Service
 
 __all__ = ["Application", "Receive", "Send", "application"]
 

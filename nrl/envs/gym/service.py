@@ -2,9 +2,8 @@
 
 import asyncio
 import contextvars
-import hashlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, MutableMapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import attrs
@@ -13,75 +12,16 @@ import msgspec
 from nrl.envs import contract
 from nrl.envs.contract import TIMEOUT, is_env, judges_group, timeout_of
 from nrl.envs.gym import records
+from nrl.envs.gym.once import Act, Refused, answered, failed, once, users
 from nrl.envs.gym.values import sendable
 from nrl.envs.user_code.calls import Caller, Calls
-from nrl.envs.user_code.errors import Failed, error_text
-from nrl.errors import EnvError
+from nrl.envs.user_code.errors import Failed
 
-__all__ = ["Refused", "Service"]
+__all__ = ["Service"]
 
 _RECENT = 20_000  # verdicts and closed episodes that are remembered, for calls that are repeated late
 
 _encode = msgspec.json.Encoder().encode
-
-
-class Refused(Exception):
-    """There is no answer.
-
-    Args:
-        status: of HTTP.
-        code: as `nrl.envs.gym.records.Failure` has it.
-        message: what was found, and what to do.
-        kind: the type of the exception that the client raises.
-        after: seconds after which it is worth asking again; None: it is not.
-        unread: whether there is more of the request, which is not read.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        kind: str = "EnvError",
-        *,
-        after: float | None = None,
-        unread: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.kind, self.after, self.unread = status, code, kind, after, unread
-
-    @property
-    def body(self) -> bytes:
-        """As it is sent."""
-        return _encode(records.Error(records.Failure(self.code, self.kind, str(self))))
-
-
-@attrs.define(eq=False)
-class _Act:
-    """A call that is made once: what was asked, and the answer, which others may wait for, too."""
-
-    digest: bytes
-    answer: "asyncio.Task[bytes]"
-
-
-def _once(
-    acts: MutableMapping[Any, _Act], key: Hashable, asked: Any, make: Callable[[], Coroutine[Any, Any, bytes]]
-) -> _Act | None:
-    """The act of a key, which begins if there is none; None: there is one, and something else was asked."""
-    try:
-        written = msgspec.msgpack.encode(asked)
-    except (TypeError, ValueError, OverflowError):  # texts with lone surrogates, large integers
-        written = repr(asked).encode("utf-8", "surrogatepass")
-    digest, act = hashlib.blake2b(written, digest_size=16).digest(), acts.get(key)
-    if act is None:
-        act = acts[key] = _Act(digest, asyncio.ensure_future(make()))
-        act.answer.add_done_callback(_seen)
-    return act if act.digest == digest else None
-
-
-def _seen(task: "asyncio.Task[bytes]") -> None:
-    if not task.cancelled():
-        task.exception()  # so that asyncio does not log one that nobody waits for
 
 
 @attrs.define(eq=False)
@@ -90,7 +30,7 @@ class _Session:
 
     caller: Caller
     touched: float
-    acts: dict[int | None, _Act] = attrs.field(factory=dict)
+    acts: dict[int | None, Act] = attrs.field(factory=dict)
     state: tuple[Any, ...] = ()  # the state, once there is one
     turns: int = 0  # that were taken, and gave another state
 
@@ -117,7 +57,7 @@ class Service:
         self.under_way = self.evicted = self.replayed = 0
         self.stopping = False
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # who was asked for longest ago first
-        self._closed: OrderedDict[str, _Act] = OrderedDict()
+        self._closed: OrderedDict[str, Act] = OrderedDict()
         self._verdicts: OrderedDict[str, asyncio.Future[bytes]] = OrderedDict()
         self._judging: dict[str, asyncio.Task[Any]] = {}
         self._loop = asyncio.get_running_loop()
@@ -161,22 +101,22 @@ class Service:
         else:
             self._touch(asked.session, session)
             self.replayed += 1
-        act = _once(session.acts, None, asked.task, lambda: self._reset(session, asked.task))
+        act = once(session.acts, None, asked.task, lambda: self._reset(session, asked.task))
         if act is None:
             raise Refused(
                 409, "consumed", f"reset: the session {asked.session} has another task; choose another name for it"
             )
-        return await _answer(act)
+        return await answered(act)
 
     async def _reset(self, session: _Session, task: Any) -> bytes:
         found = await self._made(session.caller.reset(self.f.reset, task))
         if not (isinstance(found, tuple) and len(found) in (2, 3)):
-            raise _failed(
+            raise failed(
                 f"the environment's reset returned {type(found).__name__}; return (state, prompt), or (state, prompt, "
                 "tools)"
             )
         session.state = found[:1]
-        prompt = _sent(sendable, found[1], "the prompt")
+        prompt = users(sendable, found[1], "the prompt")
         return _encode(records.Begun(prompt, records.shown_tools(found[2]) if len(found) == 3 else None))
 
     async def step(self, asked: records.Step) -> bytes:
@@ -184,7 +124,7 @@ class Service:
         self._check_env()
         session = self._session("step", asked.session)
         self._touch(asked.session, session)
-        await _answer(session.acts[None])  # which may be under way, or have failed
+        await answered(session.acts[None])  # which may be under way, or have failed
         if asked.turn not in session.acts and asked.turn != session.turns:
             raise Refused(
                 409,
@@ -197,7 +137,7 @@ class Service:
             self.replayed += 1
         else:
             self._check_room()
-        act = _once(session.acts, asked.turn, asked.action, lambda: self._step(session, asked.action))
+        act = once(session.acts, asked.turn, asked.action, lambda: self._step(session, asked.action))
         if act is None:
             raise Refused(
                 409,
@@ -206,16 +146,16 @@ class Service:
                 "from the turn after it, or reset another session",
                 "ConsumedState",
             )
-        return await _answer(act)
+        return await answered(act)
 
     async def _step(self, session: _Session, action: str | records.Action) -> bytes:
         taken = await self._made(session.caller(self.f.step, *session.state, records.turn_of(action)))
         if not isinstance(taken, contract.Step):
-            raise _failed(f"the environment's step returned {type(taken).__name__}; return a Step(state, reward, ...)")
+            raise failed(f"the environment's step returned {type(taken).__name__}; return a Step(state, reward, ...)")
         session.state = (taken.state,)
-        verdict = _sent(records.judged, taken.reward)
-        observation = _sent(sendable, taken.observation, "the observation")
-        info = _sent(sendable, dict(taken.info), "the step's info")
+        verdict = users(records.judged, taken.reward)
+        observation = users(sendable, taken.observation, "the observation")
+        info = users(lambda: sendable(dict(taken.info), "the step's info"))
         answer = _encode(records.Stepped(verdict, bool(taken.done), observation, info))
         session.turns += 1
         return answer
@@ -231,15 +171,19 @@ class Service:
         if act is None:
             session = self._session("close", asked.session)
             act = self._end(asked.session, session)
-        return await _answer(act)
+        return await answered(act)
 
-    def _end(self, name: str, session: _Session) -> _Act:
+    def _end(self, name: str, session: _Session) -> Act:
         del self._sessions[name]
-        act = _once(self._closed, name, None, lambda: self._close(name, session))
+        act = once(self._closed, name, None, lambda: self._close(name, session))
         assert act is not None
+        self._forget()
+        return act
+
+    def _forget(self) -> None:
+        """Forget the episodes that were closed longest ago."""
         while len(self._closed) > _RECENT and next(iter(self._closed.values())).answer.done():
             self._closed.popitem(last=False)
-        return act
 
     async def _close(self, name: str, session: _Session) -> bytes:
         running = [act.answer for act in session.acts.values() if not act.answer.done()]
@@ -277,6 +221,7 @@ class Service:
 
     def _sweep(self) -> None:
         """End the episodes whose lease is over."""
+        self._forget()
         every, now = min(1.0, self.lease / 4), self._loop.time()
         self._wait = min(30.0, max(every, every * self.under_way / 2 / max(1, self._ended)))
         self._ended = 0
@@ -339,15 +284,15 @@ class Service:
         task = asked.task
         if asked.trace is not None:
             verdict = await self._made(self._caller(task)(self.verifier, task, records.trace_of(asked.trace)))
-            return _encode(records.Said(_sent(records.judged, verdict)))
+            return _encode(records.Said(users(records.judged, verdict)))
         assert asked.traces is not None
         traces = [records.trace_of(each) for each in asked.traces]
         verdicts = await self._made(self._caller(task)(self.verifier, task, traces))
-        return _encode(records.Said(verdicts=[_sent(records.judged, each) for each in verdicts]))
+        return _encode(records.Said(verdicts=users(lambda: [records.judged(each) for each in verdicts])))
 
     async def group(self, asked: records.Grouping) -> bytes:
         """Whether the answers to a task are judged together."""
-        return _encode(records.Grouped(_users(judges_group, self.verifier, asked.task)))
+        return _encode(records.Grouped(users(judges_group, self.verifier, asked.task)))
 
     async def task(self, asked: records.At) -> bytes:
         """A task of an environment that brings some."""
@@ -355,14 +300,14 @@ class Service:
         if tasks is None:
             raise Refused(404, "unknown", f"task: {self.name} brings no tasks")
         found = await self._made(self._call(tasks, asked.seed, asked.index))
-        return _encode(records.TaskFound(_sent(sendable, dict(found), "the task")))
+        return _encode(records.TaskFound(users(lambda: sendable(dict(found), "the task"))))
 
     async def extract(self, asked: records.Extracting) -> bytes:
         """What a verifier reads in an answer."""
         if not hasattr(self.verifier, "extract"):
             raise Refused(404, "unknown", f"extract: {self.name} does not say what it reads in an answer")
         found = await self._made(self._call(self.verifier.extract, asked.text))
-        return _encode(records.Extracted(_sent(sendable, found, "what was read")))
+        return _encode(records.Extracted(users(sendable, found, "what was read")))
 
     # --- Calls
 
@@ -379,7 +324,7 @@ class Service:
 
     def _caller(self, task: Any) -> Caller:
         limits: Any = self._limits
-        return Caller(self._calls, limits, _users(timeout_of, limits, task))
+        return Caller(self._calls, limits, users(timeout_of, limits, task))
 
     def _call(self, fn: Callable[..., Any], *args: Any) -> Awaitable[Any]:
         return self._calls.begin(fn, *args, timeout=TIMEOUT, context=contextvars.copy_context())
@@ -390,9 +335,9 @@ class Service:
             return await call
         except Failed as error:
             kind, _, message = str(error).partition(": ")
-            raise Refused(422, "failed", message, kind) from None
+            raise failed(message, kind) from None
         except KeyboardInterrupt as error:  # it is the user code's own, and not meant for this server
-            raise Refused(422, "failed", str(error), "KeyboardInterrupt") from None
+            raise failed(str(error), "KeyboardInterrupt") from None
         finally:
             self.under_way -= 1
             self._ended += 1
@@ -413,36 +358,3 @@ class _Limits:
 
     close: Any
     timeout: Any
-
-
-async def _answer(act: _Act) -> bytes:
-    """What came of an act, which goes on if whoever waits does not."""
-    try:
-        return await asyncio.shield(act.answer)
-    except asyncio.CancelledError:
-        if act.answer.cancelled():
-            raise Refused(409, "consumed", "the session was closed while this was under way", "ConsumedState") from None
-        raise
-
-
-def _failed(message: str) -> Refused:
-    return Refused(422, "failed", message)
-
-
-def _users[T](function: Callable[..., T], *args: Any) -> T:
-    """What a function of the user's says at once, which may raise anything."""
-    try:
-        return function(*args)
-    except Exception as error:
-        kind, _, message = error_text(error).partition(": ")
-        raise Refused(422, "failed", message, kind) from None
-
-
-def _sent[T](change: Callable[..., T], *args: Any) -> T:
-    """A change from or to what is sent, which may be impossible."""
-    try:
-        return change(*args)
-    except EnvError as error:
-        raise _failed(str(error)) from None
-    except (TypeError, ValueError, AttributeError) as error:
-        raise Refused(400, "invalid", error_text(error)) from None
