@@ -18,7 +18,7 @@ import pytest
 import nrl
 from nrl.envs import Environment, Step, Trace, Turn, single_turn
 from nrl.errors import EnvError, ShippingError
-from nrl.runtime import Cluster
+from nrl.runtime import Cluster, process
 from tests.envs.places import EVERYTHING, FAILURES, TEXTS, VERIFIERS, compared, failing
 from tests.episodes.scripted import TASKS, Scripted
 from tests.meshes import end
@@ -153,8 +153,8 @@ def test_an_episode_stays_in_one_thread(place: tuple[str, Transform]) -> None:
 
 def test_a_function_knows_its_mesh(place: tuple[str, Transform]) -> None:
     async def where(task: Any, trace: Trace) -> float:
-        assert nrl.process().mesh == task["mesh"]
-        return float(nrl.process().size)
+        assert process().mesh == task["mesh"]
+        return float(process().size)
 
     kind, transform = place
     on_mesh = kind.startswith("on ")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import aiohttp
 import attrs
@@ -149,6 +150,7 @@ async def live(
             replica.pid = told["pid"]
         elif "url" in told and isinstance(server, EnvironmentServer):
             replica.url = told["url"]
+            replica.port = urlsplit(replica.url).port or 0  # where clients look for it after a restart
         else:
             written(line)
 

@@ -77,8 +77,10 @@ def application(service: Service, *, token: str | None, largest: int) -> Applica
         route = known.get(scope["path"])
         try:
             body = await answered(route, scope, receive)
-        except Refused as error:
-            status, body, more = error.status, error.body, _headers(error)
+        except (Refused, asyncio.CancelledError) as error:
+            # Who cancels is a server that stops, and has waited long enough
+            why = error if isinstance(error, Refused) else _stopping(service)
+            status, body, more = why.status, why.body, _headers(why)
         numbers.note(scope["path"] if route else "", status, time.perf_counter() - began)
         kind = b"application/json" if status != 200 or route is None else route.kind
         headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body)), *more]
@@ -91,7 +93,7 @@ def application(service: Service, *, token: str | None, largest: int) -> Applica
 def _routes(service: Service, numbers: "_Numbers") -> dict[str, Route]:
     async def ready() -> bytes:
         if service.stopping:
-            raise Refused(503, "stopping", f"{service.name} is stopping; ask another server", after=1.0)
+            raise _stopping(service)
         return b"{}"
 
     async def renew(asked: records.Renewal) -> bytes:
@@ -115,6 +117,10 @@ def _routes(service: Service, numbers: "_Numbers") -> dict[str, Route]:
         "/ready": Route("GET", "Be ready for episodes.", lambda _: ready(), open=True),
         "/metrics": Route("GET", "Numbers.", measured, kind=CONTENT_TYPE_LATEST.encode()),
     }
+
+
+def _stopping(service: Service) -> Refused:
+    return Refused(503, "stopping", f"{service.name} is stopping; ask another server", after=1.0)
 
 
 def _saying(body: bytes) -> Callable[[Any], Awaitable[bytes]]:

@@ -104,9 +104,13 @@ class Listener(uvicorn.Server):
     Args:
         application: of ASGI.
         grace: seconds that it has for what is under way when it stops.
+        ending: called when it is to stop.
     """
 
-    def __init__(self, application: Callable[..., Awaitable[None]], grace: float) -> None:
+    def __init__(
+        self, application: Callable[..., Awaitable[None]], grace: float, ending: Callable[[], Any] = lambda: None
+    ) -> None:
+        self._ending = ending
         super().__init__(
             uvicorn.Config(
                 application,
@@ -142,4 +146,5 @@ class Listener(uvicorn.Server):
 
     def stop(self) -> None:
         """Take no more connections, and end when what is under way is over; from any thread."""
+        self._ending()
         self.should_exit = True

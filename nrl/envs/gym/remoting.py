@@ -1,10 +1,12 @@
 """`remote`: the verifier or the environment that a server has."""
 
 import asyncio
+import math
 import os
 import uuid
 import weakref
 from collections.abc import Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,8 +18,11 @@ from nrl.envs.gym.asking import Asked, Places
 from nrl.envs.gym.serving import Server
 from nrl.envs.gym.values import sendable
 from nrl.errors import EnvError
+from nrl.log.waits import wait_until
 
 __all__ = ["RemoteState", "remote"]
+
+_SILENCE = 3.0  # seconds after which a program is told what it waits for
 
 _encode = msgspec.json.Encoder().encode
 _begun, _stepped, _said = Decoder(records.Begun), Decoder(records.Stepped), Decoder(records.Said)
@@ -108,7 +113,10 @@ class _Client:
         self.places = Places(urls, token, patience, connections)
         weakref.finalize(self, lambda places: places.run(places.close()), self.places)
         try:
-            _, found = self.places.ask("/info", None).result()
+            coming = self.places.ask("/info", None)
+            told = f"remote: waiting for {', '.join(urls)} to answer ({{:.0f}} s)".format
+            wait_until(lambda seconds: bool(futures.wait([coming], seconds).done), math.inf, told, _SILENCE)
+            _, found = coming.result()
             self.info = self.places.info = msgspec.json.decode(found, type=records.Info)
         except Asked as error:
             raise error.raised() from None

@@ -342,9 +342,13 @@ class Service:
             self.under_way -= 1
             self._ended += 1
 
+    def refuse(self) -> None:
+        """Begin no call from now on; from any thread."""
+        self.stopping = True
+
     async def stop(self) -> None:
         """End all episodes, each closed, and the threads."""
-        self.stopping = True
+        self.refuse()
         self._sweeping.cancel()
         ending = [self._end(name, session).answer for name, session in list(self._sessions.items())]
         ending += [act.answer for act in self._closed.values() if not act.answer.done()]

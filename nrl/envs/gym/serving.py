@@ -164,7 +164,7 @@ async def answering(f: Any, name: str, on: socket.socket, settings: Settings, re
     """Serve on a socket until the listener, which ``ready`` is given, is stopped; then end all episodes."""
     service = Service(f, name, lease=settings.lease, most=settings.most, timeout=settings.timeout)
     app = application(service, token=settings.token, largest=settings.largest)
-    listener = Listener(app, settings.grace)
+    listener = Listener(app, settings.grace, service.refuse)
     try:
         await listener.answer(on, lambda: ready(listener))
     finally:
@@ -192,5 +192,4 @@ class _Thread:
 
     def stop(self) -> None:
         self._listener.result().stop()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._thread.join()
