@@ -9,9 +9,10 @@ import random
 import socket
 import threading
 from ast import literal_eval
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
+from weakref import WeakSet
 
 import aiohttp
 import attrs
@@ -28,24 +29,41 @@ __all__ = ["Asked", "Places"]
 _SOONEST, _LATEST = 0.05, 2.0  # seconds between two attempts
 _CONNECT = 5.0  # seconds that a connection may take
 _MORE = 30.0  # seconds beyond the time limit of a call in which its answer has to come
-_BUSY = (429, 503)
+_LONGEST = 30.0  # seconds that a server may ask for before it is asked again
+_BUSY = 429  # it is there, and says when to come again
+_GONE = (502, 503, 504)  # a proxy's, where the server behind it is gone; 503 is also that of a server that stops
 _ENDS = ("SystemExit", "KeyboardInterrupt", "GeneratorExit", "CancelledError", "StopIteration", "StopAsyncIteration")
 """What would end something here, and is only told of."""
-_PROXY = (502, 504)  # a proxy's, where the server behind it is gone
+_NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # so the server has not acted
 
 _decode = msgspec.json.Decoder(records.Error).decode
-_loops: dict[int, asyncio.AbstractEventLoop] = {}
 _lock = threading.Lock()
+_loops: list[asyncio.AbstractEventLoop] = []
+_alive: "WeakSet[Places]" = WeakSet()
+_left: list[Any] = []  # what the process has that forked into this one: closed here it would be closed there, too
 
 
 def _loop() -> asyncio.AbstractEventLoop:
     """The event loop of all clients of this process, in a thread of its own: user code never blocks it."""
     with _lock:
-        if os.getpid() not in _loops:
-            _loops.clear()  # of the process that has forked
-            loop = _loops[os.getpid()] = uvloop.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="remote", daemon=True).start()
-        return _loops[os.getpid()]
+        if not _loops:
+            _loops.append(uvloop.new_event_loop())
+            threading.Thread(target=_loops[0].run_forever, name="remote", daemon=True).start()
+        return _loops[0]
+
+
+def _forked() -> None:
+    """Begin anew in a process that was forked, with connections of its own."""
+    global _lock
+    _lock = threading.Lock()  # which a thread may have held that is not here
+    _left.extend(_loops)
+    _loops.clear()
+    for places in _alive:
+        _left.append(dict(vars(places)))
+        places.begin()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class Asked(Exception):
@@ -97,61 +115,94 @@ class Places:
     """
 
     def __init__(self, urls: Sequence[str], token: str | None, patience: float, connections: int) -> None:
-        self._places = {url: _Place(url) for url in urls}
-        self._token, self._patience, self._connections = token, patience, connections
-        self._session: aiohttp.ClientSession | None = None
-        self._renewing: asyncio.Task[None] | None = None
+        self._urls, self._token, self._patience = urls, token, patience
+        self._most = min(connections, many_files() // 2)
         self.info: records.Info | None = None
         """What they serve, once one has said it."""
+        self.trouble = ""
+        """Why the last request was not answered."""
+        self.begin()
+        _alive.add(self)
 
-    def ask(self, path: str, body: bytes | None, *, at: str | None = None) -> "Future[tuple[str, bytes]]":
+    def begin(self) -> None:
+        """Have no connections, and no episodes."""
+        self._places = {url: _Place(url) for url in self._urls}
+        self._session: aiohttp.ClientSession | None = None
+        self._renewing: asyncio.Task[None] | None = None
+        self._room = asyncio.Semaphore(self._most)
+
+    def ask(self, path: str, body: bytes | None, **how: Any) -> "Future[tuple[str, bytes]]":
         """`ask_here`, from any thread."""
-        return self.run(self.ask_here(path, body, at))
+        return self.run(self.ask_here(path, body, **how))
 
     def run[T](self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         """Run something in the thread of the clients."""
         return asyncio.run_coroutine_threadsafe(work, _loop())
 
-    async def ask_here(self, path: str, body: bytes | None, at: str | None = None) -> tuple[str, bytes]:
-        """Ask one of the servers, or a certain one, in the thread of the clients: who answered, and what.
+    async def ask_here(
+        self,
+        path: str,
+        body: bytes | None,
+        *,
+        at: str | None = None,
+        tried: set[str] | None = None,
+        patience: float | None = None,
+    ) -> tuple[str, bytes]:
+        """Ask one of the servers, in the thread of the clients: who answered, and what.
+
+        Args:
+            path: of what is asked.
+            body: what is asked; None: nothing.
+            at: the server that is asked; None: the one with the least to do.
+            tried: receives the addresses of the servers that may have acted, from before each is asked.
+            patience: in place of that of all calls.
 
         Raises:
             Asked: it refused.
             EnvError: none answered.
         """
         now = asyncio.get_running_loop().time
+        patience = self._patience if patience is None else patience
         limit = None if self.info is None or self.info.timeout is None else self.info.timeout + _MORE
         headers = {"content-type": "application/json"} | ({} if limit is None else {"nrl-timeout": f"{limit:g}"})
+        tried = set() if tried is None else tried
         place, since, pause = None if at is None else self._place(at), None, _SOONEST
         while True:
-            here = place or self._choose()
+            here, after = place or self._choose(), 0.0
             here.under_way += 1
+            tried.add(here.url)
             try:
-                status, found, after = await self._once(here.url + path, body, headers, limit)
-                if status == 200:
+                async with self._room:
+                    status, found, after = await self._once(here.url + path, body, headers, limit)
+                if status != _BUSY and status not in _GONE:
                     here.failures, here.until = 0, 0.0
+                    if status != 200:
+                        raise Asked(here.url, status, found)
                     return here.url, found
-                if status not in (*_BUSY, *_PROXY):
-                    raise Asked(here.url, status, found)
-                why = f"its answer was {status}"
+                self.trouble, place = f"its answer was {status}", place if at else None
+                if status == _BUSY:
+                    tried.discard(here.url)
+            except _NOT_SENT as error:
+                status, self.trouble, place = 0, str(error), place if at else None
+                tried.discard(here.url)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                status, why = 0, f"{type(error).__name__}: {error}"
-                if at is None:  # where it may have acted it is asked again, so that it acts once
-                    place = None if isinstance(error, aiohttp.ClientConnectorError) else here
+                # It may have acted, and is asked again, so that it acts once
+                status, self.trouble, place = 0, f"{type(error).__name__}: {error}", here
             finally:
                 here.under_way -= 1
-            if status in _BUSY:  # it is there, and says when to come again
-                place, since, pause = place if at else None, None, max(after, _SOONEST)
+            if status == _BUSY:
+                since, pause, here.until = None, _SOONEST, now() + after
             else:
                 since = now() if since is None else since
                 here.failures += 1
-                here.until = now() + min(_LATEST, _SOONEST * 2**here.failures)
-                if now() - since > self._patience:
+                here.until = now() + min(_LATEST, _SOONEST * 2 ** min(here.failures, 9))
+                if now() - since > patience:
                     raise EnvError(
-                        f"remote: {here.url} has not answered {path} for {self._patience:g} s ({why}); see whether the "
-                        "server runs, or give remote(patience=) more seconds"
+                        f"remote: {here.url} has not answered {path} for {patience:g} s ({self.trouble}); see whether "
+                        "the server runs, or give remote(patience=) more seconds"
                     )
-            await asyncio.sleep(pause * (0.5 + random.random()))
+            elsewhere = place is None and any(self._places[url].until <= now() for url in self._urls)
+            await asyncio.sleep((pause if elsewhere else max(pause, after)) * (1 + random.random() / 2))
             pause = min(_LATEST, 2 * pause)
 
     async def _once(
@@ -160,28 +211,30 @@ class Places:
         timeout = aiohttp.ClientTimeout(total=limit, sock_connect=_CONNECT)
         method = "GET" if body is None else "POST"
         data = io.BytesIO(body) if body is not None and len(body) > 2**16 else body  # which is sent part by part
-        async with self._opened().request(method, url, data=data, headers=headers, timeout=timeout) as response:
+        request = self._opened().request(
+            method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
+        )
+        async with request as response:
             found = await response.read()
-            try:
-                after = float(response.headers.get("retry-after", "1"))
-            except ValueError:  # a date, of a proxy
-                after = 1.0
-            return response.status, found, after
+            return response.status, found, _after(response)
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             bearer = {} if self._token is None else {"authorization": f"Bearer {self._token}"}
-            most = min(self._connections, many_files() // 2)
-            connector = aiohttp.TCPConnector(limit=most, keepalive_timeout=30.0, socket_factory=_alive)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0, socket_factory=_lasting)
             self._session = aiohttp.ClientSession(connector=connector, headers=bearer, auto_decompress=False)
         return self._session
 
     def _choose(self) -> _Place:
         """The server with the least to do, among those that answer."""
         now = asyncio.get_running_loop().time()
-        return min(
-            self._places.values(), key=lambda each: (max(each.until - now, 0.0), each.under_way, random.random())
+        found = min(
+            (self._places[url] for url in self._urls),
+            key=lambda each: (max(each.until - now, 0.0), each.under_way, random.random()),
         )
+        if found.failures:
+            found.until = now + _CONNECT  # one call sees whether it is back, while others go elsewhere
+        return found
 
     def _place(self, url: str) -> _Place:
         return self._places.setdefault(url, _Place(url))  # of a state that another client has made
@@ -201,27 +254,40 @@ class Places:
     async def _renew(self) -> None:
         while any(place.sessions for place in self._places.values()):
             await asyncio.sleep((self.info.lease if self.info else 60.0) / 4)
-            for place in list(self._places.values()):
-                if place.sessions:
-                    with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-                        asked = msgspec.json.encode(records.Renewal(list(place.sessions)))
-                        await self._once(place.url + "/renew", asked, {}, _CONNECT)
+            held = [(place.url, list(place.sessions)) for place in self._places.values() if place.sessions]
+            await asyncio.gather(*(self._tell(url, "/renew", records.Renewal(names)) for url, names in held))
 
-    async def give_up(self, name: str) -> None:
-        """End an episode, or a call, that nobody waits for any more, wherever it is; without asking twice."""
-        for place in list(self._places.values()):
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-                await self._once(place.url + "/close", msgspec.json.encode(records.Closing(name)), {}, _CONNECT)
+    async def give_up(self, name: str, tried: Iterable[str]) -> None:
+        """End an episode, or a call, that nobody waits for any more, where it may be."""
+        for url in tried:
+            self.release(url, name)
+        await asyncio.gather(*(self._tell(url, "/close", records.Closing(name)) for url in tried))
 
-    async def close(self) -> None:
-        """Close all connections."""
+    async def _tell(self, url: str, path: str, what: Any) -> None:
+        """Ask once, also where all connections are in use, whatever comes of it."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            await self._once(url + path, msgspec.json.encode(what), {}, _CONNECT)
+
+    def close(self) -> None:
+        """Close all connections; from any thread."""
+        if self._session is not None:
+            self.run(self._close(self._session))
+
+    async def _close(self, session: aiohttp.ClientSession) -> None:
         if self._renewing is not None:
             self._renewing.cancel()
-        if self._session is not None:
-            await self._session.close()
+        await session.close()
 
 
-def _alive(address: Any) -> socket.socket:
+def _after(response: aiohttp.ClientResponse) -> float:
+    """The seconds after which a server wants to be asked again."""
+    try:
+        return min(max(0.0, float(response.headers.get("retry-after", "0"))), _LONGEST)
+    except ValueError:  # a date, of a proxy
+        return 1.0
+
+
+def _lasting(address: Any) -> socket.socket:
     """A socket that notices within half a minute that the other host is gone."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)

@@ -1,6 +1,7 @@
 """`remote`: the verifier or the environment that a server has."""
 
 import asyncio
+import contextlib
 import math
 import os
 import uuid
@@ -8,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec.json import Decoder
@@ -23,6 +25,7 @@ from nrl.log.waits import wait_until
 __all__ = ["RemoteState", "remote"]
 
 _SILENCE = 3.0  # seconds after which a program is told what it waits for
+_CLOSING = 5.0  # seconds in which the end of an episode is told
 
 _encode = msgspec.json.Encoder().encode
 _begun, _stepped, _said = Decoder(records.Begun), Decoder(records.Stepped), Decoder(records.Said)
@@ -60,14 +63,17 @@ def remote(
 
     A call that is not answered, because a connection broke or a server has too much to do, is repeated with growing
     pauses; the server makes it once. Its episodes are renewed for as long as this process lives. If a server dies, its
-    episodes fail, and so do their rows; others go on.
+    episodes fail, and so do their rows; others go on, new ones begin elsewhere, and it is used again once it is back.
+
+    What is served is asked at once. So that programs may start in any order, this waits for ``patience`` seconds until
+    a server is there, and after three it says for what.
 
     Args:
         server: its address, such as ``"http://10.0.0.5:8000"``, or what `nrl.serve` returned; or several of the same
             kind: an episode begins where there is least to do, and stays there.
         token: that the server asks for; None: that of the server, or of the environment variable ``NRL_GYM_TOKEN``.
-        patience: seconds for which a server is asked that does not answer at all.
-        connections: that may be open at a time.
+        patience: seconds for which a server is asked that does not answer at all, this call included.
+        connections: calls that may be under way at a time.
 
     Returns:
         A verifier or an `Environment`, ``async``, with the timeout None, since the server has it.
@@ -100,9 +106,13 @@ def remote(
 
 def _url(server: str | Server) -> str:
     url = (server.url if isinstance(server, Server) else server).rstrip("/")
-    if not url.startswith(("http://", "https://")):
-        raise EnvError(f"remote: {url!r} is no address; give one such as http://10.0.0.5:8000")
-    return url
+    try:
+        found = urlsplit(url)
+        if found.scheme in ("http", "https") and found.hostname and found.port != 0:
+            return url
+    except ValueError:  # a port that is none
+        pass
+    raise EnvError(f"remote: {url!r} is no address; give one such as http://10.0.0.5:8000")
 
 
 class _Client:
@@ -111,11 +121,10 @@ class _Client:
     def __init__(self, urls: tuple[str, ...], token: str | None, patience: float, connections: int) -> None:
         self._given = urls, token, patience, connections
         self.places = Places(urls, token, patience, connections)
-        weakref.finalize(self, lambda places: places.run(places.close()), self.places)
+        weakref.finalize(self, self.places.close)
         try:
             coming = self.places.ask("/info", None)
-            told = f"remote: waiting for {', '.join(urls)} to answer ({{:.0f}} s)".format
-            wait_until(lambda seconds: bool(futures.wait([coming], seconds).done), math.inf, told, _SILENCE)
+            wait_until(lambda seconds: bool(futures.wait([coming], seconds).done), math.inf, self._told, _SILENCE)
             _, found = coming.result()
             self.info = self.places.info = msgspec.json.decode(found, type=records.Info)
         except Asked as error:
@@ -133,9 +142,16 @@ class _Client:
     def __reduce__(self) -> Any:
         return _Client, self._given
 
-    async def ask[T](self, path: str, asked: Any, decoder: "Decoder[T]", at: str | None = None) -> tuple[str, T]:
+    def _told(self, seconds: float) -> str:
+        urls, _, patience, _ = self._given
+        return (
+            f"remote: waiting for {' or '.join(urls)} to answer, {seconds:.0f} s of {patience:g} so far "
+            f"({self.places.trouble or 'it is connected'})"
+        )
+
+    async def ask[T](self, path: str, asked: Any, decoder: "Decoder[T]", **how: Any) -> tuple[str, T]:
         """Ask, from any event loop."""
-        url, found = await self._answer(asyncio.wrap_future(self.places.ask(path, _encode(asked), at=at)))
+        url, found = await self._answer(asyncio.wrap_future(self.places.ask(path, _encode(asked), **how)))
         return self._read(url, found, decoder)
 
     async def _answer(self, coming: Any) -> Any:
@@ -167,10 +183,11 @@ class _Client:
             asked = records.Verify(
                 sendable(dict(task), "the task"), traces[0] if one else None, None if one else traces, uuid.uuid4().hex
             )
+            tried = set[str]()
             try:
-                _, said = await self.ask("/verify", asked, _said)
+                _, said = await self.ask("/verify", asked, _said, tried=tried)
             except asyncio.CancelledError:
-                self.places.run(self.places.give_up(str(asked.call)))
+                self.places.run(self.places.give_up(str(asked.call), tried))
                 raise
             if not one:
                 return [records.verdict_of(each) for each in said.verdicts or ()]
@@ -201,12 +218,12 @@ class _Client:
         places = self.places
 
         async def reset(task: Task) -> Any:
-            session = uuid.uuid4().hex
+            session, tried = uuid.uuid4().hex, set[str]()
             asked = _encode(records.Reset(session, sendable(dict(task), "the task")))
             try:
-                url, found = await self._answer(asyncio.wrap_future(places.run(_begin(places, session, asked))))
+                url, found = await self._answer(asyncio.wrap_future(places.run(_begin(places, session, asked, tried))))
             except asyncio.CancelledError:
-                places.run(places.give_up(session))
+                places.run(places.give_up(session, tried))
                 raise
             _, begun = self._read(url, found, _begun)
             tools = () if begun.tools is None else (records.tools_of(begun.tools),)
@@ -214,7 +231,7 @@ class _Client:
 
         async def step(state: RemoteState, turn: Turn) -> Step:
             asked = records.Step(state.session, state.turn, records.action_of(turn))
-            _, taken = await self.ask("/step", asked, _stepped, state.url)
+            _, taken = await self.ask("/step", asked, _stepped, at=state.url)
             verdict, then = records.verdict_of(taken.verdict), state._replace(turn=state.turn + 1)
             return Step(then, verdict, taken.done, taken.observation, taken.info)
 
@@ -231,13 +248,15 @@ class _Client:
         return Environment(reset, step, close, verifier, None, self._task if self.info.tasks else None)
 
 
-async def _begin(places: Places, session: str, asked: bytes) -> tuple[str, bytes]:
+async def _begin(places: Places, session: str, asked: bytes, tried: set[str]) -> tuple[str, bytes]:
     """Begin an episode, and renew it from then on."""
-    found = await places.ask_here("/reset", asked)
+    found = await places.ask_here("/reset", asked, tried=tried)
     places.hold(found[0], session)
     return found
 
 
 async def _end(places: Places, state: RemoteState, asked: bytes) -> None:
+    """End an episode. One of a server that does not answer has ended with it, or does so with its lease."""
     places.release(state.url, state.session)
-    await places.ask_here("/close", asked, state.url)
+    with contextlib.suppress(EnvError):
+        await places.ask_here("/close", asked, at=state.url, patience=_CLOSING)

@@ -114,7 +114,9 @@ class Relay:
                 while b"\r\n\r\n" not in asked or not _whole(asked):
                     asked += (more := own.recv(1 << 20))
                     other.sendall(more)
-                answer = other.recv(1 << 20)  # it has acted
+                answer = b""
+                while b"\r\n\r\n" not in answer or not _whole(answer):
+                    answer += other.recv(1 << 20)  # it has acted
                 if self._cut.get(path, 0):
                     self._cut[path] -= 1
                     self.cuts += 1
