@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
 import uuid
@@ -176,76 +177,72 @@ class _Client:
 
     def verifier(self) -> Any:
         """What verifies there."""
-
-        async def verify(task: Task, trace: Any) -> Any:
-            one = isinstance(trace, Trace)
-            traces = [records.transcript(each) for each in ([trace] if one else trace)]
-            asked = records.Verify(
-                sendable(dict(task), "the task"), traces[0] if one else None, None if one else traces, uuid.uuid4().hex
-            )
-            tried = set[str]()
-            try:
-                _, said = await self.ask("/verify", asked, _said, tried=tried)
-            except asyncio.CancelledError:
-                self.places.run(self.places.give_up(str(asked.call), tried))
-                raise
-            if not one:
-                return [records.verdict_of(each) for each in said.verdicts or ()]
-            if said.verdict is None:
-                raise EnvError(f"remote: {self.info.name} has given no verdict")
-            return records.verdict_of(said.verdict)
-
-        made: Any = verify
+        made: Any = functools.partial(self._verify)  # which has attributes, and can be sent to other processes
         made.timeout, made.__name__ = None, self.info.name
         if self.info.of_group is not False:
             made.of_group = self.info.of_group or self._of_group
         if self.info.extracts:
-            made.extract = lambda text: (
-                self.ask_now("/extract", records.Extracting(sendable(text, "the text")), _extracted).found
-            )
+            made.extract = self._extract
         if self.info.tasks:
             made.tasks = self._task
         return made
 
+    async def _verify(self, task: Task, trace: Any) -> Any:
+        one, tried = isinstance(trace, Trace), set[str]()
+        traces = [records.transcript(each) for each in ([trace] if one else trace)]
+        call, sent = uuid.uuid4().hex, sendable(dict(task), "the task")
+        asked = records.Verify(sent, traces[0] if one else None, None if one else traces, call)
+        try:
+            _, said = await self.ask("/verify", asked, _said, tried=tried)
+        except asyncio.CancelledError:
+            self.places.run(self.places.give_up(call, tried))
+            raise
+        if not one:
+            return [records.verdict_of(each) for each in said.verdicts or ()]
+        if said.verdict is None:
+            raise EnvError(f"remote: {self.info.name} has given no verdict")
+        return records.verdict_of(said.verdict)
+
     def _of_group(self, task: Task) -> bool:
         return self.ask_now("/group", records.Grouping(sendable(dict(task), "the task")), _grouped).of_group
+
+    def _extract(self, text: str) -> Any:
+        return self.ask_now("/extract", records.Extracting(sendable(text, "the text")), _extracted).found
 
     def _task(self, seed: int, index: int) -> Task:
         return self.ask_now("/task", records.At(seed, index), _task).task
 
     def environment(self) -> Environment:
         """The environment that is there."""
-        places = self.places
-
-        async def reset(task: Task) -> Any:
-            session, tried = uuid.uuid4().hex, set[str]()
-            asked = _encode(records.Reset(session, sendable(dict(task), "the task")))
-            try:
-                url, found = await self._answer(asyncio.wrap_future(places.run(_begin(places, session, asked, tried))))
-            except asyncio.CancelledError:
-                places.run(places.give_up(session, tried))
-                raise
-            _, begun = self._read(url, found, _begun)
-            tools = () if begun.tools is None else (records.tools_of(begun.tools),)
-            return RemoteState(url, session, 0), begun.prompt, *tools
-
-        async def step(state: RemoteState, turn: Turn) -> Step:
-            asked = records.Step(state.session, state.turn, records.action_of(turn))
-            _, taken = await self.ask("/step", asked, _stepped, at=state.url)
-            verdict, then = records.verdict_of(taken.verdict), state._replace(turn=state.turn + 1)
-            return Step(then, verdict, taken.done, taken.observation, taken.info)
-
-        async def close(state: RemoteState) -> None:
-            asked = _encode(records.Closing(state.session))
-            closing = asyncio.wrap_future(places.run(_end(places, state, asked)))
-            try:
-                await asyncio.shield(closing)  # it is made all the same
-            except Asked as error:
-                if error.status != 404:  # else there is nothing to give back
-                    raise error.raised() from None
-
         verifier: Verifier | None = self.verifier() if self.info.verifies else None
-        return Environment(reset, step, close, verifier, None, self._task if self.info.tasks else None)
+        tasks = self._task if self.info.tasks else None
+        return Environment(self._reset, self._step, self._close, verifier, None, tasks)
+
+    async def _reset(self, task: Task) -> Any:
+        places, session, tried = self.places, uuid.uuid4().hex, set[str]()
+        asked = _encode(records.Reset(session, sendable(dict(task), "the task")))
+        try:
+            url, found = await self._answer(asyncio.wrap_future(places.run(_begin(places, session, asked, tried))))
+        except asyncio.CancelledError:
+            places.run(places.give_up(session, tried))
+            raise
+        _, begun = self._read(url, found, _begun)
+        tools = () if begun.tools is None else (records.tools_of(begun.tools),)
+        return RemoteState(url, session, 0), begun.prompt, *tools
+
+    async def _step(self, state: RemoteState, turn: Turn) -> Step:
+        asked = records.Step(state.session, state.turn, records.action_of(turn))
+        _, taken = await self.ask("/step", asked, _stepped, at=state.url)
+        verdict, then = records.verdict_of(taken.verdict), state._replace(turn=state.turn + 1)
+        return Step(then, verdict, taken.done, taken.observation, taken.info)
+
+    async def _close(self, state: RemoteState) -> None:
+        closing = asyncio.wrap_future(self.places.run(_end(self.places, state)))
+        try:
+            await asyncio.shield(closing)  # it is made all the same
+        except Asked as error:
+            if error.status != 404:  # else there is nothing to give back
+                raise error.raised() from None
 
 
 async def _begin(places: Places, session: str, asked: bytes, tried: set[str]) -> tuple[str, bytes]:
@@ -255,8 +252,8 @@ async def _begin(places: Places, session: str, asked: bytes, tried: set[str]) ->
     return found
 
 
-async def _end(places: Places, state: RemoteState, asked: bytes) -> None:
+async def _end(places: Places, state: RemoteState) -> None:
     """End an episode. One of a server that does not answer has ended with it, or does so with its lease."""
     places.release(state.url, state.session)
     with contextlib.suppress(EnvError):
-        await places.ask_here("/close", asked, at=state.url, patience=_CLOSING)
+        await places.ask_here("/close", _encode(records.Closing(state.session)), at=state.url, patience=_CLOSING)
