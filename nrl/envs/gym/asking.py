@@ -100,6 +100,7 @@ class Places:
         self._places = {url: _Place(url) for url in urls}
         self._token, self._patience, self._connections = token, patience, connections
         self._session: aiohttp.ClientSession | None = None
+        self._process, self._left = 0, self._session  # which is not closed here, nor complains of that
         self._renewing: asyncio.Task[None] | None = None
         self.info: records.Info | None = None
         """What they serve, once one has said it."""
@@ -169,7 +170,8 @@ class Places:
             return response.status, found, after
 
     def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:
+        if self._session is None or self._process != os.getpid():  # else it is of the process that has forked
+            self._process, self._left = os.getpid(), self._session
             bearer = {} if self._token is None else {"authorization": f"Bearer {self._token}"}
             most = min(self._connections, many_files() // 2)
             connector = aiohttp.TCPConnector(limit=most, keepalive_timeout=30.0, socket_factory=_alive)

@@ -1,6 +1,7 @@
 """`remote`: the verifier or the environment that a server has."""
 
 import asyncio
+import functools
 import math
 import os
 import uuid
@@ -24,9 +25,11 @@ __all__ = ["RemoteState", "remote"]
 
 _SILENCE = 3.0  # seconds after which a program is told what it waits for
 
-_encode = msgspec.json.Encoder().encode
-_begun, _stepped, _said = Decoder(records.Begun), Decoder(records.Stepped), Decoder(records.Said)
-_task, _grouped, _extracted = Decoder(records.TaskFound), Decoder(records.Grouped), Decoder(records.Extracted)
+
+@functools.cache
+def _decoder[T](record: type[T]) -> "Decoder[T]":
+    """Which no function holds, so that they can be sent to other processes."""
+    return Decoder(record)
 
 
 class RemoteState(NamedTuple):
@@ -133,10 +136,10 @@ class _Client:
     def __reduce__(self) -> Any:
         return _Client, self._given
 
-    async def ask[T](self, path: str, asked: Any, decoder: "Decoder[T]", at: str | None = None) -> tuple[str, T]:
+    async def ask[T](self, path: str, asked: Any, record: type[T], at: str | None = None) -> tuple[str, T]:
         """Ask, from any event loop."""
-        url, found = await self._answer(asyncio.wrap_future(self.places.ask(path, _encode(asked), at=at)))
-        return self._read(url, found, decoder)
+        url, found = await self._answer(asyncio.wrap_future(self.places.ask(path, msgspec.json.encode(asked), at=at)))
+        return self._read(url, found, record)
 
     async def _answer(self, coming: Any) -> Any:
         try:
@@ -144,17 +147,17 @@ class _Client:
         except Asked as error:
             raise error.raised() from None
 
-    def ask_now[T](self, path: str, asked: Any, decoder: "Decoder[T]") -> T:
+    def ask_now[T](self, path: str, asked: Any, record: type[T]) -> T:
         """Ask, and wait."""
         try:
-            url, found = self.places.ask(path, _encode(asked)).result()
-            return self._read(url, found, decoder)[1]
+            url, found = self.places.ask(path, msgspec.json.encode(asked)).result()
+            return self._read(url, found, record)[1]
         except Asked as error:
             raise error.raised() from None
 
-    def _read[T](self, url: str, found: bytes, decoder: "Decoder[T]") -> tuple[str, T]:
+    def _read[T](self, url: str, found: bytes, record: type[T]) -> tuple[str, T]:
         try:
-            return url, records.read(found, decoder)
+            return url, records.read(found, _decoder(record))
         except ValueError as error:
             raise EnvError(f"remote: the answer of {url} cannot be read: {error}") from None
 
@@ -168,7 +171,7 @@ class _Client:
                 sendable(dict(task), "the task"), traces[0] if one else None, None if one else traces, uuid.uuid4().hex
             )
             try:
-                _, said = await self.ask("/verify", asked, _said)
+                _, said = await self.ask("/verify", asked, records.Said)
             except asyncio.CancelledError:
                 self.places.run(self.places.give_up(str(asked.call)))
                 raise
@@ -184,48 +187,51 @@ class _Client:
             made.of_group = self.info.of_group or self._of_group
         if self.info.extracts:
             made.extract = lambda text: (
-                self.ask_now("/extract", records.Extracting(sendable(text, "the text")), _extracted).found
+                self.ask_now("/extract", records.Extracting(sendable(text, "the text")), records.Extracted).found
             )
         if self.info.tasks:
             made.tasks = self._task
         return made
 
     def _of_group(self, task: Task) -> bool:
-        return self.ask_now("/group", records.Grouping(sendable(dict(task), "the task")), _grouped).of_group
+        return self.ask_now("/group", records.Grouping(sendable(dict(task), "the task")), records.Grouped).of_group
 
     def _task(self, seed: int, index: int) -> Task:
-        return self.ask_now("/task", records.At(seed, index), _task).task
+        return self.ask_now("/task", records.At(seed, index), records.TaskFound).task
 
     def environment(self) -> Environment:
         """The environment that is there."""
-        places = self.places
 
         async def reset(task: Task) -> Any:
             session = uuid.uuid4().hex
-            asked = _encode(records.Reset(session, sendable(dict(task), "the task")))
+            asked = msgspec.json.encode(records.Reset(session, sendable(dict(task), "the task")))
             try:
-                url, found = await self._answer(asyncio.wrap_future(places.run(_begin(places, session, asked))))
+                url, found = await self._answer(
+                    asyncio.wrap_future(self.places.run(_begin(self.places, session, asked)))
+                )
             except asyncio.CancelledError:
-                places.run(places.give_up(session))
+                self.places.run(self.places.give_up(session))
                 raise
-            _, begun = self._read(url, found, _begun)
+            _, begun = self._read(url, found, records.Begun)
             tools = () if begun.tools is None else (records.tools_of(begun.tools),)
             return RemoteState(url, session, 0), begun.prompt, *tools
 
         async def step(state: RemoteState, turn: Turn) -> Step:
             asked = records.Step(state.session, state.turn, records.action_of(turn))
-            _, taken = await self.ask("/step", asked, _stepped, state.url)
+            _, taken = await self.ask("/step", asked, records.Stepped, state.url)
             verdict, then = records.verdict_of(taken.verdict), state._replace(turn=state.turn + 1)
             return Step(then, verdict, taken.done, taken.observation, taken.info)
 
         async def close(state: RemoteState) -> None:
-            asked = _encode(records.Closing(state.session))
-            closing = asyncio.wrap_future(places.run(_end(places, state, asked)))
+            asked = msgspec.json.encode(records.Closing(state.session))
+            closing = asyncio.wrap_future(self.places.run(_end(self.places, state, asked)))
             try:
                 await asyncio.shield(closing)  # it is made all the same
             except Asked as error:
                 if error.status != 404:  # else there is nothing to give back
                     raise error.raised() from None
+            except EnvError:  # nobody answers: if the server lives, the lease ends the episode
+                return
 
         verifier: Verifier | None = self.verifier() if self.info.verifies else None
         return Environment(reset, step, close, verifier, None, self._task if self.info.tasks else None)
