@@ -103,9 +103,9 @@ def test_a_port_that_was_taken_meanwhile_is_given_up(folder: Path) -> None:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             while taken.getsockname()[1] != port:  # unless it is back already
                 one = the(place, "one")
-                if one["state"] == "ready":
-                    os.kill(one["pid"], signal.SIGKILL)
-                with suppress(OSError):
+                with suppress(OSError):  # it is dead, and nobody has noticed; it has the port
+                    if one["state"] == "ready":
+                        os.kill(one["pid"], signal.SIGKILL)
                     taken.bind(("127.0.0.1", port))
             taken.listen()
             after: dict[str, Any] = until(lambda: (one := the(place, "one"))["state"] == "ready" and one)

@@ -162,13 +162,14 @@ class Settings:
 
 async def answering(f: Any, name: str, on: socket.socket, settings: Settings, ready: Callable[[Listener], Any]) -> None:
     """Serve on a socket until the listener, which ``ready`` is given, is stopped; then end all episodes."""
-    service = Service(f, name, lease=settings.lease, most=settings.most, timeout=settings.timeout)
-    app = application(service, token=settings.token, largest=settings.largest)
-    listener = Listener(app, settings.grace, service.refuse)
-    try:
-        await listener.answer(on, lambda: ready(listener))
-    finally:
-        await service.stop()
+    with on:
+        service = Service(f, name, lease=settings.lease, most=settings.most, timeout=settings.timeout)
+        app = application(service, token=settings.token, largest=settings.largest)
+        listener = Listener(app, settings.grace, service.refuse)
+        try:
+            await listener.answer(on, lambda: ready(listener))
+        finally:
+            await service.stop()
 
 
 class _Thread:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import hmac
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
@@ -171,13 +172,13 @@ def test_numbers_for_prometheus(waits: Waits) -> None:
 
 def test_without_the_token_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = list[tuple[bytes, bytes]]()
-    compare = application.hmac.compare_digest
+    compare = hmac.compare_digest
 
     def noted(a: bytes, b: bytes) -> bool:
         compared.append((a, b))
         return compare(a, b)
 
-    monkeypatch.setattr(application.hmac, "compare_digest", noted)
+    monkeypatch.setattr(hmac, "compare_digest", noted)
     with nrl.serve(exact, token="a secret") as server:
         assert ask(server, "/health").status_code == ask(server, "/ready").status_code == 200
         for token in (None, "another", "a secret2", "A SECRET"):
@@ -261,7 +262,7 @@ def test_what_fails_while_a_server_starts_is_raised_here() -> None:
             raise LookupError("no limit is known")
 
     with pytest.raises(LookupError, match="no limit is known"):
-        nrl.serve(Wrong())
+        nrl.serve(cast(Any, Wrong()))
 
 
 def test_a_port_that_is_taken(server: Server) -> None:

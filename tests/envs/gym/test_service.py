@@ -19,6 +19,9 @@ from nrl.envs.tools import tool
 from tests.clocks import Clock
 
 Scenario = Callable[[Service], Awaitable[Any]]
+ENV: Any = Environment  # which user code may give what it should not
+STEP: Any = Step
+SCORE: Any = Score
 
 
 def served(f: Any, scenario: Scenario, *, lease: float = 60.0, most: int = 100, timeout: Any = ...) -> Any:
@@ -54,14 +57,14 @@ class Counting:
             self._wait()
         return {"sum": 0}, f"{task.get('n')}?"
 
-    def step(self, state: Any, turn: Turn) -> Step:
+    def step(self, state: Any, turn: Turn) -> Any:
         self.calls.append(("step", turn.text))
         if turn.text == "wait":
             self._wait()
         if turn.text == "raise":
             raise KeyError("nothing")
         state = {"sum": state["sum"] + len(turn.text)}
-        return Step(state, reward=float(state["sum"]), done=turn.text == "end", observation="go on", info={"a": (1,)})
+        return STEP(state, reward=float(state["sum"]), done=turn.text == "end", observation="go on", info={"a": (1,)})
 
     def close(self, state: Any) -> None:
         self.calls.append(("close", state["sum"]))
@@ -320,7 +323,8 @@ def test_abandoned_sessions_are_all_closed_and_leave_nothing(
             await end(it, f"{rounds}-{each - 1}")  # waits until the last one is closed, and closes no more
             swept = it._sweeping
             clock.skip(1)
-            await until(lambda before=swept: it._sweeping is not before)
+            while it._sweeping is swept:
+                await asyncio.sleep(0.001)
             gc.collect()
             assert sum(isinstance(found, Act) for found in gc.get_objects()) <= 100
             resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
@@ -365,7 +369,11 @@ def test_verdicts_are_forgotten_late(monkeypatch: pytest.MonkeyPatch) -> None:
         for call in (1, 2, 3, 3, 2, 1):
             await verify(it, call=str(call), n=call)
 
-    served(lambda task, trace: asked.append(task["n"]) or 1.0, scenario)
+    def judge(task: Any, trace: Trace) -> float:
+        asked.append(task["n"])
+        return 1.0
+
+    served(judge, scenario)
     assert asked == [1, 2, 3, 1]
 
 
@@ -553,14 +561,29 @@ def test_whatever_user_code_raises_is_an_answer(raised: BaseException, kind: str
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        (Environment(lambda task: "prompt", lambda state, turn: Step(state)), "reset returned str; return"),
-        (Environment(lambda task: (1, 2, 3, 4), lambda state, turn: Step(state)), "reset returned tuple; return"),
-        (Environment(lambda task: (0, object()), lambda state, turn: Step(state)), "the prompt has a object"),
-        (Environment(lambda task: (0, ""), lambda state, turn: 1.0), "step returned float; return a Step"),
-        (Environment(lambda task: (0, ""), lambda state, turn: Step(state, reward=object())), "the verdict has a"),
-        (Environment(lambda task: (0, ""), lambda state, turn: Step(state, observation={1})), "the observation has a"),
-        (Environment(lambda task: (0, ""), lambda state, turn: Step(state, info={"a": {1}})), "the step's info has a"),
-        (Environment(lambda task: (0, ""), lambda state, turn: Step(state, info=3)), "'int' object is not iterable"),
+        (ENV(lambda task: "prompt", lambda state, turn: STEP(state)), "reset returned str; return"),
+        (
+            ENV(lambda task: (1, 2, 3, 4), lambda state, turn: STEP(state)),
+            "reset returned tuple; return",
+        ),
+        (ENV(lambda task: (0, object()), lambda state, turn: STEP(state)), "the prompt has a object"),
+        (ENV(lambda task: (0, ""), lambda state, turn: 1.0), "step returned float; return a Step"),
+        (
+            ENV(lambda task: (0, ""), lambda state, turn: STEP(state, reward=object())),
+            "the verdict has a",
+        ),
+        (
+            ENV(lambda task: (0, ""), lambda state, turn: STEP(state, observation={1})),
+            "the observation has a",
+        ),
+        (
+            ENV(lambda task: (0, ""), lambda state, turn: STEP(state, info={"a": {1}})),
+            "the step's info has a",
+        ),
+        (
+            ENV(lambda task: (0, ""), lambda state, turn: STEP(state, info=3)),
+            "'int' object is not iterable",
+        ),
     ],
 )
 def test_what_breaks_the_contract_is_told(env: Any, message: str) -> None:
@@ -580,8 +603,8 @@ def test_what_breaks_the_contract_is_told(env: Any, message: str) -> None:
     ("verdict", "message"),
     [
         (object(), "the verdict has a object"),
-        (Score(1.0, "wrong"), "wrong"),
-        (Score(1.0, components={"a": {1}}), "the score's components has a set"),
+        (SCORE(1.0, "wrong"), "wrong"),
+        (SCORE(1.0, components={"a": {1}}), "the score's components has a set"),
         ({"a": {1}}, "the verdict has a set"),
     ],
 )

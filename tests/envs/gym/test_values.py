@@ -35,7 +35,7 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
-        return a.hex() == b.hex()
+        return bool(a.hex() == b.hex())
     if isinstance(a, dict):
         return same([list(item) for item in a.items()], [list(item) for item in b.items()])
     if isinstance(a, list | tuple):
