@@ -323,7 +323,7 @@ def test_no_more_calls_are_under_way_than_there_may_be_connections() -> None:
         now -= 1
         return 1.0
 
-    async def all_of(verifier: Any) -> list[float]:
+    async def all_of(verifier: Any) -> Any:
         return await asyncio.gather(*(verifier({}, Trace()) for _ in range(20)))
 
     with nrl.serve(slow) as server:
