@@ -1,6 +1,7 @@
 """Sources: files that are as they should be, files that are not, folders and names of datasets."""
 
 import csv
+import io
 import json
 import os
 import re
@@ -145,18 +146,19 @@ def test_a_source_that_is_long_in_coming_is_said_and_leaves_no_bars(
     assert not datasets.are_progress_bars_disabled()
     monkeypatch.setattr("nrl.log.waits.SILENCE", 0.3)  # as no line was to come until now
 
-    said = ""
+    said = io.StringIO()
+    monkeypatch.setattr("sys.stdout", said)  # reading capfd while a thread writes may lose what it writes
 
     def slow(source: str) -> Any:
-        nonlocal said
-        while not said.endswith("\n"):  # or the time limit of a test
-            said += capfd.readouterr().out
+        while not said.getvalue().endswith("\n"):  # or the time limit of a test
+            time.sleep(0.01)
         return read(source)
 
     monkeypatch.setattr("nrl.data.task_streams.read", slow)
     data.tasks(str(tmp_path), chat=False)
     line = rf"data: reading {re.escape(str(tmp_path))}, \d+:\d\d so far\n"
-    assert re.fullmatch(f"({line})+", said + capfd.readouterr().out)
+    assert re.fullmatch(f"({line})+", said.getvalue())
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_ending_says_how_a_file_is_read(tmp_path: Path) -> None:

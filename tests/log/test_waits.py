@@ -1,5 +1,6 @@
 """What is said of a block that takes long, and of a wait."""
 
+import io
 import re
 import threading
 import time
@@ -17,16 +18,13 @@ def test_a_short_block_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "waiting"]
 
 
-def test_a_long_block_says_what_it_does_and_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_block_says_what_it_does_and_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nrl.log.waits.SILENCE", 0.01)
-    said = ""
+    said = io.StringIO()
+    monkeypatch.setattr("sys.stdout", said)  # reading capsys while a thread writes may lose what it writes
 
     def until(line: str) -> None:
-        nonlocal said
-        while not re.search(line, said, re.MULTILINE):  # or the time limit of a test
-            said += capsys.readouterr().out
+        while not re.search(line, said.getvalue(), re.MULTILINE):  # or the time limit of a test
             time.sleep(0.001)
 
     with pytest.raises(ValueError, match="no"), waiting("reading rows") as far:  # noqa: PT012
@@ -34,9 +32,9 @@ def test_a_long_block_says_what_it_does_and_how_far_it_is(
         far(3, 1000)
         until(r"^reading rows, 3 of 1000, \d+:\d\d so far$")
         raise ValueError("no")
-    capsys.readouterr()
+    before = said.getvalue()
     time.sleep(0.05)
-    assert capsys.readouterr().out == ""
+    assert said.getvalue() == before
 
 
 def test_lines_come_less_and_less_often(capsys: pytest.CaptureFixture[str]) -> None:
