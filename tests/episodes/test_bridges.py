@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from nrl import tiny
 from nrl.data import render
 from nrl.episodes.bridges import Extension, Fork, Sampled, bridge, continues, extend
+from nrl.episodes.forms import with_arguments
 from nrl.errors import DataError, ModelError
 from tests.chat_tokenizers import tokenizer
 from tests.episodes.conversations import (
@@ -37,7 +38,11 @@ def written(name: str, messages: list[Message], tools: Any) -> str:
     """The template's text of a conversation that waits for an answer, straight from transformers."""
     today = datetime(2024, 7, 26).strftime
     text: str = tokenizer(name).apply_chat_template(
-        messages, tools=tools, add_generation_prompt=True, tokenize=False, strftime_now=today
+        with_arguments(messages, tokenizer(name)),
+        tools=tools,
+        add_generation_prompt=True,
+        tokenize=False,
+        strftime_now=today,
     )
     return text
 
