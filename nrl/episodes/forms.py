@@ -75,7 +75,8 @@ def with_arguments(
 
     >>> from nrl import tiny
     >>> tokenizer = tiny.bpe(["user assistant"])
-    >>> tokenizer.chat_template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments + '' }}{% endfor %}"
+    >>> joined = "{% for call in m.tool_calls or [] %}{{ '' + call.function.arguments }}{% endfor %}"
+    >>> tokenizer.chat_template = "{% for m in messages %}" + joined + "{% endfor %}"
     >>> call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
     >>> with_arguments([{"role": "assistant", "tool_calls": [call]}], tokenizer)[0]["tool_calls"][0]["function"]
     {'name': 'add', 'arguments': '{"a": 2}'}

@@ -105,7 +105,8 @@ def deepseek(reasoning: str, content: str, calls: list[Message], after_tool: boo
     if calls:
         call = calls[0]["function"]
         said += "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>" + call["name"]
-        said += f"\n```json\n{json.dumps(call['arguments'])}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        arguments = json.dumps(call["arguments"], ensure_ascii=False)
+        said += f"\n```json\n{arguments}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     return said, True
 
 
