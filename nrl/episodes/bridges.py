@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from nrl.data.checks import fields, kind, shown
 from nrl.data.rendering import encode, templated
+from nrl.episodes.forms import REASONING, with_arguments
 from nrl.errors import DataError
 
 __all__ = ["Extension", "Fork", "Sampled", "bridge", "continues", "extend"]
@@ -73,10 +74,6 @@ class Extension(NamedTuple):
     kept: int
     appended: list[int]
     fork: Fork | None
-
-
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-"""The fields in which templates read reasoning."""
 
 
 def continues(history: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int | Fork:
@@ -147,6 +144,7 @@ def bridge(
     '<|im_end|>\\n<|im_start|>user\\nmore<|im_end|>\\n<|im_start|>assistant\\n'
     """
     _check(history, new)
+    history, new = with_arguments(history, tokenizer, tools), with_arguments(new, tokenizer, tools)
     turn, last = list(turn), history[-1]
     before = templated(history[:-1], tokenizer, asking=True, tools=tools)
     after = templated([*history, *new], tokenizer, asking=True, tools=tools)
@@ -170,7 +168,7 @@ def bridge(
         if alone.endswith(tokenizer.decode(turn[-1:])):
             return _fork(history, f"{tokenizer.decode(turn[-1:])!r}, the end of message {len(history) - 1}")
     said = tokenizer.decode(turn)
-    if own.startswith(said) and any(last.get(name) for name in _REASONING):  # the template closes it
+    if own.startswith(said) and any(last.get(name) for name in REASONING):  # the template closes it
         return _encoded(own[len(said) :] + tail, tokenizer)
     return ids
 
@@ -238,7 +236,8 @@ def extend(
         if not isinstance(appended, Fork):
             return Extension(turn.stop, appended, fork)
         fork = fork or appended
-    return Extension(0, encode(templated(messages, tokenizer, asking=True, tools=tools), tokenizer), fork)
+    every = with_arguments(messages, tokenizer, tools)
+    return Extension(0, encode(templated(every, tokenizer, asking=True, tools=tools), tokenizer), fork)
 
 
 def _check(history: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> None:
@@ -340,7 +339,7 @@ def _behind(before: str, text: str) -> str:
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
     """The texts of a message, in the order in which a model writes them."""
-    for name in (*_REASONING, "content"):
+    for name in (*REASONING, "content"):
         value = message.get(name)
         parts = value if isinstance(value, list) else [value]
         yield from (part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str))

@@ -1,5 +1,6 @@
 """The messages of an episode that is a chat: what is asked, what the policy said, and what is appended for new ones."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from nrl.data.rendering import encode, templated
 from nrl.envs.contract import Prompt, Turn
 from nrl.envs.tools import Tool, parse, tool_format
 from nrl.episodes.bridges import Sampled, extend
+from nrl.episodes.forms import Form, form, with_arguments
 from nrl.errors import EnvError, ModelError
 
 __all__ = ["Conversation", "is_prompt"]
@@ -50,35 +52,40 @@ class Conversation:
         if tools and not self._chat:
             raise EnvError("the environment has tools, and its prompt is token ids; give text or messages")
         self._messages: list[Any] = list(prompt) if self._chat else []
-        self._thinks = False
+        self._opened = ""  # what the prompt has begun reasoning with, as some templates do
         self._turns: list[Sampled] = []  # those that the row has as they were sampled
         self._prompt, self._tokenizer = prompt, tokenizer
         self._schemas = [tool.schema for tool in tools] or None
         self._format = _format(tokenizer, self._schemas) if tools else None
+        self._form = form(tokenizer, self._schemas) if tools else Form()
 
     def asked(self, render: Callable[[Prompt, Any], list[int]]) -> list[int]:
         """The token ids of the prompt; ``render`` those of one without tools."""
         if self._schemas is None:
             return render(self._prompt, self._tokenizer)
-        ids = encode(templated(self._messages, self._tokenizer, asking=True, tools=self._schemas), self._tokenizer)
-        self._thinks = self._opens(ids)
+        asking = with_arguments(self._messages, self._tokenizer, self._schemas)
+        ids = encode(templated(asking, self._tokenizer, asking=True, tools=self._schemas), self._tokenizer)
+        self._opened = self._opening(ids)
         return ids
 
-    def _opens(self, ids: Sequence[int]) -> bool:
-        """Whether the policy goes on within reasoning, as some templates ask it to."""
-        return bool(self._tokenizer.decode(ids[-16:]).rstrip().endswith(("<think>", "[THINK]")))
+    def _opening(self, ids: Sequence[int]) -> str:
+        """The mark within which the policy goes on, and the white space behind it, as some templates ask it to."""
+        found = re.search(r"(<think>|\[THINK\])\s*\Z", self._tokenizer.decode(ids[-16:]))
+        return found[0] if found else ""
 
     def said(self, tokens: Sequence[int], truncated: bool, end: int) -> Turn:
         """A turn of the policy, which ends a row of ``end`` tokens, taken apart if there are tools."""
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        text, whole = self._tokenizer.decode(tokens, skip_special_tokens=True), ""
         reason: Any = "length" if truncated else "stop"
         turn = Turn(text, tokens, reason)
         if self._format is not None:
-            found = parse(self._tokenizer.decode(tokens), self._format, reasoning_open=self._thinks)
+            whole = self._tokenizer.decode(tokens)
+            found = parse(whole, self._format, reasoning_open=bool(self._opened))
             turn = Turn(found.text, tokens, reason, found.calls, found.malformed, found.reasoning)
         if self._chat:
             self._turns.append(Sampled(len(self._messages), end - len(tokens), end))
-            self._messages.append({"role": "assistant", "content": text} if not turn.calls else _calling(turn))
+            calling = _calling(turn, self._form, self._opened, whole) if turn.calls else None
+            self._messages.append(calling or {"role": "assistant", "content": text})
         return turn
 
     def observed(self, observation: Any, tokens: Sequence[int]) -> tuple[int, list[int]]:
@@ -111,7 +118,7 @@ class Conversation:
         every = [*self._messages, *observation]
         kept, ids, _ = extend(tokens, self._messages, self._turns, every, self._tokenizer, tools=self._schemas)
         self._messages, self._turns = every, [turn for turn in self._turns if turn.stop <= kept]
-        self._thinks = self._opens(ids)
+        self._opened = self._opening(ids)
         return kept, ids
 
 
@@ -126,12 +133,21 @@ def _format(tokenizer: Any, schemas: Any) -> str:
         ) from error
 
 
-def _calling(turn: Turn) -> dict[str, Any]:
-    """The message of a turn that calls tools, as chat templates read it."""
+def _calling(turn: Turn, form: Form, opened: str, whole: str) -> dict[str, Any] | None:
+    """The message of a turn that calls tools, as the chat template takes it; None: as one without calls."""
+    thought, content = {}, turn.text
+    if form.reasoning is not None:
+        thought = {form.reasoning: turn.reasoning} if turn.reasoning else {}
+    elif turn.reasoning or opened:  # what the prompt opened is the template's to write again
+        begin, end = ("[THINK]", "[/THINK]") if "[/THINK]" in whole else ("<think>", "</think>")
+        begin = opened or (f"{begin}\n" if begin in whole else "")
+        content = f"{begin}{turn.reasoning}\n{end}\n\n{turn.text}".rstrip()
+    lost = (content and not form.content) or (len(turn.calls) > 1 and not form.several)
+    if lost and form.plain:
+        return None
     calls = [
         {"type": "function", "function": {"name": each.name, "arguments": each.arguments}}
         | ({} if each.id is None else {"id": each.id})
         for each in turn.calls
     ]
-    thought = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
-    return {"role": "assistant", "content": turn.text, **thought, "tool_calls": calls}
+    return {"role": "assistant", "content": content, **thought, "tool_calls": calls}

@@ -51,7 +51,7 @@ def by_template(name: str, text: str, calls: Sequence[ToolCall]) -> str:
         {"type": "function", "function": {"name": each.name, "arguments": each.arguments}, "id": each.id}
         for each in calls
     ]
-    if name == "deepseekv3":  # which joins arguments with text
+    if name == "deepseekv3":  # which joins arguments with text; transformers is asked, and not nrl, which knows that
         for tool in tools:
             tool["function"]["arguments"] = dumps(tool["function"]["arguments"])  # type: ignore[index]
     answer: dict[str, Any] = {"role": "assistant", "content": text, "tool_calls": tools}

@@ -105,7 +105,8 @@ def deepseek(reasoning: str, content: str, calls: list[Message], after_tool: boo
     if calls:
         call = calls[0]["function"]
         said += "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>" + call["name"]
-        said += f"\n```json\n{call['arguments']}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        arguments = json.dumps(call["arguments"], ensure_ascii=False)
+        said += f"\n```json\n{arguments}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     return said, True
 
 
@@ -279,8 +280,6 @@ def call(rng: random.Random, name: str, at: int) -> Message:
     arguments: Any = {"q": text(rng)}
     if name != "glm4moe":
         arguments["n"] = rng.choice([1, 2.5, True, None, ["a", {}]])
-    if name == "deepseekv3":
-        arguments = json.dumps(arguments)
     function = {"name": rng.choice(TOOLS)["function"]["name"], "arguments": arguments}
     return {"id": f"call_{at}", "type": "function", "function": function}
 
@@ -318,7 +317,7 @@ def changed(rng: random.Random, name: str, history: list[Message]) -> tuple[list
         at = rng.choice(called)
         call = sent[at]["tool_calls"][-1]["function"]
         other = {"q": f"other {rng.random()}"}
-        call["arguments"] = json.dumps(other) if name == "deepseekv3" else other
+        call["arguments"] = other
     elif kind == "compacted" and len(sent) > 4 and not called:
         at = 1 if sent[0]["role"] == "system" else 0
         sent[at : at + 3] = [{"role": "user", "content": f"In short {rng.random()}: " + text(rng)}]

@@ -1,6 +1,7 @@
 """Bridges between turns: random conversations under the templates of real models, and each case by itself."""
 
 import copy
+import json
 import random
 from collections import Counter
 from datetime import datetime
@@ -35,6 +36,10 @@ from tests.episodes.conversations import (
 
 def written(name: str, messages: list[Message], tools: Any) -> str:
     """The template's text of a conversation that waits for an answer, straight from transformers."""
+    if name == "deepseekv3":  # which joins arguments with text
+        messages = copy.deepcopy(messages)
+        for call in [call["function"] for message in messages for call in message.get("tool_calls") or []]:
+            call["arguments"] = json.dumps(call["arguments"], ensure_ascii=False)
     today = datetime(2024, 7, 26).strftime
     text: str = tokenizer(name).apply_chat_template(
         messages, tools=tools, add_generation_prompt=True, tokenize=False, strftime_now=today
@@ -247,6 +252,21 @@ def test_calls_are_not_compared_word_for_word() -> None:
     found = bridged("qwen2_5", said, [Q, {"role": "assistant", "content": "", "tool_calls": [CALL]}], [RESULT])
     asks = "<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert found == "\n<|im_start|>user\n" + asks
+
+
+@pytest.mark.parametrize("arguments", [{"q": "né"}, '{"q": "né"}'])
+def test_arguments_are_given_as_the_template_takes_them(arguments: Any) -> None:
+    """DeepSeek's template joins them as text."""
+    call = {"type": "function", "function": {"name": "find", "arguments": arguments}}
+    history: list[Any] = [Q, {"role": "assistant", "content": "<think>\nHmm</think>", "tool_calls": [call]}]
+    before = copy.deepcopy(history)
+    of = tokenizer("deepseekv3")
+    found = extend([], [], [], [*history, RESULT], of, tools=TOOLS).appended
+    assert '\n```json\n{"q": "né"}\n```' in of.decode(found)
+    assert history == before
+    said = 'Hmm</think><｜tool▁calls▁begin｜>find {"q": "né"}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>'
+    result = "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>7<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
+    assert bridged("deepseekv3", said, history, [RESULT], TOOLS) == result
 
 
 def test_a_tool_answers_a_call_that_the_template_names() -> None:

@@ -1,5 +1,6 @@
 """Episodes that are chats: messages as observations, and tools; what was sampled stays as it was."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,13 @@ import nrl
 from nrl.backends import Completion, Sampling
 from nrl.data.rendering import templated
 from nrl.envs import Environment, Step, Trace, Turn, judged
-from nrl.envs.tools import NewState, State, ToolError, tool, tool_use
+from nrl.envs.tools import NewState, State, ToolCall, ToolError, tool, tool_format, tool_use
 from nrl.episodes import rollout
+from nrl.episodes.conversations import Conversation
+from nrl.errors import ModelError
+from tests.chat_tokenizers import TEMPLATES
 from tests.chat_tokenizers import tokenizer as chat_tokenizer
+from tests.envs.tool_texts import WRITERS, written
 
 
 class Chatty:
@@ -183,6 +188,34 @@ def called(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+TOOL_TEMPLATES = {  # and the token that ends a turn
+    **dict.fromkeys(("chatml", "qwen2_5", "qwen3", "qwen3_training", "qwen3_5_think"), "<|im_end|>"),
+    **dict.fromkeys(("llama3_1", "llama3_2"), "<|eot_id|>"),
+    "deepseekv3": "<｜end▁of▁sentence｜>",
+}
+OPEN = ("qwen3_5_think", "deepseekv3")  # whose prompt opens reasoning
+
+
+def says(template: str, text: str, *calls: tuple[str, dict[str, Any]], thought: str = "") -> str:
+    """A turn as a model of this template writes it."""
+    writer = next(name for name, (format, _) in WRITERS.items() if format == read_format(template))
+    written_calls = written(writer, text, [ToolCall(name, arguments) for name, arguments in calls]).whole
+    thinks = f"{'' if template in OPEN else '<think>\n'}{thought}\n</think>\n\n" if thought else ""
+    return thinks + written_calls + TOOL_TEMPLATES[template]
+
+
+def read_format(template: str) -> str:
+    return tool_format(chat_tokenizer(template).get_chat_template(tools=[tool(add).schema]))
+
+
+def test_these_are_all_templates_with_tools() -> None:
+    found = []
+    for name in ["chatml", *(each.stem for each in TEMPLATES.glob("*.jinja"))]:
+        with contextlib.suppress(ModelError):
+            found.append((read_format(name), name)[1])
+    assert sorted(found) == sorted(TOOL_TEMPLATES)
+
+
 def right(task: Any, trace: Trace) -> float:
     return float(task["answer"] in trace.text)
 
@@ -204,6 +237,71 @@ def test_calls_are_made_and_their_results_appended() -> None:
     assert batch["env/tools/malformed"].tolist() == [0.0]
     text = sampler.tokenizer.decode(batch["input_ids"][0][batch["loss_mask"][0]].tolist())
     assert text == f"{called('add', a=2, b=3)}<|im_end|>It is 5.<|im_end|>"
+
+
+@pytest.mark.parametrize("thought", ["", "I should add."])
+@pytest.mark.parametrize("template", TOOL_TEMPLATES)
+def test_every_template_with_tools(template: str, thought: str) -> None:
+    """One row of one call and one answer, that only grows; the results are as the template writes them."""
+    opened = template in OPEN
+    first = says(template, "", ("add", {"a": 2, "b": 3}), thought=thought or "Hm" * opened)
+    # After a result Qwen 3.5 opens reasoning again, and DeepSeek does not
+    sampler = Chatty(template, [first, says(template, "It is 5.", thought="Hm" * (template == "qwen3_5_think"))])
+    batch = rollout(sampler, tool_use([tool(add)], right), [TASK])
+    assert len(batch) == 1
+    assert batch["valid"].tolist() == [True]
+    assert batch["rewards"].tolist() == [1.0]
+    assert batch["env/tools/calls"].tolist() == [1.0]
+    asked, again = sampler.asked
+    read = sampler.tokenizer
+    start = asked + read.encode(first, add_special_tokens=False)
+    assert again[: len(start)] == start
+    assert "5" in read.decode(again[len(start) :])
+    assert batch["input_ids"][0][: len(again)].tolist() == again
+    said = read.decode(batch["input_ids"][0][batch["loss_mask"][0]].tolist())
+    assert said.startswith(first)
+    assert said.endswith(f"It is 5.{TOOL_TEMPLATES[template]}")
+
+
+@pytest.mark.parametrize("template", TOOL_TEMPLATES)
+def test_calls_after_calls(template: str) -> None:
+    """DeepSeek's template writes later calls in another way than its prompt begins: each has a row of its own."""
+    opens = "Hm" * (template in OPEN)
+    texts = [says(template, "", ("add", {"a": 0, "b": 3}), thought="I begin.")]
+    texts += [says(template, "", ("add", {"a": at, "b": 3}), thought=opens) for at in (1, 2)]
+    sampler = Chatty(template, [*texts, says(template, "It is 5.", thought=opens)])
+    batch = rollout(sampler, tool_use([tool(add)], right), [TASK])
+    assert len(batch) == (3 if template == "deepseekv3" else 1)
+    assert batch["valid"].all()
+    assert len(sampler.asked) == 4
+    assert (batch["rewards"] == 1.0).all()
+    said = "".join(sampler.tokenizer.decode(row["input_ids"][row["loss_mask"]].tolist()) for row in batch)
+    assert said == "".join(texts) + says(template, "It is 5.", thought=opens)  # each token once
+
+
+@pytest.mark.parametrize("template", TOOL_TEMPLATES)
+def test_several_calls_of_a_turn_under_every_template(template: str) -> None:
+    """Llama's templates take one call of a message, so the turn is kept as it was written."""
+    calls = [("add", {"a": 2, "b": 3}), ("add", {"a": 4, "b": 3})]
+    opens = "Hm" * (template in OPEN)
+    texts = [says(template, "", *calls, thought=opens), says(template, "It is 5.", thought=opens)]
+    sampler = Chatty(template, texts)
+    batch = rollout(sampler, tool_use([tool(add)], right), [TASK])
+    assert len(batch) == 1
+    assert batch["valid"].tolist() == [True]
+    assert batch["env/tools/calls"].tolist() == [2.0]
+
+
+@pytest.mark.parametrize("template", ["chatml", "qwen2_5", "llama3_1", "llama3_2"])
+def test_where_no_field_is_read_reasoning_is_in_the_content(template: str) -> None:
+    call = ("add", {"a": 2, "b": 3})
+    conversation = Conversation([{"role": "user", "content": "2+3="}], [tool(add)], chat_tokenizer(template))
+    prompt = conversation.asked(lambda prompt, of: [])
+    turn = chat_tokenizer(template).encode(says(template, "", call, thought="I should add."), add_special_tokens=False)
+    conversation.said(turn, False, len(prompt + turn))
+    message = conversation._messages[-1]
+    assert "I should add." in message["content"]
+    assert "reasoning_content" not in message
 
 
 def test_tools_with_state_see_each_others_work() -> None:
