@@ -220,11 +220,13 @@ async def _read(stream: asyncio.StreamReader, line: Callable[[str], None]) -> No
 
 
 async def watch(replica: Replica, token: str | None) -> None:
-    """Ask a replica again and again whether it is ready, and set its state; never ends by itself."""
+    """Ask a replica again and again whether it is ready, and set its state, until it is told to end."""
     missed, here = 0, isinstance(replica.server, EnvironmentServer | Program)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_PATIENCE)) as client:
         while True:
             note = await probe(client, replica, token)
+            if replica.ending:  # it may answer until it has ended, and is stopping all the same
+                return
             missed = missed + 1 if note else 0
             if not note:
                 replica.become("ready")
