@@ -12,8 +12,11 @@ import httpx2
 import pytest
 
 from nrl.command.cli import main
+from nrl.command.gym import replicas
+from nrl.command.gym.replicas import Interpreter, Replica
 from nrl.envs.gyms.places import Place
 from nrl.envs.gyms.resolving import ask, resolve
+from nrl.envs.gyms.servers import gym
 from tests.command.test_gym_run import cmdlines, folder, played, the, until, wrote
 
 __all__ = ["folder"]
@@ -75,6 +78,26 @@ def test_environments_are_served_until_the_gym_is_stopped(folder: Path, capfd: p
     out, err = capfd.readouterr()
     assert "own | the key is ***" in err
     assert not any(secret in text for text in (out, err, *texts))
+
+
+def test_limits_reach_the_servers(folder: Path) -> None:
+    seen = dict[str, httpx2.Response]()
+
+    def drive(place: Place) -> None:
+        found = resolve(["gym.yaml"])
+        seen["info"] = get(f"{found['one'].urls[0]}/info", place.token)
+        for name in ("one", "two"):
+            url, headers = found[name].urls[0], {"Authorization": f"Bearer {place.token}"}
+            seen[name] = httpx2.post(f"{url}/verify", content=b"x" * 1001, headers=headers, trust_env=False)
+        seen["default"] = get(f"{found['two'].urls[0]}/info", place.token)
+
+    servers = "  one: {environment: exact, lease: 7, most: 3, largest: 1000}\n  two: {environment: exact}"
+    assert played(wrote(folder, servers), drive) == 143
+    assert (seen["info"].json()["lease"], seen["one"].status_code) == (7.0, 413)
+    assert (seen["default"].json()["lease"], seen["two"].status_code) == (60.0, 400)
+    one = gym(["gym.yaml"]).servers["one"]
+    sent = replicas._order(Replica("one", 0, one), one, Interpreter("python", {}), None, 1.0)
+    assert json.loads(sent["line"])["most"] == 3
 
 
 @pytest.mark.parametrize(

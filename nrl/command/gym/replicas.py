@@ -185,7 +185,8 @@ def _order(
         return {"argv": [_put(word, put) for word in server.command], "env": env, "line": None}
     told = {
         "environment": server.environment, "options": server.options, "host": replica.host, "port": replica.port,
-        "token": token, "lease": server.lease, "grace": grace, "name": replica.name,
+        "name": replica.name, "token": token, "grace": grace,
+        "lease": server.lease, "most": server.most, "largest": server.largest,
         "auth": "none" if token is None else "token",  # the supervisor has judged whether that may be
     }  # fmt: skip
     argv = [interpreter.python, "-m", "nrl.envs.gym.process"]
