@@ -5,10 +5,13 @@ import importlib
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from nrl.errors import ConfigError
 
 __all__ = ["main"]
+
+_FILES = (".yaml", ".yml", ".toml")  # of settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +91,7 @@ def _audit(given: argparse.Namespace) -> int:
         key, equals, text = argument.partition("=")
         if key == "allow" and equals:
             settings.append(f"allow=[{text.strip('[]')}]")
-        elif equals or argument.startswith("-") or argument.endswith((".yaml", ".yml", ".toml")):
+        elif equals or argument.startswith("-") or (argument.endswith(_FILES) and not _is_gym(argument)):
             settings.append(argument)
         else:
             settings.append(f"target={argument}")
@@ -96,6 +99,19 @@ def _audit(given: argparse.Namespace) -> int:
     if len(targets) > 1 and not any(each.startswith("-") for each in settings):
         raise ConfigError(f"gym test: found {' and '.join(targets)}; give one target, and all else as key=value")
     return audit.main(config.load(audit.Audit, settings, program="nrl gym test FILE.py:NAME"))
+
+
+def _is_gym(file: str) -> bool:
+    """Whether a file configures a gym, and no command."""
+    import yaml
+
+    if not file.endswith((".yaml", ".yml")):
+        return False
+    try:
+        found = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):  # which is told where it is read as what it is taken for
+        return False
+    return isinstance(found, dict) and "servers" in found
 
 
 def _gym(given: argparse.Namespace) -> int:
@@ -115,7 +131,7 @@ def _setting(argument: str) -> str:
     key, equals, text = argument.partition("=")
     if key == "k" and equals:
         return f"k=[{text.strip('[]')}]"
-    if argument.startswith("-") or (equals and "/" not in key) or argument.endswith((".yaml", ".yml", ".toml")):
+    if argument.startswith("-") or (equals and "/" not in key) or argument.endswith(_FILES):
         return argument
     return f"tasks={argument}"
 

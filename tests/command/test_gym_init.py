@@ -1,13 +1,18 @@
 """`nrl gym init`: what it writes passes its own test and the audit, and what is there is not touched."""
 
+import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from nrl import tiny
 from nrl.command.cli import main
 from nrl.envs.contract import is_env
+from nrl.envs.gyms.places import places
+from nrl.envs.gyms.resolving import ask
 from nrl.envs.gyms.servers import gym
 
 
@@ -38,6 +43,36 @@ def test_what_it_writes_passes(
     names: dict[str, object] = {}
     exec((made / "find_it.py").read_text(), names)
     assert is_env(names["env"])
+
+
+def test_every_command_of_its_page_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a model that is there, and any port that is free."""
+    monkeypatch.setenv("NRL_GYM_DIR", str(folder / "gyms"))
+    assert main(["gym", "init", "find_it"]) == 0
+    made = folder / "find_it"
+    tiny.save(tiny.model(), folder / "model")
+    page = (made / "README.md").read_text().partition("```sh\n")[2].partition("```")[0]
+    running = list[subprocess.Popen[bytes]]()
+    put = {"Qwen/Qwen3-0.6B": str(folder / "model"), "pytest": "-m pytest -p no:cacheprovider", "nrl": "-m nrl"}
+    try:
+        for line in page.splitlines():
+            program, *words = shlex.split(line, comments=True)
+            words = [value.replace("Qwen/Qwen3-0.6B", put["Qwen/Qwen3-0.6B"]) for value in words]
+            command = [sys.executable, *put[program].split(), *words]
+            if words[:2] == ["gym", "run"]:
+                running.append(subprocess.Popen([*command, "head_server.port=0"], cwd=made))
+                while not (places() and ask(places()[0])["ready"]):
+                    assert running[0].poll() is None
+                    time.sleep(0.05)
+                continue
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=made)
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    finally:
+        for each in running:
+            each.terminate()
+            assert each.wait(300) == 143
+    assert len(running) == 1
+    assert len(page.splitlines()) == 5
 
 
 @pytest.mark.parametrize(

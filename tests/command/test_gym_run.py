@@ -206,6 +206,20 @@ def test_what_the_head_answers(folder: Path) -> None:
     assert played([*wrote(folder, program()), "auth=none"], open_to_all) == 143
 
 
+def test_who_trusts_the_network_is_served_without_a_token(folder: Path) -> None:
+    seen = dict[str, Any]()
+
+    def drive(place: Place) -> None:
+        port = the(place, "judge")["url"].rpartition(":")[2]
+        seen["info"] = httpx2.get(f"http://127.0.0.1:{port}/info", trust_env=False)
+        seen["urls"] = resolve(["gym.yaml"])["judge"]
+
+    more = "default_host: 0.0.0.0\nauth: none\nhead_server: {port: 0}"
+    assert played(wrote(folder, "  judge: {environment: exact}\n", more), drive) == 143
+    assert (seen["info"].status_code, seen["info"].json()["name"]) == (200, "judge")
+    assert (seen["urls"].token, seen["urls"].urls[0].rpartition(":")[0]) == (None, "http://127.0.0.1")
+
+
 def test_nothing_survives_that_a_server_has_started(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     played(wrote(folder, program(mode="leaves a child")), lambda place: None)
     pid = int(capfd.readouterr().err.partition("child ")[2].split()[0])
@@ -217,8 +231,7 @@ def test_the_second_signal_ends_all_at_once(folder: Path, capfd: pytest.CaptureF
 
     def drive(place: Place) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        until(lambda: the(place)["state"] == "stopping" or True)
-        time.sleep(0.1)  # two signals at once are one
+        until(lambda: the(place)["state"] == "stopping")  # two signals at once are one
 
     assert played(args, drive, signal.SIGINT) == 130
     assert "gym: ending all servers at once" in capfd.readouterr().out

@@ -11,9 +11,13 @@ from typing import Any
 import httpx2
 import pytest
 
+import nrl
 from nrl.command.cli import main
+from nrl.command.gym import replicas
+from nrl.command.gym.replicas import Interpreter, Replica
 from nrl.envs.gyms.places import Place
 from nrl.envs.gyms.resolving import ask, resolve
+from nrl.envs.gyms.servers import gym
 from tests.command.test_gym_run import cmdlines, folder, played, the, until, wrote
 
 __all__ = ["folder"]
@@ -75,6 +79,49 @@ def test_environments_are_served_until_the_gym_is_stopped(folder: Path, capfd: p
     out, err = capfd.readouterr()
     assert "own | the key is ***" in err
     assert not any(secret in text for text in (out, err, *texts))
+
+
+def test_a_gym_is_played_and_tried_by_its_file_wherever_its_head_is(folder: Path) -> None:
+    """And one of its environments by its address."""
+    seen = dict[str, Any]()
+
+    def drive(place: Place) -> None:
+        made = nrl.environments("gym.yaml")
+        seen["names"], seen["prompt"] = made.names, made.tasks(0).take(1)[0]["prompt"]
+        url = resolve(["gym.yaml"])["number"].urls[0]
+        assert place.token is not None
+        os.environ["NRL_GYM_TOKEN"] = place.token
+        try:
+            for target in ("gym.yaml", "gym.yaml:number", url):
+                seen[target] = main(["gym", "test", target, "limit=3", "slow=60"])
+        finally:
+            del os.environ["NRL_GYM_TOKEN"]
+        seen["url"] = seen.pop(url)
+
+    # The file says nothing of the head, which is at 11000 by default
+    args = [*wrote(folder, "  number: {environment: number}", ""), "head_server.port=0"]
+    assert played(args, drive) == 143
+    assert seen == {"names": ("number",), "prompt": "17+12=", "gym.yaml": 0, "gym.yaml:number": 0, "url": 0}
+
+
+def test_limits_reach_the_servers(folder: Path) -> None:
+    seen = dict[str, httpx2.Response]()
+
+    def drive(place: Place) -> None:
+        found = resolve(["gym.yaml"])
+        seen["info"] = get(f"{found['one'].urls[0]}/info", place.token)
+        for name in ("one", "two"):
+            url, headers = found[name].urls[0], {"Authorization": f"Bearer {place.token}"}
+            seen[name] = httpx2.post(f"{url}/verify", content=b"x" * 1001, headers=headers, trust_env=False)
+        seen["default"] = get(f"{found['two'].urls[0]}/info", place.token)
+
+    servers = "  one: {environment: exact, lease: 7, most: 3, largest: 1000}\n  two: {environment: exact}"
+    assert played(wrote(folder, servers), drive) == 143
+    assert (seen["info"].json()["lease"], seen["one"].status_code) == (7.0, 413)
+    assert (seen["default"].json()["lease"], seen["two"].status_code) == (60.0, 400)
+    one = gym(["gym.yaml"]).servers["one"]
+    sent = replicas._order(Replica("one", 0, one), one, Interpreter("python", {}), None, 1.0)
+    assert json.loads(sent["line"])["most"] == 3
 
 
 @pytest.mark.parametrize(

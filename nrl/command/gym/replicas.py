@@ -185,7 +185,9 @@ def _order(
         return {"argv": [_put(word, put) for word in server.command], "env": env, "line": None}
     told = {
         "environment": server.environment, "options": server.options, "host": replica.host, "port": replica.port,
-        "token": token, "lease": server.lease, "grace": grace,
+        "name": replica.name, "token": token, "grace": grace,
+        "lease": server.lease, "most": server.most, "largest": server.largest,
+        "auth": "none" if token is None else "token",  # the supervisor has judged whether that may be
     }  # fmt: skip
     argv = [interpreter.python, "-m", "nrl.envs.gym.process"]
     return {"argv": argv, "env": env, "line": json.dumps(told)}
@@ -219,11 +221,13 @@ async def _read(stream: asyncio.StreamReader, line: Callable[[str], None]) -> No
 
 
 async def watch(replica: Replica, token: str | None) -> None:
-    """Ask a replica again and again whether it is ready, and set its state; never ends by itself."""
+    """Ask a replica again and again whether it is ready, and set its state, until it is told to end."""
     missed, here = 0, isinstance(replica.server, EnvironmentServer | Program)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_PATIENCE)) as client:
         while True:
             note = await probe(client, replica, token)
+            if replica.ending:  # it may answer until it has ended, and is stopping all the same
+                return
             missed = missed + 1 if note else 0
             if not note:
                 replica.become("ready")

@@ -101,11 +101,11 @@ Guess a number from 1 to 99 in 7 turns. After each guess the environment says wh
 The reward is 1 if the number is found, else 0.
 
 ```sh
-pytest                                  # the rules, without a model
-nrl gym test NAME.py:env                # what lazy and hostile policies earn
-nrl gym run gym.yaml                    # serve it
-nrl gym status                          # in another terminal
-nrl eval tiny env=NAME.py:env limit=8   # let a model play it
+pytest                       # the rules, without a model
+nrl gym test NAME.py:env     # what lazy and hostile policies earn
+nrl gym run gym.yaml         # serve it
+nrl gym status               # in another terminal
+nrl eval model=Qwen/Qwen3-0.6B env=NAME.py:env limit=8   # let a model play it
 ```
 
 - `NAME.py` is the environment: `reset`, `step` and `tasks` are functions of what they are given, of nothing else.

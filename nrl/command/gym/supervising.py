@@ -153,6 +153,8 @@ class Supervisor:
         """Stop all, and wait until they have ended."""
         self.stopping.set()
         for replica in self.replicas:
+            if replica.process is not None:
+                replica.become("stopping")
             replica.tell("stop")
         for replica, life in zip(self.replicas, self._lives, strict=False):
             if replica.state == "building":  # which nobody waits for

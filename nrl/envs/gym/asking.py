@@ -4,6 +4,7 @@ import asyncio
 import builtins
 import contextlib
 import io
+import math
 import os
 import random
 import socket
@@ -29,6 +30,7 @@ __all__ = ["Asked", "Places"]
 _SOONEST, _LATEST = 0.05, 2.0  # seconds between two attempts
 _CONNECT = 5.0  # seconds that a connection may take
 _MORE = 30.0  # seconds beyond the time limit of a call in which its answer has to come
+_BUSIEST = 10  # times the patience: the longest that a call is told to come again before it fails
 _LONGEST = 30.0  # seconds that a server may ask for before it is asked again
 _BUSY = 429  # it is there, and says when to come again
 _GONE = (502, 503, 504)  # a proxy's, where the server behind it is gone; 503 is also that of a server that stops
@@ -164,16 +166,18 @@ class Places:
         now = asyncio.get_running_loop().time
         patience = self._patience if patience is None else patience
         limit = None if self.info is None or self.info.timeout is None else self.info.timeout + _MORE
-        headers = {"content-type": "application/json"} | ({} if limit is None else {"nrl-timeout": f"{limit:g}"})
         tried = set() if tried is None else tried
         place, since, pause = None if at is None else self._place(at), None, _SOONEST
+        began = math.inf  # the first attempt, once a connection is free for it
         while True:
             here, after = place or self._choose(), 0.0
             here.under_way += 1
             tried.add(here.url)
             try:
                 async with self._room:
-                    status, found, after = await self._once(here.url + path, body, headers, limit)
+                    began = min(began, now())
+                    left = None if limit is None else max(began + _BUSIEST * patience + limit - now(), _SOONEST)
+                    status, found, after = await self._once(here.url + path, body, _headers(left), limit, left)
                 if status != _BUSY and status not in _GONE:
                     here.failures, here.until = 0, 0.0
                     if status != 200:
@@ -192,6 +196,12 @@ class Places:
                 here.under_way -= 1
             if status == _BUSY:
                 since, pause, here.until = None, _SOONEST, now() + after
+                if now() - began > _BUSIEST * patience:
+                    raise EnvError(
+                        f"remote: {here.url} has been too busy for {path} for {now() - began:.1f} s; give it "
+                        "more replicas or a larger most=, or give remote(patience=) more seconds, of which it waits "
+                        f"{_BUSIEST} times as many"
+                    )
             else:
                 since = now() if since is None else since
                 here.failures += 1
@@ -206,9 +216,10 @@ class Places:
             pause = min(_LATEST, 2 * pause)
 
     async def _once(
-        self, url: str, body: bytes | None, headers: dict[str, str], limit: float | None
+        self, url: str, body: bytes | None, headers: dict[str, str], *limits: float | None
     ) -> tuple[int, bytes, float]:
-        timeout = aiohttp.ClientTimeout(total=limit, sock_connect=_CONNECT)
+        total = min((each for each in limits if each is not None), default=None)
+        timeout = aiohttp.ClientTimeout(total=total, sock_connect=_CONNECT)
         method = "GET" if body is None else "POST"
         data = io.BytesIO(body) if body is not None and len(body) > 2**16 else body  # which is sent part by part
         request = self._opened().request(
@@ -277,6 +288,11 @@ class Places:
         if self._renewing is not None:
             self._renewing.cancel()
         await session.close()
+
+
+def _headers(left: float | None) -> dict[str, str]:
+    """What a request bears: the seconds that are left to whoever asks, so that no server works for nobody."""
+    return {"content-type": "application/json"} | ({} if left is None else {"nrl-timeout": f"{left:.3f}"})
 
 
 def _after(response: aiohttp.ClientResponse) -> float:

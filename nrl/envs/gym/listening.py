@@ -7,7 +7,7 @@ import resource
 import socket
 from asyncio import TimerHandle, Transport
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -16,6 +16,7 @@ __all__ = ["Listener", "listening", "many_files"]
 
 _SLOWEST = 30.0  # seconds in which the headers of a request have to have arrived
 _HEADERS = 2**16  # bytes that they may have
+_LINGERS = 30.0  # seconds in which who is refused has to have read why
 _BACKLOG = 16_384  # connections that may wait to be taken
 
 
@@ -59,21 +60,74 @@ def many_files() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+class _Lingering:
+    """A transport that reads on for a while at its end, and drops what comes, where its client is still sending.
+
+    Closed at once, it would be reset, and the client might never read why it was refused.
+    """
+
+    def __init__(self, own: Transport, loop: asyncio.AbstractEventLoop, unread: Callable[[], bool]) -> None:
+        self._own, self._loop, self._unread = own, loop, unread
+        self.ending: TimerHandle | None = None
+        self.write = own.write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def is_closing(self) -> bool:
+        return self.ending is not None or self._own.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        if not self._unread():
+            self._own.close()
+            return
+        self.ending = self._loop.call_later(_LINGERS, self._own.abort)
+        self._own.write_eof()
+        self._own.resume_reading()
+
+    def end(self) -> None:
+        """Read nothing more."""
+        if self.ending is not None:
+            self.ending.cancel()
+            self._own.close()
+
+
 class _Bounded(HttpToolsProtocol):
     """A connection that is closed where headers come too slowly, or are too long, which uvicorn does not look at."""
 
     _read = 0
     _late: TimerHandle | None = None
+    _refused = _stopping = False
+    _lingering: _Lingering
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._lingering = _Lingering(transport, self.loop, self._unread)
+        super().connection_made(cast(Transport, self._lingering))
         self._late = self.loop.call_later(_SLOWEST, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._in_time()
+        self._lingering.end()
         super().connection_lost(exc)
 
+    def _unread(self) -> bool:
+        """Whether its client may be sending more."""
+        return not self._stopping and (self._refused or (self.cycle is not None and self.cycle.more_body))
+
+    def send_400_response(self, msg: str) -> None:
+        self._refused = True
+        super().send_400_response(msg)
+
+    def shutdown(self) -> None:
+        self._stopping = True
+        self._lingering.end()
+        super().shutdown()
+
     def data_received(self, data: bytes) -> None:
+        if self._lingering.ending is not None:
+            return
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before or not (before is None or before.response_complete):
@@ -84,6 +138,7 @@ class _Bounded(HttpToolsProtocol):
         if self._late is None:
             self._late = self.loop.call_later(_SLOWEST, self.transport.close)
         if self._read > _HEADERS and not self.transport.is_closing():
+            self._refused = True
             said = b"the headers have more than %d bytes; send fewer" % _HEADERS
             self.transport.write(
                 b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-type: text/plain\r\n"

@@ -18,6 +18,7 @@ import uvloop
 from nrl.envs.contract import is_env
 from nrl.envs.gym.listening import Listener, listening
 from nrl.envs.gym.serving import Settings, address, answering, check_reach
+from nrl.envs.gyms.defaults import LARGEST, LEASE, MOST
 from nrl.envs.naming import named
 from nrl.envs.shipped import ENVIRONMENTS, OWN_TASKS
 from nrl.errors import NrlError
@@ -42,9 +43,9 @@ class Served(msgspec.Struct, forbid_unknown_fields=True):
     port: int = 0
     token: str | None = None
     auth: str = "token"
-    lease: float = 60.0
-    most: int = 20_000
-    largest: int = 2**26
+    lease: float = LEASE
+    most: int = MOST
+    largest: int = LARGEST
     grace: float = 10.0
 
 

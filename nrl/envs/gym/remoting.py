@@ -73,7 +73,8 @@ def remote(
         server: its address, such as ``"http://10.0.0.5:8000"``, or what `nrl.serve` returned; or several of the same
             kind: an episode begins where there is least to do, and stays there.
         token: that the server asks for; None: that of the server, or of the environment variable ``NRL_GYM_TOKEN``.
-        patience: seconds for which a server is asked that does not answer at all, this call included.
+        patience: seconds for which a server is asked that does not answer at all, this call included. One that is
+            there, and says that it has too much to do, is asked for ten times as long.
         connections: calls that may be under way at a time.
 
     Returns:

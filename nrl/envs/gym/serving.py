@@ -17,6 +17,7 @@ from nrl.envs.contract import Env, Verifier, is_env
 from nrl.envs.gym.application import application
 from nrl.envs.gym.listening import Listener, listening
 from nrl.envs.gym.service import Service
+from nrl.envs.gyms.defaults import LARGEST, LEASE, MOST
 from nrl.errors import EnvError
 
 __all__ = ["Server", "Settings", "address", "answering", "check_reach", "serve"]
@@ -57,9 +58,9 @@ def serve(
     token: str | None = None,
     auth: str = "token",
     timeout: float | EllipsisType | None = ...,
-    lease: float = 60.0,
-    most: int = 20_000,
-    largest: int = 2**26,
+    lease: float = LEASE,
+    most: int = MOST,
+    largest: int = LARGEST,
     name: str | None = None,
 ) -> Server:
     """Serve a verifier or an environment over HTTP; `nrl.remote` makes the same one again of its address.
@@ -154,9 +155,9 @@ class Settings:
 
     token: str | None = None
     timeout: float | EllipsisType | None = ...
-    lease: float = 60.0
-    most: int = 20_000
-    largest: int = 2**26
+    lease: float = LEASE
+    most: int = MOST
+    largest: int = LARGEST
     grace: float = 10.0
 
 

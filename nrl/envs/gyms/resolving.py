@@ -61,26 +61,40 @@ def resolve(args: Sequence[str]) -> dict[str, Replicas]:
 def find(args: Sequence[str]) -> Place:
     """The gym of a configuration, running or not; of none, the only one that runs.
 
+    One that runs here is known by its files, wherever its head is, unless an argument says where that is.
+
     Raises:
-        ConfigError: the configuration is wrong; or there is none, and no gym runs here, or several do.
+        ConfigError: the configuration is wrong; or there is none, and no gym runs here, or several do; or several of
+            the configuration do.
     """
     running = places()
     if not args:
         if len(running) == 1:
             return running[0]
-        shown = "".join(f"\n    {' '.join(each.files)} at {each.url}" for each in running)
-        many = f"{len(running)} gyms run here; name the configuration of one:{shown}"
+        many = f"{len(running)} gyms run here; name the configuration of one:{_shown(running)}"
         raise ConfigError(many if running else "no gym of yours runs here; start one: nrl gym run CONFIG.yaml")
     gym = head_of(args)
     head = gym.head_server
     wanted = f"http://{_bracketed(gym.host(head))}:{head.port}"
     files = set(map(str, gym.files))
-    for place in running:
-        if place.url == wanted or (not head.port and files <= set(place.files)):
-            return attrs.evolve(place, url=_reached(place.url, f"http://127.0.0.1:{head.port}"))
+    there = [place for place in running if place.url == wanted]
+    if not head.port or not any(arg.lstrip("+").startswith("head_server") for arg in args):
+        of_files = [place for place in running if files <= set(place.files)]
+        there = [place for place in of_files if place in there] or of_files or there
+    if len(there) > 1:
+        raise ConfigError(
+            f"{len(there)} gyms of {' '.join(sorted(files))} run here; say which one, with head_server.port=PORT:"
+            f"{_shown(there)}"
+        )
+    if there:
+        return attrs.evolve(there[0], url=_reached(there[0].url, f"http://127.0.0.1:{head.port}"))
     if not head.port:
         raise ConfigError(f"no gym of {' '.join(sorted(files))} runs here; start it: nrl gym run {' '.join(args)}")
     return Place(_reached(wanted, f"http://127.0.0.1:{head.port}"), gym.token, 0, tuple(sorted(files)))
+
+
+def _shown(running: Sequence[Place]) -> str:
+    return "".join(f"\n    {' '.join(each.files)} at {each.url}" for each in running)
 
 
 def ask(place: Place) -> Any:

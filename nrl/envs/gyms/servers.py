@@ -12,6 +12,7 @@ import attrs
 from nrl.config._typed import structure
 from nrl.config._yaml import Problems
 from nrl.config.layers import Layer, explain
+from nrl.envs.gyms.defaults import LARGEST, LEASE, MOST
 from nrl.envs.gyms.settings import settings
 from nrl.errors import ConfigError
 from nrl.log.redaction import redact
@@ -90,7 +91,9 @@ class EnvironmentServer(_Process):
     environment: str  # its name, as env= takes it
     options: dict[str, Any] = attrs.field(factory=dict, repr=False)
     auth: Literal["token", "none"] | None = None  # default: that of the gym
-    lease: float = attrs.field(default=600.0, validator=_is_positive)  # seconds that a session may be silent
+    lease: float = attrs.field(default=LEASE, validator=_is_positive)  # seconds that a session may be silent
+    most: int = attrs.field(default=MOST, validator=_is_positive)  # calls under way, and sessions, of each replica
+    largest: int = attrs.field(default=LARGEST, validator=_is_positive)  # bytes of a request
 
 
 @attrs.frozen(kw_only=True)

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import json
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 import nrl
 import nrl.errors
 from nrl.envs import Environment, Step, Trace, Turn, exact, of_group, single_turn
-from nrl.envs.gym import remoting
+from nrl.envs.gym import asking, remoting
 from nrl.envs.gym.remoting import RemoteState
 from nrl.envs.gym.serving import Server
 from nrl.errors import ConsumedState, EnvError, ForeignState
@@ -257,7 +258,37 @@ def test_a_server_that_is_busy_is_asked_again(status: int) -> None:
         assert run(nrl.remote(says.url)({}, Trace())) == 1.0
         assert len(says.asked) == 4
         assert len({each.partition(b"\r\n\r\n")[2] for each in says.asked[1:]}) == 1  # the same call
-        assert b"nrl-timeout: 35\r\n" in says.asked[1].lower()  # that of a call, and half a minute
+
+
+def test_a_server_that_is_busy_for_ever_is_told_of() -> None:
+    busy = (429, {"error": {"code": "busy", "kind": "EnvError", "message": "later"}}, {"retry-after": "0.01"})
+    with saying({**INFO, "timeout": None}, busy) as says:
+        there = nrl.remote(says.url, patience=0.05)
+        with pytest.raises(
+            EnvError,
+            match=rf"remote: {says.url} has been too busy for /verify for [\d.]+ s; give it more replicas or a larger "
+            r"most=, or give remote\(patience=\) more seconds, of which it waits 10 times as many",
+        ):
+            run(there({}, Trace()))
+        assert len(says.asked) > 2
+
+
+def test_a_server_that_is_busy_for_longer_than_patience_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "_BUSIEST", 10_000)  # so that a slow machine passes, too
+    with saying(INFO, *[(429, b"", {"retry-after": "0.01"})] * 12, ONE) as says:
+        assert run(nrl.remote(says.url, patience=0.2)({}, Trace())) == 1.0
+        assert len(says.asked) == 14
+
+
+def test_each_attempt_says_what_time_is_left() -> None:
+    """Whatever came of the last one: told to come again, told by a proxy that nobody is there, or cut off."""
+    with saying(INFO, (429, b""), (503, b""), (200, b"short", {"content-length": "100"}), ONE) as says:
+        assert run(nrl.remote(says.url)({}, Trace())) == 1.0
+        assert len(says.asked) == 5
+        left = [float(re.findall(rb"nrl-timeout: ([\d.]+)\r\n", each.lower())[0]) for each in says.asked[1:]]
+    assert left == sorted(left, reverse=True)
+    assert len(set(left)) == 4
+    assert 5 + 30 < left[-1] < left[0] <= 5 + 30 + 10 * 60  # of a call, half a minute, and ten times the patience
 
 
 def test_a_date_to_come_again_is_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

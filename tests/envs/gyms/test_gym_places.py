@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from nrl.envs.gyms.places import Place, places, told
@@ -148,6 +149,21 @@ def test_the_only_gym_needs_no_name(folder: Path) -> None:
         assert find([]) == here
         with told(other), pytest.raises(ConfigError, match="2 gyms run here; name the configuration of one:\n    /"):
             find([])
+
+
+def test_a_gym_is_known_by_its_files_unless_its_head_is_named(folder: Path) -> None:
+    here, other = place(folder, 9), Place("http://127.0.0.1:10", None, os.getppid(), ("/b.yaml",))
+    with told(here), told(other):
+        assert find(["gym.yaml"]) == here  # and not at 11000
+        assert find(["gym.yaml", "head_server.port=10"]).url == other.url
+        assert find(["gym.yaml", "head_server.port=8"]).pid == 0
+    with told(here), told(attrs.evolve(other, files=here.files)):
+        with pytest.raises(ConfigError, match=r"2 gyms of /.*gym.yaml run here; say which one, with head_server.port"):
+            find(["gym.yaml"])
+        (folder.parent / "gym.yaml").write_text("head_server: {port: 9}")
+        assert find(["gym.yaml"]) == here
+    with told(attrs.evolve(other, url="http://127.0.0.1:9")):
+        assert find(["gym.yaml"]).pid == other.pid  # of other files, at its address
 
 
 def test_what_is_wrong_with_a_head_is_told(folder: Path) -> None:
