@@ -18,6 +18,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode, checks
+from schemathesis.core.result import Ok
 
 import nrl
 from nrl.command.gym import head
@@ -137,7 +138,8 @@ def explore(served: Served, examples: int) -> None:
     with requests.Session() as session:
         session.trust_env = False
         for found in schema.get_all_operations():
-            operation = found.ok()
+            assert isinstance(found, Ok)
+            operation: Any = found.ok()
             cases = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
             if operation.body:
                 cases |= operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
