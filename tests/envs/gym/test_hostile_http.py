@@ -33,7 +33,7 @@ CHECKS = [
     checks.response_headers_conformance,
     checks.response_schema_conformance,
 ]
-FEW, MANY = 12, 400
+FEW, MANY = 8, 400
 slow = pytest.mark.slow
 ENDED = (ConnectionResetError, BrokenPipeError)
 
