@@ -195,7 +195,9 @@ def test_what_the_head_answers(folder: Path) -> None:
         assert get("/servers", Authorization=f"Bearer {place.token}").json()["ready"] is True
         assert get("/servers", "POST").status_code == 405
         assert (get("/health", "HEAD").status_code, get("/health", "HEAD").text) == (200, "")
-        assert "there are /servers, /ready and /health" in get("/nothing").json()["error"]
+        there = "there is no /nothing; there are /servers, /ready, /health, /openapi.json"
+        assert (get("/nothing").status_code, get("/nothing").json()["error"]["message"]) == (404, there)
+        assert get("/openapi.json").json()["info"]["title"] == "nrl gym: head"
 
     assert played(wrote(folder, program()), drive, signal.SIGINT) == 130
 

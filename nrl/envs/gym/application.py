@@ -2,8 +2,9 @@
 
 import asyncio
 import hmac
+import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -16,9 +17,10 @@ from nrl.envs.gym.once import Refused
 from nrl.envs.gym.openapi import Route, openapi
 from nrl.envs.gym.service import Service
 
-__all__ = ["Application", "Receive", "Send", "application"]
+__all__ = ["Application", "Receive", "Send", "application", "routed"]
 
 _SLOWEST = 30.0  # seconds in which a request has to have arrived
+_SHORT = 2**15  # bytes of a body that a connection may read and forget
 _HELD = 16  # requests of the largest size that may be in memory at a time
 
 type Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -35,53 +37,74 @@ def application(service: Service, *, token: str | None, largest: int) -> Applica
         largest: bytes that a request may have.
     """
     numbers = _Numbers(service)
-    known = _routes(service, numbers)
-    described = msgspec.json.encode(openapi(service.name, known, secured=token is not None))
-    known["/openapi.json"] = Route("GET", "Describe all paths.", _saying(described))
+    return routed(service.name, _routes(service, numbers), token=token, largest=largest, note=numbers.note)
+
+
+def routed(
+    name: str,
+    routes: Mapping[str, Route],
+    *,
+    token: str | None,
+    largest: int,
+    tells: bool = False,
+    note: Callable[[str, int, float], Any] = lambda path, status, seconds: None,
+) -> Application:
+    """An ASGI application of routes, and of ``/openapi.json``, which describes them.
+
+    Args:
+        name: of what is served.
+        routes: by path.
+        token: that a request has to bear, but for routes that are open; None: none.
+        largest: bytes that a request may have.
+        tells: whether it says without the token, too, which paths and methods there are.
+        note: is told the path (empty: there is none), the status and the seconds of each request.
+    """
+    described = msgspec.json.encode(openapi(name, routes, secured=token is not None))
+    known = {**routes, "/openapi.json": Route("GET", "Describe all paths.", _saying(described), open=tells)}
     decoders = {path: Decoder(route.asked) for path, route in known.items() if route.asked is not None}
     bearer = None if token is None else f"Bearer {token}".encode()
     bodies = _Bodies(largest)
 
-    async def answered(route: Route | None, scope: Any, receive: Receive) -> bytes:
+    async def answered(route: Route | None, scope: Any, asked: "_Headers", receive: Receive) -> bytes:
         path, method = scope["path"], scope["method"]
-        declared, timeout, given = b"0", None, b""
-        for name, value in scope["headers"]:
-            if name == b"authorization":
-                given = value
-            elif name == b"content-length":
-                declared = value
-            elif name == b"nrl-timeout":
-                timeout = _seconds(value)
-        if bearer is not None and not (route and route.open) and not hmac.compare_digest(given, bearer):
-            raise Refused(401, "unauthorized", "the token is missing or wrong; send 'Authorization: Bearer TOKEN'")
+        may = bearer is None or (route is not None and route.open) or hmac.compare_digest(asked.bearer, bearer)
+        if not (may or tells):
+            raise _unauthorized()
         if route is None:
             raise Refused(404, "unknown", f"there is no {path:.80}; there are {', '.join(known)}")
-        if method != route.method:
+        if method != route.method and (method, route.method) != ("HEAD", "GET"):
             raise Refused(405, "invalid", f"{path} takes {route.method}, and not {method:.20}")
+        if not may:
+            raise _unauthorized()
         if route.asked is None:
+            if asked.has_body:
+                raise Refused(400, "invalid", f"{path} takes no body; send none", unread=True)
             return await route.answer(None)
-        held = 0
+        timeout, held = _seconds(asked.timeout), 0
         try:
-            body, held = await bodies.read(receive, declared)
+            body, held = await bodies.read(receive, asked.length)
             try:
-                asked = records.read(body, decoders[path])
+                record = records.read(body, decoders[path])
             except ValueError as error:
                 raise Refused(400, "invalid", f"{path}: {error}") from None
             del body
-            return await _within(timeout, route.answer(asked), path)
+            return await _within(timeout, route.answer(record), path)
+        except RecursionError:  # it could be read, and no more
+            raise Refused(400, "invalid", f"{path}: it is nested too deeply") from None
         finally:
             bodies.held -= held
 
     async def serve(scope: Any, receive: Receive, send: Send) -> None:
         began, status, more = time.perf_counter(), 200, list[tuple[bytes, bytes]]()
-        route = known.get(scope["path"])
+        route, asked = known.get(scope["path"]), _Headers(scope["headers"])
         try:
-            body = await answered(route, scope, receive)
+            body = await answered(route, scope, asked, receive)
         except (Refused, asyncio.CancelledError) as error:
             # Who cancels is a server that stops, and has waited long enough
-            why = error if isinstance(error, Refused) else _stopping(service)
-            status, body, more = why.status, why.body, _headers(why)
-        numbers.note(scope["path"] if route else "", status, time.perf_counter() - began)
+            why = error if isinstance(error, Refused) else _stopping(name)
+            why.unread = why.unread or (asked.is_long and why.status in (401, 404, 405))
+            status, body, more = why.status, why.body, _headers(why, route)
+        note(scope["path"] if route else "", status, time.perf_counter() - began)
         kind = b"application/json" if status != 200 or route is None else route.kind
         headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body)), *more]
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -93,7 +116,7 @@ def application(service: Service, *, token: str | None, largest: int) -> Applica
 def _routes(service: Service, numbers: "_Numbers") -> dict[str, Route]:
     async def ready() -> bytes:
         if service.stopping:
-            raise _stopping(service)
+            raise _stopping(service.name)
         return b"{}"
 
     async def renew(asked: records.Renewal) -> bytes:
@@ -119,8 +142,12 @@ def _routes(service: Service, numbers: "_Numbers") -> dict[str, Route]:
     }
 
 
-def _stopping(service: Service) -> Refused:
-    return Refused(503, "stopping", f"{service.name} is stopping; ask another server", after=1.0)
+def _unauthorized() -> Refused:
+    return Refused(401, "unauthorized", "the token is missing or wrong; send 'Authorization: Bearer TOKEN'")
+
+
+def _stopping(name: str) -> Refused:
+    return Refused(503, "stopping", f"{name} is stopping; ask another server", after=1.0)
 
 
 def _saying(body: bytes) -> Callable[[Any], Awaitable[bytes]]:
@@ -142,18 +169,51 @@ async def _within(seconds: float | None, answer: Awaitable[bytes], path: str) ->
         raise Refused(408, "late", late, "TimeoutError") from None
 
 
-def _seconds(value: bytes) -> float:
+def _seconds(value: bytes | None) -> float | None:
+    if value is None:
+        return None
     try:
-        return min(max(float(value), 0.0), 1e9)
+        if not math.isnan(seconds := float(value)):
+            return min(max(seconds, 0.0), 1e9)
     except ValueError:
-        raise Refused(400, "invalid", f"nrl-timeout is {value!r:.40}; give seconds") from None
+        pass
+    raise Refused(400, "invalid", f"nrl-timeout is {value!r:.40}; give seconds")
 
 
-def _headers(error: Refused) -> list[tuple[bytes, bytes]]:
+def _headers(error: Refused, route: Route | None) -> list[tuple[bytes, bytes]]:
+    found = [(b"connection", b"close")] if error.unread else []
     if error.status == 401:
-        return [(b"www-authenticate", b"Bearer")]
-    again = [] if error.after is None else [(b"retry-after", b"%.2f" % error.after)]
-    return [*again, (b"connection", b"close")] if error.unread else again
+        found.append((b"www-authenticate", b"Bearer"))
+    if error.status == 405 and route is not None:
+        found.append((b"allow", b"GET, HEAD" if route.method == "GET" else route.method.encode()))
+    return found if error.after is None else [*found, (b"retry-after", b"%.2f" % error.after)]
+
+
+class _Headers:
+    """What is read in the headers of a request."""
+
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self.bearer, self.timeout, length = b"", None, b""
+        self._chunked = False
+        for name, value in headers:
+            if name == b"authorization":
+                self.bearer = value
+            elif name == b"content-length":
+                length = value
+            elif name == b"transfer-encoding":
+                self._chunked = True
+            elif name == b"nrl-timeout":
+                self.timeout = value
+        self.length = int(length) if length.isdigit() else 0
+
+    @property
+    def has_body(self) -> bool:
+        return self._chunked or self.length > 0
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its body is more than what a connection reads for nothing."""
+        return self._chunked or self.length > _SHORT
 
 
 class _Bodies:
@@ -162,14 +222,16 @@ class _Bodies:
     def __init__(self, largest: int) -> None:
         self.largest, self.held = largest, 0
 
-    async def read(self, receive: Receive, declared: bytes) -> tuple[bytes, int]:
+    async def read(self, receive: Receive, declared: int) -> tuple[bytes, int]:
         """A request, and how much of it is held until its answer."""
-        self._check(int(declared) if declared.isdigit() else 0)
+        self._check(declared)
         parts, size = list[bytes](), 0
         try:
             async with asyncio.timeout(_SLOWEST):
                 while True:
                     message = await receive()
+                    if message.get("type") == "http.disconnect":
+                        raise Refused(400, "invalid", "the client left before its request had arrived", unread=True)
                     part = message.get("body", b"")
                     size += len(part)
                     self.held += len(part)

@@ -12,11 +12,14 @@ from typing import Any, cast
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from nrl.envs.gym.once import Refused
+
 __all__ = ["Listener", "listening", "many_files"]
 
-_SLOWEST = 30.0  # seconds in which the headers of a request have to have arrived
+_SLOWEST = 30.0  # seconds in which the headers of a request have to have arrived, and some of an answer to be read
 _HEADERS = 2**16  # bytes that they may have
 _LINGERS = 30.0  # seconds in which who is refused has to have read why
+_WAITING = 64  # requests of a connection that may wait for the one before
 _BACKLOG = 16_384  # connections that may wait to be taken
 
 
@@ -69,10 +72,13 @@ class _Lingering:
     def __init__(self, own: Transport, loop: asyncio.AbstractEventLoop, unread: Callable[[], bool]) -> None:
         self._own, self._loop, self._unread = own, loop, unread
         self.ending: TimerHandle | None = None
-        self.write = own.write
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
+
+    def write(self, data: bytes) -> None:
+        if self.ending is None:  # the answer to an earlier request may come after a later one was refused
+            self._own.write(data)
 
     def is_closing(self) -> bool:
         return self.ending is not None or self._own.is_closing()
@@ -95,30 +101,34 @@ class _Lingering:
 
 
 class _Bounded(HttpToolsProtocol):
-    """A connection that is closed where headers come too slowly, or are too long, which uvicorn does not look at."""
+    """A connection with bounds on what a client may hold, which uvicorn does not look at.
 
-    _read = 0
+    It is closed where headers come too slowly or are too long, trailers and those of the next request included; where
+    too many requests wait for the one before; and where nothing of an answer is read any more.
+    """
+
+    _read = 0  # bytes since the last request or piece of a body
+    _of_body = False  # whether what has just arrived had a piece of a body
     _late: TimerHandle | None = None
+    _unread: TimerHandle | None = None
     _refused = _stopping = False
+    _why = ""
     _lingering: _Lingering
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        self._lingering = _Lingering(transport, self.loop, self._unread)
+        self._lingering = _Lingering(transport, self.loop, self._sending)
         super().connection_made(cast(Transport, self._lingering))
-        self._late = self.loop.call_later(_SLOWEST, transport.close)
+        self._late = self.loop.call_later(_SLOWEST, self._end)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._in_time()
+        self._is_read()
         self._lingering.end()
         super().connection_lost(exc)
 
-    def _unread(self) -> bool:
+    def _sending(self) -> bool:
         """Whether its client may be sending more."""
         return not self._stopping and (self._refused or (self.cycle is not None and self.cycle.more_body))
-
-    def send_400_response(self, msg: str) -> None:
-        self._refused = True
-        super().send_400_response(msg)
 
     def shutdown(self) -> None:
         self._stopping = True
@@ -128,23 +138,75 @@ class _Bounded(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._lingering.ending is not None:
             return
-        before = self.cycle
+        before, self._of_body = self.cycle, False
         super().data_received(data)
-        if self.cycle is not before or not (before is None or before.response_complete):
-            if self._late is not None:
-                self._in_time()
+        if self.cycle is not before:
+            self._in_time()
+            return
+        under_way = before is not None and not before.response_complete
+        if under_way and self._of_body:
+            self._read = 0
             return
         self._read += len(data)
-        if self._late is None:
-            self._late = self.loop.call_later(_SLOWEST, self.transport.close)
+        if self._late is None and not under_way:
+            self._late = self.loop.call_later(_SLOWEST, self._end)
         if self._read > _HEADERS and not self.transport.is_closing():
-            self._refused = True
-            said = b"the headers have more than %d bytes; send fewer" % _HEADERS
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-type: text/plain\r\n"
-                b"content-length: %d\r\n\r\n%s" % (len(said), said)
-            )
-            self.transport.close()
+            why = f"the headers have more than {_HEADERS} bytes; send fewer"
+            self._refuse(b"431 Request Header Fields Too Large", why)
+
+    def on_body(self, body: bytes) -> None:
+        self._of_body = True
+        super().on_body(body)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if len(self.pipeline) > _WAITING:
+            self._why = f"more than {_WAITING} requests wait for their answers; read those first"
+            raise ValueError(self._why)  # so that the parser stops; `send_400_response` is what comes of it
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            self._refuse(b"400 Bad Request", self._why or "this is not HTTP")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        self._is_read()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._end()
+
+    def _refuse(self, status: bytes, why: str) -> None:
+        self._refused = True
+        said = Refused(int(status[:3]), "invalid", why).body
+        self.transport.write(
+            b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+            % (status, len(said), said)
+        )
+        self._end()
+
+    def _end(self) -> None:
+        """Close, also if what was written is never read."""
+        self.transport.close()
+        self.loop.call_later(_SLOWEST, self.transport.abort)
+
+    def _watch(self) -> None:
+        def look() -> None:
+            if self.transport.get_write_buffer_size() < left:
+                self._watch()
+            else:
+                self.transport.abort()
+
+        left = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(_SLOWEST, look)
+
+    def _is_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _in_time(self) -> None:
         self._read = 0
@@ -191,7 +253,6 @@ class Listener(uvicorn.Server):
 
     async def answer(self, on: socket.socket, ready: Callable[[], Any]) -> None:
         """Answer on a socket, until it is stopped."""
-        many_files()
         serving = asyncio.ensure_future(self.serve(sockets=[on]))
         while not (self.started or serving.done()):
             await asyncio.sleep(0)

@@ -44,7 +44,9 @@ class Refused(Exception):
     @property
     def body(self) -> bytes:
         """As it is sent."""
-        return _encode(records.Error(records.Failure(self.code, self.kind, str(self))))
+        # A message may quote lone surrogates, which no JSON has
+        kind, message = (text.encode("utf-8", "backslashreplace").decode() for text in (self.kind, str(self)))
+        return _encode(records.Error(records.Failure(self.code, kind, message)))
 
 
 @attrs.define(eq=False)

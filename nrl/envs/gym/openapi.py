@@ -19,7 +19,8 @@ _REFUSED = {
     413: "It is too large.",
     422: "The environment raised.",
     429: "There is too much to do; ask again after Retry-After seconds.",
-    503: "The server is stopping.",
+    431: "The headers are too long.",
+    503: "The server is not ready, or stopping.",
 }
 
 

@@ -15,7 +15,7 @@ import uvloop
 
 from nrl.envs.contract import Env, Verifier, is_env
 from nrl.envs.gym.application import application
-from nrl.envs.gym.listening import Listener, listening
+from nrl.envs.gym.listening import Listener, listening, many_files
 from nrl.envs.gym.service import Service
 from nrl.envs.gyms.defaults import LARGEST, LEASE, MOST
 from nrl.errors import EnvError
@@ -167,6 +167,7 @@ async def answering(f: Any, name: str, on: socket.socket, settings: Settings, re
         service = Service(f, name, lease=settings.lease, most=settings.most, timeout=settings.timeout)
         app = application(service, token=settings.token, largest=settings.largest)
         listener = Listener(app, settings.grace, service.refuse)
+        many_files()
         try:
             await listener.answer(on, lambda: ready(listener))
         finally:
