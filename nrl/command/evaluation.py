@@ -129,6 +129,7 @@ def main(cfg: Evaluation) -> Metrics:
         digests = {MARK: digest(tasks), "digest_of_model": digest_of_files(str(model.source))}
         evaluation_folder.write_config(out, cfg, digests)
         done = evaluation_folder.read(results, len(tasks), together)
+        evaluation_folder.write_failures(out, done)
         print(
             f"eval: {len(done)} of {len(tasks)} tasks are done in {out}; the same command with out={out} goes on there",
             flush=True,
@@ -141,11 +142,13 @@ def main(cfg: Evaluation) -> Metrics:
                 graded = grade(sampler, envs.graded, some, n=cfg.n, seed=cfg.seed, first_group=start)
                 for number, each in enumerate(graded, start):
                     lines.write({"task": number} | attrs.asdict(each))
+                _note_failures(out, graded, start)
                 so_far = merge(so_far, measure(graded))
                 shown = _shown(so_far, graded, monotonic() - began)
                 progress.show("eval", start // together, -(-len(tasks) // together), shown)
         # From the file, so that the number of attempts does not matter
         every = evaluation_folder.read(results, len(tasks), together)
+        evaluation_folder.write_failures(out, every)
         metrics = measure(every, cfg.k, passing=cfg.passing)
         for source, name in enumerate(envs.names if len(envs.names) > 1 else ()):
             own = [each for each, task in zip(every, tasks, strict=True) if task["source"] == source]
@@ -250,6 +253,13 @@ def _sampler(cfg: Evaluation, model: Model, stack: ExitStack) -> Sampler:
 
 
 # --- output
+
+
+def _note_failures(out: Path, graded: Sequence[Graded], first: int) -> None:
+    if found := list(evaluation_folder.failures(graded, first)):
+        with JsonLines(out / "failures.jsonl") as lines:
+            for record in found:
+                lines.write(record)
 
 
 def _summary(metrics: Metrics, tasks: int) -> dict[str, Any]:
