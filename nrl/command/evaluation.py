@@ -1,7 +1,9 @@
 """The command ``nrl eval``: samples a file of tasks, or plays an environment, verifies, measures, and resumes.
 
 The folder holds ``config.yaml``; ``results.jsonl``, a line for each task, written as soon as the tasks that are sampled
-together have been verified; and in the end ``metrics.json``. Noise depends on the seed, the task and the place of the
+together have been verified; and in the end ``tasks.jsonl``, ``metrics.json`` and ``report.html``.
+
+Noise depends on the seed, the task and the place of the
 sample alone, and the same tasks are always sampled together. So an evaluation that is killed and started again ends
 with the same results.
 """
@@ -23,7 +25,7 @@ from rich.table import Table
 
 from nrl import checkpoint, data
 from nrl.backends import SAMPLERS, Model, Sampler, Sampling, load_tokenizer, openai
-from nrl.command import evaluation_folder
+from nrl.command import evaluation_folder, evaluation_report
 from nrl.command.evaluation_folder import MARK, config_of, digest, digest_of_files
 from nrl.data import FORMATS, Format
 from nrl.data.task_streams import GENERATED
@@ -153,7 +155,9 @@ def main(cfg: Evaluation) -> Metrics:
         for source, name in enumerate(envs.names if len(envs.names) > 1 else ()):
             own = [each for each, task in zip(every, tasks, strict=True) if task["source"] == source]
             metrics |= prefixed(f"{name}/", over_something(measure(own, cfg.k, passing=cfg.passing)))
+        evaluation_report.write_tasks(out, every, cfg.passing)
         config_file.replace(out / "metrics.json", json.dumps(_summary(metrics, len(tasks)), indent=1) + "\n")
+        evaluation_report.report(out)
     Console().print(_table(metrics, cfg))
     invalid = int(metrics["eval/invalid"].total)  # type: ignore[union-attr]
     if invalid and invalid == len(tasks) * cfg.n:
