@@ -23,7 +23,7 @@ from nrl.episodes.transcripts import last_turn, rows_of_episodes, transcriber
 from nrl.errors import DataError, EnvError, NrlError
 from nrl.reduce import Mean, Metrics, Sum
 
-__all__ = ["Graded", "failures_of", "grade", "measure"]
+__all__ = ["Graded", "failures_of", "fields_of", "grade", "measure"]
 
 
 @attrs.frozen
@@ -152,7 +152,7 @@ def grade(
             [truncated[row] for row in rows],
             _numbers(batch, rows),
             failures=failures_of(episodes[place]),
-            fields=_fields(task),
+            fields=fields_of(task),
         )
 
     return [graded(place, task) for place, task in enumerate(tasks)]
@@ -180,7 +180,7 @@ def _played(batch: Batch, tasks: Sequence[Task], n: int, tokenizer: Any) -> list
             [sum(part["role"] == "policy" for part in parts) for parts in conversations],
             [STATUSES[status] for status in columns["status"][firsts].tolist()],
             conversations,
-            fields=_fields(task),
+            fields=fields_of(task),
         )
 
     return [graded(place, task) for place, task in enumerate(tasks)]
@@ -196,7 +196,7 @@ def failures_of(episodes: Sequence[Episode]) -> list[dict[str, str] | None] | No
     return found if any(found) else None
 
 
-def _fields(task: Task) -> dict[str, Any]:
+def fields_of(task: Task) -> dict[str, Any]:
     """What a task has beside prompt and answer, but for what no line of JSON can hold, such as an image."""
     return {key: value for key, value in task.items() if key not in ("prompt", "answer") and _plain(value)}
 

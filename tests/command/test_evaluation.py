@@ -611,7 +611,7 @@ def test_a_folder_of_something_else_is_said(here: Path, model: str, capsys: pyte
     ):
         exported(str(here))
     said(capsys, "tasks.jsonl", f"model={model}", *SMALL)
-    with pytest.raises(ModelError, match=r"nor of a run; it holds .*metrics.json, results.jsonl"):
+    with pytest.raises(ModelError, match=r"nor of a run; it holds .*metrics.json, report.html, results.jsonl"):
         exported("out")
 
 
