@@ -141,3 +141,11 @@ def test_an_environment_without_a_verifier_is_refused_from_python() -> None:
 
     with pytest.raises(EnvError, match="rescore: the environment has no verifier, its steps give the reward"):
         regrade([Environment(lambda task: (0, ""), lambda state, turn: state)], [], [])
+
+
+def test_each_source_has_its_own_verifier(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sources = [line(place, "a", ["1", "xy"], fields={"source": place}) for place in (0, 1)]
+    write(here / "mixed.jsonl", sources)
+    said(capsys, "rescore=mixed.jsonl", "env.judges.py:digits=1", "env.judges.py:longest=1", "out=out")
+    assert [each["rewards"] for each in lines(here / "out" / "results.jsonl")] == [[1.0, 0.0], [0.0, 1.0]]
+    assert metrics(here / "out")["judges.digits/eval/reward"] == 0.5
