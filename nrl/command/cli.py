@@ -17,8 +17,8 @@ _FILES = (".yaml", ".yml", ".toml")  # of settings
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    ``nrl report OUT`` writes a run's report, ``nrl eval TASKS`` evaluates a model, ``nrl gym test FILE.py:NAME`` audits
-    a verifier or an environment, ``nrl venvs`` builds and explains environments.
+    ``nrl report OUT`` writes the report of a run or an evaluation, ``nrl eval TASKS`` evaluates a model, ``nrl gym test
+    FILE.py:NAME`` audits a verifier or an environment, ``nrl venvs`` builds and explains environments.
 
     Args:
         argv: the arguments; None: the program's own.
@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="nrl", description="A composable functional library for LLM post-training.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("report", help="write OUT/report.html, one page that shows the run")
-    command.add_argument("out", metavar="OUT", help="the run's folder")
+    command = commands.add_parser("report", help="write OUT/report.html, one page that shows the run or the evaluation")
+    command.add_argument("out", metavar="OUT", help="its folder")
     command.set_defaults(do=_report)
     command = commands.add_parser("eval", help="sample answers to tasks, and say how many are right", add_help=False)
     command.add_argument("settings", metavar="TASKS", nargs="*", help="TASKS key=value ...")
@@ -66,9 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(given: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from nrl.command import evaluation_report
     from nrl.runs.reporting import report
 
-    print(report(given.out))
+    out = Path(given.out)
+    print(evaluation_report.report(out) if evaluation_report.is_evaluation(out) else report(given.out))
 
 
 def _evaluate(given: argparse.Namespace) -> None:

@@ -1,7 +1,9 @@
 """The command ``nrl eval``: samples a file of tasks, or plays an environment, verifies, measures, and resumes.
 
 The folder holds ``config.yaml``; ``results.jsonl``, a line for each task, written as soon as the tasks that are sampled
-together have been verified; and in the end ``metrics.json``. Noise depends on the seed, the task and the place of the
+together have been verified; and in the end ``tasks.jsonl``, ``metrics.json`` and ``report.html``.
+
+Noise depends on the seed, the task and the place of the
 sample alone, and the same tasks are always sampled together. So an evaluation that is killed and started again ends
 with the same results.
 """
@@ -23,7 +25,7 @@ from rich.table import Table
 
 from nrl import checkpoint, data
 from nrl.backends import SAMPLERS, Model, Sampler, Sampling, load_tokenizer, openai
-from nrl.command import evaluation_folder
+from nrl.command import evaluation_folder, evaluation_report, rescoring
 from nrl.command.evaluation_folder import MARK, config_of, digest, digest_of_files
 from nrl.data import FORMATS, Format
 from nrl.data.task_streams import GENERATED
@@ -40,7 +42,7 @@ __all__ = ["Evaluation", "exported", "main"]
 
 
 def _reachable(cfg: Any, field: Any, k: Sequence[int]) -> None:
-    for each in k:
+    for each in k if cfg.rescore is None else ():  # which `measure` sees
         if not 1 <= each <= cfg.n:
             raise ValueError(f"{each} of n={cfg.n} samples cannot be drawn; give k from 1 to n, or a larger n")
 
@@ -57,6 +59,26 @@ def _addressed(cfg: Any, field: Any, url: str | None) -> None:
         raise ValueError(f"sampler={cfg.sampler} takes no url; leave it out, or give sampler=openai")
 
 
+def _modelled(cfg: Any, field: Any, model: str | None) -> None:
+    if model is None and cfg.rescore is None:
+        raise ValueError("give a folder, a hub name or a run as model=; only rescore=FILE needs none")
+
+
+_OF_SAMPLING = ("model", "n", "max_new_tokens", "top_p", "top_k", "stop", "sampler", "url", "engine", "dtype")
+
+
+def _not_sampled(cfg: Any, field: Any, rescore: str | None) -> None:
+    if rescore is None:
+        return
+    defaults: dict[str, Any] = {
+        key: {} if key == "engine" else field.default for key, field in attrs.fields_dict(type(cfg)).items()
+    }
+    asked = [key for key in _OF_SAMPLING if getattr(cfg, key) != defaults[key]]
+    asked += ["temperature"] if cfg.n == 1 and cfg.temperature != 0 else []
+    if asked:
+        raise ValueError(f"nothing is sampled, so {', '.join(asked)} would not be read; leave that out")
+
+
 _positive = attrs.validators.ge(1)
 
 
@@ -64,7 +86,7 @@ _positive = attrs.validators.ge(1)
 class Evaluation:
     """Sample answers to tasks, or play an environment, and say how often they are right: pass@k, the mean reward."""
 
-    model: str  # a folder, a hub name, or the folder of a run
+    model: str | None = attrs.field(default=None, validator=_modelled)  # a folder, a hub name, or the folder of a run
     tasks: str | dict[str, Any] | None = None  # a file or a dataset that env reads; none: its own
     n: int = attrs.field(default=1, validator=_positive)  # samples a task
     k: tuple[int, ...] = attrs.field(default=(1,), validator=_reachable)  # pass@k for these, such as k=1,4,8
@@ -90,6 +112,7 @@ class Evaluation:
     shuffle: bool = False  # false: the tasks in the order of the file
     seed: int = 0  # of the noise, and of the order
     rows: int = attrs.field(default=256, validator=_positive)  # samples that are drawn together
+    rescore: str | None = attrs.field(default=None, validator=_not_sampled)  # results.jsonl, to verify it again
     out: str | None = None  # none: a new folder under runs/; that of an earlier evaluation: go on with it
 
     def __attrs_post_init__(self) -> None:
@@ -119,42 +142,60 @@ def main(cfg: Evaluation) -> Metrics:
         EnvError: every sample failed.
     """
     envs = environments(cfg.env, cfg.tasks, format=_format(cfg), chat=cfg.chat, shuffle=cfg.shuffle)
-    model = Model(exported(cfg.model), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
-    tasks, together = _tasks(cfg, envs), max(1, cfg.rows // cfg.n)
-    if cfg.out is None:
-        load_tokenizer(model)  # no folder is named for a model that is not there
+    again, model = None, None
+    if cfg.rescore is not None:
+        again = rescoring.opened(cfg.rescore, cfg.env, envs.each, None if cfg.tasks is None else _tasks(cfg, envs))
+        tasks, n = list(again.tasks), again.samples
+    else:
+        model = Model(exported(str(cfg.model)), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
+        tasks, n = _tasks(cfg, envs), cfg.n
+        if cfg.out is None:
+            load_tokenizer(model)  # no folder is named for a model that is not there
+    together = max(1, cfg.rows // n)
     with ExitStack() as stack:
         out = stack.enter_context(folder.entered(cfg, evaluation_folder.choose))
         results = out / "results.jsonl"
-        digests = {MARK: digest(tasks), "digest_of_model": digest_of_files(str(model.source))}
+        digests: dict[str, Any] = {MARK: digest(tasks)}
+        digests |= {"digest_of_results": digest([attrs.asdict(each) for each in again.graded])} if again else {}
+        digests |= {"digest_of_model": digest_of_files(str(model.source))} if model else {}
         evaluation_folder.write_config(out, cfg, digests)
         done = evaluation_folder.read(results, len(tasks), together)
+        evaluation_folder.write_failures(out, done)
         print(
             f"eval: {len(done)} of {len(tasks)} tasks are done in {out}; the same command with out={out} goes on there",
             flush=True,
         )
         if len(done) < len(tasks):
-            sampler, so_far = _sampler(cfg, model, stack), measure(done)
+            sampler, so_far = _sampler(cfg, model, stack) if model else None, measure(done)
             lines, progress = stack.enter_context(JsonLines(results)), stack.enter_context(Progress())
             for start in range(len(done), len(tasks), together):
                 began, some = monotonic(), tasks[start : start + together]
-                graded = grade(sampler, envs.graded, some, n=cfg.n, seed=cfg.seed, first_group=start)
+                if sampler is None:
+                    assert again is not None
+                    graded = again.grade(start, together, cfg.seed)
+                else:
+                    graded = grade(sampler, envs.graded, some, n=cfg.n, seed=cfg.seed, first_group=start)
                 for number, each in enumerate(graded, start):
                     lines.write({"task": number} | attrs.asdict(each))
+                _note_failures(out, graded, start)
                 so_far = merge(so_far, measure(graded))
                 shown = _shown(so_far, graded, monotonic() - began)
                 progress.show("eval", start // together, -(-len(tasks) // together), shown)
         # From the file, so that the number of attempts does not matter
         every = evaluation_folder.read(results, len(tasks), together)
+        evaluation_folder.write_failures(out, every)
         metrics = measure(every, cfg.k, passing=cfg.passing)
         for source, name in enumerate(envs.names if len(envs.names) > 1 else ()):
             own = [each for each, task in zip(every, tasks, strict=True) if task["source"] == source]
             metrics |= prefixed(f"{name}/", over_something(measure(own, cfg.k, passing=cfg.passing)))
+        evaluation_report.write_tasks(out, every, cfg.passing)
         config_file.replace(out / "metrics.json", json.dumps(_summary(metrics, len(tasks)), indent=1) + "\n")
+        evaluation_report.report(out)
     Console().print(_table(metrics, cfg))
     invalid = int(metrics["eval/invalid"].total)  # type: ignore[union-attr]
-    if invalid and invalid == len(tasks) * cfg.n:
-        raise EnvError(f"eval: all {invalid} samples failed, so nothing was measured; mend what the warnings above say")
+    if invalid and invalid == sum(len(each.rewards) for each in every):
+        where = f"{out}/failures.jsonl says" if again else "the warnings above say"
+        raise EnvError(f"eval: all {invalid} samples failed, so nothing was measured; mend what {where}")
     return metrics
 
 
@@ -252,6 +293,13 @@ def _sampler(cfg: Evaluation, model: Model, stack: ExitStack) -> Sampler:
 # --- output
 
 
+def _note_failures(out: Path, graded: Sequence[Graded], first: int) -> None:
+    if found := list(evaluation_folder.failures(graded, first)):
+        with JsonLines(out / "failures.jsonl") as lines:
+            for record in found:
+                lines.write(record)
+
+
 def _summary(metrics: Metrics, tasks: int) -> dict[str, Any]:
     numbers = {key: value if math.isfinite(value) else None for key, value in finalize(metrics).items()}
     over = {key: int(value.weight) for key, value in metrics.items() if isinstance(value, Mean)}
@@ -270,7 +318,7 @@ def _shown(so_far: Metrics, graded: Sequence[Graded], seconds: float) -> dict[st
 
 
 def _table(metrics: Metrics, cfg: Evaluation) -> Table:
-    title = f"{cfg.model} on {cfg.tasks or cfg.env}, n={cfg.n}, temperature={cfg.temperature:g}"
+    title = f"{cfg.model or cfg.rescore} on {cfg.tasks or cfg.env}, n={cfg.n}, temperature={cfg.temperature:g}"
     table = Table("metric", title=title, title_justify="left", box=ROUNDED)
     table.add_column("value", justify="right")
     table.add_column("over", justify="right", style="dim")

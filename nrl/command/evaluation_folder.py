@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,21 @@ import yaml
 from nrl import config
 from nrl.episodes.grades import Graded
 from nrl.errors import ConfigError, DataError
-from nrl.log import redacted
+from nrl.log import JsonLines, redacted
 from nrl.runs import config_file, folder
 
-__all__ = ["MARK", "choose", "config_of", "digest", "digest_of_files", "read", "write_config"]
+__all__ = [
+    "MARK",
+    "choose",
+    "config_of",
+    "digest",
+    "digest_of_files",
+    "failures",
+    "read",
+    "stored",
+    "write_config",
+    "write_failures",
+]
 
 MARK = "digest_of_tasks"
 """A key that only the ``config.yaml`` of an evaluation has."""
@@ -97,9 +108,60 @@ def read(path: Path, total: int, together: int) -> list[Graded]:
     Raises:
         DataError: a line is not the result of its task.
     """
-    if not path.exists():
-        return []
+    graded, ends = _lines(path)
+    whole = len(graded) if len(graded) == total else len(graded) // together * together
+    if path.exists():
+        os.truncate(path, ends[whole])
+    return graded[:whole]
+
+
+def stored(path: Path) -> list[Graded]:
+    """Read the results of another evaluation, and change nothing; a line that is being written is left out.
+
+    Raises:
+        DataError: a line is not the result of its task.
+    """
+    return _lines(path)[0]
+
+
+def write_failures(out: Path, graded: Sequence[Graded]) -> None:
+    """Write ``failures.jsonl`` anew: a line for each sample without a reward; no file, where all have one."""
+    path = out / "failures.jsonl"
+    temporary = out / f".failures.{os.getpid()}.jsonl"
+    try:
+        temporary.unlink(missing_ok=True)
+        with JsonLines(temporary) as lines:
+            for record in failures(graded, 0):
+                lines.write(record)
+        if temporary.stat().st_size:
+            temporary.replace(path)
+        else:
+            path.unlink(missing_ok=True)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def failures(graded: Sequence[Graded], first: int) -> Iterator[dict[str, Any]]:
+    """The lines of ``failures.jsonl`` about some tasks, of which the first has this number.
+
+    >>> graded = Graded("1+1=", "2", ["2"], [None], None, [1], [False], failures=[{"status": "timeout", "error": "!"}])
+    >>> list(failures([graded], 7))
+    [{'task': 7, 'sample': 0, 'status': 'timeout', 'error': '!', 'prompt': '1+1='}]
+    """
+    for number, each in enumerate(graded, first):
+        for sample, reward in enumerate(each.rewards):
+            if reward is None:
+                known = (each.failures[sample] if each.failures else None) or {}  # older results do not say
+                status = each.statuses[sample] if each.statuses else None
+                why = {"status": known.get("status", status), "error": known.get("error")}
+                yield {"task": number, "sample": sample, **why, "prompt": each.prompt}
+
+
+def _lines(path: Path) -> tuple[list[Graded], list[int]]:
+    """The tasks of whole lines, and where each line ends, from 0 on."""
     graded, ends = list[Graded](), [0]
+    if not path.exists():
+        return graded, ends
     for line in path.read_bytes().splitlines(keepends=True):
         if not line.endswith(b"\n"):
             break  # it was being written
@@ -114,6 +176,4 @@ def read(path: Path, total: int, together: int) -> list[Graded]:
                 "and all that follows to sample those again"
             ) from None
         ends.append(ends[-1] + len(line))
-    whole = len(graded) if len(graded) == total else len(graded) // together * together
-    os.truncate(path, ends[whole])
-    return graded[:whole]
+    return graded, ends

@@ -138,12 +138,14 @@ class Environments(NamedTuple):
         tasks: from a seed, and other data in place of the configured, to a stream of tasks.
         names: of the sources, by their number, for `nrl.per_source`.
         graded: what `nrl.grade` takes: the verifier, where one alone decides, and else ``env``.
+        each: verifier or environment, in the order of ``names``.
     """
 
     env: Env
     tasks: "Callable[..., Tasks]"
     names: tuple[str, ...]
     graded: Verifier | Env
+    each: tuple[Verifier | Env, ...]
 
 
 def environments(env: str | Mapping[str, Any], source: Any = None, **how: Any) -> Environments:
@@ -202,9 +204,9 @@ def environments(env: str | Mapping[str, Any], source: Any = None, **how: Any) -
 
     played: list[Env] = [each if is_env(each) else single_turn(cast(Verifier, each)) for each in found.values()]
     if len(played) == 1:
-        return Environments(played[0], tasks, tuple(found), next(iter(found.values())))
+        return Environments(played[0], tasks, tuple(found), next(iter(found.values())), tuple(found.values()))
     mixed = by_source(*played)
-    return Environments(mixed, tasks, tuple(found), mixed)
+    return Environments(mixed, tasks, tuple(found), mixed, tuple(found.values()))
 
 
 def _made(name: str, kind: str, options: Mapping[str, Any]) -> dict[str, Verifier | Env]:

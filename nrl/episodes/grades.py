@@ -1,5 +1,6 @@
 """Evaluation: sample answers to tasks, or play episodes, verify them, and measure."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,12 +17,13 @@ from nrl.batch import Batch
 from nrl.data import render
 from nrl.envs import STATUSES, Env, Task, Verifier, extractor, single_turn
 from nrl.envs.contract import is_env
-from nrl.episodes.rollout_batch import rollout
+from nrl.episodes.episode import Episode
+from nrl.episodes.rollout_batch import played
 from nrl.episodes.transcripts import last_turn, rows_of_episodes, transcriber
 from nrl.errors import DataError, EnvError, NrlError
 from nrl.reduce import Mean, Metrics, Sum
 
-__all__ = ["Graded", "grade", "measure"]
+__all__ = ["Graded", "failures_of", "fields_of", "grade", "measure"]
 
 
 @attrs.frozen
@@ -44,6 +46,11 @@ class Graded:
         statuses: what became of each, one of `nrl.envs.STATUSES`.
         conversations: of each the parts in order, with ``role``, ``text``, ``reward`` and so on; see
             `nrl.episodes.transcripts.Transcript`. Where an episode forked, another prompt is among them.
+        failures: of each sample why it has no reward, with its ``status`` and the ``error``; None: it has one. None in
+            place of the list: all have.
+        fields: the task's other fields, as far as they are values of JSON.
+        traces: where an environment has a verifier, what that was given of each episode: ``prompt``, ``turns`` and
+            ``observations``. None: the sample says it all, or they are no values of JSON.
 
     >>> graded = Graded("1+1=", "2", ["2", "3"], [1.0, 0.0], ["2", "3"], [2, 2], [False, False])
     >>> Graded(**attrs.asdict(graded)) == graded
@@ -61,6 +68,9 @@ class Graded:
     turns: Sequence[int] | None = None
     statuses: Sequence[str] | None = None
     conversations: Sequence[Sequence[Mapping[str, Any]]] | None = None
+    failures: Sequence[Mapping[str, str] | None] | None = None
+    fields: Mapping[str, Any] = attrs.field(factory=dict)
+    traces: Sequence[Mapping[str, Any]] | None = None
 
 
 def grade(
@@ -111,15 +121,20 @@ def grade(
                 f"grade: timeout is {timeout}, and an environment has its own; leave it out, and make the environment "
                 "with it, as in Environment(reset, step, timeout=...)"
             )
-        batch = rollout(sampler, verifier, tasks, n=n, sampling=sampling, seed=seed, first_group=first_group)
-        return _played(batch, tasks, n, sampler.tokenizer)
+        batch, episodes = played(sampler, verifier, tasks, n, sampling, seed, first_group)
+        found = _played(batch, tasks, n, sampler.tokenizer)
+        traces = [_traces(each) if getattr(verifier, "verifier", None) else None for each in episodes]
+        return [
+            attrs.evolve(each, failures=failures_of(own), traces=seen)
+            for each, own, seen in zip(found, episodes, traces, strict=True)
+        ]
     if not callable(verifier):
         raise EnvError(
             f"grade: the verifier is {verifier!r}; give a function of a task and a trace, or an environment, which has "
             "the functions reset and step"
         )
     env = single_turn(verifier, timeout=timeout)
-    batch = rollout(sampler, env, tasks, n=n, sampling=sampling, seed=seed, first_group=first_group)
+    batch, episodes = played(sampler, env, tasks, n, sampling, seed, first_group)
     ids, ends, truncated = batch["input_ids"], batch["attention_mask"].sum(-1).tolist(), batch["truncated"].tolist()
     given, extract = _rewards(batch), extractor(verifier)
 
@@ -136,6 +151,8 @@ def grade(
             [max(0, ends[row] - start) for row in rows],
             [truncated[row] for row in rows],
             _numbers(batch, rows),
+            failures=failures_of(episodes[place]),
+            fields=fields_of(task),
         )
 
     return [graded(place, task) for place, task in enumerate(tasks)]
@@ -163,9 +180,40 @@ def _played(batch: Batch, tasks: Sequence[Task], n: int, tokenizer: Any) -> list
             [sum(part["role"] == "policy" for part in parts) for parts in conversations],
             [STATUSES[status] for status in columns["status"][firsts].tolist()],
             conversations,
+            fields=fields_of(task),
         )
 
     return [graded(place, task) for place, task in enumerate(tasks)]
+
+
+def failures_of(episodes: Sequence[Episode]) -> list[dict[str, str] | None] | None:
+    """Why each of some episodes failed; None: none did.
+
+    >>> failures_of([Episode(), Episode(failure="OSError: away", status="infra_error")])
+    [None, {'status': 'infra_error', 'error': 'OSError: away'}]
+    """
+    found = [None if each.failure is None else {"status": each.status, "error": each.failure} for each in episodes]
+    return found if any(found) else None
+
+
+def fields_of(task: Task) -> dict[str, Any]:
+    """What a task has beside prompt and answer, but for what no line of JSON can hold, such as an image."""
+    return {key: value for key, value in task.items() if key not in ("prompt", "answer") and _plain(value)}
+
+
+def _traces(episodes: Sequence[Episode]) -> list[dict[str, Any]] | None:
+    found = [
+        {"prompt": each.prompt, "turns": [turn.text for turn in each.turns], "observations": each.observations}
+        for each in episodes
+    ]
+    return found if _plain(found) else None
+
+
+def _plain(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)  # so that what is read is what was there
+    except (TypeError, ValueError):
+        return False
 
 
 def _rewards(batch: Batch) -> list[float | None]:

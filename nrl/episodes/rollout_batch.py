@@ -10,11 +10,12 @@ from nrl.backends.samplers import Sampler
 from nrl.batch import Batch
 from nrl.envs import Env, Task
 from nrl.envs.user_code.threads import stuck
+from nrl.episodes.episode import Episode
 from nrl.episodes.rows import rows_of
 from nrl.episodes.running import Group, Running, Schedule
 from nrl.errors import DataError
 
-__all__ = ["batch_of", "rollout"]
+__all__ = ["batch_of", "played", "rollout"]
 
 
 def rollout(
@@ -66,12 +67,27 @@ def rollout(
     >>> batch["group_ids"].tolist()
     [0, 0, 0, 0]
     """
+    return played(sampler, env, tasks, n, sampling, seed, first_group, concurrency)[0]
+
+
+def played(
+    sampler: Sampler,
+    env: Env,
+    tasks: Sequence[Task],
+    n: int,
+    sampling: Sampling | None,
+    seed: int,
+    first_group: int,
+    concurrency: int | None = None,
+) -> tuple[Batch, list[list[Episode]]]:
+    """What `rollout` gives, and the episodes of each task, which know texts besides: why one failed, what was said."""
     if not tasks or n < 1:
         raise DataError(f"rollout: {len(tasks)} tasks with n={n}; there must be at least one of each")
     running = Running(sampler, env, n, sampling, seed, Schedule.bounded("rollout", concurrency))
     try:
         groups = running.play(list(enumerate(tasks, first_group)), len(tasks))
-        return batch_of(groups, sampler, sampling, running.schedule)
+        batch = batch_of(groups, sampler, sampling, running.schedule)
+        return batch, [[episode for _, episode in group.ended] for group in groups]
     finally:
         running.close()
 

@@ -26,7 +26,7 @@ from nrl.episodes.requests import Requests, requests_to
 from nrl.errors import BatchError, DataError, EnvError
 from nrl.runtime.threads import Daemons
 
-__all__ = ["ENDED", "Group", "Running", "Schedule"]
+__all__ = ["ENDED", "Group", "Running", "Schedule", "hashed"]
 
 ENDED = "the stream was ended, as by the run in which it is; make another one"
 _PATIENCE = 15.0  # seconds, for a thread that is to end; in ten of them environments are closed
@@ -224,7 +224,7 @@ class Running:
             self._requests = requests_to(self._sampler, self._sampling, self.schedule.concurrency)
             self._caller_of = self._stack.enter_context(calling(self._env))
         for number, task in tasks:
-            seeded = {"seed": _hashed(self._seed, number), **task}
+            seeded = {"seed": hashed(self._seed, number), **task}
             group = Group(number, seeded, [Episode() for _ in range(self._n)])
             calls = [self._caller_of(seeded) for _ in group.episodes]
             # All are live from the beginning, so that a sampler of many prompts waits for all of them
@@ -265,7 +265,7 @@ class Running:
     ) -> None:
         assert self._requests is not None
         key, episode, sampler = (group.number, place), group.episodes[place], self._sampler
-        generate = partial(self._requests.generate, key, _hashed(self._seed, *key))
+        generate = partial(self._requests.generate, key, hashed(self._seed, *key))
         try:
             if (entry := places[place]) is not None:
                 await entry
@@ -387,7 +387,7 @@ async def _ended(tasks: "set[asyncio.Task[Any]]") -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _hashed(*parts: int) -> int:
+def hashed(*parts: int) -> int:
     """63 bits that depend on all parts: a hash, so that neighbours have nothing in common."""
     digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BOX", "Array", "Axis", "Histogram", "Series", "curve", "heatmap", "measured", "number", "stack"]
+__all__ = ["BOX", "Array", "Axis", "Histogram", "Series", "bars", "curve", "heatmap", "measured", "number", "stack"]
 
 type Array = NDArray[np.floating[Any]]
 type Series = tuple[Array, Array]  # steps, values
@@ -142,6 +142,19 @@ def _path(x: Array, y: Array, joined: bool = True) -> str:
             parts += [] if before and joined else ["h0"]
         before = math.isfinite(down)
     return "".join(parts)
+
+
+def bars(name: str, edges: Array, counts: Array, x: Axis) -> dict[str, Any]:
+    """A histogram: a bar for each bin, which is named by its middle."""
+    y = Axis(0.0, float(counts.max()) or 1.0, _BOTTOM, _TOP + 4)
+    sides, heights = x(edges), y(counts)
+    path = "".join(
+        f"M{left + 0.5:.1f} {_BOTTOM}V{top:.1f}H{right - 0.5:.1f}V{_BOTTOM}Z"
+        for (left, right), top, count in zip(pairwise(sides.tolist()), heights.tolist(), counts.tolist(), strict=True)
+        if count
+    )
+    chart = _chart("curve", name, x, y, (edges[1:] + edges[:-1]) / 2, {"": counts})
+    return chart | {"x": x.ticks(5), "areas": ["", path], "last": f"{int(counts.sum())} tasks"}
 
 
 def stack(phases: Mapping[str, Series], x: Axis) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from nrl.runs import charts, shown_rows
 from nrl.runs.charts import Array, Histogram, Series, measured, number
 from nrl.runtime.trace import timeline
 
-__all__ = ["report", "report_at_end"]
+__all__ = ["report", "report_at_end", "write_page"]
 
 # Metrics to read first, in this order; all others follow below.
 _FIRST = tuple(
@@ -73,12 +73,26 @@ def report(out: str | Path) -> Path:
     names = dict.fromkeys(map(_loop_of, files))
     calls = folder / "timeline.json"
     busy = timeline.busy(calls) if calls.is_file() else {}
+    loops = [_loop(name, [path for path in files if _loop_of(path) == name], busy) for name in names]
+    return write_page(folder, loops, newest, calls.name if calls.is_file() else "")
+
+
+def write_page(folder: Path, loops: Sequence[Mapping[str, Any]], newest: float, calls: str = "") -> Path:
+    """Write ``report.html`` in one go: ``config.yaml``, and parts as the template reads them.
+
+    Args:
+        folder: the folder.
+        loops: the parts; their texts are masked.
+        newest: when the newest of what they show was written.
+        calls: the name of a timeline, to link to.
+    """
+    config = folder / "config.yaml"
     page = _template().render(
         name=redact(folder.resolve().name),
         written=f"{datetime.fromtimestamp(newest).astimezone():%Y-%m-%d %H:%M}",
         config=redact(config.read_text(encoding="utf-8", errors="replace")) if config.is_file() else "",
-        timeline=calls.name if calls.is_file() else "",
-        loops=[_loop(name, [path for path in files if _loop_of(path) == name], busy) for name in names],
+        timeline=calls,
+        loops=loops,
         box=charts.BOX,
     )
     path, temporary = folder / "report.html", folder / f".report.{os.getpid()}.html"

@@ -313,12 +313,34 @@ def test_an_environment_that_fails_is_counted(here: Path, model: str, capsys: py
         said(capsys, "tasks.jsonl", f"model={model}", "n=2", "env=guess.py:env", *SMALL)
     first, second = lines(here / "out" / "results.jsonl")
     assert (first["rewards"], first["samples"], first["turns"]) == ([None, None], ["", ""], [0, 0])
+    failures = lines(here / "out" / "failures.jsonl")
+    assert [(line["task"], line["sample"], line["status"], line["prompt"]) for line in failures] == [
+        (0, place, "infra_error", "broken") for place in range(2)
+    ]
+    assert all(line["error"].startswith("OSError: away") for line in failures)
     assert first["statuses"] == ["infra_error"] * 2
     assert first["numbers"] == {"env/left": [None, None], "reward/digit": [None, None], "reward/right": [None, None]}
     assert None not in second["rewards"]
     written = json.loads((here / "out" / "metrics.json").read_text())
     assert (written["metrics"]["eval/invalid"], written["metrics"]["eval/status/infra_error"]) == (2, 2)
     assert (written["over"]["eval/turns"], written["over"]["eval/pass@1"]) == (2, 1)
+
+
+def test_what_failed_is_masked_and_what_did_not_leaves_no_file(
+    here: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "away.py").write_text(
+        "def judge(task, trace):\n    if task['prompt'] == '1+1=':\n"
+        "        raise OSError('no AKIA' + 'ABCDEFGHIJKLMNOP')\n    return 1.0\n"
+    )
+    with pytest.warns(UserWarning, match="1 of 3 episodes failed"):
+        said(capsys, "tasks.jsonl", f"model={model}", "env=away.py:judge", *SMALL)
+    (line,) = lines(here / "out" / "failures.jsonl")
+    assert line["error"].startswith("OSError: no ***")
+    for name in ("failures.jsonl", "results.jsonl"):
+        assert "AKIAABCDEFGHIJKLMNOP" not in (here / "out" / name).read_text()
+    said(capsys, "tasks.jsonl", f"model={model}", *SMALL[:2], "out=whole")
+    assert not (here / "whole" / "failures.jsonl").exists()
 
 
 # --- going on
@@ -406,6 +428,17 @@ def test_a_verifier_that_fails_is_counted(here: Path, model: str, capsys: pytest
     first, second = lines(here / "out" / "results.jsonl")
     assert (first["rewards"], second["rewards"]) == ([None, None], [1.0, 1.0])
     assert first["answers"] is None
+    whole = [
+        {"task": 0, "sample": each, "status": "infra_error", "error": "OSError: away", "prompt": "1+1="}
+        for each in range(2)
+    ]
+    failures = here / "out" / "failures.jsonl"
+    assert [line | {"error": line["error"][:13]} for line in lines(failures)] == whole
+    before = failures.read_text()
+    for left in ("", '{"task": 7}\n', before + before):  # as a kill, or a part that is sampled again, would leave it
+        failures.write_text(left)
+        said(capsys, "tasks.jsonl", f"model={model}", "n=2", "k=1,2", "env=away.py:judge", *SMALL)
+        assert failures.read_text() == before
     written = json.loads((here / "out" / "metrics.json").read_text())
     assert (written["metrics"]["eval/invalid"], written["metrics"]["eval/pass@2"]) == (2, 1)
     assert (written["over"]["eval/pass@2"], written["over"]["eval/reward"], written["tasks"]) == (1, 2, 2)
@@ -578,7 +611,7 @@ def test_a_folder_of_something_else_is_said(here: Path, model: str, capsys: pyte
     ):
         exported(str(here))
     said(capsys, "tasks.jsonl", f"model={model}", *SMALL)
-    with pytest.raises(ModelError, match=r"nor of a run; it holds .*metrics.json, results.jsonl"):
+    with pytest.raises(ModelError, match=r"nor of a run; it holds .*metrics.json, report.html, results.jsonl"):
         exported("out")
 
 
