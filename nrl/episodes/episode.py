@@ -17,11 +17,12 @@ from torch import Tensor
 from nrl.backends.base import Completion
 from nrl.data import render
 from nrl.envs import Env, Step, Task
-from nrl.envs.contract import Prompt, Status, Trace, Turn, Verdict, judges_group, score_of
+from nrl.envs.contract import FailedScore, Prompt, Status, Trace, Turn, Verdict, judges_group, score_of
 from nrl.envs.user_code.calls import Caller, calling
 from nrl.envs.user_code.errors import Failed, error_text
 from nrl.episodes.conversations import Conversation, is_prompt
 from nrl.errors import EnvError, LostRequest
+from nrl.log import redact
 
 __all__ = ["TRAINED", "Episode", "Generate", "failed", "play", "run_episode"]
 
@@ -108,7 +109,8 @@ class Episode:
                 "components by name, or a Score"
             ) from error
         if score.status not in TRAINED:
-            self.fail(f"Score: the verdict's status is '{score.status}'", score.status)
+            why = score.why if isinstance(score, FailedScore) else f"Score: the verdict's status is '{score.status}'"
+            self.fail(redact(why[:5000])[:1000], score.status)
             return
         self.reward = _add(self.reward, score.reward)
         row = self if any(self.sampled) or not self.earlier else self.earlier[-1]
