@@ -180,8 +180,9 @@ class Trace:
         turns: what it wrote; plain texts will do.
         observations: what the environment answered to each turn; where the last one ended the episode, that may be
             left out.
-        token_ids: all of it, prompt and observations too; with the token that ended each turn.
-        sampled: for each of these, whether the model sampled it.
+        token_ids: all of it, prompt and observations too; with the token that ended each turn. Of an episode that
+            forked, the rows that it has in the batch, one after the other; a later row begins with the prompt again.
+        sampled: for each of these, whether the model sampled it; each sampled token is there once.
         truncated: whether a length limit ended the episode.
 
     >>> trace = Trace("2+2=", ["4"])

@@ -94,8 +94,10 @@ class Episode:
     @property
     def trace(self) -> Trace:
         """What a verifier is given."""
-        turns, seen = tuple(self.turns), tuple(self.observations)
-        return Trace(self.prompt, turns, seen, tuple(self.token_ids), tuple(self.sampled), self.truncated)
+        rows, turns, seen = self._parts(), tuple(self.turns), tuple(self.observations)
+        token_ids = tuple(token for row in rows for token in row.token_ids)
+        sampled = tuple(own for row in rows for own in row.sampled)
+        return Trace(self.prompt, turns, seen, token_ids, sampled, self.truncated)
 
     def earn(self, verdict: Verdict, whose: str = "the verifier's verdict") -> None:
         """Add a verdict, as of the last token that the policy has sampled."""
@@ -156,10 +158,12 @@ class Episode:
 
     def rows(self) -> list["Episode"]:
         """Its rows, those that it forked from first; each says what became of the whole."""
-        every = [*self.earlier, self]
-        some = [row for row in every if any(row.sampled)] or [self]
         told = ("reward", "components", "status", "cut", "truncated", "failure", "info")
-        return [attrs.evolve(row, **{name: getattr(self, name) for name in told}) for row in some]
+        return [attrs.evolve(row, **{name: getattr(self, name) for name in told}) for row in self._parts()]
+
+    def _parts(self) -> list["Episode"]:
+        """The parts between its forks in which something was sampled; the whole, where nothing was."""
+        return [row for row in (*self.earlier, self) if any(row.sampled)] or [self]
 
 
 async def run_episode(generate: Generate, env: Env, task: Task, *, tokenizer: Any, context_length: int) -> Episode:
