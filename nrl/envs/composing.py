@@ -1,5 +1,6 @@
 """Environments and verifiers made of others: one turn and a verdict, a verifier's last word, sums, gates, products."""
 
+import asyncio
 import functools
 import inspect
 import math
@@ -11,6 +12,7 @@ from nrl.envs.contract import (
     TIMEOUT,
     Env,
     Environment,
+    FailedScore,
     Prompt,
     Score,
     Step,
@@ -167,7 +169,8 @@ def of_group(verifier: Callable[[Task, Sequence[Trace]], Any]) -> Verifier:
 
     Args:
         verifier: ``(task, traces) -> verdicts``, as many as traces, plain or ``async``. Episodes that failed are left
-            out. If it fails, all rows of the group do.
+            out. If it fails, all rows of the group do. `weighted`, `product` and `gated` take it as a part; then they
+            judge groups themselves.
 
     >>> longest = of_group(lambda task, traces: [len(x.text) == max(len(y.text) for y in traces) for x in traces])
     >>> env = single_turn(longest)
@@ -188,7 +191,8 @@ def weighted(**parts: tuple[float, Verifier]) -> Verifier:
 
     Args:
         **parts: ``name=(weight, verifier)``; of each verifier the reward is one number. The first status that is not
-            ``"ok"`` is that of the whole.
+            ``"ok"`` is that of the whole. Where one judges groups (`of_group`), so does the sum: that part is given
+            all traces, the others each trace; a part that fails for one trace fails its row alone.
 
     >>> verify = weighted(right=(1.0, lambda task, trace: trace.text == "4"), short=(0.5, lambda task, trace: 1.0))
     >>> verify({}, Trace("2+2=", ["4"]))
@@ -205,7 +209,7 @@ def weighted(**parts: tuple[float, Verifier]) -> Verifier:
 
 
 def product(**parts: Verifier) -> Verifier:
-    """The product of several verdicts; the parts are reported by name, and statuses are as in `weighted`.
+    """The product of several verdicts; the parts are reported by name; statuses and groups are as in `weighted`.
 
     >>> verify = product(right=lambda task, trace: 1.0, short=lambda task, trace: 0.5)
     >>> verify({}, Trace("2+2=", ["4"])).reward
@@ -222,6 +226,8 @@ def product(**parts: Verifier) -> Verifier:
 def gated(gate: Verifier, verifier: Verifier, otherwise: float = 0.0) -> Verifier:
     """A verdict that only counts where another one is above 0; where it is not, the verifier is not asked.
 
+    Groups are as in `weighted`; a verifier of groups is given those traces for which the gate is open.
+
     Args:
         gate: such as a check of the format.
         verifier: asked where the gate's reward is above 0.
@@ -237,40 +243,132 @@ def gated(gate: Verifier, verifier: Verifier, otherwise: float = 0.0) -> Verifie
             return first
         return None if _number(first) > 0 else Score(otherwise, first.status, first.components)
 
-    def verify(task: Task, trace: Trace) -> Any:
-        first: Any = gate(task, trace)
-        if inspect.isawaitable(first):
-            return later(task, trace, first)
-        closed = shut(score_of(first))
-        if closed is not None:
-            return closed
-        found: Any = verifier(task, trace)
-        return _scored(found) if inspect.isawaitable(found) else score_of(found)
+    def one(task: Task, trace: Trace) -> Any:
+        return _then(gate(task, trace), lambda first: rest(task, trace, score_of(first)))
 
-    async def later(task: Task, trace: Trace, first: Any) -> Score:
-        closed = shut(await _scored(first))
-        return await _scored(verifier(task, trace)) if closed is None else closed
+    def rest(task: Task, trace: Trace, first: Score) -> Any:
+        closed = shut(first)
+        return mapped(verifier(task, trace), score_of) if closed is None else closed
 
-    async def always_later(task: Task, trace: Trace) -> Score:
-        return await later(task, trace, gate(task, trace))
+    def group(task: Task, traces: Sequence[Trace]) -> Any:
+        return _then(_each(gate, task, traces), lambda firsts: rests(task, traces, firsts))
 
-    return always_later if asynchronous(gate) or asynchronous(verifier) else verify
+    def rests(task: Task, traces: Sequence[Trace], firsts: Sequence[Score]) -> Any:
+        closed = [_kept(shut, first) for first in firsts]
+        passed = [trace for trace, each in zip(traces, closed, strict=True) if each is None]
+
+        def filled(found: Sequence[Score]) -> list[Score]:
+            verdicts = iter(found)
+            return [next(verdicts) if each is None else each for each in closed]
+
+        return mapped(_each(verifier, task, passed), filled) if passed else closed
+
+    return _composed([gate, verifier], one, group)
 
 
 def _combined(verifiers: Sequence[Verifier], combine: Callable[[Sequence[Score]], Score]) -> Verifier:
-    """One verifier of several; ``async`` if one of them is."""
+    """One verifier of several."""
 
     async def combined(found: Sequence[Any]) -> Score:
         return combine([await _scored(each) for each in found])
 
-    def verify(task: Task, trace: Trace) -> Any:
+    def one(task: Task, trace: Trace) -> Any:
         found: list[Any] = [verifier(task, trace) for verifier in verifiers]
         return combined(found) if any(map(inspect.isawaitable, found)) else combine([score_of(each) for each in found])
 
-    async def later(task: Task, trace: Trace) -> Score:
-        return await combined([verifier(task, trace) for verifier in verifiers])
+    def row(scores: Sequence[Score]) -> Score:
+        bad = next((score for score in scores if isinstance(score, FailedScore)), None)
+        return combine(scores) if bad is None else bad
 
-    return later if any(asynchronous(verifier) for verifier in verifiers) else verify
+    def rows(found: Sequence[Sequence[Score]]) -> list[Score]:
+        return [_kept(row, scores) for scores in zip(*found, strict=True)]
+
+    def group(task: Task, traces: Sequence[Trace]) -> Any:
+        return mapped(_together([_each(verifier, task, traces) for verifier in verifiers]), rows)
+
+    return _composed(verifiers, one, group)
+
+
+def _composed(parts: Sequence[Verifier], one: Callable[..., Any], group: Callable[..., Any]) -> Verifier:
+    """A verifier made of parts: ``async`` if one of them is, and of groups where one of them is.
+
+    Args:
+        parts: the verifiers.
+        one: judges a trace.
+        group: judges all traces of a task, where a part does.
+    """
+    every = [getattr(part, "of_group", False) for part in parts]
+
+    def verify(task: Task, given: Any) -> Any:
+        return one(task, given) if isinstance(given, Trace) or not any(every) else group(task, given)
+
+    async def later(task: Task, given: Any) -> Any:
+        found = verify(task, given)
+        return await found if inspect.isawaitable(found) else found
+
+    made: Any = later if any(map(asynchronous, parts)) else verify
+    if any(each and not callable(each) for each in every):
+        made.of_group = True
+    elif any(every):  # it depends on the task
+        made.of_group = lambda task: any(judges_group(part, task) for part in parts)
+    return made  # type: ignore[no-any-return]
+
+
+def _each(part: Any, task: Task, traces: Sequence[Trace]) -> Any:
+    """A part's verdicts on these traces, or an awaitable of them. It raises nothing: what fails is a `FailedScore`."""
+    if not judges_group(part, task):
+        return _together([_tried(functools.partial(part, task, trace), score_of, FailedScore.of) for trace in traces])
+
+    def counted(found: Any) -> list[Score]:
+        verdicts = list(found)
+        if len(verdicts) != len(traces):
+            raise EnvError(f"the verifier of a group gave {len(verdicts)} verdicts for {len(traces)} episodes")
+        return [_kept(score_of, verdict) for verdict in verdicts]
+
+    return _tried(lambda: part(task, traces), counted, lambda error: [FailedScore.of(error)] * len(traces))
+
+
+def _tried(ask: Callable[[], Any], read: Callable[[Any], Any], instead: Callable[[Exception], Any]) -> Any:
+    """What is read of an answer, or what stands for the error; of one that is awaited, an awaitable."""
+
+    async def later(found: Awaitable[Any]) -> Any:
+        try:
+            return read(await found)
+        except Exception as error:
+            return instead(error)
+
+    try:
+        found = ask()
+        return later(found) if inspect.isawaitable(found) else read(found)
+    except Exception as error:
+        return instead(error)
+
+
+def _kept(read: Callable[[Any], Any], given: Any) -> Any:
+    """What is read, or the error in its place, so that others are not lost with it."""
+    return _tried(lambda: given, read, FailedScore.of)
+
+
+def _together(found: Sequence[Any]) -> Any:
+    """A list of values; an awaitable of it, if some have to be awaited, which wait side by side."""
+
+    async def value(each: Any) -> Any:
+        return await each if inspect.isawaitable(each) else each
+
+    async def later() -> list[Any]:
+        return list(await asyncio.gather(*map(value, found)))
+
+    return later() if any(map(inspect.isawaitable, found)) else list(found)
+
+
+def _then(found: Any, change: Callable[[Any], Any]) -> Any:
+    """As `mapped`, where what changes it may have to be awaited, too."""
+
+    async def later() -> Any:
+        changed = change(await found)
+        return await changed if inspect.isawaitable(changed) else changed
+
+    return later() if inspect.isawaitable(found) else change(found)
 
 
 async def _scored(found: Any) -> Score:

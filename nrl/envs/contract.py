@@ -19,6 +19,7 @@ __all__ = [
     "TIMEOUT",
     "Env",
     "Environment",
+    "FailedScore",
     "Message",
     "Prompt",
     "Score",
@@ -74,6 +75,28 @@ class Score(NamedTuple):
     reward: Any = 0.0
     status: Status = "ok"
     components: Mapping[str, float] = {}
+
+
+class FailedScore(Score):
+    """The verdict on one episode of several that were judged together, where that alone failed.
+
+    Args:
+        why: the error, as text, to say.
+    """
+
+    why: str
+
+    @classmethod
+    def of(cls, error: Exception) -> "FailedScore":
+        """One of an error. It holds no exception, since it may have to go to another process.
+
+        >>> found = FailedScore.of(ValueError("no"))
+        >>> found.status, found.why
+        ('infra_error', 'ValueError: no')
+        """
+        made = cls(status="timeout" if isinstance(error, TimeoutError) else "infra_error")
+        made.why = f"{type(error).__name__}: {error}"
+        return made
 
 
 type Verdict = float | Sequence[float] | Mapping[str, float] | Score
@@ -157,8 +180,9 @@ class Trace:
         turns: what it wrote; plain texts will do.
         observations: what the environment answered to each turn; where the last one ended the episode, that may be
             left out.
-        token_ids: all of it, prompt and observations too; with the token that ended each turn.
-        sampled: for each of these, whether the model sampled it.
+        token_ids: all of it, prompt and observations too; with the token that ended each turn. Of an episode that
+            forked, the rows that it has in the batch, one after the other; a later row begins with the prompt again.
+        sampled: for each of these, whether the model sampled it; each sampled token is there once.
         truncated: whether a length limit ended the episode.
 
     >>> trace = Trace("2+2=", ["4"])

@@ -17,11 +17,12 @@ from torch import Tensor
 from nrl.backends.base import Completion
 from nrl.data import render
 from nrl.envs import Env, Step, Task
-from nrl.envs.contract import Prompt, Status, Trace, Turn, Verdict, judges_group, score_of
+from nrl.envs.contract import FailedScore, Prompt, Status, Trace, Turn, Verdict, judges_group, score_of
 from nrl.envs.user_code.calls import Caller, calling
 from nrl.envs.user_code.errors import Failed, error_text
 from nrl.episodes.conversations import Conversation, is_prompt
 from nrl.errors import EnvError, LostRequest
+from nrl.log import redact
 
 __all__ = ["TRAINED", "Episode", "Generate", "failed", "play", "run_episode"]
 
@@ -93,8 +94,10 @@ class Episode:
     @property
     def trace(self) -> Trace:
         """What a verifier is given."""
-        turns, seen = tuple(self.turns), tuple(self.observations)
-        return Trace(self.prompt, turns, seen, tuple(self.token_ids), tuple(self.sampled), self.truncated)
+        rows, turns, seen = self._parts(), tuple(self.turns), tuple(self.observations)
+        token_ids = tuple(token for row in rows for token in row.token_ids)
+        sampled = tuple(own for row in rows for own in row.sampled)
+        return Trace(self.prompt, turns, seen, token_ids, sampled, self.truncated)
 
     def earn(self, verdict: Verdict, whose: str = "the verifier's verdict") -> None:
         """Add a verdict, as of the last token that the policy has sampled."""
@@ -108,7 +111,8 @@ class Episode:
                 "components by name, or a Score"
             ) from error
         if score.status not in TRAINED:
-            self.fail(f"Score: the verdict's status is '{score.status}'", score.status)
+            why = score.why if isinstance(score, FailedScore) else f"Score: the verdict's status is '{score.status}'"
+            self.fail(redact(why[:5000])[:1000], score.status)
             return
         self.reward = _add(self.reward, score.reward)
         row = self if any(self.sampled) or not self.earlier else self.earlier[-1]
@@ -154,10 +158,12 @@ class Episode:
 
     def rows(self) -> list["Episode"]:
         """Its rows, those that it forked from first; each says what became of the whole."""
-        every = [*self.earlier, self]
-        some = [row for row in every if any(row.sampled)] or [self]
         told = ("reward", "components", "status", "cut", "truncated", "failure", "info")
-        return [attrs.evolve(row, **{name: getattr(self, name) for name in told}) for row in some]
+        return [attrs.evolve(row, **{name: getattr(self, name) for name in told}) for row in self._parts()]
+
+    def _parts(self) -> list["Episode"]:
+        """The parts between its forks in which something was sampled; the whole, where nothing was."""
+        return [row for row in (*self.earlier, self) if any(row.sampled)] or [self]
 
 
 async def run_episode(generate: Generate, env: Env, task: Task, *, tokenizer: Any, context_length: int) -> Episode:

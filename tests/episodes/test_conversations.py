@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import nrl
 from nrl.backends import Completion, Sampling
 from nrl.data.rendering import templated
-from nrl.envs import Environment, Step, Trace, Turn, judged
+from nrl.envs import Environment, Step, Trace, Turn, judged, of_group
+from nrl.envs.gym.records import trace_of, transcript
 from nrl.envs.tools import NewState, State, ToolCall, ToolError, tool, tool_format, tool_use
 from nrl.episodes import rollout
 from nrl.episodes.conversations import Conversation
@@ -128,6 +130,40 @@ def test_a_forked_episode_counts_once() -> None:
     for row, wanted in zip(range(3), expected, strict=True):
         torch.testing.assert_close(found[row][batch["loss_mask"][row]].unique(), torch.tensor([wanted]))
     assert nrl.finalize(nrl.summary(batch))["reward"] == 0.5
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["each", "group"])
+@pytest.mark.parametrize("there", [lambda f: f, partial(nrl.pooled, workers=1)], ids=["here", "pooled"])
+def test_a_verifier_sees_all_tokens_of_an_episode_that_forked(grouped: bool, there: Any) -> None:
+    """Those of its rows in the batch, one after the other; sent as a record, too."""
+
+    def verify(task: Any, trace: Trace) -> dict[str, float]:
+        assert trace_of(transcript(trace)) == trace
+        said = [token for turn in trace.turns for token in turn.token_ids]
+        pairs = zip(trace.token_ids, trace.sampled, strict=True)
+        assert [token for token, own in pairs if own] == said
+        return {"tokens": len(trace.token_ids), "sampled": sum(trace.sampled), "turns": len(trace.turns)}
+
+    verifier: Any = of_group(lambda task, traces: [verify(task, trace) for trace in traces]) if grouped else verify
+    batch = rollout(Chatty("qwen3", [HMM, BYE]), judged(two_turns(), there(verifier)), [{}])
+    assert batch["valid"].tolist() == [True, True]
+    assert batch["reward/turns"].tolist() == [2.0, 2.0]
+    assert batch["reward/sampled"].tolist() == [float(batch["loss_mask"].sum())] * 2
+    assert batch["reward/tokens"].tolist() == [float(batch["attention_mask"].sum())] * 2
+
+
+def test_the_tokens_of_a_trace_are_those_of_the_rows_of_the_batch() -> None:
+    seen: list[Trace] = []
+
+    def verify(task: Any, trace: Trace) -> float:
+        seen.append(trace)
+        return 1.0
+
+    batch = rollout(Chatty("qwen3", [HMM, BYE]), judged(two_turns(), verify), [{}])
+    (trace,) = seen
+    assert len(batch) == 2
+    assert trace.token_ids == tuple(batch["input_ids"][batch["attention_mask"]].tolist())
+    assert trace.sampled == tuple(batch["loss_mask"][batch["attention_mask"]].tolist())
 
 
 def test_groups_of_a_stream_have_all_their_rows(tmp_path: Any) -> None:

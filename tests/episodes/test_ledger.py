@@ -65,7 +65,12 @@ def check(name: str, seed: int) -> int:
     found = finalize(nrl.summary(batch))
     given = sum(map(len, policy.said))
     assert given == found["tokens/sampled"]
-    assert given == found["tokens/trained"] + found["tokens/masked"] + found["tokens/invalid"]
+    drawn = (batch["turns"] >= 0).sum(-1)  # the tokens of the rows themselves; a context may have cut some off
+    assert found["tokens/trained"] == int(drawn[batch["valid"]].sum()) == int(batch["loss_mask"].sum())
+    if policy.context_length == 4096:
+        assert found["tokens/masked"] == 0
+        assert given == found["tokens/trained"] + int(drawn[~batch["valid"]].sum())
+        assert found["tokens/invalid"] == int(drawn[~batch["valid"]].sum())
     runs, of_episode = Counter[tuple[int, ...]](), Counter[tuple[int, int]]()
     last = batch["attention_mask"].sum(-1).tolist()
     for row, turns in enumerate(batch["turns"].tolist()):
