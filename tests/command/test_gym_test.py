@@ -19,6 +19,7 @@ from nrl.command.gym.hostile import hostile, huge, mutants
 from nrl.command.gym.records import FAULTS
 from nrl.command.gym.usage import Growth, Usage, growth
 from nrl.envs import Trace, arithmetic, choice, number, score_of
+from nrl.envs.pools.pool import pooled
 from tests.backends.openai.test_openai import serving
 from tests.envs.test_judging import replying
 from tests.jsonlines import lines
@@ -102,6 +103,24 @@ def skips(task, trace):
 
 def chance(task, trace):
     return float(number(task, trace).reward and random.random() < 0.5)
+
+known_rewards = {}
+def remembers(task, trace):
+    key = task["answer"], trace.text
+    if key not in known_rewards:
+        known_rewards[key] = chance(task, trace)
+    return known_rewards[key]
+remembers.forget = known_rewards.clear
+
+worked = {}
+def counts(task, trace):
+    key = task["answer"], trace.text
+    if key not in worked:
+        with open("worked", "a") as file:
+            file.write("x")
+        worked[key] = number(task, trace)
+    return worked[key]
+counts.forget = worked.clear
 
 before = [""]
 def ordered(task, trace):
@@ -233,12 +252,13 @@ def test_a_good_verifier_passes(here: Path, capsys: pytest.CaptureFixture[str], 
         ("infinite", "gold raises"),
         ("skips", "left_out"),
         ("chance", "varies"),
+        ("remembers", "varies"),
         ("ordered", "order"),
         ("seeded", "seed"),
     ],
 )
 def test_what_is_wrong_is_found_by_name(here: Path, name: str, faults: str) -> None:
-    limit = "limit=8" if name in ("chance", "ordered") else "limit=3"
+    limit = "limit=8" if name in ("chance", "remembers", "ordered") else "limit=3"
     assert main(["gym", "test", f"v.py:{name}", "data=arithmetic", limit, "slow=30"]) == 1
     seen = found()
     assert set(seen) >= set(faults.split())
@@ -261,6 +281,50 @@ def test_what_is_not_given_back_is_found(here: Path, capsys: pytest.CaptureFixtu
 
 def test_many_calls_of_a_good_verifier_leak_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing is wrong" in said(capsys, "number", "data=arithmetic", "limit=2", "slow=30", "sessions=500")
+
+
+def test_sessions_are_not_answered_from_memory(here: Path) -> None:
+    """Each is a call that a verifier which remembers has to work for."""
+    found = list[int]()
+    for sessions in (0, 50):
+        assert main(["gym", "test", "v.py:counts", *FEW, f"sessions={sessions}"]) == 0
+        found.append((here / "worked").stat().st_size)
+        (here / "worked").unlink()
+    assert found[1] - found[0] == 50
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "data"),
+    [
+        ("math", "mathematics.verifying", [f"data={DATA / 'math_sample.jsonl'}"]),
+        ("reasoning_gym", "reasoning.tasks", []),
+    ],
+)
+def test_sessions_reach_the_processes(
+    here: Path, monkeypatch: pytest.MonkeyPatch, target: str, module: str, data: list[str]
+) -> None:
+    """Those of answers that are decided in a process; none of them is answered from memory."""
+    asked, before = list[str](), list[int]()
+
+    async def sessions_from_here(session: Any, sessions: int) -> Growth:
+        before.append(len(asked))
+        return await growth(session, sessions)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        ask: Any = pooled(*args, **options)
+
+        async def call(request: Any, more: Any) -> Any:
+            if request[0] not in ("names", "make"):
+                asked.append(repr((request, more)))
+            return await ask(request, more)
+
+        return call
+
+    monkeypatch.setattr(f"nrl.envs.{module}.pooled", counted)
+    monkeypatch.setattr("nrl.command.gym.verifying.growth", sessions_from_here)
+    assert main(["gym", "test", target, *data, "limit=2", "slow=60", "sessions=60", "allow=left_out,varies,order"]) == 0
+    assert len(asked) - before[0] >= 15
+    assert set(asked[before[0] :]) <= set(asked[: before[0]])  # which memory would have answered
 
 
 def test_a_verifier_of_groups_compares_each_answer_with_the_right_one(

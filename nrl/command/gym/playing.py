@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from nrl.command.gym.calls import Outcome, metered, reward_of
+from nrl.command.gym.calls import Outcome, forgetting, metered, reward_of
 from nrl.command.gym.golds import accepted
 from nrl.command.gym.records import Tried, shortened
 from nrl.command.gym.usage import Growth, Meter, growth
@@ -127,7 +127,7 @@ async def tried(
         DataError: a task has no right answer, and ``gold`` says where it is.
     """
     golds = [None if gold is None else accepted(task, gold, place)[0] for place, task in enumerate(tasks)]
-    meter, found = Meter(), list[Tried]()
+    meter, found, forget = Meter(), list[Tried](), forgetting(getattr(env, "verifier", None))
     with calling(env) as caller_of:
 
         def begun(place: int, name: str) -> tuple[_Session, Caller]:
@@ -135,6 +135,7 @@ async def tried(
 
         async def play(place: int, name: str) -> _Session:
             session, call = begun(place, name)
+            forget()  # else an episode that is played again would be judged from memory
             await _reset(session, env, call, meter)
             while not session.over and len(session.turns) < turns and name != "leaves":
                 turn = POLICIES[name](session.seen, session.tools, golds[place], session.random)
@@ -158,6 +159,7 @@ async def tried(
         second = [await play(found[at].task, found[at].kind) for at in some]
         varies = _compare(found, some, first, second, "varies", "played again")
         if not varies:
+            forget()
             beside = [begun(found[at].task, found[at].kind) for at in some]
             for each, call in beside:
                 await _reset(each, env, call, meter)

@@ -45,7 +45,7 @@ def math_verifier(
 
     Returns:
         An ``async`` verifier with an extractor (`nrl.envs.extractor`). It reads the last answer of a trace, and the
-        task's prompt. Its own ``timeout`` is None.
+        task's prompt. Its own ``timeout`` is None. It remembers outcomes; its ``forget()`` makes every call a new one.
 
     Raises:
         ValueError: ``workers`` or ``timeout`` is not positive.
@@ -99,6 +99,7 @@ def math_verifier(
             case _:
                 return Score(0.0, "parse_fail")
 
+    equal.forget = outcomes.clear  # type: ignore[attr-defined]
     equal.timeout = None  # type: ignore[attr-defined]  # that of a comparison begins when it does
     return equal
 
