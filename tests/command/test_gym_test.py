@@ -6,20 +6,24 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import Field
 
 from nrl.command.cli import main
+from nrl.command.gym.arguments import arguments
 from nrl.command.gym.golds import Way, ways
 from nrl.command.gym.hostile import hostile, huge, mutants
 from nrl.command.gym.records import FAULTS
 from nrl.command.gym.usage import Growth, Usage, growth
 from nrl.envs import Trace, arithmetic, choice, number, score_of
+from nrl.envs.interpreter import Interpreter
 from nrl.envs.pools.pool import pooled
+from nrl.envs.tools import tool
 from tests.backends.openai.test_openai import serving
 from tests.envs.test_judging import replying
 from tests.jsonlines import lines
@@ -468,7 +472,7 @@ def test_the_group_has_one_command(arguments: list[str], capsys: pytest.CaptureF
 ENVIRONMENTS = """
 import os, random
 from nrl.envs import Environment, Step, number, single_turn
-from nrl.envs.tools import tool
+from nrl.envs.tools import tool, tool_use
 
 def reset(task):
     return (random.Random(task["seed"]).randint(1, 1000), 3), "Guess a number. What is it?"
@@ -503,6 +507,13 @@ def look(at: str) -> str:
     "Look at a thing."
     return at
 calls = Environment(lambda task: (*reset(task), [tool(look)]), lambda s, t: Step(s, float(len(t.calls) > 0)))
+uses = Environment(calls.reset, lambda s, t: Step(s, float(len(t.calls) > 0 and not t.malformed)))
+def shuts(at: str) -> str:
+    "Look at a thing, and break what looks."
+    if not at or len(at) > 500:
+        raise OSError("broken")
+    return at
+broken_tool = tool_use([tool(shuts)], lambda task, trace: 0.0, turns=3)
 endless = Environment(reset, lambda s, t: Step(s, 0.0, False, "Go on."))
 raises = Environment(reset, lambda s, t: Step(s, float(int(t) == 3)))
 unreset = Environment(lambda task: "Hello", step)
@@ -557,7 +568,9 @@ def test_a_good_environment_passes(here: Path, capsys: pytest.CaptureFixture[str
         ("junk", "junk"),
         ("echo", "echo"),
         ("luck", "random"),
-        ("calls", "calls"),
+        ("calls", "calls uses"),
+        ("uses", "uses"),
+        ("broken_tool", "raises"),
         ("judged", "silent"),
         ("endless", "endless"),
         ("raises", "raises"),
@@ -599,6 +612,57 @@ def test_faults_of_environments_say_what_to_do(
 def test_the_right_answer_at_once_has_to_pass_where_it_is_known(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing is wrong with e.py:asked" in said(capsys, "e.py:asked", *FEW, "gold=answer")
     assert "gold (3): right answers did not pass" in said(capsys, "e.py:good", *FEW, "gold=answer", status=1)
+
+
+def test_tools_are_run_with_sensible_and_with_hostile_arguments(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real interpreter, also in the sessions that look for leaks."""
+    told = list[tuple[str, str]]()
+    run = Interpreter.run
+
+    def heard(interpreter: Interpreter, code: str) -> str:
+        told.append((code, "it ended"))  # unless it answers
+        answer = run(interpreter, code)
+        told[-1] = code, answer
+        return answer
+
+    monkeypatch.setattr(Interpreter, "run", heard)
+    audit = ["gym", "test", "python", "limit=6", "slow=60"]
+    assert main(audit) == 0
+    assert ("print(6 * 7)", "42\n") in told
+    assert any("ZeroDivisionError" in answer for _, answer in told)
+    assert ("import os\nos._exit(0)", "it ended") in told
+    alone = len(told)
+    assert main([*audit, "sessions=7"]) == 0  # each policy once
+    assert len(told) > 2 * alone
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10**6), st.booleans())
+def test_arguments_fit_the_parameters(seed: int, hostile: bool) -> None:
+    made = tool(described)
+    found = arguments(made.schema["function"]["parameters"], Random(seed), seen="What is it?", hostile=hostile)
+    assert {"text", "count", "share", "kind", "tree"} <= set(found)
+    for name, value in found.items():
+        made.parameters[name].validate_python(value, strict=name == "count")
+
+
+class Tree(TypedDict):
+    """A node."""
+
+    name: str
+    below: list["Tree"]
+
+
+def described(
+    text: Annotated[str, Field(min_length=3, max_length=8)],
+    count: Annotated[int, Field(ge=2, le=5)],
+    share: Annotated[float, Field(gt=0)],
+    kind: Literal["a", "b"],
+    tree: Tree,
+    more: dict[str, int] | bool | None = None,
+) -> str:
+    """Takes all kinds of arguments."""
+    return text
 
 
 def test_an_environment_that_keeps_files_leaks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
