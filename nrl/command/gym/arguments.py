@@ -88,9 +88,9 @@ def _number(part: Mapping[str, Any], random: Random, hostile: bool, extremes: tu
     """One within its bounds."""
 
     def fits(value: float) -> bool:
-        return part.get("minimum", -math.inf) <= value <= part.get("maximum", math.inf) and part.get(
-            "exclusiveMinimum", -math.inf
-        ) < value < part.get("exclusiveMaximum", math.inf)
+        least, most = part.get("minimum", -math.inf), part.get("maximum", math.inf)
+        above, below = part.get("exclusiveMinimum", -math.inf), part.get("exclusiveMaximum", math.inf)
+        return bool(least <= value <= most and above < value < below)
 
     low = part.get("minimum", part.get("exclusiveMinimum"))
     high = part.get("maximum", part.get("exclusiveMaximum"))
@@ -99,4 +99,5 @@ def _number(part: Mapping[str, Any], random: Random, hostile: bool, extremes: tu
     some = [each for each in extremes if fits(each)] if hostile else []
     if not some + small:  # between 0 and 1, both left out
         return float(low + high) / 2 if low is not None and high is not None else 0.0
-    return random.choice(some or small)
+    value: float = random.choice(some or small)
+    return value
