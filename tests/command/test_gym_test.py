@@ -776,7 +776,7 @@ SHIPPED = {
     "math_verifier": ["math", f"data={DATA / 'math_sample.jsonl'}"],
     "code": ["code", f"data={DATA / 'programs_sample.jsonl'}", "gold=response"],
     "short_answer": ["nrl.envs:short_answer", f"data={DATA / 'squad_sample.jsonl'}", "format=squad", "gold=answers"],
-    "searching": ["nrl.envs:searching"],
+    "searching": ["nrl.envs:searching", "gold=answer"],
     "sliding_puzzle": ["nrl.envs:sliding_puzzle"],
     "tic_tac_toe": ["nrl.envs:tic_tac_toe", "allow=echo"],  # the last number of a board is a move, which may win
 }  # fmt: skip
@@ -797,10 +797,11 @@ def test_nothing_is_wrong_with_all_that_ships(here: Path, capsys: pytest.Capture
 
 
 IN_PROCESSES = {
-    "python": ["python"],
+    "python": ["python", "gold=answer"],
     "reasoning_gym": ["reasoning_gym"],
     "textarena": ["textarena", "allow=echo"],  # a number that the rules name is a guess, which may be right
-    "fhaviary": ["fhaviary", "data=arithmetic", "allow=endless"],  # its calculator ends where an answer is submitted
+    # It pays for every story, and ends where one is printed
+    "fhaviary": ["fhaviary", "data=arithmetic", "allow=endless,calls,uses"],
     # Its head is not trained, and it has 512 positions
     "reward_model": ["v.py:rewarding", "data=arithmetic", "allow=gold,raises"],
 }
