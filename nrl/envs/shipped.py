@@ -42,10 +42,16 @@ _LIMITS = Limits()
 
 
 def _code(
-    *, seconds: float = _LIMITS.seconds, cpu_seconds: float = _LIMITS.cpu_seconds, memory: int = _LIMITS.memory
+    *,
+    seconds: float = _LIMITS.seconds,
+    cpu_seconds: float = _LIMITS.cpu_seconds,
+    memory: int = _LIMITS.memory,
+    processes: int = _LIMITS.processes,
+    output: int = _LIMITS.output,
+    disk: int = _LIMITS.disk,
 ) -> Verifier:
     """The verifier `nrl.envs.code`, with limits of each test."""
-    return code(limits=Limits(seconds, cpu_seconds, memory))
+    return code(limits=Limits(seconds, cpu_seconds, memory, processes, output, disk))
 
 
 def _reward_model(
@@ -71,9 +77,20 @@ def _reward_model(
     return found
 
 
-def _with_python(*, verifier: str | dict[str, Any] = "math", turns: int = 8) -> Environment:
-    """Episodes with a Python interpreter as a tool, in which a verifier has the last word."""
-    start, end = (lambda task: Interpreter()), Interpreter.close
+def _with_python(
+    *,
+    verifier: str | dict[str, Any] = "math",
+    turns: int = 8,
+    seconds: float = _LIMITS.seconds,
+    cpu_seconds: float = 60.0,
+    memory: int = _LIMITS.memory,
+    processes: int = _LIMITS.processes,
+    output: int = _LIMITS.output,
+    disk: int = _LIMITS.disk,
+) -> Environment:
+    """Episodes with a Python interpreter as a tool, with limits, in which a verifier has the last word."""
+    limits = Limits(seconds, cpu_seconds, memory, processes, output, disk)
+    start, end = (lambda task: Interpreter(limits=limits)), Interpreter.close
     return tool_use([tool(python)], _verifier("python", verifier), turns=turns, state=start, close=end)
 
 

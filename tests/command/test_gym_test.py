@@ -6,19 +6,24 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import Field
 
 from nrl.command.cli import main
+from nrl.command.gym.arguments import arguments
 from nrl.command.gym.golds import Way, ways
 from nrl.command.gym.hostile import hostile, huge, mutants
 from nrl.command.gym.records import FAULTS
 from nrl.command.gym.usage import Growth, Usage, growth
 from nrl.envs import Trace, arithmetic, choice, number, score_of
+from nrl.envs.interpreter import Interpreter
+from nrl.envs.pools.pool import pooled
+from nrl.envs.tools import tool
 from tests.backends.openai.test_openai import serving
 from tests.envs.test_judging import replying
 from tests.jsonlines import lines
@@ -102,6 +107,24 @@ def skips(task, trace):
 
 def chance(task, trace):
     return float(number(task, trace).reward and random.random() < 0.5)
+
+known_rewards = {}
+def remembers(task, trace):
+    key = task["answer"], trace.text
+    if key not in known_rewards:
+        known_rewards[key] = chance(task, trace)
+    return known_rewards[key]
+remembers.forget = known_rewards.clear
+
+worked = {}
+def counts(task, trace):
+    key = task["answer"], trace.text
+    if key not in worked:
+        with open("worked", "a") as file:
+            file.write("x")
+        worked[key] = number(task, trace)
+    return worked[key]
+counts.forget = worked.clear
 
 before = [""]
 def ordered(task, trace):
@@ -233,12 +256,13 @@ def test_a_good_verifier_passes(here: Path, capsys: pytest.CaptureFixture[str], 
         ("infinite", "gold raises"),
         ("skips", "left_out"),
         ("chance", "varies"),
+        ("remembers", "varies"),
         ("ordered", "order"),
         ("seeded", "seed"),
     ],
 )
 def test_what_is_wrong_is_found_by_name(here: Path, name: str, faults: str) -> None:
-    limit = "limit=8" if name in ("chance", "ordered") else "limit=3"
+    limit = "limit=8" if name in ("chance", "remembers", "ordered") else "limit=3"
     assert main(["gym", "test", f"v.py:{name}", "data=arithmetic", limit, "slow=30"]) == 1
     seen = found()
     assert set(seen) >= set(faults.split())
@@ -261,6 +285,50 @@ def test_what_is_not_given_back_is_found(here: Path, capsys: pytest.CaptureFixtu
 
 def test_many_calls_of_a_good_verifier_leak_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing is wrong" in said(capsys, "number", "data=arithmetic", "limit=2", "slow=30", "sessions=500")
+
+
+def test_sessions_are_not_answered_from_memory(here: Path) -> None:
+    """Each is a call that a verifier which remembers has to work for."""
+    found = list[int]()
+    for sessions in (0, 50):
+        assert main(["gym", "test", "v.py:counts", *FEW, f"sessions={sessions}"]) == 0
+        found.append((here / "worked").stat().st_size)
+        (here / "worked").unlink()
+    assert found[1] - found[0] == 50
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "data"),
+    [
+        ("math", "mathematics.verifying", [f"data={DATA / 'math_sample.jsonl'}"]),
+        ("reasoning_gym", "reasoning.tasks", []),
+    ],
+)
+def test_sessions_reach_the_processes(
+    here: Path, monkeypatch: pytest.MonkeyPatch, target: str, module: str, data: list[str]
+) -> None:
+    """Those of answers that are decided in a process; none of them is answered from memory."""
+    asked, before = list[str](), list[int]()
+
+    async def sessions_from_here(session: Any, sessions: int) -> Growth:
+        before.append(len(asked))
+        return await growth(session, sessions)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        ask: Any = pooled(*args, **options)
+
+        async def call(request: Any, more: Any) -> Any:
+            if request[0] not in ("names", "make"):
+                asked.append(repr((request, more)))
+            return await ask(request, more)
+
+        return call
+
+    monkeypatch.setattr(f"nrl.envs.{module}.pooled", counted)
+    monkeypatch.setattr("nrl.command.gym.verifying.growth", sessions_from_here)
+    assert main(["gym", "test", target, *data, "limit=2", "slow=60", "sessions=60", "allow=left_out,varies,order"]) == 0
+    assert len(asked) - before[0] >= 15
+    assert set(asked[before[0] :]) <= set(asked[: before[0]])  # which memory would have answered
 
 
 def test_a_verifier_of_groups_compares_each_answer_with_the_right_one(
@@ -404,7 +472,7 @@ def test_the_group_has_one_command(arguments: list[str], capsys: pytest.CaptureF
 ENVIRONMENTS = """
 import os, random
 from nrl.envs import Environment, Step, number, single_turn
-from nrl.envs.tools import tool
+from nrl.envs.tools import tool, tool_use
 
 def reset(task):
     return (random.Random(task["seed"]).randint(1, 1000), 3), "Guess a number. What is it?"
@@ -439,6 +507,13 @@ def look(at: str) -> str:
     "Look at a thing."
     return at
 calls = Environment(lambda task: (*reset(task), [tool(look)]), lambda s, t: Step(s, float(len(t.calls) > 0)))
+uses = Environment(calls.reset, lambda s, t: Step(s, float(len(t.calls) > 0 and not t.malformed)))
+def shuts(at: str) -> str:
+    "Look at a thing, and break what looks."
+    if not at or len(at) > 500:
+        raise OSError("broken")
+    return at
+broken_tool = tool_use([tool(shuts)], lambda task, trace: 0.0, turns=3)
 endless = Environment(reset, lambda s, t: Step(s, 0.0, False, "Go on."))
 raises = Environment(reset, lambda s, t: Step(s, float(int(t) == 3)))
 unreset = Environment(lambda task: "Hello", step)
@@ -493,7 +568,9 @@ def test_a_good_environment_passes(here: Path, capsys: pytest.CaptureFixture[str
         ("junk", "junk"),
         ("echo", "echo"),
         ("luck", "random"),
-        ("calls", "calls"),
+        ("calls", "calls uses"),
+        ("uses", "uses"),
+        ("broken_tool", "raises"),
         ("judged", "silent"),
         ("endless", "endless"),
         ("raises", "raises"),
@@ -535,6 +612,57 @@ def test_faults_of_environments_say_what_to_do(
 def test_the_right_answer_at_once_has_to_pass_where_it_is_known(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing is wrong with e.py:asked" in said(capsys, "e.py:asked", *FEW, "gold=answer")
     assert "gold (3): right answers did not pass" in said(capsys, "e.py:good", *FEW, "gold=answer", status=1)
+
+
+def test_tools_are_run_with_sensible_and_with_hostile_arguments(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real interpreter, also in the sessions that look for leaks."""
+    told = list[tuple[str, str]]()
+    run = Interpreter.run
+
+    def heard(interpreter: Interpreter, code: str) -> str:
+        told.append((code, "it ended"))  # unless it answers
+        answer = run(interpreter, code)
+        told[-1] = code, answer
+        return answer
+
+    monkeypatch.setattr(Interpreter, "run", heard)
+    audit = ["gym", "test", "python", "limit=6", "slow=60"]
+    assert main(audit) == 0
+    assert ("print(6 * 7)", "42\n") in told
+    assert any("ZeroDivisionError" in answer for _, answer in told)
+    assert ("import os\nos._exit(0)", "it ended") in told
+    alone = len(told)
+    assert main([*audit, "sessions=7"]) == 0  # each policy once
+    assert len(told) > 2 * alone
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10**6), st.booleans())
+def test_arguments_fit_the_parameters(seed: int, hostile: bool) -> None:
+    made = tool(described)
+    found = arguments(made.schema["function"]["parameters"], Random(seed), seen="What is it?", hostile=hostile)
+    assert {"text", "count", "share", "kind", "tree"} <= set(found)
+    for name, value in found.items():
+        made.parameters[name].validate_python(value, strict=name == "count")
+
+
+class Tree(TypedDict):
+    """A node."""
+
+    name: str
+    below: list["Tree"]
+
+
+def described(
+    text: Annotated[str, Field(min_length=3, max_length=8)],
+    count: Annotated[int, Field(ge=2, le=5)],
+    share: Annotated[float, Field(gt=0)],
+    kind: Literal["a", "b"],
+    tree: Tree,
+    more: dict[str, int] | bool | None = None,
+) -> str:
+    """Takes all kinds of arguments."""
+    return text
 
 
 def test_an_environment_that_keeps_files_leaks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -648,7 +776,7 @@ SHIPPED = {
     "math_verifier": ["math", f"data={DATA / 'math_sample.jsonl'}"],
     "code": ["code", f"data={DATA / 'programs_sample.jsonl'}", "gold=response"],
     "short_answer": ["nrl.envs:short_answer", f"data={DATA / 'squad_sample.jsonl'}", "format=squad", "gold=answers"],
-    "searching": ["nrl.envs:searching"],
+    "searching": ["nrl.envs:searching", "gold=answer"],
     "sliding_puzzle": ["nrl.envs:sliding_puzzle"],
     "tic_tac_toe": ["nrl.envs:tic_tac_toe", "allow=echo"],  # the last number of a board is a move, which may win
 }  # fmt: skip
@@ -669,10 +797,11 @@ def test_nothing_is_wrong_with_all_that_ships(here: Path, capsys: pytest.Capture
 
 
 IN_PROCESSES = {
-    "python": ["python"],
+    "python": ["python", "gold=answer"],
     "reasoning_gym": ["reasoning_gym"],
     "textarena": ["textarena", "allow=echo"],  # a number that the rules name is a guess, which may be right
-    "fhaviary": ["fhaviary", "data=arithmetic", "allow=endless"],  # its calculator ends where an answer is submitted
+    # It pays for every story, and ends where one is printed
+    "fhaviary": ["fhaviary", "data=arithmetic", "allow=endless,calls,uses"],
     # Its head is not trained, and it has 512 positions
     "reward_model": ["v.py:rewarding", "data=arithmetic", "allow=gold,raises"],
 }

@@ -129,7 +129,7 @@ def test_generated_tasks_are_fulfilled_by_their_responses_and_by_nothing_lazy() 
         assert (found.reward, found.components["all"]) == (1.0, 1.0), asked
         for text in lazy:
             passed[text] += constraints(asked, Trace(asked["prompt"], [text])).components["all"] == 1
-    assert max(passed.values()) < 200
+    assert max(passed.values()) < 60
     assert task(3, 7) == task(3, 7) != task(3, 8)
 
 

@@ -22,7 +22,7 @@ from nrl.errors import EnvError
 from tests.episodes.scripted import TASKS, Scripted
 from tests.processes import alive, settled
 
-RIGHT, WRONG, UNREAD = Score(1.0), Score(0.0), Score(0.0, "parse_fail")
+RIGHT, WRONG, UNREAD, STARVED = Score(1.0), Score(0.0), Score(0.0, "parse_fail"), Score(0.0, "timeout")
 ROOT = r"\sqrt{7918}"  # no plain number, beside which a tower of powers were wrong at once
 
 
@@ -44,6 +44,12 @@ def brief() -> Any:
 def ask(verifier: Any, answer: Any, response: str, prompt: str = "How much is it?") -> Score:
     found: Score = asyncio.run(verifier({"answer": answer, "prompt": prompt}, Trace(prompt, [response])))
     return found
+
+
+def patiently(verifier: Any, answer: Any, response: str) -> Score:
+    """What is said once the machine had time for it; otherwise nothing is kept."""
+    scores = (ask(verifier, answer, response) for _ in range(100))
+    return next((each for each in scores if each != STARVED), STARVED)
 
 
 @pytest.mark.parametrize(
@@ -277,12 +283,12 @@ def test_hostile_answers_are_back_in_time_and_earn_nothing(brief: Any, name: str
 
 
 def test_a_tower_is_the_models_doing(brief: Any) -> None:
-    assert ask(brief, r"\sqrt{7919}", r"\boxed{9^{9^9}}") == UNREAD
+    assert patiently(brief, r"\sqrt{7919}", r"\boxed{9^{9^9}}") == UNREAD
 
 
 @pytest.mark.slow
 def test_an_event_loop_goes_on(brief: Any) -> None:
-    """No answer stops it for 50 ms; the best of three."""
+    """No answer stops it for 50 ms where all are asked at once; the best of three."""
 
     async def longest() -> float:
         gaps, done = [0.0], False
@@ -294,8 +300,11 @@ def test_an_event_loop_goes_on(brief: Any) -> None:
                 gaps.append(time.perf_counter() - began - 0.001)
 
         watching = asyncio.create_task(watch())
-        for name in ("a tower", "a megabyte of letters", "a megabyte of boxes", "backslashes", "a megabyte of dollars"):
-            await brief({"answer": "x-7"}, Trace("", [HOSTILE[name]]))
+        answers = list[asyncio.Task[Score]]()
+        for text in HOSTILE.values():
+            answers.append(asyncio.create_task(brief({"answer": "x-7"}, Trace("", [text]))))
+            await asyncio.sleep(0)  # all are under way at once, and each has a turn of the loop of its own to begin
+        await asyncio.gather(*answers)
         done = True
         await watching
         return max(gaps)
@@ -315,15 +324,12 @@ def test_a_machine_without_time_is_no_models_doing(brief: Any) -> None:
         return score
 
     ask(brief, ROOT, r"\boxed{b+76}")
-    assert asyncio.run(stopped("9^{9^9}+1", after=0.1)) == Score(0.0, "timeout")
-    assert ask(brief, ROOT, r"\boxed{9^{9^9}+1}") == UNREAD  # it was not kept
+    assert asyncio.run(stopped("9^{9^9}+1", after=0.1)) == STARVED
+    assert patiently(brief, ROOT, r"\boxed{9^{9^9}+1}") == UNREAD  # it was not kept
     ask(brief, ROOT, r"\boxed{b+75}")
     os.kill(newest_fork(), signal.SIGSTOP)
-    with pytest.raises(
-        EnvError, match=r"task\['answer'\] is '\\\\sqrt\{7918\}', which math-verify did not read within 0.5 s"
-    ):
-        ask(brief, ROOT, r"\boxed{b+78}")
-    assert ask(brief, ROOT, r"\boxed{\frac{7918}{\sqrt{7918}}}") == RIGHT
+    assert ask(brief, ROOT, r"\boxed{b+78}") == STARVED  # nor is a right answer to blame
+    assert patiently(brief, ROOT, r"\boxed{\frac{7918}{\sqrt{7918}}}") == RIGHT
 
 
 def test_a_fork_that_dies_takes_nothing_along(brief: Any) -> None:
@@ -380,7 +386,7 @@ def test_a_reference_that_cannot_be_used_is_an_error(brief: Any, reference: Any,
     with pytest.raises(
         EnvError, match=rf"^math_verifier: task\['answer'\] is .*, {said}; give a number, an expression"
     ):
-        ask(brief, reference, r"\boxed{x+1}")
+        patiently(brief, reference, r"\boxed{x+1}")
 
 
 def test_what_is_missing_is_said() -> None:

@@ -252,9 +252,7 @@ def test_a_fork_bomb_is_gone_with_its_sandbox(attempt: Callable[..., Finished]) 
     before = set(descendants(os.getpid()))
     done = attempt("import os\nwhile True:\n    try:\n        os.fork()\n    except OSError: pass", Limits(seconds=2))
     assert done.status in ("seconds", "cpu_seconds")
-    assert not settled(
-        lambda: [pid for pid in descendants(os.getpid()) if pid not in before and name(pid) == "bwrap"], 60
-    )
+    assert not settled(lambda: bwraps(before), 60)
 
 
 def bwraps(before: set[int]) -> list[int]:
@@ -291,10 +289,10 @@ def test_kill_everything_kills_the_sandbox_alone(attempt: Callable[..., Finished
         assert done.status == "exited"
         done = attempt(
             f"import os, signal\nfor pid in ({bystander.pid}, {os.getpid()}, 1):\n    try:\n        os.kill(pid, 9)\n"
-            "    except OSError as error: print(type(error).__name__)\nos.killpg(0, 9)"
+            "    except OSError as error: print(type(error).__name__, flush=True)\nos.killpg(0, 9)"
         )
         assert done.status == "exited"
-        assert done.stdout.count(b"ProcessLookupError") <= 3
+        assert done.stdout.split()[:2] == [b"ProcessLookupError"] * 2  # it sees neither of those outside
         assert bystander.poll() is None
     finally:
         bystander.kill()

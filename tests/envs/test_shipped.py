@@ -14,6 +14,7 @@ from nrl.envs.gym.serving import Server
 from nrl.envs.gyms.resolving import Replicas
 from nrl.envs.naming import named
 from nrl.envs.shipped import ENVIRONMENTS
+from nrl.envs.tools import ToolError
 from nrl.errors import ConfigError, DataError
 from nrl.reduce import finalize
 from tests.episodes.scripted import Scripted
@@ -152,6 +153,13 @@ def test_python_is_a_tool_and_a_verifier_has_the_last_word() -> None:
     assert env.verifier is exact  # type: ignore[attr-defined]
 
 
+def test_limits_of_the_interpreter_are_options() -> None:
+    env = nrl.environments({"python": {"verifier": "exact", "output": 1000}}).env
+    state, _, tools = env.reset({"prompt": "a"})
+    with state.state as interpreter, pytest.raises(ToolError, match="reached its limit of output"):
+        tools[0].fn("print('x' * 10**5)", interpreter)
+
+
 # --- several
 
 
@@ -245,6 +253,12 @@ def test_per_source_of_one() -> None:
         ({"sliding_puzzle": {"turns": 0}}, "env=sliding_puzzle: sliding_puzzle: turns is 0; give at least 1"),
         ({"tic_tac_toe": {"oponent": "random"}}, "env=tic_tac_toe takes no 'oponent'; did you mean 'opponent'"),
         ("reward_model", "env=reward_model needs model; give env.reward_model.model="),
+        *(
+            ({who: {limit: 0}}, f"env={who}: Limits: {limit} is 0")
+            for who in ("code", "python")
+            for limit in ("seconds", "cpu_seconds", "memory", "processes", "output", "disk")
+        ),
+        ({"python": {"disk": "much"}}, "env=python: disk is 'much': input should be a valid integer"),
         ({"python": {"verifier": "own.py:env"}}, "env.python.verifier=own.py:env is an environment; give a verifier"),
         ({"python": {"verifier": "judge"}}, "env.python.verifier=judge needs url; give env.python.verifier.judge.url="),
         ({"search": {"k": "3.5"}}, "env=search: k is '3.5': input should be a valid integer"),

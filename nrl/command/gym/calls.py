@@ -15,7 +15,7 @@ from nrl.envs.user_code.errors import Failed
 from nrl.episodes.episode import TRAINED
 from nrl.errors import EnvError
 
-__all__ = ["LEFT_OUT", "Call", "Outcome", "metered", "reward_of", "verdict"]
+__all__ = ["LEFT_OUT", "Call", "Outcome", "forgetting", "metered", "reward_of", "verdict"]
 
 type Call = Callable[..., Awaitable[Any]]
 """``(fn, *args)`` -> the value of that call; raises `Failed`."""
@@ -41,6 +41,18 @@ class Outcome:
     seconds: float = 0.0
     memory: int = 0
     error: str | None = None
+
+
+def forgetting(verifier: Any) -> Callable[[], Any]:
+    """What makes a verifier forget earlier calls, its ``forget``; it does nothing where there is none.
+
+    >>> def right(task, trace): ...
+    >>> right.forget = {1: 2}.popitem
+    >>> forgetting(right)(), forgetting(None)()
+    ((1, 2), None)
+    """
+    found = getattr(verifier, "forget", None)
+    return found if callable(found) else lambda: None
 
 
 def metered(fn: Callable[..., Any], meter: Meter) -> Callable[..., Any]:

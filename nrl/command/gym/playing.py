@@ -6,9 +6,10 @@ from typing import Any
 
 import attrs
 
-from nrl.command.gym.calls import Outcome, metered, reward_of
+from nrl.command.gym.arguments import arguments
+from nrl.command.gym.calls import Outcome, forgetting, metered, reward_of
 from nrl.command.gym.golds import accepted
-from nrl.command.gym.records import Tried, shortened
+from nrl.command.gym.records import LUCKY, Tried, shortened
 from nrl.command.gym.usage import Growth, Meter, growth
 from nrl.envs.contract import Env, Step, Task, Trace, Turn, judges_group, text_of
 from nrl.envs.tools import MalformedCall, Tool, ToolCall
@@ -19,6 +20,7 @@ from nrl.episodes.conversations import is_prompt
 __all__ = ["POLICIES", "Played", "tried"]
 
 _AGAIN = 20  # tasks whose episodes are played again
+_TOOLED = ("calls", "uses")  # policies for environments with tools
 _JUNK = (
     "\x00\x01\ufffd\u202e{{[[((<",
     "9" * 1000,
@@ -44,10 +46,24 @@ def _random(seen: str, tools: Sequence[Tool], gold: str | None, random: Random) 
 
 
 def _calls(seen: str, tools: Sequence[Tool], gold: str | None, random: Random) -> Turn:
-    names = [each.name for each in tools]
-    arguments: list[dict[str, Any]] = [{}, {"no_such": [1, {"a": None}]}, {"": "\x00"}]
-    some = [ToolCall(random.choice([*names, "no_such_tool"]), random.choice(arguments)) for _ in range(2)]
+    """One that fits no tool, one that does and has hostile values, and one that cannot be read."""
+    senseless: list[dict[str, Any]] = [{}, {"no_such": [1, {"a": None}]}, {"": "\x00"}]
+    invalid = ToolCall(random.choice([*(each.name for each in tools), "no_such_tool"]), random.choice(senseless))
+    some = [invalid, *_fitting(seen, tools, random, hostile=True)]
     return Turn("", calls=some, malformed=[MalformedCall('<tool_call>{"', "the object is not closed")])
+
+
+def _uses(seen: str, tools: Sequence[Tool], gold: str | None, random: Random) -> Turn:
+    return Turn("", calls=[each for _ in range(2) for each in _fitting(seen, tools, random)])
+
+
+def _fitting(seen: str, tools: Sequence[Tool], random: Random, *, hostile: bool = False) -> list[ToolCall]:
+    """A call of one of the tools with arguments that it takes; none where there are no tools."""
+    if not tools:
+        return []
+    chosen = random.choice(tools)
+    parameters = chosen.schema.get("function", {}).get("parameters") or {}
+    return [ToolCall(chosen.name, arguments(parameters, random, seen=seen, hostile=hostile))]
 
 
 POLICIES: Mapping[str, _Policy] = {
@@ -57,8 +73,10 @@ POLICIES: Mapping[str, _Policy] = {
     "echo": lambda seen, tools, gold, random: Turn(seen),
     "random": _random,
     "calls": _calls,
+    "uses": _uses,
 }
-"""The policies, by name; ``gold`` says the task's right answer, and ``calls`` is for environments with tools."""
+"""The policies, by name; ``gold`` says the task's right answer, ``calls`` and ``uses`` are for environments with tools.
+"""
 
 
 @attrs.frozen
@@ -127,7 +145,7 @@ async def tried(
         DataError: a task has no right answer, and ``gold`` says where it is.
     """
     golds = [None if gold is None else accepted(task, gold, place)[0] for place, task in enumerate(tasks)]
-    meter, found = Meter(), list[Tried]()
+    meter, found, forget = Meter(), list[Tried](), forgetting(getattr(env, "verifier", None))
     with calling(env) as caller_of:
 
         def begun(place: int, name: str) -> tuple[_Session, Caller]:
@@ -135,6 +153,7 @@ async def tried(
 
         async def play(place: int, name: str) -> _Session:
             session, call = begun(place, name)
+            forget()  # else an episode that is played again would be judged from memory
             await _reset(session, env, call, meter)
             while not session.over and len(session.turns) < turns and name != "leaves":
                 turn = POLICIES[name](session.seen, session.tools, golds[place], session.random)
@@ -146,8 +165,8 @@ async def tried(
 
         tooled = False
         for place in range(len(tasks)):
-            for name in ("gold", "silent", "junk", "echo", "random", "calls", "leaves"):
-                if (name == "gold" and golds[place] is None) or (name == "calls" and not tooled):
+            for name in ("gold", "silent", "junk", "echo", "random", *_TOOLED, "leaves"):
+                if (name == "gold" and golds[place] is None) or (name in _TOOLED and not tooled):
                     continue
                 session = await play(place, name)
                 tooled = tooled or bool(session.tools)
@@ -158,6 +177,7 @@ async def tried(
         second = [await play(found[at].task, found[at].kind) for at in some]
         varies = _compare(found, some, first, second, "varies", "played again")
         if not varies:
+            forget()
             beside = [begun(found[at].task, found[at].kind) for at in some]
             for each, call in beside:
                 await _reset(each, env, call, meter)
@@ -169,7 +189,7 @@ async def tried(
             for each, call in beside:
                 await _end(each, env, call, meter)
             _compare(found, some, first, [each for each, _ in beside], "order", "played beside others")
-        names = ("silent", "junk", "echo", "random", "leaves")
+        names = ("silent", "junk", "echo", "random", *(_TOOLED if tooled else ()), "leaves")
         grown = (
             await growth(lambda number: play(number % len(tasks), names[number % len(names)]), sessions)
             if sessions
@@ -184,7 +204,7 @@ def _tried(session: _Session, place: int, name: str, passing: float) -> Tried:
     outcome = Outcome(reward, status, session.seconds, session.memory, session.error)
     said = "\n".join(shortened(turn, 200) for turn in session.turns[:10])
     passed = reward is not None and reward >= passing
-    note = "may be luck" if passed and name == "random" else ""
+    note = "may be luck" if passed and name in LUCKY else ""
     return Tried(place, name, name, said, outcome, passed, note, tuple(session.found), len(session.turns))
 
 

@@ -9,7 +9,7 @@ from nrl.command.gym.calls import LEFT_OUT, Outcome
 from nrl.command.gym.usage import Growth
 from nrl.errors import ConfigError
 
-__all__ = ["FAULTS", "Fault", "Tried", "check_allowed", "faults", "shortened"]
+__all__ = ["FAULTS", "LUCKY", "Fault", "Tried", "check_allowed", "faults", "shortened"]
 
 FAULTS = {
     "gold": "right answers did not pass",
@@ -27,6 +27,7 @@ FAULTS = {
     "echo": "episodes in which the policy repeated what it read passed",
     "calls": "episodes of senseless calls of tools passed",
     "random": "episodes of random answers passed more often than one in two",
+    "uses": "episodes of random calls of tools passed more often than one in two",
     "raises": "calls raised, or took too long",
     "left_out": "answers led to rows that are left out, which costs a policy less than a wrong answer",
     "varies": "answers got another reward when they were verified again",
@@ -38,6 +39,9 @@ FAULTS = {
     "leaks": "not all that sessions took was given back",
 }
 """What may be wrong, by name."""
+
+LUCKY = ("random", "uses")
+"""Policies whose episodes may pass by luck."""
 
 
 @attrs.frozen
@@ -146,10 +150,11 @@ def faults(tried: Sequence[Tried], slow: float, grown: Growth | None = None) -> 
             seen.setdefault("left_out", []).append(f"{where}: {each.outcome.status}")
         for name, message in each.found:
             seen.setdefault(name, []).append(f"{where}: {message}")
-    chance = [each for each in tried if each.kind == "random"]
-    lucky = [each for each in chance if each.passed]
-    if 2 * len(lucky) > len(chance):
-        seen["random"] = [_shown(each) for each in lucky]
+    for name in LUCKY:
+        chance = [each for each in tried if each.kind == name]
+        lucky = [each for each in chance if each.passed]
+        if 2 * len(lucky) > len(chance):
+            seen[name] = [_shown(each) for each in lucky]
     late = sorted(tried, key=lambda each: -each.outcome.seconds)[1:]
     seen["slow"] = [
         f"task {each.task}, {each.kind} ({each.how}): {each.outcome.seconds:.1f} s"

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from nrl.command.gym.calls import Outcome, verdict
+from nrl.command.gym.calls import Outcome, forgetting, verdict
 from nrl.command.gym.golds import Way, accepted, normal, ways
 from nrl.command.gym.hostile import Hostile, hostile, huge, mutants
 from nrl.command.gym.records import Tried, shortened
@@ -67,7 +67,7 @@ async def tried(
     """
     golds = [[] if gold is None else accepted(task, gold, place) for place, task in enumerate(tasks)]
     said = [ways(task, some, form) if some else [] for task, some in zip(tasks, golds, strict=True)]
-    meter, extract = Meter(), extractor(verifier)
+    meter, extract, forget = Meter(), extractor(verifier), forgetting(verifier)
     env = Environment(lambda task: (task, ""), lambda state, turn: state, timeout=timeout)
     with ExitStack() as stack:
         caller_of = stack.enter_context(calling(env))
@@ -120,13 +120,14 @@ async def tried(
                 one = Tried(place, attack.kind, attack.how, kept, outcome, passed, note, characters=len(attack.text))
                 found.append(one)
             tell(place)
-        found = await _again(found, tasks, chosen, ask, seed)
+        found = await _again(found, tasks, chosen, ask, forget, seed)
         grown = None
         if sessions:
             answers = [(each.task, each.text) for each in found if each.kind not in _LONG]
 
             async def session(number: int) -> None:
                 place, text = answers[number % len(answers)]
+                forget()  # else what was asked above would be answered from memory
                 await ask(tasks[place], text, chosen[place].text)
 
             grown = await growth(session, sessions)
@@ -141,10 +142,18 @@ def _huge(way: Way, golds: Sequence[str], others: Sequence[str], place: int) -> 
     return [every[place % len(every)]] if place < 2 * len(every) else []
 
 
-async def _again(found: list[Tried], tasks: Sequence[Task], chosen: Sequence[Way], ask: _Ask, seed: int) -> list[Tried]:
+async def _again(
+    found: list[Tried],
+    tasks: Sequence[Task],
+    chosen: Sequence[Way],
+    ask: _Ask,
+    forget: Callable[[], Any],
+    seed: int,
+) -> list[Tried]:
     """Verify some of the answers again: twice in one order, once in another, and under other seeds.
 
-    A call of another answer comes first, so that the first two rounds begin after the same one.
+    A call of another answer comes first, so that the first two rounds begin after the same one. No round remembers what
+    an earlier one was told.
     """
     right = any(each.kind == "gold" for each in found)
     kinds = ("gold", "mutated", "other") if right else ("injected", "question")
@@ -158,6 +167,7 @@ async def _again(found: list[Tried], tasks: Sequence[Task], chosen: Sequence[Way
 
     async def rewards(order: Sequence[int], **more: Any) -> dict[int, float | None]:
         asked = {at: (found[at].task, found[at].text) for at in order}
+        forget()
         beside = {at: "" if found[at].kind == "gold" else chosen[found[at].task].text for at in order}
         return {
             at: (await ask({**tasks[place], **more}, text, beside[at])).reward for at, (place, text) in asked.items()

@@ -33,7 +33,7 @@ def math_verifier(
     A response without a final answer, and one whose answer cannot be read, takes too long or brings the process down,
     has a reward of 0 with the status ``"parse_fail"``: the model wrote it, and the same processes have read the
     reference before. Were its row left out instead, a tower of powers would be worth more than an answer that may be
-    wrong. Only where the machine had no time for an answer, the status is ``"timeout"``, and the row is left out.
+    wrong. Only where the machine had no time for the two, the status is ``"timeout"``, and the row is left out.
 
     What leaves the work to the verifier is wrong: a formula of the question, an equation that is to be solved, an
     integral, a sum of matrices; and where the reference is a number, everything that still has to be calculated.
@@ -45,7 +45,7 @@ def math_verifier(
 
     Returns:
         An ``async`` verifier with an extractor (`nrl.envs.extractor`). It reads the last answer of a trace, and the
-        task's prompt. Its own ``timeout`` is None.
+        task's prompt. Its own ``timeout`` is None. It remembers outcomes; its ``forget()`` makes every call a new one.
 
     Raises:
         ValueError: ``workers`` or ``timeout`` is not positive.
@@ -99,6 +99,7 @@ def math_verifier(
             case _:
                 return Score(0.0, "parse_fail")
 
+    equal.forget = outcomes.clear  # type: ignore[attr-defined]
     equal.timeout = None  # type: ignore[attr-defined]  # that of a comparison begins when it does
     return equal
 

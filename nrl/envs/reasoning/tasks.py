@@ -31,13 +31,14 @@ _ROWS = 2**31 - 1
 
 
 class ReasoningVerifier(Protocol):
-    """What `reasoning_gym` returns: a verifier with an extractor, and its tasks.
+    """What `reasoning_gym` returns: a verifier with an extractor, and its tasks; ``forget`` makes every call a new one.
 
     >>> def names(verifier: ReasoningVerifier) -> list[str]:
     ...     return [verifier.tasks(0, index)["reasoning_gym"]["dataset"] for index in range(4)]
     """
 
     timeout: None
+    forget: Callable[[], None]
     extract: Callable[[str], str | None]
     tasks: Callable[[int, int], Task]
 
@@ -124,6 +125,7 @@ def reasoning_gym(
         return found
 
     made: Any = score
+    made.forget = outcomes.clear
     made.timeout = None  # that of an answer begins when it is scored
     made.tasks = functools.partial(task, dataset=dataset, config=config, suffix=suffix, executable=executable)
     return made  # type: ignore[no-any-return]
