@@ -50,7 +50,7 @@ a row. Advantages and shaping count it once.
 
 Losses of a language model read `logprobs`, `entropy` and a teacher's tokens. Losses of a model with `head="value"` or
 `head="reward"` read `values` or `rewards`. The same trainers compute the columns: `critic.values(params, batch)` for
-`gae`, `teacher.top_k(params, batch, k)` for `distillation_loss`.
+`episode_gae`, `teacher.top_k(params, batch, k)` for `distillation_loss`.
 
 ## Compositions
 
@@ -84,7 +84,7 @@ RECIPES = {
     "PPO, with a critic": (
         "",
         "policy_loss(clip(0.2))",
-        "`token_rewards(batch, kl(k1, 0.01))` and `gae` before, and `value_loss(clip=0.2)` for the critic",
+        "`token_rewards(batch, kl(k1, 0.01))` and `episode_gae` before, and `value_loss(clip=0.2)` for the critic",
     ),
     "PPO, dual clip": ("from_rewards(group_normalize)", "policy_loss(clip(0.2, dual=3.0))", ""),
     "DPPO": ("from_rewards(group_center)", "dppo_loss", ""),

@@ -71,7 +71,7 @@ def main(cfg: Config) -> None:
         for i, batch in run.steps(stream):
             batch = nrl.assign(algos.token_rewards(batch), old_logprobs=batch["rollout_logprobs"])
             batch, mask = nrl.assign(batch, values=critic.values(values.params, batch)), batch["loss_mask"]
-            found, returns = algos.gae(batch["token_rewards"], batch["values"], mask, gamma=cfg.gamma, lam=cfg.lam)
+            found, returns = algos.episode_gae(batch, gamma=cfg.gamma, lam=cfg.lam)
             batch = nrl.assign(batch, advantages=algos.whiten(found, mask), returns=returns)
             metrics = nrl.summary(batch) | nrl.per_source(batch, envs.names)
             metrics |= {"explained_variance": algos.explained_variance(batch)}

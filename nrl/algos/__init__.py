@@ -26,6 +26,7 @@ from nrl.algos.entropy import entropy_loss
 from nrl.algos.estimators import (
     Estimator,
     advantages,
+    episode_gae,
     from_rewards,
     from_token_rewards,
     on_policy_distillation,
@@ -160,6 +161,7 @@ __all__ = [
     "dppo_loss",
     "dr_grpo_loss",
     "entropy_loss",
+    "episode_gae",
     "explained_variance",
     "forward_kl",
     "from_rewards",

@@ -4,6 +4,7 @@ No statistic sees a row that ``valid`` marks false. Rows with one number in ``ep
 one reward, and one place in its group.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from nrl.batch import require
 from nrl.batch.columns import kind_of
 from nrl.errors import BatchError, NotFinite
 
-__all__ = ["Episodes", "check_finite", "episodes", "row_rewards", "trained_tokens", "valid_rows"]
+__all__ = ["Episodes", "check_finite", "episodes", "over_episodes", "row_rewards", "trained_tokens", "valid_rows"]
 
 
 def valid_rows(batch: TensorDict) -> Tensor:
@@ -153,3 +154,57 @@ def episodes(batch: TensorDict, *same: str, reader: str = "episodes") -> Episode
                 f"{int(batch['episode_ids'][row])}; the rows of an episode must agree in it"
             )
     return Episodes(firsts, none.index_copy(0, rows, episode))
+
+
+def over_episodes(fn: Callable[..., Tensor], batch: TensorDict, *columns: Tensor, reader: str) -> Tensor:
+    """Apply a function of time to the trained tokens of each valid episode, in the order in which they were sampled.
+
+    An episode that forked has several rows, and its tokens are one row to the function. Turns say their order, whatever
+    that of the rows is; each turn's tokens lie in one row.
+
+    Args:
+        fn: ``(*columns, mask) -> [m, L]``, of columns ``[m, L]`` and a mask bool; a row's result depends on the row
+            alone.
+        batch: ``[B]``, has ``loss_mask``; and ``turns``, where an episode has several rows with trained tokens.
+        *columns: ``[B, T]`` each; what the function reads.
+        reader: who asks, as a user would name it; for the error.
+
+    Returns:
+        ``[B, T]``, 0 outside the trained tokens.
+
+    Raises:
+        MissingColumn: an episode has several such rows, and the batch has no ``turns``.
+        BatchError: two rows of an episode have trained tokens of one turn, or one has some of no turn.
+
+    >>> columns = {"loss_mask": torch.tensor([[True, True], [True, False]]), "turns": torch.tensor([[1, 1], [0, -1]])}
+    >>> batch = TensorDict({**columns, "episode_ids": torch.tensor([5, 5])}, [2])
+    >>> over_episodes(lambda x, mask: x.cumsum(-1), batch, torch.tensor([[1, 2], [4, 0]]), reader="me").tolist()
+    [[5, 7], [4, 0]]
+    """
+    mask, numbers = trained_tokens(batch), episodes(batch).numbers
+    trained = numbers[mask.any(-1)]
+    if len(trained.unique()) == len(trained):
+        return masked(fn(*columns, mask), mask)
+    require(batch, "turns", reader=reader)
+    row, at = mask.nonzero().unbind(-1)
+    turn = batch["turns"][row, at].long()
+    order = turn.argsort(stable=True)
+    order = order[numbers[row[order]].argsort(stable=True)]
+    row, at, turn = row[order], at[order], turn[order]
+    episode = numbers[row]
+    again = (episode[1:] == episode[:-1]) & (turn[1:] == turn[:-1]) & (row[1:] != row[:-1])
+    if bool((turn < 0).any()) or bool(again.any()):
+        wrong = int(row[(turn < 0).nonzero()[0, 0]] if (turn < 0).any() else row[1:][again][0])
+        raise BatchError(
+            f"{reader}: row {wrong} is one of several of the episode {int(batch['episode_ids'][wrong])}, and its turns "
+            "do not say when its trained tokens were sampled: they have no turn (-1), or one that another row has, too; "
+            "number the turns of an episode through all of its rows"
+        )
+    _, place, counts = episode.unique_consecutive(return_inverse=True, return_counts=True)
+    starts = counts.cumsum(0) - counts
+    column = torch.arange(len(row), device=row.device) - starts[place]
+    joined = torch.zeros(len(counts), int(counts.max()), dtype=torch.bool, device=row.device)
+    joined[place, column] = True
+    rows = [values.new_zeros(joined.shape).index_put((place, column), values[row, at]) for values in columns]
+    found = fn(*rows, joined)[place, column]
+    return found.new_zeros(mask.shape).index_put((row, at), found)

@@ -5,23 +5,25 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos._arguments import in_unit_interval, weighted
-from nrl.algos._rows import check_finite, episodes, row_rewards, trained_tokens
+from nrl.algos._rows import check_finite, episodes, over_episodes, row_rewards, trained_tokens
 from nrl.algos.groups import GroupFunction, group_normalize
 from nrl.algos.kl_rewards import sampled_logprobs
 from nrl.algos.loss_contract import name_of
 from nrl.algos.masking import masked
-from nrl.algos.returns import discounted_returns, whiten
+from nrl.algos.returns import discounted_returns, gae, whiten
 from nrl.batch import Batch, assign, require, unchanged
 from nrl.errors import BatchError
 
 __all__ = [
     "Estimator",
     "advantages",
+    "episode_gae",
     "from_rewards",
     "from_token_rewards",
     "on_policy_distillation",
@@ -124,18 +126,20 @@ def from_token_rewards(gamma: float = 1.0) -> Estimator:
         A_k = Σ_{j≥k} γ^(j-k) r_j,   k and j count the tokens of ``loss_mask``
 
     Time skips the tokens of a tool's answer, and rewards after them count before them. verl's returns have done the
-    same since August 2026 (its pull request 7300); until then they started anew there.
+    same since August 2026 (its pull request 7300); until then they started anew there. It runs over all rows of an
+    episode that forked, in the order of ``turns``.
 
     Args:
         gamma: discount, in [0, 1].
 
     Returns:
         ``batch -> [B, T]``, 0 on invalid rows and outside ``loss_mask``. It reads ``token_rewards``, ``loss_mask`` and,
-        where it is there, ``valid``.
+        where they are there, ``valid``, ``episode_ids`` and ``turns``.
 
     Raises:
         ValueError: ``gamma`` is outside [0, 1].
-        MissingColumn: (when called) the batch lacks one of the first two.
+        MissingColumn: (when called) the batch lacks one of the first two, or an episode has several rows and no turns.
+        BatchError: (when called) the turns of an episode's rows do not say their order.
         NotFinite: (when called) a token reward of a valid row is NaN or infinite.
 
     Source: Sutton and Barto, Reinforcement Learning (2018), eq. 3.9.
@@ -151,9 +155,48 @@ def from_token_rewards(gamma: float = 1.0) -> Estimator:
     def from_token_rewards(batch: Batch) -> Tensor:
         require(batch, "token_rewards", "loss_mask", reader="from_token_rewards")
         check_finite(batch, "token_rewards", reader="from_token_rewards")
-        return discounted_returns(batch["token_rewards"], trained_tokens(batch), gamma=gamma)
+        returns = partial(discounted_returns, gamma=gamma)
+        return over_episodes(returns, batch, batch["token_rewards"], reader="from_token_rewards")
 
     return from_token_rewards
+
+
+def episode_gae(batch: Batch, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation of a batch: `gae` over the trained tokens of each episode, in their order.
+
+    An episode that forked is one sequence, whatever the order of its rows: V_{k+1} behind a row's last token is that of
+    the first token of its next turn, and rewards of later rows count for earlier ones.
+
+    Args:
+        batch: has ``token_rewards``, ``values`` and ``loss_mask``; and ``turns``, where an episode has several rows.
+        gamma: discount, in [0, 1].
+        lam: λ in [0, 1]; 0 is one-step TD, 1 is Monte Carlo.
+
+    Returns:
+        Advantages and returns, each ``[B, T]``, 0 on invalid rows and outside ``loss_mask``. Without gradient.
+
+    Raises:
+        MissingColumn: the batch lacks one of them.
+        BatchError: the turns of an episode's rows do not say their order.
+        NotFinite: a token reward or a value of a trained token is NaN or infinite.
+        ValueError: ``gamma`` or ``lam`` is outside [0, 1].
+
+    Source: https://arxiv.org/abs/1506.02438, eq. 16.
+
+    >>> import torch
+    >>> columns = {"token_rewards": torch.tensor([[1.0], [0.0]]), "values": torch.tensor([[0.5], [0.5]])}
+    >>> columns |= {"turns": torch.tensor([[1], [0]]), "loss_mask": torch.ones(2, 1, dtype=torch.bool)}
+    >>> batch = Batch({**columns, "episode_ids": torch.tensor([0, 0])}, batch_size=[2])
+    >>> [x.tolist() for x in episode_gae(batch, gamma=1.0, lam=0.5)]
+    [[[0.5], [0.25]], [[1.0], [0.75]]]
+    """
+    require(batch, "token_rewards", "values", "loss_mask", reader="episode_gae")
+    check_finite(batch, "token_rewards", reader="episode_gae")
+    check_finite(batch, "values", reader="episode_gae")
+    estimate = partial(gae, gamma=gamma, lam=lam)
+    rewards, values = batch["token_rewards"], batch["values"]
+    found = over_episodes(lambda *given: estimate(*given)[0], batch, rewards, values, reader="episode_gae")
+    return found, found + masked(values.detach(), trained_tokens(batch))
 
 
 def whitened(estimator: Estimator) -> Estimator:

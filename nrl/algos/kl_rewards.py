@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos._rows import check_finite, episodes, row_rewards, trained_tokens
+from nrl.algos._rows import check_finite, episodes, over_episodes, row_rewards, trained_tokens
 from nrl.algos.divergences import Penalty
 from nrl.algos.masking import masked
 from nrl.batch import Batch, assign, require
@@ -51,24 +51,32 @@ def _penalties(batch: TensorDict, penalty: Penalty, reader: str) -> Tensor:
     return masked(penalty(masked(sampled_logprobs(batch, reader), mask), batch).detach(), mask)
 
 
-def token_rewards(batch: Batch, penalty: Penalty | None = None) -> Batch:
-    """Add the column ``token_rewards``: the row's reward at its last trained token, less a penalty at each.
+def _with_rest(turns: Tensor, totals: Tensor, mask: Tensor) -> Tensor:
+    last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+    return turns + masked(totals - turns.sum(-1, keepdim=True), last)
 
-        r_t = s_t + [t is the row's last token] (r - Σ s) - penalty_t
+
+def token_rewards(batch: Batch, penalty: Penalty | None = None) -> Batch:
+    """Add the column ``token_rewards``: an episode's reward at its last trained token, less a penalty at each.
+
+        r_t = s_t + [t is the episode's last token] (r - Σ s) - penalty_t
 
     where s are the rewards of turns that `nrl.rollout` has put into the column, and 0 without it. So what was added to
-    ``rewards`` since, such as a shaping of the length, is earned at the end.
+    ``rewards`` since, such as a shaping of the length, is earned at the end. The rows of an episode that forked are one
+    sequence: it earns its reward once, at the last token of its last turn.
 
-    The penalty applies to the policy that sampled: ``old_logprobs``, else ``rollout_logprobs``. All rows of an episode
-    end in its reward. A row without a trained token has none, whatever its reward was; invalid rows have 0.
+    The penalty applies to the policy that sampled: ``old_logprobs``, else ``rollout_logprobs``. An episode without a
+    trained token has none, whatever its reward was; invalid rows have 0.
 
     Args:
-        batch: has ``rewards``, ``loss_mask``, and what the penalty reads.
+        batch: has ``rewards``, ``loss_mask``, and what the penalty reads; and ``turns``, where an episode has several
+            rows.
         penalty: ``(logprobs, batch) -> [B, T]``, such as ``kl(k1, 0.01)``; None: no penalty.
 
     Raises:
         MissingColumn: the batch lacks one of them.
-        BatchError: there are several rewards a row.
+        BatchError: there are several rewards a row, the rows of an episode differ in theirs, or their turns do not say
+            their order.
         NotFinite: a reward or log-probability of a valid row is NaN or infinite.
 
     Source: Ouyang et al., https://arxiv.org/abs/2203.02155, eq. 2; REINFORCE++, https://arxiv.org/abs/2501.03262v9,
@@ -86,14 +94,14 @@ def token_rewards(batch: Batch, penalty: Penalty | None = None) -> Batch:
     rewards = row_rewards(batch, reader="token_rewards")
     check_finite(batch, "rewards", reader="token_rewards")
     mask = trained_tokens(batch)
-    last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+    episodes(batch, "rewards", reader="token_rewards")
     turns = (
         masked(batch["token_rewards"], mask)
         if "token_rewards" in batch.keys()
-        else torch.zeros_like(rewards)[..., None]
+        else torch.zeros_like(rewards)[..., None].expand(mask.shape)
     )
-    rest = rewards - turns.sum(-1)
-    earned = turns + masked(rest.unsqueeze(-1).expand(mask.shape), last)
+    totals = rewards[..., None].expand(mask.shape)
+    earned = over_episodes(_with_rest, batch, turns, totals, reader="token_rewards")
     if penalty is not None:
         earned = earned - _penalties(batch, penalty, "token_rewards")
     return assign(batch, token_rewards=earned)

@@ -95,7 +95,7 @@ def test_the_policy_that_sampled_is_old_or_else_rollout(shape: Callable[[Batch, 
         shape(make_batch().exclude("old_logprobs"), kl(k1, 0.5))
 
 
-def test_an_episode_pays_for_all_its_valid_rows_and_ends_in_its_reward_everywhere() -> None:
+def test_an_episode_pays_for_all_its_valid_rows_and_ends_in_its_reward_once() -> None:
     mask = torch.tensor([[False, True]] * 4)
     columns = {
         "rewards": torch.tensor([1.0, 1.0, 5.0, math.nan]),
@@ -109,8 +109,9 @@ def test_an_episode_pays_for_all_its_valid_rows_and_ends_in_its_reward_everywher
     found = penalized_rewards(batch, kl(k1, 1.0))["rewards"]
     assert found[:3].tolist() == [-3, -3, 5]
     assert found[3].isnan()
-    tokens = token_rewards(batch, kl(k1, 1.0))["token_rewards"]
-    assert tokens.tolist() == [[0, 0], [0, -2], [0, 5], [0, 0]]
+    turns = torch.tensor([[-1, 0], [-1, 1], [-1, 0], [-1, 0]], dtype=torch.int16)
+    tokens = token_rewards(nrl.assign(batch, turns=turns), kl(k1, 1.0))["token_rewards"]
+    assert tokens.tolist() == [[0, -1], [0, -2], [0, 5], [0, 0]]
 
 
 @pytest.mark.parametrize("shape", [token_rewards, penalized_rewards])

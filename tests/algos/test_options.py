@@ -280,6 +280,7 @@ CASES: dict[str, Case] = {
         {"gamma": 0.9, "lam": 0.9},
         (ROWS["token_rewards"], ROWS["values"], ROWS["loss_mask"]),
     ),
+    "episode_gae": Case(of_numbers, {"gamma": 1.0, "lam": 1.0}, {"gamma": 0.9, "lam": 0.9}, (ROWS,)),
     "discounted_returns": Case(of_numbers, {"gamma": 1.0}, {"gamma": 0.9}, (ROWS["token_rewards"], ROWS["loss_mask"])),
     "token_rewards": Case(of_batch, {}, {"penalty": KL}, (ROWS,)),
     "penalized_rewards": Case(of_batch, {"penalty": KL}, {"penalty": algos.kl(algos.k1, 0.1)}, (ROWS,)),
