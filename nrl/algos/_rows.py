@@ -197,7 +197,7 @@ def over_episodes(fn: Callable[..., Tensor], batch: TensorDict, *columns: Tensor
         wrong = int(row[(turn < 0).nonzero()[0, 0]] if (turn < 0).any() else row[1:][again][0])
         raise BatchError(
             f"{reader}: row {wrong} is one of several of the episode {int(batch['episode_ids'][wrong])}, and its turns "
-            "do not say when its trained tokens were sampled: they have no turn (-1), or one that another row has, too; "
+            "do not say when its trained tokens were sampled: they have no turn (-1), or one that another row has; "
             "number the turns of an episode through all of its rows"
         )
     _, place, counts = episode.unique_consecutive(return_inverse=True, return_counts=True)
