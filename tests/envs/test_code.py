@@ -21,6 +21,7 @@ from nrl.errors import EnvError
 from tests.processes import descendants, settled
 
 LIMITS = Limits(seconds=2.0, cpu_seconds=2.0, memory=512 << 20)
+PATIENT = attrs.evolve(LIMITS, seconds=60.0, cpu_seconds=60.0)  # for programs that end, on a busy machine too
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
 SQUARES = [{"stdin": "3\n", "stdout": "9\n"}, {"stdin": "4\n", "stdout": "16\n"}]
@@ -34,7 +35,7 @@ def verdict(program: str, tests: Any, **options: Any) -> Score:
 
 
 def share(program: str, tests: Any, **options: Any) -> float:
-    found = verdict(program, tests, **options)
+    found = verdict(program, tests, **{"limits": PATIENT, **options})
     assert found.status == "ok"
     return found.components["passed"]
 
@@ -243,11 +244,12 @@ def test_one_test_that_ends_the_program_is_one_test() -> None:
 def test_a_test_that_catches_everything_does_not_pass_a_program_that_ended() -> None:
     test = "try:\n    f()\nexcept:\n    pass"
     assert share("import os\ndef f(): os._exit(0)", [test]) == 0.0
-    assert share("import os\ndef f(): os._exit(0)", ["while True:\n    try: f()\n    except: pass"]) == 0.0
+    endless = "while True:\n    try: f()\n    except: pass"
+    assert share("import os\ndef f(): os._exit(0)", [endless], limits=LIMITS) == 0.0
 
 
 def test_what_a_program_returns_may_take_the_test_too_long() -> None:
-    assert share("def f(): return 1 << 13000", ["assert 3 ** (f() ** 5) > 0", "assert f() > 1"]) == 0.5
+    assert share("def f(): return 1 << 13000", ["assert 3 ** (f() ** 5) > 0", "assert f() > 1"], limits=LIMITS) == 0.5
 
 
 # --- Mistakes of tasks are no rewards

@@ -337,17 +337,19 @@ def test_the_share_is_of_the_time_of_the_steps(tmp_path: Path) -> None:
 
 
 def test_nothing_is_allocated_where_nobody_records() -> None:
+    def peak() -> int:
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            for _ in itertools.repeat(None, 1000):
+                timeline.record("trainer", 0, "x", 0.0, 1.0)
+            return tracemalloc.get_traced_memory()[1] - before
+        finally:
+            tracemalloc.stop()
+
     timeline.record("trainer", 0, "x", 0.0, 1.0)
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        tracemalloc.reset_peak()
-        for _ in itertools.repeat(None, 1000):
-            timeline.record("trainer", 0, "x", 0.0, 1.0)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak - before < 500  # the loop's own
+    assert min(peak() for _ in range(20)) < 500  # the loop's own; a thread of another test may allocate meanwhile
 
 
 def test_a_call_costs_little(tmp_path: Path) -> None:
