@@ -192,9 +192,10 @@ def over_episodes(fn: Callable[..., Tensor], batch: TensorDict, *columns: Tensor
     order = order[numbers[row[order]].argsort(stable=True)]
     row, at, turn = row[order], at[order], turn[order]
     episode = numbers[row]
-    again = (episode[1:] == episode[:-1]) & (turn[1:] == turn[:-1]) & (row[1:] != row[:-1])
-    if bool((turn < 0).any()) or bool(again.any()):
-        wrong = int(row[(turn < 0).nonzero()[0, 0]] if (turn < 0).any() else row[1:][again][0])
+    unordered = turn < 0
+    unordered[1:] |= (episode[1:] == episode[:-1]) & (turn[1:] == turn[:-1]) & (row[1:] != row[:-1])
+    if bool(unordered.any()):
+        wrong = int(row[unordered][0])
         raise BatchError(
             f"{reader}: row {wrong} is one of several of the episode {int(batch['episode_ids'][wrong])}, and its turns "
             "do not say when its trained tokens were sampled: they have no turn (-1), or one that another row has; "

@@ -193,9 +193,12 @@ def episode_gae(batch: Batch, *, gamma: float, lam: float) -> tuple[Tensor, Tens
     require(batch, "token_rewards", "values", "loss_mask", reader="episode_gae")
     check_finite(batch, "token_rewards", reader="episode_gae")
     check_finite(batch, "values", reader="episode_gae")
-    estimate = partial(gae, gamma=gamma, lam=lam)
-    rewards, values = batch["token_rewards"], batch["values"]
-    found = over_episodes(lambda *given: estimate(*given)[0], batch, rewards, values, reader="episode_gae")
+
+    def estimate(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        return gae(rewards, values, mask, gamma=gamma, lam=lam)[0]
+
+    values = batch["values"]
+    found = over_episodes(estimate, batch, batch["token_rewards"], values, reader="episode_gae")
     return found, found + masked(values.detach(), trained_tokens(batch))
 
 

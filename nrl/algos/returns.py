@@ -16,8 +16,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
         δ_k = r_k + γ V_{k+1} - V_k,   A_k = δ_k + γ λ A_{k+1},   R_k = A_k + V_k
 
     k counts the mask's tokens. Time skips the tokens between them (a tool's output, padding) without decay, and ignores
-    their rewards and values. After the last token both V and A are 0. Each row is a sequence of its own; of
-    a batch whose episodes may have several rows, take `episode_gae`.
+    their rewards and values. After the last token both V and A are 0. Each row is a sequence of its own; where episodes
+    may have several rows, take `episode_gae`.
 
     Args:
         rewards: ``[*B, T]``; what each token earned.

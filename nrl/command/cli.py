@@ -66,8 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(given: argparse.Namespace) -> None:
-    from pathlib import Path
-
     from nrl.command import evaluation_report
     from nrl.runs.reporting import report
 

@@ -1,11 +1,9 @@
 """The command ``nrl eval``: samples a file of tasks, or plays an environment, verifies, measures, and resumes.
 
 The folder holds ``config.yaml``; ``results.jsonl``, a line for each task, written as soon as the tasks that are sampled
-together have been verified; and in the end ``tasks.jsonl``, ``metrics.json`` and ``report.html``.
-
-Noise depends on the seed, the task and the place of the
-sample alone, and the same tasks are always sampled together. So an evaluation that is killed and started again ends
-with the same results.
+together have been verified; and in the end ``tasks.jsonl``, ``metrics.json`` and ``report.html``. Noise depends on the
+seed, the task and the place of the sample alone, and the same tasks are always sampled together. So an evaluation that
+is killed and started again ends with the same results.
 """
 
 import json

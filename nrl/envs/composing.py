@@ -25,7 +25,9 @@ from nrl.envs.contract import (
     judges_group,
     mapped,
     score_of,
+    settled,
     timeout_of,
+    verdicts_of,
 )
 from nrl.errors import EnvError
 
@@ -244,14 +246,14 @@ def gated(gate: Verifier, verifier: Verifier, otherwise: float = 0.0) -> Verifie
         return None if _number(first) > 0 else Score(otherwise, first.status, first.components)
 
     def one(task: Task, trace: Trace) -> Any:
-        return _then(gate(task, trace), lambda first: rest(task, trace, score_of(first)))
+        return mapped(gate(task, trace), lambda first: rest(task, trace, score_of(first)))
 
     def rest(task: Task, trace: Trace, first: Score) -> Any:
         closed = shut(first)
         return mapped(verifier(task, trace), score_of) if closed is None else closed
 
     def group(task: Task, traces: Sequence[Trace]) -> Any:
-        return _then(_each(gate, task, traces), lambda firsts: rests(task, traces, firsts))
+        return mapped(_each(gate, task, traces), lambda firsts: rests(task, traces, firsts))
 
     def rests(task: Task, traces: Sequence[Trace], firsts: Sequence[Score]) -> Any:
         closed = [_kept(shut, first) for first in firsts]
@@ -303,8 +305,7 @@ def _composed(parts: Sequence[Verifier], one: Callable[..., Any], group: Callabl
         return one(task, given) if isinstance(given, Trace) or not any(every) else group(task, given)
 
     async def later(task: Task, given: Any) -> Any:
-        found = verify(task, given)
-        return await found if inspect.isawaitable(found) else found
+        return await settled(verify(task, given))
 
     made: Any = later if any(map(asynchronous, parts)) else verify
     if any(each and not callable(each) for each in every):
@@ -320,10 +321,7 @@ def _each(part: Any, task: Task, traces: Sequence[Trace]) -> Any:
         return _together([_tried(functools.partial(part, task, trace), score_of, FailedScore.of) for trace in traces])
 
     def counted(found: Any) -> list[Score]:
-        verdicts = list(found)
-        if len(verdicts) != len(traces):
-            raise EnvError(f"the verifier of a group gave {len(verdicts)} verdicts for {len(traces)} episodes")
-        return [_kept(score_of, verdict) for verdict in verdicts]
+        return [_kept(score_of, verdict) for verdict in verdicts_of(found, len(traces))]
 
     return _tried(lambda: part(task, traces), counted, lambda error: [FailedScore.of(error)] * len(traces))
 
@@ -352,23 +350,10 @@ def _kept(read: Callable[[Any], Any], given: Any) -> Any:
 def _together(found: Sequence[Any]) -> Any:
     """A list of values; an awaitable of it, if some have to be awaited, which wait side by side."""
 
-    async def value(each: Any) -> Any:
-        return await each if inspect.isawaitable(each) else each
-
     async def later() -> list[Any]:
-        return list(await asyncio.gather(*map(value, found)))
+        return list(await asyncio.gather(*map(settled, found)))
 
     return later() if any(map(inspect.isawaitable, found)) else list(found)
-
-
-def _then(found: Any, change: Callable[[Any], Any]) -> Any:
-    """As `mapped`, where what changes it may have to be awaited, too."""
-
-    async def later() -> Any:
-        changed = change(await found)
-        return await changed if inspect.isawaitable(changed) else changed
-
-    return later() if inspect.isawaitable(found) else change(found)
 
 
 async def _scored(found: Any) -> Score:

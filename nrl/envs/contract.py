@@ -36,8 +36,10 @@ __all__ = [
     "judges_group",
     "mapped",
     "score_of",
+    "settled",
     "text_of",
     "timeout_of",
+    "verdicts_of",
 ]
 
 TIMEOUT = 60.0
@@ -326,6 +328,18 @@ def judges_group(verifier: Any, task: Task) -> bool:
     return bool(found(task)) if callable(found) else bool(found)
 
 
+def verdicts_of(found: Any, count: int) -> list[Any]:
+    """What a verifier of groups has given, which has to be a verdict for each episode.
+
+    Raises:
+        EnvError: it is not.
+    """
+    verdicts = list(found)
+    if len(verdicts) != count:
+        raise EnvError(f"the verifier of a group gave {len(verdicts)} verdicts for {count} episodes")
+    return verdicts
+
+
 def timeout_of(env: Env, task: Task) -> float | None:
     """Seconds that a call of an environment may take for a task; None: no limit.
 
@@ -361,20 +375,24 @@ def alike(fn: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     async def later(*args: Any) -> Any:
-        found = call(*args)
-        return await found if inspect.isawaitable(found) else found
+        return await settled(call(*args))
 
     return later
 
 
+async def settled(found: Any) -> Any:
+    """A value, which may have to be awaited."""
+    return await found if inspect.isawaitable(found) else found
+
+
 def mapped(found: Any, change: Callable[[Any], Any]) -> Any:
-    """A changed value; of one that has to be awaited, an awaitable of the changed one.
+    """A changed value; of one that has to be awaited, an awaitable of the changed one, which may have to be, too.
 
     >>> mapped(2, lambda x: x + 1)
     3
     """
 
     async def later() -> Any:
-        return change(await found)
+        return await settled(change(await found))
 
     return later() if inspect.isawaitable(found) else change(found)

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from nrl.envs import Env, Environment, Task, Verifier, extractor
-from nrl.envs.contract import TIMEOUT, Turn, is_env, judges_group
+from nrl.envs.contract import TIMEOUT, Turn, is_env, judges_group, verdicts_of
 from nrl.envs.user_code.calls import Caller, calling
 from nrl.episodes.episode import Episode, failed
 from nrl.episodes.grades import Graded, failures_of, fields_of
@@ -116,9 +116,7 @@ async def _judge(episodes: Sequence[Episode], verifier: Any, call: Caller, task:
     try:
         traces = [each.trace for each in episodes]
         found = await call(verifier, task.copy(), traces if group else traces[0])
-        verdicts = list(found) if group else [found]
-        if len(verdicts) != len(episodes):
-            raise EnvError(f"the verifier of a group gave {len(verdicts)} verdicts for {len(episodes)} episodes")
+        verdicts = verdicts_of(found, len(episodes)) if group else [found]
         for episode, verdict in zip(episodes, verdicts, strict=True):
             episode.earn(verdict)
     except Exception as error:

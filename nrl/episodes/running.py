@@ -19,7 +19,7 @@ from nrl.backends.base import Sampling
 from nrl.backends.samplers import Sampler
 from nrl.data import render
 from nrl.envs import Env, Task
-from nrl.envs.contract import Prompt, is_env, judges_group
+from nrl.envs.contract import Prompt, is_env, judges_group, verdicts_of
 from nrl.envs.user_code.calls import Caller, calling
 from nrl.episodes.episode import Episode, failed, play
 from nrl.episodes.requests import Requests, requests_to
@@ -146,10 +146,8 @@ class Group:
         if self._late or not live:
             return
         try:
-            verdicts = list(await call(verifier, self.task, [episode.trace for episode in live]))
-            if len(verdicts) != len(live):
-                raise EnvError(f"the verifier of a group gave {len(verdicts)} verdicts for {len(live)} episodes")
-            for episode, verdict in zip(live, verdicts, strict=True):
+            found = await call(verifier, self.task, [episode.trace for episode in live])
+            for episode, verdict in zip(live, verdicts_of(found, len(live)), strict=True):
                 episode.earn(verdict)
         except asyncio.CancelledError:
             if not self._late:
