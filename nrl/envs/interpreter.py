@@ -17,7 +17,10 @@ from nrl.envs.tools.calls import ToolError
 from nrl.envs.tools.schemas import State
 from nrl.errors import EnvError
 
-__all__ = ["Interpreter", "python"]
+__all__ = ["LIMITS", "Interpreter", "python"]
+
+LIMITS = Limits(cpu_seconds=60.0)
+"""Of an interpreter, where nothing else is said."""
 
 _REPL = Path(__file__).parent / "inside" / "repl.py"
 _EPISODE = 24 * 3600.0  # seconds after which nobody comes back for an interpreter
@@ -52,7 +55,7 @@ class Interpreter:
     """
 
     def __init__(self, sandbox: Sandbox | None = None, *, limits: Limits | None = None) -> None:
-        self._sandbox, self._limits = sandbox or bubblewrap(), limits or Limits(cpu_seconds=60.0)
+        self._sandbox, self._limits = sandbox or bubblewrap(), limits or LIMITS
         self._asked: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._one = threading.Lock()
         self._thread: threading.Thread | None = None

@@ -17,6 +17,7 @@ from nrl.envs.gym.remoting import remote
 from nrl.envs.gyms.resolving import resolve
 from nrl.envs.instruction_tasks import task as instructions
 from nrl.envs.instructions import constraints
+from nrl.envs.interpreter import LIMITS as _PYTHON
 from nrl.envs.interpreter import Interpreter, python
 from nrl.envs.judging import judge
 from nrl.envs.mathematics.verifying import math_verifier
@@ -81,12 +82,12 @@ def _with_python(
     *,
     verifier: str | dict[str, Any] = "math",
     turns: int = 8,
-    seconds: float = _LIMITS.seconds,
-    cpu_seconds: float = 60.0,
-    memory: int = _LIMITS.memory,
-    processes: int = _LIMITS.processes,
-    output: int = _LIMITS.output,
-    disk: int = _LIMITS.disk,
+    seconds: float = _PYTHON.seconds,
+    cpu_seconds: float = _PYTHON.cpu_seconds,
+    memory: int = _PYTHON.memory,
+    processes: int = _PYTHON.processes,
+    output: int = _PYTHON.output,
+    disk: int = _PYTHON.disk,
 ) -> Environment:
     """Episodes with a Python interpreter as a tool, with limits, in which a verifier has the last word."""
     limits = Limits(seconds, cpu_seconds, memory, processes, output, disk)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
@@ -16,6 +17,7 @@ from pydantic import Field
 
 from nrl.command.cli import main
 from nrl.command.gym.arguments import arguments
+from nrl.command.gym.audit import Audit
 from nrl.command.gym.golds import Way, ways
 from nrl.command.gym.hostile import hostile, huge, mutants
 from nrl.command.gym.records import FAULTS
@@ -845,3 +847,12 @@ def test_of_several_environments_each_verifier_gets_what_it_is_for(
     )
     (here / "some.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "source": 0}\n')
     said(capsys, "mixed.py:env", "data=some.jsonl", "chat=false", "gold=answer", "slow=30", status=0)
+
+
+def test_help_says_what_each_key_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["gym", "test", "--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    for field in attrs.fields(Audit):
+        assert re.search(rf"^  {field.name}: .*\n      \S", shown, re.MULTILINE), field.name

@@ -47,9 +47,7 @@ _least = attrs.validators.ge(1)
 class Audit:
     """Give a verifier or an environment what lazy, broken and hostile policies write, and say what it gets wrong."""
 
-    target: (
-        str  # number, ...; FILE.py:NAME or MODULE:NAME: a verifier, an environment, or what makes one; URL; gym.yaml
-    )
+    target: str  # number, ...; FILE.py:NAME or MODULE:NAME: a verifier or environment, or what makes one; URL; gym.yaml
     options: dict[str, Any] = attrs.field(factory=dict)  # of the target: options.timeout=3
     data: str | None = None  # a file or a dataset that the target reads; none: its own
     gold: str | None = None  # the column of right answers; a verifier's: answer, answers or response
