@@ -33,6 +33,7 @@ def noted(file: str, what: Any) -> None:
 
 def product(task: Any, trace: Trace) -> float:
     noted(task["file"], task["row"])
+    noted(f"{task['file']}.pids", os.getpid())
     return float(int(trace.text) == 7 * task["row"])
 
 
@@ -207,21 +208,15 @@ def mesh(on_ray: Cluster) -> Iterator[Mesh]:
     end(made)
 
 
-def helpers(mesh: Mesh) -> Callable[[], list[int]]:
-    """Tells the helpers that were there when they were last asked for, and still are."""
-    known: list[int] = []
-
-    def living() -> list[int]:
-        if not any(map(alive, known)):
-            known[:] = [mesh.submit(os.getpid, rank=rank).result() for rank in range(2)]
-        return [pid for pid in known if alive(pid)]
-
-    return living
+def at_work(log: Path) -> Callable[[], list[int]]:
+    """Tells the processes that have verified a row and still are there; one that is killed before has not started."""
+    pids = log.with_name(f"{log.name}.pids")
+    return lambda: [pid for pid in sorted({int(line) for line in pids.read_text().split()}) if alive(pid)]
 
 
 @pytest.mark.ray
 def test_rows_whose_helpers_are_killed_are_verified_or_fail(mesh: Mesh, tmp_path: Path) -> None:
-    killer = Killer(helpers(mesh), 4, 400)
+    killer = Killer(at_work(tmp_path / "log"), 4, 400)
     found = verified(nrl.on(mesh)(product), killer, 400, tmp_path / "log")
     assert killer.killed == 4
     checked(found, lambda row: float(row % 3 == 0), 4)
