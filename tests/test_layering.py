@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("reduce", "batch"),
     ("algos", "config", "log", "envs"),
     ("runtime.executables", "runtime.node", "runtime.preemption", "runtime.threads", "runtime.trace"),
-    ("envs.gyms", "runtime.mesh"),
+    ("envs.gym_config", "runtime.mesh"),
     ("runtime.ray", "runtime.transfer"),
     ("envs.pools.child", "envs.pools.frames", "envs.pools.worker", "envs.user_code"),
     ("envs.pools.meshes", "envs.pools.on_ray", "envs.pools.processes"),

@@ -14,7 +14,7 @@ from nrl.envs.fh_aviary import fhaviary
 from nrl.envs.games import sliding_puzzle, tic_tac_toe
 from nrl.envs.generated_tasks import choices, products, programs
 from nrl.envs.gym.remoting import remote
-from nrl.envs.gyms.resolving import resolve
+from nrl.envs.gym_config.resolving import resolve
 from nrl.envs.instruction_tasks import task as instructions
 from nrl.envs.instructions import constraints
 from nrl.envs.interpreter import LIMITS as _PYTHON

@@ -11,9 +11,9 @@ import pytest
 from nrl import tiny
 from nrl.command.cli import main
 from nrl.envs.contract import is_env
-from nrl.envs.gyms.places import places
-from nrl.envs.gyms.resolving import ask
-from nrl.envs.gyms.servers import gym
+from nrl.envs.gym_config.places import places
+from nrl.envs.gym_config.resolving import ask
+from nrl.envs.gym_config.servers import gym
 
 
 @pytest.fixture(autouse=True)

@@ -20,11 +20,11 @@ import pytest
 
 from nrl.command.cli import main
 from nrl.command.gym import replicas, supervising
-from nrl.envs.gyms.places import Place, places
-from nrl.envs.gyms.resolving import ask, resolve
+from nrl.envs.gym_config.places import Place, places
+from nrl.envs.gym_config.resolving import ask, resolve
 from nrl.errors import ExecutableError
 from nrl.runtime.node import building
-from tests.envs.gyms.test_gym_places import a_head
+from tests.envs.gym_config.test_gym_places import a_head
 
 PROGRAM = """
 import http.server, os, signal, subprocess, sys, time

@@ -15,9 +15,9 @@ import nrl
 from nrl.command.cli import main
 from nrl.command.gym import replicas
 from nrl.command.gym.replicas import Interpreter, Replica
-from nrl.envs.gyms.places import Place
-from nrl.envs.gyms.resolving import ask, resolve
-from nrl.envs.gyms.servers import gym
+from nrl.envs.gym_config.places import Place
+from nrl.envs.gym_config.resolving import ask, resolve
+from nrl.envs.gym_config.servers import gym
 from tests.command.test_gym_run import cmdlines, folder, played, the, until, wrote
 
 __all__ = ["folder"]

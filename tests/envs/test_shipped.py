@@ -11,7 +11,7 @@ import pytest
 import nrl
 from nrl.envs import Environment, Score, Step, Trace, exact, number, shipped, single_turn
 from nrl.envs.gym.serving import Server
-from nrl.envs.gyms.resolving import Replicas
+from nrl.envs.gym_config.resolving import Replicas
 from nrl.envs.naming import named
 from nrl.envs.shipped import ENVIRONMENTS
 from nrl.envs.tools import ToolError

@@ -16,7 +16,7 @@ import aiohttp
 import attrs
 
 from nrl.command.gym import keeper
-from nrl.envs.gyms.servers import EnvironmentServer, ModelServer, Program, Server
+from nrl.envs.gym_config.servers import EnvironmentServer, ModelServer, Program, Server
 from nrl.log import duration
 from nrl.log.redaction import redact
 

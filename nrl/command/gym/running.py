@@ -13,8 +13,8 @@ from typing import TextIO
 from nrl.command.gym.head import application, serving
 from nrl.command.gym.replicas import seconds
 from nrl.command.gym.supervising import Supervisor, listen
-from nrl.envs.gyms.places import Place, told
-from nrl.envs.gyms.servers import Gym, gym
+from nrl.envs.gym_config.places import Place, told
+from nrl.envs.gym_config.servers import Gym, gym
 from nrl.log.redaction import keep_secret, redact
 
 __all__ = ["USAGE", "run"]
@@ -47,7 +47,7 @@ def run(args: Sequence[str]) -> int:
     """Run a gym until it is asked to stop.
 
     Args:
-        args: as for `nrl.envs.gyms.servers.gym`.
+        args: as for `nrl.envs.gym_config.servers.gym`.
 
     Returns:
         The exit status: 130 after Ctrl-C, 143 after SIGTERM.

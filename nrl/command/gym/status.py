@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nrl.envs.gyms.resolving import ask, find
+from nrl.envs.gym_config.resolving import ask, find
 from nrl.errors import ConfigError
 from nrl.log import duration
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nrl.command.gym.replicas import Interpreter, Replica, environment_of, fate, live, seconds, watch
-from nrl.envs.gyms.servers import EnvironmentServer, Gym, Program, executable_of
+from nrl.envs.gym_config.servers import EnvironmentServer, Gym, Program, executable_of
 from nrl.errors import ConfigError, DeadlineExceeded, EnvError, NrlError
 from nrl.log.redaction import redact
 from nrl.runtime.executables.recipes import recipe

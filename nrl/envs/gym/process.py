@@ -18,7 +18,7 @@ import uvloop
 from nrl.envs.contract import is_env
 from nrl.envs.gym.listening import Listener, listening
 from nrl.envs.gym.serving import Settings, address, answering, check_reach
-from nrl.envs.gyms.defaults import LARGEST, LEASE, MOST
+from nrl.envs.gym_config.defaults import LARGEST, LEASE, MOST
 from nrl.envs.naming import named
 from nrl.envs.shipped import ENVIRONMENTS, OWN_TASKS
 from nrl.errors import NrlError

@@ -17,7 +17,7 @@ from nrl.envs.contract import Env, Verifier, is_env
 from nrl.envs.gym.application import application
 from nrl.envs.gym.listening import Listener, listening, many_files
 from nrl.envs.gym.service import Service
-from nrl.envs.gyms.defaults import LARGEST, LEASE, MOST
+from nrl.envs.gym_config.defaults import LARGEST, LEASE, MOST
 from nrl.errors import EnvError
 
 __all__ = ["Server", "Settings", "address", "answering", "check_reach", "serve"]

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 import attrs
 
-from nrl.envs.gyms.places import Place, places
-from nrl.envs.gyms.servers import head_of, token_of
+from nrl.envs.gym_config.places import Place, places
+from nrl.envs.gym_config.servers import head_of, token_of
 from nrl.errors import ConfigError, EnvError
 
 __all__ = ["Replicas", "ask", "find", "resolve"]

@@ -15,8 +15,8 @@ from typing import Any
 import attrs
 import pytest
 
-from nrl.envs.gyms.places import Place, places, told
-from nrl.envs.gyms.resolving import Replicas, find, resolve
+from nrl.envs.gym_config.places import Place, places, told
+from nrl.envs.gym_config.resolving import Replicas, find, resolve
 from nrl.errors import ConfigError, EnvError
 
 SERVERS = [

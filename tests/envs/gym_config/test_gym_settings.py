@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nrl.envs.gyms.servers import EnvironmentServer, Gym, ModelServer, executable_of, gym, head_of
+from nrl.envs.gym_config.servers import EnvironmentServer, Gym, ModelServer, executable_of, gym, head_of
 from nrl.errors import ConfigError
 from nrl.log.redaction import redact
 

@@ -12,8 +12,8 @@ import attrs
 from nrl.config._typed import structure
 from nrl.config._yaml import Problems
 from nrl.config.layers import Layer, explain
-from nrl.envs.gyms.defaults import LARGEST, LEASE, MOST
-from nrl.envs.gyms.settings import settings
+from nrl.envs.gym_config.defaults import LARGEST, LEASE, MOST
+from nrl.envs.gym_config.settings import settings
 from nrl.errors import ConfigError
 from nrl.log.redaction import redact
 from nrl.runtime.executables.registry import Executable, executable
@@ -200,7 +200,7 @@ def gym(args: Sequence[str]) -> Gym:
     """The gym of some files and arguments.
 
     Args:
-        args: as for `nrl.envs.gyms.settings.settings`.
+        args: as for `nrl.envs.gym_config.settings.settings`.
 
     Raises:
         ConfigError: names every problem at once. No message holds a secret.
