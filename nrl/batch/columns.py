@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from nrl.batch.ragged import is_ragged
 from nrl.errors import ColumnError
 
-__all__ = ["COLUMNS", "Column", "Kind", "declare", "declared", "declaring", "kind_of"]
+__all__ = ["COLUMNS", "DROPPED_TOKENS", "Column", "Kind", "declare", "declared", "declaring", "kind_of"]
 
 type Kind = Literal["row", "token", "ragged"]
 """What a column has entries for: each row, each token, or whatever a row has several of."""
@@ -129,6 +129,12 @@ COLUMNS: dict[str, Column] = {
     "asked_again": Column("row", torch.int64, "rollout writes it, with a sampler that streams.", 0),
     "valid": Column("row", torch.bool, "rollout writes it.", True),
     "status": Column("row", torch.int64, "rollout writes it; its name is nrl.envs.STATUSES[status].", 0),
+    "forked": Column(
+        "row",
+        torch.int64,
+        "rollout writes it; why a later row of an episode began: nrl.episodes.bridges.FORKS[forked].",
+        0,
+    ),
     "cut": Column("row", torch.bool, "cut writes it; true for episodes that were ended early.", False),
     "left_out": Column("row", torch.int64, "oversample writes it.", 0),
     "truncated": Column("row", torch.bool, "rollout writes it.", False),
@@ -136,7 +142,10 @@ COLUMNS: dict[str, Column] = {
     "sampled": Column("row", torch.int64, "rollout writes it; how many tokens were sampled for a row."),
     "dropped": Column("row", torch.int64, "drop_uniform and fresh write it.", 0),
     "dropped_invalid": Column("row", torch.int64, "drop_uniform and fresh write it.", 0),
-    "dropped_tokens": Column("row", torch.int64, "drop_uniform, fresh and oversample write it.", 0),
+    "dropped_tokens/uniform": Column("row", torch.int64, "drop_uniform writes it.", 0),
+    "dropped_tokens/filtered": Column("row", torch.int64, "filtered writes it.", 0),
+    "dropped_tokens/stale": Column("row", torch.int64, "fresh writes it.", 0),
+    "dropped_tokens/left_out": Column("row", torch.int64, "oversample writes it.", 0),
     "dropped_cut": Column("row", torch.int64, "drop_uniform and fresh write it, of a stream that is cut.", 0),
     "dropped_rewards": Column("row", torch.float32, "drop_uniform and fresh write it.", 0.0),
     "desirable": Column("row", torch.bool, "data.labelled writes it."),
@@ -153,6 +162,9 @@ COLUMNS: dict[str, Column] = {
 >>> sorted(COLUMNS)[:3]
 ['advantages', 'attention_mask', 'desirable']
 """
+
+DROPPED_TOKENS = {name.partition("/")[2]: name for name in COLUMNS if name.startswith("dropped_tokens/")}
+"""The columns of tokens that were dropped, by the reason."""
 
 _DECLARED: dict[str, Kind] = {}
 

@@ -51,6 +51,9 @@ type Message = dict[str, str]
 type Prompt = str | Sequence[Message] | Sequence[int]
 """The question to a model: text, a chat, or token ids that are used as they are."""
 
+type Observation = str | Sequence[int] | Sequence[Message] | Mapping[Literal["messages"], Sequence[Message]] | None
+"""What an environment answers to a turn; see `Step`."""
+
 type Task = Mapping[str, Any]
 """One row of data: ``"prompt"``, a `Prompt`, and the fields that the verifier reads, such as ``"answer"``."""
 
@@ -218,8 +221,9 @@ class Step(NamedTuple):
             same number every turn. In the column ``token_rewards`` it lies at the turn's last token.
         done: whether the episode ends here.
         observation: if not, the model's next input, else for the verifier alone: text or token ids, which are appended
-            as they are; or messages, which are appended as the chat template writes them, to an episode whose prompt is
-            a chat.
+            as they are; messages, which are appended as the chat template writes them, to an episode whose prompt is a
+            chat; or ``{"messages": [...]}``, the whole conversation from here on, as where an environment leaves out
+            or shortens what came before. Where it does not begin with what was said, the episode forks.
         info: numbers to report, by name. Those of every step are kept.
 
     >>> Step(state=None, reward=1.0)
@@ -229,7 +233,7 @@ class Step(NamedTuple):
     state: Any
     reward: Verdict = 0.0
     done: bool = True
-    observation: str | Sequence[int] | Sequence[Message] | None = None
+    observation: Observation = None
     info: Mapping[str, float] = {}
 
 
@@ -305,7 +309,8 @@ def text_of(prompt: Any) -> str:
     """
     if isinstance(prompt, str):
         return prompt
-    parts = prompt if isinstance(prompt, Sequence) else ()
+    whole = prompt.get("messages") if isinstance(prompt, Mapping) else prompt
+    parts = whole if isinstance(whole, Sequence) else ()
     return "\n".join(str(each.get("content", "")) for each in parts if isinstance(each, Mapping))
 
 

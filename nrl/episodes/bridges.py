@@ -12,14 +12,19 @@ same episode begins with as much of the trace as is still true.
 import itertools
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from nrl.data.checks import fields, kind, shown
 from nrl.data.rendering import encode, templated
 from nrl.episodes.forms import REASONING, with_arguments
 from nrl.errors import DataError
 
-__all__ = ["Extension", "Fork", "Sampled", "bridge", "continues", "extend"]
+__all__ = ["FORKS", "Extension", "Fork", "Sampled", "bridge", "continues", "extend"]
+
+type Reason = Literal["rewritten", "retried", "template"]
+
+FORKS: tuple[str, ...] = ("", *get_args(Reason.__value__))
+"""Why a row of an episode began, in the order in which the column ``forked`` numbers them; empty: it is the first."""
 
 
 class Fork(NamedTuple):
@@ -36,7 +41,7 @@ class Fork(NamedTuple):
     'retried'
     """
 
-    reason: Literal["rewritten", "retried", "template"]
+    reason: Reason
     at: int
     found: str
 

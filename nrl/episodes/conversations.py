@@ -10,7 +10,7 @@ from torch import Tensor
 from nrl.data.rendering import encode, templated
 from nrl.envs.contract import Prompt, Turn
 from nrl.envs.tools import Tool, parse, tool_format
-from nrl.episodes.bridges import Sampled, extend
+from nrl.episodes.bridges import Extension, Fork, Sampled, extend
 from nrl.episodes.forms import Form, form, with_arguments
 from nrl.errors import EnvError, ModelError
 
@@ -88,10 +88,11 @@ class Conversation:
             self._messages.append(calling or {"role": "assistant", "content": text})
         return turn
 
-    def observed(self, observation: Any, tokens: Sequence[int]) -> tuple[int, list[int]]:
+    def observed(self, observation: Any, tokens: Sequence[int]) -> Extension:
         """How many tokens of the row the policy sees when it goes on, and the ids of what the environment answers.
 
-        They are fewer where the chat template writes what came before in another way: then the episode forks.
+        They are fewer where the environment changes what came before, or the chat template writes it in another way:
+        then the episode forks.
 
         Raises:
             EnvError: the observation is nothing that can be appended.
@@ -102,24 +103,45 @@ class Conversation:
             )
         if isinstance(observation, str):
             self._chat = False  # the messages do not say it
-            return len(tokens), list(self._tokenizer.encode(observation, add_special_tokens=False))
+            return Extension(len(tokens), list(self._tokenizer.encode(observation, add_special_tokens=False)), None)
+        if isinstance(observation, Mapping):
+            return self._goes_on(_whole(observation), tokens)
         if not is_prompt(observation):
-            if isinstance(observation, Mapping):
-                raise EnvError("the observation is one message; return a list of messages")
             raise EnvError(f"the observation is {observation!r:.200}; return text, messages or token ids")
         if not any(isinstance(part, Mapping) for part in observation):
             self._chat = False
-            return len(tokens), [int(token) for token in observation]
+            return Extension(len(tokens), [int(token) for token in observation], None)
         if not self._chat:
             raise EnvError(
                 "the observation is messages, and the episode is no chat: its prompt or an observation before is text "
                 "or token ids; give messages from the beginning, or text"
             )
-        every = [*self._messages, *observation]
-        kept, ids, _ = extend(tokens, self._messages, self._turns, every, self._tokenizer, tools=self._schemas)
-        self._messages, self._turns = every, [turn for turn in self._turns if turn.stop <= kept]
-        self._opened = self._opening(ids)
-        return kept, ids
+        return self._goes_on([*self._messages, *observation], tokens)
+
+    def _goes_on(self, every: list[Any], tokens: Sequence[int]) -> Extension:
+        """Go on with a whole conversation, of which the row may have the beginning."""
+        if self._chat:
+            found = extend(tokens, self._messages, self._turns, every, self._tokenizer, tools=self._schemas)
+        else:
+            found = extend([], [], [], every, self._tokenizer, tools=self._schemas)
+            found = found._replace(fork=Fork("rewritten", 0, "what came before is no chat"))
+        self._chat, self._messages = True, every
+        self._turns = [turn for turn in self._turns if turn.stop <= found.kept]
+        self._opened = self._opening(found.appended)
+        return found
+
+
+def _whole(observation: Mapping[str, Any]) -> list[Any]:
+    """The conversation that an observation is the whole of."""
+    if "role" in observation:
+        raise EnvError("the observation is one message; return a list of messages")
+    messages = observation.get("messages")
+    if set(observation) != {"messages"} or not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise EnvError(
+            f"the observation is {observation!r:.200}; return {{'messages': [...]}} with the whole conversation, "
+            "a list of messages to append, text, or token ids"
+        )
+    return list(messages)
 
 
 def _format(tokenizer: Any, schemas: Any) -> str:

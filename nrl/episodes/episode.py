@@ -20,6 +20,7 @@ from nrl.envs import Env, Step, Task
 from nrl.envs.contract import FailedScore, Prompt, Status, Trace, Turn, Verdict, judges_group, score_of
 from nrl.envs.user_code.calls import Caller, calling
 from nrl.envs.user_code.errors import Failed, error_text
+from nrl.episodes.bridges import Fork
 from nrl.episodes.conversations import Conversation, is_prompt
 from nrl.errors import EnvError, LostRequest
 from nrl.log import redact
@@ -48,6 +49,7 @@ class Episode:
         turn_rewards: each turn's reward, and the place of the last token that the policy sampled until then.
         drawn: how many of the tokens were sampled, those beyond the context too.
         earlier: rows that it had before it forked, of which nothing but tokens is up to date.
+        forked: why its last row began; None: it is the first.
         components: what the rewards are made of, by name, where the environment says so.
         status: what became of the verdict.
         cut: whether it was ended before it was over.
@@ -73,6 +75,7 @@ class Episode:
     components: dict[str, float] = attrs.field(factory=dict)
     drawn: int = 0
     earlier: list["Episode"] = attrs.field(factory=list)
+    forked: Fork | None = None
     status: Status = "ok"
     cut: bool = False
     truncated: bool = False
@@ -147,19 +150,24 @@ class Episode:
             known = completion.routes[:0] if self.routes is None else self.routes
             self.routes = torch.cat([known, completion.routes[len(known) :]])
 
-    def fork(self, kept: int, appended: Sequence[int]) -> None:
+    def fork(self, kept: int, appended: Sequence[int], why: Fork) -> None:
         """Begin another row, with some of this one's tokens, which are not trained on once more."""
         self.earlier.append(attrs.evolve(self, earlier=[]))
         self.token_ids, self.routes = self.token_ids[:kept], None if self.routes is None else self.routes[:kept]
         self.sampled, self.logprobs = [False] * kept, [0.0] * kept
         self.turn_of, self.versions = [-1] * kept, [-1] * kept
-        self.turn_rewards, self.drawn, self.version, self.again = [], 0, None, 0
+        self.turn_rewards, self.drawn, self.version, self.again, self.forked = [], 0, None, 0, why
         self.append(appended)
 
     def rows(self) -> list["Episode"]:
         """Its rows, those that it forked from first; each says what became of the whole."""
         told = ("reward", "components", "status", "cut", "truncated", "failure", "info")
         return [attrs.evolve(row, **{name: getattr(self, name) for name in told}) for row in self._parts()]
+
+    @property
+    def last(self) -> "Episode":
+        """The last of its rows, itself or an earlier one."""
+        return self._parts()[-1]
 
     def _parts(self) -> list["Episode"]:
         """The parts between its forks in which something was sampled; the whole, where nothing was."""
@@ -261,11 +269,11 @@ async def play(
         if not taken.done or taken.observation is not None:
             episode.observations.append(taken.observation)
         if not taken.done:
-            kept, appended = chat.observed(taken.observation, episode.token_ids)
-            if kept < len(episode.token_ids):
-                episode.fork(kept, appended)
-            else:
+            kept, appended, fork = chat.observed(taken.observation, episode.token_ids)
+            if fork is None:
                 episode.append(appended)
+            else:
+                episode.fork(kept, appended, fork)
         return taken
 
     async def judge() -> None:
@@ -293,6 +301,7 @@ async def play(
             await _guarded(judge(), episode)
     finally:
         for row in (episode, *episode.earlier):
+            episode.truncated |= len(row.token_ids) > context_length  # of a sampler that looks at no context
             for per_token in (row.token_ids, row.sampled, row.turn_of, row.logprobs, row.versions):
                 del per_token[context_length:]
         if held:

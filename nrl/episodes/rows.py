@@ -13,6 +13,7 @@ from nrl.backends.samplers import Sampler, capabilities
 from nrl.batch import Batch, assign
 from nrl.batch.ragged import ragged
 from nrl.envs.contract import STATUSES
+from nrl.episodes.bridges import FORKS
 from nrl.episodes.episode import Episode
 from nrl.episodes.running import Group, Schedule
 
@@ -48,11 +49,11 @@ def rows_of(groups: Sequence[Group], sampler: Sampler, sampling: Sampling | None
 
 def _left_out(groups: Sequence[Group], numbers: Tensor) -> dict[str, Tensor]:
     """How many episodes were not waited for, and how many tokens they had, at the first row of their group."""
-    found = {name: torch.zeros_like(numbers) for name in ("left_out", "dropped_tokens")}
+    found = {name: torch.zeros_like(numbers) for name in ("left_out", "dropped_tokens/left_out")}
     for group in groups:
         first = int((numbers == group.number).nonzero()[0])
         found["left_out"][first] = len(group.left_out)
-        found["dropped_tokens"][first] = sum(row.drawn for episode in group.left_out for row in episode.rows())
+        found["dropped_tokens/left_out"][first] = sum(row.drawn for episode in group.left_out for row in episode.rows())
     return found
 
 
@@ -94,6 +95,7 @@ def _rows(episodes: Sequence[Episode], version: int, temperature: float) -> Batc
         "sampled": torch.tensor([episode.drawn for episode in episodes]),
         "status": torch.tensor([STATUSES.index(episode.status) for episode in episodes]),
         "truncated": torch.tensor([episode.truncated for episode in episodes]),
+        "forked": torch.tensor([FORKS.index(e.forked.reason if e.forked else "") for e in episodes]),
     }
     if not several:
         columns["token_rewards"] = _at_turns(episodes, width)

@@ -244,11 +244,16 @@ class Running:
             self._check(group.number, place, episode)
 
     def _check(self, number: int, place: int, episode: Episode) -> None:
-        """See that the rows of an episode account for each token that the sampler gave it."""
+        """See that the rows of an episode account for each token that the sampler gave it.
+
+        Of one that was cut, the last turn may have come too late to be in a row; it is counted nevertheless.
+        """
         assert self._requests is not None
         drawn = sum(row.drawn for row in (episode, *episode.earlier))
         given = self._requests.given.pop((number, place), 0)
-        if drawn != given and not episode.cut:
+        if episode.cut and drawn < given:
+            episode.last.drawn += given - drawn
+        elif drawn != given:
             raise BatchError(
                 f"rollout: the sampler gave {given} tokens to episode {place} of group {number}, and its rows account "
                 f"for {drawn}; this is a defect of nrl, please report it"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nrl.batch import Batch, require
 from nrl.envs import STATUSES
+from nrl.episodes.bridges import FORKS
 from nrl.episodes.transcripts import numbers, rows_of_episodes, transcriber
 
 __all__ = ["samples"]
@@ -40,8 +41,9 @@ def samples(batch: Batch, tokenizer: Any, n: int = 2) -> dict[str, Any]:
         - ``parts`` of a row: who wrote what, in order; see `nrl.episodes.transcripts.Transcript`. Their texts are
           masked, as in the logs.
         - ``episode`` of a row, if the batch has ``episode_ids``. Rows of one that forked have ``forks`` (how many rows
-          it has beside the first), ``fork`` (the row's place, 0 is the first) and ``shared`` (how many of its first
-          tokens are those of an earlier row of it).
+          it has beside the first), ``fork`` (the row's place, 0 is the first), ``shared`` (how many of its first
+          tokens are those of an earlier row of it) and, of a later one, ``why`` it began (see
+          `nrl.episodes.bridges.Fork`).
 
     Raises:
         MissingColumn: one of the three is not there.
@@ -124,6 +126,8 @@ def _of_episode(columns: Mapping[str, Tensor], row: int, rows: Sequence[int]) ->
     if len(rows) > 1:
         earlier = rows[: rows.index(row)]
         found |= {"fork": len(earlier), "forks": len(rows) - 1, "shared": _shared(columns, row, earlier)}
+        if earlier and "forked" in columns:
+            found["why"] = FORKS[int(columns["forked"][row])]
     if "status" in columns:
         found["status"] = STATUSES[int(columns["status"][row])]
     for name, begin in (("components", "reward/"), ("env", "env/")):

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from nrl.batch import Batch, require
+from nrl.batch.columns import DROPPED_TOKENS
 from nrl.envs import STATUSES
+from nrl.episodes.bridges import FORKS
 from nrl.errors import BatchError
 from nrl.reduce import Max, Mean, Metrics, Sum, over_something, prefixed
 
@@ -23,10 +25,12 @@ def summary(batch: Batch) -> Metrics:
     - ``truncated``: the fraction of valid rows that hit a length limit.
     - ``invalid``, ``dropped``: numbers of rows.
     - ``asked_again``: requests that were asked again because an engine died or its work was thrown away.
-    - ``forks``: rows that episodes have beside their first ones, where there are some.
-    - ``tokens/sampled``: the sum of what became of them: ``tokens/trained``; ``tokens/masked``, of valid rows, but
-      outside of ``loss_mask`` or the context; ``tokens/invalid``, of rows that failed; ``tokens/cut``, of those that
-      were cut; ``tokens/dropped``, of rows that are not here.
+    - ``forks``: rows that episodes have beside their first ones, where there are some; ``forks/<reason>``: of each
+      `nrl.episodes.bridges.Fork`.
+    - ``tokens/sampled``: the sum of what became of them: ``tokens/trained``; of valid rows ``tokens/masked``, outside
+      of ``loss_mask``, and ``tokens/beyond``, outside of the context; ``tokens/invalid``, of rows that failed;
+      ``tokens/cut``, of those that were cut; ``tokens/dropped``, of rows that are not here, which is the sum of
+      ``tokens/dropped/<reason>``.
     - ``cut``, ``cut/length``, ``cut/groups``, ``cut/share``: see `nrl.cut`; ``left_out``: episodes of `nrl.oversample`.
     - ``env/<name>``: means of the environment's own numbers; ``reward/<name>`` of the components of rewards.
     - ``status/<name>``: rows whose verdict was not ``"ok"``, by what became of it.
@@ -35,7 +39,8 @@ def summary(batch: Batch) -> Metrics:
 
     Raises:
         MissingColumn: there are no rewards.
-        BatchError: a row is trained on a token that was not sampled, or on more than were sampled for it.
+        BatchError: a row is trained on a token that was not sampled, or has more or fewer sampled tokens than were
+            sampled for it.
 
     >>> rewards = torch.tensor([0.0, 1.0])
     >>> mask = torch.tensor([[True, True], [True, False]])
@@ -78,6 +83,8 @@ def summary(batch: Batch) -> Metrics:
         metrics |= {f"status/{name}": Sum((status == at).sum()) for at, name in enumerate(STATUSES) if at}
     if more := int((~first).sum()):
         metrics["forks"] = Sum(torch.tensor(more))
+        reasons = batch["forked"][~first] if "forked" in batch.keys() else torch.zeros(more)
+        metrics |= {f"forks/{name}": Sum((reasons == at).sum()) for at, name in enumerate(FORKS) if at}
     for key, value in batch.items():
         if str(key).startswith(("env/", "reward/")) and isinstance(value, Tensor):
             known = torch.isfinite(value) & valid
@@ -111,30 +118,35 @@ def _first_rows(batch: Batch) -> Tensor:
 
 def _ledger(batch: Batch, valid: Tensor) -> Metrics:
     """What became of the tokens that were sampled: each is counted once."""
-    sampled, trained = batch["sampled"], batch["loss_mask"].sum(-1)
-    if "turns" in batch.keys() and bool((strange := batch["loss_mask"] & (batch["turns"] < 0)).any()):
+    require(batch, "turns", reader="summary")
+    sampled, trained, own = batch["sampled"], batch["loss_mask"].sum(-1), (batch["turns"] >= 0).sum(-1)
+    if bool((strange := batch["loss_mask"] & (batch["turns"] < 0)).any()):
         row, place = strange.flatten(0, -2).nonzero()[0].tolist()
         raise BatchError(
             f"summary: row {row} is trained on its token {place}, which the policy did not sample; loss_mask may leave "
             "tokens out, and not add any"
         )
-    if bool((over := trained > sampled).any()):
-        row = int(over.flatten().nonzero()[0])
+    beyond = sampled - own
+    ended = batch["truncated"] if "truncated" in batch.keys() else torch.zeros_like(valid)
+    if bool((lost := valid & ((beyond < 0) | (beyond > 0) & ~ended)).any()):
+        row = int(lost.flatten().nonzero()[0])
         raise BatchError(
-            f"summary: row {row} is trained on {int(trained.flatten()[row])} tokens, and {int(sampled.flatten()[row])} "
-            "were sampled for it; loss_mask may leave tokens out, and not add any that the policy did not sample"
+            f"summary: row {row} has {int(own.flatten()[row])} tokens of the policy, and {int(sampled.flatten()[row])} "
+            "were sampled for it; take tokens out of loss_mask, and leave the row, its turns and sampled as they are"
         )
-    dropped = batch["dropped_tokens"].sum() if "dropped_tokens" in batch.keys() else sampled.new_zeros(())
+    dropped = {f"dropped/{name}": batch[key].sum() for name, key in DROPPED_TOKENS.items() if key in batch.keys()}
+    total = sum(dropped.values(), sampled.new_zeros(()))
     cut = batch["cut"] if "cut" in batch.keys() else torch.zeros_like(valid)
     parts: dict[str, Tensor] = {
         "trained": trained[valid].sum(),
-        "masked": (sampled - trained)[valid].sum(),
+        "masked": (own - trained)[valid].sum(),
+        "beyond": beyond[valid].sum(),
         "invalid": sampled[~valid & ~cut].sum(),
-        "dropped": dropped,
+        "dropped": total,
     }
     if "cut" in batch.keys():
         parts["cut"] = sampled[cut].sum()
-    every = {"sampled": sampled.sum() + dropped, **parts}
+    every = {"sampled": sampled.sum() + total, **parts, **dropped}
     return {f"tokens/{name}": Sum(count) for name, count in every.items()}
 
 

@@ -82,7 +82,8 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
 def _fork(row: Mapping[str, Any]) -> dict[str, Any]:
     """Which row of an episode that forked this is."""
     names = ("episode", "fork", "forks", "shared")
-    return {name: number(measured(row.get(name)), 9) for name in names} | {"first": row["fork"] == 0}
+    why = row["why"] if isinstance(row.get("why"), str) else ""
+    return {name: number(measured(row.get(name)), 9) for name in names} | {"first": row["fork"] == 0, "why": why}
 
 
 def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:

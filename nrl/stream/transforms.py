@@ -9,6 +9,7 @@ from torch import Tensor
 from nrl.algos._rows import check_finite, valid_rows
 from nrl.algos.loss_contract import name_of
 from nrl.batch import Batch, assign, concatenate, require
+from nrl.batch.columns import DROPPED_TOKENS
 from nrl.errors import DataError
 from nrl.stream.cursors import Source, Stream, derived
 
@@ -55,10 +56,10 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
     """Drop the groups whose rewards are all equal, which teach nothing, and ask for others in their place.
 
     The next group that is kept carries the numbers of the dropped ones, in the columns ``dropped`` (valid rows),
-    ``dropped_rewards`` (the sum of their rewards), ``dropped_invalid`` (failed rows) and ``dropped_tokens`` (of the
-    policy, in all of these), which add up over rows. A
-    group with fewer than two valid rows is uniform. A reward that is NaN or infinite is refused, since it is equal to
-    nothing: a row whose reward could not be computed has to be invalid, as `nrl.rollout` makes it.
+    ``dropped_rewards`` (the sum of their rewards), ``dropped_invalid`` (failed rows) and ``dropped_tokens/uniform`` (of
+    the policy, in all of these), which add up over rows. A group with fewer than two valid rows is uniform. A reward
+    that is NaN or infinite is refused, since it is equal to nothing: a row whose reward could not be computed has to be
+    invalid, as `nrl.rollout` makes it.
 
     Args:
         stream: of groups.
@@ -91,13 +92,14 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
             "is nothing to learn; look for warnings of failed episodes, use other tasks, or sample more answers to each"
         )
 
-    return _filtered("drop_uniform", stream, teaches, patience, complain)
+    return _filtered("drop_uniform", "uniform", stream, teaches, patience, complain)
 
 
 def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int = 32) -> Source[Batch]:
     """Keep the groups or batches that a predicate accepts, and ask for others in place of the rest.
 
-    Columns carry the numbers of the dropped ones, as with `drop_uniform`, so that the metrics count them.
+    Columns carry the numbers of the dropped ones, as with `drop_uniform`, so that the metrics count them; their tokens
+    are ``dropped_tokens/filtered``.
 
     Args:
         stream: of groups or batches.
@@ -122,13 +124,13 @@ def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int
             "use other tasks, or sample more answers to each"
         )
 
-    return _filtered("filtered", stream, keep, patience, complain)
+    return _filtered("filtered", "filtered", stream, keep, patience, complain)
 
 
 def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 32) -> Source[Batch]:
     """Drop groups or batches with a row older than ``lag`` versions, and ask for others in their place.
 
-    Columns carry the numbers of the dropped ones, as with `drop_uniform`.
+    Columns carry the numbers of the dropped ones, as with `drop_uniform`; their tokens are ``dropped_tokens/stale``.
 
     Args:
         stream: of groups or batches, with ``version``.
@@ -161,11 +163,16 @@ def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 3
             "batches ahead"
         )
 
-    return _filtered("fresh", stream, is_fresh, patience, complain)
+    return _filtered("fresh", "stale", stream, is_fresh, patience, complain)
 
 
 def _filtered(
-    who: str, stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int, complain: Callable[[int, int], str]
+    who: str,
+    reason: str,
+    stream: Stream[Batch],
+    keep: Callable[[Batch], bool],
+    patience: int,
+    complain: Callable[[int, int], str],
 ) -> Source[Batch]:
     """Keep the items that ``keep`` accepts and ask for others; the next one kept carries the numbers of the dropped."""
     if patience < 1:
@@ -179,7 +186,7 @@ def _filtered(
             before = len(kept)
             for item in stream.take(n - len(kept)):
                 if keep(item):
-                    kept.append(_carrying(item, dropped))
+                    kept.append(_carrying(item, dropped, f"dropped_tokens/{reason}"))
                     dropped = []
                 else:
                     dropped.append(item)
@@ -191,21 +198,21 @@ def _filtered(
     return derived(stream, take)
 
 
-def _carrying(batch: Batch, dropped: Iterable[Batch]) -> Batch:
+def _carrying(batch: Batch, dropped: Iterable[Batch], tokens: str) -> Batch:
     """The batch, with the numbers of the batches dropped before it added to its first row."""
-    carried = {name: torch.zeros(batch.batch_size, dtype=torch.int64) for name in _COUNTS}
+    carried = {name: torch.zeros(batch.batch_size, dtype=torch.int64) for name in (*_COUNTS, tokens)}
     carried["dropped_rewards"] = torch.zeros(batch.batch_size)
     for other in dropped:
-        for name, number in _numbers(other):
+        for name, number in _numbers(other, tokens):
             carried.setdefault(name, torch.zeros(batch.batch_size, dtype=torch.int64)).view(-1)[0] += number
     return assign(batch, **{name: x + batch[name] if name in batch.keys() else x for name, x in carried.items()})
 
 
-_COUNTS = ("dropped", "dropped_invalid", "dropped_tokens")
-_CARRIED = (*_COUNTS, "dropped_rewards", "dropped_cut", "left_out", "asked_again")
+_COUNTS = ("dropped", "dropped_invalid")
+_CARRIED = (*_COUNTS, *DROPPED_TOKENS.values(), "dropped_rewards", "dropped_cut", "left_out", "asked_again")
 
 
-def _numbers(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+def _numbers(batch: Batch, tokens: str) -> Iterator[tuple[str, Tensor]]:
     """What is to be known of a batch that is dropped, and of those that it carries the numbers of."""
     valid = valid_rows(batch)
     yield "dropped", valid.sum()
@@ -213,7 +220,7 @@ def _numbers(batch: Batch) -> Iterator[tuple[str, Tensor]]:
     if "rewards" in batch.keys():
         yield "dropped_rewards", batch["rewards"][valid].sum()
     if "sampled" in batch.keys():
-        yield "dropped_tokens", batch["sampled"].sum()
+        yield tokens, batch["sampled"].sum()
     if "cut" in batch.keys():
         yield "dropped_cut", batch["cut"].sum()
     for name in _CARRIED:

@@ -15,6 +15,7 @@ from nrl.envs import Environment, Step, Trace, Turn, judged, of_group
 from nrl.envs.gym.records import trace_of, transcript
 from nrl.envs.tools import NewState, State, ToolCall, ToolError, tool, tool_format, tool_use
 from nrl.episodes import rollout
+from nrl.episodes.bridges import FORKS
 from nrl.episodes.conversations import Conversation
 from nrl.errors import ModelError
 from tests.chat_tokenizers import TEMPLATES
@@ -201,6 +202,84 @@ def test_after_a_text_there_are_no_messages() -> None:
     sampler = Chatty("chatml", ["Hello<|im_end|>", "Bye<|im_end|>"])
     with pytest.warns(UserWarning, match="the episode is no chat: its prompt or an observation before is text"):
         rollout(sampler, Environment(lambda task: (0, ASK), step), [{}])
+
+
+# --- an environment that changes what was said
+
+HELLO = {"role": "assistant", "content": "Hello"}
+SHORT = [{"role": "user", "content": "They said hello."}]
+
+
+@pytest.mark.parametrize("there", [lambda f: f, partial(nrl.pooled, workers=1)], ids=["here", "pooled"])
+@pytest.mark.parametrize(
+    ("messages", "why", "kept"),
+    [
+        ([*ASK, HELLO, *MORE], None, True),  # word for word
+        (SHORT, "rewritten", False),
+        ([*ASK, {"role": "assistant", "content": "Hallo"}, *MORE], "rewritten", False),
+        (ASK, "retried", False),
+    ],
+)
+def test_an_observation_may_be_the_whole_conversation(messages: Any, why: Any, kept: bool, there: Any) -> None:
+    """The model sees what the template writes of it; what was sampled before stays, and counts for the same reward."""
+    sampler = Chatty("chatml", ["Hello<|im_end|>", "Bye<|im_end|>"])
+    env = there(judged(two_turns({"messages": messages}), lambda task, trace: 2.0))
+    batch = rollout(sampler, env, [{}])
+    read = sampler.tokenizer
+    assert read.decode(sampler.asked[1]) == templated(messages, read, asking=True)
+    said = [read.decode(row["input_ids"][row["loss_mask"]].tolist()) for row in batch]
+    assert said == (["Hello<|im_end|>Bye<|im_end|>"] if kept else ["Hello<|im_end|>", "Bye<|im_end|>"])
+    assert [FORKS[at] for at in batch["forked"].tolist()] == ([""] if kept else ["", why])
+    assert batch["rewards"].tolist() == [2.0] * len(batch)
+    found = nrl.finalize(nrl.summary(batch))
+    assert found["tokens/sampled"] == found["tokens/trained"] == int(batch["loss_mask"].sum())
+    assert {name: int(found[f"forks/{name}"]) for name in FORKS[1:] if f"forks/{name}" in found} == (
+        {} if kept else {"rewritten": 0, "retried": 0, "template": 0} | {why: 1}
+    )
+    record = nrl.samples(batch, read)["rows"]
+    assert [row.get("why") for row in record] == ([None] if kept else [None, why])
+
+
+def test_what_is_still_true_of_a_conversation_is_kept() -> None:
+    """The second answer is shortened, and the first one stays as it was sampled."""
+    whole = [*ASK, HELLO, *MORE, {"role": "assistant", "content": "B."}, *SHORT]
+
+    def step(state: int, turn: Turn) -> Step:
+        return Step(state + 1, done=state == 2, observation=MORE if state == 0 else {"messages": whole})
+
+    sampler = Chatty("chatml", ["Hello<|im_end|>", "Bye<|im_end|>", "End<|im_end|>"])
+    batch = rollout(sampler, Environment(lambda task: (0, ASK), step), [{}])
+    assert len(batch) == 2
+    first, second = batch["input_ids"].tolist()
+    upto = sampler.asked[1].index(sampler.tokenizer.encode("Hello")[0]) + 2  # its end, too
+    assert second[:upto] == first[:upto]
+    assert sampler.tokenizer.decode(sampler.asked[2]) == templated(whole, sampler.tokenizer, asking=True)
+    assert batch["turns"][1].unique().tolist() == [-1, 2]
+
+
+def test_after_a_text_a_whole_conversation_begins_another_row() -> None:
+    sampler = Chatty("chatml", ["Hello<|im_end|>", "Bye<|im_end|>"])
+    plain = Environment(
+        lambda task: (0, "Hi"), lambda state, _: Step(state + 1, done=state == 1, observation={"messages": ASK})
+    )
+    batch = rollout(sampler, plain, [{}])
+    assert sampler.asked[1] == sampler.tokenizer.encode(templated(ASK, sampler.tokenizer, asking=True))
+    assert [FORKS[at] for at in batch["forked"].tolist()] == ["", "rewritten"]
+
+
+@pytest.mark.parametrize(
+    ("observation", "why"),
+    [
+        ({"role": "user", "content": "x"}, "the observation is one message; return a list of messages"),
+        ({"said": []}, r"the observation is {'said': \[\]}; return {'messages': \[...\]} with the whole conversation"),
+        ({"messages": "x"}, "the observation is {'messages': 'x'}; return"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [*ASK, HELLO]}, "messages ends with the assistant's message"),
+    ],
+)
+def test_a_whole_conversation_that_is_none_fails_the_row(observation: Any, why: str) -> None:
+    with pytest.warns(UserWarning, match=why):
+        rollout(Chatty("chatml", ["Hello<|im_end|>"]), two_turns(observation), [{}])
 
 
 # --- tools

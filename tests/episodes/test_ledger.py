@@ -11,7 +11,9 @@ import torch
 
 import nrl
 from nrl.backends import Completion, Sampling
-from nrl.envs import Environment, Score, Step, Trace, judged
+from nrl.envs import Environment, Score, Step, Trace, Turn, judged
+from nrl.envs.tools import call, tool
+from nrl.episodes.bridges import FORKS
 from nrl.reduce import finalize
 from tests.chat_tokenizers import tokenizer
 from tests.episodes.conversations import FAMILIES, Message, answer, text
@@ -38,17 +40,53 @@ class Wild:
         raise AssertionError("nothing is published")
 
 
-def game(rng: random.Random) -> Environment:
-    """Some turns of a user, who may also break off, and a verifier that may not make sense of the answer."""
+@tool
+def find(q: str = "", n: Any = None) -> str:
+    """Find it.
 
-    def reset(task: Any) -> tuple[int, list[Message]]:
-        return rng.randint(1, 4), [{"role": "user", "content": text(rng) + "?"}]
+    Args:
+        q: What.
+        n: How many.
+    """
+    return f"{q} {n}"
 
-    def step(left: int, turn: Any) -> Step:
+
+def game(rng: random.Random, name: str, forked: Counter[str]) -> Environment:
+    """Some turns of a user, who may also break off, and a verifier that may not make sense of the answer.
+
+    Half of the episodes have a tool, if the template knows any. Some turns without a call are answered with the whole
+    conversation, which is what was said, or shorter. ``forked`` counts the latter, and why.
+    """
+    tools = [find] if FAMILIES[name].calls != (0,) else []
+
+    def reset(task: Any) -> Any:
+        said = [{"role": "user", "content": text(rng) + "?"}]
+        given = tools if rng.random() < 0.5 else []
+        return (rng.randint(1, 4), said, bool(given)), said, given
+
+    async def step(state: tuple[int, list[Message], bool], turn: Turn) -> Step:
+        left, said, calling = state
         if rng.random() < 0.05:
             raise OSError("gone")
-        said = [{"role": "user", "content": text(rng) + "!"}]
-        return Step(left - 1, rng.random(), done=left == 1, observation=None if left == 1 else said)
+        if left == 1:
+            return Step(state, rng.random())
+        asked = {"role": "user", "content": text(rng) + "!"}
+        if turn.calls or turn.malformed:
+            results, _ = await call([find], [*turn.calls, *turn.malformed])
+            answers = [each.message for each in results]
+            then = [*answers, asked] if rng.random() < 0.2 else answers
+            return Step((left - 1, said, calling), done=False, observation=then)
+        how = rng.choices(["appended", "echoed", "rewritten", "retried"], [3, 1 - calling, 2, 1])[0]
+        whole: list[Message] = [*said, {"role": "assistant", "content": turn.text}, asked]
+        if how == "appended":
+            return Step((left - 1, whole, calling), rng.random(), done=False, observation=[asked])
+        if how == "rewritten":
+            whole = [{"role": "user", "content": f"In short {rng.random()}"}, *whole[-2:]]
+        if how == "retried":
+            whole = said[:1]
+        if how != "echoed":
+            forked[how] += 1
+        return Step((left - 1, whole, calling), rng.random(), done=False, observation={"messages": whole})
 
     def verify(task: Any, trace: Trace) -> Score:
         return Score(rng.random(), rng.choice(["ok", "ok", "parse_fail", "skipped"]))
@@ -56,19 +94,25 @@ def game(rng: random.Random) -> Environment:
     return judged(Environment(reset, step), verify)
 
 
-def check(name: str, seed: int) -> int:
-    """Play, and look for every token that was given; how many rows forked."""
-    policy = Wild(name, seed)
+def check(name: str, seed: int) -> Counter[str]:
+    """Play, and look for every token that was given; why rows forked."""
+    policy, forked = Wild(name, seed), Counter[str]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        batch = nrl.rollout(policy, game(random.Random(seed)), [{"prompt": ""}] * 3, n=2)
+        batch = nrl.rollout(policy, game(random.Random(seed), name, forked), [{"prompt": ""}] * 3, n=2)
     found = finalize(nrl.summary(batch))
+    forks = Counter({reason: int(found.get(f"forks/{reason}", 0)) for reason in FORKS[1:]})
+    assert forks.total() == found.get("forks", 0)
+    if policy.context_length == 4096:
+        assert {**forks, "template": 0} == {"rewritten": 0, "retried": 0, **forked, "template": 0}
     given = sum(map(len, policy.said))
     assert given == found["tokens/sampled"]
     drawn = (batch["turns"] >= 0).sum(-1)  # the tokens of the rows themselves; a context may have cut some off
     assert found["tokens/trained"] == int(drawn[batch["valid"]].sum()) == int(batch["loss_mask"].sum())
+    assert found["tokens/masked"] == found["tokens/dropped"] == 0
+    assert given == found["tokens/trained"] + found["tokens/beyond"] + found["tokens/invalid"]
     if policy.context_length == 4096:
-        assert found["tokens/masked"] == 0
+        assert found["tokens/beyond"] == 0
         assert given == found["tokens/trained"] + int(drawn[~batch["valid"]].sum())
         assert found["tokens/invalid"] == int(drawn[~batch["valid"]].sum())
     runs, of_episode = Counter[tuple[int, ...]](), Counter[tuple[int, int]]()
@@ -85,17 +129,18 @@ def check(name: str, seed: int) -> int:
     assert runs <= Counter(policy.said)
     if policy.context_length == 4096:
         assert runs == Counter(policy.said)
-    return int(found.get("forks", 0))
+    return forks
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_token_is_accounted_for(name: str) -> None:
-    forks = sum(check(name, seed) for seed in range(12))
-    assert (forks > 0) == (name in ("qwen3", "glm4moe", "deepseekv3", "gptoss")), forks
+    forks = sum((check(name, seed) for seed in range(16)), Counter[str]())
+    assert (forks["template"] > 0) == (name in ("qwen3", "glm4moe", "deepseekv3", "gptoss")), forks
+    assert forks["rewritten"] > 0 < forks["retried"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_token_is_accounted_for_more_often(name: str) -> None:
-    for seed in range(12, 220):
+    for seed in range(16, 220):
         check(name, seed)

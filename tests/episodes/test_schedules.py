@@ -281,7 +281,7 @@ def test_the_first_of_a_group_are_kept(engine: Any) -> None:
     assert len(group) == 3
     assert group["valid"].all()
     assert group["left_out"].tolist() == [2, 0, 0]
-    assert group["dropped_tokens"].tolist() == [4, 0, 0]
+    assert group["dropped_tokens/left_out"].tolist() == [4, 0, 0]
     assert (group["episode_ids"] % 2**20).tolist() == [2, 3, 4]  # those whose second request was not slow
     found = finalize(nrl.summary(group))
     assert (found["left_out"], found["tokens/dropped"], found["tokens/sampled"]) == (2, 4, 16)

@@ -2,6 +2,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -349,6 +350,9 @@ def tokens(batch: Batch) -> dict[str, float]:
     return {name.removeprefix("tokens/"): count for name, count in found.items() if name.startswith("tokens/")}
 
 
+NOTHING = dict.fromkeys(("masked", "beyond", "invalid", "dropped"), 0)
+
+
 def test_every_sampled_token_is_accounted_for(tmp_path: Path) -> None:
     """Trained, masked by the program, or in a group that was dropped; each answer has a token that ends it."""
     rows = [{"prompt": "1", "answer": "x"}, {"prompt": "2", "answer": "y"}]
@@ -362,7 +366,13 @@ def test_every_sampled_token_is_accounted_for(tmp_path: Path) -> None:
     batch = nrl.drop_uniform(nrl.rollouts(scripted, single_turn(verify), tasks, n=2)).take(1)[0]
     assert batch["sampled"].tolist() == [2, 4]
     batch = nrl.assign(batch, loss_mask=batch["loss_mask"] & (batch["input_ids"] != scripted.tokenizer.eos_token_id))
-    assert tokens(batch) == {"sampled": 6 + 5, "trained": 1 + 3, "masked": 2, "invalid": 0, "dropped": 5}
+    assert tokens(batch) == NOTHING | {
+        "sampled": 6 + 5,
+        "trained": 1 + 3,
+        "masked": 2,
+        "dropped": 5,
+        "dropped/uniform": 5,
+    }
 
 
 def test_tokens_of_failed_rows_are_accounted_for() -> None:
@@ -371,7 +381,7 @@ def test_tokens_of_failed_rows_are_accounted_for() -> None:
 
     with pytest.warns(UserWarning, match="1 of 2"):
         batch = nrl.rollout(Scripted(["3", "8888"]), Environment(lambda task: (0, "1"), step), [{}], n=2)
-    assert tokens(batch) == {"sampled": 7, "trained": 5, "masked": 0, "invalid": 2, "dropped": 0}
+    assert tokens(batch) == NOTHING | {"sampled": 7, "trained": 5, "invalid": 2}
     assert finalize(summary(batch))["status/infra_error"] == 1
 
 
@@ -381,8 +391,53 @@ def test_a_row_cannot_be_trained_on_more_than_was_sampled() -> None:
     with pytest.raises(BatchError, match="row 0 is trained on its token 0, which the policy did not sample"):
         nrl.summary(batch)
     batch = nrl.Batch({name: value for name, value in batch.items() if name != "turns"}, batch_size=[1])
-    with pytest.raises(BatchError, match="row 0 is trained on 6 tokens, and 2 were sampled for it"):
+    with pytest.raises(MissingColumn, match="turns"):
         summary(batch)
+
+
+@pytest.mark.parametrize("sampled", [1, 3])
+def test_a_row_has_what_was_sampled_for_it(sampled: int) -> None:
+    """One token and its end; a row may have fewer of them where a limit cut it off, and nowhere else."""
+    batch = nrl.rollout(Scripted(["3"]), single_turn(exact), [{"prompt": "1+2=", "answer": "3"}])
+    other = nrl.assign(batch, sampled=torch.tensor([sampled]))
+    with pytest.raises(BatchError, match=f"row 0 has 2 tokens of the policy, and {sampled} were sampled for it; take"):
+        summary(other)
+    invalid = nrl.assign(other, valid=torch.tensor([False]))
+    assert tokens(invalid) == NOTHING | {"sampled": sampled, "trained": 0, "invalid": sampled}
+
+
+def test_tokens_beyond_the_context_are_accounted_for() -> None:
+    """Of a sampler that looks at no context: its row was cut off, which is said."""
+    scripted = Scripted(["33333"])
+    scripted.context_length = 6
+    batch = nrl.rollout(scripted, single_turn(exact), [{"prompt": "1+2=", "answer": "3"}])
+    assert batch["truncated"].tolist() == [True]
+    assert tokens(batch) == NOTHING | {"sampled": 6, "trained": 2, "beyond": 4}
+
+
+@pytest.mark.parametrize(
+    ("reason", "dropping"),
+    [
+        ("filtered", lambda stream: nrl.filtered(stream, lambda group: bool(group["rewards"][0]))),
+        ("stale", lambda stream: nrl.fresh(stream, 0, SimpleNamespace(version=3))),
+        ("uniform", lambda stream: nrl.drop_uniform(stream)),
+    ],
+)
+def test_dropped_tokens_have_a_reason(reason: str, dropping: Any) -> None:
+    def group(index: int) -> nrl.Batch:
+        mask = torch.ones(2, 4, dtype=torch.bool)
+        columns = {
+            "rewards": torch.tensor([float(index), 0.0]),
+            "version": torch.tensor([2 + index] * 2),
+            "sampled": torch.tensor([4, 4]),
+            "turns": mask.long() - 1,
+            "loss_mask": mask,
+        }
+        return nrl.Batch(columns, batch_size=[2])
+
+    [kept] = dropping(nrl.stream.counting(group)).take(1)
+    assert kept[f"dropped_tokens/{reason}"].tolist() == [8, 0]
+    assert tokens(kept) == NOTHING | {"sampled": 16, "trained": 8, "dropped": 8, f"dropped/{reason}": 8}
 
 
 def test_an_episode_that_forked_and_was_cut_counts_once() -> None:
@@ -391,6 +446,7 @@ def test_an_episode_that_forked_and_was_cut_counts_once() -> None:
         {
             "rewards": torch.tensor([1.0, math.nan, math.nan, 0.0, 1.0]),
             "loss_mask": torch.zeros(5, 1, dtype=torch.bool),
+            "turns": torch.zeros(5, 2, dtype=torch.int16),
             "valid": torch.tensor([True, False, False, True, True]),
             "cut": torch.tensor([False, True, True, False, False]),
             "sampled": torch.tensor([2, 5, 3, 2, 2]),
@@ -411,6 +467,7 @@ def test_tokens_of_rows_that_failed_and_were_dropped_are_counted() -> None:
             "valid": torch.tensor([True, index != 0]),
             "sampled": torch.tensor([4, 3]),
             "loss_mask": torch.zeros(2, 1, dtype=torch.bool),
+            "turns": torch.tensor([[0, 0, 0, 0], [0, 0, 0, -1]]),
         }
         return nrl.Batch(columns, batch_size=[2])
 
@@ -431,6 +488,7 @@ def test_numbers_of_several_dropped_groups_add_up() -> None:
             "sampled": torch.tensor([4, 3]),
             "group_ids": torch.tensor([index, index]),
             "loss_mask": torch.zeros(2, 1, dtype=torch.bool),
+            "turns": torch.tensor([[0, 0, 0, 0], [0, 0, 0, -1]]),
         }
         return nrl.Batch(columns, batch_size=[2])
 

@@ -477,7 +477,7 @@ def test_the_rows_of_an_episode_that_forked_are_together(tmp_path: Path, opened:
     fork: dict[str, Any] = {"episode": 5, "forks": 1}
     rows = [
         talk(row=3, **fork, fork=0, shared=0),
-        talk(row=4, **fork, fork=1, shared=1234),
+        talk(row=4, **fork, fork=1, shared=1234, why="template"),
         talk(row=0, episode=4),
         *(talk(row=10 + at, episode=9, forks=5, fork=at, shared=7) for at in range(6)),
     ]
@@ -485,7 +485,7 @@ def test_the_rows_of_an_episode_that_forked_are_together(tmp_path: Path, opened:
     page = opened(tmp_path)
     assert page.locator(".of-episode").all_inner_texts() == [
         "episode 5, which forked: its first row",
-        "episode 5, fork 1 of 1: its first 1234 tokens are those of a row before",
+        "episode 5, fork 1 of 1 (template): its first 1234 tokens are those of a row before",
         "episode 9, which forked: its first row",
         *(f"episode 9, fork {at} of 5: its first 7 tokens are those of a row before" for at in (1, 2, 5)),
     ]
@@ -533,7 +533,7 @@ def test_markup_in_conversations_is_text(tmp_path: Path, opened: Opened) -> None
     ]
     own = {EVIL: 1.0, "right": EVIL}
     evil = row([EVIL] * 4, [1.0] * 4, parts=parts, prompt=EVIL, status=EVIL, components=own, env=own)
-    evil |= {"episode": EVIL, "fork": 1, "forks": 1, "shared": EVIL}
+    evil |= {"episode": EVIL, "fork": 1, "forks": 1, "shared": EVIL, "why": EVIL}
     write(tmp_path / "rollouts.jsonl", [rollouts(evil)])
     page = opened(tmp_path)
     assert page.evaluate("window.hacked") is None
