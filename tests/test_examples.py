@@ -52,6 +52,11 @@ def test_an_example_has_at_most_90_lines_of_code(path: Path) -> None:
     assert len(code) <= 90
 
 
+def test_no_example_stands_before_a_module_of_python() -> None:
+    """Python finds what lies beside a script first: a `math.py` there would end each of them at its first import."""
+    assert {path.stem for path in EXAMPLES} & sys.stdlib_module_names == set()
+
+
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem != "zoo"], ids=lambda path: path.stem)
 def test_code_that_lies_with_a_model_runs_only_where_the_configuration_says_so(path: Path, tmp_path: Path) -> None:
     """Every example passes it on: the error names the key, and with it another error comes."""
