@@ -174,7 +174,7 @@ def test_defaults_depend_on_whether_the_model_is_real() -> None:
 
 TOO_SMALL = {
     "dp": 0, "samplers": -1, "prompts": 0, "group_size": 0, "rows": 0, "pairs": 0, "lag": -1, "updates": 0,
-    "patience": 0, "warmup": -1, "warmup_rows": 0, "teaching": -1, "judging": -1, "evaluate_every": 0,
+    "patience": 0, "verifiers": -1, "warmup": -1, "warmup_rows": 0, "teaching": -1, "judging": -1, "evaluate_every": 0,
     "evaluate_prompts": 0, "evaluate_pairs": 0, "evaluate_rows": 0, "max_tokens": 0, "max_length": 0,
     "max_new_tokens": 0, "buffer": -1, "max_mismatch": -1.0, "top_k": -1, "truncation": 0.0, "lr": 0.0, "beta": 0.0,
     "desirable": 0.0, "undesirable": 0.0, "centering": -1.0, "clip": 0.0, "value_clip": 0.0, "gamma": -0.1,
