@@ -33,6 +33,7 @@ from tests.jsonlines import lines
 DATA = Path(__file__).parents[1] / "data"
 VERIFIERS = r"""
 import os, random, threading, time
+import nrl
 from nrl.envs import Score, extracts, number, of_group
 
 def good(task, trace):
@@ -127,6 +128,10 @@ def counts(task, trace):
         worked[key] = number(task, trace)
     return worked[key]
 counts.forget = worked.clear
+
+def elsewhere():
+    from nrl.envs import exact, weighted
+    return weighted(right=(1.0, nrl.pooled(counts, workers=1)), none=(0.0, exact))
 
 before = [""]
 def ordered(task, trace):
@@ -289,11 +294,12 @@ def test_many_calls_of_a_good_verifier_leak_nothing(here: Path, capsys: pytest.C
     assert "nothing is wrong" in said(capsys, "number", "data=arithmetic", "limit=2", "slow=30", "sessions=500")
 
 
-def test_sessions_are_not_answered_from_memory(here: Path) -> None:
-    """Each is a call that a verifier which remembers has to work for."""
+@pytest.mark.parametrize("name", ["counts", "elsewhere"])
+def test_sessions_are_not_answered_from_memory(here: Path, name: str) -> None:
+    """Each is a call that a verifier which remembers has to work for, also in a process and as a part of another."""
     found = list[int]()
     for sessions in (0, 50):
-        assert main(["gym", "test", "v.py:counts", *FEW, f"sessions={sessions}"]) == 0
+        assert main(["gym", "test", f"v.py:{name}", *FEW, f"sessions={sessions}"]) == 0
         found.append((here / "worked").stat().st_size)
         (here / "worked").unlink()
     assert found[1] - found[0] == 50
