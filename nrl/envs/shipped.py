@@ -12,7 +12,7 @@ from nrl.envs.composing import by_source, single_turn
 from nrl.envs.contract import Env, Environment, Task, Verifier, is_env
 from nrl.envs.fh_aviary import fhaviary
 from nrl.envs.games import sliding_puzzle, tic_tac_toe
-from nrl.envs.generated_tasks import choices, products, programs
+from nrl.envs.generated_tasks import choices, passages, products, programs
 from nrl.envs.gym.remoting import remote
 from nrl.envs.gym_config.resolving import resolve
 from nrl.envs.instruction_tasks import task as instructions
@@ -142,10 +142,13 @@ OWN_TASKS: dict[str, Callable[[int, int], Task]] = {
     "code": programs,
     "constraints": instructions,
     "exact": texts,
+    "judge": sums,
     "math": sums,
     "number": sums,
     "number_or_wrong": sums,
     "python": products,
+    "reward_model": sums,
+    "short_answer": passages,
 }
 """The tasks of those that bring none themselves: what the tiny model learns."""
 
