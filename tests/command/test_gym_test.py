@@ -809,8 +809,7 @@ ELSEWHERE = {
     "textarena": ["textarena", "allow=echo"],  # a number that the rules name is a guess, which may be right
     # It pays for every story, and ends where one is printed
     "fhaviary": ["fhaviary", "data=arithmetic", "allow=endless,calls,uses"],
-    # Its head is not trained, and it has 512 positions
-    "reward_model": ["reward_model", "options.model=rewarding", "allow=gold,raises"],
+    "reward_model": ["reward_model", "options.model=rewarding", "allow=gold"],  # its head is not trained
     "judge": ["judge", "options.url=URL"],
 }
 """Those that need other processes, or a model."""
