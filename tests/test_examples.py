@@ -112,7 +112,8 @@ def test_the_configuration_names_the_trainer_and_its_layout(
 def test_grpo_leaves_behind_what_is_documented(tmp_path: Path) -> None:
     grpo = load("grpo")
     out = tmp_path / "run"
-    grpo.main(grpo.Config(steps=3, warmup=2, warmup_rows=8, prompts=4, group_size=4, dp=2, lag=1, out=str(out)))
+    small = {"warmup": 2, "warmup_rows": 8, "prompts": 4, "group_size": 4}
+    grpo.main(grpo.Config(steps=3, dp=2, lag=1, verifiers=2, out=str(out), **small))
     metrics = lines(out / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [0, 1, 2]
     assert all(line.keys() >= KEYS for line in metrics)
