@@ -11,7 +11,7 @@ Both a second, and a second of the worker's CPU time, in which other programs ha
 
 ``hostile``: the longest time until an answer of `HOSTILE` is back, each the best of three, and what became of it.
 
-``stall``: the longest time for which the event loop stood still during ``hostile``, again and again, all at once.
+``stall``: the longest time for which the event loop stood still while all answers of `HOSTILE` were asked for at once.
 
 ``start``: seconds until the first answer of a process of a pool is back, the median, and the process's memory in MB;
 its verifier imports nothing.
@@ -229,8 +229,8 @@ def stall(workers: int = 1) -> float:
         done = asyncio.Event()
         await verify({"answer": "a"}, Trace("", [r"\boxed{b+1}"]))
         watching = asyncio.create_task(watch(done))
-        for text in HOSTILE.values():
-            await verify({"answer": "x-321"}, Trace("How much is it?", [text]))
+        every = [verify({"answer": "x-321"}, Trace("How much is it?", [text])) for text in HOSTILE.values()]
+        await asyncio.gather(*every)
         done.set()
         await watching
 
@@ -241,7 +241,7 @@ def stall(workers: int = 1) -> float:
 
 def _sleeps(task: Any, trace: Trace) -> float:
     time.sleep(0.01)
-    return 1.0
+    return float(os.getpid())
 
 
 def rows(number: int, workers: int) -> float:
@@ -249,8 +249,9 @@ def rows(number: int, workers: int) -> float:
     verify: Any = nrl.pooled(_sleeps, workers=workers)
 
     async def every() -> float:
-        await asyncio.gather(*(verify({}, Trace("", ["4"])) for _ in range(64)))
-        await asyncio.sleep(5)  # until all workers are there
+        there = set[float]()
+        while len(there) < workers:
+            there |= set(await asyncio.gather(*(verify({}, Trace("", ["4"])) for _ in range(8 * workers))))
         began = time.perf_counter()
         await asyncio.gather(*(verify({}, Trace("", ["4"])) for _ in range(number)))
         return time.perf_counter() - began

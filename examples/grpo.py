@@ -43,6 +43,7 @@ class Config:
     dp: int = attrs.field(default=1, validator=ge(1))  # shards that the trainer splits a batch into
     layout: Layout = config.derived(lambda cfg: Layout(cfg.dp))  # all axes of the trainer's mesh; dp is the short form
     samplers: int = attrs.field(default=1, validator=ge(0))  # processes that sample; 0: on the trainer's slots
+    verifiers: int = attrs.field(default=0, validator=ge(0))  # slots on which env runs; 0: in this process
     prompts: int = attrs.field(default=32, validator=ge(1))  # a step
     group_size: int = attrs.field(default=8, validator=ge(1))  # samples a prompt
     lag: int = attrs.field(default=0, validator=ge(0))  # publishes that a rollout may be early
@@ -76,13 +77,13 @@ def evaluate(cfg: Config, envs: Environments, sampler: Sampler, i: int) -> nrl.r
 def main(cfg: Config) -> None:
     """The whole of GRPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        envs = nrl.environments(cfg.env, cfg.data, format=cfg.format, chat=cfg.chat)
-        slots = cluster.reserve(cfg.layout.slots + cfg.samplers)
+        n, slots = cfg.layout.slots, cluster.reserve(cfg.layout.slots + cfg.samplers + cfg.verifiers)
+        envs = nrl.environments(cfg.env, cfg.data, place=slots[n + cfg.samplers :], format=cfg.format, chat=cfg.chat)
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, lora=cfg.lora, trust_remote_code=cfg.trust_remote_code)
         make, options = TRAINERS[cfg.trainer], {"max_tokens": cfg.max_tokens, "checkpointing": cfg.checkpointing}
-        trainer = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, **options)
+        trainer = make(slots[:n], model, cfg.optimizer, layout=cfg.layout, **options)
         warm = make(trainer.mesh, model, cfg.warmup_optimizer, **options)
-        sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)
+        sampler = SAMPLERS[cfg.sampler](slots[n : n + cfg.samplers] or slots[:n], model, cfg.sampling, **cfg.engine)
         loss = policy_loss(clip(0.2), aggregate=getattr(algos, cfg.aggregate))
         step = nrl.minibatched(trainer.train_step(loss), cfg.updates, cfg.seed)
         groups = nrl.rollouts(sampler, envs.env, envs.tasks(cfg.seed), n=cfg.group_size, seed=cfg.seed)
@@ -94,8 +95,7 @@ def main(cfg: Config) -> None:
             state, metrics = step(state, batch)
             nrl.publish(state.params, sampler, cfg.inflight)
             found = nrl.summary(batch) | nrl.per_source(batch, envs.names) | evaluate(cfg, envs, sampler, i)
-            numbers = run.log(i, metrics, found, samples=nrl.samples(batch, sampler.tokenizer))
-            check_mismatch(numbers, cfg.max_mismatch)
+            check_mismatch(run.log(i, metrics, found, samples=nrl.samples(batch, sampler.tokenizer)), cfg.max_mismatch)
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")
 

@@ -3,7 +3,6 @@
 `model=<folder> reward=<folder>` takes real models; `reward` is what `examples/reward_model.py` exported.
 """
 
-from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -23,6 +22,7 @@ class Config:
     reward: str | None = None  # a folder or a hub name of a reward model; none: one that is trained here, on sums
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
     data: str = "arithmetic"  # a file or a dataset with "question" (or "prompt", "messages")
+    env: str | dict[str, Any] | None = None  # always none: a reward model verifies here, others in examples/grpo.py
     format: str | None = None  # from the rows of a well-known dataset
     chat: bool = True  # false: prompts that are texts stay texts, as base models need them
     steps: int = 100
@@ -53,6 +53,8 @@ def main(cfg: Config) -> None:
     """The whole of RLHF, by RLOO."""
     if cfg.model and not cfg.reward:
         raise ConfigError(f"rlhf: model={cfg.model} needs reward=, what examples/reward_model.py has exported")
+    if cfg.env:
+        raise ConfigError(f"rlhf: a reward model verifies, so it takes no env={cfg.env}; examples/grpo.py does")
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
         slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
@@ -61,14 +63,13 @@ def main(cfg: Config) -> None:
         trainer = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)
         rewarder = make(trainer.mesh, judge, adamw(lr=2e-3), max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)
-        step = trainer.train_step(algos.reinforce_loss)
+        step, words = trainer.train_step(algos.reinforce_loss), load_tokenizer(judge)
         if cfg.judging:
-            collate = partial(data.preferences, tokenizer=load_tokenizer(judge))
-            pairs = nrl.batched(data.tasks("arithmetic", seed=cfg.seed + 1), 64, collate=collate)
+            pairs = nrl.batched(data.tasks("arithmetic", seed=cfg.seed + 1), 64, lambda x: data.preferences(x, words))
             verdicts = nrl.fit(run, "reward", rewarder, algos.bradley_terry_loss(0.01), pairs, cfg.judging).params
         else:
             verdicts = rewarder.load()
-        verify = nrl.scored_by(verdicts, load_tokenizer(judge))
+        verify = nrl.scored_by(verdicts, words)
 
         async def answer(task: Task, turn: Turn) -> Step:
             trace = Trace(task["prompt"], [turn])

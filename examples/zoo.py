@@ -1,7 +1,6 @@
 """The zoo: `python examples/zoo.py algo=all` trains with each method from one start and compares the results."""
 
 import json
-import statistics
 from typing import Any, Literal, NamedTuple
 
 import attrs
@@ -12,7 +11,6 @@ import nrl
 from nrl import Layout, algos, data, tiny
 from nrl.algos import clip, from_rewards, group_center, group_normalize, policy_loss
 from nrl.backends import TRAINERS, Sampler, adamw, hf
-from nrl.envs import number, single_turn
 
 
 class Method(NamedTuple):
@@ -53,6 +51,8 @@ ZOO = {
 @attrs.frozen
 class Config:
     algo: str = "all"  # one of the zoo, or several with commas between; all
+    env: str | dict[str, Any] = "number"  # a verifier or an environment, or several; see docs/environments.md
+    data: str | dict[str, Any] | None = None  # a file or a dataset that env reads; none: tasks that come with env
     steps: int = 40
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
@@ -65,10 +65,8 @@ class Config:
     warmup: int = attrs.field(default=40, validator=ge(0))  # supervised steps, once for all methods
 
 
-def measured(cfg: Config, sampler: Sampler) -> float:
-    """The mean reward of samples, on another draw of prompts."""
-    tasks = data.tasks("arithmetic", seed=cfg.seed + 2).take(512)
-    return nrl.finalize(nrl.measure(nrl.grade(sampler, number, tasks)))["eval/reward"]
+def measured(cfg: Config, envs: Any, sampler: Sampler) -> float:  # the mean reward, on another draw of prompts
+    return nrl.finalize(nrl.measure(nrl.grade(sampler, envs.graded, envs.tasks(cfg.seed + 2).take(512))))["eval/reward"]
 
 
 def main(cfg: Config) -> None:
@@ -78,18 +76,20 @@ def main(cfg: Config) -> None:
         raise nrl.errors.ConfigError(f"zoo: there is no algo '{unknown[0]}'; there are {', '.join(ZOO)}")
     table = rich.table.Table("algo", "reward before", "after", "seconds a step", title=f"{cfg.steps} steps each")
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        slots, model, make = cluster.reserve(cfg.layout.slots + 1), tiny.model(), TRAINERS[cfg.trainer]
+        envs, model = nrl.environments(cfg.env, cfg.data, chat=False), tiny.model()
+        slots, make = cluster.reserve(cfg.layout.slots + 1), TRAINERS[cfg.trainer]
         trainer = make(slots[:-1], model, adamw(lr=5e-4, betas=(0.9, 0.95)), layout=cfg.layout)
         warm = make(trainer.mesh, model, adamw(lr=1e-3, betas=(0.9, 0.95)))
         sampler = hf.sampler(slots[-1:], model, nrl.Sampling(max_new_tokens=6))
-        start = warm.freeze(nrl.fit(run, "warmup", warm, algos.sft_loss, tiny.sums(128, cfg.seed), cfg.warmup).params)
+        rows = nrl.batched(envs.tasks(cfg.seed), 128, lambda rows: data.supervised(rows, sampler.tokenizer))
+        start = warm.freeze(nrl.fit(run, "warmup", warm, algos.sft_loss, rows, cfg.warmup).params)
         for name in names:
-            method, step, tasks = ZOO[name], trainer.train_step(ZOO[name].loss), data.tasks("arithmetic")
-            groups = nrl.rollouts(sampler, single_turn(number), tasks, n=cfg.group_size, seed=cfg.seed)
-            stream: Any = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
+            method, step = ZOO[name], trainer.train_step(ZOO[name].loss)
+            groups: Any = nrl.rollouts(sampler, envs.env, envs.tasks(), n=cfg.group_size, seed=cfg.seed)
+            early = nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag)
             nrl.publish(start, sampler)
-            before = measured(cfg, sampler)
-            state, stream = run.restore(name, policy=trainer.init(start), stream=stream)
+            before = measured(cfg, envs, sampler)
+            state, stream = run.restore(name, policy=trainer.init(start), stream=early)
             nrl.publish(state.params, sampler)
             for i, batch in run.steps(stream, cfg.steps, name=name):
                 batch = algos.advantages(method.before(batch), method.estimator)
@@ -97,8 +97,8 @@ def main(cfg: Config) -> None:
                 nrl.publish(state.params, sampler)
                 run.log(i, metrics, nrl.summary(batch))
                 run.save(i, policy=state, stream=stream)
-            steps = [json.loads(line)["time/total"] for line in (run.out / f"{name}.jsonl").read_text().splitlines()]
-            table.add_row(name, f"{before:.3f}", f"{measured(cfg, sampler):.3f}", f"{statistics.median(steps):.2f}")
+            took = sorted(json.loads(row)["time/total"] for row in (run.out / f"{name}.jsonl").read_text().splitlines())
+            table.add_row(name, f"{before:.3f}", f"{measured(cfg, envs, sampler):.3f}", f"{took[len(took) // 2]:.2f}")
     rich.print(table)
 
 

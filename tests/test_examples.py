@@ -52,6 +52,11 @@ def test_an_example_has_at_most_90_lines_of_code(path: Path) -> None:
     assert len(code) <= 90
 
 
+def test_no_example_stands_before_a_module_of_python() -> None:
+    """Python finds what lies beside a script first: a `math.py` there would end each of them at its first import."""
+    assert {path.stem for path in EXAMPLES} & sys.stdlib_module_names == set()
+
+
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem != "zoo"], ids=lambda path: path.stem)
 def test_code_that_lies_with_a_model_runs_only_where_the_configuration_says_so(path: Path, tmp_path: Path) -> None:
     """Every example passes it on: the error names the key, and with it another error comes."""
@@ -107,7 +112,8 @@ def test_the_configuration_names_the_trainer_and_its_layout(
 def test_grpo_leaves_behind_what_is_documented(tmp_path: Path) -> None:
     grpo = load("grpo")
     out = tmp_path / "run"
-    grpo.main(grpo.Config(steps=3, warmup=2, warmup_rows=8, prompts=4, group_size=4, dp=2, lag=1, out=str(out)))
+    small = {"warmup": 2, "warmup_rows": 8, "prompts": 4, "group_size": 4}
+    grpo.main(grpo.Config(steps=3, dp=2, lag=1, verifiers=2, out=str(out), **small))
     metrics = lines(out / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [0, 1, 2]
     assert all(line.keys() >= KEYS for line in metrics)
@@ -169,7 +175,7 @@ def test_defaults_depend_on_whether_the_model_is_real() -> None:
 
 TOO_SMALL = {
     "dp": 0, "samplers": -1, "prompts": 0, "group_size": 0, "rows": 0, "pairs": 0, "lag": -1, "updates": 0,
-    "patience": 0, "warmup": -1, "warmup_rows": 0, "teaching": -1, "judging": -1, "evaluate_every": 0,
+    "patience": 0, "verifiers": -1, "warmup": -1, "warmup_rows": 0, "teaching": -1, "judging": -1, "evaluate_every": 0,
     "evaluate_prompts": 0, "evaluate_pairs": 0, "evaluate_rows": 0, "max_tokens": 0, "max_length": 0,
     "max_new_tokens": 0, "buffer": -1, "max_mismatch": -1.0, "top_k": -1, "truncation": 0.0, "lr": 0.0, "beta": 0.0,
     "desirable": 0.0, "undesirable": 0.0, "centering": -1.0, "clip": 0.0, "value_clip": 0.0, "gamma": -0.1,

@@ -1,6 +1,7 @@
 """The examples as they are, on Ray: the numbers of the local cluster, in environments that uv built from the lock."""
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,21 @@ def test_grpo_with_its_own_sampler(
         torch.testing.assert_close([x[key] for x in found], [x[key] for x in grpo_here], rtol=1e-5, atol=1e-8)
     losses = ([x["loss"] for x in each] for each in (found, grpo_here))  # terms of about 1 that add up to about 0
     torch.testing.assert_close(*losses, rtol=0, atol=1e-6)
+
+
+def test_grpo_on_mathematics_with_two_slots_that_verify(on_ray: Cluster, tmp_path: Path) -> None:
+    """Sums of terms, for which math-verify has to decide: the rewards and answers are those of this process."""
+    data = tmp_path / "terms.jsonl"
+    pairs = [(a, b) for a in range(1, 4) for b in range(1, 4)]
+    rows = [{"prompt": f"{a}x+{b}x=", "answer": f"{a + b}x", "response": f"{a + b}x"} for a, b in pairs]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = SMALL | {"env": "math", "data": str(data), "chat": False, "evaluate_every": 5}
+    expected = run("grpo", tmp_path / "here", **small)
+    found = run("grpo", tmp_path / "there", cluster="ray", verifiers=2, **small)
+    for key in ("reward", "eval/reward", "parse_fail", "grad_norm", "tokens"):
+        torch.testing.assert_close([x.get(key) for x in found], [x.get(key) for x in expected], rtol=1e-5, atol=1e-8)
+    assert [x["invalid"] for x in found] == [0] * 5
+    assert any(0 < x["reward"] < 1 for x in found)
 
 
 @pytest.mark.parametrize("name", ["guess", "tools"])

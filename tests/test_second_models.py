@@ -201,6 +201,18 @@ def test_the_zoo_runs_several_methods_from_one_start(tmp_path: Path, capsys: pyt
         zoo.main(zoo.Config(algo="grpo,grpp"))
 
 
+def test_the_zoo_compares_methods_on_other_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its warm-up teaches them, and they are what is measured."""
+    zoo = load("zoo")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "hello", "response": "x", "answer": "x"}\n')
+    cfg = zoo.Config(algo="grpo", env="exact", data=str(rows), steps=2, warmup=25, prompts=2, out=str(tmp_path / "run"))
+    zoo.main(cfg)
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("│"))
+    assert float(row.split("│")[2]) > 0.9
+    assert lines(tmp_path / "run" / "grpo.jsonl")[-1]["reward"] > 0.9
+
+
 def test_a_method_of_the_zoo_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And what is resumed has the times of all its steps."""
     zoo = load("zoo")
@@ -221,6 +233,12 @@ def test_a_real_model_needs_a_real_second_one(name: str, other: str) -> None:
     example = load(name)
     with pytest.raises(ConfigError, match=f"{name}: model=somewhere needs {other}="):
         example.main(example.Config(model="somewhere"))
+
+
+def test_rlhf_says_that_its_reward_model_verifies() -> None:
+    example = load("rlhf")
+    with pytest.raises(ConfigError, match="a reward model verifies, so it takes no env=math; examples/grpo.py does"):
+        example.main(example.Config(env="math"))
 
 
 @pytest.mark.parametrize("name", ["ppo", "dapo"])

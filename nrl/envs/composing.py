@@ -312,6 +312,8 @@ def _composed(parts: Sequence[Verifier], one: Callable[..., Any], group: Callabl
         made.of_group = True
     elif any(every):  # it depends on the task
         made.of_group = lambda task: any(judges_group(part, task) for part in parts)
+    if forgetting := [part.forget for part in parts if hasattr(part, "forget")]:
+        made.forget = lambda: _together([forget() for forget in forgetting])
     return made  # type: ignore[no-any-return]
 
 

@@ -1,6 +1,7 @@
-"""Generated tasks for `choice`, `code` and the tool `python`: to try an environment before there is data for it.
+"""Generated tasks for `choice`, `code`, `short_answer` and the tool `python`.
 
-A task is a function of ``(seed, index)`` alone, so the state of the stream is one integer. Real work takes data.
+They are to try an environment before there is data for it; real work takes data. A task is a function of
+``(seed, index)`` alone, so the state of the stream is one integer.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from nrl.envs.seeds import check_not_negative, generator
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["choices", "products", "programs"]
+__all__ = ["choices", "passages", "products", "programs"]
 
 _PROGRAMS: dict[str, tuple[str, str, Callable[[list[int], int], Any]]] = {
     "total": (
@@ -36,6 +37,9 @@ _PROGRAMS: dict[str, tuple[str, str, Callable[[list[int], int], Any]]] = {
         lambda numbers, k: max([*numbers, k]),
     ),
 }
+
+_PEOPLE = ("Ann", "Ben", "Eve", "Ian", "Joe", "Kim", "Lea", "Max", "Sue", "Tom")
+_CITIES = ("Baku", "Bern", "Bonn", "Cork", "Kyiv", "Lima", "Nice", "Oslo", "Riga", "Rome")
 
 
 def choices(seed: int, index: int) -> Task:
@@ -110,6 +114,30 @@ def products(seed: int, index: int) -> Task:
     """
     a, b = _generator(seed, index).integers(10**5, 10**6, 2).tolist()
     return {"prompt": f"What is {a} * {b}? Compute it, and answer with the number.", "answer": str(a * b)}
+
+
+def passages(seed: int, index: int) -> Task:
+    """A short text and a question about it, for `nrl.envs.short_answer`.
+
+    Args:
+        seed: not negative.
+        index: not negative.
+
+    Returns:
+        ``prompt``; ``answer`` and ``response``, a city of the text.
+
+    Raises:
+        DataError: ``seed`` or ``index`` is negative or no integer.
+
+    >>> passages(0, 0)["prompt"].splitlines()
+    ['Joe lives in Bonn. Lea lives in Rome. Eve lives in Cork.', 'Where does Lea live? Answer with the city alone.']
+    """
+    draw = _generator(seed, index)
+    people, cities = (draw.permutation(each)[:3].tolist() for each in (_PEOPLE, _CITIES))
+    asked = int(draw.integers(3))
+    text = " ".join(f"{person} lives in {city}." for person, city in zip(people, cities, strict=True))
+    prompt = f"{text}\nWhere does {people[asked]} live? Answer with the city alone.\n"
+    return {"prompt": prompt, "answer": cities[asked], "response": cities[asked]}
 
 
 def _generator(seed: int, index: int) -> "np.random.Generator":

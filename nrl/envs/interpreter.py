@@ -25,6 +25,7 @@ LIMITS = Limits(cpu_seconds=60.0)
 _REPL = Path(__file__).parent / "inside" / "repl.py"
 _EPISODE = 24 * 3600.0  # seconds after which nobody comes back for an interpreter
 _IDLE = 0.1  # seconds between two looks at an interpreter that is not called
+_MARK = 16  # bytes, as so many pairs of digits, which end what a call writes
 _SHOWN = 200  # characters of what a call had written
 
 
@@ -138,7 +139,7 @@ def _converse(sandbox: Sandbox, limits: Limits, asked: "queue.SimpleQueue[_Job |
             ["python", "repl.py"],
             talk,
             {"repl.py": _REPL.read_bytes()},
-            attrs.evolve(limits, seconds=_EPISODE),
+            attrs.evolve(limits, seconds=_EPISODE, output=limits.output + 2 * _MARK),  # the mark ends each output
         )
         why = "ended" if done.status in ("exited", "stopped") else f"reached its limit of {done.status}"
         error: Exception = ToolError(f"the interpreter {why}, and its variables are gone")
@@ -164,7 +165,7 @@ def _next(asked: "queue.SimpleQueue[_Job | None]", channel: Channel) -> _Job | N
 
 def _run(job: _Job, channel: Channel, limits: Limits) -> bool:
     """Run a call; whether the process can run another."""
-    mark, code = secrets.token_hex(16).encode(), job.code.encode(errors="replace")
+    mark, code = secrets.token_hex(_MARK).encode(), job.code.encode(errors="replace")
     channel.send(b"%s %d\n%s" % (mark, len(code), code))
     until, got = time.monotonic() + limits.seconds, bytearray()
     while not got.endswith(mark):

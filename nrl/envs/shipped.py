@@ -12,7 +12,7 @@ from nrl.envs.composing import by_source, single_turn
 from nrl.envs.contract import Env, Environment, Task, Verifier, is_env
 from nrl.envs.fh_aviary import fhaviary
 from nrl.envs.games import sliding_puzzle, tic_tac_toe
-from nrl.envs.generated_tasks import choices, products, programs
+from nrl.envs.generated_tasks import choices, passages, products, programs
 from nrl.envs.gym.remoting import remote
 from nrl.envs.gym_config.resolving import resolve
 from nrl.envs.instruction_tasks import task as instructions
@@ -22,6 +22,7 @@ from nrl.envs.interpreter import Interpreter, python
 from nrl.envs.judging import judge
 from nrl.envs.mathematics.verifying import math_verifier
 from nrl.envs.naming import named
+from nrl.envs.pools.pool import on
 from nrl.envs.programs import code
 from nrl.envs.reasoning.tasks import reasoning_gym
 from nrl.envs.retrieval.searches import searching
@@ -35,6 +36,7 @@ from nrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from nrl.data import Tasks
+    from nrl.runtime import Mesh, Slots
 
 __all__ = ["ENVIRONMENTS", "OWN_TASKS", "Environments", "environments"]
 
@@ -140,10 +142,13 @@ OWN_TASKS: dict[str, Callable[[int, int], Task]] = {
     "code": programs,
     "constraints": instructions,
     "exact": texts,
+    "judge": sums,
     "math": sums,
     "number": sums,
     "number_or_wrong": sums,
     "python": products,
+    "reward_model": sums,
+    "short_answer": passages,
 }
 """The tasks of those that bring none themselves: what the tiny model learns."""
 
@@ -166,7 +171,9 @@ class Environments(NamedTuple):
     each: tuple[Verifier | Env, ...]
 
 
-def environments(env: str | Mapping[str, Any], source: Any = None, **how: Any) -> Environments:
+def environments(
+    env: str | Mapping[str, Any], source: Any = None, *, place: "Slots | Mesh | None" = None, **how: Any
+) -> Environments:
     """What a configuration's ``env=`` and ``data=`` say.
 
     ``env`` is a name: one of `ENVIRONMENTS`, or ``FILE.py:NAME`` or ``MODULE:NAME`` for an environment, a verifier, or
@@ -183,11 +190,14 @@ def environments(env: str | Mapping[str, Any], source: Any = None, **how: Any) -
         env: the name, or the names and their options.
         source: where tasks come from, as for `nrl.data.tasks`; for each name, if it is a mapping; each may be a mapping
             itself, of ``source`` and other arguments of that function. None: tasks that come with the environment.
+        place: a mesh on which verifiers and environments run, as with `nrl.on`, or slots, of which one named
+            ``"verifiers"`` is made. None, or no slots: they run in this process.
         how: more arguments of `nrl.data.tasks`, such as ``format``.
 
     Raises:
         ConfigError: a name, an option or a weight is wrong, or nothing says where tasks come from.
         DataError: (when tasks are asked for) as `nrl.data.tasks` does.
+        NrlError: as `nrl.runtime.Slots.mesh` does, where slots are given.
 
     >>> made = environments({"number": 3, "exact": 1})
     >>> [task["prompt"] for task in made.tasks(0).take(5)], made.names
@@ -205,6 +215,12 @@ def environments(env: str | Mapping[str, Any], source: Any = None, **how: Any) -
             if label in found:
                 raise ConfigError(f"env: there are two {label}; name one anew, as {{other: {{env: {name}}}}}")
             found[label], weights[label], kinds[label] = made, weight, kind
+
+    if place:
+        from nrl.runtime.mesh.placement import as_mesh  # who has a place has torch
+
+        moved = on(as_mesh(place, "base", name="verifiers"))
+        found = {label: moved(cast(Any, each)) for label, each in found.items()}
 
     def tasks(seed: int = 0, other: Any = None) -> "Tasks":
         from nrl import data  # where tasks come to an environment from elsewhere, as to a server, nothing needs it

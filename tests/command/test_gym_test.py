@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Literal, TypedDict
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
+from nrl import tiny
 from nrl.command.cli import main
 from nrl.command.gym.arguments import arguments
 from nrl.command.gym.audit import Audit
@@ -33,6 +35,7 @@ from tests.jsonlines import lines
 DATA = Path(__file__).parents[1] / "data"
 VERIFIERS = r"""
 import os, random, threading, time
+import nrl
 from nrl.envs import Score, extracts, number, of_group
 
 def good(task, trace):
@@ -128,6 +131,10 @@ def counts(task, trace):
     return worked[key]
 counts.forget = worked.clear
 
+def elsewhere():
+    from nrl.envs import exact, weighted
+    return weighted(right=(1.0, nrl.pooled(counts, workers=1)), none=(0.0, exact))
+
 before = [""]
 def ordered(task, trace):
     last, before[0] = before[0], trace.text
@@ -173,10 +180,6 @@ def computes(task, trace):
 @extracts(lambda response: response.strip().lower().lstrip("-") or None)
 def unsigned(task, trace):
     return float(trace.text.strip().lstrip("-") == task["answer"])
-
-def rewarding():
-    from nrl import reward_model, tiny
-    return reward_model(tiny.model(head="reward"))
 
 @extracts(lambda response: None)
 def unread(task, trace):
@@ -289,11 +292,12 @@ def test_many_calls_of_a_good_verifier_leak_nothing(here: Path, capsys: pytest.C
     assert "nothing is wrong" in said(capsys, "number", "data=arithmetic", "limit=2", "slow=30", "sessions=500")
 
 
-def test_sessions_are_not_answered_from_memory(here: Path) -> None:
-    """Each is a call that a verifier which remembers has to work for."""
+@pytest.mark.parametrize("name", ["counts", "elsewhere"])
+def test_sessions_are_not_answered_from_memory(here: Path, name: str) -> None:
+    """Each is a call that a verifier which remembers has to work for, also in a process and as a part of another."""
     found = list[int]()
     for sessions in (0, 50):
-        assert main(["gym", "test", "v.py:counts", *FEW, f"sessions={sessions}"]) == 0
+        assert main(["gym", "test", f"v.py:{name}", *FEW, f"sessions={sessions}"]) == 0
         found.append((here / "worked").stat().st_size)
         (here / "worked").unlink()
     assert found[1] - found[0] == 50
@@ -778,6 +782,7 @@ SHIPPED = {
     "math_verifier": ["math", f"data={DATA / 'math_sample.jsonl'}"],
     "code": ["code", f"data={DATA / 'programs_sample.jsonl'}", "gold=response"],
     "short_answer": ["nrl.envs:short_answer", f"data={DATA / 'squad_sample.jsonl'}", "format=squad", "gold=answers"],
+    "short_answer, of its own tasks": ["short_answer"],
     "searching": ["nrl.envs:searching", "gold=answer"],
     "sliding_puzzle": ["nrl.envs:sliding_puzzle"],
     "tic_tac_toe": ["nrl.envs:tic_tac_toe", "allow=echo"],  # the last number of a board is a move, which may win
@@ -798,31 +803,24 @@ def test_nothing_is_wrong_with_all_that_ships(here: Path, capsys: pytest.Capture
     print(said(capsys, *SHIPPED[name], f"sessions={sessions}", "slow=10"))
 
 
-IN_PROCESSES = {
+ELSEWHERE = {
     "python": ["python", "gold=answer"],
     "reasoning_gym": ["reasoning_gym"],
     "textarena": ["textarena", "allow=echo"],  # a number that the rules name is a guess, which may be right
     # It pays for every story, and ends where one is printed
     "fhaviary": ["fhaviary", "data=arithmetic", "allow=endless,calls,uses"],
-    # Its head is not trained, and it has 512 positions
-    "reward_model": ["v.py:rewarding", "data=arithmetic", "allow=gold,raises"],
+    "reward_model": ["reward_model", "options.model=rewarding", "allow=gold"],  # its head is not trained
+    "judge": ["judge", "options.url=URL"],
 }
 """Those that need other processes, or a model."""
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", IN_PROCESSES)
-def test_nothing_is_wrong_with_what_runs_elsewhere(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    shown = said(capsys, *IN_PROCESSES[name], "limit=10", "sessions=200", "slow=30")
-    assert "nothing is wrong with" in shown
-    print(shown)
+@pytest.fixture(params=ELSEWHERE)
+def elsewhere(request: pytest.FixtureRequest, here: Path) -> Iterator[list[str]]:
+    """The target, its options, and what is behind it: a folder with a model; a server.
 
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_nothing_is_wrong_with_a_judge(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Over a real server, whose judge compares what stands between the marks with the right answer."""
+    The judge of that compares what stands between the marks with the right answer.
+    """
 
     def reply(body: Mapping[str, Any]) -> str:
         asked = body["messages"][1]["content"]
@@ -830,9 +828,30 @@ def test_nothing_is_wrong_with_a_judge(here: Path, capsys: pytest.CaptureFixture
         given = asked.partition("The answer to judge:\n")[2].split("\n")[1:-1]
         return f"SCORE: {10 if given == [right] else 0}"
 
-    with serving(replying(reply, [])) as url:
-        shown = said(capsys, "judge", f"options.url={url}", "data=arithmetic", "limit=20", "sessions=1000", "slow=30")
-    assert "nothing is wrong with judge" in shown
+    words = ELSEWHERE[request.param]
+    with ExitStack() as stack:
+        if request.param == "reward_model":
+            tiny.save(tiny.model(head="reward"), here / "rewarding")
+        if request.param == "judge":
+            url = stack.enter_context(serving(replying(reply, [])))
+            words = [word.replace("URL", url) for word in words]
+        yield words
+
+
+@pytest.mark.timeout(600)  # an environment may have to be built
+def test_nothing_is_wrong_with_what_runs_elsewhere(elsewhere: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, *elsewhere, "limit=2", "slow=30")
+    assert f"nothing is wrong with {elsewhere[0]}" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_nothing_is_wrong_with_all_that_runs_elsewhere(
+    elsewhere: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit, sessions = ("limit=20", "sessions=1000") if elsewhere[0] == "judge" else ("limit=10", "sessions=200")
+    shown = said(capsys, *elsewhere, limit, sessions, "slow=30")
+    assert f"nothing is wrong with {elsewhere[0]}" in shown
     print(shown)
 
 

@@ -374,6 +374,16 @@ def test_the_model_is_told_why_its_interpreter_ended(program: str, message: str)
         assert interpreter.run("1 + 1") == "2\n"
 
 
+@pytest.mark.parametrize("most", [1, 10, 40])
+def test_a_small_limit_of_output_is_of_what_a_call_writes(most: int) -> None:
+    """And of nothing else: what ends an output does not count."""
+    with Interpreter(limits=attrs.evolve(LIMITS, output=most)) as interpreter:
+        assert interpreter.run(f"print('x' * {most}, end='')") == "x" * most
+        with pytest.raises(ToolError, match="reached its limit of output, and its variables are gone"):
+            interpreter.run(f"print('x' * {most + 1}, end='')")
+        assert interpreter.run(f"print('y' * {most}, end='')") == "y" * most
+
+
 def test_an_interpreter_is_the_tool_of_an_episode() -> None:
     before = set(descendants(os.getpid()))
     made: list[Interpreter] = []

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import nrl
-from nrl.envs import Environment, Step, Trace, Turn, single_turn
+from nrl.envs import Environment, Step, Trace, Turn, number, score_of, single_turn, weighted
 from nrl.errors import EnvError, ShippingError
 from nrl.runtime import Cluster, process
 from tests.envs.places import EVERYTHING, FAILURES, TEXTS, VERIFIERS, compared, failing
@@ -191,6 +191,30 @@ def test_a_call_that_is_given_up_is_gone(place: tuple[str, Transform], tmp_path:
     else:
         time.sleep(1.2)
         assert not (tmp_path / "over").exists()
+
+
+def test_what_a_verifier_remembers_is_forgotten_there(place: tuple[str, Transform]) -> None:
+    """Also that of an environment, and of a composition; a server keeps its memory."""
+    seen = list[str]()
+
+    def fresh(task: Any, trace: Trace) -> float:
+        seen.append(trace.text)
+        return float(seen.count(trace.text))
+
+    fresh.forget = seen.clear  # type: ignore[attr-defined]
+    env = Environment(lambda task: (0, "?"), lambda state, turn: Step(state), verifier=fresh)
+    kind, transform = place
+    moved = [transform(fresh), transform(env).verifier, weighted(part=(1.0, transform(fresh)), other=(0.0, number))]
+    for verify in moved:
+        asked = [score_of(value(verify({"answer": "1"}, Trace("", ["a"])))).reward for _ in range(3)]
+        assert asked == [1.0, 2.0, 3.0]
+        if kind.startswith("served"):
+            assert not hasattr(verify, "forget")
+            seen.clear()
+        else:
+            value(verify.forget())
+            assert score_of(value(verify({"answer": "1"}, Trace("", ["a"])))).reward == 1.0
+            value(verify.forget())
 
 
 def test_a_group_is_scored_together(place: tuple[str, Transform]) -> None:

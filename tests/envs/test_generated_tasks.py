@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 import nrl
-from nrl.envs import Trace, choice, code
-from nrl.envs.generated_tasks import choices, products, programs
+from nrl.envs import Trace, choice, code, short_answer
+from nrl.envs.generated_tasks import choices, passages, products, programs
 from nrl.errors import DataError
 
-EVERY = [choices, products, programs]
-TASKS = ["choice", "code", "constraints", "exact", "math", "number", "python"]
-TASKS += ["search", "sliding_puzzle", "tic_tac_toe"]
+EVERY = [choices, passages, products, programs]
+TASKS: list[Any] = ["choice", "code", "constraints", "exact", "math", "number", "python", "short_answer"]
+TASKS += ["search", "sliding_puzzle", "tic_tac_toe", {"judge": {"url": "http://127.0.0.1:1"}}]
 RIGHT = {
     "total": "def total(numbers):\n    return sum(each for each in numbers if each > {k})",
     "count": "def count(numbers):\n    return len([each for each in numbers if each % {k} == 0])",
@@ -66,6 +66,23 @@ def test_a_task_is_a_function_of_seed_and_index(task: Callable[[int, int], Any])
             task(seed, index)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_environments_that_ship_bring_tasks(name: str) -> None:
-    assert all(task["prompt"] for task in nrl.environments(name).tasks(1).take(3))
+def test_passages_say_who_lives_where_and_ask_for_one_of_them() -> None:
+    places = list[int]()
+    for index in range(300):
+        task = passages(3, index)
+        text, question = task["prompt"].splitlines()
+        said = dict(each.rstrip(".").split(" lives in ") for each in text.split(". "))
+        assert len(set(said.values())) == 3
+        right = said[question.split()[2]]
+        assert [short_answer(task, Trace("", [each])).reward for each in said.values()] == [
+            float(each == right) for each in said.values()
+        ]
+        assert short_answer(task, Trace("", [task["response"]])).reward == 1
+        assert short_answer(task, Trace("", [text])).reward == 0
+        places.append(list(said.values()).index(right))
+    assert min(map(places.count, range(3))) > 70  # no place is a good guess
+
+
+@pytest.mark.parametrize("env", TASKS, ids=str)
+def test_environments_that_ship_bring_tasks(env: Any) -> None:
+    assert all(task["prompt"] for task in nrl.environments(env).tasks(1).take(3))

@@ -247,3 +247,38 @@ def test_only_the_episodes_of_a_helper_fail_with_it(mesh: Mesh, tmp_path: Path) 
     assert [second[row].reward for row in range(8) if row not in failed] == [
         row + 2.0 for row in range(8) if row not in failed
     ]
+
+
+def deadly(deaths: str) -> Any:
+    """A verifier that kills a process which is given it, as long as there are deaths to die."""
+    left = Path(deaths)
+    if (lives := int(left.read_text())) > 0:
+        left.write_text(str(lives - 1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Deadly(deaths)
+
+
+class Deadly:
+    """What travels as a call of `deadly`."""
+
+    def __init__(self, deaths: str) -> None:
+        self.deaths = deaths
+
+    def __reduce__(self) -> Any:
+        return deadly, (self.deaths,)
+
+    def __call__(self, task: Any, trace: Trace) -> float:
+        return 1.0
+
+
+@pytest.mark.ray
+def test_a_helper_that_dies_while_it_starts_is_started_once_more(mesh: Mesh, tmp_path: Path) -> None:
+    (tmp_path / "deaths").write_text("1")
+    verify: Any = nrl.on(mesh)(Deadly(str(tmp_path / "deaths")))
+    assert asyncio.run(verify({}, Trace())) == 1.0
+    assert (tmp_path / "deaths").read_text() == "0"
+    (tmp_path / "deaths").write_text("2")
+    verify = nrl.on(mesh)(Deadly(str(tmp_path / "deaths")))
+    with pytest.raises(EnvError, match=r"on\(killed\)\(Deadly\): could not start: submit.* of mesh 'killed'"):
+        asyncio.run(verify({}, Trace()))
+    assert asyncio.run(verify({}, Trace())) == 1.0  # the next call has another one

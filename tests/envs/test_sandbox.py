@@ -434,6 +434,15 @@ def test_output_is_limited(attempt: Callable[..., Finished], stream: str) -> Non
     assert getattr(done, stream).startswith(b"x" * 999 + b"\n")
 
 
+@pytest.mark.parametrize("most", [1, 10])
+def test_a_small_limit_of_output_is_that_of_the_program(attempt: Callable[..., Finished], most: int) -> None:
+    """What bubblewrap says of it does not count."""
+    done = attempt("import sys; print(end='x'); sys.exit(3)", Limits(seconds=200, output=most))
+    assert (done.status, done.code, done.stdout) == ("exited", 3, b"x")
+    done = attempt(f"print('x' * {most}, flush=True)\nwhile True: pass", Limits(seconds=200, output=most))
+    assert (done.status, done.code, done.stdout) == ("output", None, b"x" * most)
+
+
 def test_output_of_the_last_moment_counts(attempt: Callable[..., Finished]) -> None:
     done = attempt("print('x' * 5000)", Limits(seconds=200, output=1000))
     assert done._replace(seconds=0.0) == ("output", None, b"x" * 1000, b"", 0.0)

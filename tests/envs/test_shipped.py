@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import nrl
-from nrl.envs import Environment, Score, Step, Trace, exact, number, shipped, single_turn
+from nrl.envs import Environment, Score, Step, Trace, exact, extractor, number, shipped, single_turn
 from nrl.envs.gym.serving import Server
 from nrl.envs.gym_config.resolving import Replicas
 from nrl.envs.naming import named
@@ -81,6 +81,24 @@ def verdict(env: Any, text: str, **task: Any) -> Any:
     return asyncio.run(found) if asyncio.iscoroutine(found) else found
 
 
+PLACED = """
+import nrl
+from nrl.envs import Environment, Step, extracts
+
+
+@extracts(str.strip)
+def where(task, trace):
+    return {"there": float(nrl.process().mesh == "verifiers"), "of": float(nrl.process().size)}
+
+
+def tasks(seed, index):
+    return {"prompt": "Where?"}
+
+
+env = Environment(lambda task: (0, task["prompt"]), lambda state, turn: Step(state, where(None, None)), tasks=tasks)
+"""
+
+
 # --- one
 
 
@@ -109,6 +127,29 @@ def test_a_verifier_with_its_options(own: Path) -> None:
     assert verdict("own.py:judge", "banana", options={"letter": "n", "weight": 0.5}) == 1
     assert verdict("own.py:strict", "b", options={"letter": "b"}) == 1
     assert verdict("own:judge", "aa") == 2  # a module, too
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_is_named_runs_on_a_mesh_of_its_own(own: Path, several: bool) -> None:
+    """A verifier and an environment, alone or mixed, on slots; without any they stay here."""
+    (own / "placed.py").write_text(PLACED)
+    with nrl.cluster("local") as cluster:
+        slots = cluster.reserve(2)
+        places: list[Any] = [(slots, 1.0), (slots.mesh(name="others"), 0.0), (slots[2:], 0.0), (None, 0.0)]
+        for name in ["placed.py:where", "placed.py:env"]:
+            given: Any = {name: 1, "number": 1} if several else name
+            data = dict.fromkeys(("placed.where", "number"), "rows.jsonl")
+            for place, there in places:
+                made = nrl.environments(given, None if name.endswith("env") else data, place=place, chat=False)
+                asked = {"prompt": "Where?", "source": 0, "answer": "1"}
+                batch = nrl.rollout(Scripted(["here"]), made.env, [asked], n=1)
+                assert batch["valid"].all()
+                assert batch["reward/there"].tolist() == [there]
+                assert batch["reward/of"].tolist() == [1.0 if not place else 2.0]
+                if name.endswith("env"):
+                    assert made.tasks().take(1)[0]["prompt"]
+                elif not several:
+                    assert extractor(made.graded) is extractor(nrl.environments(name).graded)  # type: ignore[arg-type]
 
 
 def test_a_limit_on_each_call(own: Path) -> None:

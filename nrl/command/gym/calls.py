@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from nrl.command.gym.usage import Meter
-from nrl.envs.contract import STATUSES, Score, Task, Trace, Verifier, asynchronous, judges_group, score_of
+from nrl.envs.contract import STATUSES, Score, Task, Trace, Verifier, asynchronous, judges_group, score_of, settled
 from nrl.envs.user_code.errors import Failed
 from nrl.episodes.episode import TRAINED
 from nrl.errors import EnvError
@@ -43,16 +43,21 @@ class Outcome:
     error: str | None = None
 
 
-def forgetting(verifier: Any) -> Callable[[], Any]:
-    """What makes a verifier forget earlier calls, its ``forget``; it does nothing where there is none.
+def forgetting(verifier: Any) -> Callable[[], Awaitable[Any]]:
+    """What makes a verifier forget earlier calls, its ``forget``, plain or ``async``; nothing where there is none.
 
+    >>> import asyncio
     >>> def right(task, trace): ...
     >>> right.forget = {1: 2}.popitem
-    >>> forgetting(right)(), forgetting(None)()
+    >>> asyncio.run(forgetting(right)()), asyncio.run(forgetting(None)())
     ((1, 2), None)
     """
     found = getattr(verifier, "forget", None)
-    return found if callable(found) else lambda: None
+
+    async def forget() -> Any:
+        return await settled(found()) if callable(found) else None
+
+    return forget
 
 
 def metered(fn: Callable[..., Any], meter: Meter) -> Callable[..., Any]:

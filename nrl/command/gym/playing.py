@@ -153,7 +153,7 @@ async def tried(
 
         async def play(place: int, name: str) -> _Session:
             session, call = begun(place, name)
-            forget()  # else an episode that is played again would be judged from memory
+            await forget()  # else an episode that is played again would be judged from memory
             await _reset(session, env, call, meter)
             while not session.over and len(session.turns) < turns and name != "leaves":
                 turn = POLICIES[name](session.seen, session.tools, golds[place], session.random)
@@ -177,7 +177,7 @@ async def tried(
         second = [await play(found[at].task, found[at].kind) for at in some]
         varies = _compare(found, some, first, second, "varies", "played again")
         if not varies:
-            forget()
+            await forget()
             beside = [begun(found[at].task, found[at].kind) for at in some]
             for each, call in beside:
                 await _reset(each, env, call, meter)

@@ -127,7 +127,7 @@ async def tried(
 
             async def session(number: int) -> None:
                 place, text = answers[number % len(answers)]
-                forget()  # else what was asked above would be answered from memory
+                await forget()  # else what was asked above would be answered from memory
                 await ask(tasks[place], text, chosen[place].text)
 
             grown = await growth(session, sessions)
@@ -147,7 +147,7 @@ async def _again(
     tasks: Sequence[Task],
     chosen: Sequence[Way],
     ask: _Ask,
-    forget: Callable[[], Any],
+    forget: Callable[[], Awaitable[Any]],
     seed: int,
 ) -> list[Tried]:
     """Verify some of the answers again: twice in one order, once in another, and under other seeds.
@@ -167,7 +167,7 @@ async def _again(
 
     async def rewards(order: Sequence[int], **more: Any) -> dict[int, float | None]:
         asked = {at: (found[at].task, found[at].text) for at in order}
-        forget()
+        await forget()
         beside = {at: "" if found[at].kind == "gold" else chosen[found[at].task].text for at in order}
         return {
             at: (await ask({**tasks[place], **more}, text, beside[at])).reward for at, (place, text) in asked.items()

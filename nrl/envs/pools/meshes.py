@@ -44,7 +44,10 @@ class Rank:
         """Let the helper keep what it is to call."""
         token = uuid.uuid4().hex
         try:
-            self._submitted(_keep, token, self._f, deadline=None)
+            try:
+                self._submitted(_keep, token, self._f, deadline=None)
+            except LostActor:  # no call had begun, so another helper takes its place
+                self._submitted(_keep, token, self._f, deadline=None)
         except (DeadlineExceeded, LostActor) as error:
             raise EnvError(f"{self._who}: could not start: {error}") from None
         self._token = token

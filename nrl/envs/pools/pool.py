@@ -1,5 +1,6 @@
 """`pooled` and `on`: a verifier or an environment in processes, which are killed where a call takes too long."""
 
+import asyncio
 import functools
 import weakref
 from collections.abc import Callable
@@ -210,7 +211,26 @@ def _verifier(f: Verifier, owner: _Owner) -> Verifier:
     for name in ("of_group", "extract", "tasks"):
         if hasattr(f, name):
             setattr(verify, name, getattr(f, name))
+    _let_forget(verify, f, owner)
     return verify
+
+
+def _let_forget(verify: Any, verifier: Any, owner: _Owner) -> None:
+    """Give a verifier that is elsewhere the ``forget`` of the one that is called there, in all places that are left."""
+    if not hasattr(verifier, "forget"):
+        return
+
+    async def one(worker: Worker) -> None:
+        try:
+            await owner.pool.call("forget", {}, worker=worker)
+        except EnvError:
+            if not worker.dead:  # else its memory is gone
+                raise
+
+    async def forget() -> None:
+        await asyncio.gather(*map(one, list(owner.pool.workers)))
+
+    verify.forget = forget
 
 
 @attrs.frozen
@@ -245,4 +265,5 @@ def _environment(env: Env, owner: _Owner) -> Environment:
     verifier: Any = getattr(env, "verifier", None)
     if hasattr(verifier, "of_group"):
         verify.of_group = verifier.of_group  # type: ignore[attr-defined]
+    _let_forget(verify, verifier, owner)
     return Environment(reset, step, close, None if verifier is None else verify, None, getattr(env, "tasks", None))

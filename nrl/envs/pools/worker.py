@@ -71,11 +71,12 @@ class Sessions:
             "reset": self._reset,
             "step": self._step,
             "close": self._close,
+            "forget": self._forget,
             "prepare": self._prepare,
         }
 
     def call(self, what: str, *args: Any) -> Any:
-        """Verify, reset, step or close; or prepare for calls that are given tensors."""
+        """Verify, reset, step, close or forget; or prepare for calls that are given tensors."""
         return self._does[what](*args)
 
     def end(self) -> None:
@@ -109,8 +110,15 @@ class Sessions:
         if getattr(self._fn, "close", None) is not None:
             self._call(self._fn.close, state)
 
+    @property
+    def _verifier(self) -> Any:
+        return getattr(self._fn, "verifier", None) or self._fn
+
     def _verify(self, *args: Any) -> Any:
-        return self._call(getattr(self._fn, "verifier", None) or self._fn, *args)
+        return self._call(self._verifier, *args)
+
+    def _forget(self) -> None:
+        self._call(self._verifier.forget)
 
 
 def main() -> None:

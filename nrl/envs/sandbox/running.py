@@ -225,7 +225,8 @@ class _Running:
                 got = os.read(key.fd, _CHUNK)
                 if not got:
                     self._selector.unregister(key.fd)
-            if len(key.data) <= self.limits.output:  # what is beyond is read, so that its writer can end, and dropped
+            most = _CHUNK if key.data is self.status else self.limits.output  # what bwrap says is not the program's
+            if len(key.data) <= most:  # what is beyond is read, so that its writer can end, and dropped
                 key.data.extend(got)
             if key.data is self.status and not self.inner:
                 self._find_inner()
