@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks._http_load import children
 
-__all__ = ["Server", "body", "free_port", "nemo_gym"]
+__all__ = ["Server", "body", "free_port", "installed", "nemo_gym"]
 
 _APP = """\
 from nemo_gym.base_resources_server import (
@@ -82,6 +83,14 @@ class Server(NamedTuple):
     url: str
     headers: Mapping[str, str]
     processes: list[int]
+
+
+def installed(folder: Path) -> Path:
+    """The interpreter of a new environment with nemo-gym 0.4.0, which uv makes in a folder."""
+    uv, python = [sys.executable, "-m", "uv"], folder / "bin" / "python"
+    subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, str(folder)], check=True)
+    subprocess.run([*uv, "pip", "install", "--quiet", "--python", str(python), "nemo-gym==0.4.0"], check=True)
+    return python
 
 
 @contextmanager

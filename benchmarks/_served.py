@@ -1,8 +1,10 @@
-"""What the servers of `gym.py` serve: a verifier that compares two strings, and an environment that adds up."""
+"""What the servers of `gym.py` serve: verifiers that compare two strings, and an environment that adds up."""
+
+import asyncio
 
 from nrl.envs import Environment, Step, Task, Trace, Turn
 
-__all__ = ["adding", "same"]
+__all__ = ["adding", "same", "together"]
 
 
 def same(task: Task, trace: Trace) -> float:
@@ -12,6 +14,24 @@ def same(task: Task, trace: Trace) -> float:
     1.0
     """
     return float(trace.text == task["answer"])
+
+
+_waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+
+
+async def together(task: Task, trace: Trace) -> float:
+    """As `same`, but not before as many calls have come as the task says: all of them are under way at a time."""
+    loop = asyncio.get_running_loop()
+    mine = loop.create_future()
+    _waiting.append((loop, mine))
+    if len(_waiting) == task["calls"]:
+        for other, each in _waiting:
+            other.call_soon_threadsafe(each.set_result, None)
+    await mine
+    return same(task, trace)
+
+
+together.timeout = 300.0  # type: ignore[attr-defined]
 
 
 def _begin(task: Task) -> tuple[int, str]:

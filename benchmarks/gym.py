@@ -1,6 +1,7 @@
 """What it costs to serve an environment, beside NeMo Gym, in turns; and whether a server holds what is asked of it.
 
-    python benchmarks/gym.py verify --other ~/nemo/bin/python    # three minutes; an environment with nemo-gym 0.4.0
+    python benchmarks/gym.py verify --other new                  # three minutes; makes one with nemo-gym 0.4.0
+    python benchmarks/gym.py verify --other ~/nemo/bin/python    # the same, in an environment that is there
     python benchmarks/gym.py burst sessions rollouts             # a minute
     python benchmarks/gym.py --quick                             # does it run?
 
@@ -12,8 +13,10 @@ process of its own, over ``--connections`` that stay open; server and load are p
 take turns, the first of which is left out, and the ratio is taken within each pair. Of NeMo Gym the process of the
 server alone counts, not Ray; of nrl the process and all that it starts.
 
-``burst``: 16,000 calls of one `nrl.remote` verifier at once, each with another right verdict. None may fail or be
-another's. Server and program have a processor each.
+``burst``: 16,000 calls of a `nrl.remote` verifier that are all under way at a time, each on a connection of its own and
+with another right verdict: the verifier answers none before all of them have come, which they do 256 at a time. None
+may fail or be another's. Server and program have a processor each. There are two clients, since each uses half of the
+files that a process may have open.
 
 ``sessions``: 2,048 episodes of one `nrl.remote` environment, all open before the first goes on. Each adds up numbers of
 its own, and has to find their sum.
@@ -43,7 +46,7 @@ from typing import Any
 import nrl
 from benchmarks._http_load import NUMBER, Load, children, cpu_seconds, most_resident, pin
 from benchmarks._machine import described, resident, watched
-from benchmarks._nemo_gym import Server, body, nemo_gym
+from benchmarks._nemo_gym import Server, body, installed, nemo_gym
 from benchmarks._paired import pair, spread
 from benchmarks.schedules import rate_of
 from nrl.envs import Trace
@@ -77,7 +80,8 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", choices=[[], *MEASURES], help="measurements (all)")
-    parser.add_argument("--other", type=Path, metavar="PYTHON", help="of an environment with nemo-gym; none: nrl alone")
+    other = "of an environment with nemo-gym; new: of one that is made; none: nrl alone"
+    parser.add_argument("--other", type=Path, metavar="PYTHON", help=other)
     parser.add_argument("--quick", action="store_true", help="little of everything")
     parser.add_argument("--turns", type=int, default=7, help="of each side, the first of which is left out")
     parser.add_argument("--seconds", type=float, default=1.0, help="of CPU time that a turn is to take")
@@ -165,7 +169,8 @@ def verify(given: argparse.Namespace) -> dict[str, Any]:
         sides = [(one._replace(url=f"{one.url}/verify"), our_body)]
         if given.other:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            sides.append((stack.enter_context(nemo_gym(given.other, folder)), body))
+            python = installed(folder / "environment") if given.other == Path("new") else given.other
+            sides.append((stack.enter_context(nemo_gym(python, folder / "server")), body))
         for server, _ in sides:
             for each in server.processes:
                 pin(each, mine)
@@ -218,8 +223,8 @@ async def _value(found: Any) -> Any:
 
 
 @contextmanager
-def _served(environment: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """A served environment, from here; what is found about the server's memory is filled in when the block is left."""
+def _served(environment: str) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
+    """What makes clients of a served environment; its memory is filled in when the block is left."""
     mine, asking = _cores()
     before = os.sched_getaffinity(0)
     with ours(environment) as server:
@@ -228,7 +233,7 @@ def _served(environment: str) -> Iterator[tuple[Any, dict[str, Any]]]:
         pin(os.getpid(), asking)
         memory: dict[str, Any] = {"server_mib_before": round(_own(server.processes))}
         try:
-            yield nrl.remote(server.url, token=TOKEN), memory
+            yield functools.partial(nrl.remote, server.url, token=TOKEN), memory
         finally:
             pin(os.getpid(), before)
         memory["server_mib_most"] = round(most_resident(server.processes))
@@ -242,16 +247,18 @@ def _own(processes: list[int]) -> float:
 def burst(given: argparse.Namespace) -> dict[str, Any]:
     """All calls at once; raises unless each has the verdict that is its own."""
 
-    async def ask(verifier: Any) -> list[Any]:
-        calls = [
-            _value(verifier({"prompt": "", "answer": str(number)}, Trace("", [str(number + number % 2)])))
-            for number in range(given.calls)
-        ]
-        return await asyncio.gather(*calls)
+    async def ask(verifiers: list[Any]) -> list[Any]:
+        async def call(number: int) -> Any:
+            await asyncio.sleep(number // 256 * 0.15)  # else connections are late that all are made at once
+            task = {"prompt": "", "answer": str(number), "calls": given.calls}
+            return await verifiers[number % 2](task, Trace("", [str(number + number % 2)]))
 
-    with _served("same") as (verifier, memory):
+        return await asyncio.gather(*map(call, range(given.calls)))
+
+    with _served("together") as (connect, memory):
+        verifiers = [connect(connections=(given.calls + 1) // 2) for _ in range(2)]
         began = time.perf_counter()
-        verdicts = asyncio.run(ask(verifier))
+        verdicts = asyncio.run(ask(verifiers))
         seconds = time.perf_counter() - began
     wrong = [number for number, verdict in enumerate(verdicts) if float(verdict) != 1.0 - number % 2]
     if len(verdicts) != given.calls or wrong:
@@ -273,9 +280,9 @@ def sessions(given: argparse.Namespace) -> dict[str, Any]:
         await asyncio.gather(*(_value(env.close(state)) for state in states))
         return rewards
 
-    with _served("adding") as (env, memory):
+    with _served("adding") as (connect, memory):
         began = time.perf_counter()
-        rewards = asyncio.run(play(env))
+        rewards = asyncio.run(play(connect()))
         seconds = time.perf_counter() - began
     wrong = [number for number, reward in enumerate(rewards) if reward != 2 * number + 12]
     if wrong:
@@ -288,8 +295,8 @@ def rollouts(given: argparse.Namespace) -> dict[str, Any]:
     from benchmarks._served import same
 
     rows, takes = (8, 2) if given.quick else (256, 12)
-    with _served("same") as (verifier, memory):
-        served = rate_of(nrl.envs.single_turn(verifier), rows, takes)
+    with _served("same") as (connect, memory):
+        served = rate_of(nrl.envs.single_turn(connect()), rows, takes)
         here = rate_of(nrl.envs.single_turn(same), rows, takes)
     return {"a_second": round(served), "a_second_without_http": round(here)} | memory
 

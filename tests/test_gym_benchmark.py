@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gym
+from benchmarks import gym, starting
 from benchmarks._http_load import NUMBER, Load, children, cpu_seconds, request, run
 from benchmarks._nemo_gym import body, nemo_gym
 
@@ -156,3 +156,10 @@ def test_all_measurements_are_made_where_none_is_named() -> None:
 
 def test_without_the_other_side_there_is_no_ratio() -> None:
     assert gym.table({"1.7 KB": {"microseconds": [(50.0,)]}}).endswith("| 1.7 KB | 50 (50-50) | - | - |")
+
+
+def test_what_starts_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    starting.main(starting.options(["--turns", "2"]))
+    helped, ready, _ = capsys.readouterr().out.splitlines()
+    assert helped.startswith("nrl --help: ")
+    assert ready.startswith("a server is ready: ")
