@@ -205,8 +205,16 @@ class Supervisor:
         server = replica.server
         interpreter = await self._interpreter(replica)
         is_open = isinstance(server, EnvironmentServer) and self.gym.is_open(server)
-        token, folder = None if is_open else self._token, self.gym.folder()
-        return await live(replica, interpreter, folder=folder, token=token, grace=self.gym.grace, show=self._show)
+        token, gym = None if is_open else self._token, self.gym
+        return await live(
+            replica,
+            interpreter,
+            folder=gym.folder(),
+            token=token,
+            cluster=gym.ray_head_node_address,
+            grace=gym.grace,
+            show=self._show,
+        )
 
     async def _elsewhere(self, replica: Replica) -> None:
         token = getattr(replica.server, "token", None)
