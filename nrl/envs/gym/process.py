@@ -17,7 +17,7 @@ import uvloop
 
 from nrl.envs.contract import is_env
 from nrl.envs.gym.listening import Listener, listening
-from nrl.envs.gym.serving import Settings, address, answering, check_reach
+from nrl.envs.gym.serving import Settings, address, answering, check_reach, warn_of_reach
 from nrl.envs.gym_config.defaults import LARGEST, LEASE, MOST
 from nrl.envs.naming import named
 from nrl.envs.pools.pool import pooled
@@ -60,7 +60,7 @@ def main() -> int:
     os.dup2(2, 1)  # what user code prints
     try:
         asked = msgspec.json.decode(sys.stdin.buffer.readline(), type=Served)
-        check_reach("gym", asked.host, asked.port, asked.token, asked.auth)
+        check_reach("gym", asked.host, asked.token, asked.auth)
         found: Any = named(asked.environment, asked.options, ENVIRONMENTS, at="environment")
         if getattr(found, "tasks", None) is None and asked.environment in OWN_TASKS:
             found = _with_tasks(found, OWN_TASKS[asked.environment])
@@ -71,6 +71,7 @@ def main() -> int:
         print(f"gym: {error}", file=sys.stderr)  # noqa: T201
         return 2
     url = address(asked.host, on.getsockname()[1])
+    warn_of_reach("gym", asked.host, url, asked.token)
     settings = Settings(asked.token, ..., asked.lease, asked.most, asked.largest, asked.grace)
 
     def ready(listener: Listener) -> None:
