@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -183,3 +184,33 @@ def test_workers_are_processes_that_may_die_alone(folder: Path) -> None:
         assert the(place, "own")["pid"] == pid
 
     assert played(wrote(folder, servers, "head_server: {port: 0}\nauth: none"), drive) == 143
+
+
+WHERE = """
+import sys
+
+def where(task, trace):
+    raise ValueError(f"{sys.executable} {sys.prefix}")
+"""
+
+
+def test_a_server_in_an_executable_of_its_own(folder: Path) -> None:
+    (folder / "where.py").write_text(WHERE)
+    servers = (
+        "  there: {environment: 'where.py:where', executable: base, workers: 1}\n"
+        "  here: {environment: 'where.py:where'}\n"
+    )
+
+    def drive(place: Place) -> None:
+        prefixes = {}
+        for name, found in resolve(["gym.yaml"]).items():
+            verify: Any = nrl.remote(found.urls, token=found.token)
+            with pytest.raises(ValueError, match=r"/python") as caught:
+                asyncio.run(verify({}, Trace("", ["x"])))
+            prefixes[name] = Path(str(caught.value).split()[1]).name
+        assert prefixes["here"] == Path(sys.prefix).name
+        assert prefixes["there"].startswith("base-")
+        shown = {each["name"]: each["executable"] for each in ask(place)["servers"]}
+        assert shown == {"there": "base", "here": "system"}
+
+    assert played(wrote(folder, servers), drive) == 143
