@@ -44,10 +44,20 @@ _MEGATRONS = ("experts", "layers", "megatron_engine", "stages")
 ON_THEIR_OWN = {f"nrl.backends.megatron.{name}": "megatron" for name in _MEGATRONS}
 """Modules that subclass what a heavy package has. They alone import it as they are; others import them in functions."""
 LIGHT = (
-    *("nrl.command.cli", "nrl.config", "nrl.envs", "nrl.errors", "nrl.files", "nrl.log", "nrl.runs.exits"),
+    *(
+        "nrl.command.cli",
+        "nrl.command.gym",
+        "nrl.config",
+        "nrl.envs",
+        "nrl.errors",
+        "nrl.files",
+        "nrl.log",
+        "nrl.runs.exits",
+    ),
     *("nrl.runtime.executables", "nrl.runtime.node", "nrl.runtime.preemption", "nrl.runtime.threads"),
 )
-NOT_LIGHT = ("nrl.envs.pools.meshes", "nrl.envs.scoring")
+_AUDIT = ("audit", "calls", "playing", "records", "verifying")  # which plays episodes
+NOT_LIGHT = ("nrl.envs.pools.meshes", "nrl.envs.scoring", *(f"nrl.command.gym.{name}" for name in _AUDIT))
 """What starts in a fraction of a second: an environment, a worker of a pool, the command; torch takes seconds."""
 OUTSIDE = frozenset({"benchmarks", "examples", "tests"})
 

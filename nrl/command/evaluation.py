@@ -62,7 +62,10 @@ def _modelled(cfg: Any, field: Any, model: str | None) -> None:
         raise ValueError("give a folder, a hub name or a run as model=; only rescore=FILE needs none")
 
 
-_OF_SAMPLING = ("model", "n", "max_new_tokens", "top_p", "top_k", "stop", "sampler", "url", "engine", "dtype")
+_OF_SAMPLING = (
+    *("model", "n", "max_new_tokens", "top_p", "top_k", "stop"),
+    *("sampler", "url", "engine", "dtype", "cluster", "samplers"),
+)
 
 
 def _not_sampled(cfg: Any, field: Any, rescore: str | None) -> None:
@@ -181,7 +184,6 @@ def main(cfg: Evaluation) -> Metrics:
                 progress.show("eval", start // together, -(-len(tasks) // together), shown)
         # From the file, so that the number of attempts does not matter
         every = evaluation_folder.read(results, len(tasks), together)
-        evaluation_folder.write_failures(out, every)
         metrics = measure(every, cfg.k, passing=cfg.passing)
         for source, name in enumerate(envs.names if len(envs.names) > 1 else ()):
             own = [each for each, task in zip(every, tasks, strict=True) if task["source"] == source]

@@ -95,7 +95,7 @@ def _part(metrics: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> dic
         for each in tasks[:_ROWS]
     ]
     title = f"Tasks, the first {_ROWS} of {len(tasks)}" if len(tasks) > _ROWS else "Tasks"
-    every = [[redact(key), str(over.get(key, "")), _shown(value)] for key, value in numbers.items()]
+    every = [[_shown(value), str(over.get(key, "")), redact(key)] for key, value in numbers.items()]
     tiles = [("tasks", f"{metrics['tasks']:,}", "")]
     tiles += [
         (key, _shown(numbers[key]), "") for key in ("eval/reward", "eval/pass@1", "eval/invalid") if key in numbers
@@ -107,7 +107,7 @@ def _part(metrics: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> dic
         "first": first,
         "heatmaps": [],
         "times": [],
-        "tables": [("Metrics", ["metric", "over", "value"], every), (title, header, rows)],
+        "tables": [("Metrics", ["value", "over", "metric"], every), (title, header, rows)],
     }
 
 

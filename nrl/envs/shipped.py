@@ -1,7 +1,9 @@
 """`environments`: what ``env=`` and ``data=`` of a configuration say, as an environment and its tasks."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 from urllib.parse import urlsplit
@@ -263,6 +265,12 @@ def _made(name: str, kind: str, options: Mapping[str, Any]) -> dict[str, Verifie
 
 
 def _remote(name: str, server: str | Sequence[str], options: Mapping[str, Any]) -> Verifier | Env:
+    known = tuple(inspect.signature(remote).parameters)[1:]
+    for option in options:
+        if option not in known:
+            near = get_close_matches(option, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"an address has {', '.join(known)} and weight"
+            raise ConfigError(f"env.{name}: no option '{option}'; {hint}")
     try:
         return remote(server, **options)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:

@@ -2,16 +2,21 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Browser
 
 from nrl import tiny
 from nrl.command.cli import main
 from nrl.command.evaluation_report import of_tasks
 from nrl.episodes.grades import Graded
 from tests.jsonlines import lines
+from tests.runs.test_reporting import browser
+
+__all__ = ["browser"]
 
 
 def graded(*rewards: float | None) -> Graded:
@@ -58,3 +63,35 @@ def test_the_page_of_an_evaluation(
     assert (
         "report: the evaluation in out=out has not ended; let it end, by the same nrl eval" in capsys.readouterr().err
     )
+
+
+def test_a_browser_shows_it_on_a_phone_and_on_a_desk(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without errors of scripts, and no wider than the window, however long the words of a prompt are."""
+    monkeypatch.chdir(tmp_path)
+    old: list[dict[str, Any]] = [
+        {
+            "task": task, "prompt": f"{task}+1= {'x' * 300 if task == 3 else ''}", "answer": f"{task + 1}",
+            "samples": [f"{task + 1}", "no idea " * 30], "rewards": [0.0, 0.0], "answers": None, "lengths": [1, 60],
+            "truncated": [False, True], "numbers": {},
+        }
+        for task in range(20)
+    ]  # fmt: skip
+    Path("old.jsonl").write_text("".join(json.dumps(each) + "\n" for each in old))
+    with ThreadPoolExecutor(1) as apart:  # the browser's event loop runs in this thread
+        assert apart.submit(main, ["eval", "rescore=old.jsonl", "env=number", "out=out", "k=1,2"]).result() == 0
+    wrong = list[str]()
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto((tmp_path / "out" / "report.html").as_uri())
+        assert page.locator("figure").count() == 2
+        for width in (1280, 390):
+            page.set_viewport_size({"width": width, "height": 800})
+            assert page.evaluate("document.documentElement.scrollWidth") == width
+            name = page.locator(".table").first.locator("td:last-child").first
+            assert name.inner_text() == "eval/reward"
+            assert name.evaluate("each => getComputedStyle(each).textAlign") == "left"
+    assert wrong == []

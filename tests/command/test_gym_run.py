@@ -330,6 +330,7 @@ def test_pauses_grow_between_deaths(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervising, "_PAUSES", (0.0, 0.2, 0.4))
+    monkeypatch.setattr(supervising, "_HEALTHY", 1000.0)
 
     def drive(place: Place) -> None:
         for restarts in range(1, 5):
@@ -348,6 +349,42 @@ def test_pauses_grow_between_deaths(
     for restart, pause in enumerate(("now", "in 0.2 s", "in 0.4 s", "in 0.4 s"), 1):
         assert f"agent was ended by signal 9; it starts again {pause} (restart {restart})" in out
     assert "agent ended with status 1; it starts again in 0.4 s (restart 7)\n    edited" in out
+
+
+def test_who_has_served_for_a_while_starts_again_at_once(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "_HEALTHY", 0.0)
+
+    def drive(place: Place) -> None:
+        for restarts in range(1, 4):
+            until(lambda: the(place)["state"] == "ready")
+            os.kill(the(place)["pid"], signal.SIGKILL)
+            until(functools.partial(restarted, place, restarts))
+        until(lambda: the(place)["state"] == "ready")
+
+    assert played(wrote(folder, program()), drive) == 143
+    out = capfd.readouterr().out
+    assert [f"starts again now (restart {restart})" in out for restart in (1, 2, 3)] == [True] * 3
+
+
+@pytest.mark.slow
+def test_each_death_of_an_environment_is_over_within_three_seconds(folder: Path) -> None:
+    took = list[float]()
+
+    def drive(place: Place) -> None:
+        for restarts in range(1, 7):
+            time.sleep(supervising._HEALTHY + 0.2)
+            began = time.monotonic()
+            os.kill(the(place, "exact")["pid"], signal.SIGKILL)
+            until(lambda n=restarts: (it := the(place, "exact"))["restarts"] == n and it["state"] == "ready")  # type: ignore[misc]
+            took.append(time.monotonic() - began)
+            assert the(place, "other")["restarts"] == 0
+
+    servers = "  exact: {environment: exact}\n  other: {environment: number}\n"
+    assert played(wrote(folder, servers), drive) == 143
+    print([f"{each:.2f}" for each in took])
+    assert max(took) < 3.0
 
 
 def test_a_server_that_does_not_answer_any_more(

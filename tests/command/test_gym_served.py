@@ -1,9 +1,11 @@
 """`nrl gym run` with environments: served as they are, in processes that are killed, and wrong in several ways."""
 
+import asyncio
 import json
 import os
 import signal
 import socket
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import nrl
 from nrl.command.cli import main
 from nrl.command.gym import replicas
 from nrl.command.gym.replicas import Interpreter, Replica
+from nrl.envs import Trace
 from nrl.envs.gym_config.places import Place
 from nrl.envs.gym_config.resolving import ask, resolve
 from nrl.envs.gym_config.servers import gym
@@ -120,7 +123,7 @@ def test_limits_reach_the_servers(folder: Path) -> None:
     assert (seen["info"].json()["lease"], seen["one"].status_code) == (7.0, 413)
     assert (seen["default"].json()["lease"], seen["two"].status_code) == (60.0, 400)
     one = gym(["gym.yaml"]).servers["one"]
-    sent = replicas._order(Replica("one", 0, one), one, Interpreter("python", {}), None, 1.0)
+    sent = replicas._order(Replica("one", 0, one), one, Interpreter("python", {}), None, None, 1.0)
     assert json.loads(sent["line"])["most"] == 3
 
 
@@ -159,3 +162,55 @@ def test_a_port_that_was_taken_meanwhile_is_given_up(folder: Path) -> None:
             assert after["url"] != before["url"]
 
     assert played(wrote(folder, "  one: {environment: exact}"), drive) == 143
+
+
+def test_workers_are_processes_that_may_die_alone(folder: Path) -> None:
+    """Of a gym without tokens one server asks for one; its calls are made in processes of their own."""
+    (folder / "own.py").write_text(OWN)
+    server = "  own: {environment: 'own.py:make', options: {api_key: ''}, workers: 1, auth: token}\n"
+    servers = f"{server}  exact: {{environment: exact}}\n"
+
+    def drive(place: Place) -> None:
+        assert httpx2.get(f"{place.url}/servers", trust_env=False).status_code == 200
+        found = resolve(["gym.yaml"])
+        assert found["exact"].token is None
+        assert found["own"].token
+        url, pid = found["own"].urls[0], the(place, "own")["pid"]
+        assert get(f"{url}/info").status_code == 401
+        verify: Any = nrl.remote(url, token=found["own"].token)
+        with pytest.raises(nrl.errors.EnvError, match="its process ended by signal 9"):
+            asyncio.run(verify({"answer": "4"}, Trace("2+2=", ["die"])))
+        assert asyncio.run(verify({"answer": "4"}, Trace("2+2=", ["4"]))) == 1.0
+        assert the(place, "own")["pid"] == pid
+
+    assert played(wrote(folder, servers, "head_server: {port: 0}\nauth: none"), drive) == 143
+
+
+WHERE = """
+import sys
+
+def where(task, trace):
+    raise ValueError(f"{sys.executable} {sys.prefix}")
+"""
+
+
+def test_a_server_in_an_executable_of_its_own(folder: Path) -> None:
+    (folder / "where.py").write_text(WHERE)
+    servers = (
+        "  there: {environment: 'where.py:where', executable: base, workers: 1}\n"
+        "  here: {environment: 'where.py:where'}\n"
+    )
+
+    def drive(place: Place) -> None:
+        prefixes = {}
+        for name, found in resolve(["gym.yaml"]).items():
+            verify: Any = nrl.remote(found.urls, token=found.token)
+            with pytest.raises(ValueError, match=r"/python") as caught:
+                asyncio.run(verify({}, Trace("", ["x"])))
+            prefixes[name] = Path(str(caught.value).split()[1]).name
+        assert prefixes["here"] == Path(sys.prefix).name
+        assert prefixes["there"].startswith("base-")
+        shown = {each["name"]: each["executable"] for each in ask(place)["servers"]}
+        assert shown == {"there": "base", "here": "system"}
+
+    assert played(wrote(folder, servers), drive) == 143

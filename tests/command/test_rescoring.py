@@ -1,6 +1,7 @@
 """`nrl eval rescore=FILE`: the same samples, judged again."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import yaml
 
 from nrl.episodes.rejudging import regrade
 from nrl.errors import EnvError
-from tests.command.test_evaluation import GUESS, said, write
+from tests.children import child
+from tests.command.test_evaluation import GUESS, attempt, said, write
 from tests.jsonlines import lines
 
 JUDGES = """
@@ -149,3 +151,36 @@ def test_each_source_has_its_own_verifier(here: Path, capsys: pytest.CaptureFixt
     said(capsys, "rescore=mixed.jsonl", "env.judges.py:digits=1", "env.judges.py:longest=1", "out=out")
     assert [each["rewards"] for each in lines(here / "out" / "results.jsonl")] == [[1.0, 0.0], [0.0, 1.0]]
     assert metrics(here / "out")["judges.digits/eval/reward"] == 0.5
+
+
+def test_killed_and_started_again_it_ends_with_the_same_results(here: Path) -> None:
+    """One sample in three fails, which is told once for each."""
+    many = [line(number, f"{number}?", [f"{number}", f"{number + 1}"]) for number in range(20)]
+    write(here / "old" / "results.jsonl", many)
+    (here / "killing.py").write_text(
+        "import os, signal\nfrom pathlib import Path\n"
+        "asked, armed = 0, Path(__file__).with_name('armed')\n"
+        "def judge(task, trace):\n    global asked\n    asked += 1\n"
+        "    if asked == 27 and armed.exists():\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if int(trace.text) % 3 == 0:\n        raise OSError('away')\n    return float(trace.text)\n"
+    )
+
+    def start(out: str) -> int | None:
+        return child(attempt, f"rescore={here / 'old'}", "rows=8", f"env={here}/killing.py:judge", f"out={here / out}")
+
+    assert start("whole") == 0
+    (here / "armed").touch()
+    assert start("killed") == -signal.SIGKILL
+    whole, killed = here / "whole", here / "killed"
+    assert 0 < len(lines(killed / "results.jsonl")) < 20
+    (here / "armed").unlink()
+    assert start("killed") == 0
+    for name in ("results.jsonl", "failures.jsonl", "tasks.jsonl", "metrics.json"):
+        assert (killed / name).read_text() == (whole / name).read_text(), name
+    assert len(lines(whole / "failures.jsonl")) == 13
+
+
+@pytest.mark.parametrize("argument", ["samplers=2", "cluster=auto"])
+def test_what_only_sampling_reads_is_refused(here: Path, argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, "rescore=old", "env=judges.py:length", argument, status=2)
+    assert f"nothing is sampled, so {argument.partition('=')[0]} would not be read; leave that out" in shown

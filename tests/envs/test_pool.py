@@ -18,6 +18,9 @@ import pytest
 import nrl
 from nrl import pooled
 from nrl.envs import Environment, Step, Trace, Turn, judged
+from nrl.envs.pools.calls import NoRoom, Pool
+from nrl.envs.pools.pool import _elsewhere
+from nrl.envs.pools.processes import Process, here
 from nrl.errors import EnvError, ShippingError
 from tests.episodes.scripted import TASKS, Scripted
 from tests.processes import alive, settled
@@ -268,6 +271,59 @@ def test_calls_one_after_the_other_take_one_process() -> None:
         return {await verify({"does": "pid"}, Trace()) for _ in range(500)}  # type: ignore[misc]
 
     assert len(asyncio.run(several())) == 1
+
+
+# --- room for some workers only
+
+
+class Scarce(Process):
+    """A process, of which there may be so many."""
+
+    room = threading.Semaphore(0)
+
+    def start(self) -> None:
+        if not self.room.acquire(timeout=1.0):
+            raise NoRoom("there is none")
+        super().start()
+
+
+def scarce(f: Any, room: int) -> Any:
+    class Few(Scarce):
+        pass
+
+    Few.room = threading.Semaphore(room)
+
+    return _elsewhere(f, lambda: Pool(f, "pooled", 4, lambda _: Few("pooled", f, "system", None, here()), 30.0))
+
+
+def test_the_workers_that_find_room_make_all_calls() -> None:
+    async def several(verify: Any) -> list[Any]:
+        calls = (verify({"does": "pid"}, Trace()) for _ in range(40))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    verify = scarce(by_task, 2)
+    asyncio.run(several(verify))
+    assert len(set(asyncio.run(several(verify)))) <= 2
+    found = asyncio.run(several(scarce(by_task, 0)))
+    assert {str(each) for each in found} == {"pooled(by_task): there is none"}
+    assert {type(each) for each in found} == {EnvError}
+
+
+def test_episodes_go_where_there_is_room() -> None:
+    def reset(task: Any) -> Any:
+        return os.getpid(), "?"
+
+    def step(state: int, turn: Turn) -> Step:
+        return Step(state, float(state == os.getpid()), info={"pid": float(state)})
+
+    async def several(env: Any) -> list[Any]:
+        states = await asyncio.gather(*(env.reset({}) for _ in range(8)))
+        states += await asyncio.gather(*(env.reset({}) for _ in range(8)))
+        return await asyncio.gather(*(env.step(state, Turn("x")) for state, _ in states))
+
+    taken = asyncio.run(several(scarce(Environment(reset, step), 2)))
+    assert [each.reward for each in taken] == [1.0] * 16
+    assert len({each.info["pid"] for each in taken}) <= 2
 
 
 # --- nothing is left

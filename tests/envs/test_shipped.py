@@ -429,8 +429,13 @@ def test_all_environments_of_a_gym_and_one_of_them(gym: str) -> None:
         ("other.yaml", "env=other.yaml: the gym has no environments; give it some under `servers`"),
         ("other.yml:own", "env=other.yml:own: the gym has no environment 'own'; it has none"),
         ({"gym.yaml": 1, "own": {"env": "number"}}, "env: there are two own; name one anew, as {other: {env: own}}"),
-        ({"gym.yaml:own": {"tokens": "x"}}, "env.gym.yaml:own: .*unexpected keyword argument 'tokens'"),
+        ({"gym.yaml:own": {"tokens": "x"}}, "env.gym.yaml:own: no option 'tokens'; did you mean token?"),
         ({"gym.yaml:own": {"patience": -1}}, "env.gym.yaml:own: remote: patience is -1"),
+        ({"gym.yaml:own": {"pateince": 1}}, "env.gym.yaml:own: no option 'pateince'; did you mean patience?"),
+        (
+            {"far": {"env": "http://10.0.0.9:1", "turns": 3}},
+            "env.far: no option 'turns'; an address has token, patience, connections and weight",
+        ),
     ],
 )
 def test_mistakes_about_a_gym(gym: str, env: Any, message: str) -> None:

@@ -111,6 +111,7 @@ async def live(
     *,
     folder: Path,
     token: str | None,
+    cluster: str | None,
     grace: float,
     show: Callable[[str, str], None],
 ) -> int:
@@ -121,6 +122,7 @@ async def live(
         interpreter: of its executable.
         folder: where it runs.
         token: for an environment, what its clients have to show; None: nothing.
+        cluster: the address of the Ray cluster that has the workers of an environment; None: what the process finds.
         grace: seconds that it has to end.
         show: gets its label and each line that it writes.
     """
@@ -129,7 +131,7 @@ async def live(
     replica.tail.clear()
     replica.pid = None
     replica.become("starting", "it has not answered yet")
-    order = {**_order(replica, server, interpreter, token, grace), "folder": str(folder), "grace": grace}
+    order = {**_order(replica, server, interpreter, token, cluster, grace), "folder": str(folder), "grace": grace}
     replica.process = process = await asyncio.create_subprocess_exec(
         sys.executable, "-I", "-S", str(keeper.__file__),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -176,7 +178,12 @@ async def live(
 
 
 def _order(
-    replica: Replica, server: EnvironmentServer | Program, interpreter: Interpreter, token: str | None, grace: float
+    replica: Replica,
+    server: EnvironmentServer | Program,
+    interpreter: Interpreter,
+    token: str | None,
+    cluster: str | None,
+    grace: float,
 ) -> dict[str, Any]:
     env = {**interpreter.env, **server.env}
     if isinstance(server, Program):
@@ -186,6 +193,7 @@ def _order(
     told = {
         "environment": server.environment, "options": server.options, "host": replica.host, "port": replica.port,
         "name": replica.name, "token": token, "grace": grace,
+        "workers": server.workers, "cluster": cluster,
         "lease": server.lease, "most": server.most, "largest": server.largest,
         "auth": "none" if token is None else "token",  # the supervisor has judged whether that may be
     }  # fmt: skip

@@ -14,7 +14,7 @@ from nrl.command.gym.head import application, serving
 from nrl.command.gym.replicas import seconds
 from nrl.command.gym.supervising import Supervisor, listen
 from nrl.envs.gym_config.places import Place, told
-from nrl.envs.gym_config.servers import Gym, gym
+from nrl.envs.gym_config.servers import EnvironmentServer, Gym, gym
 from nrl.log.redaction import keep_secret, redact
 
 __all__ = ["USAGE", "run"]
@@ -27,7 +27,8 @@ Start the servers of a gym, wait until all are ready, start again those that die
   servers.NAME                  one of:
     environment: NAME             one that ships, FILE.py:NAME or MODULE:NAME; options: a mapping; lease: seconds
                                   that a session may be silent (60); most: calls and sessions of a replica (20000);
-                                  largest: bytes of a request (2^26); auth: none, if it asks for no token
+                                  largest: bytes of a request (2^26); auth: none, if it asks for no token;
+                                  workers: processes that make its calls, on the Ray cluster if there is one
     command: [WORD, ...]          any program that serves HTTP; {host} and {port} are put in; ready: its path (/health)
       both take                     replicas: 1, host, port: 0 (any), executable: system, env: a mapping
     model: URL                    a model elsewhere; api_key, name
@@ -36,6 +37,7 @@ Start the servers of a gym, wait until all are ready, start again those that die
   head_server: {host, port}     which knows where the others are; port: 11000
   token                         what clients have to show; default: a new one, which programs of this user find
   auth: token                   none: whoever reaches a server may use it
+  ray_head_node_address         of a Ray cluster, for workers; default: RAY_ADDRESS, else they are on this machine
   deadline: 1800                seconds until all have to be ready
   grace: 10                     seconds to finish what is under way, at the end
 
@@ -65,7 +67,10 @@ async def _run(made: Gym) -> int:
     began = time.monotonic()
     for warning in made.warnings:
         _say(f"warning: {warning}")
-    token = None if made.auth == "none" else made.token or secrets.token_urlsafe(32)
+    environments = [each for each in made.servers.values() if isinstance(each, EnvironmentServer)]
+    asked = made.auth == "token" or not all(map(made.is_open, environments))
+    token = (made.token or secrets.token_urlsafe(32)) if asked else None
+    of_head = token if made.auth == "token" else None
     keep_secret([token] if token else [])
     host = made.host(made.head_server)
     with listen("head_server", host, made.head_server.port) as listening:
@@ -76,7 +81,7 @@ async def _run(made: Gym) -> int:
         place = Place(url, token, os.getpid(), tuple(map(str, made.files)))
         with told(place):
             head = asyncio.create_task(
-                serving(application(supervisor.shown, supervisor.is_ready, token), listening, ended)
+                serving(application(supervisor.shown, supervisor.is_ready, of_head), listening, ended)
             )
             try:
                 await supervisor.start()

@@ -22,7 +22,7 @@ from nrl.runtime.threads import Daemons
 __all__ = ["Supervisor", "free_port", "listen"]
 
 _PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before a start, after so many deaths in a row
-_HEALTHY = 60.0  # seconds after which a death is the first again
+_HEALTHY = 2.0  # seconds of being ready after which a death is the first again: no crash loop gets so far
 _EVERY = 10.0  # seconds between lines on what is still awaited
 _MISTAKE = 2  # the status of a program whose settings are wrong, as nrl's are
 
@@ -205,8 +205,16 @@ class Supervisor:
         server = replica.server
         interpreter = await self._interpreter(replica)
         is_open = isinstance(server, EnvironmentServer) and self.gym.is_open(server)
-        token, folder = None if is_open else self._token, self.gym.folder()
-        return await live(replica, interpreter, folder=folder, token=token, grace=self.gym.grace, show=self._show)
+        token, gym = None if is_open else self._token, self.gym
+        return await live(
+            replica,
+            interpreter,
+            folder=gym.folder(),
+            token=token,
+            cluster=gym.ray_head_node_address,
+            grace=gym.grace,
+            show=self._show,
+        )
 
     async def _elsewhere(self, replica: Replica) -> None:
         token = getattr(replica.server, "token", None)

@@ -17,9 +17,10 @@ import uvloop
 
 from nrl.envs.contract import is_env
 from nrl.envs.gym.listening import Listener, listening
-from nrl.envs.gym.serving import Settings, address, answering, check_reach
+from nrl.envs.gym.serving import Settings, address, answering, check_reach, warn_of_reach
 from nrl.envs.gym_config.defaults import LARGEST, LEASE, MOST
 from nrl.envs.naming import named
+from nrl.envs.pools.pool import pooled
 from nrl.envs.shipped import ENVIRONMENTS, OWN_TASKS
 from nrl.errors import NrlError
 
@@ -33,6 +34,8 @@ class Served(msgspec.Struct, forbid_unknown_fields=True):
         environment: a name, as ``env=`` of a configuration has it.
         options: of the environment, by name.
         name: as clients are told; empty: that of the environment.
+        workers: processes that make the calls (`nrl.pooled`); None: threads do.
+        cluster: the address of the Ray cluster that has them; None: that of ``RAY_ADDRESS``, else they are here.
         grace: seconds that calls under way have when it stops.
     """
 
@@ -43,6 +46,8 @@ class Served(msgspec.Struct, forbid_unknown_fields=True):
     port: int = 0
     token: str | None = None
     auth: str = "token"
+    workers: int | None = None
+    cluster: str | None = None
     lease: float = LEASE
     most: int = MOST
     largest: int = LARGEST
@@ -55,15 +60,18 @@ def main() -> int:
     os.dup2(2, 1)  # what user code prints
     try:
         asked = msgspec.json.decode(sys.stdin.buffer.readline(), type=Served)
-        check_reach("gym", asked.host, asked.port, asked.token, asked.auth)
+        check_reach("gym", asked.host, asked.token, asked.auth)
         found: Any = named(asked.environment, asked.options, ENVIRONMENTS, at="environment")
         if getattr(found, "tasks", None) is None and asked.environment in OWN_TASKS:
             found = _with_tasks(found, OWN_TASKS[asked.environment])
+        if asked.workers is not None:
+            found = pooled(found, workers=asked.workers, cluster=_joined(asked.cluster))
         on = listening(asked.host, asked.port, "gym")
     except (NrlError, OSError, ValueError, msgspec.MsgspecError) as error:
         print(f"gym: {error}", file=sys.stderr)  # noqa: T201
         return 2
     url = address(asked.host, on.getsockname()[1])
+    warn_of_reach("gym", asked.host, url, asked.token)
     settings = Settings(asked.token, ..., asked.lease, asked.most, asked.largest, asked.grace)
 
     def ready(listener: Listener) -> None:
@@ -82,6 +90,16 @@ def _read(loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
     if not os.read(0, 2**16):
         loop.remove_reader(0)
         listener.stop()
+
+
+def _joined(cluster: str | None) -> str | None:
+    """The address of the Ray cluster, which this process joins now, so that a mistake is found before it is ready."""
+    address = cluster or os.environ.get("RAY_ADDRESS")
+    if address:
+        from nrl.runtime.ray.apart import join
+
+        join(address)
+    return address or None
 
 
 def _with_tasks(found: Any, tasks: Any) -> Any:

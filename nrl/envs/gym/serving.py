@@ -20,7 +20,7 @@ from nrl.envs.gym.service import Service
 from nrl.envs.gym_config.defaults import LARGEST, LEASE, MOST
 from nrl.errors import EnvError
 
-__all__ = ["Server", "Settings", "address", "answering", "check_reach", "serve"]
+__all__ = ["Server", "Settings", "address", "answering", "check_reach", "serve", "warn_of_reach"]
 
 
 class Server:
@@ -106,14 +106,15 @@ def serve(
     for option, number in (("lease", lease), ("most", most), ("largest", largest), ("timeout", timeout)):
         if isinstance(number, int | float) and not number > 0:
             raise ValueError(f"serve: {option} is {number}; it must be positive")
-    check_reach("serve", host, port, token, auth)
+    check_reach("serve", host, token, auth)
     on = listening(host, port, "serve")
     url = address(host, on.getsockname()[1])
+    warn_of_reach("serve", host, url, token)
     thread = _Thread(f, name or _name(f), on, Settings(token, timeout, lease, most, largest))
     return Server(url, token, thread.stop)
 
 
-def check_reach(who: str, host: str, port: int, token: str | None, auth: str) -> None:
+def check_reach(who: str, host: str, token: str | None, auth: str) -> None:
     """See that what other machines can reach asks for a token, or is not meant to.
 
     Raises:
@@ -121,13 +122,17 @@ def check_reach(who: str, host: str, port: int, token: str | None, auth: str) ->
     """
     if auth not in ("token", "none"):
         raise ValueError(f"{who}: auth is {auth!r}; give 'token', or 'none' for a network that you trust")
+    if token is None and auth != "none" and not _loopback(host):
+        raise ValueError(
+            f"{who}: every machine that reaches {host} could use this server; give a token, or auth='none' for a "
+            "network that you trust"
+        )
+
+
+def warn_of_reach(who: str, host: str, url: str, token: str | None) -> None:
+    """Warn of a server that other machines reach without a token, by the address that it is bound to."""
     if token is None and not _loopback(host):
-        if auth != "none":
-            raise ValueError(
-                f"{who}: every machine that reaches {host} could use this server; give a token, or auth='none' for a "
-                "network that you trust"
-            )
-        warnings.warn(f"{who}: {host}:{port} takes calls from every machine that reaches it", stacklevel=3)
+        warnings.warn(f"{who}: {url} takes calls from every machine that reaches it", stacklevel=3)
 
 
 def address(host: str, port: int) -> str:

@@ -54,8 +54,8 @@ def _is_port(_: Any, attribute: Any, value: int) -> None:
         raise ValueError("give a port from 1 to 65535, or 0 for one that is free")
 
 
-def _is_positive(_: Any, attribute: Any, value: float) -> None:
-    if not value > 0:
+def _is_positive(_: Any, attribute: Any, value: Any) -> None:
+    if value is not None and not value > 0:
         raise ValueError("give a positive number")
 
 
@@ -90,6 +90,7 @@ class EnvironmentServer(_Process):
     kind: ClassVar[str] = "environment"
     environment: str  # its name, as env= takes it
     options: dict[str, Any] = attrs.field(factory=dict, repr=False)
+    workers: int | None = attrs.field(default=None, validator=_is_positive)  # processes that make its calls
     auth: Literal["token", "none"] | None = None  # default: that of the gym
     lease: float = attrs.field(default=LEASE, validator=_is_positive)  # seconds that a session may be silent
     most: int = attrs.field(default=MOST, validator=_is_positive)  # calls under way, and sessions, of each replica
@@ -144,6 +145,7 @@ class Gym:
     head_server: Head = Head()
     token: str | None = attrs.field(default=None, repr=False)  # what clients have to show; default: a new one
     auth: Literal["token", "none"] = "token"  # none: whoever reaches a server may use it
+    ray_head_node_address: str | None = None  # of the Ray cluster that has the workers; default: RAY_ADDRESS, or here
     deadline: float = attrs.field(default=1800.0, validator=_is_positive)  # seconds until all have to be ready
     grace: float = attrs.field(default=10.0, validator=_is_positive)  # seconds to finish what is under way, at the end
     files: tuple[Path, ...] = ()  # absolute
@@ -322,9 +324,11 @@ def executable_of(server: Any) -> Executable:
 
 def _warnings(made: Gym) -> list[str]:
     environments = [(f"servers.{name}", s) for name, s in _processes(made) if isinstance(s, EnvironmentServer)]
+    idle = made.ray_head_node_address is not None and all(s.workers is None for _, s in environments)
     wide = [(where, made.host(s)) for where, s in environments if made.is_open(s)]
     wide += [("head_server", made.host(made.head_server))] if made.auth == "none" else []
-    return [
+    nothing = "ray_head_node_address: no server has workers, so nothing runs on that cluster; give servers.NAME.workers"
+    return [nothing] * idle + [
         f"{where} listens on {host} with auth: none: whoever reaches it may use it"
         for where, host in wide
         if not is_loopback(host)

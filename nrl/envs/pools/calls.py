@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
@@ -14,7 +15,13 @@ import attrs
 from nrl.envs.contract import TIMEOUT, Task
 from nrl.errors import EnvError
 
-__all__ = ["NotBegun", "Place", "Pool", "Worker"]
+__all__ = ["NoRoom", "NotBegun", "Place", "Pool", "Worker"]
+
+_AGAIN = 60.0  # seconds after which a pool looks again for room for more workers
+
+
+class NoRoom(Exception):
+    """A place has found no room to start in; the argument says why."""
 
 
 class NotBegun(Exception):
@@ -28,7 +35,11 @@ class Place(Protocol):
     """What becomes of a call that is late, for its error."""
 
     def start(self) -> None:
-        """Start it; raises what the first call of the worker is to raise."""
+        """Start it; raises what a call that waits is to raise.
+
+        Raises:
+            NoRoom: other workers have to do without this one; where there are none, all calls that wait fail.
+        """
         ...
 
     def ask(self, what: str, args: tuple[Any, ...], timeout: float | None) -> tuple[bool, Any]:
@@ -94,6 +105,7 @@ class Pool:
         self.waiting: deque[_Call] = deque()
         self.workers: list[Worker] = []
         self.ended = False
+        self.again = 0.0  # when to look for room again, after a worker has found none; 0: none has
 
     async def call(self, what: str, task: Task, *args: Any, worker: "Worker | None" = None) -> Any:
         """The value of a call."""
@@ -107,16 +119,16 @@ class Pool:
             if worker is not None and worker.dead:
                 raise worker.gone()
             if worker is None and what == "reset":  # its episode stays there, so they are spread evenly
-                worker = min(self.workers, key=lambda each: each.load, default=None)
-                if len(self.workers) < self.most and (worker is None or worker.load > 0):
-                    worker = self.hire()
+                if self.room() and all(each.load for each in self.workers):
+                    self.hire()
+                worker = min(self.workers, key=lambda each: (bool(self.again) and not each.started, each.load))
             if worker is not None and what == "close":  # which takes no time
                 worker.waiting.appendleft(call)
             elif worker is not None:
                 worker.waiting.append(call)
             else:
                 self.waiting.append(call)
-                if len(self.waiting) > sum(each.idle for each in self.workers) and len(self.workers) < self.most:
+                if len(self.waiting) > sum(each.idle for each in self.workers) and self.room():
                     self.hire()
             self.changed.notify_all()
         answer = asyncio.wrap_future(call.answer)
@@ -133,12 +145,18 @@ class Pool:
                         each.kill("the call was given up")
             raise
 
-    def hire(self) -> "Worker":
-        """Another worker, with the lowest number that is free; the caller holds the lock."""
+    def works(self) -> bool:
+        """Whether some worker can make calls."""
+        return any(each.started for each in self.workers)
+
+    def room(self) -> bool:
+        """Whether there may be another worker now; the caller holds the lock."""
+        return len(self.workers) < self.most and (not self.workers or time.monotonic() >= self.again)
+
+    def hire(self) -> None:
+        """Have another worker, with the lowest number that is free; the caller holds the lock."""
         number = min(set(range(self.most)) - {each.number for each in self.workers})
-        worker = Worker(self, number)
-        self.workers.append(worker)
-        return worker
+        self.workers.append(Worker(self, number))
 
     def end(self) -> None:
         """End all workers."""
@@ -156,7 +174,7 @@ class Worker:
         self.pool, self.number = pool, number
         self.waiting: deque[_Call] = deque()
         self.running: _Call | None = None
-        self.idle, self.episodes = True, 0
+        self.idle, self.started, self.episodes = True, False, 0
         self.dead = ""
         """Why it is gone; empty: it is there."""
         self._place = pool.place(number)
@@ -191,15 +209,13 @@ class Worker:
 
     def _work(self) -> None:
         error: Exception | None = None
-        started = False
         try:
+            self._place.start()  # before it takes a call, which another worker may make sooner
+            with self.pool.changed:
+                self.started, self.pool.again = True, 0.0
             while (call := self._next()) is not None:
-                if not call.begins():
-                    continue
-                if not started:
-                    self._place.start()
-                    started = True
-                self._make(call)
+                if call.begins():
+                    self._make(call)
         except Exception as found:
             error = found
         with self.pool.changed:
@@ -211,14 +227,29 @@ class Worker:
                 (anew if running.what in ("reset", "verify") else left).insert(0, running)
                 running = None
             self.pool.waiting.extendleft(reversed(anew))  # nothing of theirs is lost
-            if self.pool.waiting and not self.pool.ended:  # for which another worker has to start
+            failed = [] if running is None else [running]
+            if not self.started:
+                failed, error = self._refused(error)
+            if self.pool.waiting and not self.pool.ended and self.pool.room():  # for which another one has to start
                 self.pool.hire()
-        if running is not None and error is not None:
-            running.answer.set_exception(error)
-        for call in left:
-            with suppress(futures.InvalidStateError):
-                call.answer.set_exception(self.gone())
+            self.pool.changed.notify_all()
+        for each, raised in [*((each, error) for each in failed), *((each, self.gone()) for each in left)]:
+            if raised is not None:
+                with suppress(futures.InvalidStateError):  # nobody waits for it any more
+                    each.answer.set_exception(raised)
         self._place.leave()
+
+    def _refused(self, error: Exception | None) -> tuple[list[_Call], Exception | None]:
+        """The calls that fail since this worker has not started, and with what; the caller holds the lock."""
+        waiting = self.pool.waiting
+        if not isinstance(error, NoRoom):
+            return [waiting.popleft()] if waiting else [], error
+        self.pool.again = time.monotonic() + _AGAIN
+        if self.pool.works():  # which does without
+            return [], None
+        failed = list(waiting)
+        waiting.clear()
+        return failed, EnvError(f"{self.pool.who}: {error}")
 
     def _make(self, call: _Call) -> None:
         """Make a call; raises what ends the worker."""

@@ -47,6 +47,9 @@ class Child:
         self._own, self._other = socket.socketpair()
         self._channel = _Channel(self._own)
 
+    def there(self) -> None:
+        """Answer: on a Ray cluster this begins to exist when a node has room for it."""
+
     def start(self, recipe: Recipe, env: Mapping[str, str], path: Sequence[str]) -> None:
         """Start it in its Python environment, which is built where it is not there.
 

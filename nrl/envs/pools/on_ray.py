@@ -1,18 +1,24 @@
 """A process of a pool on a node of a Ray cluster."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+from nrl.envs.pools.calls import NoRoom
 from nrl.envs.pools.child import Child
 from nrl.envs.pools.frames import framed
 from nrl.errors import EnvError, PlacementError
 from nrl.log.waits import wait_until
 from nrl.runtime.node.environments import Recipe
 from nrl.runtime.ray.apart import Apart, Gone
+from nrl.runtime.ray.connection import stock
 
 __all__ = ["OnRay"]
 
-_START = 1800.0  # seconds for a free CPU, and for the environment to be built
+_ROOM = 300.0  # seconds for a free CPU, where the pool has no other process: a node may have to be added
+_MORE_ROOM = 30.0  # the same, where it has
+_LOOKS = 0.5  # seconds between looks at what else the pool has
+_START = 1800.0  # seconds for the environment to be built
 _LAST = 10.0  # seconds to say how the process ended
 
 
@@ -22,17 +28,23 @@ class OnRay:
     Args:
         who: how errors name it.
         cluster: the address.
+        others: whether others of the pool can make its calls.
     """
 
-    def __init__(self, who: str, cluster: str) -> None:
-        self._who, self._cluster = who, cluster
+    def __init__(self, who: str, cluster: str, others: Callable[[], bool]) -> None:
+        self._who, self._cluster, self._others = who, cluster, others
         self._there: Apart | None = None
-        self._ended = False
+        self._placed, self._ended = False, False
 
     def start(self, recipe: Recipe, env: Mapping[str, str], path: Sequence[str]) -> None:
-        """Start it where a CPU is free."""
+        """Start it where a CPU is free.
+
+        Raises:
+            NoRoom: none is, within 30 s where others of the pool have started, else within 5 minutes.
+        """
         try:
             self._there = Apart(self._cluster, Child, also=[framed])
+            self._find_room(self._there)
             started = self._there.call("start", recipe, dict(env), list(path))
 
             def ready(seconds: float) -> bool:
@@ -43,12 +55,38 @@ class OnRay:
 
             if wait_until(ready, _START, f"{self._who}: waiting for a process on the Ray cluster ({{:.0f}} s)".format):
                 return
-            why = f"no node had a free CPU for it within {_START:g} s; give fewer workers, or add nodes"
+            why = f"its Python environment was not there within {_START:g} s"
         except PlacementError as error:
             raise EnvError(f"{self._who}: {error}") from None
+        except NoRoom:
+            raise
         except Exception as error:  # what cannot be built there
             why = str(error)
         raise EnvError(f"{self._who}: could not start on the Ray cluster: {why}")
+
+    def _find_room(self, there: Apart) -> None:
+        answered, began = there.call("there"), time.monotonic()
+
+        def given_up() -> bool:
+            return self._ended or (self._others() and time.monotonic() - began > _MORE_ROOM)
+
+        def placed(seconds: float) -> bool:
+            until = time.monotonic() + seconds
+            while not (self._placed or given_up()) and (left := until - time.monotonic()) > 0:
+                with suppress(TimeoutError):
+                    answered(min(left, _LOOKS))
+                    self._placed = True
+            return self._placed or given_up()
+
+        wait_until(placed, _ROOM, lambda past: f"{self._who}: no CPU is free since {past:.0f} s; {stock()}")
+        if self._placed:
+            return
+        if self._others() and not self._ended:
+            print(f"{self._who}: goes on with fewer workers: no CPU is free for more; {stock()}", flush=True)  # noqa: T201
+        raise NoRoom(
+            f"no CPU of the Ray cluster was free for a process within {_ROOM:g} s; {stock()}. End what takes them, or "
+            "add nodes"
+        )
 
     def ask(self, request: bytes, timeout: float | None) -> list[bytes]:
         """The parts of the answer to a request."""
@@ -77,4 +115,4 @@ class OnRay:
     def leave(self) -> None:
         """End what is left, and the actor."""
         if self._there is not None:
-            self._there.end("kill")
+            self._there.end("kill" if self._placed else None)

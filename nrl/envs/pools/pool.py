@@ -168,7 +168,7 @@ def _processes(
             return here()
         from nrl.envs.pools.on_ray import OnRay  # which most have no use for
 
-        return OnRay(pool.who, cluster)
+        return OnRay(pool.who, cluster, pool.works)
 
     def place(number: int) -> Process:
         return Process(pool.who, f, executable, memory, child())

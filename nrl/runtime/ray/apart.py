@@ -1,5 +1,7 @@
 """An object in a process on some node of a Ray cluster, outside any mesh, also through Ray Client."""
 
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,10 +24,11 @@ class Gone(ClusterError):
 
 
 def join(address: str) -> None:
-    """Join a cluster, unless this program is in one.
+    """Join a cluster, unless this program is in it.
 
     Args:
-        address: ``"auto"``, ``"host:port"``, or ``"ray://host:10001"``, that of Ray Client.
+        address: ``"host:port"``, or ``"ray://host:10001"``, that of Ray Client; ``"auto"``: the cluster in which this
+            program is, else that of ``RAY_ADDRESS``, else that of this machine.
 
     Raises:
         PlacementError: there is no cluster at this address, or the program is in another one.
@@ -33,17 +36,35 @@ def join(address: str) -> None:
     global _joined
     import ray
 
+    if address in ("ray", "local"):
+        raise PlacementError(
+            f"cluster={address!r} would start a Ray cluster; give the address of one that runs: 'auto', 'host:port' or "
+            "'ray://host:10001'"
+        )
     with _lock:
         if ray.is_initialized():
-            own = _joined or ray.get_runtime_context().gcs_address
-            if address not in ("auto", own):
+            own = str(ray.get_runtime_context().gcs_address)  # also of Ray Client
+            if address not in ("auto", _joined, own) and not _same(address, own):
                 raise PlacementError(
                     f"this program is in the Ray cluster at {own}, and cannot join {address} as well; give 'auto' for "
                     "the same one"
                 )
             return
-        enter(address)
-        _joined = address
+        where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+        enter(where, here="")
+        _joined = where
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two addresses, ``host:port``, lead to the same server as seen from here."""
+    (host, _, port), (elsewhere, _, its) = one.rpartition(":"), other.rpartition(":")
+    with suppress(OSError):
+        return port == its and bool({host, *_numbers(host)} & {elsewhere, *_numbers(elsewhere)})
+    return False
+
+
+def _numbers(host: str) -> set[str]:
+    return {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
 
 
 class Apart:
@@ -90,12 +111,13 @@ class Apart:
 
         return result
 
-    def end(self, method: str) -> None:
-        """Call a last method, and end the process."""
+    def end(self, method: str | None) -> None:
+        """Call a last method, if there is one, and end the process, or the wait for a free CPU."""
         import ray
 
-        with suppress(Gone, TimeoutError):
-            self.call(method)(_LAST)
+        if method is not None:
+            with suppress(Gone, TimeoutError):
+                self.call(method)(_LAST)
         with suppress(Gone), _told():
             ray.kill(self._actor)
 

@@ -42,8 +42,14 @@ def target(address: str) -> str | None:
     return found
 
 
-def enter(address: str | None) -> bool:
+def enter(
+    address: str | None, here: str = ", or use the address 'ray' without RAY_ADDRESS to have one started here"
+) -> bool:
     """Join a cluster, or start one if ``address`` is None; whether it was started.
+
+    Args:
+        address: of one that runs.
+        here: what else to do where there is none, for the error.
 
     Raises:
         PlacementError: there is none at this address, it asks for a token, or Ray does not start here.
@@ -71,7 +77,7 @@ def enter(address: str | None) -> bool:
             ) from error
         raise PlacementError(
             f"cluster: there is no Ray cluster at '{address}' ({_first_line(error)}); start one with "
-            "`ray start --head`, or use the address 'ray' without RAY_ADDRESS to have one started here"
+            f"`ray start --head`{here}"
         ) from error
     logs.echo()
     if address:

@@ -234,3 +234,10 @@ def test_mistakes_are_told(write: Callable[..., str], args: tuple[str, ...], mes
 
 def test_no_configuration() -> None:
     assert told("servers.math.replicas=3") == "no configuration is given; name one: CONFIG.yaml"
+
+
+def test_an_address_of_ray_that_nothing_uses_is_told(tmp_path: Path) -> None:
+    (tmp_path / "gym.yaml").write_text("ray_head_node_address: auto\nservers: {math: {environment: math}}")
+    (warning,) = gym([str(tmp_path / "gym.yaml")]).warnings
+    assert warning.startswith("ray_head_node_address: no server has workers, so nothing runs on that cluster")
+    assert gym([str(tmp_path / "gym.yaml"), "servers.math.workers=2"]).warnings == ()
