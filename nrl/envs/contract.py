@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, get_args
 import attrs
 
 from nrl.errors import EnvError
+from nrl.log import error_text
 
 __all__ = [
     "STATUSES",
@@ -21,6 +22,7 @@ __all__ = [
     "Environment",
     "FailedScore",
     "Message",
+    "Observation",
     "Prompt",
     "Score",
     "Status",
@@ -100,7 +102,7 @@ class FailedScore(Score):
         ('infra_error', 'ValueError: no')
         """
         made = cls(status="timeout" if isinstance(error, TimeoutError) else "infra_error")
-        made.why = f"{type(error).__name__}: {error}"
+        made.why = error_text(error)
         return made
 
 

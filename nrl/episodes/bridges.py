@@ -19,9 +19,10 @@ from nrl.data.rendering import encode, templated
 from nrl.episodes.forms import REASONING, with_arguments
 from nrl.errors import DataError
 
-__all__ = ["FORKS", "Extension", "Fork", "Sampled", "bridge", "continues", "extend"]
+__all__ = ["FORKS", "Extension", "Fork", "Reason", "Sampled", "bridge", "continues", "extend"]
 
 type Reason = Literal["rewritten", "retried", "template"]
+"""Why a trace forks; see `Fork`."""
 
 FORKS: tuple[str, ...] = ("", *get_args(Reason.__value__))
 """Why a row of an episode began, in the order in which the column ``forked`` numbers them; empty: it is the first."""

@@ -19,11 +19,11 @@ from nrl.data import render
 from nrl.envs import Env, Step, Task
 from nrl.envs.contract import FailedScore, Prompt, Status, Trace, Turn, Verdict, judges_group, score_of
 from nrl.envs.user_code.calls import Caller, calling
-from nrl.envs.user_code.errors import Failed, error_text
+from nrl.envs.user_code.errors import Failed
 from nrl.episodes.bridges import Fork
 from nrl.episodes.conversations import Conversation, is_prompt
 from nrl.errors import EnvError, LostRequest
-from nrl.log import redact
+from nrl.log import error_text, redact
 
 __all__ = ["TRAINED", "Episode", "Generate", "failed", "play", "run_episode"]
 

@@ -1,9 +1,20 @@
 """Logging: metrics and samples to JSONL files, the terminal, Weights & Biases, TensorBoard and MLflow."""
 
 from nrl.log.jsonlines import JsonLines
-from nrl.log.redaction import redact, redacted
+from nrl.log.redaction import error_text, redact, redacted
 from nrl.log.sinks import Sink, open_sinks
 from nrl.log.terminal import Progress, duration
 from nrl.log.waits import wait_until, waiting
 
-__all__ = ["JsonLines", "Progress", "Sink", "duration", "open_sinks", "redact", "redacted", "wait_until", "waiting"]
+__all__ = [
+    "JsonLines",
+    "Progress",
+    "Sink",
+    "duration",
+    "error_text",
+    "open_sinks",
+    "redact",
+    "redacted",
+    "wait_until",
+    "waiting",
+]

@@ -10,9 +10,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-__all__ = ["keep_secret", "redact", "redacted", "secret_texts"]
+__all__ = ["error_text", "keep_secret", "redact", "redacted", "secret_texts"]
 
 _MASK = "***"
+_LONGEST = 1000  # characters of an error's message
 # Endings of the names of variables and configuration keys whose values are secrets
 _ENDS = (
     "auth|authorization|bearer|cookies?|credentials?|dsn|passphrase|passwd|passwords?|pat|secrets?|webhooks?(_urls?)?"
@@ -226,3 +227,16 @@ def _passwords(path: Path, changed: int) -> frozenset[str]:
     except (OSError, netrc.NetrcParseError):  # not ours to complain about
         return frozenset()
     return frozenset(password for _, _, password in hosts if password)
+
+
+def error_text(error: BaseException) -> str:
+    """The type and message of an exception, even if its ``__str__`` raises.
+
+    >>> error_text(ValueError("no"))
+    'ValueError: no'
+    """
+    try:
+        text = str(error)
+    except BaseException as other:
+        text = f"(its message cannot be shown: its __str__ raised {type(other).__name__})"
+    return f"{type(error).__name__}: {redact(text[: 5 * _LONGEST])[:_LONGEST]}"

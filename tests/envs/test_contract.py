@@ -10,6 +10,7 @@ import pytest
 
 import nrl.envs
 from nrl.envs import Env, Environment, Prompt, Step, Task, Trace, Turn, exact, single_turn
+from nrl.envs.contract import FailedScore
 from nrl.errors import EnvError
 
 TASK = {"prompt": "2+2=", "answer": "4"}
@@ -112,3 +113,13 @@ def test_whatever_has_the_two_functions_is_an_env() -> None:
 def test_the_package_lists_its_names_in_order() -> None:
     assert nrl.envs.__all__ == sorted(nrl.envs.__all__, key=lambda name: (not name.isupper(), name))
     assert all(hasattr(nrl.envs, name) for name in nrl.envs.__all__)
+
+
+def test_a_failed_verdict_is_text_whatever_the_error() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise OSError
+
+    assert FailedScore.of(Mute()).why == "Mute: (its message cannot be shown: its __str__ raised OSError)"
+    assert len(FailedScore.of(ValueError("x" * 10_000)).why) < 1100
+    assert "AKIA" not in FailedScore.of(ValueError("AKIA" + "ABCDEFGHIJKLMNOP")).why

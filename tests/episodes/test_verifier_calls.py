@@ -16,8 +16,9 @@ import pytest
 from nrl.envs import Trace, number, single_turn
 from nrl.envs.user_code import threads as call_threads
 from nrl.envs.user_code.calls import Calls
-from nrl.envs.user_code.errors import Failed, error_text
+from nrl.envs.user_code.errors import Failed
 from nrl.envs.user_code.threads import stuck
+from nrl.log import error_text
 from nrl.runtime.threads import Daemons
 from tests.clocks import MINUTE, Clock
 from tests.processes import settled

@@ -12,14 +12,13 @@ from msgspec.json import Decoder
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from nrl.envs.gym import records
+from nrl.envs.gym import listening, records
 from nrl.envs.gym.once import Refused
 from nrl.envs.gym.openapi import Route, openapi
 from nrl.envs.gym.service import Service
 
 __all__ = ["Application", "Receive", "Send", "application", "routed"]
 
-_SLOWEST = 30.0  # seconds in which a request has to have arrived
 _SHORT = 2**15  # bytes of a body that a connection may read and forget
 _HELD = 16  # requests of the largest size that may be in memory at a time
 
@@ -227,7 +226,7 @@ class _Bodies:
         self._check(declared)
         parts, size = list[bytes](), 0
         try:
-            async with asyncio.timeout(_SLOWEST):
+            async with asyncio.timeout(listening.SLOWEST):
                 while True:
                     message = await receive()
                     if message.get("type") == "http.disconnect":
@@ -243,7 +242,10 @@ class _Bodies:
             self.held -= size
             if isinstance(error, TimeoutError):
                 raise Refused(
-                    408, "late", f"the request had not arrived within {_SLOWEST:g} s; send it faster", unread=True
+                    408,
+                    "late",
+                    f"the request had not arrived within {listening.SLOWEST:g} s; send it faster",
+                    unread=True,
                 ) from None
             raise
 

@@ -14,11 +14,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nrl.envs.gym.once import Refused
 
-__all__ = ["Listener", "listening", "many_files"]
+__all__ = ["SLOWEST", "Listener", "listening", "many_files"]
 
-_SLOWEST = 30.0  # seconds in which the headers of a request have to have arrived, and some of an answer to be read
+SLOWEST = 30.0
+"""Seconds in which a request has to have arrived, and some of an answer, or why there is none, to be read."""
 _HEADERS = 2**16  # bytes that they may have
-_LINGERS = 30.0  # seconds in which who is refused has to have read why
 _WAITING = 64  # requests of a connection that may wait for the one before
 _BACKLOG = 16_384  # connections that may wait to be taken
 
@@ -89,7 +89,7 @@ class _Lingering:
         if not self._unread():
             self._own.close()
             return
-        self.ending = self._loop.call_later(_LINGERS, self._own.abort)
+        self.ending = self._loop.call_later(SLOWEST, self._own.abort)
         self._own.write_eof()
         self._own.resume_reading()
 
@@ -118,7 +118,7 @@ class _Bounded(HttpToolsProtocol):
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         self._lingering = _Lingering(transport, self.loop, self._sending)
         super().connection_made(cast(Transport, self._lingering))
-        self._late = self.loop.call_later(_SLOWEST, self._end)
+        self._late = self.loop.call_later(SLOWEST, self._end)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._in_time()
@@ -149,7 +149,7 @@ class _Bounded(HttpToolsProtocol):
             return
         self._read += len(data)
         if self._late is None and not under_way:
-            self._late = self.loop.call_later(_SLOWEST, self._end)
+            self._late = self.loop.call_later(SLOWEST, self._end)
         if self._read > _HEADERS and not self.transport.is_closing():
             why = f"the headers have more than {_HEADERS} bytes; send fewer"
             self._refuse(b"431 Request Header Fields Too Large", why)
@@ -191,7 +191,7 @@ class _Bounded(HttpToolsProtocol):
     def _end(self) -> None:
         """Close, also if what was written is never read."""
         self.transport.close()
-        self.loop.call_later(_SLOWEST, self.transport.abort)
+        self.loop.call_later(SLOWEST, self.transport.abort)
 
     def _watch(self) -> None:
         def look() -> None:
@@ -201,7 +201,7 @@ class _Bounded(HttpToolsProtocol):
                 self.transport.abort()
 
         left = self.transport.get_write_buffer_size()
-        self._unread = self.loop.call_later(_SLOWEST, look)
+        self._unread = self.loop.call_later(SLOWEST, look)
 
     def _is_read(self) -> None:
         if self._unread is not None:

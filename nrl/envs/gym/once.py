@@ -9,7 +9,7 @@ import attrs
 import msgspec
 
 from nrl.envs.gym import records
-from nrl.envs.user_code.errors import error_text
+from nrl.log import error_text
 
 __all__ = ["Act", "Refused", "answered", "failed", "once", "users"]
 

@@ -58,6 +58,7 @@ class Service:
         self.stopping = False
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # who was asked for longest ago first
         self._closed: OrderedDict[str, Act] = OrderedDict()
+        self._left: set[str] = set()  # of these, whose lease was over
         self._verdicts: OrderedDict[str, asyncio.Future[bytes]] = OrderedDict()
         self._judging: dict[str, asyncio.Task[Any]] = {}
         self._loop = asyncio.get_running_loop()
@@ -183,7 +184,7 @@ class Service:
     def _forget(self) -> None:
         """Forget the episodes that were closed longest ago."""
         while len(self._closed) > _RECENT and next(iter(self._closed.values())).answer.done():
-            self._closed.popitem(last=False)
+            self._left.discard(self._closed.popitem(last=False)[0])
 
     async def _close(self, name: str, session: _Session) -> bytes:
         running = [act.answer for act in session.acts.values() if not act.answer.done()]
@@ -205,7 +206,9 @@ class Service:
         session = self._sessions.get(name)
         if session is None:
             if name in self._closed:
-                raise Refused(409, "consumed", f"{who}: the session {name} is closed; reset another", "ConsumedState")
+                why = f", since nobody asked for it for {self.lease:g} s, its lease" if name in self._left else ""
+                found = f"{who}: the session {name} is closed{why}; reset another"
+                raise Refused(409, "consumed", found, "ConsumedState")
             raise Refused(
                 404,
                 "unknown",
@@ -233,6 +236,7 @@ class Service:
                 self._touch(name, session)
             else:
                 self.evicted += 1
+                self._left.add(name)
                 self._end(name, session)
         self._sweeping = self._loop.call_later(every, self._sweep)
 

@@ -8,28 +8,15 @@ from types import FrameType
 
 from nrl.log import redact
 
-__all__ = ["Failed", "error_text", "stack_text", "traceback_text"]
+__all__ = ["Failed", "stack_text", "traceback_text"]
 
-_LONGEST = 1000  # characters of an error's message
+_LONGEST = 5000  # characters of a traceback
 _NOT_USERS = (str(Path(__file__).parents[2]), asyncio.__path__[0], threading.__file__)
 _shown: set[tuple[str, str, int]] = set()  # kinds of failures: the error, and its place
 
 
 class Failed(Exception):
     """A call of user code raised, or did not return in time."""
-
-
-def error_text(error: BaseException) -> str:
-    """The type and message of an exception, even if its ``__str__`` raises.
-
-    >>> error_text(ValueError("no"))
-    'ValueError: no'
-    """
-    try:
-        text = str(error)
-    except BaseException as other:
-        text = f"(its message cannot be shown: its __str__ raised {type(other).__name__})"
-    return f"{type(error).__name__}: {redact(text[: 5 * _LONGEST])[:_LONGEST]}"
 
 
 def traceback_text(error: BaseException) -> str:
@@ -42,7 +29,7 @@ def traceback_text(error: BaseException) -> str:
     if tb is None or last is None or not _is_new(type(error).__name__, last.tb_frame, last.tb_lineno):
         return ""
     text = redact("".join(traceback.TracebackException(type(error), error, tb).format()))
-    return f"rollout: an environment or verifier raised (said once for each place):\n{text[-5 * _LONGEST :].rstrip()}"
+    return f"rollout: an environment or verifier raised (said once for each place):\n{text[-_LONGEST:].rstrip()}"
 
 
 def stack_text(frame: FrameType | None) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 
 import attrs
 
-from nrl.envs.user_code.errors import Failed, error_text, traceback_text
+from nrl.envs.user_code.errors import Failed, traceback_text
+from nrl.log import error_text
 from nrl.runtime.threads import Daemons
 
 __all__ = ["LoopThread", "UserCall", "give_up", "stuck"]

@@ -337,8 +337,7 @@ ENDLESS = {
 def test_what_never_ends_is_cut_off_though_no_answer_is_read(
     served: Served, begin: bytes, more: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "_SLOWEST", 0.2)  # until a connection is closed of which nothing is read
-    monkeypatch.setattr(listening, "_LINGERS", 0.2)  # until one is closed whose client was refused, and sends on
+    monkeypatch.setattr(listening, "SLOWEST", 0.2)  # until a connection is closed of which nothing is read
     with served.connect() as connection:
         connection.sendall(begin.replace(b"%s", served.path.encode()))
         with contextlib.suppress(*ENDED):
@@ -356,7 +355,7 @@ def test_who_reads_no_answer_is_left_while_others_are_served(served: Served, mon
             lost.set()
 
     monkeypatch.setattr(listening._Bounded, "connection_lost", noted)
-    monkeypatch.setattr(listening, "_SLOWEST", 0.5)
+    monkeypatch.setattr(listening, "SLOWEST", 0.5)
     if served.kind == "environment":  # the others have no answer that the system would not hold
         body = json.dumps({"session": "large", "task": {"prompt": "x" * 15_000_000}}).encode()
         sent = POST % b"/reset" + b"content-length: %d\r\n\r\n" % len(body) + body

@@ -393,7 +393,7 @@ def talk(server: Server, *parts: bytes, pause: float = 0.0) -> bytes:
 
 
 def test_headers_that_never_end_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "_SLOWEST", 0.2)
+    monkeypatch.setattr(listening, "SLOWEST", 0.2)
     with nrl.serve(exact) as server:
         assert talk(server) == b""
         assert talk(server, b"GET /health HTTP/1.1\r\n", b"a: b\r\n", b"c: ") == b""
@@ -420,7 +420,7 @@ def test_headers_that_are_too_long_are_refused(server: Server) -> None:
 
 
 def test_bodies_that_never_end_are_cut_off(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
-    monkeypatch.setattr(application, "_SLOWEST", 0.2)
+    monkeypatch.setattr(listening, "SLOWEST", 0.2)
     found = talk(server, b"POST /reset HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
     assert b" 408 " in found.splitlines()[0]
     assert b"the request had not arrived within 0.2 s; send it faster" in found
@@ -440,7 +440,7 @@ def test_a_body_that_is_too_large_is_not_read(server: Server) -> None:
 
 
 def test_a_server_that_stops_does_not_wait_for_whom_it_has_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "_LINGERS", 1000.0)
+    monkeypatch.setattr(listening, "SLOWEST", 1000.0)
     monkeypatch.setattr(serving, "Settings", functools.partial(serving.Settings, grace=1000.0))
     with nrl.serve(exact) as server:
         host, port = server.url.removeprefix("http://").split(":")

@@ -259,7 +259,9 @@ def test_who_nobody_asks_for_is_closed_after_the_lease(env: Counting, clock: Clo
         clock.skip(60)
         assert json.loads(await take(it, 1, "y", "kept"))["verdict"] == {"reward": 2.0}
         assert "nobody asked for it for 100 s" in str(await refused(take(it, 0, "x", "other")))
-        assert (await refused(take(it, 0, "x", "left"))).status == 409
+        late = await refused(take(it, 0, "x", "left"))
+        assert late.status == 409
+        assert "the session left is closed, since nobody asked for it for 100 s, its lease; reset another" in str(late)
         clock.skip(101)
         await until(lambda: it.evicted == 2)
 
