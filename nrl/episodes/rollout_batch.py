@@ -37,7 +37,7 @@ def rollout(
         tasks: each is a group.
         n: episodes of each task.
         sampling: instead of the sampler's own.
-        seed: of the noise; a row's noise is a function of the seed, its group and its place in the group.
+        seed: of the noise, which is a function of the seed, the group, the place in the group, and the turn.
         first_group: the number of the first group; numbers have to be unique in the run.
         concurrency: how many episodes may be live at a time; None: all.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from nrl.backends.base import Sampling
+from nrl.backends.base import Completion, Sampling
 from nrl.backends.samplers import Sampler
 from nrl.data import render
 from nrl.envs import Env, Task
@@ -268,7 +268,14 @@ class Running:
     ) -> None:
         assert self._requests is not None
         key, episode, sampler = (group.number, place), group.episodes[place], self._sampler
-        generate = partial(self._requests.generate, key, hashed(self._seed, *key))
+        requests = self._requests
+
+        async def generate(tokens: list[int]) -> Completion:
+            # Each turn has noise of its own: else an engine that counts from a request's beginning draws what it drew
+            # in the turn before, and a question that is asked again has the same answer again
+            turn = [len(episode.turns)] if episode.turns else []
+            return await requests.generate(key, hashed(self._seed, *key, *turn), tokens)
+
         try:
             if (entry := places[place]) is not None:
                 await entry

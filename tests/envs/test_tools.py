@@ -119,6 +119,11 @@ def edit(where: Where, edits: list[Edit], color: Color = Color.RED, most: Annota
     return f"{where['path']} {edits} {color} {most}"
 
 
+def plain_edit(where: Where, edits: list[Edit], color: Color = Color.RED, most: int = 1) -> str:
+    """Its bounds are told, and no part of the signature that a model is shown."""
+    return edit(where, edits, color, most)
+
+
 def test_types_that_have_parts() -> None:
     parameters = tool(edit).schema["function"]["parameters"]
     assert parameters["properties"] == {
@@ -145,7 +150,7 @@ def test_types_that_have_parts() -> None:
         "edit was not called: where['path']: field required; edits[1]['line_number']: input should be a valid integer, "
         "unable to parse string as an integer, found 'x'; color: input should be 'red' or 'blue', found 'green'; most: "
         "input should be greater than or equal to 1, found 0; write "
-        f"edit{str(inspect.signature(edit)).removesuffix(' -> str')}"
+        f"edit{str(inspect.signature(plain_edit)).removesuffix(' -> str')}"
     )
 
 
@@ -434,6 +439,8 @@ def test_what_a_model_does_wrong_is_told_and_counted() -> None:
         "this call was not made: 4 calls were allowed; make fewer in a turn",
     ]
     assert [each.status for each in results] == ["error", "invalid", "invalid", "malformed", "skipped"]
+    one = made([tool(fail)], calls, most=1).results
+    assert one[1].text == "this call was not made: 1 call was allowed; make fewer in a turn"
     assert [each.message for each in results[2:4]] == [
         {"role": "tool", "name": "fail", "content": results[2].text},
         {"role": "tool", "content": results[3].text},

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import nrl
-from nrl.backends import Completion, Sampling
+from nrl import tiny
+from nrl.backends import Completion, Sampling, hf
 from nrl.data.rendering import templated
 from nrl.envs import Environment, Step, Trace, Turn, judged, of_group
 from nrl.envs.gym.records import trace_of, transcript
@@ -238,6 +239,24 @@ def test_an_observation_may_be_the_whole_conversation(messages: Any, why: Any, k
     )
     record = nrl.samples(batch, read)["rows"]
     assert [row.get("why") for row in record] == ([None] if kept else [None, why])
+
+
+def test_a_question_that_is_asked_again_has_another_answer() -> None:
+    """Each turn has noise of its own, also where it begins at the same token; the first has that of its row."""
+
+    def step(said: tuple[Any, ...], turn: Turn) -> Step:
+        said = (*said, turn.token_ids)
+        return Step(said, done=len(said) == 4, observation={"messages": ASK}, info={"different": len(set(said))})
+
+    env = Environment(lambda task: ((), ASK), step)
+    model, sampling = tiny.model(tokenizer=tiny.bpe(["user assistant"])), nrl.Sampling(max_new_tokens=4)
+    with nrl.cluster("local") as cluster:
+        sampler = hf.sampler(cluster.reserve(1), model, sampling)
+        batch = rollout(sampler, env, [{}], n=4)
+        assert batch["env/different"].tolist() == [4.0] * len(batch)
+        once = rollout(sampler, Environment(env.reset, lambda state, turn: Step(state)), [{}], n=4)
+    first = batch["turns"] == 0
+    assert batch["input_ids"][first].tolist() == once["input_ids"][once["loss_mask"]].tolist()
 
 
 def test_what_is_still_true_of_a_conversation_is_kept() -> None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from nrl.envs.contract import asynchronous
 from nrl.envs.tools.formats import MalformedCall, ToolCall
@@ -193,7 +193,8 @@ def _told(call: ToolCall | MalformedCall, text: str, status: _Status) -> ToolRes
 
 
 def _skipped(call: ToolCall | MalformedCall, most: int) -> ToolResult:
-    return _told(call, f"this call was not made: {most} calls were allowed; make fewer in a turn", "skipped")
+    allowed = "1 call was" if most == 1 else f"{most} calls were"
+    return _told(call, f"this call was not made: {allowed} allowed; make fewer in a turn", "skipped")
 
 
 def _bound(known: Mapping[str, Tool], call: ToolCall | MalformedCall) -> _Bound | ToolResult:
@@ -214,8 +215,14 @@ def _bound(known: Mapping[str, Tool], call: ToolCall | MalformedCall) -> _Bound 
     if not wrong:
         return _Bound(call, tool, arguments)
     own = inspect.signature(tool.fn).parameters
-    wanted = inspect.Signature([own[name] for name in tool.parameters])
+    wanted = inspect.Signature([_plain(own[name]) for name in tool.parameters])
     return _told(call, f"{tool.name} was not called: {'; '.join(wrong)}; write {tool.name}{wanted}", "invalid")
+
+
+def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
+    """A parameter as a model may write it: its bounds, which are no text, were told with what was wrong."""
+    kind = parameter.annotation
+    return parameter.replace(annotation=get_args(kind)[0]) if get_origin(kind) is Annotated else parameter
 
 
 def _converted(value: Any, kind: Any) -> tuple[Any, list[str]]:

@@ -134,7 +134,7 @@ def _json(text: str, at: int) -> tuple[Any, int]:
     except json.JSONDecodeError as error:
         where = text[max(at, error.pos - _SHOWN // 2) : error.pos + _SHOWN // 2]
         read = len(text) if error.msg.startswith("Unterminated string") else error.pos  # markers in it are no markers
-        raise Malformed(f"its JSON cannot be read: {error.msg}, at {where!r}", read) from None
+        raise Malformed(f"its JSON cannot be read: {error.msg.removesuffix(' at')}, at {where!r}", read) from None
     except (ValueError, RecursionError) as error:  # such as a number of 5,000 digits
         raise Malformed(f"its JSON cannot be read: {error}", at) from None
     return value, end
