@@ -14,9 +14,9 @@ take turns, the first of which is left out, and the ratio is taken within each p
 server alone counts, not Ray; of nrl the process and all that it starts.
 
 ``burst``: 16,000 calls of a `nrl.remote` verifier that are all under way at a time, each on a connection of its own and
-with another right verdict: the verifier answers none before all of them have come, which they do 256 at a time. None
-may fail or be another's. Server and program have a processor each. There are two clients, since each uses half of the
-files that a process may have open.
+with another right verdict: the verifier answers none before all of them have come. None may fail or be another's.
+Server and program have a processor each. There are two clients, since each uses half of the files that a process may
+have open.
 
 ``sessions``: 2,048 episodes of one `nrl.remote` environment, all open before the first goes on. Each adds up numbers of
 its own, and has to find their sum.
@@ -249,7 +249,6 @@ def burst(given: argparse.Namespace) -> dict[str, Any]:
 
     async def ask(verifiers: list[Any]) -> list[Any]:
         async def call(number: int) -> Any:
-            await asyncio.sleep(number // 256 * 0.15)  # else connections are late that all are made at once
             task = {"prompt": "", "answer": str(number), "calls": given.calls}
             return await verifiers[number % 2](task, Trace("", [str(number + number % 2)]))
 

@@ -88,6 +88,6 @@ def balances(line: Mapping[str, Any]) -> bool:
     """Whether every token that was sampled is accounted for, in a line of ``metrics.jsonl``."""
     return bool(
         line["tokens/sampled"]
-        == sum(line[f"tokens/{name}"] for name in ("trained", "masked", "invalid", "dropped"))
+        == sum(line[f"tokens/{name}"] for name in ("trained", "masked", "beyond", "invalid", "dropped"))
         > 0
     )

@@ -192,7 +192,7 @@ def test_episodes_of_several_turns_are_those_of_the_local_cluster(on_ray: Cluste
     assert sum(len(seen.turns) > 2 for seen in there) > len(there) // 5
     for seen in there:
         assert_replayed(module.env, seen, load_tokenizer(Model(str(model))))
-    ledger = [f"tokens/{part}" for part in ("sampled", "trained", "masked", "invalid", "dropped")]
+    ledger = [f"tokens/{part}" for part in ("sampled", "trained", "masked", "beyond", "invalid", "dropped")]
     assert [[x[key] for key in ledger] for x in found] == [[x[key] for key in ledger] for x in expected]
     assert all(balances(x) for x in found)
     assert any(x["grad_norm"] for x in found)

@@ -226,5 +226,7 @@ def test_a_real_model_s_folder_goes_the_same_way(name: str, template: str, tmp_p
     for each in seen:
         assert_replayed(module.env, each, words, context_length=4096)
         assert "<|im_start|>user" in words.decode(each.token_ids)
-    assert balances(lines(tmp_path / "run" / "metrics.jsonl")[0])
+    (line,) = lines(tmp_path / "run" / "metrics.jsonl")
+    assert balances(line)
+    assert line["tokens/sampled"] == sum(sum(each.sampled) for each in seen)
     assert (tmp_path / "run" / "model" / "config.json").exists()

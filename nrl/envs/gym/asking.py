@@ -10,6 +10,7 @@ import random
 import socket
 import threading
 from ast import literal_eval
+from collections import defaultdict
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = ["Asked", "Places"]
 
 _SOONEST, _LATEST = 0.05, 2.0  # seconds between two attempts
 _CONNECT = 5.0  # seconds that a connection may take
+_MAKING = 256  # connections to a server that are made at a time; of thousands at once most would be late
 _MORE = 30.0  # seconds beyond the time limit of a call in which its answer has to come
 _BUSIEST = 10  # times the patience: the longest that a call is told to come again before it fails
 _LONGEST = 30.0  # seconds that a server may ask for before it is asked again
@@ -232,7 +234,7 @@ class Places:
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             bearer = {} if self._token is None else {"authorization": f"Bearer {self._token}"}
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0, socket_factory=_lasting)
+            connector = _Connector(limit=0, keepalive_timeout=30.0, socket_factory=_lasting)
             self._session = aiohttp.ClientSession(connector=connector, headers=bearer, auto_decompress=False)
         return self._session
 
@@ -288,6 +290,19 @@ class Places:
         if self._renewing is not None:
             self._renewing.cancel()
         await session.close()
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Makes few connections to a server at a time: the seconds that one may take begin when its turn has come."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self._turns: defaultdict[Any, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_MAKING))
+
+    async def connect(self, req: Any, *args: Any, **how: Any) -> Any:
+        """A connection that is free, or another one."""
+        async with self._turns[req.connection_key]:
+            return await super().connect(req, *args, **how)
 
 
 def _headers(left: float | None) -> dict[str, str]:

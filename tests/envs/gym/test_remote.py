@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import aiohttp
 import pytest
 
 import nrl
@@ -342,6 +343,36 @@ def test_an_episode_that_a_server_does_not_know_has_ended(answer: Any, message: 
         env = nrl.remote(says.url)
         with contextlib.nullcontext() if message is None else pytest.raises(OSError, match=message):
             run(env.close(RemoteState(says.url, "gone", 0)))
+
+
+def test_few_connections_are_made_at_a_time_and_many_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verifier answers nobody before all have come."""
+    making, most, whole = 0, 0, aiohttp.TCPConnector.connect
+    together = threading.Barrier(20, timeout=60)
+
+    async def connect(self: Any, *args: Any, **how: Any) -> Any:
+        nonlocal making, most
+        making += 1
+        most = max(most, making)
+        try:
+            return await whole(self, *args, **how)
+        finally:
+            making -= 1
+
+    def verify(task: Any, trace: Trace) -> float:
+        together.wait()
+        return float(trace.text)
+
+    monkeypatch.setattr(asking, "_MAKING", 3)
+    monkeypatch.setattr(aiohttp.TCPConnector, "connect", connect)
+    with nrl.serve(verify) as server:
+        there = nrl.remote(server.url)
+
+        async def all_at_once() -> Any:
+            return await asyncio.gather(*(there({}, Trace("", [str(n)])) for n in range(20)))
+
+        assert asyncio.run(all_at_once()) == [float(n) for n in range(20)]
+    assert 1 < most <= 3
 
 
 def test_no_more_calls_are_under_way_than_there_may_be_connections() -> None:
