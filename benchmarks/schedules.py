@@ -137,22 +137,23 @@ def episodes(given: argparse.Namespace) -> float:
     return rate_of(env, *((8, 2) if given.quick else (256, 12)))
 
 
-def rate_of(env: nrl.envs.Env, prompts: int, takes: int) -> float:
+def rate_of(env: nrl.envs.Env, prompts: int, takes: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Episodes a second, of a sampler that answers at once; the median of some takes, the first of which is left out.
 
     Args:
         env: whose tasks are sums.
         prompts: of a take; each is asked 8 times.
         takes: at least 2.
+        clock: what seconds are; of `time.process_time` those of the processor, of which other programs take none.
     """
     tasks = nrl.stream.counting(lambda index: {"prompt": f"{index}+1=", "answer": "2"})
     stream = nrl.batched(nrl.rollouts(Instant(), env, tasks, n=8), prompts)  # type: ignore[arg-type]
     rates = []
     with collector_spared():  # as in a run
         for _ in range(takes):
-            began = time.perf_counter()
+            began = clock()
             [batch] = stream.take(1)
-            rates.append(len(batch) / (time.perf_counter() - began))
+            rates.append(len(batch) / (clock() - began))
     return statistics.median(rates[1:])
 
 

@@ -17,7 +17,16 @@ DEEPSEEK = {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end�
 GEMMA = {"bos_token": "<bos>", "eos_token": "<eos>"}
 GLM = {"eos_token": "<|endoftext|>"}
 GPT = {"eos_token": "<|return|>"}
-NAMED = {"llama3": LLAMA, "qwen": QWEN, "deepseek": DEEPSEEK, "gemma": GEMMA, "glm": GLM, "gpt": GPT}
+MISTRAL = {"bos_token": "<s>", "eos_token": "</s>"}
+NAMED = {
+    "llama3": LLAMA,
+    "qwen": QWEN,
+    "deepseek": DEEPSEEK,
+    "gemma": GEMMA,
+    "glm": GLM,
+    "gpt": GPT,
+    "mistral": MISTRAL,
+}
 SPECIAL = {
     "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -31,6 +40,10 @@ SPECIAL = {
     "gpt": [
         *("<|endoftext|>", "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>"),
         *("<|end|>", "<|return|>", "<|call|>"),
+    ],
+    "mistral": [
+        *("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[CALL_ID]"),
+        *("[ARGS]", "[TOOL_RESULTS]", "[TOOL_CONTENT]", "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
     ],
 }
 THINKS = ("qwen3", "deepseek", "glm")  # whose <think> is a token, and not a special one

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from nrl.data.checks import fields, kind, shown
 from nrl.data.rendering import encode, templated
-from nrl.episodes.forms import REASONING, with_arguments
+from nrl.episodes.forms import REASONING, as_taken
 from nrl.errors import DataError
 
 __all__ = ["FORKS", "Extension", "Fork", "Reason", "Sampled", "bridge", "continues", "extend"]
@@ -150,7 +150,8 @@ def bridge(
     '<|im_end|>\\n<|im_start|>user\\nmore<|im_end|>\\n<|im_start|>assistant\\n'
     """
     _check(history, new)
-    history, new = with_arguments(history, tokenizer, tools), with_arguments(new, tokenizer, tools)
+    every = as_taken([*history, *new], tokenizer, tools)
+    history, new = every[: len(history)], every[len(history) :]
     turn, last = list(turn), history[-1]
     before = templated(history[:-1], tokenizer, asking=True, tools=tools)
     after = templated([*history, *new], tokenizer, asking=True, tools=tools)
@@ -242,7 +243,7 @@ def extend(
         if not isinstance(appended, Fork):
             return Extension(turn.stop, appended, fork)
         fork = fork or appended
-    every = with_arguments(messages, tokenizer, tools)
+    every = as_taken(messages, tokenizer, tools)
     return Extension(0, encode(templated(every, tokenizer, asking=True, tools=tools), tokenizer), fork)
 
 

@@ -11,7 +11,7 @@ from nrl.data.rendering import encode, templated
 from nrl.envs.contract import Prompt, Turn
 from nrl.envs.tools import Tool, parse, tool_format
 from nrl.episodes.bridges import Extension, Fork, Sampled, extend
-from nrl.episodes.forms import Form, form, with_arguments
+from nrl.episodes.forms import Form, as_taken, form
 from nrl.errors import EnvError, ModelError
 
 __all__ = ["Conversation", "is_prompt"]
@@ -63,7 +63,7 @@ class Conversation:
         """The token ids of the prompt; ``render`` those of one without tools."""
         if self._schemas is None:
             return render(self._prompt, self._tokenizer)
-        asking = with_arguments(self._messages, self._tokenizer, self._schemas)
+        asking = as_taken(self._messages, self._tokenizer, self._schemas)
         ids = encode(templated(asking, self._tokenizer, asking=True, tools=self._schemas), self._tokenizer)
         self._opened = self._opening(ids)
         return ids

@@ -279,6 +279,29 @@ def test_an_environment_is_played(here: Path, model: str, capsys: pytest.Capture
     assert written["env"] == "guess.py:env"
 
 
+@pytest.mark.parametrize("name", ["guess", "tools"])
+def test_the_environments_of_the_examples_are_played(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Named as docs/eval.md says, with sums as tasks, by a model whose chat template has tools."""
+    tiny.save(tiny.model(tokenizer=tiny.bpe([tiny.CHATML]), num_hidden_layers=1), here / "chatty")
+    env = ROOT / "examples" / f"{name}.py"
+    shown = said(
+        *(capsys, "arithmetic", "limit=2", "n=2", "k=1,2", "model=chatty", f"env={env}:env"),
+        *("max_new_tokens=4", "out=out"),
+    )
+    assert "eval/pass@2" in shown
+    found = lines(here / "out" / "results.jsonl")
+    statuses = {status for line in found for status in line["statuses"]}
+    assert statuses <= {"ok", "parse_fail"}  # a model that knows nothing seldom writes a number
+    for line in found:
+        for turns, parts in zip(line["turns"], line["conversations"], strict=True):
+            assert turns == sum(part["role"] == "policy" for part in parts)
+            assert ("calculator" in parts[0]["text"]) == (name == "tools")
+            assert line["prompt"] in parts[0]["text"]
+    metrics = json.loads((here / "out" / "metrics.json").read_text())["metrics"]
+    assert metrics["eval/invalid"] == 0
+    assert {"guess": "eval/env/turns_left", "tools": "eval/env/limits/turns"}[name] in metrics
+
+
 @pytest.mark.parametrize("name", ["guess.py:make", "guess.py:Made", "guess:env"])
 def test_an_environment_is_a_value_or_made_by_a_function(
     name: str, here: Path, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ HEADERS = {
     "qwen": "<|im_start|>assistant\n",
     "llama": "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "deepseek": "<｜Assistant｜>",
+    "mistral": "[/INST]",
 }
 
 
@@ -150,6 +151,7 @@ BY_TEMPLATE = {  # a template, and its format
     "llama3_1": "llama3",
     "llama3_2": "llama3",
     "deepseekv3": "deepseek",
+    "mistral_v13": "mistral",
 }
 
 

@@ -30,7 +30,7 @@ TOOLS: list[dict[str, Any]] = [
 WORDS = [
     *("the", "answer", "is", "42", "7.0", "Hi", "Hmm", "user", "assistant", "ANSWER0", "ANSWER1"),
     *("né", "ne\u0301", "日本", "עברית", "👩‍👩‍👧", "\u200b", "\ufeff", "\u2028", "\xa0", "ﬁ", "\x00", "\x1b[0m"),
-    *("{", "}", '"', "\\", "'", "{{ x }}", "{% if %}", "```json", "<tool_call", "</s>", "<b>", "[INST]", "&amp;", "|>"),
+    *("{", "}", '"', "\\", "'", "{{ x }}", "{% if %}", "```json", "<tool_call", "</a>", "<b>", "[LIST]", "&amp;", "|>"),
 ]
 SPACES = [" ", " ", " ", "", "\n", "\n\n", "  ", "\t", "\r\n", " \n "]
 
@@ -122,6 +122,14 @@ def glm(reasoning: str, content: str, calls: list[Message], after_tool: bool) ->
     return said, reasoning == reasoning.strip() and content == content.strip()
 
 
+def mistral(reasoning: str, content: str, calls: list[Message], after_tool: bool) -> tuple[str, bool]:
+    said = think(reasoning, "\n\n") + content
+    for call in calls:
+        function = call["function"]
+        said += f"[TOOL_CALLS]{function['name']}[ARGS]{json.dumps(function['arguments'], ensure_ascii=False)}"
+    return said, True
+
+
 def gpt(reasoning: str, content: str, calls: list[Message], after_tool: bool) -> tuple[str, bool]:
     said = f"<|channel|>analysis<|message|>{reasoning}<|end|><|start|>assistant" if reasoning else ""
     if calls:
@@ -203,6 +211,7 @@ FAMILIES = {
     "qwen3": Family(IM_END, "<|endoftext|>", qwen3, user_ends_thinking, calls=(1, 1, 2), reasoning="reasoning_content"),
     "llama3_1": Family(EOT, "<|start_header_id|>", llama, never),
     "deepseekv3": Family(EOS, "<｜tool▁sep｜>", deepseek, only_after_tools),
+    "mistral_v13": Family(("</s>", "</s>"), "<s>", mistral, never, roles=ROLES, calls=(1, 1, 2)),
     "gemma3": Family(TURN, "<eos>", gemma, never, roles=("user",), calls=(0,)),
     "glm4moe": Family(
         *(("<|user|>", "<|observation|>"), "<|endoftext|>", glm, user_ends_thinking),
@@ -264,7 +273,7 @@ def answer(rng: random.Random, name: str, history: list[Message]) -> Answer:
         read = {"role": "assistant", "content": content}
         if family.reasoning and reasoning:
             read[family.reasoning] = reasoning
-        if name == "qwen2_5":
+        if name in ("qwen2_5", "mistral_v13"):
             read["content"] = think(reasoning, "\n\n") + content
         if name == "deepseekv3" and reasoning and not after_tool and rng.random() < 0.8:
             read["content"] = f"<think>\n{reasoning}\n</think>{content}"

@@ -326,14 +326,18 @@ TOOL_TEMPLATES = {  # and the token that ends a turn
     **dict.fromkeys(("chatml", "qwen2_5", "qwen3", "qwen3_training", "qwen3_5_think"), "<|im_end|>"),
     **dict.fromkeys(("llama3_1", "llama3_2"), "<|eot_id|>"),
     "deepseekv3": "<｜end▁of▁sentence｜>",
+    **dict.fromkeys(("mistral_v3", "mistral_v11", "mistral_v13"), "</s>"),
 }
 OPEN = ("qwen3_5_think", "deepseekv3")  # whose prompt opens reasoning
 
 
 def says(template: str, text: str, *calls: tuple[str, dict[str, Any]], thought: str = "") -> str:
     """A turn as a model of this template writes it."""
-    writer = next(name for name, (format, _) in WRITERS.items() if format == read_format(template))
-    written_calls = written(writer, text, [ToolCall(name, arguments) for name, arguments in calls]).whole
+    named = "mistral, named" if template in ("mistral_v11", "mistral_v13") else None
+    writer = named or next(name for name, (format, _) in WRITERS.items() if format == read_format(template))
+    ids = [f"abcdefgh{at}" if template in ("mistral_v3", "mistral_v11") else None for at in range(len(calls))]
+    made = [ToolCall(name, arguments, id) for (name, arguments), id in zip(calls, ids, strict=True)]
+    written_calls = written(writer, text, made).whole
     thinks = f"{'' if template in OPEN else '<think>\n'}{thought}\n</think>\n\n" if thought else ""
     return thinks + written_calls + TOOL_TEMPLATES[template]
 
@@ -461,6 +465,27 @@ def test_a_call_that_cannot_be_read_comes_back_to_the_model() -> None:
     assert "this call was not made" in sampler.tokenizer.decode(sampler.asked[1])
     assert batch["env/tools/malformed"].tolist() == [1.0]
     assert batch["valid"].all()
+
+
+@pytest.mark.parametrize("template", ["mistral_v3", "mistral_v11", "mistral_v13"])
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2,', "this call was not made"),
+        ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "b": 40}}]', "42"),
+        ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "b": 40}, "id": "1"}]', "42"),
+        ('Well.[TOOL_CALLS]add[ARGS]{"a": 2, "b": 40}', "42"),
+    ],
+)
+def test_calls_without_the_ids_that_a_template_wants_are_answered(template: str, call: str, told: str) -> None:
+    """Mistral's template refuses a conversation in which a call or a result has none of nine letters."""
+    sampler = Chatty(template, [f"{call}</s>", f"{call}</s>", "It is 5.</s>"])
+    batch = rollout(sampler, tool_use([tool(add)], right), [TASK])
+    assert (len(batch), batch["valid"].tolist(), batch["rewards"].tolist()) == (1, [True], [1.0])
+    asked, again, last = map(sampler.tokenizer.decode, sampler.asked)
+    assert again.startswith(f"{asked}{call}</s>[TOOL_RESULTS]")
+    assert told in again.removeprefix(asked)
+    assert last.startswith(f"{again}{call}</s>[TOOL_RESULTS]")
 
 
 def test_limits() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nrl import tiny
-from nrl.episodes.forms import Form, form, with_arguments
+from nrl.episodes.forms import Form, as_taken, form
 from tests.chat_tokenizers import tokenizer
 from tests.episodes.conversations import TOOLS
 
@@ -20,6 +20,9 @@ FORMS = {  # written by hand, from the templates
     "llama3_1": Form(content=False, several=False, plain=True),
     "llama3_2": Form(content=False, several=False, plain=True),
     "deepseekv3": Form(text=True, plain=True),
+    "mistral_v3": Form(content=False, plain=True, ids=True),
+    "mistral_v11": Form(plain=True, ids=True),
+    "mistral_v13": Form(plain=True),
     "gptoss": Form(reasoning="thinking", several=False),
     "gemma3": Form(content=False, several=False),  # it refuses results
 }
@@ -53,7 +56,7 @@ def test_arguments_are_text_where_objects_are_not_written(writes: str, text: boo
     call = {"id": "a", "type": "function", "function": {"name": "find", "arguments": {"q": "né"}}}
     said: list[Any] = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     before = copy.deepcopy(said)
-    given: Any = with_arguments(said, of)
+    given: Any = as_taken(said, of)
     assert said == before
     wanted = '{"q": "né"}' if text else {"q": "né"}
     expected = {**call, "function": {"name": "find", "arguments": wanted}}

@@ -211,14 +211,15 @@ def test_takes_that_are_cut_whole_end_the_stream(engine: Any) -> None:
         stream.take(1)
 
 
-def test_many_that_do_not_return_hold_nobody_up(engine: Any, clock: Clock) -> None:
-    """Forty of eighty sleep in plain functions: the others end, and so does the take."""
+@pytest.mark.parametrize(("asleep", "rows"), [(1, 256), (40, 80)])
+def test_what_does_not_return_holds_nobody_up(engine: Any, clock: Clock, asleep: int, rows: int) -> None:
+    """They sleep in plain functions: the others end, and so does the take, by the deadline."""
     game = Game()
-    slow = {f"_{index}": {"sleeps": {0: None}} for index in range(40)}
-    stream = nrl.batched(nrl.cut(nrl.rollouts(engine(), game.env, tasks(**slow), n=1), MINUTE), 80)
-    with clock.passes(MINUTE, once=lambda: under_way(40, 40)):
+    slow = {f"_{index}": {"sleeps": {0: None}} for index in range(asleep)}
+    stream = nrl.batched(nrl.cut(nrl.rollouts(engine(), game.env, tasks(**slow), n=1), MINUTE), rows)
+    with clock.passes(MINUTE, once=lambda: under_way(asleep, asleep)):
         [batch] = stream.take(1)
-    assert batch["cut"].tolist() == [True] * 40 + [False] * 40
+    assert batch["cut"].tolist() == [True] * asleep + [False] * (rows - asleep)
     game.wakes.set()
     assert settled(lambda: not game.each_closed_once, MINUTE) is False
 
