@@ -77,6 +77,8 @@ HOSTILE: dict[str, str] = {
     "nothing": "",
     "an empty box": r"\boxed{}",
     "zero over zero": r"\boxed{\frac{0}{0}}",
+    "one over zero": r"\boxed{1/0}",
+    "zero over zero, in a line": "0/0",
     "not a number": r"\boxed{\text{NaN}}",
     "infinity": r"\boxed{\infty}",
     "surrogates": "\\boxed{\ud800\udfff}",

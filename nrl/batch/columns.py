@@ -116,7 +116,9 @@ COLUMNS: dict[str, Column] = {
     "version": Column("row", torch.int64, "rollout writes it."),
     "versions": Column("token", torch.int64, "rollout writes it, with a sampler that streams; -1 where not sampled."),
     "turns": Column(
-        "token", torch.int16, "rollout writes it; in which turn of the policy a token was sampled, from 0, else -1."
+        "token",
+        torch.int16,
+        "rollout writes it; in which turn of the policy a token was sampled, from 0, else -1; 0 in later padding.",
     ),
     "routes": Column(
         "token",

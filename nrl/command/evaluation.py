@@ -318,7 +318,9 @@ def _shown(so_far: Metrics, graded: Sequence[Graded], seconds: float) -> dict[st
 
 
 def _table(metrics: Metrics, cfg: Evaluation) -> Table:
-    title = f"{cfg.model or cfg.rescore} on {cfg.tasks or cfg.env}, n={cfg.n}, temperature={cfg.temperature:g}"
+    names = ", ".join(cfg.env) if isinstance(cfg.env, Mapping) else cfg.env  # options may be secrets
+    how = "verified again" if cfg.rescore else f"n={cfg.n}, temperature={cfg.temperature:g}"
+    title = f"{cfg.rescore or cfg.model} on {cfg.tasks or names}, {how}"
     table = Table("metric", title=title, title_justify="left", box=ROUNDED)
     table.add_column("value", justify="right")
     table.add_column("over", justify="right", style="dim")

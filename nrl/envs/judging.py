@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from concurrent import futures
 from typing import Any
 
-from nrl.envs.contract import Score, Task, Trace
+from nrl.envs.contract import FailedScore, Score, Task, Trace
 from nrl.errors import EnvError
 
 __all__ = ["RUBRIC", "judge"]
@@ -115,7 +115,8 @@ def judge(
             ) from None
         score = None if ended == "length" else _score(str(reply), low, high)  # "SCORE: 1" may have been to be 10
         if score is None:
-            return Score(status="infra_error")
+            cut = "was cut off at max_tokens" if ended == "length" else "has no score in its last line"
+            return FailedScore.of(EnvError(f"judge: the reply of {model} {cut}; it ends with {reply[-100:]!r}"))
         return Score((score - low) / (high - low), components={"judge": score})
 
     verify.timeout = None  # type: ignore[attr-defined]

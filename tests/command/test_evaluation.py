@@ -19,6 +19,7 @@ import nrl
 from nrl import checkpoint, tiny
 from nrl.backends import Sampling, adamw, fsdp, hf
 from nrl.checkpoint import Checkpoints
+from nrl.command import evaluation
 from nrl.command.cli import main
 from nrl.command.evaluation import Evaluation, exported
 from nrl.errors import ModelError
@@ -162,6 +163,15 @@ def test_passing_is_a_bound_on_the_reward(here: Path, model: str, capsys: pytest
     shown = said(capsys, *arguments, "passing=0.5")
     assert "eval/reward │ 0.5000" in shown
     assert "eval/pass@1 │ 1.0000" in shown
+
+
+def test_the_options_of_an_environment_are_not_in_the_title() -> None:
+    """They may be secrets, such as a judge's api_key."""
+    options = {"judge": {"url": "http://127.0.0.1:1/v1", "api_key": "hunter2"}, "exact": 1}
+    asked = Evaluation(env=options, model="m", n=2)
+    assert evaluation._table({}, asked).title == "m on judge, exact, n=2, temperature=1"
+    again = Evaluation(env="exact", rescore="results.jsonl")
+    assert evaluation._table({}, again).title == "results.jsonl on exact, verified again"
 
 
 def test_how_tokens_are_drawn() -> None:

@@ -1,5 +1,6 @@
 """`nrl gym run` and `nrl gym status`, with programs that are started, killed, too late, deaf, and wrong."""
 
+import asyncio
 import functools
 import json
 import os
@@ -15,11 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx2
 import pytest
 
+import nrl
 from nrl.command.cli import main
 from nrl.command.gym import replicas, supervising
+from nrl.envs import exact
 from nrl.envs.gym_config.places import Place, places
 from nrl.envs.gym_config.resolving import ask, resolve
 from nrl.errors import ExecutableError
@@ -406,7 +410,7 @@ def test_a_server_that_does_not_answer_any_more(
 
 def test_servers_elsewhere_are_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_LOOKS", 0.05)
-    with a_head(200, {"data": [{"id": "tiny"}]}) as (port, shown):
+    with a_head(200, {"data": [{"id": "tiny"}], "protocol": 1}) as (port, shown):
         url = f"http://127.0.0.1:{port}"
         servers = (
             f"  judge: {{model: {url}/v1, api_key: a-key-of-judges, name: tiny}}\n  far: {{url: '{url}/', token: abc}}"
@@ -437,6 +441,29 @@ def test_mistakes_about_models_are_told(
         servers = f"  judge: {{model: 'http://127.0.0.1:{port}/v1', api_key: a-key-of-judges, name: tiny}}"
         assert main(wrote(folder, servers)) == 2
     assert message in capfd.readouterr().err
+
+
+def test_an_environment_elsewhere_that_refuses_the_token(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its `/ready` asks for none, and says that it is there."""
+    with nrl.serve(exact, token="right") as server:
+        assert main(wrote(folder, f"  far: {{url: '{server.url}', token: wrong}}")) == 2
+        assert f"servers.far: {server.url}/info refuses the token (401); give the right one" in capfd.readouterr().err
+
+
+def test_one_that_has_just_ended_is_no_mistake() -> None:
+    async def asked() -> str:
+        async with aiohttp.ClientSession() as client:
+            return await replicas._wrong(client, "http://127.0.0.1:1/info", {})
+
+    assert asyncio.run(asked()) == ""
+
+
+@pytest.mark.parametrize("body", [{}, [], {"protocol": None}])
+def test_what_is_elsewhere_and_no_environment(folder: Path, body: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    with a_head(200, body) as (port, _):
+        assert main(wrote(folder, f"  far: {{url: 'http://127.0.0.1:{port}'}}")) == 2
+    said = f"http://127.0.0.1:{port}/info is not that of a served environment; mend its url"
+    assert f"servers.far: {said}" in capfd.readouterr().err
 
 
 def test_models_that_are_not_there_yet(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

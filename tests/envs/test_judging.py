@@ -10,6 +10,7 @@ import pytest
 import nrl
 from nrl import judge
 from nrl.envs import Score, Trace, single_turn
+from nrl.envs.contract import FailedScore
 from nrl.errors import EnvError, GenerationError
 from tests.backends.openai.test_openai import serving
 from tests.episodes.scripted import TASKS, Scripted
@@ -61,6 +62,21 @@ def test_the_last_line_counts(reply: str, reward: float) -> None:
 )  # fmt: skip
 def test_a_reply_that_cannot_be_read_says_nothing_about_the_policy(reply: Any) -> None:
     assert judged(reply, Trace("1+1=", ["2"]))[0] == Score(status="infra_error")
+
+
+@pytest.mark.parametrize(
+    ("reply", "ended", "why"),
+    [
+        ("I like it.", "stop", "has no score in its last line; it ends with 'I like it.'"),
+        ("SCORE: 1", "length", "was cut off at max_tokens; it ends with 'SCORE: 1'"),
+    ],
+)
+def test_what_cannot_be_read_is_told(reply: str, ended: str, why: str) -> None:
+    choices = [{"message": {"role": "assistant", "content": reply}, "finish_reason": ended}]
+    found, _ = judged(lambda body: (200, {"choices": choices}), Trace("1+1=", ["2"]))
+    assert isinstance(found, FailedScore)
+    assert found.status == "infra_error"
+    assert why in found.why
 
 
 @pytest.mark.parametrize(("ended", "status"), [("length", "infra_error"), ("stop", "ok"), (None, "ok")])

@@ -406,6 +406,17 @@ def test_a_row_has_what_was_sampled_for_it(sampled: int) -> None:
     assert tokens(invalid) == NOTHING | {"sampled": sampled, "trained": 0, "invalid": sampled}
 
 
+TASK = {"prompt": "1+2=", "answer": "3"}
+
+
+def test_padding_has_no_tokens_of_the_policy() -> None:
+    """The shorter of two batches is padded when they become one."""
+    batches = [nrl.rollout(Scripted([text]), single_turn(exact), [TASK]) for text in ("3", "33333")]
+    whole = nrl.batch.concatenate(batches)
+    assert whole["sampled"].tolist() == [2, 6]
+    assert tokens(whole) == NOTHING | {"sampled": 8, "trained": 8}
+
+
 def test_tokens_beyond_the_context_are_accounted_for() -> None:
     """Of a sampler that looks at no context: its row was cut off, which is said."""
     scripted = Scripted(["33333"])

@@ -16,7 +16,7 @@ import aiohttp
 import attrs
 
 from nrl.command.gym import keeper
-from nrl.envs.gym_config.servers import EnvironmentServer, ModelServer, Program, Server
+from nrl.envs.gym_config.servers import Endpoint, EnvironmentServer, ModelServer, Program, Server
 from nrl.log import duration
 from nrl.log.redaction import redact
 
@@ -276,7 +276,24 @@ async def probe(client: aiohttp.ClientSession, replica: Replica, token: str | No
         if server.name not in names:
             replica.mistake = f"{url} serves {', '.join(names) or 'no model'}, and not {server.name}; mend its name"
             return replica.mistake
+    if isinstance(server, Endpoint):  # whose /ready asks for no token, and may be another server's
+        replica.mistake = await _wrong(client, f"{replica.url.rstrip('/')}/info", headers)
+        return replica.mistake
     return ""
+
+
+async def _wrong(client: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> str:
+    """What a client of this environment would be told for ever; empty: nothing."""
+    try:
+        async with client.get(url, headers=headers, allow_redirects=False) as reply:
+            if reply.status in (401, 403):
+                return f"{url} refuses the token ({reply.status}); give the right one"
+            known = reply.status == 200 and json.loads(await reply.text(errors="replace")).get("protocol")
+    except (aiohttp.ClientError, TimeoutError):
+        return ""  # it has just ended
+    except (ValueError, AttributeError):
+        known = None
+    return "" if known else f"{url} is not that of a served environment; mend its url"
 
 
 def _models(text: str) -> list[str]:

@@ -86,6 +86,8 @@ class Asked(Exception):
         """The exception that the user's code raised there, if Python or nrl has such a one."""
         kind, message = self.failure.kind, self.failure.message
         made = getattr(builtins, kind, None) or getattr(nrl.errors, kind, None)
+        if self.failure.code == "unauthorized":
+            message = f"{message}, which is token= here, or the environment variable NRL_GYM_TOKEN"
         if self.failure.code != "failed":
             message = f"{self.url}: {message}"
         if kind in _ENDS:

@@ -180,10 +180,10 @@ def written(answer: str) -> str | None:
 def decimal(text: str) -> str:
     """A fraction that has few decimals as decimals, which are compared up to rounding; anything else as it is.
 
-    >>> decimal("157/50"), decimal("1/3"), decimal("x/2")
-    ('3.14', '1/3', 'x/2')
+    >>> decimal("157/50"), decimal("1/3"), decimal("x/2"), decimal("1/0")
+    ('3.14', '1/3', 'x/2', '1/0')
     """
-    if not re.fullmatch(r"-?[0-9]{1,15}/[0-9]{1,15}", text):
+    if not re.fullmatch(r"-?[0-9]{1,15}/(?=0*[1-9])[0-9]{1,15}", text):
         return text
     value = Fraction(text)
     found = f"{Decimal(value.numerator) / Decimal(value.denominator):f}"
