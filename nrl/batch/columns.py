@@ -37,6 +37,8 @@ class Column(NamedTuple):
     """How many dimensions an entry may have, from and to."""
     heavy: bool = False
     """Whether there is so much of it that a batch has a handle of what other processes have computed."""
+    padding: int = 0
+    """What stands where a row is padded."""
 
 
 def _from_trainer(call: str, column: str) -> str:
@@ -114,11 +116,14 @@ COLUMNS: dict[str, Column] = {
         "Add it with assign(batch, episode_ids=...) where several rows are one episode; absent, every row is one.",
     ),
     "version": Column("row", torch.int64, "rollout writes it."),
-    "versions": Column("token", torch.int64, "rollout writes it, with a sampler that streams; -1 where not sampled."),
+    "versions": Column(
+        "token", torch.int64, "rollout writes it, with a sampler that streams; -1 where not sampled.", padding=-1
+    ),
     "turns": Column(
         "token",
         torch.int16,
-        "rollout writes it; in which turn of the policy a token was sampled, from 0, else -1; 0 in later padding.",
+        "rollout writes it; in which turn of the policy a token was sampled, from 0, else -1.",
+        padding=-1,
     ),
     "routes": Column(
         "token",

@@ -250,6 +250,8 @@ def minibatches(batch: TensorDict, n: int, seed: int) -> list[Batch]:
 def pad(batch: TensorDict, width: int) -> Batch:
     """Pad every per-token column on the right to ``width`` tokens, with zeros (masks: false).
 
+    ``turns`` and ``versions`` have -1 there, as wherever nothing was sampled.
+
     Raises:
         BatchError: the batch is wider than that.
         ColumnError: of a column nobody has said whether it is per token; see `nrl.declare`.
@@ -273,6 +275,8 @@ def _resize(batch: TensorDict, width: int, who: str) -> TensorDict:
         if kind_of(str(name), value, dim, old, who) == "token":
             short = value.narrow(dim, 0, min(old, width))
             filler = short.new_zeros((*short.shape[:dim], width - short.shape[dim], *short.shape[dim + 1 :]))
+            if name in COLUMNS and COLUMNS[name].padding:
+                filler.fill_(COLUMNS[name].padding)
             out.set(name, torch.cat([short, filler], dim) if width > old else short)
     return out
 

@@ -23,7 +23,7 @@ from nrl.envs.user_code.errors import Failed
 from nrl.episodes.bridges import Fork
 from nrl.episodes.conversations import Conversation, is_prompt
 from nrl.errors import EnvError, LostRequest
-from nrl.log import error_text, redact
+from nrl.log import error_text
 
 __all__ = ["TRAINED", "Episode", "Generate", "failed", "play", "run_episode"]
 
@@ -115,10 +115,10 @@ class Episode:
             ) from error
         if score.status not in TRAINED:
             why = score.why if isinstance(score, FailedScore) else f"Score: the verdict's status is '{score.status}'"
-            self.fail(redact(why[:5000])[:1000], score.status)
+            self.fail(why, score.status)
             return
         self.reward = _add(self.reward, score.reward)
-        row = self if any(self.sampled) or not self.earlier else self.earlier[-1]
+        row = self.last
         last = len(row.sampled) - 1 - row.sampled[::-1].index(True) if any(row.sampled) else 0
         row.turn_rewards.append((last, _add(0.0, score.reward)))
         for name, value in score.components.items():

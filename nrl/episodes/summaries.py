@@ -119,10 +119,7 @@ def _first_rows(batch: Batch) -> Tensor:
 def _ledger(batch: Batch, valid: Tensor) -> Metrics:
     """What became of the tokens that were sampled: each is counted once."""
     require(batch, "turns", reader="summary")
-    written = batch["turns"] >= 0
-    if "attention_mask" in batch.keys():
-        written = written & batch["attention_mask"]  # padding that came since has zeros
-    sampled, trained, own = batch["sampled"], batch["loss_mask"].sum(-1), written.sum(-1)
+    sampled, trained, own = batch["sampled"], batch["loss_mask"].sum(-1), (batch["turns"] >= 0).sum(-1)
     if bool((strange := batch["loss_mask"] & (batch["turns"] < 0)).any()):
         row, place = strange.flatten(0, -2).nonzero()[0].tolist()
         raise BatchError(

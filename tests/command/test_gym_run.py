@@ -1,6 +1,5 @@
 """`nrl gym run` and `nrl gym status`, with programs that are started, killed, too late, deaf, and wrong."""
 
-import asyncio
 import functools
 import json
 import os
@@ -16,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import httpx2
 import pytest
 
@@ -26,6 +24,7 @@ from nrl.command.gym import replicas, supervising
 from nrl.envs import exact
 from nrl.envs.gym_config.places import Place, places
 from nrl.envs.gym_config.resolving import ask, resolve
+from nrl.envs.gym_config.servers import Endpoint
 from nrl.errors import ExecutableError
 from nrl.runtime.node import building
 from tests.envs.gym_config.test_gym_places import a_head
@@ -330,6 +329,15 @@ def test_a_taken_port_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) 
     assert "head_server.host: cannot listen on 192.0.2.1:0: " in capfd.readouterr().err
 
 
+def killed_again_and_again(place: Place, times: int) -> None:
+    """Kill the program as soon as it is ready; in the end it is ready again."""
+    for restarts in range(1, times + 1):
+        until(lambda: the(place)["state"] == "ready")
+        os.kill(the(place)["pid"], signal.SIGKILL)
+        until(functools.partial(restarted, place, restarts))
+    until(lambda: the(place)["state"] == "ready")
+
+
 def test_pauses_grow_between_deaths(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,11 +345,7 @@ def test_pauses_grow_between_deaths(
     monkeypatch.setattr(supervising, "_HEALTHY", 1000.0)
 
     def drive(place: Place) -> None:
-        for restarts in range(1, 5):
-            until(lambda: the(place)["state"] == "ready")
-            os.kill(the(place)["pid"], signal.SIGKILL)
-            until(functools.partial(restarted, place, restarts))
-        until(lambda: the(place)["state"] == "ready")
+        killed_again_and_again(place, 4)
         (folder / "program.py").write_text("raise SystemExit('edited')")  # it was ready once: nobody gives up
         os.kill(the(place)["pid"], signal.SIGKILL)
         until(lambda: the(place)["restarts"] >= 7)
@@ -361,11 +365,7 @@ def test_who_has_served_for_a_while_starts_again_at_once(
     monkeypatch.setattr(supervising, "_HEALTHY", 0.0)
 
     def drive(place: Place) -> None:
-        for restarts in range(1, 4):
-            until(lambda: the(place)["state"] == "ready")
-            os.kill(the(place)["pid"], signal.SIGKILL)
-            until(functools.partial(restarted, place, restarts))
-        until(lambda: the(place)["state"] == "ready")
+        killed_again_and_again(place, 3)
 
     assert played(wrote(folder, program()), drive) == 143
     out = capfd.readouterr().out
@@ -450,12 +450,8 @@ def test_an_environment_elsewhere_that_refuses_the_token(folder: Path, capfd: py
         assert f"servers.far: {server.url}/info refuses the token (401); give the right one" in capfd.readouterr().err
 
 
-def test_one_that_has_just_ended_is_no_mistake() -> None:
-    async def asked() -> str:
-        async with aiohttp.ClientSession() as client:
-            return await replicas._wrong(client, "http://127.0.0.1:1/info", {})
-
-    assert asyncio.run(asked()) == ""
+def test_one_that_stops_is_no_mistake() -> None:
+    assert replicas._mistake(Endpoint(url="http://127.0.0.1:1"), "http://127.0.0.1:1/info", 503, "") == ""
 
 
 @pytest.mark.parametrize("body", [{}, [], {"protocol": None}])

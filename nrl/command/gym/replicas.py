@@ -260,40 +260,42 @@ async def probe(client: aiohttp.ClientSession, replica: Replica, token: str | No
     elif isinstance(server, Program):
         url, shown = f"{replica.url}/{server.ready.lstrip('/')}", None
     headers = {} if shown is None else {"Authorization": f"Bearer {shown}"}
-    try:
-        async with client.get(url, headers=headers, allow_redirects=False) as reply:
-            status, text = reply.status, await reply.text(errors="replace") if reply.status == 200 else ""
-    except (aiohttp.ClientError, TimeoutError) as error:
-        return f"{url}: {redact(str(error)) or type(error).__name__}"
-    if status in (401, 403):
-        key = "api_key" if isinstance(server, ModelServer) else "token"
-        replica.mistake = f"{url} refuses the {key} ({status}); give the right one"
-        return replica.mistake
-    if status != 200:
-        return f"{url} answers {status}"
-    if isinstance(server, ModelServer) and server.name is not None:
-        names = _models(text)
-        if server.name not in names:
-            replica.mistake = f"{url} serves {', '.join(names) or 'no model'}, and not {server.name}; mend its name"
-            return replica.mistake
-    if isinstance(server, Endpoint):  # whose /ready asks for no token, and may be another server's
-        replica.mistake = await _wrong(client, f"{replica.url.rstrip('/')}/info", headers)
-        return replica.mistake
+    # An endpoint's /ready asks for no token, and may be another server's
+    urls = [url, f"{replica.url.rstrip('/')}/info"] if isinstance(server, Endpoint) else [url]
+    for url in urls:
+        try:
+            async with client.get(url, headers=headers, allow_redirects=False) as reply:
+                status, text = reply.status, await reply.text(errors="replace") if reply.status == 200 else ""
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return f"{url}: {redact(str(error)) or type(error).__name__}"
+        if mistake := _mistake(server, url, status, text):
+            replica.mistake = mistake
+            return mistake
+        if status != 200:
+            return f"{url} answers {status}"
     return ""
 
 
-async def _wrong(client: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> str:
-    """What a client of this environment would be told for ever; empty: nothing."""
+def _mistake(server: Server, url: str, status: int, text: str) -> str:
+    """What no waiting mends, in an answer; empty: nothing."""
+    if status in (401, 403):
+        key = "api_key" if isinstance(server, ModelServer) else "token"
+        return f"{url} refuses the {key} ({status}); give the right one"
+    if status == 200 and isinstance(server, ModelServer) and server.name is not None:
+        names = _models(text)
+        if server.name not in names:
+            return f"{url} serves {', '.join(names) or 'no model'}, and not {server.name}; mend its name"
+    if status in (200, 404) and isinstance(server, Endpoint) and url.endswith("/info") and not _is_environment(text):
+        return f"{url} is not that of a served environment; mend its url"
+    return ""
+
+
+def _is_environment(text: str) -> bool:
+    """Whether this is what an environment's server says of itself; nothing is not."""
     try:
-        async with client.get(url, headers=headers, allow_redirects=False) as reply:
-            if reply.status in (401, 403):
-                return f"{url} refuses the token ({reply.status}); give the right one"
-            known = reply.status == 200 and json.loads(await reply.text(errors="replace")).get("protocol")
-    except (aiohttp.ClientError, TimeoutError):
-        return ""  # it has just ended
-    except (ValueError, AttributeError):
-        known = None
-    return "" if known else f"{url} is not that of a served environment; mend its url"
+        return bool(json.loads(text)["protocol"])
+    except (ValueError, LookupError, TypeError):
+        return False
 
 
 def _models(text: str) -> list[str]:
