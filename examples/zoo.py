@@ -1,7 +1,6 @@
 """The zoo: `python examples/zoo.py algo=all` trains with each method from one start and compares the results."""
 
 import json
-import statistics
 from typing import Any, Literal, NamedTuple
 
 import attrs
@@ -66,8 +65,7 @@ class Config:
     warmup: int = attrs.field(default=40, validator=ge(0))  # supervised steps, once for all methods
 
 
-def measured(cfg: Config, envs: Any, sampler: Sampler) -> float:
-    """The mean reward of samples, on another draw of prompts."""
+def measured(cfg: Config, envs: Any, sampler: Sampler) -> float:  # the mean reward, on another draw of prompts
     return nrl.finalize(nrl.measure(nrl.grade(sampler, envs.graded, envs.tasks(cfg.seed + 2).take(512))))["eval/reward"]
 
 
@@ -99,9 +97,8 @@ def main(cfg: Config) -> None:
                 nrl.publish(state.params, sampler)
                 run.log(i, metrics, nrl.summary(batch))
                 run.save(i, policy=state, stream=stream)
-            steps = [json.loads(line)["time/total"] for line in (run.out / f"{name}.jsonl").read_text().splitlines()]
-            after = f"{measured(cfg, envs, sampler):.3f}"
-            table.add_row(name, f"{before:.3f}", after, f"{statistics.median(steps):.2f}")
+            took = sorted(json.loads(row)["time/total"] for row in (run.out / f"{name}.jsonl").read_text().splitlines())
+            table.add_row(name, f"{before:.3f}", f"{measured(cfg, envs, sampler):.3f}", f"{took[len(took) // 2]:.2f}")
     rich.print(table)
 
 

@@ -11,8 +11,9 @@ from nrl.batch import Batch
 from nrl.envs import Env, Task
 from nrl.envs.user_code.threads import stuck
 from nrl.episodes.episode import Episode
+from nrl.episodes.groups import Group
 from nrl.episodes.rows import rows_of
-from nrl.episodes.running import Group, Running, Schedule
+from nrl.episodes.running import Running, Schedule
 from nrl.errors import DataError
 
 __all__ = ["batch_of", "played", "rollout"]

@@ -13,8 +13,9 @@ from nrl.backends.samplers import Sampler, capabilities
 from nrl.batch import Batch
 from nrl.envs import Env, Task
 from nrl.episodes.episode import Episode
+from nrl.episodes.groups import Group
 from nrl.episodes.rollout_batch import batch_of
-from nrl.episodes.running import ENDED, Group, Running, Schedule
+from nrl.episodes.running import ENDED, Running, Schedule
 from nrl.errors import DataError, EnvError, LostRequest
 from nrl.stream import Source, Stream, prefetch, whole
 

@@ -15,7 +15,8 @@ from nrl.batch.ragged import ragged
 from nrl.envs.contract import STATUSES
 from nrl.episodes.bridges import FORKS
 from nrl.episodes.episode import Episode
-from nrl.episodes.running import Group, Schedule
+from nrl.episodes.groups import Group
+from nrl.episodes.running import Schedule
 
 __all__ = ["rows_of"]
 
