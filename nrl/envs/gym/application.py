@@ -252,8 +252,9 @@ class _Bodies:
     def _check(self, size: int, of_these: int = 0) -> None:
         if size > self.largest:
             raise Refused(413, "too_large", f"the request has more than {self.largest} bytes; send less", unread=True)
-        if self.held - of_these + size > _HELD * self.largest:
-            found = f"requests of {self.held} bytes are under way"
+        others = self.held - of_these
+        if others + size > _HELD * self.largest:
+            found = f"requests of {others} bytes are under way"
             raise Refused(429, "busy", f"{found}; ask again", after=1.0, unread=True)
 
 
