@@ -17,6 +17,7 @@ from nrl.algos import advantages, grpo_loss, sft_loss
 from nrl.backends import Sampling, adamw, fsdp, hf
 from nrl.envs import Task, Trace, extractor, single_turn
 from nrl.runtime import Cluster, Mesh
+from tests.envs.test_mathematics import STARVED, patiently
 from tests.meshes import end
 
 pytestmark = pytest.mark.ray
@@ -92,8 +93,8 @@ def test_the_verifier_of_mathematics_moves_as_it_is(meshes: tuple[Mesh, Mesh]) -
     there = nrl.on(meshes[1])(plain)
     assert extractor(there) is extractor(plain)
     for reference, text in ((r"\frac{1}{2}", "0.5"), ("(x+1)^2", "x^2+2x+1"), ("(x+1)^2", "x^2"), ("x", "9^{9^{9}}")):
-        trace = Trace("?", [rf"\boxed{{{text}}}"])
-        assert _value(there, {"answer": reference}, trace) == _value(plain, {"answer": reference}, trace)
+        found = [patiently(verify, reference, rf"\boxed{{{text}}}") for verify in (there, plain)]
+        assert found[0] == found[1] != STARVED
 
 
 def _value(verify: Any, task: Task, trace: Trace) -> Any:
