@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 import nrl
+from nrl.errors import ClosedCluster
 from nrl.log import redaction
 from nrl.runtime import Cluster, Mesh, Slots
+from nrl.runtime.ray.cluster import RayCluster
 from tests.meshes import end
 
 
@@ -30,10 +32,23 @@ def slots(local: Cluster) -> Slots:
 
 
 @pytest.fixture(scope="session")
-def on_ray() -> Iterator[Cluster]:
-    """One Ray cluster on this machine, for all tests that neither change nor kill it."""
+def ray_of_the_session() -> Iterator[Cluster]:
+    """One Ray cluster on this machine: to start one takes seconds."""
     with nrl.cluster("ray", deadline=300) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def on_ray(ray_of_the_session: Cluster) -> Iterator[Cluster]:
+    """The session's Ray cluster, for all tests that neither change nor kill it.
+
+    A cluster keeps its meshes until it is left: those of a module are ended with it, or the machine runs out of memory.
+    """
+    assert isinstance(ray_of_the_session, RayCluster)
+    yield ray_of_the_session
+    for processes in ray_of_the_session._meshes:
+        if not processes.ended:
+            processes.close(ClosedCluster("the module of tests that began this mesh is over"))
 
 
 @pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
