@@ -184,9 +184,9 @@ def environments(
     ``{"math": 3, "code": 1}``, or ``{"math": {"weight": 3, "timeout": 2}, "code": 1}``. To have one of them twice,
     name it as ``"env"``: ``{"quick": {"env": "math"}, "patient": {"env": "math", "timeout": 5}}``.
 
-    ``env`` may also be the address of a server, ``http://10.0.0.5:8000``, with the options of `nrl.remote`; or the
-    configuration of a gym that ``nrl gym run`` has started, ``gym.yaml``, which is all of its environments, or
-    ``gym.yaml:math``, one of them.
+    ``env`` may also be the address of a server, ``http://10.0.0.5:8000``, with the options of `nrl.remote`; several, as
+    ``http://10.0.0.5:8000,http://10.0.0.6:8000``, are replicas of one environment. Or it is the configuration of a gym
+    that ``nrl gym run`` has started, ``gym.yaml``, which is all of its environments, or ``gym.yaml:math``, one of them.
 
     Args:
         env: the name, or the names and their options.
@@ -248,7 +248,9 @@ def environments(
 def _made(name: str, kind: str, options: Mapping[str, Any]) -> dict[str, Verifier | Env]:
     """What an entry names, by label: one, or all environments of a gym."""
     if kind.startswith(("http://", "https://")):
-        return {urlsplit(name).netloc or name: _remote(name, kind, options)}
+        urls = kind.split(",")
+        made = _remote(name, urls, options)
+        return {",".join(urlsplit(url).netloc for url in urls) if name == kind else name: made}
     file, _, server = kind.partition(":")
     if not file.endswith((".yaml", ".yml")):
         return {_label(name): named(kind, options, ENVIRONMENTS)}
@@ -264,7 +266,7 @@ def _made(name: str, kind: str, options: Mapping[str, Any]) -> dict[str, Verifie
     }
 
 
-def _remote(name: str, server: str | Sequence[str], options: Mapping[str, Any]) -> Verifier | Env:
+def _remote(name: str, servers: Sequence[str], options: Mapping[str, Any]) -> Verifier | Env:
     known = tuple(inspect.signature(remote).parameters)[1:]
     for option in options:
         if option not in known:
@@ -272,7 +274,7 @@ def _remote(name: str, server: str | Sequence[str], options: Mapping[str, Any]) 
             hint = f"did you mean {near[0]}?" if near else f"an address has {', '.join(known)} and weight"
             raise ConfigError(f"env.{name}: no option '{option}'; {hint}")
     try:
-        return remote(server, **options)  # type: ignore[no-any-return]
+        return remote(servers, **options)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env.{name}: {error}") from error
 

@@ -1,5 +1,6 @@
 """`nrl gym run` and `nrl gym status`, with programs that are started, killed, too late, deaf, and wrong."""
 
+import asyncio
 import functools
 import json
 import os
@@ -21,7 +22,7 @@ import pytest
 import nrl
 from nrl.command.cli import main
 from nrl.command.gym import replicas, supervising
-from nrl.envs import exact
+from nrl.envs import Trace, exact
 from nrl.envs.gym_config.places import Place, places
 from nrl.envs.gym_config.resolving import ask, resolve
 from nrl.envs.gym_config.servers import Endpoint
@@ -448,6 +449,25 @@ def test_an_environment_elsewhere_that_refuses_the_token(folder: Path, capfd: py
     with nrl.serve(exact, token="right") as server:
         assert main(wrote(folder, f"  far: {{url: '{server.url}', token: wrong}}")) == 2
         assert f"servers.far: {server.url}/info refuses the token (401); give the right one" in capfd.readouterr().err
+
+
+def test_replicas_elsewhere_are_one_environment(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    seen = list[Any]()
+
+    async def both(verify: Any) -> Any:
+        return await asyncio.gather(verify({}, Trace("", ["x"])), verify({}, Trace("", ["x"])))
+
+    with nrl.serve(lambda task, trace: 1.0, token="abc") as a, nrl.serve(lambda task, trace: 2.0, token="abc") as b:
+
+        def drive(place: Place) -> None:
+            assert [the(place, "far", number)["url"] for number in (0, 1)] == [a.url, b.url]
+            made = nrl.environments("gym.yaml")
+            seen.extend([made.names, sorted(asyncio.run(both(made.graded)))])
+
+        assert played(wrote(folder, f"  far: {{url: ['{a.url}', '{b.url}'], token: abc}}"), drive) == 143
+    assert seen == [("far",), [1.0, 2.0]]
+    out = capfd.readouterr().out
+    assert all(f"gym: far/{number} is ready at http" in out for number in (0, 1))
 
 
 def test_one_that_stops_is_no_mistake() -> None:

@@ -15,7 +15,7 @@ from nrl.envs.gym_config.resolving import Replicas
 from nrl.envs.naming import named
 from nrl.envs.shipped import ENVIRONMENTS
 from nrl.envs.tools import ToolError
-from nrl.errors import ConfigError, DataError
+from nrl.errors import ConfigError, DataError, EnvError
 from nrl.reduce import finalize
 from tests.episodes.scripted import Scripted
 
@@ -404,6 +404,23 @@ def test_an_address_in_place_of_a_name(served: tuple[Server, Server]) -> None:
     assert asyncio.run(verify({}, Trace("", ["four"]))) == 4.5
     mixed = nrl.environments({"words": {"env": first.url, "token": "of own"}, second.url: 3}, data_of(second.url))
     assert mixed.names == ("words", second.url.removeprefix("http://"))
+
+
+def test_addresses_of_replicas_are_one_environment() -> None:
+    def named(name: str) -> Environment:
+        return Environment(lambda task: (None, name), lambda state, turn: Step(state, 1.0))
+
+    async def both(env: Any) -> Any:
+        return await asyncio.gather(env.reset({}), env.reset({}))
+
+    with nrl.serve(named("a")) as a, nrl.serve(named("b")) as b:
+        made = nrl.environments(f"{a.url},{b.url}", "rows.jsonl")
+        assert made.names == (f"{a.url},{b.url}".replace("http://", ""),)
+        assert {prompt for _, prompt in asyncio.run(both(made.env))} == {"a", "b"}
+        far = {"far": {"env": f"{a.url},{b.url}", "patience": 5}}
+        assert nrl.environments(far, "rows.jsonl").names == ("far",)
+        with pytest.raises(EnvError, match="remote: '' is no address"):
+            nrl.environments(f"{a.url},")
 
 
 def data_of(url: str) -> dict[str, str]:

@@ -32,7 +32,7 @@ Start the servers of a gym, wait until all are ready, start again those that die
     command: [WORD, ...]          any program that serves HTTP; {host} and {port} are put in; ready: its path (/health)
       both take                     replicas: 1, host, port: 0 (any), executable: system, env: a mapping
     model: URL                    a model elsewhere; api_key, name
-    url: URL                      a served environment elsewhere; token
+    url: URL                      a served environment elsewhere, or a list of its replicas; token
   default_host: 127.0.0.1       where servers listen
   head_server: {host, port}     which knows where the others are; port: 11000
   token                         what clients have to show; default: a new one, which programs of this user find

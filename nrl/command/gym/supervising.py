@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nrl.command.gym.replicas import Interpreter, Replica, environment_of, fate, live, seconds, watch
-from nrl.envs.gym_config.servers import EnvironmentServer, Gym, Program, executable_of
+from nrl.envs.gym_config.servers import Endpoint, EnvironmentServer, Gym, Program, executable_of
 from nrl.errors import ConfigError, DeadlineExceeded, EnvError, NrlError
 from nrl.log.redaction import redact
 from nrl.runtime.executables.recipes import recipe
@@ -75,8 +75,8 @@ class Supervisor:
     def _replicas(self, name: str) -> list[Replica]:
         server = self.gym.servers[name]
         if not isinstance(server, EnvironmentServer | Program):
-            url = server.url if hasattr(server, "url") else server.model
-            return [Replica(name, 0, server, url=url, changed=self._changed)]
+            urls = server.urls if isinstance(server, Endpoint) else [server.model]
+            return [Replica(name, n, server, url=url, changed=self._changed) for n, url in enumerate(urls)]
         host, found = self.gym.host(server), list[Replica]()
         for number in range(server.replicas):
             port = server.port + number if server.port else 0

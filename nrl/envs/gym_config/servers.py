@@ -59,8 +59,9 @@ def _is_positive(_: Any, attribute: Any, value: Any) -> None:
         raise ValueError("give a positive number")
 
 
-def _is_url(_: Any, attribute: Any, value: str) -> None:
-    if not re.match(r"https?://[^/\s]+", value):
+def _is_url(_: Any, attribute: Any, value: Any) -> None:
+    urls = [value] if isinstance(value, str) else value
+    if not urls or not all(re.match(r"https?://[^/\s]+", url) for url in urls):
         raise ValueError("give an address that begins with http:// or https://")
 
 
@@ -121,8 +122,18 @@ class Endpoint:
     """A served environment elsewhere."""
 
     kind: ClassVar[str] = "endpoint"
-    url: str = attrs.field(validator=_is_url)
+    url: str | list[str] = attrs.field(validator=_is_url)  # of each replica
     token: str | None = attrs.field(default=None, repr=False)
+
+    @property
+    def replicas(self) -> int:
+        """How many there are."""
+        return len(self.urls)
+
+    @property
+    def urls(self) -> list[str]:
+        """The address of each."""
+        return [self.url] if isinstance(self.url, str) else self.url
 
 
 type Server = EnvironmentServer | Program | ModelServer | Endpoint

@@ -185,6 +185,8 @@ def test_an_executable_may_be_described(write: Callable[..., str]) -> None:
         (("servers={a: {comand: []}}",), "this one has none of them; did you mean command?"),
         (("servers={a: {url: x, model: y}}",), "this one has model and url"),
         (("servers={a: {url: x}}",), "servers.a.url: give an address that begins with http:// or https://"),
+        (("servers={a: {url: ['http://b', c]}}",), "servers.a.url: give an address that begins with http:// or"),
+        (("servers={a: {url: []}}",), "servers.a.url: give an address that begins with http:// or https://"),
         (
             ("servers={a: {environment: math, timeout: 3}}",),
             "an option of the environment is servers.a.options.timeout",
@@ -230,6 +232,12 @@ def test_mistakes_are_told(write: Callable[..., str], args: tuple[str, ...], mes
     write("a: {b: ${c}}", "flow.yaml")
     write("default_hosts: localhost", "near.yaml")
     assert message in told(write(""), *args)
+
+
+def test_addresses_of_replicas(write: Callable[..., str]) -> None:
+    file = write("hosts: [http://b:1, http://c:1]\nservers: {one: {url: http://a:1}, several: {url: '${hosts}'}}")
+    assert [each.urls for each in gym([file]).servers.values()] == [["http://a:1"], ["http://b:1", "http://c:1"]]
+    assert gym([file, "servers.one.url=[http://d:1,http://e:1]"]).servers["one"].urls == ["http://d:1", "http://e:1"]
 
 
 def test_no_configuration() -> None:
