@@ -1,6 +1,7 @@
 """``nrl eval rescore=FILE``: stored samples, to be verified again without a model."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +11,14 @@ from nrl.command.evaluation_folder import digest, stored
 from nrl.envs import Env, Task, Verifier
 from nrl.envs.contract import is_env
 from nrl.episodes.grades import Graded
-from nrl.episodes.rejudging import regrade
+from nrl.episodes.rejudging import is_asked_again, regrade
 from nrl.errors import ConfigError, DataError
 from nrl.log import redacted
 
 __all__ = ["Rescoring", "opened"]
 
 
-class _StoredTask(dict[str, Any]):
-    """A task out of a line, which notes what a verifier misses in it."""
-
-    def __init__(self, fields: Mapping[str, Any], missed: set[str]) -> None:
-        super().__init__(fields)
-        self.missed = missed
-
-    def __missing__(self, key: str) -> Any:
-        self.missed.add(key)
-        raise KeyError(key)
-
-    def copy(self) -> "_StoredTask":
-        """One for a verifier of its own, which may change it."""
-        return _StoredTask(self, self.missed)
+_MISSED = re.compile(r"KeyError: (['\"])(?P<field>.*)\1", re.DOTALL)  # also of a verifier in another process
 
 
 @attrs.frozen
@@ -42,14 +30,14 @@ class Rescoring:
         judges: verifiers, by the task's source.
         tasks: in the order of the lines.
         graded: the lines.
-        missed: names of fields that a verifier has not found in tasks made of lines.
+        of_lines: whether the tasks are made of the lines, which may lack what a verifier reads.
     """
 
     path: Path
     judges: Sequence[Verifier | Env]
     tasks: Sequence[Task]
     graded: Sequence[Graded]
-    missed: set[str]
+    of_lines: bool
 
     @property
     def samples(self) -> int:
@@ -64,8 +52,8 @@ class Rescoring:
         """
         part = slice(start, start + count)
         found = regrade(self.judges, self.tasks[part], self.graded[part], seed=seed, first_group=start)
-        if self.missed:
-            names = ", ".join(repr(name) for name in sorted(self.missed))
+        if self.of_lines and (missed := _missed(self.tasks[part], self.graded[part], found)):
+            names = ", ".join(repr(name) for name in sorted(missed))
             raise DataError(
                 f"eval: the verifier reads {names} of the task, which {self.path} does not have; give the tasks of "
                 f"that evaluation as well, as in: nrl eval TASKS rescore={self.path}"
@@ -95,19 +83,29 @@ def opened(rescore: str, env: Any, judges: Sequence[Verifier | Env], given: Sequ
     path = path / "results.jsonl" if path.is_dir() else path
     if not path.is_file():
         raise DataError(f"eval: rescore={rescore}: there is no {path}; give results.jsonl of an evaluation")
-    graded, missed = stored(path), set[str]()
+    graded = stored(path)
     if not graded:
         raise DataError(f"eval: rescore={rescore}: {path} has no results; give those of an evaluation")
     if given is None:
-        tasks: list[Task] = [_StoredTask(_fields(each), missed) for each in graded]
-        return Rescoring(path, judges, tasks, graded, missed)
+        return Rescoring(path, judges, [_fields(each) for each in graded], graded, True)
     for number, each in enumerate(graded):
         if number >= len(given) or digest(redacted(given[number].get("prompt"))) != digest(each.prompt):
             raise DataError(
                 f"eval: {path}, line {number + 1} is of another task than the tasks that are given; give those of that "
                 "evaluation, with its format, chat, shuffle, seed and limit"
             )
-    return Rescoring(path, judges, [dict(task) for task in given[: len(graded)]], graded, missed)
+    return Rescoring(path, judges, [dict(task) for task in given[: len(graded)]], graded, False)
+
+
+def _missed(tasks: Sequence[Task], old: Sequence[Graded], new: Sequence[Graded]) -> set[str]:
+    """The fields that a verifier has not found in tasks."""
+    return {
+        found["field"]
+        for task, before, after in zip(tasks, old, new, strict=True)
+        for place, failure in enumerate(after.failures or ())
+        if failure and is_asked_again(before, place)
+        if (found := _MISSED.fullmatch(failure["error"])) and found["field"] not in task
+    }
 
 
 def _fields(line: Graded) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from nrl.episodes.grades import Graded, failures_of, fields_of
 from nrl.episodes.running import hashed
 from nrl.errors import EnvError
 
-__all__ = ["regrade"]
+__all__ = ["is_asked_again", "regrade"]
 
 
 def regrade(
@@ -134,10 +134,15 @@ def _episode(task: Task, old: Graded, place: int) -> Episode:
         turn = Turn(old.samples[place], stop_reason=stop)  # type: ignore[arg-type]
         episode = Episode(prompt=task.get("prompt", ""), turns=[turn])
     episode.truncated = old.truncated[place]
-    if old.rewards[place] is None and (old.statuses is not None or not old.lengths[place]):
+    if not is_asked_again(old, place):
         known = (old.failures[place] if old.failures else None) or {}
         episode.fail(known.get("error", "nothing was sampled"), known.get("status", "infra_error"))  # type: ignore[arg-type]
     return episode
+
+
+def is_asked_again(old: Graded, place: int) -> bool:
+    """Whether there is something to verify in a sample: it was sampled, and its episode did not fail."""
+    return old.rewards[place] is not None or (old.statuses is None and old.lengths[place] > 0)
 
 
 def _float32(value: float | Sequence[float]) -> float:

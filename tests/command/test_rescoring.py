@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+import nrl
 from nrl.episodes.rejudging import regrade
 from nrl.errors import EnvError
 from tests.children import child
@@ -92,6 +93,33 @@ def test_tasks_give_what_lines_lack(here: Path, capsys: pytest.CaptureFixture[st
         capsys, "tasks.jsonl", "limit=1", "chat=false", "rescore=old", "env=judges.py:field", "out=x", status=2
     )
     assert "old/results.jsonl, line 2 is of another task than the tasks that are given" in shown
+
+
+def test_a_verifier_elsewhere_lacks_the_same(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a server, or in a process of a pool. Where tasks are given, its KeyErrors are failures of rows."""
+
+    def field(task: Any, trace: Any) -> float:
+        return float(task["level"]) if task["prompt"] == "a" else {"prompt": 1.0}["missing"]
+
+    with nrl.serve(field) as server:
+        shown = said(capsys, "rescore=old", f"env={server.url}", "rows=2", "out=out", status=2)
+        assert "the verifier reads 'level' of the task, which old/results.jsonl does not have; give the" in shown
+        said(capsys, "tasks.jsonl", "chat=false", "rescore=old", f"env={server.url}", "out=given")
+    assert [each["rewards"] for each in lines(here / "given" / "results.jsonl")] == [[2.0, 2.0], [None, None]]
+    (here / "pools.py").write_text("import judges, nrl\npooled = nrl.pooled(judges.field, workers=1)\n")
+    shown = said(capsys, "rescore=old", "env=pools.py:pooled", "out=pooled", status=2)
+    assert "the verifier reads 'level' of the task" in shown
+
+
+def test_what_failed_before_it_was_verified_says_nothing_of_fields(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = [None, {"status": "infra_error", "error": "KeyError: 'level'"}]
+    trace = {"prompt": "a", "turns": ["xyz", "q"], "observations": ["??", ""]}
+    record = line(0, "a", ["q", ""], traces=[trace] * 2, statuses=["ok", "infra_error"], failures=failures)
+    write(here / "results.jsonl", [record])
+    said(capsys, "rescore=results.jsonl", "env=judges.py:talk", "out=out")
+    assert [each["rewards"] for each in lines(here / "out" / "results.jsonl")] == [[23.0, None]]
 
 
 def test_episodes_are_judged_by_what_was_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
