@@ -3,7 +3,7 @@
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from nrl.envs.seeds import check_not_negative
 from nrl.errors import DataError
 from nrl.log import waiting
 from nrl.stream import counting
+from nrl.stream.cursors import derived
 
 __all__ = ["GENERATED", "Tasks", "epoch", "tasks"]
 
@@ -74,7 +75,8 @@ def tasks(
         source: a file (JSON Lines, Parquet, CSV), a folder, a dataset of the Hugging Face hub such as
             ``"openai/gsm8k/main:train"``, or mappings. Or tasks that are generated: by a pure function from the seed
             and a number from 0 on, or by ``"arithmetic"`` or ``"reversal"``, the functions of `nrl.envs.arithmetic` and
-            `nrl.envs.reversal`. Their prompts stay as they are.
+            `nrl.envs.reversal`. Their prompts stay as they are. An attribute ``many`` of the function is called with
+            several numbers in place of it, as where each task would be a request.
         seed: of the order; of the tasks themselves, where they are generated.
         format: see `rows`.
         template: see `rows`.
@@ -110,7 +112,9 @@ def tasks(
         wrong = next((option for option, value in given.items() if value is not None), None)
         if wrong:
             raise DataError(f"tasks: '{name}' makes its own prompts, so it takes no {wrong}; leave it out")
-        return Tasks(*counting(partial(made_by, seed), name="data.tasks")[:3], (name,), None, {})  # all short
+        many = getattr(made_by, "many", lambda seed, numbers: [made_by(seed, number) for number in numbers])
+        numbers = counting(name="data.tasks")
+        return Tasks(*derived(numbers, lambda n: many(seed, numbers.take(n)))[:3], (name,), None, {})  # all short
     if isinstance(source, str) and ":" not in source and not exists(Path(source)):
         raise DataError(
             f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "

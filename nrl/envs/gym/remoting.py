@@ -162,11 +162,11 @@ class _Client:
         except Asked as error:
             raise error.raised() from None
 
-    def ask_now[T](self, path: str, asked: Any, decoder: "Decoder[T]") -> T:
-        """Ask, and wait."""
+    def ask_now[T](self, path: str, asked: Sequence[Any], decoder: "Decoder[T]") -> list[T]:
+        """Ask several things at a time, and wait for all answers."""
         try:
-            url, found = self.places.ask(path, _encode(asked)).result()
-            return self._read(url, found, decoder)[1]
+            coming = [self.places.ask(path, _encode(each)) for each in asked]
+            return [self._read(*each.result(), decoder)[1] for each in coming]
         except Asked as error:
             raise error.raised() from None
 
@@ -185,7 +185,7 @@ class _Client:
         if self.info.extracts:
             made.extract = self._extract
         if self.info.tasks:
-            made.tasks = self._task
+            made.tasks = self._own_tasks()
         return made
 
     async def _verify(self, task: Task, trace: Any) -> Any:
@@ -205,18 +205,27 @@ class _Client:
         return records.verdict_of(said.verdict)
 
     def _of_group(self, task: Task) -> bool:
-        return self.ask_now("/group", records.Grouping(sendable(dict(task), "the task")), _grouped).of_group
+        return self.ask_now("/group", [records.Grouping(sendable(dict(task), "the task"))], _grouped)[0].of_group
 
     def _extract(self, text: str) -> Any:
-        return self.ask_now("/extract", records.Extracting(sendable(text, "the text")), _extracted).found
+        return self.ask_now("/extract", [records.Extracting(sendable(text, "the text"))], _extracted)[0].found
+
+    def _own_tasks(self) -> Any:
+        """What makes tasks there, with ``many`` for `nrl.data.tasks`, which asks for those of several indices."""
+        made: Any = functools.partial(self._task)
+        made.many, made.__name__ = self._tasks, self.info.name
+        return made
 
     def _task(self, seed: int, index: int) -> Task:
-        return self.ask_now("/task", records.At(seed, index), _task).task
+        return self._tasks(seed, [index])[0]
+
+    def _tasks(self, seed: int, indices: Sequence[int]) -> list[Task]:
+        return [each.task for each in self.ask_now("/task", [records.At(seed, index) for index in indices], _task)]
 
     def environment(self) -> Environment:
         """The environment that is there."""
         verifier: Verifier | None = self.verifier() if self.info.verifies else None
-        tasks = self._task if self.info.tasks else None
+        tasks = self._own_tasks() if self.info.tasks else None
         return Environment(self._reset, self._step, self._close, verifier, None, tasks)
 
     async def _reset(self, task: Task) -> Any:

@@ -722,6 +722,33 @@ def test_a_group_tasks_and_what_is_read_in_an_answer() -> None:
             there.of_group({})
 
 
+def test_tasks_are_asked_for_together() -> None:
+    """Each waits on the server until all of a ``take`` are there, so that they come together or not at all."""
+    asked = list[int]()
+
+    async def tasks(seed: int, index: int) -> Any:
+        asked.append(index)
+        takes = (len(asked) + 49) // 50
+        while len(asked) < 50 * takes:
+            await asyncio.sleep(0.001)
+        if index == 149:
+            raise ValueError("no such task")
+        return {"prompt": f"{seed} {index}"}
+
+    env = Environment(lambda task: (0, ""), lambda state, turn: Step(state), tasks=cast(Any, tasks))
+    with nrl.serve(env) as server:
+        stream = nrl.data.tasks(pickle.loads(pickle.dumps(nrl.remote(server))).tasks, seed=7)
+        assert [task["prompt"] for task in stream.take(50)] == [f"7 {index}" for index in range(50)]
+        assert stream.state() == {"cursor": 50}
+        assert [task["prompt"] for task in stream.take(50)] == [f"7 {index}" for index in range(50, 100)]
+        with pytest.raises(ValueError, match="no such task"):
+            stream.take(50)
+        assert stream.state() == {"cursor": 100}
+        stream.restore({"cursor": 50})
+        assert [task["prompt"] for task in stream.take(50)] == [f"7 {index}" for index in range(50, 100)]
+    assert sorted(asked) == sorted([*range(150), *range(50, 100)])
+
+
 def test_an_environment_brings_its_verifier_and_its_tasks(env: Counting) -> None:
     with nrl.serve(env) as server:
         there = nrl.remote(server)
