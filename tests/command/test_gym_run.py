@@ -213,7 +213,7 @@ def test_what_the_head_answers(folder: Path) -> None:
     assert played([*wrote(folder, program()), "auth=none"], open_to_all) == 143
 
 
-def test_who_trusts_the_network_is_served_without_a_token(folder: Path) -> None:
+def test_who_trusts_the_network_is_served_without_a_token(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     seen = dict[str, Any]()
 
     def drive(place: Place) -> None:
@@ -225,6 +225,9 @@ def test_who_trusts_the_network_is_served_without_a_token(folder: Path) -> None:
     assert played(wrote(folder, "  judge: {environment: exact}\n", more), drive) == 143
     assert (seen["info"].status_code, seen["info"].json()["name"]) == (200, "judge")
     assert (seen["urls"].token, seen["urls"].urls[0].rpartition(":")[0]) == (None, "http://127.0.0.1")
+    out, err = capfd.readouterr()
+    assert out.count("servers.judge listens on 0.0.0.0 with auth: none: whoever reaches it may use it") == 1
+    assert (err, "every machine" in out) == ("", False)
 
 
 def test_nothing_survives_that_a_server_has_started(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -488,8 +491,8 @@ def test_models_that_are_not_there_yet(folder: Path, capfd: pytest.CaptureFixtur
         assert main(wrote(folder, servers, "head_server: {port: 0}\ndeadline: 0.5")) == 2
     err = capfd.readouterr().err
     assert (
-        f"judge (starting: http://127.0.0.1:{port}/v1/models answers 503); far (starting: http://127.0.0.1:1/ready:"
-        in err
+        f"judge (starting: http://127.0.0.1:{port}/v1/models answers 503); far (starting: http://127.0.0.1:1/ready: "
+        "cannot connect to 127.0.0.1:1: Connection refused" in err
     )
 
 

@@ -16,6 +16,7 @@ import aiohttp
 import attrs
 
 from nrl.command.gym import keeper
+from nrl.envs.gym.asking import unreached
 from nrl.envs.gym_config.servers import Endpoint, EnvironmentServer, ModelServer, Program, Server
 from nrl.log import duration
 from nrl.log.redaction import redact
@@ -267,7 +268,7 @@ async def probe(client: aiohttp.ClientSession, replica: Replica, token: str | No
             async with client.get(url, headers=headers, allow_redirects=False) as reply:
                 status, text = reply.status, await reply.text(errors="replace") if reply.status == 200 else ""
         except (aiohttp.ClientError, TimeoutError) as error:
-            return f"{url}: {redact(str(error)) or type(error).__name__}"
+            return f"{url}: {redact(unreached(error))}"
         if mistake := _mistake(server, url, status, text):
             replica.mistake = mistake
             return mistake

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 from msgspec.json import Decoder
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from nrl.envs.gym import listening, records
+from nrl.envs.gym.numbers import Numbers
 from nrl.envs.gym.once import Refused
 from nrl.envs.gym.openapi import Route, openapi
 from nrl.envs.gym.service import Service
@@ -35,7 +35,7 @@ def application(service: Service, *, token: str | None, largest: int) -> Applica
         token: that a request has to bear; None: none.
         largest: bytes that a request may have.
     """
-    numbers = _Numbers(service)
+    numbers = Numbers(service)
     return routed(service.name, _routes(service, numbers), token=token, largest=largest, note=numbers.note)
 
 
@@ -112,7 +112,7 @@ def routed(
     return serve
 
 
-def _routes(service: Service, numbers: "_Numbers") -> dict[str, Route]:
+def _routes(service: Service, numbers: Numbers) -> dict[str, Route]:
     async def ready() -> bytes:
         if service.stopping:
             raise _stopping(service.name)
@@ -256,33 +256,3 @@ class _Bodies:
         if others + size > _HELD * self.largest:
             found = f"requests of {others} bytes are under way"
             raise Refused(429, "busy", f"{found}; ask again", after=1.0, unread=True)
-
-
-class _Numbers:
-    """What Prometheus is told."""
-
-    def __init__(self, service: Service) -> None:
-        self._registry = CollectorRegistry()
-        self._requests = Counter("nrl_gym_requests", "Requests.", ["path", "status"], registry=self._registry)
-        self._seconds = Histogram("nrl_gym_seconds", "Seconds of a request.", ["path"], registry=self._registry)
-        self._known: dict[tuple[str, int], tuple[Any, Any]] = {}
-        for name, what, value in (
-            ("sessions", "Open episodes.", lambda: service.sessions),
-            ("under_way", "Calls of the environment.", lambda: service.under_way),
-            ("evicted", "Episodes that nobody asked for any more.", lambda: service.evicted),
-            ("replayed", "Calls that were answered from memory.", lambda: service.replayed),
-        ):
-            Gauge(f"nrl_gym_{name}", what, registry=self._registry).set_function(value)
-
-    def note(self, path: str, status: int, seconds: float) -> None:
-        """A request is over."""
-        found = self._known.get((path, status))
-        if found is None:
-            found = self._requests.labels(path, str(status)), self._seconds.labels(path)
-            self._known[path, status] = found
-        found[0].inc()
-        found[1].observe(seconds)
-
-    def shown(self) -> bytes:
-        """All numbers."""
-        return generate_latest(self._registry)

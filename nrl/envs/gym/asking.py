@@ -26,7 +26,7 @@ from nrl.envs.gym import records
 from nrl.envs.gym.listening import many_files
 from nrl.errors import EnvError
 
-__all__ = ["Asked", "Places"]
+__all__ = ["Asked", "Places", "unreached"]
 
 _SOONEST, _LATEST = 0.05, 2.0  # seconds between two attempts
 _CONNECT = 5.0  # seconds that a connection may take
@@ -191,7 +191,7 @@ class Places:
                 if status == _BUSY:
                     tried.discard(here.url)
             except _NOT_SENT as error:
-                status, self.trouble, place = 0, str(error), place if at else None
+                status, self.trouble, place = 0, unreached(error), place if at else None
                 tried.discard(here.url)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 # It may have acted, and is asked again, so that it acts once
@@ -305,6 +305,20 @@ class _Connector(aiohttp.TCPConnector):
         """A connection that is free, or another one."""
         async with self._turns[req.connection_key]:
             return await super().connect(req, *args, **how)
+
+
+def unreached(error: Exception) -> str:
+    """Why no answer has come.
+
+    >>> unreached(TimeoutError())
+    'TimeoutError'
+    """
+    if not isinstance(error, aiohttp.ClientConnectorError):
+        return str(error) or type(error).__name__
+    why = error.os_error
+    if isinstance(why, ConnectionError) and why.errno:  # whose text names the address once more
+        return f"cannot connect to {error.host}:{error.port}: {os.strerror(why.errno)}"
+    return f"cannot connect to {error.host}:{error.port}: {why.strerror or why}"
 
 
 def _headers(left: float | None) -> dict[str, str]:

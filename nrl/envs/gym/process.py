@@ -17,7 +17,7 @@ import uvloop
 
 from nrl.envs.contract import is_env
 from nrl.envs.gym.listening import Listener, listening
-from nrl.envs.gym.serving import Settings, address, answering, check_reach, warn_of_reach
+from nrl.envs.gym.serving import Settings, address, answering, check_reach
 from nrl.envs.gym_config.defaults import LARGEST, LEASE, MOST
 from nrl.envs.naming import named
 from nrl.envs.pools.pool import pooled
@@ -71,7 +71,6 @@ def main() -> int:
         print(f"gym: {error}", file=sys.stderr)  # noqa: T201
         return 2
     url = address(asked.host, on.getsockname()[1])
-    warn_of_reach("gym", asked.host, url, asked.token)
     settings = Settings(asked.token, ..., asked.lease, asked.most, asked.largest, asked.grace)
 
     def ready(listener: Listener) -> None:

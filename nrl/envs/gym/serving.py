@@ -20,7 +20,7 @@ from nrl.envs.gym.service import Service
 from nrl.envs.gym_config.defaults import LARGEST, LEASE, MOST
 from nrl.errors import EnvError
 
-__all__ = ["Server", "Settings", "address", "answering", "check_reach", "serve", "warn_of_reach"]
+__all__ = ["Server", "Settings", "address", "answering", "check_reach", "serve"]
 
 
 class Server:
@@ -109,7 +109,8 @@ def serve(
     check_reach("serve", host, token, auth)
     on = listening(host, port, "serve")
     url = address(host, on.getsockname()[1])
-    warn_of_reach("serve", host, url, token)
+    if token is None and not _loopback(host):
+        warnings.warn(f"serve: {url} takes calls from every machine that reaches it", stacklevel=2)
     thread = _Thread(f, name or _name(f), on, Settings(token, timeout, lease, most, largest))
     return Server(url, token, thread.stop)
 
@@ -127,12 +128,6 @@ def check_reach(who: str, host: str, token: str | None, auth: str) -> None:
             f"{who}: every machine that reaches {host} could use this server; give a token, or auth='none' for a "
             "network that you trust"
         )
-
-
-def warn_of_reach(who: str, host: str, url: str, token: str | None) -> None:
-    """Warn of a server that other machines reach without a token, by the address that it is bound to."""
-    if token is None and not _loopback(host):
-        warnings.warn(f"{who}: {url} takes calls from every machine that reaches it", stacklevel=3)
 
 
 def address(host: str, port: int) -> str:

@@ -228,7 +228,7 @@ def gym(args: Sequence[str]) -> Gym:
         top, wrong = _structured(Gym, values, (), given.layers)
         problems += wrong
         for name, value in listed.items():
-            server, wrong = _server(str(name), value, given.layers)
+            server, wrong = _server(str(name), value, given.layers, [each for each in listed if each != name])
             problems += wrong
             if server is not None:
                 servers[str(name)] = server
@@ -243,7 +243,7 @@ def gym(args: Sequence[str]) -> Gym:
     return attrs.evolve(made, warnings=(*given.warnings, *_warnings(made)))
 
 
-def _server(name: str, value: Any, layers: Sequence[Layer]) -> tuple[Any, list[str]]:
+def _server(name: str, value: Any, layers: Sequence[Layer], others: Sequence[Any]) -> tuple[Any, list[str]]:
     where = f"servers.{name}"
     if not _NAME.fullmatch(name):
         return None, [f"{where}: a name has letters, digits and . _ -, and begins with one of the first two"]
@@ -251,8 +251,9 @@ def _server(name: str, value: Any, layers: Sequence[Layer]) -> tuple[Any, list[s
         return None, [f"{where}: expected a mapping, as in {{environment: math}}"]
     kinds = [key for key in _KINDS if key in value]
     if len(kinds) != 1:
-        near = [key for key in value for _ in get_close_matches(str(key), _KINDS, 1)]
-        hint = f"; did you mean {get_close_matches(str(near[0]), _KINDS, 1)[0]}?" if near and not kinds else ""
+        near = [meant for key in value for meant in get_close_matches(str(key), _KINDS, 1)]
+        near += [f"servers.{meant}" for meant in get_close_matches(name, map(str, others), 1)]
+        hint = f"; did you mean {near[0]}?" if near and not kinds else ""
         has = " and ".join(kinds) or "none of them"
         return None, [f"{where}: a server has one of {', '.join(_KINDS)}; this one has {has}{hint}"]
     cls = _KINDS[kinds[0]]

@@ -50,7 +50,7 @@ def test_episodes_that_are_left_behind_are_closed_and_forgotten(count: int) -> N
                 while (found := numbers(url))["nrl_gym_sessions"]:
                     assert time.monotonic() < until, found
                     time.sleep(0.1)
-                assert found["nrl_gym_evicted"] == time_of * count
+                assert found["nrl_gym_evicted_total"] == time_of * count
                 own.append(resident(process)["own"])
     finally:
         load.close()

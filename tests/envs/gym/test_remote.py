@@ -446,7 +446,13 @@ def test_a_server_that_is_not_there_is_waited_for_and_then_told(
     url = nobody()
     with pytest.raises(EnvError, match=f"remote: {url} has not answered /info for 0.5 s .*; see whether the server"):
         nrl.remote(url, patience=0.5)
-    assert f"remote: waiting for {url} to answer, 0 s of 0.5 so far (Cannot connect" in capsys.readouterr().out
+    assert f"remote: waiting for {url} to answer, 0 s of 0.5 so far " in (out := capsys.readouterr().out)
+    assert f"(cannot connect to {url.removeprefix('http://')}: Connection refused)" in out
+
+
+def test_a_host_that_does_not_exist_is_told() -> None:
+    with pytest.raises(EnvError, match=r"\(cannot connect to nowhere\.invalid:80: [^()]+\); see whether"):
+        nrl.remote("http://nowhere.invalid", patience=0.1)
 
 
 def test_a_server_that_comes_late_is_waited_for() -> None:
@@ -547,7 +553,7 @@ def test_episodes_of_a_client_that_died_are_closed_after_the_lease(env: Counting
         client.kill()
         client.communicate()
         until(lambda: env.calls.count("close") == 3)
-        assert numbers(server)["nrl_gym_evicted"] == 3
+        assert numbers(server)["nrl_gym_evicted_total"] == 3
 
 
 # --- Several servers, and other processes

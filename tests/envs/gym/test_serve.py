@@ -15,14 +15,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx2
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import nrl
 from nrl.envs import Environment, Step, Trace, exact, single_turn
 from nrl.envs.gym import application, listening, serving
+from nrl.envs.gym.numbers import Numbers
 from nrl.envs.gym.service import Service
 from nrl.envs.gym.serving import Server
 from nrl.errors import EnvError
@@ -165,7 +168,27 @@ def test_numbers_for_prometheus(waits: Waits) -> None:
     assert numbers['nrl_gym_requests_total{path="",status="404"}'] == "5.0"  # whatever it was
     assert numbers['nrl_gym_seconds_count{path="/reset"}'] == "3.0"
     assert (numbers["nrl_gym_sessions"], numbers["nrl_gym_under_way"]) == ("1.0", "1.0")
-    assert (numbers["nrl_gym_replayed"], numbers["nrl_gym_evicted"]) == ("1.0", "0.0")
+    assert (numbers["nrl_gym_replayed_total"], numbers["nrl_gym_evicted_total"]) == ("1.0", "0.0")
+    families = {family.name: family for family in text_string_to_metric_families(shown.text)}
+    assert {name.removeprefix("nrl_gym_"): family.type for name, family in families.items()} == {
+        "requests": "counter", "seconds": "histogram", "sessions": "gauge", "under_way": "gauge",
+        "evicted": "counter", "replayed": "counter",
+    }  # fmt: skip
+    sums = {s.labels["path"]: s.value for s in families["nrl_gym_seconds"].samples if s.name.endswith("_sum")}
+    assert 0 < sums["/reset"] < 60
+    assert not [line for line in numbers if "_created" in line]
+
+
+def test_seconds_lie_in_buckets_that_verdicts_need() -> None:
+    service: Any = SimpleNamespace(sessions=0, under_way=0, evicted=0, replayed=0)
+    numbers = Numbers(service)
+    for seconds in (0.00004, 0.0001, 0.0002, 0.0003, 70.0):
+        numbers.note("/verify", 200, seconds)
+    lines = dict(line.rsplit(" ", 1) for line in numbers.shown().decode().splitlines())
+    bounds = ("5e-05", "0.0001", "0.00025", "0.0005", "0.001", "50.0", "+Inf")
+    found = [lines[f'nrl_gym_seconds_bucket{{le="{bound}",path="/verify"}}'] for bound in bounds]
+    assert found == ["1.0", "2.0", "3.0", "4.0", "4.0", "4.0", "5.0"]
+    assert float(lines['nrl_gym_seconds_sum{path="/verify"}']) == pytest.approx(70.00064)
 
 
 # --- Who may ask

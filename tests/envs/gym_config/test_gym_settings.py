@@ -183,6 +183,10 @@ def test_an_executable_may_be_described(write: Callable[..., str]) -> None:
         (("servers={a: math}",), "servers.a: expected a mapping, as in {environment: math}"),
         (("servers={a: {}}",), "servers.a: a server has one of environment, model, command, url; this one has none"),
         (("servers={a: {comand: []}}",), "this one has none of them; did you mean command?"),
+        (
+            ("servers={guess: {environment: exact}}", "servers.gues.replicas=2"),
+            "command, url; this one has none of them; did you mean servers.guess?",
+        ),
         (("servers={a: {url: x, model: y}}",), "this one has model and url"),
         (("servers={a: {url: x}}",), "servers.a.url: give an address that begins with http:// or https://"),
         (("servers={a: {url: ['http://b', c]}}",), "servers.a.url: give an address that begins with http:// or"),
