@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from examples import grpo
 from nrl import tiny
 from nrl.command.cli import main
 from nrl.envs.contract import is_env
 from nrl.envs.gym_config.places import places
 from nrl.envs.gym_config.resolving import ask
 from nrl.envs.gym_config.servers import gym
+
+
+EXAMPLES = Path(grpo.__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +55,7 @@ def test_every_command_of_its_page_runs(folder: Path, monkeypatch: pytest.Monkey
     assert main(["gym", "init", "find_it"]) == 0
     made = folder / "find_it"
     tiny.save(tiny.model(), folder / "model")
-    page = (made / "README.md").read_text().partition("```sh\n")[2].partition("```")[0]
+    page, training = (each.partition("```")[0] for each in (made / "README.md").read_text().split("```sh\n")[1:])
     running = list[subprocess.Popen[bytes]]()
     put = {"Qwen/Qwen3-0.6B": str(folder / "model"), "pytest": "-m pytest -p no:cacheprovider", "nrl": "-m nrl"}
     try:
@@ -67,6 +71,12 @@ def test_every_command_of_its_page_runs(folder: Path, monkeypatch: pytest.Monkey
                 continue
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=made)
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        program, script, *words = shlex.split(training.splitlines()[0], comments=True)
+        less = ["steps=1", "prompts=2", "group_size=2", "evaluate_prompts=2", "out=out"]
+        command = [sys.executable, script.replace("NRL", str(EXAMPLES.parent)), *words, *less]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=made)
+        assert (program, done.returncode) == ("python", 0), done.stdout + done.stderr
+        assert "env: gym.yaml" in (made / "out" / "config.yaml").read_text()
     finally:
         for each in running:
             each.terminate()

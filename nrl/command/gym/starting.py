@@ -108,6 +108,16 @@ nrl gym status               # in another terminal
 nrl eval model=Qwen/Qwen3-0.6B env=NAME.py:env limit=8   # let a model play it
 ```
 
+Train against it while it is served, with an example in a checkout of nrl:
+
+```sh
+python NRL/examples/grpo.py env=gym.yaml warmup=0               # the tiny model
+python NRL/examples/grpo.py env=gym.yaml model=Qwen/Qwen3-0.6B  # a real one
+```
+
+`warmup=0`, since the tiny model begins with right answers elsewhere, and the tasks here have none. It shows that all
+fits together, and earns nothing: it has not learned to read.
+
 - `NAME.py` is the environment: `reset`, `step` and `tasks` are functions of what they are given, of nothing else.
 - `test_NAME.py` plays it with policies that are functions.
 - `gym.yaml` says how it is served: how many replicas, where, in which Python environment.
@@ -148,7 +158,7 @@ def init(args: Sequence[str]) -> int:
     folder.mkdir(parents=True)
     files = {
         f"{name}.py": _ENVIRONMENT, f"test_{name}.py": _TEST, "README.md": _PAGE, "gym.yaml": _CONFIG,
-        ".gitignore": "env.yaml\n__pycache__/\ngym_test.jsonl\n",
+        ".gitignore": "env.yaml\n__pycache__/\ngym_test.jsonl\nruns/\n",
     }  # fmt: skip
     for file, text in files.items():
         (folder / file).write_text(text.replace("NAME", name))
