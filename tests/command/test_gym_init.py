@@ -16,7 +16,6 @@ from nrl.envs.gym_config.places import places
 from nrl.envs.gym_config.resolving import ask
 from nrl.envs.gym_config.servers import gym
 
-
 EXAMPLES = Path(grpo.__file__).parent
 
 
