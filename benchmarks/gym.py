@@ -7,11 +7,11 @@
 
 ``verify``: user and system CPU time of the server's process for one call that compares two strings. Its body has 1.7 KB
 (one answer) or 71 KB (16 turns, for NeMo Gym with 15 calls of tools between them, as the Responses API writes them;
-the texts are as long as the size asks for). Both sides have a session, and nrl's a token and metrics. NeMo Gym is
-started by ``gym env start`` with a minimal ``SimpleResourcesServer``, all else as it ships. The load comes from one
-process of its own, over ``--connections`` that stay open; server and load are pinned to a processor each. The two sides
-take turns, the first of which is left out, and the ratio is taken within each pair. Of NeMo Gym the process of the
-server alone counts, not Ray; of nrl the process and all that it starts.
+the texts are as long as the size asks for). Both sides get the headers that `nrl.remote` sends, and have a session;
+nrl's has a token and metrics. NeMo Gym is started by ``gym env start`` with a minimal ``SimpleResourcesServer``, all
+else as it ships. The load comes from one process of its own, over ``--connections`` that stay open; server and load are
+pinned to a processor each. The two sides take turns, the first of which is left out, and the ratio is taken within each
+pair. Of NeMo Gym the process of the server alone counts, not Ray; of nrl the process and all that it starts.
 
 ``burst``: 16,000 calls of a `nrl.remote` verifier that are all under way at a time, each on a connection of its own and
 with another right verdict: the verifier answers none before all of them have come. None may fail or be another's.
@@ -53,6 +53,7 @@ from nrl.envs import Trace
 
 __all__ = [
     "BODIES",
+    "HEADERS",
     "burst",
     "cost",
     "main",
@@ -68,6 +69,13 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "a-token-of-32-characters-or-more"
+HEADERS = {
+    "nrl-timeout": "690.000",
+    "accept": "*/*",
+    "accept-encoding": "gzip, deflate",
+    "user-agent": "Python/3.12 aiohttp/3.14.5",
+}
+"""Those of `nrl.remote` that every request has, beside the token."""
 BODIES: dict[str, tuple[int, int]] = {"1.7 KB": (1_700, 1), "71 KB": (71_000, 16)}
 """By name: bytes, and turns."""
 
@@ -128,7 +136,7 @@ def ours(environment: str) -> Iterator[Server]:
 def our_body(said: list[str]) -> bytes:
     """What is verified, as nrl's server takes it: a task, what was said, and a name, which clients give each call."""
     task = {"prompt": "Which number is it?", "answer": said[-1]}
-    trace = {"prompt": task["prompt"], "turns": said}
+    trace = {"prompt": task["prompt"], "turns": [{"text": text} for text in said]}
     return json.dumps({"task": task, "trace": trace, "call": NUMBER}).encode()
 
 
@@ -150,7 +158,7 @@ def sized(make: Callable[[list[str]], bytes], size: int, turns: int) -> bytes:
 def cost(load: Load, server: Server, asked: bytes, requests: int, connections: int) -> float:
     """Microseconds of the server's CPU time for a request."""
     before = cpu_seconds(server.processes)
-    load(server.url, asked, requests=requests, headers=server.headers, connections=connections)
+    load(server.url, asked, requests=requests, headers=HEADERS | dict(server.headers), connections=connections)
     return (cpu_seconds(server.processes) - before) / requests * 1e6
 
 

@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import nrl
 from benchmarks import gym, starting
 from benchmarks._http_load import NUMBER, Load, children, cpu_seconds, request, run
 from benchmarks._nemo_gym import body, nemo_gym
+from nrl.envs import Trace
+from tests.envs.gym.test_remote import INFO, ONE, saying
 
 RIGHT = '{"reward":1.0}'
 
@@ -127,6 +131,24 @@ def test_bodies_have_the_size_that_is_asked_for(make: Callable[[list[str]], byte
     found = gym.sized(make, size, turns)
     assert size - turns < len(found) <= size
     json.loads(found)
+
+
+def test_requests_are_those_of_a_client() -> None:
+    with saying({**INFO, "timeout": 60.0}, ONE) as says:
+        asyncio.run(nrl.remote(says.url, token=gym.TOKEN)({"prompt": "?", "answer": "4"}, Trace("?", ["4"])))
+    sent = says.asked[-1]
+    made = request(says.url, gym.HEADERS | {"authorization": f"Bearer {gym.TOKEN}"}, gym.our_body(["4"]))
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shape(each) for key, each in value.items()}
+        return [shape(each) for each in value] if isinstance(value, list) else type(value)
+
+    def parts(whole: bytes) -> Any:
+        head, _, body = whole.partition(b"\r\n\r\n")
+        return {line.split(b":")[0].lower() for line in head.split(b"\r\n")[1:]}, shape(json.loads(body))
+
+    assert parts(sent) == parts(made)
 
 
 def test_the_other_side_needs_its_command_beside_the_interpreter(tmp_path: Path) -> None:
