@@ -277,7 +277,8 @@ def read[T](body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
     {'x': (1,)}
     """
     try:
-        if b'"$nrl"' not in body:  # the key has to be written as it is
+        # The key has to be written as it is. One byte is found twenty times as fast as several
+        if b"$" not in body or b'"$nrl"' not in body:
             return decoder.decode(body)
         made: T = msgspec.convert(value_of(msgspec.json.decode(body)), decoder.type)
         return made
@@ -316,6 +317,8 @@ def turn_of(action: str | Action) -> Turn:
     """The turn of an action."""
     if isinstance(action, str):
         return Turn(action)
+    if not (action.calls or action.malformed or action.reasoning):
+        return Turn(str(action.text), action.token_ids, action.stop_reason)
     calls = [
         ToolCall(str(each.name), each.arguments, None if each.id is None else str(each.id)) for each in action.calls
     ]
