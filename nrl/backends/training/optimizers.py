@@ -11,32 +11,47 @@ __all__ = ["Optimizer", "Schedule", "adamw", "learning_rate", "set_learning_rate
 
 @attrs.frozen
 class Schedule:
-    """A schedule of the learning rate: linear warm-up, then constant, or linear or cosine decay to ``floor``.
+    """A schedule of the learning rate: linear warm-up, then constant, or a decay to ``floor``.
+
+    ``linear`` and ``cosine`` decay from the end of the warm-up on. ``wsd`` (warm-up, stable, decay) stays at the full
+    rate, and decays linearly in its last ``decay`` steps: a run can go on from before those, with a later end.
 
     Args:
-        kind: the shape of the decay.
+        kind: the shape.
         warmup: optimizer steps of linear warm-up; the first has ``1 / (warmup + 1)`` of the full rate.
-        steps: the optimizer step at which the decay ends. Needed for linear and cosine.
+        steps: the optimizer step at which the decay ends. Needed for all but constant.
         floor: the rate at the end of the decay and afterwards, as a fraction of the full one.
+        decay: optimizer steps that the decay of ``wsd`` lasts; for no other kind.
 
     Raises:
-        ValueError: a decay without ``steps`` after the warm-up.
+        ValueError: a decay without ``steps`` after the warm-up, a ``wsd`` without ``decay`` or room for it, or
+            ``decay`` where it would do nothing.
+
+    Sources: WSD, Hu et al., 2024 (2404.06395), section 4; its linear decay, Hägele et al., 2024 (2405.18392).
 
     >>> Schedule("cosine", warmup=10, steps=100).floor
     0.0
     """
 
-    kind: Literal["constant", "linear", "cosine"] = attrs.field(
-        default="constant", validator=attrs.validators.in_(["constant", "linear", "cosine"])
+    kind: Literal["constant", "linear", "cosine", "wsd"] = attrs.field(
+        default="constant", validator=attrs.validators.in_(["constant", "linear", "cosine", "wsd"])
     )
     warmup: int = attrs.field(default=0, validator=attrs.validators.ge(0))
     steps: int = attrs.field(default=0, validator=attrs.validators.ge(0))
     floor: float = attrs.field(default=0.0, validator=[attrs.validators.ge(0), attrs.validators.le(1)])
+    decay: int = attrs.field(default=0, validator=attrs.validators.ge(0))
 
     def __attrs_post_init__(self) -> None:
         if self.kind != "constant" and self.steps <= self.warmup:
             raise ValueError(
                 f"Schedule: a {self.kind} decay needs steps > warmup; found steps={self.steps}, warmup={self.warmup}"
+            )
+        if self.kind != "wsd" and self.decay:
+            raise ValueError(f"Schedule: decay={self.decay} is for the kind 'wsd' alone; found '{self.kind}'")
+        if self.kind == "wsd" and not 0 < self.decay <= self.steps - self.warmup:
+            raise ValueError(
+                f"Schedule: wsd needs a decay of 1 to {self.steps - self.warmup} steps, which is steps - warmup; found "
+                f"decay={self.decay}"
             )
 
 
@@ -102,8 +117,9 @@ def learning_rate(optimizer: Optimizer, step: int) -> float:
         return optimizer.lr * (step + 1) / (schedule.warmup + 1)
     if schedule.kind == "constant":
         return optimizer.lr
-    progress = min(1.0, (step - schedule.warmup) / (schedule.steps - schedule.warmup))
-    left = 1 - progress if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    begin = schedule.steps - schedule.decay if schedule.kind == "wsd" else schedule.warmup
+    progress = min(1.0, max(0, step - begin) / (schedule.steps - begin))
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
     return optimizer.lr * (schedule.floor + (1 - schedule.floor) * left)
 
 

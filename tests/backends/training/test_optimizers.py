@@ -55,6 +55,29 @@ def test_cosine() -> None:
     assert rates(Schedule("cosine", steps=4, floor=0.1), 6) == pytest.approx(floored)
 
 
+def test_wsd() -> None:
+    schedule = Schedule("wsd", warmup=1, steps=6, decay=2)
+    assert rates(schedule, 8) == pytest.approx([1 / 2, 1, 1, 1, 1, 1 / 2, 0, 0])
+    assert rates(attrs.evolve(schedule, floor=0.2), 8, lr=10) == pytest.approx([5, 10, 10, 10, 10, 6, 2, 2])
+
+
+def test_wsd_whose_end_is_moved_goes_on_as_it_was_until_it_decays() -> None:
+    short, long = Schedule("wsd", warmup=3, steps=20, decay=4), Schedule("wsd", warmup=3, steps=40, decay=4)
+    assert rates(short, 16) == rates(long, 16)
+
+
+def test_wsd_without_a_stable_part_is_linear() -> None:
+    assert rates(Schedule("wsd", warmup=2, steps=7, decay=5), 9) == rates(Schedule("linear", warmup=2, steps=7), 9)
+
+
+def test_wsd_needs_a_decay_and_room_for_it() -> None:
+    for decay in (0, 4):
+        with pytest.raises(ValueError, match=rf"wsd needs a decay of 1 to 3 steps, .*; found decay={decay}"):
+            Schedule("wsd", warmup=2, steps=5, decay=decay)
+    with pytest.raises(ValueError, match="decay=3 is for the kind 'wsd' alone; found 'cosine'"):
+        Schedule("cosine", steps=5, decay=3)
+
+
 def test_a_schedule_is_continuous_where_warmup_ends() -> None:
     for kind in ("linear", "cosine"):
         numbers = rates(Schedule(kind, warmup=10, steps=1000), 1200)
@@ -64,7 +87,7 @@ def test_a_schedule_is_continuous_where_warmup_ends() -> None:
         assert numbers[10:] == sorted(numbers[10:], reverse=True)
 
 
-@pytest.mark.parametrize("kind", ["linear", "cosine"])
+@pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])
 def test_a_decay_needs_an_end(kind: str) -> None:
     with pytest.raises(ValueError, match=rf"Schedule: a {kind} decay needs steps > warmup; found steps=0, warmup=0"):
         Schedule(kind)  # type: ignore[arg-type]
@@ -80,6 +103,7 @@ def test_a_decay_needs_an_end(kind: str) -> None:
         ({"steps": -1}, "steps"),
         ({"floor": 1.5}, "floor"),
         ({"floor": -0.1}, "floor"),
+        ({"decay": -1}, "decay"),
     ],
 )
 def test_schedules_that_cannot_be(fields: dict[str, object], match: str) -> None:
