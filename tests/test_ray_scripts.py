@@ -26,6 +26,7 @@ def tripled(x):
 """
 
 SCRIPT = """
+import asyncio
 import pathlib
 import sys
 
@@ -51,6 +52,12 @@ def shifted(x):
     return tripled(x) + OFFSET
 
 
+def has_cowsay(task, trace):
+    import cowsay
+
+    return tripled(len(cowsay.char_names) > 0)
+
+
 def fails():
     raise Mistake("of mine")
 
@@ -67,6 +74,8 @@ if __name__ == "__main__":
         print(answer.text)
         print(pathlib.Path(prefix).name)
         print(nrl.shard_map(shifted, mesh, nrl.P("dp"), nrl.P("dp"))(torch.arange(3.0)).result().tolist())
+        verify = nrl.on(mesh)(nrl.pooled(has_cowsay, workers=1, executable="moo"))  # there is no lock, where it runs
+        print("the score is", asyncio.run(verify({}, nrl.envs.Trace())))
         try:
             nrl.shard_map(fails, mesh, (), nrl.P())().result()
         except Mistake as error:
@@ -97,4 +106,5 @@ def test_a_script_of_ones_own_with_an_executable_of_ones_own(tmp_path: Path) -> 
     assert "\nmoo-" in done.stdout
     assert "[1.0, 4.0, 7.0]" in done.stdout
     assert "caught of mine" in done.stdout
+    assert "the score is 3" in done.stdout
     assert [path.name[:4] for path in (tmp_path / "venvs").glob("moo-*")] == ["moo-"]

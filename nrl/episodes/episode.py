@@ -22,7 +22,7 @@ from nrl.envs.user_code.calls import Caller, calling
 from nrl.envs.user_code.errors import Failed
 from nrl.episodes.bridges import Fork
 from nrl.episodes.conversations import Conversation, is_prompt
-from nrl.errors import EnvError, LostRequest
+from nrl.errors import EnvError, ExecutableError, LostRequest
 from nrl.log import error_text
 
 __all__ = ["TRAINED", "Episode", "Generate", "failed", "play", "run_episode"]
@@ -336,7 +336,9 @@ async def _guarded[T](work: Awaitable[T], episode: Episode) -> T | None:
 
 
 def failed(error: Exception, episode: Episode) -> None:
-    """Note what a call of an environment's function raised."""
+    """Note what a call of an environment's function raised; what no row is to blame for is raised again."""
+    if isinstance(error, ExecutableError):
+        raise error
     text = str(error) if isinstance(error, Failed) else error_text(error)
     episode.fail(text, "timeout" if text.startswith("TimeoutError") else "infra_error")
 

@@ -17,11 +17,14 @@ import pytest
 
 import nrl
 from nrl import pooled
-from nrl.envs import Environment, Step, Trace, Turn, judged
+from nrl.envs import Environment, Step, Trace, Turn, judged, single_turn
+from nrl.envs.pools import processes
 from nrl.envs.pools.calls import NoRoom, Pool
 from nrl.envs.pools.pool import _elsewhere
-from nrl.envs.pools.processes import Process, here
-from nrl.errors import EnvError, ShippingError
+from nrl.envs.pools.processes import Process, Python, here
+from nrl.errors import EnvError, ExecutableError, ShippingError
+from nrl.runtime.executables.recipes import recipe
+from nrl.runtime.ray.pickling import deserialized, serialized
 from tests.episodes.scripted import TASKS, Scripted
 from tests.processes import alive, settled
 
@@ -126,6 +129,45 @@ def test_a_pool_has_the_packages_of_an_executable() -> None:
 
     with pytest.raises(ValueError, match=r"/base-[0-9a-f]+$"):
         asyncio.run(pooled(where, workers=1, executable="base", timeout=300)({}, Trace()))  # type: ignore[arg-type]
+
+
+def test_a_python_that_travels_is_that_of_the_program_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program, such as a process of a mesh, may have no lock to make a recipe from; but a Python of its own."""
+
+    def travelled(executable: str | nrl.Executable) -> Python:
+        twice = serialized(deserialized(serialized(Python(executable), "it"))[0], "it")
+        made: Python = deserialized(twice)[0]
+        return made
+
+    named, given = travelled("base"), travelled(nrl.Executable("mine", extras=("gym",), env={"TOLD": "1"}))
+    own = travelled("system"), travelled(nrl.Executable("system", env={"TOLD": "1"}))
+    expected = recipe("base"), recipe("gym")
+    monkeypatch.setattr(processes, "recipe", lambda of: "that of here")
+    assert named.found() == (expected[0], {})
+    assert (given.found()[0].requirements, given.found()[1]) == (expected[1].requirements, {"TOLD": "1"})
+    there: list[Any] = [each.found() for each in own]
+    assert there == [("that of here", {}), ("that of here", {"TOLD": "1"})]
+
+
+NOWHERE = nrl.Executable("nowhere", extras=("no-such-extra",))
+
+
+def test_an_environment_that_cannot_be_made_ends_the_rollout_and_no_row_is_to_blame() -> None:
+    verify: Any = pooled(by_task, workers=1, executable=NOWHERE)
+    with pytest.raises(ExecutableError, match="no-such-extra"):
+        nrl.rollout(Scripted(["3"] * 4), single_turn(verify), TASKS, n=2)
+
+    async def together(task: Any, traces: Any) -> Any:
+        return [await verify(task, trace) for trace in traces]
+
+    together.of_group = True  # type: ignore[attr-defined]
+    with pytest.raises(ExecutableError, match="no-such-extra"):
+        nrl.rollout(Scripted(["3"] * 4), single_turn(together), TASKS, n=2)
+
+
+def test_an_environment_that_cannot_be_made_is_said_before_it_travels() -> None:
+    with pytest.raises(ExecutableError, match="no-such-extra"):
+        serialized(pooled(by_task, workers=1, executable=NOWHERE), "it")
 
 
 # --- what goes wrong goes wrong in one row
@@ -293,7 +335,7 @@ def scarce(f: Any, room: int) -> Any:
 
     Few.room = threading.Semaphore(room)
 
-    return _elsewhere(f, lambda: Pool(f, "pooled", 4, lambda _: Few("pooled", f, "system", None, here()), 30.0))
+    return _elsewhere(f, lambda: Pool(f, "pooled", 4, lambda _: Few("pooled", f, Python("system"), None, here()), 30.0))
 
 
 def test_the_workers_that_find_room_make_all_calls() -> None:

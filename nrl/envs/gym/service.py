@@ -16,6 +16,7 @@ from nrl.envs.gym.once import Act, Refused, answered, failed, once, users
 from nrl.envs.gym.values import sendable
 from nrl.envs.user_code.calls import Caller, Calls
 from nrl.envs.user_code.errors import Failed
+from nrl.errors import ExecutableError
 
 __all__ = ["Service"]
 
@@ -340,8 +341,8 @@ class Service:
         except Failed as error:
             kind, _, message = str(error).partition(": ")
             raise failed(message, kind) from None
-        except KeyboardInterrupt as error:  # it is the user code's own, and not meant for this server
-            raise failed(str(error), "KeyboardInterrupt") from None
+        except (KeyboardInterrupt, ExecutableError) as error:  # the user code's own, and not meant for this server
+            raise failed(str(error), type(error).__name__) from None
         finally:
             self.under_way -= 1
             self._ended += 1

@@ -11,7 +11,7 @@ import attrs
 
 from nrl.envs.contract import Env, Environment, Step, Task, Trace, Turn, Verdict, Verifier
 from nrl.envs.pools.calls import Pool, Worker
-from nrl.envs.pools.processes import Child, Process, here
+from nrl.envs.pools.processes import Child, Process, Python, here
 from nrl.errors import EnvError
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.threads import cores
@@ -80,6 +80,7 @@ def pooled(
         ValueError: ``workers``, ``timeout`` or ``memory`` is not positive.
         EnvError: ``f`` is neither; or, when called, the process ended, or could not start. The message has what it
             wrote last.
+        ExecutableError: (when called, or sent to a mesh) the Python environment cannot be made. It ends a rollout.
         TimeoutError: (when called) it took too long.
         RuntimeError: (when called) ``f`` raised what would end this program or a task of it, such as KeyboardInterrupt.
             The message has it. SystemExit and all other exceptions are raised here as they were there.
@@ -93,7 +94,8 @@ def pooled(
     1.0
     """
     _check("pooled", f, workers=workers, timeout=timeout, memory=memory)
-    return _elsewhere(f, functools.partial(_processes, f, workers or cores(), executable, timeout, memory, cluster))
+    python = Python(executable)
+    return _elsewhere(f, functools.partial(_processes, f, workers or cores(), python, timeout, memory, cluster))
 
 
 class _On(Protocol):
@@ -158,7 +160,7 @@ def _check(transform: str, f: Any = len, **numbers: Any) -> None:
 def _processes(
     f: Any,
     most: int,
-    executable: str | Executable,
+    python: Python,
     timeout: float | EllipsisType | None,
     memory: int | None,
     cluster: str | None,
@@ -171,7 +173,7 @@ def _processes(
         return OnRay(pool.who, cluster, pool.works)
 
     def place(number: int) -> Process:
-        return Process(pool.who, f, executable, memory, child())
+        return Process(pool.who, f, python, memory, child())
 
     pool = Pool(f, "pooled", most, place, timeout)
     return pool

@@ -17,7 +17,7 @@ from nrl.runtime.executables.registry import executable as registered
 from nrl.runtime.node.environments import Recipe
 from nrl.runtime.ray.pickling import holds_tensors
 
-__all__ = ["Child", "Process", "here"]
+__all__ = ["Child", "Process", "Python", "here"]
 
 _START = 300.0  # seconds for a worker to start
 
@@ -46,28 +46,58 @@ class Child(Protocol):
         ...
 
 
+class Python:
+    """The Python environment of processes, by its executable.
+
+    In another program it is what it was in this one: the recipe travels, since the other may have no lock. The
+    executable ``system`` is that program's own Python.
+
+    Args:
+        of: the executable, or its name.
+        known: the recipe, and the variables of its processes; None: they are looked up when they are first needed.
+    """
+
+    def __init__(self, of: str | Executable, known: tuple[Recipe, Mapping[str, str]] | None = None) -> None:
+        self._of, self._known = of, known
+
+    def found(self) -> tuple[Recipe, Mapping[str, str]]:
+        """The recipe of the environment, and the variables of its processes.
+
+        Raises:
+            PlacementError: no executable has this name.
+            ExecutableError: there is no recipe; the message says why.
+        """
+        if self._known is None:
+            self._known = recipe(self._of), registered(self._of).env
+        return self._known
+
+    def __reduce__(self) -> Any:
+        name = self._of if isinstance(self._of, str) else self._of.name
+        return Python, (self._of, None if name == "system" else self.found())
+
+
 class Process:
     """A process, which starts with the first call.
 
     Args:
         who: how errors name it.
         f: what it calls.
-        executable: its Python environment.
+        python: its Python environment.
         memory: bytes of address space; None: no limit.
         within: the process.
     """
 
     after_late = "its process was killed"
 
-    def __init__(self, who: str, f: Any, executable: str | Executable, memory: int | None, within: Child) -> None:
-        self._who, self._f, self._executable, self._memory = who, f, executable, memory
+    def __init__(self, who: str, f: Any, python: Python, memory: int | None, within: Child) -> None:
+        self._who, self._f, self._python, self._memory = who, f, python, memory
         self._child, self._has_torch = within, False
         self.kill, self.fate, self.leave = within.kill, within.fate, within.leave
 
     def start(self) -> None:
         """Start it in its Python environment, which is built where it is not there."""
         path = [each for each in sys.path if each]
-        self._child.start(recipe(self._executable), registered(self._executable).env, path)
+        self._child.start(*self._python.found(), path)
         try:
             self._child.ask(packed((self._f, self._memory)), _START)
         except (EOFError, OSError) as error:

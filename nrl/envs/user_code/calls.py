@@ -126,7 +126,8 @@ class Calls:
             unwanted: called in a thread, once, with a value that nobody waits for any more.
 
         Returns:
-            Its value, later; or `Failed`, if it raised anything but Ctrl-C, or did not return in time.
+            Its value, later; or `Failed`, if it raised anything but Ctrl-C or an `ExecutableError`, or did not return
+            in time.
         """
         call = UserCall(fn, args, timeout, context, self._loop.create_future(), unwanted)
         if not self._new:

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 from nrl.envs.user_code.errors import Failed, traceback_text
+from nrl.errors import ExecutableError
 from nrl.log import error_text
 from nrl.runtime.threads import Daemons
 
@@ -94,7 +95,7 @@ class UserCall:
 
     def _fail(self, error: BaseException) -> None:
         """Keep the error as text, without its frames, which hold the arguments. Its ``__str__`` is user code too."""
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt | ExecutableError):  # no fault of what was called
             self.error = error
             return
         self.error, self.shown = Failed(error_text(error)), "" if self.given_up else traceback_text(error)

@@ -18,7 +18,7 @@ from typing import Any
 
 import cloudpickle
 
-from nrl.errors import ShippingError
+from nrl.errors import ExecutableError, ShippingError
 from nrl.runtime.ray.shared_memory import Shared, noting
 
 __all__ = ["Serialized", "deserialized", "holds_tensors", "serialized", "size"]
@@ -53,6 +53,8 @@ def serialized(value: Any, who: str) -> Serialized:
     buffers: list[Any] = []
     try:
         _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+    except ExecutableError:  # of an environment that was to travel
+        raise
     except Exception as error:  # objects raise all kinds when they are pickled
         raise ShippingError(f"{who}: {_culprit(value, error)}") from error
     return [file.getvalue(), *map(_array, buffers)]

@@ -16,6 +16,7 @@ from nrl.envs.gym import records, service
 from nrl.envs.gym.once import Act, Refused
 from nrl.envs.gym.service import Service
 from nrl.envs.tools import tool
+from nrl.errors import ExecutableError
 from tests.clocks import Clock
 
 Scenario = Callable[[Service], Awaitable[Any]]
@@ -540,6 +541,7 @@ def test_tools_are_shown() -> None:
         (ValueError("no"), "ValueError", "no"),
         (SystemExit(3), "SystemExit", "3"),
         (KeyboardInterrupt("mine"), "KeyboardInterrupt", "mine"),
+        (ExecutableError("no lock"), "ExecutableError", "no lock"),
         (asyncio.CancelledError("mine"), "CancelledError", "mine"),
         (StopIteration(3), "StopIteration", "3"),
         (TimeoutError("slow"), "TimeoutError", "slow"),
