@@ -76,7 +76,9 @@ def game(rng: random.Random, name: str, forked: Counter[str]) -> Environment:
             answers = [each.message for each in results]
             then = [*answers, asked] if rng.random() < 0.2 else answers
             return Step((left - 1, said, calling), done=False, observation=then)
-        how = rng.choices(["appended", "echoed", "rewritten", "retried"], [3, 1 - calling, 2, 1])[0]
+        said_something = bool(turn.text.strip())  # Mistral's template refuses an answer of nothing
+        weights = [3, 1 - calling, 2 * said_something, 1]
+        how = rng.choices(["appended", "echoed", "rewritten", "retried"], weights)[0]
         whole: list[Message] = [*said, {"role": "assistant", "content": turn.text}, asked]
         if how == "appended":
             return Step((left - 1, whole, calling), rng.random(), done=False, observation=[asked])
