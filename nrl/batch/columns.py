@@ -133,6 +133,7 @@ COLUMNS: dict[str, Column] = {
         "order; -1 where a token has no route.",
         entry=(2, 2),
         heavy=True,
+        padding=-1,
     ),
     "asked_again": Column("row", torch.int64, "rollout writes it, with a sampler that streams.", 0),
     "valid": Column("row", torch.bool, "rollout writes it.", True),
