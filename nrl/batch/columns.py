@@ -99,6 +99,7 @@ COLUMNS: dict[str, Column] = {
     ),
     "media": Column("ragged", None, "Data writes it, for inputs that are not tokens."),
     "info": Column("ragged", None, "rollout writes it, where the environment reports numbers."),
+    "components": Column("ragged", None, "rollout writes it, where rewards are made of named components."),
     "rewards": Column("row", torch.float32, "The environment writes it, in rollout.", entry=(0, 1)),
     "token_rewards": Column(
         "token", torch.float32, "rollout writes it, and nrl.algos.token_rewards(batch, penalty) adds what is missing."
@@ -132,6 +133,7 @@ COLUMNS: dict[str, Column] = {
         "order; -1 where a token has no route.",
         entry=(2, 2),
         heavy=True,
+        padding=-1,
     ),
     "asked_again": Column("row", torch.int64, "rollout writes it, with a sampler that streams.", 0),
     "valid": Column("row", torch.bool, "rollout writes it.", True),

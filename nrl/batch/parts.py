@@ -250,7 +250,7 @@ def minibatches(batch: TensorDict, n: int, seed: int) -> list[Batch]:
 def pad(batch: TensorDict, width: int) -> Batch:
     """Pad every per-token column on the right to ``width`` tokens, with zeros (masks: false).
 
-    ``turns`` and ``versions`` have -1 there, as wherever nothing was sampled.
+    ``turns`` and ``versions`` have -1 there, as wherever nothing was sampled, and so has ``routes``.
 
     Raises:
         BatchError: the batch is wider than that.

@@ -50,7 +50,8 @@ class Episode:
         drawn: how many of the tokens were sampled, those beyond the context too.
         earlier: rows that it had before it forked, of which nothing but tokens is up to date.
         forked: why its last row began; None: it is the first.
-        components: what the rewards are made of, by name, where the environment says so.
+        turn_components: what the rewards of each turn, by its number, are made of, by name, where the environment says
+            so.
         status: what became of the verdict.
         cut: whether it was ended before it was over.
         truncated: whether a length limit stopped it.
@@ -72,7 +73,7 @@ class Episode:
     logprobs: list[float] = attrs.field(factory=list)
     reward: float | tuple[float, ...] = 0.0
     turn_rewards: list[tuple[int, float | tuple[float, ...]]] = attrs.field(factory=list)
-    components: dict[str, float] = attrs.field(factory=dict)
+    turn_components: dict[int, dict[str, float]] = attrs.field(factory=dict)
     drawn: int = 0
     earlier: list["Episode"] = attrs.field(factory=list)
     forked: Fork | None = None
@@ -88,6 +89,15 @@ class Episode:
     turns: list[Turn] = attrs.field(factory=list)
     observations: list[Any] = attrs.field(factory=list)
     routes: Tensor | None = None
+
+    @property
+    def components(self) -> dict[str, float]:
+        """What the reward is made of, by name: the sums over turns."""
+        found: dict[str, float] = {}
+        for named in self.turn_components.values():
+            for name, value in named.items():
+                found[name] = found.get(name, 0.0) + value
+        return found
 
     @property
     def counts(self) -> bool:
@@ -121,8 +131,9 @@ class Episode:
         row = self.last
         last = len(row.sampled) - 1 - row.sampled[::-1].index(True) if any(row.sampled) else 0
         row.turn_rewards.append((last, _add(0.0, score.reward)))
+        named = self.turn_components.setdefault(len(self.turns) - 1, {})
         for name, value in score.components.items():
-            self.components[name] = self.components.get(name, 0.0) + float(value)
+            named[name] = named.get(name, 0.0) + float(value)
         self.status = score.status if self.status == "ok" else self.status
 
     def fail(self, why: str, status: Status = "infra_error") -> None:
@@ -161,7 +172,7 @@ class Episode:
 
     def rows(self) -> list["Episode"]:
         """Its rows, those that it forked from first; each says what became of the whole."""
-        told = ("reward", "components", "status", "cut", "truncated", "failure", "info")
+        told = ("reward", "turn_components", "turns", "status", "cut", "truncated", "failure", "info")
         return [attrs.evolve(row, **{name: getattr(self, name) for name in told}) for row in self._parts()]
 
     @property

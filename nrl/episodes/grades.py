@@ -160,7 +160,7 @@ def grade(
 
 def _played(batch: Batch, tasks: Sequence[Task], n: int, tokenizer: Any) -> list[Graded]:
     """What is graded where an environment was played: an episode counts once, with all its rows."""
-    columns = {str(key): value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    columns: dict[str, Any] = {str(key): value for key, value in batch.items()}
     episodes, given = rows_of_episodes(columns, len(batch)), _rewards(batch)
     transcript = transcriber(tokenizer)
 

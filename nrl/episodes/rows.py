@@ -112,15 +112,26 @@ def _at_turns(episodes: Sequence[Episode], width: int) -> Tensor:
     return found
 
 
-def _components(episodes: Sequence[Episode]) -> dict[str, Tensor]:
-    """What rewards are made of; NaN where a row has no such component."""
-    names = sorted({name for episode in episodes for name in episode.components})
-    return {
-        f"reward/{name}": torch.tensor(
-            [e.components.get(name, math.nan) if not e.failure else math.nan for e in episodes]
+def _components(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """What rewards are made of, in all and in each turn; NaN where a row or a turn has no such component."""
+    sums = [{} if episode.failure else episode.components for episode in episodes]
+    names = sorted({name for episode in episodes for named in episode.turn_components.values() for name in named})
+    every = {
+        name: ragged(
+            [
+                torch.tensor(
+                    [
+                        math.nan if e.failure else e.turn_components.get(turn, {}).get(name, math.nan)
+                        for turn in range(len(e.turns))
+                    ]
+                )
+                for e in episodes
+            ]
         )
         for name in names
     }
+    totals = {f"reward/{name}": torch.tensor([found.get(name, math.nan) for found in sums]) for name in names}
+    return {**totals, "components": Batch(every, batch_size=[len(episodes)])} if names else {}
 
 
 def _reported(episodes: Sequence[Episode]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def samples(batch: Batch, tokenizer: Any, n: int = 2) -> dict[str, Any]:
     ['prompt', 'policy']
     """
     require(batch, "input_ids", "loss_mask", "rewards", reader="samples")
-    columns = {str(key): value for key, value in batch.items() if isinstance(value, Tensor)}
+    columns: dict[str, Any] = {str(key): value for key, value in batch.items()}
     rewards = columns["rewards"]
     totals = (rewards.sum(-1) if rewards.ndim > 1 else rewards).double().numpy()
     lengths = columns["loss_mask"].sum(-1).double().numpy()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from nrl.batch.ragged import parts_of
 from nrl.envs.tools import parse, tool_format
 from nrl.episodes.token_texts import decoded, pieces
 from nrl.errors import ModelError
@@ -47,7 +48,8 @@ class Transcript(NamedTuple):
         parts: who wrote what, in order, as values of JSON. Each has ``role`` (``"prompt"``, ``"policy"`` or
             ``"environment"``), ``tokens`` (its first place in the row, and the place behind its last) and ``text``. A
             part of the policy has its ``reward`` if the batch has rewards of tokens: those from its first token to the
-            next turn; None, if the row is invalid. Where the chat template has a known format of tool calls it has what
+            next turn; None, if the row is invalid. It has ``components``, what that reward is made of, by name, if
+            rewards of the batch are made of some. Where the chat template has a known format of tool calls it has what
             `nrl.envs.tools.parse` finds: ``content``, ``reasoning``, ``calls`` and ``malformed``. Other parts
             have ``messages``, each with its ``role`` and ``content``, where they are messages of a known chat template.
     """
@@ -59,7 +61,7 @@ class Transcript(NamedTuple):
     parts: list[dict[str, Any]]
 
 
-def transcriber(tokenizer: Any) -> Callable[[Mapping[str, Tensor], int], Transcript]:
+def transcriber(tokenizer: Any) -> Callable[[Mapping[str, Any], int], Transcript]:
     """Make the function that takes a row apart.
 
     Args:
@@ -67,8 +69,9 @@ def transcriber(tokenizer: Any) -> Callable[[Mapping[str, Tensor], int], Transcr
 
     Returns:
         ``(columns, row) -> Transcript``. The columns ``[B, ...]`` are ``input_ids`` and ``loss_mask``; and, where they
-        are there, ``attention_mask``, ``turns``, ``token_rewards`` and ``valid``. Without ``turns`` the policy's tokens
-        are those of ``loss_mask``, and two turns with nothing between them are one part.
+        are there, ``attention_mask``, ``turns``, ``token_rewards``, ``components`` and ``valid``. Without ``turns`` the
+        policy's tokens are those of ``loss_mask``, two turns with nothing between them are one part, and no turn has
+        components.
 
     >>> import torch
     >>> from nrl import tiny
@@ -80,7 +83,7 @@ def transcriber(tokenizer: Any) -> Callable[[Mapping[str, Tensor], int], Transcr
     """
     format, read = _format(tokenizer), _messages(tokenizer)
 
-    def transcript(columns: Mapping[str, Tensor], row: int) -> Transcript:
+    def transcript(columns: Mapping[str, Any], row: int) -> Transcript:
         real = columns["attention_mask"][row].nonzero() if "attention_mask" in columns else None
         width = columns["input_ids"].shape[-1]
         end = width if real is None else int(real.max()) + 1 if len(real) else 0
@@ -99,7 +102,7 @@ def transcriber(tokenizer: Any) -> Callable[[Mapping[str, Tensor], int], Transcr
             part: dict[str, Any] = {"role": role, "tokens": [first, stop], "text": text}
             if policy:
                 until = next((later for wrote, later, _ in spans[place + 1 :] if wrote), width)
-                part |= _reward(columns, row, first, until)
+                part |= _reward(columns, row, first, until) | _components(columns, row, turns[first])
                 if format is not None:
                     opened = bool(parts) and parts[-1]["text"].rstrip().endswith(_THINK)
                     part |= _parsed(text, format, opened)
@@ -156,6 +159,16 @@ def _reward(columns: Mapping[str, Tensor], row: int, first: int, until: int) -> 
         return {}
     valid = "valid" not in columns or bool(columns["valid"][row])
     return {"reward": numbers(columns["token_rewards"][row, first:until].sum()) if valid else None}
+
+
+def _components(columns: Mapping[str, Any], row: int, turn: int) -> dict[str, Any]:
+    if not {"components", "turns"} <= columns.keys():
+        return {}
+    found: dict[str, Any] = {}
+    for name, column in columns["components"].items():
+        values, starts = parts_of(column)
+        found[name] = numbers(values[starts[row] + turn])
+    return {"components": {name: value for name, value in found.items() if value is not None}}
 
 
 # --- calls

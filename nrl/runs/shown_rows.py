@@ -68,8 +68,7 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
         "invalid": row.get("valid") is False,
         str(status): isinstance(status, str) and status != "ok",
     }
-    own = {name: row[name] for name in ("components", "env") if isinstance(row.get(name), dict)}
-    known = {name: [(str(key), _brief(x)) for key, x in some.items() if x is not None] for name, some in own.items()}
+    known = {name: _named(row.get(name)) for name in ("components", "env")}
     return {
         "facts": [(key, _brief(row[key])) for key in ("reward", "group", "row", "version") if key in row],
         "more": [(name, some) for name, some in known.items() if some],
@@ -127,7 +126,7 @@ def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
             tokens = [token(place) for place in range(first, cut)], again - cut, [token(i) for i in range(again, stop)]
             parts.append(_turn(part, turn if turns > 1 else 0) | {"tokens": tokens})
             if turns == 1 and not _forked(row):
-                parts[-1]["reward"] = ""  # the row's own says it
+                parts[-1] |= {"reward": "", "components": []}  # the row's own say it
     return parts
 
 
@@ -174,10 +173,17 @@ def _turn(part: Mapping[str, Any], turn: int) -> dict[str, Any]:
         "role": "policy",
         "turn": turn,
         "reward": _brief(part["reward"]) if "reward" in part else "",
+        "components": _named(part.get("components")),
         "reasoning": len(part["reasoning"]) if isinstance(part.get("reasoning"), str) else 0,
         "calls": calls[:_CALLS],
         "malformed": malformed[:_CALLS],
     }
+
+
+def _named(values: Any) -> list[tuple[str, str]]:
+    """Numbers by name; those that are None are not there."""
+    own = values if isinstance(values, dict) else {}
+    return [(str(key), _brief(value)) for key, value in own.items() if value is not None]
 
 
 def _mappings(values: Any) -> list[Any]:

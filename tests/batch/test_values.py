@@ -306,6 +306,15 @@ def test_pad_adds_zeros_on_the_right_of_every_column_per_token() -> None:
     assert batch["input_ids"].shape == (2, 3)
 
 
+@pytest.mark.parametrize(("name", "entry"), [("turns", ()), ("versions", ()), ("routes", (2, 2))])
+def test_padding_of_a_column_is_what_the_column_says(name: str, entry: tuple[int, ...]) -> None:
+    batch = assign(small(), **{name: torch.ones(2, 3, *entry, dtype=COLUMNS[name].dtype)})
+    other = assign(pad(small(), 5), **{name: torch.ones(2, 5, *entry, dtype=COLUMNS[name].dtype)})
+    for wide in (pad(batch, 5), concatenate([other, batch])[2:]):
+        assert (wide[name][:, :3] == 1).all()
+        assert (wide[name][:, 3:] == -1).all()
+
+
 def test_pad_without_a_mask_makes_one() -> None:
     wide = pad(Batch({"input_ids": torch.tensor([[5, 6]])}, batch_size=[1]), 3)
     assert wide["attention_mask"].tolist() == [[True, True, False]]

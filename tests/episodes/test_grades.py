@@ -222,9 +222,9 @@ def test_an_environment_is_played_by_hand() -> None:
     assert first.conversations is not None
     assert first.conversations[0] == [
         {"role": "prompt", "tokens": [0, 2], "text": "1+"},
-        {"role": "policy", "tokens": [2, 4], "text": "2<eos>", "reward": 0.5},
+        {"role": "policy", "tokens": [2, 4], "text": "2<eos>", "reward": 0.5, "components": {"sum": 0.5}},
         {"role": "environment", "tokens": [4, 7], "text": "=3+"},
-        {"role": "policy", "tokens": [7, 9], "text": "3<eos>", "reward": 0.75},
+        {"role": "policy", "tokens": [7, 9], "text": "3<eos>", "reward": 0.75, "components": {"sum": 0.75}},
     ]
     found = finalize(measure([first, second], k=(1, 2)))
     assert found == {

@@ -150,6 +150,8 @@ def test_the_turns_of_a_rollout() -> None:
     ]
     assert best["reward"] == 3.0
     assert best["components"] == {"digit": 2.0, "low": -1.0, "end": 2.0}
+    turns = {"digit": 1.0, "low": -0.5}, {"digit": 1.0, "low": -0.5, "end": 2.0}
+    assert [part.get("components") for part in best["parts"]] == [None, turns[0], None, turns[1]]
     assert best["env"] == {"tries": 1.0}
     assert (best["status"], best["truncated"], best["episode"]) == ("ok", False, 0)
     assert "fork" not in best
@@ -176,6 +178,44 @@ def test_the_rewards_of_a_failed_row_are_none() -> None:
 def test_a_row_that_was_cut_says_so() -> None:
     (row,) = shown(by_hand("123", " xx", cut=True, truncated=False))
     assert (row["cut"], row["truncated"]) == (True, False)
+
+
+def test_the_components_of_a_turn_are_those_that_its_step_named() -> None:
+    """A name of one turn alone; a turn without any; an episode of fewer turns, and one that failed in its second."""
+    named: list[dict[str, float]] = [{"first": 0.5}, {}, {"last": 2.0, "bonus": 0.25}]
+
+    def step(state: tuple[int, int], turn: str) -> Step:
+        turns, at = state
+        if at == 1 and turn == "x":
+            raise ValueError
+        return Step((turns, at + 1), named[at], done=at + 1 == turns, observation="more")
+
+    env = Environment(lambda task: ((task["turns"], 0), "1"), step)
+    with pytest.warns(UserWarning, match="1 of 3"):
+        batch = rollout(Scripted(["2", "3", "x", "4", "x", "5"]), env, [{"turns": 3}, {"turns": 1}, {"turns": 2}])
+    assert {str(name) for name in batch["components"].keys()} == {"bonus", "first", "last"}
+    whole, short, failed = sorted(shown(batch, n=3), key=lambda row: row["row"])
+    assert [part["components"] for part in whole["parts"][1::2]] == named
+    assert whole["components"] == {"first": 0.5, "last": 2.0, "bonus": 0.25}
+    assert [part["components"] for part in short["parts"][1::2]] == [{"first": 0.5}]
+    assert [(part["components"], part["reward"]) for part in failed["parts"][1::2]] == [({}, None)] * 2
+    for part in nrl.shard(batch, 3):  # a column by turns goes with its rows
+        (row,) = shown(part)
+        assert [each.get("components") for each in row["parts"][1::2]] in (named, [{"first": 0.5}], [{}, {}])
+
+
+def test_the_components_of_turns_in_the_rows_of_a_fork() -> None:
+    """A later row has the components of its own turns; the first turn is a part of its prompt."""
+    sampler = Chatty("qwen3", [HMM, "Bye<|im_end|>"])
+
+    def step(state: int, turn: str) -> Step:
+        return Step(state + 1, {f"turn {state}": 1.0 + state}, done=state == 1, observation=MORE)
+
+    rows = shown(rollout(sampler, Environment(lambda task: (0, ASK), step), [{}]), sampler.tokenizer)
+    assert [row["fork"] for row in rows] == [0, 1]
+    found = [[part["components"] for part in row["parts"] if part["role"] == "policy"] for row in rows]
+    assert found == [[{"turn 0": 1.0}], [{"turn 1": 2.0}]]
+    assert [row["components"] for row in rows] == [{"turn 0": 1.0, "turn 1": 2.0}] * 2
 
 
 def test_several_rewards_have_none_by_turn() -> None:

@@ -408,7 +408,8 @@ def talk(**other: Any) -> dict[str, Any]:
     calls = [{"name": "find", "arguments": {"q": "x & y", "n": [1, None]}}, {"name": "now", "arguments": {}}]
     parts = [
         part("prompt", 0, 3, messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]),
-        part("policy", 3, 5, reward=0.25, calls=calls, malformed=[{"text": "<tool", "reason": "cut"}], reasoning="Hmm"),
+        part("policy", 3, 5, reward=0.25, calls=calls, malformed=[{"text": "<tool", "reason": "cut"}], reasoning="Hmm")
+        | {"components": {"right": 1.0, "late": -0.75, "none": None}},
         part("environment", 5, 7, messages=[{"role": "tool", "content": "found\nit"}]),
         part("policy", 7, 10, reward=None, calls=[], malformed=[], reasoning="", content="x"),
         part("environment", 10, 11),
@@ -425,7 +426,7 @@ def test_a_conversation_is_shown_turn_by_turn(tmp_path: Path, opened: Opened) ->
     who = [re.split(r"\s*\n\s*", each.strip()) for each in page.locator(".part .who").all_inner_texts()]
     assert who == [
         ["prompt"],
-        ["turn 1", "reward 0.25", "reasoning 3"],
+        ["turn 1", "reward 0.25", "right 1", "late −0.75", "reasoning 3"],
         ["environment"],
         ["turn 2", "reward undefined"],
         ["environment"],
