@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nrl.batch.columns import COLUMNS, declare
     from nrl.batch.packed_rows import Rectangles, Sequences
     from nrl.batch.packing import pack, packed, unpack
+    from nrl.envs.endpoint.driven import driven
     from nrl.envs.gym.remoting import remote
     from nrl.envs.gym.serving import serve
     from nrl.envs.judging import judge
@@ -82,6 +83,7 @@ __all__ = [
     "cut",
     "declare",
     "donated",
+    "driven",
     "drop_uniform",
     "environments",
     "evaluate",

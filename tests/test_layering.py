@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("envs.pools.child", "envs.pools.frames", "envs.pools.worker", "envs.user_code"),
     ("envs.pools.meshes", "envs.pools.on_ray", "envs.pools.processes"),
     ("envs.gym", "envs.pools.pool"),
-    ("envs.fh_aviary", "envs.mathematics.verifying", "envs.reasoning.tasks", "envs.text_arena"),
+    ("envs.endpoint", "envs.fh_aviary", "envs.mathematics.verifying", "envs.reasoning.tasks", "envs.text_arena"),
     ("runtime.clusters",),
     ("runtime",),
     ("backends.base", "backends.engines", "backends.samplers"),

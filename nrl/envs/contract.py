@@ -50,10 +50,14 @@ TIMEOUT = 60.0
 type Message = dict[str, str]
 """One message of a chat: ``{"role": ..., "content": ...}``."""
 
-type Prompt = str | Sequence[Message] | Sequence[int]
-"""The question to a model: text, a chat, or token ids that are used as they are."""
+type Request = Mapping[Literal["messages", "tools", "ids"], Any]
+"""A whole conversation as somebody else sends it: ``"messages"``; and where it is an agent's, the JSON schemas of its
+``"tools"``, and whether the turn is to have the ``"ids"`` that it is made of; see `Step`."""
 
-type Observation = str | Sequence[int] | Sequence[Message] | Mapping[Literal["messages"], Sequence[Message]] | None
+type Prompt = str | Sequence[Message] | Sequence[int] | Request
+"""The question to a model: text, a chat, token ids that are used as they are, or an agent's request."""
+
+type Observation = str | Sequence[int] | Sequence[Message] | Request | None
 """What an environment answers to a turn; see `Step`."""
 
 type Task = Mapping[str, Any]
@@ -141,6 +145,9 @@ class Turn(str):
         calls: of tools, in their order, where the environment has some (`nrl.envs.tools.ToolCall`).
         malformed: what began like a call and could not be read (`nrl.envs.tools.MalformedCall`).
         reasoning: what stood between its markers, where the environment has tools; then it is not in the text.
+        prompt_tokens: how many tokens it answers.
+        prompt_ids: these; here and in what follows nothing, unless a `Request` asked for ``"ids"``.
+        logprobs: of each sampled token, in nats.
 
     >>> turn = Turn("4", token_ids=[19, 2], stop_reason="stop")
     >>> turn == "4", int(turn), turn.token_ids
@@ -152,6 +159,9 @@ class Turn(str):
     calls: tuple[Any, ...]
     malformed: tuple[Any, ...]
     reasoning: str
+    prompt_tokens: int
+    prompt_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
 
     def __new__(
         cls,
@@ -161,11 +171,15 @@ class Turn(str):
         calls: Sequence[Any] = (),
         malformed: Sequence[Any] = (),
         reasoning: str = "",
+        prompt_tokens: int = 0,
+        prompt_ids: Sequence[int] = (),
+        logprobs: Sequence[float] = (),
     ) -> "Turn":
         """A turn of these."""
         made = super().__new__(cls, text)
         made.token_ids, made.stop_reason = tuple(token_ids), stop_reason
         made.calls, made.malformed, made.reasoning = tuple(calls), tuple(malformed), reasoning
+        made.prompt_tokens, made.prompt_ids, made.logprobs = prompt_tokens, tuple(prompt_ids), tuple(logprobs)
         return made
 
     @property
@@ -225,7 +239,10 @@ class Step(NamedTuple):
         observation: if not, the model's next input, else for the verifier alone: text or token ids, which are appended
             as they are; messages, which are appended as the chat template writes them, to an episode whose prompt is a
             chat; or ``{"messages": [...]}``, the whole conversation from here on, as where an environment leaves out
-            or shortens what came before. Where it does not begin with what was said, the episode forks.
+            or shortens what came before. Where it does not begin with what was said, the episode forks. In it
+            ``{"role": "assistant", "turn": n}`` stands for what the model said in its n-th turn, from 0. With
+            ``"tools"`` (JSON schemas; there may be none) it is an agent's request: the turn is taken apart, and where
+            the request does not fit into the context, `step` is given an empty turn with the stop reason "length".
         info: numbers to report, by name. Those of every step are kept.
 
     >>> Step(state=None, reward=1.0)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from nrl.backends.base import Completion
 from nrl.data.rendering import encode, templated
 from nrl.envs.contract import Prompt, Turn
 from nrl.envs.tools import Tool, parse, tool_format
@@ -18,14 +19,16 @@ __all__ = ["Conversation", "is_prompt"]
 
 
 def is_prompt(given: Any) -> bool:
-    """Whether this is text, messages or token ids.
+    """Whether this is text, messages, token ids or an agent's request.
 
     >>> is_prompt("1+1="), is_prompt([{"role": "user", "content": "1+1="}]), is_prompt([5, 6]), is_prompt(5)
     (True, True, True, False)
     """
+    if isinstance(given, Mapping):
+        return "tools" in given and is_prompt(given.get("messages", 0))
     if isinstance(given, str):
         return True
-    if isinstance(given, Mapping) or not isinstance(given, Sequence | np.ndarray | Tensor):
+    if not isinstance(given, Sequence | np.ndarray | Tensor):
         return False
     kinds = {type(each) if isinstance(each, str) else isinstance(each, Mapping) for each in given}
     return len(kinds) < 2 and str not in kinds
@@ -46,22 +49,53 @@ class Conversation:
                 "the environment's reset returned something else than a list of tools as its third value; make each of "
                 "a function, by nrl.envs.tools.tool"
             )
+        self._prompt, self._tokenizer = prompt, tokenizer
+        self.is_request = False  # whether what was asked last is an agent's
+        self._apart = len(tools) > 0  # whether turns are taken apart
+        self._ids = False  # whether they have the ids that they are made of
+        self._said: list[Mapping[str, Any]] = []  # in each turn
+        self._turns: list[Sampled] = []  # those that the row has as they were sampled
+        self._opened = ""  # what the prompt has begun reasoning with, as some templates do
+        if isinstance(prompt, Mapping):
+            if tools:
+                raise EnvError("the environment's prompt is a request, and there are tools besides; put them into it")
+            self._chat, self._messages = True, self._asked(prompt)
+            return
         if tools and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         self._chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         if tools and not self._chat:
             raise EnvError("the environment has tools, and its prompt is token ids; give text or messages")
-        self._messages: list[Any] = list(prompt) if self._chat else []
-        self._opened = ""  # what the prompt has begun reasoning with, as some templates do
-        self._turns: list[Sampled] = []  # those that the row has as they were sampled
-        self._prompt, self._tokenizer = prompt, tokenizer
-        self._schemas = [tool.schema for tool in tools] or None
-        self._format = _format(tokenizer, self._schemas) if tools else None
-        self._form = form(tokenizer, self._schemas) if tools else Form()
+        self._messages = list(prompt) if self._chat else []
+        self._offer([tool.schema for tool in tools] or None)
+
+    def _offer(self, schemas: list[Any] | None) -> None:
+        """Let the policy have these tools from here on."""
+        self._schemas = schemas
+        self._format = _format(self._tokenizer, schemas) if schemas else None
+        self._form = form(self._tokenizer, schemas) if schemas else Form()
+
+    def _asked(self, request: Mapping[str, Any]) -> list[Any]:
+        """The messages of an agent's request, whose tools are offered from here on."""
+        self._offer(list(request["tools"]) or None)
+        self.is_request = self._apart = True
+        self._ids = bool(request.get("ids"))
+        return [self._as_said(each) for each in request["messages"]]
+
+    def _as_said(self, message: Any) -> Any:
+        """A message; in place of the number of a turn, what was said in it."""
+        if not isinstance(message, Mapping) or "turn" not in message:
+            return message
+        turn = message["turn"]
+        if not isinstance(turn, int) or not 0 <= turn < len(self._said):
+            raise EnvError(
+                f"the observation has a message of turn {turn!r}, and the model took {len(self._said)}; count from 0"
+            )
+        return self._said[turn]
 
     def asked(self, render: Callable[[Prompt, Any], list[int]]) -> list[int]:
         """The token ids of the prompt; ``render`` those of one without tools."""
-        if self._schemas is None:
+        if not self._apart:
             return render(self._prompt, self._tokenizer)
         asking = as_taken(self._messages, self._tokenizer, self._schemas)
         ids = encode(templated(asking, self._tokenizer, asking=True, tools=self._schemas), self._tokenizer)
@@ -73,19 +107,24 @@ class Conversation:
         found = re.search(r"(<think>|\[THINK\])\s*\Z", self._tokenizer.decode(ids[-16:]))
         return found[0] if found else ""
 
-    def said(self, tokens: Sequence[int], truncated: bool, end: int) -> Turn:
-        """A turn of the policy, which ends a row of ``end`` tokens, taken apart if there are tools."""
-        text, whole = self._tokenizer.decode(tokens, skip_special_tokens=True), ""
-        reason: Any = "length" if truncated else "stop"
-        turn = Turn(text, tokens, reason)
-        if self._format is not None:
+    def said(self, completion: Completion, row: Sequence[int]) -> Turn:
+        """A turn of the policy, which ends a row of tokens, taken apart if there are tools."""
+        tokens = completion.token_ids.tolist()
+        prompt, whole = len(row) - len(tokens), ""
+        reason: Any = "length" if completion.truncated else "stop"
+        of = (row[:prompt], completion.logprobs.tolist()) if self._ids else ()
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        if self._apart:
             whole = self._tokenizer.decode(tokens)
             found = parse(whole, self._format, reasoning_open=bool(self._opened))
-            turn = Turn(found.text, tokens, reason, found.calls, found.malformed, found.reasoning)
+            turn = Turn(found.text, tokens, reason, found.calls, found.malformed, found.reasoning, prompt, *of)
+        else:
+            turn = Turn(text, tokens, reason, prompt_tokens=prompt)
+        calling = _calling(turn, self._form, self._opened, whole) if turn.calls else None
+        self._said.append(calling or {"role": "assistant", "content": text})
         if self._chat:
-            self._turns.append(Sampled(len(self._messages), end - len(tokens), end))
-            calling = _calling(turn, self._form, self._opened, whole) if turn.calls else None
-            self._messages.append(calling or {"role": "assistant", "content": text})
+            self._turns.append(Sampled(len(self._messages), prompt, len(row)))
+            self._messages.append(self._said[-1])
         return turn
 
     def observed(self, observation: Any, tokens: Sequence[int]) -> Extension:
@@ -101,11 +140,15 @@ class Conversation:
             raise EnvError(
                 "the step is not done, and it has no observation; return Step(..., done=True) or an observation"
             )
+        self.is_request = False
         if isinstance(observation, str):
             self._chat = False  # the messages do not say it
             return Extension(len(tokens), list(self._tokenizer.encode(observation, add_special_tokens=False)), None)
         if isinstance(observation, Mapping):
-            return self._goes_on(_whole(observation), tokens)
+            before, messages = self._schemas, _whole(observation)
+            if "tools" in observation:
+                return self._goes_on(self._asked(observation), tokens, offered=self._schemas == before)
+            return self._goes_on([self._as_said(each) for each in messages], tokens)
         if not is_prompt(observation):
             raise EnvError(f"the observation is {observation!r:.200}; return text, messages or token ids")
         if not any(isinstance(part, Mapping) for part in observation):
@@ -118,13 +161,14 @@ class Conversation:
             )
         return self._goes_on([*self._messages, *observation], tokens)
 
-    def _goes_on(self, every: list[Any], tokens: Sequence[int]) -> Extension:
-        """Go on with a whole conversation, of which the row may have the beginning."""
-        if self._chat:
+    def _goes_on(self, every: list[Any], tokens: Sequence[int], *, offered: bool = True) -> Extension:
+        """Go on with a whole conversation, of which the row may have the beginning, if the same tools were offered."""
+        if self._chat and offered:
             found = extend(tokens, self._messages, self._turns, every, self._tokenizer, tools=self._schemas)
         else:
             found = extend([], [], [], every, self._tokenizer, tools=self._schemas)
-            found = found._replace(fork=Fork("rewritten", 0, "what came before is no chat"))
+            why = "other tools were offered" if self._chat else "what came before is no chat"
+            found = found._replace(fork=Fork("rewritten", 0, why))
         self._chat, self._messages = True, every
         self._turns = [turn for turn in self._turns if turn.stop <= found.kept]
         self._opened = self._opening(found.appended)
@@ -136,10 +180,11 @@ def _whole(observation: Mapping[str, Any]) -> list[Any]:
     if "role" in observation:
         raise EnvError("the observation is one message; return a list of messages")
     messages = observation.get("messages")
-    if set(observation) != {"messages"} or not isinstance(messages, Sequence) or isinstance(messages, str):
+    known = {"messages", "tools", "ids"} if "tools" in observation else {"messages"}
+    if not set(observation) <= known or not isinstance(messages, Sequence) or isinstance(messages, str):
         raise EnvError(
-            f"the observation is {observation!r:.200}; return {{'messages': [...]}} with the whole conversation, "
-            "a list of messages to append, text, or token ids"
+            f"the observation is {observation!r:.200}; return {{'messages': [...]}} with the whole conversation "
+            "(and the 'tools' of an agent), a list of messages to append, text, or token ids"
         )
     return list(messages)
 

@@ -5,6 +5,7 @@ appends.
 """
 
 import asyncio
+import copy
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
@@ -270,21 +271,32 @@ async def play(
                 "skipped",
             )
 
-    async def step(turn: Turn) -> Step:
+    async def act(turn: Turn) -> Step:
         coming = call(env.step, held[0], turn)
         taken = await holding(coming, lambda taken: [taken.state] if isinstance(taken, Step) else ())
         if not isinstance(taken, Step):
             raise EnvError(f"the environment's step returned {type(taken).__name__}; return a Step(state, reward, ...)")
         episode.earn(taken.reward, "the step's reward")
+        return taken
+
+    async def step(turn: Turn) -> Step:
+        nonlocal chat
+        taken = await act(turn)
         episode.info.append(_numbers(taken.info))
-        if not taken.done or taken.observation is not None:
-            episode.observations.append(taken.observation)
-        if not taken.done:
+        while not taken.done:
+            before = copy.copy(chat)
             kept, appended, fork = chat.observed(taken.observation, episode.token_ids)
-            if fork is None:
-                episode.append(appended)
-            else:
-                episode.fork(kept, appended, fork)
+            if not chat.is_request or kept + len(appended) < context_length:
+                episode.observations.append(taken.observation)
+                if fork is None:
+                    episode.append(appended)
+                else:
+                    episode.fork(kept, appended, fork)
+                return taken
+            chat = before  # an agent may shorten what it asked, or end
+            taken = await act(Turn(stop_reason="length", prompt_tokens=kept + len(appended)))
+        if taken.observation is not None:
+            episode.observations.append(taken.observation)
         return taken
 
     async def judge() -> None:
@@ -299,9 +311,8 @@ async def play(
             except LostRequest as error:
                 episode.fail(error_text(error))
                 break
-            tokens = completion.token_ids.tolist()
-            episode.append(tokens, completion)
-            episode.turns.append(chat.said(tokens, completion.truncated, len(episode.token_ids)))
+            episode.append(completion.token_ids.tolist(), completion)
+            episode.turns.append(chat.said(completion, episode.token_ids))
             taken = await _guarded(step(episode.turns[-1]), episode)
             if taken is None or taken.done:
                 break

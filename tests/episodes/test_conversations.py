@@ -436,7 +436,8 @@ def test_where_no_field_is_read_reasoning_is_in_the_content(template: str) -> No
     conversation = Conversation([{"role": "user", "content": "2+3="}], [tool(add)], chat_tokenizer(template))
     prompt = conversation.asked(lambda prompt, of: [])
     turn = chat_tokenizer(template).encode(says(template, "", call, thought="I should add."), add_special_tokens=False)
-    conversation.said(turn, False, len(prompt + turn))
+    sampled = Completion(torch.tensor(turn), torch.zeros(len(turn)), truncated=False, version=0)
+    conversation.said(sampled, prompt + turn)
     message = conversation._messages[-1]
     assert "I should add." in message["content"]
     assert "reasoning_content" not in message

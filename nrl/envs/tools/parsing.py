@@ -14,6 +14,7 @@ __all__ = ["Parsed", "parse"]
 
 _THINK = {"<think>": "</think>", "[THINK]": "[/THINK]"}  # the second is Mistral's
 _MARKS = "|".join(map(re.escape, [*_THINK, *_THINK.values()]))
+_NO_CALLS = Format(re.compile("(?!)"), re.compile("(?!)"), lambda text, stop: iter(()))
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>", "<｜end▁of▁sentence｜>")
 
 
@@ -40,12 +41,12 @@ class _Opened(Exception):
     """The text began within reasoning."""
 
 
-def parse(text: str, format: str, *, reasoning_open: bool = False) -> Parsed:
+def parse(text: str, format: str | None, *, reasoning_open: bool = False) -> Parsed:
     """Take apart what a model wrote: its text, its reasoning, its calls, and what is malformed.
 
     Args:
         text: of one turn, decoded with special tokens kept: some formats have them for markers.
-        format: one of `FORMATS`; `tool_format` finds it.
+        format: one of `FORMATS`; `tool_format` finds it. None: there are no tools, so nothing is a call.
         reasoning_open: whether the prompt ended within reasoning, as those of templates do that end in ``<think>``.
             If not, a ``</think>`` that nothing opened still ends reasoning, which then began with the text.
 
@@ -58,16 +59,19 @@ def parse(text: str, format: str, *, reasoning_open: bool = False) -> Parsed:
     >>> found = parse('One moment.<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>', "hermes")
     >>> found.text, found.calls
     ('One moment.', (ToolCall(name='add', arguments={'a': 2}, id=None),))
+    >>> parse("<think>Easy.</think>Four.", None).reasoning
+    'Easy.'
     """
-    if format not in READERS:
+    form = _NO_CALLS if format is None else READERS.get(format)
+    if form is None:
         raise ModelError(f"parse: there is no format {format!r} of tool calls; give one of {', '.join(FORMATS)}")
     text = text.rstrip()
     while ended := next((end for end in _ENDS if text.endswith(end)), None):
         text = text.removesuffix(ended).rstrip()
     try:
-        return _scan(text, READERS[format], reasoning_open)
+        return _scan(text, form, reasoning_open)
     except _Opened:
-        return _scan(text, READERS[format], True)
+        return _scan(text, form, True)
 
 
 def _scan(text: str, form: Format, opened: bool) -> Parsed:

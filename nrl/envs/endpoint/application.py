@@ -1,0 +1,131 @@
+"""The endpoint as an ASGI application: which session a request belongs to, and what it is answered."""
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from nrl.envs.contract import Turn
+from nrl.envs.endpoint import chat_completions, responses
+from nrl.envs.endpoint.asked import Asked, Unusable
+from nrl.envs.gym.application import Application, Receive, Send
+from nrl.envs.gym_config.defaults import LARGEST
+
+__all__ = ["Answering", "application"]
+
+_PATH = re.compile(r"(?:/s/([^/]+))?(?:/v1)?/(chat/completions|responses|models)")
+_APIS: Mapping[str, Any] = {"chat/completions": chat_completions, "responses": responses}
+
+
+class Answering(Protocol):
+    """Who answers the requests of a session."""
+
+    responses: dict[str, list[Mapping[str, Any]]]
+    """Conversations that a later request may go on with, by the id of the response at their end."""
+
+    def number(self) -> int:
+        """The number of an answer."""
+        ...
+
+    async def ask(self, asked: Asked) -> tuple[list[Turn], int]:
+        """The turns that answer a request, and the number of the first of them; raises `Unusable`."""
+        ...
+
+
+def application(find: Callable[[str], Answering | None], model: str, *, ids: bool = False) -> Application:
+    """An ASGI application.
+
+    Args:
+        find: the session of a name, which stands in the path (``/s/NAME/v1/...``) or is the API key.
+        model: the name that the endpoint gives it.
+        ids: whether all answers have the tokens that they are made of, as those of NeMo Gym's model servers do.
+    """
+    listed = {"id": model, "object": "model", "created": 0, "owned_by": "nrl"}
+
+    async def serve(scope: Any, receive: Receive, send: Send) -> None:
+        try:
+            await answered(scope, receive, send)
+        except Unusable as error:
+            kind = "invalid_request_error" if error.status < 500 else "server_error"
+            said = {"message": str(error), "type": kind, "param": None, "code": error.code}
+            await _send(send, msgspec.json.encode({"error": said}), status=error.status)
+
+    async def answered(scope: Any, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
+        if path == "/health":
+            return await _send(send, b"{}")
+        found = _PATH.fullmatch(path)
+        if found is None:
+            raise Unusable(f"there is no {path:.80}; ask /v1/chat/completions, /v1/responses or /v1/models", status=404)
+        session = find(found[1] or _key(scope["headers"]))
+        if session is None:
+            raise Unusable("there is no such session; use the address or the API key of this episode", status=401)
+        if method != ("GET" if found[2] == "models" else "POST"):
+            raise Unusable(f"{path:.80} does not take {method:.20}", status=405)
+        if found[2] == "models":
+            return await _send(send, msgspec.json.encode({"object": "list", "data": [listed]}))
+        await asked(_APIS[found[2]], session, await _body(receive), receive, send)
+
+    async def asked(api: Any, session: Answering, body: Any, receive: Receive, send: Send) -> None:
+        earlier = body.get("previous_response_id") if isinstance(body, Mapping) and api is responses else None
+        if earlier is not None and earlier not in session.responses:
+            raise Unusable(f"previous_response_id: there is no response {earlier!r:.80} in this session", status=404)
+        asked: Asked = api.read(body, session.responses[earlier]) if earlier is not None else api.read(body)
+        turns = await _unless_left(session.ask(asked), receive)
+        if turns is None:
+            return
+        name = f"{session.number()}"
+        if asked.stream:
+            await send({"type": "http.response.start", "status": 200, "headers": [_type(b"text/event-stream")]})
+            for event in api.events(asked, *turns, name):
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await _send(send, msgspec.json.encode(api.answer(asked, *turns, name)))
+
+    return serve
+
+
+async def _unless_left(asking: Any, receive: Receive) -> Any:
+    """An answer; None if the client leaves before."""
+    answer, left = asyncio.ensure_future(asking), asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait([answer, left], return_when=asyncio.FIRST_COMPLETED)
+        return answer.result() if answer.done() else None
+    finally:
+        left.cancel()
+        answer.cancel()
+
+
+async def _body(receive: Receive) -> Any:
+    parts, size, more = list[bytes](), 0, True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > LARGEST:
+            raise Unusable(f"the request has more than {LARGEST} bytes; send less", status=413)
+        more = message.get("more_body", False)
+    try:
+        return msgspec.json.decode(b"".join(parts))
+    except (ValueError, RecursionError) as error:
+        raise Unusable(f"the request is no JSON: {error}") from None
+
+
+def _key(headers: Any) -> str:
+    for name, value in headers:
+        if name == b"authorization":
+            return str(value.decode("latin-1")).partition(" ")[2].strip()
+    return ""
+
+
+def _type(kind: bytes) -> tuple[bytes, bytes]:
+    return b"content-type", kind
+
+
+async def _send(send: Send, body: bytes, status: int = 200) -> None:
+    headers = [_type(b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

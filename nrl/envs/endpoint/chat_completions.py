@@ -1,0 +1,195 @@
+"""OpenAI's Chat Completions: requests, answers, and answers as a stream."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from nrl.envs.contract import Turn
+from nrl.envs.endpoint.asked import Asked, Unusable, arguments_of, call_id, chat_tools, content_of, content_text
+
+__all__ = ["answer", "events", "read", "sampling_of"]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_UNMET = (
+    *("frequency_penalty", "function_call", "functions", "logit_bias", "presence_penalty", "response_format"),
+    *("parallel_tool_calls", "top_logprobs", "min_p", "repetition_penalty", "guided_json"),
+)
+
+
+def read(body: Any) -> Asked:
+    """What a request asks.
+
+    Raises:
+        Unusable: it cannot be answered; the message says why.
+
+    >>> read({"model": "policy", "messages": [{"role": "user", "content": "1+1="}]}).messages
+    [{'role': 'user', 'content': '1+1='}]
+    """
+    if not isinstance(body, Mapping):
+        raise Unusable(f"the request is {type(body).__name__}; send an object with 'messages'")
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Unusable("messages: there are none; send a list of at least one")
+    found = [_message(each, f"messages[{at}]") for at, each in enumerate(messages)]
+    if found[-1]["role"] == "assistant":
+        raise Unusable("messages: the last is the assistant's, which leaves nothing to answer")
+    n = body.get("n") or 1
+    if not isinstance(n, int) or not 1 <= n <= 128:
+        raise Unusable(f"n is {n!r:.80}; give how many answers, from 1 to 128")
+    choice = body.get("tool_choice")
+    unmet = [name for name in _UNMET if body.get(name)]
+    if choice not in (None, "auto", "none"):
+        unmet.append("tool_choice")
+    return Asked(
+        messages=found,
+        tools=[] if choice == "none" else chat_tools(body.get("tools")),
+        n=n,
+        stream=bool(body.get("stream")),
+        stream_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        logprobs=bool(body.get("logprobs")),
+        ids=bool(body.get("return_token_ids")),
+        model=str(body.get("model") or ""),
+        sampling=sampling_of(body, "max_completion_tokens", "max_tokens"),
+        unmet=tuple(unmet),
+    )
+
+
+def sampling_of(body: Mapping[str, Any], *lengths: str) -> dict[str, Any]:
+    """How a request wants to be sampled; of ``lengths``, the names of the most tokens, the first that it has counts.
+
+    Raises:
+        Unusable: a value that is no number, or no text.
+
+    >>> sampling_of({"temperature": 0, "max_tokens": 5, "user": "me"}, "max_tokens")
+    {'temperature': 0, 'max_new_tokens': 5}
+    """
+    given = {name: body[name] for name in ("temperature", "top_p", "top_k", "seed") if body.get(name) is not None}
+    length = next((body[name] for name in lengths if body.get(name) is not None), None)
+    given |= {} if length is None else {"max_new_tokens": length}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise Unusable(f"{name} is {value!r:.80}; give a number")
+    stop = body.get("stop")
+    if stop is not None:
+        given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(each, str) for each in given["stop"]):
+            raise Unusable(f"stop is {stop!r:.80}; give texts")
+    return given
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role not in _ROLES:
+        raise Unusable(f"{where}: its role is {role!r}; give one of {', '.join(_ROLES)}")
+    found = {"role": "system" if role == "developer" else role, "content": content_text(message.get("content"), where)}
+    if role == "tool":
+        return found | {"tool_call_id": str(message.get("tool_call_id") or "")}
+    if role != "assistant":
+        return found
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(thought, str):
+        found["reasoning"] = thought
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [_call(each, f"{where}.tool_calls[{at}]") for at, each in enumerate(calls)]
+    return found
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise Unusable(f"{where}: it is no call of a function with a name")
+    arguments = arguments_of(function.get("arguments"))
+    return {"id": str(call.get("id") or ""), "name": function["name"], "arguments": arguments}
+
+
+def answer(asked: Asked, turns: Sequence[Turn], first: int, name: str) -> dict[str, Any]:
+    """The answer to a request.
+
+    Args:
+        asked: the request.
+        turns: as many as were asked for.
+        first: the number of the first of them.
+        name: of this answer.
+    """
+    choices = []
+    for index, turn in enumerate(turns):
+        choice = {"index": index, "message": _answered(turn, first + index), "finish_reason": _finish(turn)}
+        choice["logprobs"] = _logprobs(turn) if asked.logprobs else None
+        if asked.ids:
+            choice["token_ids"] = list(turn.token_ids)
+            choice["message"] |= {
+                "prompt_token_ids": list(turn.prompt_ids),
+                "generation_token_ids": list(turn.token_ids),
+                "generation_log_probs": list(turn.logprobs),
+            }
+        choices.append(choice)
+    found = {
+        "id": f"chatcmpl-{name}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": asked.model,
+        "choices": choices,
+        "usage": _usage(turns),
+    }
+    return found | ({"prompt_token_ids": list(turns[0].prompt_ids)} if asked.ids else {})
+
+
+def events(asked: Asked, turns: Sequence[Turn], first: int, name: str) -> Iterator[bytes]:
+    """The answer as server-sent events."""
+    whole = answer(asked, turns, first, name)
+    head = {key: whole[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+
+    def chunk(choices: list[Any], **more: Any) -> bytes:
+        return b"data: " + json.dumps(head | {"choices": choices} | more).encode() + b"\n\n"
+
+    for choice in whole["choices"]:
+        index, message = choice["index"], choice["message"]
+        calls = [{"index": at, **each} for at, each in enumerate(message.get("tool_calls", ()))]
+        parts = [{"role": "assistant", "content": ""}]
+        parts += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
+        parts += [{"tool_calls": [each]} for each in calls]
+        for at, delta in enumerate(parts):
+            logprobs = choice["logprobs"] if at == len(parts) - 1 else None
+            yield chunk([{"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs}])
+        yield chunk([{"index": index, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}])
+    if asked.stream_usage:
+        yield chunk([], usage=whole["usage"])
+    yield b"data: [DONE]\n\n"
+
+
+def _answered(turn: Turn, number: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": "assistant", "content": content_of(turn) or (None if turn.calls else "")}
+    if turn.reasoning:
+        found["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        found["tool_calls"] = [
+            {
+                "id": call_id(number, at),
+                "type": "function",
+                "function": {"name": each.name, "arguments": json.dumps(each.arguments, ensure_ascii=False)},
+            }
+            for at, each in enumerate(turn.calls)
+        ]
+    return found
+
+
+def _finish(turn: Turn) -> str:
+    return "length" if turn.stop_reason == "length" else "tool_calls" if turn.calls else "stop"
+
+
+def _logprobs(turn: Turn) -> dict[str, Any]:
+    """Tokens are named by their ids, as vLLM does on request: a text may not say which token it was."""
+    each = zip(turn.token_ids, turn.logprobs, strict=True)
+    return {
+        "content": [
+            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in each
+        ],
+        "refusal": None,
+    }
+
+
+def _usage(turns: Sequence[Turn]) -> dict[str, int]:
+    prompt, sampled = turns[0].prompt_tokens, sum(len(turn.token_ids) for turn in turns)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

@@ -1,0 +1,133 @@
+"""Episodes that an agent drives: what it asks, in order, and the turns of the policy that answer."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from nrl.envs.contract import Turn
+from nrl.envs.endpoint.asked import Asked, Unusable, as_request, said_by
+
+__all__ = ["Exchange", "Session"]
+
+
+@attrs.define(eq=False)
+class Exchange:
+    """A request of an agent, and the turns that answer it.
+
+    Args:
+        asked: the request.
+        answer: of as many turns as it asks for, and the number of the first of them.
+        turns: those that there are.
+        first: the number of the first.
+        left: whether the agent has left before it was answered. One that asks the same again gets this answer.
+    """
+
+    asked: Asked
+    answer: "asyncio.Future[tuple[list[Turn], int]]"
+    turns: list[Turn] = attrs.field(factory=list)
+    first: int = 0
+    left: bool = False
+
+
+class Session:
+    """One episode: a queue of exchanges, one of which is answered at a time. Used on the loop of the endpoint alone.
+
+    Args:
+        name: of the episode, which nobody can guess.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.responses: dict[str, list[Mapping[str, Any]]] = {}  # conversations, by the id of the response at their end
+        self._said: list[Mapping[str, Any]] = []
+        self._waiting: asyncio.Queue[Exchange | asyncio.Future[Any]] = asyncio.Queue()
+        self._current: Exchange | None = None
+        self._left: list[Exchange] = []
+        self._closed = ""
+        self._numbers = 0
+
+    def number(self) -> int:
+        """The number of an answer."""
+        self._numbers += 1
+        return self._numbers
+
+    async def ask(self, asked: Asked) -> tuple[list[Turn], int]:
+        """The turns that answer a request, and the number of the first of them.
+
+        Raises:
+            Unusable: the episode is over, or the request does not fit into the context.
+        """
+        if self._closed:
+            raise Unusable(self._closed, "session_closed", 410)
+        exchange = next((each for each in self._left if each.asked == asked), None)
+        if exchange is None:
+            exchange = Exchange(asked, asyncio.get_running_loop().create_future())
+            self._waiting.put_nowait(exchange)
+        else:
+            self._left.remove(exchange)
+            exchange.left = False
+        try:
+            return await asyncio.shield(exchange.answer)
+        except asyncio.CancelledError:
+            exchange.left = True
+            self._left.append(exchange)
+            raise
+
+    def ended(self, outcome: "asyncio.Future[Any]") -> None:
+        """The agent has ended; what it returned, or raised, is the end of the episode."""
+        self._waiting.put_nowait(outcome)
+
+    async def next(self) -> Any:
+        """Wait for the next request, and give it as `nrl.envs.contract.Request`; or what the agent returned, as a future.
+
+        What an agent that left had asked, and nobody has begun to answer, is left out.
+        """
+        while True:
+            found = await self._waiting.get()
+            if isinstance(found, asyncio.Future):
+                return found
+            if not found.left:
+                self._current, found.first = found, len(self._said)
+                return as_request(found.asked, self._said)
+            self._left.remove(found)
+            found.answer.cancel()
+
+    def take(self, turn: Turn) -> Any:
+        """Take a turn of the policy. What is still to be answered, if more are asked for; None: that was the last."""
+        exchange = self._current
+        assert exchange is not None
+        if not turn.token_ids and turn.stop_reason == "length":
+            self._answered(exchange)
+            exchange.answer.set_exception(
+                Unusable(
+                    f"the request has {turn.prompt_tokens} tokens, which leaves no room for an answer in the context of "
+                    "this model; ask something shorter",
+                    "context_length_exceeded",
+                )
+            )
+            return None
+        exchange.turns.append(turn)
+        self._said.append(said_by(turn, len(self._said)))
+        if len(exchange.turns) < exchange.asked.n:
+            return as_request(exchange.asked, self._said)
+        self._answered(exchange)
+        exchange.answer.set_result((exchange.turns, exchange.first))
+        return None
+
+    def _answered(self, exchange: Exchange) -> None:
+        self._current = None
+        exchange.answer.add_done_callback(lambda future: future.cancelled() or future.exception())  # if nobody reads it
+
+    def close(self, why: str) -> None:
+        """End the episode: what is asked from now on, or waits, is told why."""
+        self._closed = why
+        waiting = [] if self._current is None else [self._current]
+        while not self._waiting.empty():
+            found = self._waiting.get_nowait()
+            waiting += [found] if isinstance(found, Exchange) else []
+        for exchange in waiting:
+            if not exchange.answer.done():
+                self._answered(exchange)
+                exchange.answer.set_exception(Unusable(why, "session_closed", 410))
