@@ -24,6 +24,7 @@ __all__ = [
     "Message",
     "Observation",
     "Prompt",
+    "Request",
     "Score",
     "Status",
     "Step",
@@ -50,12 +51,12 @@ TIMEOUT = 60.0
 type Message = dict[str, str]
 """One message of a chat: ``{"role": ..., "content": ...}``."""
 
-type Request = Mapping[Literal["messages", "tools", "ids"], Any]
+type Request = Mapping[str, Any]
 """A whole conversation as somebody else sends it: ``"messages"``; and where it is an agent's, the JSON schemas of its
 ``"tools"``, and whether the turn is to have the ``"ids"`` that it is made of; see `Step`."""
 
-type Prompt = str | Sequence[Message] | Sequence[int] | Request
-"""The question to a model: text, a chat, token ids that are used as they are, or an agent's request."""
+type Prompt = str | Sequence[Message] | Sequence[int]
+"""The question to a model: text, a chat, or token ids that are used as they are."""
 
 type Observation = str | Sequence[int] | Sequence[Message] | Request | None
 """What an environment answers to a turn; see `Step`."""
@@ -211,7 +212,7 @@ class Trace:
     ('4', 1)
     """
 
-    prompt: Prompt = ""
+    prompt: Prompt | Request = ""
     turns: tuple[Turn, ...] = attrs.field(default=(), converter=_turns)
     observations: tuple[Any, ...] = ()
     token_ids: tuple[int, ...] = attrs.field(default=(), repr=False)
@@ -284,8 +285,8 @@ class Environment(NamedTuple):
 
     Args:
         reset: ``task -> (state, prompt)``, or ``(state, prompt, tools)`` with `nrl.envs.tools.tool`; then the prompt is
-            text or a chat, and each `Turn` has its calls. The task has a ``"seed"``, an integer that is the same for
-            all episodes of its group, and for every run with the same seed.
+            text or a chat, and each `Turn` has its calls. A prompt may be an agent's `Request`, too. The task has a
+            ``"seed"``, an integer that is the same for all episodes of its group, and for every run with the same seed.
         step: ``(state, turn) -> Step``, of a `Turn`.
         close: called once with the last state of an episode, however it ended, and never with one that a `reset` which
             failed did not give; its value is not read. None: there is nothing to give back.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nrl.backends.base import Completion
 from nrl.data.rendering import encode, templated
-from nrl.envs.contract import Prompt, Turn
+from nrl.envs.contract import Prompt, Request, Turn
 from nrl.envs.tools import Tool, parse, tool_format
 from nrl.episodes.bridges import Extension, Fork, Sampled, extend
 from nrl.episodes.forms import Form, as_taken, form
@@ -43,7 +43,7 @@ class Conversation:
         tokenizer: of the policy.
     """
 
-    def __init__(self, prompt: Prompt, tools: Sequence[Any], tokenizer: Any) -> None:
+    def __init__(self, prompt: Prompt | Request, tools: Sequence[Any], tokenizer: Any) -> None:
         if isinstance(tools, Tool) or any(not isinstance(each, Tool) for each in tools):
             raise EnvError(
                 "the environment's reset returned something else than a list of tools as its third value; make each of "
@@ -93,7 +93,7 @@ class Conversation:
             )
         return self._said[turn]
 
-    def asked(self, render: Callable[[Prompt, Any], list[int]]) -> list[int]:
+    def asked(self, render: Callable[[Any, Any], list[int]]) -> list[int]:
         """The token ids of the prompt; ``render`` those of one without tools."""
         if not self._apart:
             return render(self._prompt, self._tokenizer)

@@ -18,7 +18,7 @@ from torch import Tensor
 from nrl.backends.base import Completion
 from nrl.data import render
 from nrl.envs import Env, Step, Task
-from nrl.envs.contract import FailedScore, Prompt, Status, Trace, Turn, Verdict, judges_group, score_of
+from nrl.envs.contract import FailedScore, Prompt, Request, Status, Trace, Turn, Verdict, judges_group, score_of
 from nrl.envs.user_code.calls import Caller, calling
 from nrl.envs.user_code.errors import Failed
 from nrl.episodes.bridges import Fork
@@ -86,7 +86,7 @@ class Episode:
     again: int = 0
     failure: str | None = None
     info: list[dict[str, float]] = attrs.field(factory=list)
-    prompt: Prompt = ""
+    prompt: Prompt | Request = ""
     turns: list[Turn] = attrs.field(factory=list)
     observations: list[Any] = attrs.field(factory=list)
     routes: Tensor | None = None

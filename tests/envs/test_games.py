@@ -311,8 +311,8 @@ def test_states_are_values_and_chats_are_answered_as_chats(env: Environment, mak
     assert [message["role"] for message in prompt] == ["user"]
     first, again = env.step(state, "none"), env.step(state, "none")
     assert first == again
-    assert first.observation[0]["role"] == "user"  # type: ignore[union-attr,index,call-overload]
-    assert "Move:" not in first.observation[0]["content"]  # type: ignore[union-attr,index,call-overload]
+    assert first.observation[0]["role"] == "user"  # type: ignore[union-attr,index]
+    assert "Move:" not in first.observation[0]["content"]  # type: ignore[union-attr,index]
     _, plain = env.reset(make(0, 0))
     assert isinstance(plain, str)
     assert plain.endswith("\nMove: ")

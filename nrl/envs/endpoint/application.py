@@ -5,11 +5,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import attrs
 import msgspec
 
 from nrl.envs.contract import Turn
 from nrl.envs.endpoint import chat_completions, responses
-from nrl.envs.endpoint.asked import Asked, Unusable
+from nrl.envs.endpoint.asked import Asked, Unusable, said_by
 from nrl.envs.gym.application import Application, Receive, Send
 from nrl.envs.gym_config.defaults import LARGEST
 
@@ -25,6 +26,9 @@ class Answering(Protocol):
     responses: dict[str, list[Mapping[str, Any]]]
     """Conversations that a later request may go on with, by the id of the response at their end."""
 
+    ids: bool
+    """Whether all answers have the tokens that they are made of."""
+
     def number(self) -> int:
         """The number of an answer."""
         ...
@@ -34,13 +38,12 @@ class Answering(Protocol):
         ...
 
 
-def application(find: Callable[[str], Answering | None], model: str, *, ids: bool = False) -> Application:
+def application(find: Callable[[str], Answering | None], model: str) -> Application:
     """An ASGI application.
 
     Args:
         find: the session of a name, which stands in the path (``/s/NAME/v1/...``) or is the API key.
         model: the name that the endpoint gives it.
-        ids: whether all answers have the tokens that they are made of, as those of NeMo Gym's model servers do.
     """
     listed = {"id": model, "object": "model", "created": 0, "owned_by": "nrl"}
 
@@ -55,7 +58,8 @@ def application(find: Callable[[str], Answering | None], model: str, *, ids: boo
     async def answered(scope: Any, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
         if path == "/health":
-            return await _send(send, b"{}")
+            await _send(send, b"{}")
+            return
         found = _PATH.fullmatch(path)
         if found is None:
             raise Unusable(f"there is no {path:.80}; ask /v1/chat/completions, /v1/responses or /v1/models", status=404)
@@ -65,7 +69,8 @@ def application(find: Callable[[str], Answering | None], model: str, *, ids: boo
         if method != ("GET" if found[2] == "models" else "POST"):
             raise Unusable(f"{path:.80} does not take {method:.20}", status=405)
         if found[2] == "models":
-            return await _send(send, msgspec.json.encode({"object": "list", "data": [listed]}))
+            await _send(send, msgspec.json.encode({"object": "list", "data": [listed]}))
+            return
         await asked(_APIS[found[2]], session, await _body(receive), receive, send)
 
     async def asked(api: Any, session: Answering, body: Any, receive: Receive, send: Send) -> None:
@@ -73,17 +78,22 @@ def application(find: Callable[[str], Answering | None], model: str, *, ids: boo
         if earlier is not None and earlier not in session.responses:
             raise Unusable(f"previous_response_id: there is no response {earlier!r:.80} in this session", status=404)
         asked: Asked = api.read(body, session.responses[earlier]) if earlier is not None else api.read(body)
-        turns = await _unless_left(session.ask(asked), receive)
-        if turns is None:
+        asked = attrs.evolve(asked, ids=asked.ids or session.ids)
+        found = await _unless_left(session.ask(asked), receive)
+        if found is None:
             return
-        name = f"{session.number()}"
+        turns, first = found
+        name = str(session.number())
+        if api is responses:
+            told = asked.messages[bool(body.get("instructions")) :]  # which hold for one request
+            session.responses[f"resp_{name}"] = [*told, said_by(turns[0], first)]
         if asked.stream:
             await send({"type": "http.response.start", "status": 200, "headers": [_type(b"text/event-stream")]})
-            for event in api.events(asked, *turns, name):
+            for event in api.events(asked, turns, first, name):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         else:
-            await _send(send, msgspec.json.encode(api.answer(asked, *turns, name)))
+            await _send(send, msgspec.json.encode(api.answer(asked, turns, first, name)))
 
     return serve
 

@@ -106,7 +106,9 @@ def chat_tools(tools: Any) -> list[dict[str, Any]]:
         kind = tool.get("type") if isinstance(tool, Mapping) else type(tool).__name__
         function = tool.get("function", tool) if kind == "function" else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise Unusable(f"tools: there is one of the type {kind!r}; this model is told of functions with a name alone")
+            raise Unusable(
+                f"tools: there is one of the type {kind!r}; this model is told of functions with a name alone"
+            )
         known = {key: function[key] for key in ("name", "description", "parameters") if function.get(key) is not None}
         found.append({"type": "function", "function": known})
     return found

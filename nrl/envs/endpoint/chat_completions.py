@@ -114,7 +114,11 @@ def answer(asked: Asked, turns: Sequence[Turn], first: int, name: str) -> dict[s
     """
     choices = []
     for index, turn in enumerate(turns):
-        choice = {"index": index, "message": _answered(turn, first + index), "finish_reason": _finish(turn)}
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": _answered(turn, first + index),
+            "finish_reason": _finish(turn),
+        }
         choice["logprobs"] = _logprobs(turn) if asked.logprobs else None
         if asked.ids:
             choice["token_ids"] = list(turn.token_ids)
@@ -146,7 +150,7 @@ def events(asked: Asked, turns: Sequence[Turn], first: int, name: str) -> Iterat
     for choice in whole["choices"]:
         index, message = choice["index"], choice["message"]
         calls = [{"index": at, **each} for at, each in enumerate(message.get("tool_calls", ()))]
-        parts = [{"role": "assistant", "content": ""}]
+        parts: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         parts += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
         parts += [{"tool_calls": [each]} for each in calls]
         for at, delta in enumerate(parts):

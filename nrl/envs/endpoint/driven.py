@@ -20,7 +20,7 @@ from nrl.envs.gym.serving import address
 from nrl.errors import EnvError
 from nrl.runtime.threads import Daemons
 
-__all__ = ["Endpoint", "driven"]
+__all__ = ["Endpoint", "Start", "driven"]
 
 _MODEL = "policy"
 _CLOSING = 5.0  # seconds that an agent may take to end when it is cancelled
@@ -51,7 +51,7 @@ class Endpoint:
         return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model}
 
 
-type Start = Callable[[Task, Endpoint], Verdict | None | Awaitable[Verdict | None]]
+type Start = Callable[[Task, Endpoint], Verdict | Awaitable[Verdict | None] | None]
 """``(task, endpoint) -> verdict``, plain or ``async``: lets an agent work on a task, and waits until it has ended."""
 
 
@@ -61,6 +61,7 @@ def driven(
     verifier: Verifier | None = None,
     timeout: float | Callable[[Task], float | None] | None = TIMEOUT,
     host: str = "127.0.0.1",
+    ids: bool = False,
 ) -> Environment:
     """The environment whose episodes are driven by an agent from outside.
 
@@ -83,6 +84,8 @@ def driven(
             the last answer to its end; or a function from the task to these; None: no limit.
         host: where the endpoint listens, in the process where the environment is; by default no other machine can
             reach it. Give the address of a network interface for agents on other machines.
+        ids: whether all answers have ``prompt_token_ids``, ``generation_token_ids`` and ``generation_log_probs``, as
+            those of NeMo Gym's model servers do; otherwise those to requests with vLLM's ``return_token_ids``.
 
     Returns:
         An environment, ``async``, like any other: it may be `nrl.pooled`, on a mesh, or served.
@@ -106,13 +109,14 @@ def driven(
     """
 
     async def reset(task: Task) -> Any:
-        state = _running(host).begin(start, task)
+        state = _running(host).begin(start, task, ids)
         try:
             first = await state.on_loop(state.session.next())
             if isinstance(first, asyncio.Future):
                 said = first.result()
                 raise EnvError(
-                    f"driven: the agent ended, with {said!r:.200}, and had not asked the model; let it ask endpoint.base_url"
+                    f"driven: the agent ended, with {said!r:.200}, and had not asked the model; let it ask "
+                    "endpoint.base_url"
                 )
         except BaseException:
             await state.end()
@@ -221,10 +225,10 @@ class _Running:
         listener = Listener(application(self.sessions.get, _MODEL), grace=1.0)
         self.loop.run_until_complete(listener.answer(self._on, lambda: None))
 
-    def begin(self, start: Start, task: Task) -> _Driven:
+    def begin(self, start: Start, task: Task, ids: bool) -> _Driven:
         """Start an agent."""
         name = secrets.token_hex(16)
-        session = self.sessions[name] = Session(name)
+        session = self.sessions[name] = Session(name, ids)
         agent = _Agent(start, task, Endpoint(f"{self._url}/s/{name}/v1", name), self)
         agent.outcome.add_done_callback(lambda found: self.loop.call_soon_threadsafe(self._ended, session, found))
         return _Driven(self, session, agent)

@@ -84,7 +84,9 @@ def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
                 found.append({"role": "assistant", "content": ""})
             _add(found[-1], kind, item, where)
         elif kind == "function_call_output":
-            found.append({"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": _output(item, where)})
+            found.append(
+                {"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": _output(item, where)}
+            )
         elif kind == "message" and item.get("role") in _ROLES:
             role = "system" if item["role"] == "developer" else item["role"]
             found.append({"role": role, "content": content_text(item.get("content"), where)})
@@ -172,9 +174,7 @@ def _items(asked: Asked, turn: Turn, number: int, name: str) -> list[dict[str, A
                 for token, logprob in each
             ]
         status = "incomplete" if turn.stop_reason == "length" else "completed"
-        found.append(
-            {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status, "content": [part]}
-        )
+        found.append({"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status, "content": [part]})
     for at, each in enumerate(turn.calls):
         own = call_id(number, at)
         arguments = json.dumps(each.arguments, ensure_ascii=False)
@@ -222,9 +222,7 @@ def events(asked: Asked, turns: Sequence[Turn], first: int, name: str) -> Iterat
             yield event("response.content_part.done", **at, part=part)
         elif item["type"] == "function_call":
             yield event("response.function_call_arguments.delta", **at, delta=item["arguments"])
-            yield event(
-                "response.function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"]
-            )
+            yield event("response.function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"])
         else:
             (part,) = item["summary"]
             at |= {"summary_index": 0}

@@ -36,10 +36,11 @@ class Session:
 
     Args:
         name: of the episode, which nobody can guess.
+        ids: whether all answers have the tokens that they are made of.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, ids: bool) -> None:
+        self.name, self.ids = name, ids
         self.responses: dict[str, list[Mapping[str, Any]]] = {}  # conversations, by the id of the response at their end
         self._said: list[Mapping[str, Any]] = []
         self._waiting: asyncio.Queue[Exchange | asyncio.Future[Any]] = asyncio.Queue()
@@ -80,7 +81,7 @@ class Session:
         self._waiting.put_nowait(outcome)
 
     async def next(self) -> Any:
-        """Wait for the next request, and give it as `nrl.envs.contract.Request`; or what the agent returned, as a future.
+        """Wait for the next request, a `nrl.envs.contract.Request`; or for what the agent returns, which is a future.
 
         What an agent that left had asked, and nobody has begun to answer, is left out.
         """
@@ -102,8 +103,8 @@ class Session:
             self._answered(exchange)
             exchange.answer.set_exception(
                 Unusable(
-                    f"the request has {turn.prompt_tokens} tokens, which leaves no room for an answer in the context of "
-                    "this model; ask something shorter",
+                    f"the request has {turn.prompt_tokens} tokens, which leaves no room for an answer in the context "
+                    "of this model; ask something shorter",
                     "context_length_exceeded",
                 )
             )

@@ -84,6 +84,9 @@ class Action(Struct, omit_defaults=True):
     calls: list[Called] = []
     malformed: list[Unread] = []
     reasoning: Text = ""
+    prompt_tokens: int = 0
+    prompt_ids: list[int] = []
+    logprobs: list[float] = []
 
 
 class Transcript(Struct, omit_defaults=True):
@@ -297,8 +300,13 @@ def action_of(turn: str) -> Action:
     """
     if not isinstance(turn, Turn):
         return Action(sendable(turn, "the turn"))
+    sampled: dict[str, Any] = {
+        "prompt_tokens": turn.prompt_tokens,
+        "prompt_ids": list(turn.prompt_ids),
+        "logprobs": list(turn.logprobs),
+    }
     if not (turn.calls or turn.malformed or turn.reasoning):
-        return Action(sendable(turn.text, "the turn"), list(turn.token_ids), turn.stop_reason)
+        return Action(sendable(turn.text, "the turn"), list(turn.token_ids), turn.stop_reason, **sampled)
     found = sendable(
         [turn.text, turn.reasoning, list(map(list, turn.calls)), list(map(list, turn.malformed))], "a turn"
     )
@@ -310,6 +318,7 @@ def action_of(turn: str) -> Action:
         [Called(*each) for each in calls],
         [Unread(*each) for each in malformed],
         reasoning,
+        **sampled,
     )
 
 
@@ -317,13 +326,20 @@ def turn_of(action: str | Action) -> Turn:
     """The turn of an action."""
     if isinstance(action, str):
         return Turn(action)
+    sampled: dict[str, Any] = {
+        "prompt_tokens": action.prompt_tokens,
+        "prompt_ids": action.prompt_ids,
+        "logprobs": action.logprobs,
+    }
     if not (action.calls or action.malformed or action.reasoning):
-        return Turn(str(action.text), action.token_ids, action.stop_reason)
+        return Turn(str(action.text), action.token_ids, action.stop_reason, **sampled)
     calls = [
         ToolCall(str(each.name), each.arguments, None if each.id is None else str(each.id)) for each in action.calls
     ]
     malformed = [MalformedCall(str(each.text), str(each.reason)) for each in action.malformed]
-    return Turn(str(action.text), action.token_ids, action.stop_reason, calls, malformed, str(action.reasoning))
+    return Turn(
+        str(action.text), action.token_ids, action.stop_reason, calls, malformed, str(action.reasoning), **sampled
+    )
 
 
 def transcript(trace: Trace) -> Transcript:
