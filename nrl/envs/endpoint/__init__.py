@@ -2,4 +2,12 @@
 
 An agent that somebody else wrote asks a model over HTTP. `driven` turns it into an environment: what it asks is what
 the policy sees, and what the policy says is what it gets.
+
+>>> Endpoint("http://127.0.0.1:8000/s/4f/v1", "4f").model
+'policy'
 """
+
+from nrl.envs.endpoint.driven import Endpoint, Start, driven
+from nrl.envs.endpoint.programs import program
+
+__all__ = ["Endpoint", "Start", "driven", "program"]

@@ -163,7 +163,9 @@ class _Driven:
         self._running.sessions.pop(self.session.name, None)
         self._running.loop.call_soon_threadsafe(self.session.close, "this episode is over; nobody answers any more")
         if self._agent.cancel():
-            await asyncio.wait([asyncio.wrap_future(self._agent.outcome)], timeout=_CLOSING)
+            ended = asyncio.wrap_future(self._agent.outcome)
+            ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody asks for it
+            await asyncio.wait([ended], timeout=_CLOSING)
 
 
 class _Agent:

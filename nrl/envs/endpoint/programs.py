@@ -1,0 +1,113 @@
+"""Agents that are programs: a process an episode, in a Python environment of its own."""
+
+import asyncio
+import functools
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+from nrl.envs.contract import Task, Verdict
+from nrl.envs.endpoint.driven import Endpoint
+from nrl.envs.gym.records import sendable
+from nrl.errors import EnvError
+from nrl.runtime.executables.recipes import recipe
+from nrl.runtime.executables.registry import Executable
+from nrl.runtime.executables.registry import executable as registered
+from nrl.runtime.node.building import provide
+from nrl.runtime.node.environments import sources
+
+__all__ = ["program"]
+
+_SHOWN = 4000  # bytes of what a program wrote last, which are read
+
+
+def program(
+    *command: str, executable: str | Executable = "system", env: Mapping[str, str] | None = None
+) -> Callable[[Task, Endpoint], Coroutine[Any, Any, Verdict | None]]:
+    """An agent for `nrl.driven` that is a program, started once an episode.
+
+    It finds the model by the environment variables ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``, and
+    reads the task as JSON on its standard input. The last line that it prints is its verdict, as JSON: a number, an
+    object of components, or ``null`` for none, as where it prints nothing. If it exits with a status other than 0, its
+    row is invalid. When its episode ends, it is killed, with all processes that are in its group.
+
+    Args:
+        *command: the program and its arguments; ``python`` is the Python of the executable.
+        executable: its Python environment, or the name of one; it is built here and now, if it is not there.
+        env: more environment variables.
+
+    Raises:
+        ValueError: there is no command.
+        PlacementError: no executable has this name.
+        ExecutableError: it cannot be built.
+
+    >>> import nrl
+    >>> env = nrl.driven(
+    ...     program("python", "agent.py", executable=nrl.Executable("agents", requirements=["smolagents"]))
+    ... )
+    """
+    if not command:
+        raise ValueError("program: there is no command; give a program and its arguments")
+    made = registered(executable)
+    own = command[0] == "python"
+    if own:
+        _provided(made)  # so that no episode waits for it, but on other machines
+
+    async def start(task: Task, endpoint: Endpoint) -> Verdict | None:
+        python, variables = await asyncio.to_thread(_provided, made) if own else ("", made.env)
+        # Files, since pipes are open for as long as anything that the program has left behind holds them
+        with TemporaryFile() as asked, TemporaryFile() as said, TemporaryFile() as complained:
+            asked.write(json.dumps(sendable(dict(task), "the task")).encode())
+            asked.seek(0)
+            process = await asyncio.create_subprocess_exec(
+                *((python, *command[1:]) if own else command),
+                stdin=asked,
+                stdout=said,
+                stderr=complained,
+                env={**os.environ, **variables, **(env or {}), **endpoint.environ},
+                start_new_session=True,
+            )
+            try:
+                await process.wait()
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+            found, last = (_end(each) for each in (said, complained))
+        if process.returncode:
+            raise EnvError(f"program: {' '.join(command)} exited with {process.returncode}; its last words: {last}")
+        return _verdict(found, command)
+
+    return start
+
+
+@functools.cache
+def _provided(of: Executable) -> tuple[str, Mapping[str, str]]:
+    """The Python of an executable, which is built if it is not there, and the variables of its processes."""
+    known = recipe(of)
+    python = provide(known, say=lambda text: print(text, file=sys.stderr, flush=True))  # noqa: T201
+    path = os.pathsep.join(sources(known, Path(python)))
+    return str(python), {**of.env, **({"PYTHONPATH": path} if path else {})}
+
+
+def _end(of: IO[bytes]) -> str:
+    """The end of what was written."""
+    of.seek(max(0, of.seek(0, os.SEEK_END) - _SHOWN))
+    return of.read().decode(errors="replace").strip()
+
+
+def _verdict(said: str, command: Sequence[str]) -> Any:
+    lines = said.splitlines()
+    try:
+        return json.loads(lines[-1]) if lines else None
+    except ValueError:
+        raise EnvError(
+            f"program: the last line that {' '.join(command)} prints is {lines[-1]!r:.200}, which is no JSON; print "
+            "the verdict, a number or an object of components, or null"
+        ) from None
