@@ -30,7 +30,7 @@ SCHEMA = tool(calculator).schema["function"]
 
 
 async def agent(task: Task, endpoint: Endpoint) -> Verdict:  # called in a process that has the package
-    from agents import Agent, AgentsException, FunctionTool, OpenAIResponsesModel, Runner, set_tracing_disabled
+    from agents import Agent, AgentsException, FunctionTool, OpenAIResponsesModel, RunConfig, Runner  # type: ignore[import-not-found]
     from openai import AsyncOpenAI
 
     async def compute(_: Any, arguments: str) -> str:
@@ -39,13 +39,12 @@ async def agent(task: Task, endpoint: Endpoint) -> Verdict:  # called in a proce
         except (KeyError, TypeError, ValueError) as error:
             return f"error: {error}"
 
-    set_tracing_disabled(True)
     known = FunctionTool(SCHEMA["name"], SCHEMA["description"], SCHEMA["parameters"], compute, strict_json_schema=False)
     async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
         model = OpenAIResponsesModel(endpoint.model, client)
         helper = Agent("helper", instructions=TOLD, tools=[known], model=model)
         try:
-            said = await Runner.run(helper, task["prompt"], max_turns=3)
+            said = await Runner.run(helper, task["prompt"], max_turns=3, run_config=RunConfig(tracing_disabled=True))
         except AgentsException:  # what the model did wrong: a tool that there is not, or no answer in three turns
             return 0.0
     return number(task, Trace(task["prompt"], [str(said.final_output)]))

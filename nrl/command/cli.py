@@ -17,8 +17,9 @@ _FILES = (".yaml", ".yml", ".toml")  # of settings
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    ``nrl report OUT`` writes the report of a run or an evaluation, ``nrl eval TASKS`` evaluates a model, ``nrl gym test
-    FILE.py:NAME`` audits a verifier or an environment, ``nrl venvs`` builds and explains environments.
+    ``nrl report OUT`` writes the report of a run or an evaluation, ``nrl eval TASKS`` evaluates a model, ``nrl serve
+    MODEL`` serves one, ``nrl gym test FILE.py:NAME`` audits a verifier or an environment, ``nrl venvs`` builds and
+    explains environments.
 
     Args:
         argv: the arguments; None: the program's own.
@@ -38,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("eval", help="sample answers to tasks, and say how many are right", add_help=False)
     command.add_argument("settings", metavar="TASKS", nargs="*", help="TASKS key=value ...")
     command.set_defaults(do=_evaluate)
+    command = commands.add_parser("serve", help="serve a model over HTTP, as OpenAI's APIs do", add_help=False)
+    command.add_argument("settings", metavar="MODEL", nargs="*", help="MODEL key=value ...")
+    command.set_defaults(do=_serve)
     of_gym = commands.add_parser("gym", help="serve environments, and try them out").add_subparsers(
         required=True, metavar="COMMAND"
     )
@@ -56,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.set_defaults(do=_audit)
     _add_venvs(commands.add_parser("venvs", help="the virtual environments of executables"))
     given, more = parser.parse_known_args(argv)
-    if given.do in (_evaluate, _audit, _gym):
+    if given.do in (_evaluate, _audit, _gym, _serve):
         given.settings += more  # load explains that options are written key=value
     elif more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
@@ -82,6 +86,15 @@ def _evaluate(given: argparse.Namespace) -> None:
     if len(tasks) > 1 and not any(setting.startswith("-") for setting in settings):
         raise ConfigError(f"eval: found {' and '.join(tasks)}; give one file of tasks, and all else as key=value")
     evaluation.main(config.load(evaluation.Evaluation, settings, program="nrl eval TASKS"))
+
+
+def _serve(given: argparse.Namespace) -> None:
+    from nrl import config
+    from nrl.command import serving
+
+    named = [f"model={each}" if not ("=" in each or each.startswith("-") or each.endswith(_FILES)) else each
+             for each in given.settings]  # fmt: skip
+    serving.main(config.load(serving.Serving, named, program="nrl serve MODEL"))
 
 
 def _audit(given: argparse.Namespace) -> int:

@@ -36,7 +36,7 @@ from nrl.reduce import Mean, Metrics, finalize, merge, over_something, prefixed
 from nrl.runs import config_file, folder
 from nrl.runtime import cluster
 
-__all__ = ["Evaluation", "exported", "main"]
+__all__ = ["Evaluation", "exported", "main", "sampler_of"]
 
 
 def _reachable(cfg: Any, field: Any, k: Sequence[int]) -> None:
@@ -167,7 +167,7 @@ def main(cfg: Evaluation) -> Metrics:
             flush=True,
         )
         if len(done) < len(tasks):
-            sampler, so_far = _sampler(cfg, model, stack) if model else None, measure(done)
+            sampler, so_far = sampler_of(cfg, model, stack) if model else None, measure(done)
             lines, progress = stack.enter_context(JsonLines(results)), stack.enter_context(Progress())
             for start in range(len(done), len(tasks), together):
                 began, some = monotonic(), tasks[start : start + together]
@@ -275,7 +275,12 @@ def _answered(verifier: Verifier, format: Format) -> Format:
     return checked
 
 
-def _sampler(cfg: Evaluation, model: Model, stack: ExitStack) -> Sampler:
+def sampler_of(cfg: Any, model: Model, stack: ExitStack, who: str = "eval") -> Sampler:
+    """The sampler of a configuration, which has ``sampler``, ``url``, ``engine``, ``cluster`` and ``samplers``.
+
+    Raises:
+        ConfigError: an argument of it is unknown.
+    """
     make: Callable[..., Sampler]
     if cfg.sampler == "openai":
         make = partial(openai.sampler, cfg.url or "")
@@ -287,7 +292,7 @@ def _sampler(cfg: Evaluation, model: Model, stack: ExitStack) -> Sampler:
     except (TypeError, ValueError) as error:
         if isinstance(error, NrlError):
             raise
-        raise ConfigError(f"eval: sampler={cfg.sampler}: {error}") from error
+        raise ConfigError(f"{who}: sampler={cfg.sampler}: {error}") from error
 
 
 # --- output

@@ -16,7 +16,7 @@ from nrl.envs.gym_config.defaults import LARGEST
 
 __all__ = ["Answering", "application"]
 
-_PATH = re.compile(r"(?:/s/([^/]+))?(?:/v1)?/(chat/completions|responses|models)")
+_PATH = re.compile(r"(?:/s/([^/]+))?(?:/v1)?/(chat/completions|responses|models|tokenize)")
 _APIS: Mapping[str, Any] = {"chat/completions": chat_completions, "responses": responses}
 
 
@@ -35,6 +35,10 @@ class Answering(Protocol):
 
     async def ask(self, asked: Asked) -> tuple[list[Turn], int]:
         """The turns that answer a request, and the number of the first of them; raises `Unusable`."""
+        ...
+
+    def tokenize(self, body: Any) -> dict[str, Any]:
+        """The tokens of a prompt, as vLLM tells them; raises `Unusable`."""
         ...
 
 
@@ -71,7 +75,11 @@ def application(find: Callable[[str], Answering | None], model: str) -> Applicat
         if found[2] == "models":
             await _send(send, msgspec.json.encode({"object": "list", "data": [listed]}))
             return
-        await asked(_APIS[found[2]], session, await _body(receive), receive, send)
+        body = await _body(receive)
+        if found[2] == "tokenize":
+            await _send(send, msgspec.json.encode(session.tokenize(body)))
+        else:
+            await asked(_APIS[found[2]], session, body, receive, send)
 
     async def asked(api: Any, session: Answering, body: Any, receive: Receive, send: Send) -> None:
         earlier = body.get("previous_response_id") if isinstance(body, Mapping) and api is responses else None

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from nrl.envs.contract import Task, Verdict
 from nrl.envs.endpoint.driven import Endpoint
-from nrl.envs.gym.records import sendable
+from nrl.envs.gym.values import sendable
 from nrl.errors import EnvError
 from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import Executable
@@ -102,10 +102,11 @@ def _end(of: IO[bytes]) -> str:
     return of.read().decode(errors="replace").strip()
 
 
-def _verdict(said: str, command: Sequence[str]) -> Any:
+def _verdict(said: str, command: Sequence[str]) -> Verdict | None:
     lines = said.splitlines()
     try:
-        return json.loads(lines[-1]) if lines else None
+        found: Verdict | None = json.loads(lines[-1]) if lines else None
+        return found
     except ValueError:
         raise EnvError(
             f"program: the last line that {' '.join(command)} prints is {lines[-1]!r:.200}, which is no JSON; print "

@@ -76,6 +76,10 @@ class Session:
             self._left.append(exchange)
             raise
 
+    def tokenize(self, body: Any) -> dict[str, Any]:
+        """Refuse: the tokens are where the policy is."""
+        raise Unusable("an episode's endpoint has no tokenizer; ask for return_token_ids with a request", status=404)
+
     def ended(self, outcome: "asyncio.Future[Any]") -> None:
         """The agent has ended; what it returned, or raised, is the end of the episode."""
         self._waiting.put_nowait(outcome)

@@ -1,0 +1,95 @@
+"""The command ``nrl serve``: a model behind OpenAI's Chat Completions and Responses, for inference."""
+
+import asyncio
+import hmac
+import signal
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any, Literal
+
+import attrs
+import uvloop
+
+from nrl.backends import Model, Sampling
+from nrl.command.evaluation import exported, sampler_of
+from nrl.envs.endpoint.application import application
+from nrl.envs.gym.listening import Listener, listening, many_files
+from nrl.envs.gym.serving import address, check_reach
+from nrl.episodes.answering import Answers
+from nrl.errors import ConfigError
+
+__all__ = ["Serving", "main"]
+
+_positive = attrs.validators.ge(1)
+
+
+@attrs.frozen
+class Serving:
+    """Serve a model over HTTP, as OpenAI's Chat Completions and Responses, until Ctrl-C."""
+
+    model: str  # a folder, a hub name, or the folder of a run
+    name: str | None = None  # by which clients ask for it; none: as it is given here
+    host: str = "127.0.0.1"  # the address to listen at; by default no other machine can reach it
+    port: int = attrs.field(default=8000, validator=attrs.validators.ge(0))  # 0: any that is free
+    token: str | None = None  # the API key that clients have to give; none: on a loopback address none is asked for
+    auth: Literal["token", "none"] = (
+        "token"  # "none": other machines may ask without a key, on a network that one trusts
+    )
+    ids: bool = False  # true: all answers have prompt_token_ids, generation_token_ids and generation_log_probs
+    temperature: float = 1.0  # this and what follows: where a request does not say
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    max_new_tokens: int = attrs.field(default=512, validator=_positive)  # of an answer
+    sampler: Literal["hf", "vllm", "vllm-cpu", "openai"] = "hf"  # openai: servers that run already, such as vllm serve
+    url: str | None = None  # of the server, for sampler=openai
+    engine: dict[str, Any] = attrs.field(factory=dict)  # more arguments of the sampler: engine.max_model_len=2048
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    trust_remote_code: bool = False  # let Python files that lie with the model run
+    cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
+    samplers: int = attrs.field(default=1, validator=_positive)  # processes that sample
+
+    @property
+    def sampling(self) -> Sampling:
+        """The sampling parameters."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens)
+
+
+def main(cfg: Serving, ready: Callable[[str], Any] = print) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        cfg: the configuration.
+        ready: is told, once clients can ask, what they need.
+
+    Raises:
+        ConfigError: an argument of the sampler is unknown; or other machines could reach it, and there is no token.
+        ModelError: there is no such model.
+        OSError: the port is taken.
+    """
+    try:
+        check_reach("serve", cfg.host, cfg.token, cfg.auth)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    with ExitStack() as stack:
+        on = stack.enter_context(listening(cfg.host, cfg.port, "serve"))
+        model = Model(exported(cfg.model), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
+        answers = Answers(sampler_of(cfg, model, stack, "serve"), ids=cfg.ids)
+        name, url = cfg.name or cfg.model, address(cfg.host, on.getsockname()[1])
+        if cfg.token is None and cfg.auth == "none":
+            warnings.warn(f"serve: {url} takes requests from every machine that reaches it", stacklevel=2)
+
+        def known(key: str) -> Answers | None:
+            return answers if cfg.token is None or hmac.compare_digest(key.encode(), cfg.token.encode()) else None
+
+        async def serve() -> None:
+            listener = Listener(application(known, name), grace=10.0)
+            for each in (signal.SIGINT, signal.SIGTERM):
+                with suppress(ValueError, NotImplementedError, RuntimeError):  # in another thread than the main one
+                    asyncio.get_running_loop().add_signal_handler(each, listener.stop)
+            key = "any" if cfg.token is None else "..."
+            said = f"serve: {name} is ready: OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key} OPENAI_MODEL={name}"
+            await listener.answer(on, lambda: ready(said))
+
+        many_files()
+        uvloop.run(serve())
