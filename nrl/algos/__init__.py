@@ -3,7 +3,7 @@
 Shaping and estimators make advantages; ratios, surrogates, divergences, corrections and aggregates make losses.
 """
 
-from nrl.algos.aggregate import Aggregate, seq_mean, seq_sum, token_mean
+from nrl.algos.aggregate import Aggregate, by_episode, episode_shares, seq_mean, seq_sum, token_mean
 from nrl.algos.baselines import gdpo, greedy_baseline, optimal_baseline
 from nrl.algos.corrections import Correction, icepop, importance_mask, sequence_mask, sequence_truncate, times, truncate
 from nrl.algos.critics import explained_variance, value_loss
@@ -144,6 +144,7 @@ __all__ = [
     "binary_tv",
     "bounded",
     "bradley_terry_loss",
+    "by_episode",
     "cdpo_loss",
     "check_mismatch",
     "chosen_nll",
@@ -162,6 +163,7 @@ __all__ = [
     "dr_grpo_loss",
     "entropy_loss",
     "episode_gae",
+    "episode_shares",
     "explained_variance",
     "forward_kl",
     "from_rewards",

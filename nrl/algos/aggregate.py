@@ -2,27 +2,122 @@
 
 Each adds up over rows and has a weight that depends on the mask alone, so the value is the same however a batch is
 split. Masked tokens have no effect; a row without a token adds 0 to the total and 0 to the weight.
+
+Those that divide by the number of rows take the rows' shares of their episodes, too. With them an episode that forked,
+and so has several rows, counts as much as one that did not.
 """
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nrl.algos.masking import masked
+from nrl.batch import Batch, require
+from nrl.errors import BatchError
 from nrl.reduce import Mean
 
-__all__ = ["Aggregate", "seq_mean", "seq_sum", "token_mean"]
+__all__ = ["Aggregate", "aggregated", "by_episode", "episode_shares", "seq_mean", "seq_sum", "token_mean"]
 
 type Aggregate = Callable[[Tensor, Tensor], Mean]
-"""``(x [*B, T], mask [*B, T]) -> Mean``: per-token numbers to one."""
+"""``(x [*B, T], mask [*B, T]) -> Mean``: per-token numbers to one; `by_episode` adds an argument."""
+
+
+def episode_shares(batch: Batch) -> Tensor:
+    """The share that each row has of its episode, in trained tokens: the column, or what this batch says.
+
+        share_i = |y_i| / Σ_j |y_j|,   over the rows j of the episode of row i
+
+    Shares of an episode add up to 1, and a row that is an episode has 1. A training step computes the column over its
+    whole batch, where an episode has several rows. So this is right in every part of it, and on any whole batch.
+
+    Args:
+        batch: ``[*B]``, has ``loss_mask`` and, where they are there, ``episode_shares`` or ``episode_ids``; without
+            these a row is an episode.
+
+    Returns:
+        ``[*B]`` float64, a row without a trained token 0; or the column as it is.
+
+    Raises:
+        MissingColumn: the batch lacks ``loss_mask``.
+
+    >>> mask = torch.tensor([[True, False, False], [True, True, True], [True, False, True]])
+    >>> episode_shares(Batch({"loss_mask": mask, "episode_ids": torch.tensor([7, 7, 2])}, batch_size=[3])).tolist()
+    [0.25, 0.75, 1.0]
+    """
+    if "episode_shares" in batch.keys():
+        known: Tensor = batch["episode_shares"]
+        return known
+    require(batch, "loss_mask", reader="episode_shares")
+    counts: Tensor = batch["loss_mask"].sum(-1)
+    if "episode_ids" not in batch.keys():
+        return (counts > 0).double()
+    # Losses call this on a device, which no size that depends on numbers makes wait
+    ids: Tensor = batch["episode_ids"].flatten()
+    first = torch.searchsorted(ids.sort().values, ids)
+    whole = torch.zeros_like(ids).index_add(0, first, counts.flatten())[first]
+    return counts.double() / whole.view(counts.shape).clamp(min=1)
+
+
+def by_episode[F: Callable[..., Any]](aggregate: F) -> F:
+    """Declare that an aggregate counts episodes: losses call it as ``(x, mask, shares) -> Mean``.
+
+    `seq_mean` and ``seq_sum(L)`` are declared. An aggregate of your own is called as ``(x, mask)`` without that. One
+    that divides by the number of rows, or calls these, then counts each row of a fork; one that divides by the number
+    of tokens needs no shares.
+
+    Args:
+        aggregate: takes the `episode_shares` ``[*B]`` as its third argument.
+
+    >>> @by_episode
+    ... def seq_square(x, mask, shares):
+    ...     return seq_mean(x.square(), mask, shares)
+    >>> columns = {"loss_mask": torch.ones(2, 1, dtype=torch.bool), "episode_ids": torch.tensor([5, 5])}
+    >>> batch, x = Batch(columns, batch_size=[2]), torch.tensor([[1.0], [3.0]])
+    >>> [part.item() for part in seq_square(x, batch["loss_mask"], episode_shares(batch))]
+    [5.0, 1.0]
+    """
+    aggregate.__dict__["by_episode"] = True
+    return aggregate
+
+
+def aggregated(aggregate: Aggregate, x: Tensor, batch: Batch) -> Mean:
+    """Aggregate per-token numbers over the ``loss_mask`` of a batch; every loss over rows ends with it.
+
+    Args:
+        aggregate: called with `episode_shares` if it takes them, as `by_episode` says.
+        x: ``[*B, T]`` float.
+        batch: has ``loss_mask``.
+
+    >>> columns = {"loss_mask": torch.ones(2, 1, dtype=torch.bool), "episode_ids": torch.tensor([5, 5])}
+    >>> [part.item() for part in aggregated(seq_mean, torch.tensor([[1.0], [3.0]]), Batch(columns, batch_size=[2]))]
+    [2.0, 1.0]
+    """
+    fn: Any = aggregate.func if isinstance(aggregate, functools.partial) else aggregate
+    shares = (episode_shares(batch),) if getattr(fn, "by_episode", False) else ()
+    return aggregate(x, batch["loss_mask"], *shares)
 
 
 def _sums(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Sum and number of each row's tokens, in at least float32: half precision cannot count past 256."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return masked(x, mask).sum(-1, dtype=dtype), mask.sum(-1, dtype=dtype)
+
+
+def _row_weights(reader: str, counts: Tensor, shares: Tensor | None) -> Tensor:
+    """What each row counts: its share of an episode, 1 without shares, and 0 without a token."""
+    present = (counts > 0).to(counts.dtype)
+    if shares is None:
+        return present
+    if shares.shape != counts.shape:
+        raise BatchError(
+            f"{reader}: shares has shape {list(shares.shape)}, and x has {list(counts.shape)} rows; give one number a "
+            "row, as nrl.algos.episode_shares(batch) has them"
+        )
+    return present * shares.to(counts.dtype)
 
 
 def token_mean(x: Tensor, mask: Tensor) -> Mean:
@@ -47,17 +142,24 @@ def token_mean(x: Tensor, mask: Tensor) -> Mean:
     return Mean(sums.sum(), counts.sum())
 
 
-def seq_mean(x: Tensor, mask: Tensor) -> Mean:
-    """The mean over rows of each row's mean: every row counts the same.
+@by_episode
+def seq_mean(x: Tensor, mask: Tensor, shares: Tensor | None = None) -> Mean:
+    """The mean over rows of each row's mean: every row counts the same, or every episode.
 
-        1/B Σ_i 1/|y_i| Σ_t x_{i,t}
+        1/B Σ_i 1/|y_i| Σ_t x_{i,t},   with shares: Σ_i s_i 1/|y_i| Σ_t x_{i,t} / Σ_i s_i
+
+    With the shares of a forked episode this is the mean over all its tokens, as if they lay in one row.
 
     Args:
         x: ``[*B, T]`` float.
         mask: ``[*B, T]`` bool.
+        shares: ``[*B]`` float, `episode_shares`, which losses of nrl give it; None: every row is an episode.
 
     Returns:
-        total: the sum of the rows' means; weight: the rows that have a token.
+        total: the sum of the rows' means, each times its share; weight: the rows that have a token, or their shares.
+
+    Raises:
+        BatchError: the shares are not one number a row.
 
     Source: GRPO, https://arxiv.org/abs/2402.03300, eq. 3.
 
@@ -66,22 +168,27 @@ def seq_mean(x: Tensor, mask: Tensor) -> Mean:
     [10.0, 2.0]
     """
     sums, counts = _sums(x, mask)
-    return Mean((sums / counts.clamp(min=1)).sum(), (counts > 0).sum(dtype=sums.dtype))
+    weights = _row_weights("seq_mean", counts, shares)
+    return Mean((weights * (sums / counts.clamp(min=1))).sum(), weights.sum())
 
 
-def seq_sum(norm: float) -> Aggregate:
+def seq_sum(norm: float) -> Callable[..., Mean]:
     """The mean over rows of each row's sum over a constant: a token counts the same in rows of any length.
 
-        1/B Σ_i 1/L Σ_t x_{i,t}
+        1/B Σ_i 1/L Σ_t x_{i,t},   with shares: Σ_i 1/L Σ_t x_{i,t} / Σ_i s_i
+
+    With shares B is the number of episodes, and the sum of a forked one is that over all its rows.
 
     Args:
         norm: L > 0, in tokens; usually the longest completion that is allowed.
 
     Returns:
-        An aggregate. total: the sum of the rows' sums over L; weight: the rows that have a token.
+        An aggregate, ``(x, mask, shares=None) -> Mean`` as `seq_mean`. total: the sum of the rows' sums over L; weight:
+        the rows that have a token, or their shares.
 
     Raises:
         ValueError: ``norm`` is not positive and finite.
+        BatchError: (when called) the shares are not one number a row.
 
     Source: Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2.
 
@@ -92,8 +199,9 @@ def seq_sum(norm: float) -> Aggregate:
     if not 0 < norm < math.inf:
         raise ValueError(f"seq_sum: norm is {norm}; it must be positive and finite, such as the longest completion")
 
-    def seq_sum(x: Tensor, mask: Tensor) -> Mean:
+    @by_episode
+    def seq_sum(x: Tensor, mask: Tensor, shares: Tensor | None = None) -> Mean:
         sums, counts = _sums(x, mask)
-        return Mean(sums.sum() / norm, (counts > 0).sum(dtype=sums.dtype))
+        return Mean(sums.sum() / norm, _row_weights("seq_sum", counts, shares).sum())
 
     return seq_sum

@@ -4,7 +4,7 @@ import torch
 from tensordict import TensorDict
 
 from nrl.algos._arguments import positive
-from nrl.algos.aggregate import Aggregate, token_mean
+from nrl.algos.aggregate import Aggregate, aggregated, token_mean
 from nrl.algos.loss_contract import MeanLoss, named, needs
 from nrl.algos.masking import masked, masked_column
 from nrl.batch import Batch, require
@@ -62,7 +62,7 @@ def value_loss(clip: float | None = None, *, aggregate: Aggregate = token_mean) 
             stuck = ((values - old).abs() > clip) & (near > error)
             error = torch.maximum(error, near)
             metrics["value_clip_fraction"] = token_mean(stuck.to(error.dtype), mask)
-        return aggregate(error / 2, mask), metrics
+        return aggregated(aggregate, error / 2, batch), metrics
 
     return named("value_loss", "The values of a critic; see `nrl.algos.value_loss`.", value_loss)
 

@@ -6,7 +6,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos._reductions import token_max
-from nrl.algos.aggregate import Aggregate, seq_mean, seq_sum, token_mean
+from nrl.algos.aggregate import Aggregate, aggregated, seq_mean, seq_sum, token_mean
 from nrl.algos.corrections import Correction, truncate
 from nrl.algos.divergences import Penalty, k3
 from nrl.algos.loss_contract import MeanLoss, name_of, named, needed, needs
@@ -110,7 +110,7 @@ def policy_loss(
             cost = penalty(logprobs, batch)
             loss = loss + cost
             metrics["penalty"] = token_mean(cost.detach(), mask)
-        return aggregate(loss, mask), metrics
+        return aggregated(aggregate, loss, batch), metrics
 
     return policy_loss
 
