@@ -3,7 +3,7 @@
 Shaping and estimators make advantages; ratios, surrogates, divergences, corrections and aggregates make losses.
 """
 
-from nrl.algos.aggregate import Aggregate, by_episode, episode_shares, seq_mean, seq_sum, token_mean
+from nrl.algos.aggregate import Aggregate, seq_mean, seq_sum, token_mean
 from nrl.algos.baselines import gdpo, greedy_baseline, optimal_baseline
 from nrl.algos.corrections import Correction, icepop, importance_mask, sequence_mask, sequence_truncate, times, truncate
 from nrl.algos.critics import explained_variance, value_loss
@@ -49,6 +49,8 @@ from nrl.algos.loss_contract import (
     Loss,
     MeanLoss,
     add,
+    by_episode,
+    episode_shares,
     ids_column,
     logprobs_at,
     name_of,

@@ -4,7 +4,8 @@ import torch
 from tensordict import TensorDict
 
 from nrl.algos._arguments import positive
-from nrl.algos.aggregate import Aggregate, aggregated, token_mean
+from nrl.algos._reductions import aggregated
+from nrl.algos.aggregate import Aggregate, token_mean
 from nrl.algos.loss_contract import MeanLoss, named, needs
 from nrl.algos.masking import masked, masked_column
 from nrl.batch import Batch, require

@@ -11,7 +11,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos.aggregate import Aggregate, aggregated, token_mean
+from nrl.algos._reductions import aggregated
+from nrl.algos.aggregate import Aggregate, token_mean
 from nrl.algos.divergences import log1mexp
 from nrl.algos.loss_contract import MeanLoss, logprobs_at, name_of, named, needs
 from nrl.algos.masking import masked

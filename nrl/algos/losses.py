@@ -5,8 +5,8 @@ import math
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos._reductions import token_max
-from nrl.algos.aggregate import Aggregate, aggregated, seq_mean, seq_sum, token_mean
+from nrl.algos._reductions import aggregated, token_max
+from nrl.algos.aggregate import Aggregate, seq_mean, seq_sum, token_mean
 from nrl.algos.corrections import Correction, truncate
 from nrl.algos.divergences import Penalty, k3
 from nrl.algos.loss_contract import MeanLoss, name_of, named, needed, needs

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nrl.algos import Aggregate, by_episode, episode_shares, seq_mean, seq_sum, token_mean
-from nrl.algos.aggregate import aggregated
+from nrl.algos._reductions import aggregated
 from nrl.batch import Batch
 from nrl.errors import BatchError, MissingColumn
 from nrl.reduce import Mean, finalize, merge
