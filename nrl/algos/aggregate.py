@@ -31,16 +31,15 @@ def _sums(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_weights(reader: str, counts: Tensor, shares: Tensor | None) -> Tensor:
-    """What each row counts: its share of an episode, 1 without shares, and 0 without a token."""
-    present = (counts > 0).to(counts.dtype)
+    """What each row counts: its share of an episode, 1 without shares, and 0 without a token; ``[*B]`` float64."""
     if shares is None:
-        return present
+        return (counts > 0).double()
     if shares.shape != counts.shape:
         raise BatchError(
             f"{reader}: shares has shape {list(shares.shape)}, and x has {list(counts.shape)} rows; give one number a "
             "row, as nrl.algos.episode_shares(batch) has them"
         )
-    return present * shares.to(counts.dtype)
+    return torch.where(counts > 0, shares.double(), 0)
 
 
 def token_mean(x: Tensor, mask: Tensor) -> Mean:
@@ -92,7 +91,9 @@ def seq_mean(x: Tensor, mask: Tensor, shares: Tensor | None = None) -> Mean:
     """
     sums, counts = _sums(x, mask)
     weights = _row_weights("seq_mean", counts, shares)
-    return Mean((weights * (sums / counts.clamp(min=1))).sum(), weights.sum())
+    means = sums / counts.clamp(min=1)
+    # Added up in float64, the shares of whole episodes are a whole number in float32, in any order
+    return Mean((weights.to(sums.dtype) * means).sum(), weights.sum().to(sums.dtype))
 
 
 def seq_sum(norm: float) -> Callable[..., Mean]:
@@ -125,6 +126,6 @@ def seq_sum(norm: float) -> Callable[..., Mean]:
     @by_episode
     def seq_sum(x: Tensor, mask: Tensor, shares: Tensor | None = None) -> Mean:
         sums, counts = _sums(x, mask)
-        return Mean(sums.sum() / norm, _row_weights("seq_sum", counts, shares).sum())
+        return Mean(sums.sum() / norm, _row_weights("seq_sum", counts, shares).sum().to(sums.dtype))
 
     return seq_sum

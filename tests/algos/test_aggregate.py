@@ -124,6 +124,27 @@ def test_episode_shares_by_hand() -> None:
         episode_shares(batch.exclude("loss_mask"))
 
 
+def test_shares_wait_for_no_device() -> None:
+    """A tensor without numbers has sizes alone: none of those here depends on a number."""
+    batch = Batch({"loss_mask": MASK, "episode_ids": torch.tensor([1, 1, 2])}, batch_size=[3]).to("meta")
+    assert episode_shares(batch).shape == (3,)
+    with pytest.raises(NotImplementedError):
+        batch["episode_ids"].unique()
+
+
+@pytest.mark.parametrize("aggregate", [seq_mean, seq_sum(4)])
+def test_a_weight_of_whole_episodes_is_a_whole_number_in_any_order(aggregate: Aggregate) -> None:
+    """Thirds, sevenths and elevenths do not add up to 300 in float32."""
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.cat([100 * n + torch.arange(100).repeat_interleave(n) for n in (3, 7, 11)])
+    mask = torch.ones(len(ids), 1, dtype=torch.bool)
+    for _ in range(5):
+        order = torch.randperm(len(ids), generator=draw)
+        batch = Batch({"loss_mask": mask, "episode_ids": ids[order]}, batch_size=[len(ids)])
+        assert aggregated(aggregate, torch.ones(len(ids), 1), batch).weight == 300
+        assert episode_shares(batch).float().sum() != 300
+
+
 def test_an_aggregate_gets_shares_if_it_is_declared() -> None:
     def weight(x: Tensor, mask: Tensor, shares: Tensor | None = None, factor: float = 1.0) -> Mean:
         return Mean(x.sum(), torch.tensor(factor) * (-1.0 if shares is None else shares.sum()))
