@@ -45,8 +45,26 @@ batch = narrowing(batch)                              # rows and tokens left out
 state, metrics = trainer.train_step(loss)(state, batch)
 ```
 
-Losses count rows. If an episode of several turns takes several rows, it counts several times in 1/B and in the ratio of
-a row. Advantages and shaping count it once.
+An episode that [forked](episodes.md#tokens-are-never-guessed) has several rows, and each of its trained tokens lies in
+one of them. Advantages, shaping and losses count it once:
+
+- `token_mean` counts tokens, which no fork changes: `dapo_loss`, `cispo_loss`, `dppo_loss`, `vespo_loss`,
+  `decoupled_ppo_loss`, `sft_loss`, `weighted_sft_loss` and `entropy_loss`, and what `value_loss` and
+  `distillation_loss` do unless told otherwise.
+- `seq_mean` and `seq_sum` count episodes: `grpo_loss`, `dr_grpo_loss`, `gspo_loss`, `gmpo_loss`, `sapo_loss` and
+  `reinforce_loss`. In their equations B is the number of episodes, and y_i all that was sampled in one. So it is in
+  every other loss over rows that they are the `aggregate` of.
+- Ratios, corrections and selections of whole rows are those of each row of a fork: `sequence_ratio`, `geometric_ratio`,
+  `product_ratio`, `sequence_truncate`, `sequence_mask` and `opsm`. Rows may lie in different processes, where a loss
+  can read no others. And each row is what was sampled behind a context of its own.
+- Preferences, `kto_loss` and reward models compare given answers: they count pairs or rows, and no episodes.
+
+A training step writes the column `episode_shares` where an episode has several rows of its batch
+([0056](decisions/0056-a-row-is-a-share-of-its-episode.md)). A loss that is called by hand on a whole batch needs no
+column. For parts of a batch that you cut yourself, add it before:
+`nrl.assign(batch, episode_shares=nrl.algos.episode_shares(batch))`. A loss of your own hands the shares on, as in
+`seq_mean(x, mask, episode_shares(batch))`, and counts rows without them. An aggregate of your own gets them if it is
+declared with `by_episode`.
 
 Losses of a language model read `logprobs`, `entropy` and a teacher's tokens. Losses of a model with `head="value"` or
 `head="reward"` read `values` or `rewards`. The same trainers compute the columns: `critic.values(params, batch)` for

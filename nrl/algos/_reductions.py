@@ -1,13 +1,36 @@
-"""Reductions of per-token numbers that several losses share: the mean of each row, and the largest of all."""
+"""Reductions of per-token numbers that losses share: by an aggregate, the mean of each row, and the largest of all."""
 
+import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nrl.reduce import Max
+from nrl.algos.aggregate import Aggregate
+from nrl.algos.loss_contract import episode_shares
+from nrl.batch import Batch
+from nrl.reduce import Max, Mean
 
-__all__ = ["row_means", "token_max"]
+__all__ = ["aggregated", "row_means", "token_max"]
+
+
+def aggregated(aggregate: Aggregate, x: Tensor, batch: Batch) -> Mean:
+    """Aggregate per-token numbers over the ``loss_mask`` of a batch; every loss over rows ends with it.
+
+    Args:
+        aggregate: called with `episode_shares` if it takes them, as `by_episode` says.
+        x: ``[*B, T]`` float.
+        batch: has ``loss_mask``.
+
+    >>> from nrl.algos import seq_mean
+    >>> columns = {"loss_mask": torch.ones(2, 1, dtype=torch.bool), "episode_ids": torch.tensor([5, 5])}
+    >>> [part.item() for part in aggregated(seq_mean, torch.tensor([[1.0], [3.0]]), Batch(columns, batch_size=[2]))]
+    [2.0, 1.0]
+    """
+    fn: Any = aggregate.func if isinstance(aggregate, functools.partial) else aggregate
+    shares = (episode_shares(batch),) if getattr(fn, "by_episode", False) else ()
+    return aggregate(x, batch["loss_mask"], *shares)
 
 
 def row_means(x: Tensor, mask: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.algos._reductions import aggregated
 from nrl.algos.aggregate import Aggregate, token_mean
 from nrl.algos.divergences import log1mexp
 from nrl.algos.loss_contract import MeanLoss, logprobs_at, name_of, named, needs
@@ -168,7 +169,8 @@ def distillation_loss(distance: Distance = forward_kl, *, aggregate: Aggregate =
         known = known.detach().to(student.dtype).clamp(min=_LEAST)
         student, teacher = (torch.where(every, x, some) for x in (student, known))
         apart = distance(with_tail(student), with_tail(teacher))
-        return aggregate(apart, mask), {"teacher_mass": token_mean(masked(teacher.exp().sum(-1), mask), mask)}
+        mass = token_mean(masked(teacher.exp().sum(-1), mask), mask)
+        return aggregated(aggregate, apart, batch), {"teacher_mass": mass}
 
     return named(
         "distillation_loss", f"Distillation with {name_of(distance)}; see `nrl.algos.distillation_loss`.", loss

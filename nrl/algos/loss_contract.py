@@ -1,4 +1,4 @@
-"""The contract of losses: their signature, the outputs that they need, and their sums.
+"""The contract of losses: their signature, the outputs that they need, what a row counts, and their sums.
 
 A loss sees the outputs of a model, ``out["logprobs"]`` ``[*B, T]`` and others that it `needs`, but never the model.
 Gradients flow through ``out`` alone, weights depend on the batch alone, and all sums run over rows. So no loss can see
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from nrl.algos._arguments import weighted
 from nrl.batch import Batch, require
@@ -21,6 +22,8 @@ __all__ = [
     "Loss",
     "MeanLoss",
     "add",
+    "by_episode",
+    "episode_shares",
     "ids_column",
     "logprobs_at",
     "name_of",
@@ -80,6 +83,65 @@ def needs[F: Callable[..., Any]](*outputs: str) -> Callable[[F], F]:
         return fn
 
     return decorate
+
+
+def episode_shares(batch: Batch) -> Tensor:
+    """The share that each row has of its episode, in trained tokens: the column, or what this batch says.
+
+        share_i = |y_i| / Σ_j |y_j|,   over the rows j of the episode of row i
+
+    Shares of an episode add up to 1, and a row that is an episode has 1. A training step computes the column over its
+    whole batch, where an episode has several rows. So this is right in every part of it, and on any whole batch.
+
+    Args:
+        batch: ``[*B]``, has ``loss_mask`` and, where they are there, ``episode_shares`` or ``episode_ids``; without
+            these a row is an episode.
+
+    Returns:
+        ``[*B]`` float64, a row without a trained token 0; or the column as it is.
+
+    Raises:
+        MissingColumn: the batch lacks ``loss_mask``.
+
+    >>> mask = torch.tensor([[True, False, False], [True, True, True], [True, False, True]])
+    >>> episode_shares(Batch({"loss_mask": mask, "episode_ids": torch.tensor([7, 7, 2])}, batch_size=[3])).tolist()
+    [0.25, 0.75, 1.0]
+    """
+    if "episode_shares" in batch.keys():
+        known: Tensor = batch["episode_shares"]
+        return known
+    require(batch, "loss_mask", reader="episode_shares")
+    counts: Tensor = batch["loss_mask"].sum(-1)
+    if "episode_ids" not in batch.keys():
+        return (counts > 0).double()
+    # Losses call this on a device, which no size that depends on numbers makes wait
+    ids: Tensor = batch["episode_ids"].flatten()
+    first = torch.searchsorted(ids.sort().values, ids)
+    whole = torch.zeros_like(ids).index_add(0, first, counts.flatten())[first]
+    return counts.double() / whole.view(counts.shape).clamp(min=1)
+
+
+def by_episode[F: Callable[..., Any]](aggregate: F) -> F:
+    """Declare that an aggregate counts episodes: losses call it as ``(x, mask, shares) -> Mean``.
+
+    `seq_mean` and ``seq_sum(L)`` are declared. An aggregate of your own is called as ``(x, mask)`` without that. One
+    that divides by the number of rows, or calls these, then counts each row of a fork; one that divides by the number
+    of tokens needs no shares.
+
+    Args:
+        aggregate: takes the `episode_shares` ``[*B]`` as its third argument.
+
+    >>> from nrl.algos import seq_mean
+    >>> @by_episode
+    ... def seq_square(x, mask, shares):
+    ...     return seq_mean(x.square(), mask, shares)
+    >>> columns = {"loss_mask": torch.ones(2, 1, dtype=torch.bool), "episode_ids": torch.tensor([5, 5])}
+    >>> batch, x = Batch(columns, batch_size=[2]), torch.tensor([[1.0], [3.0]])
+    >>> [part.item() for part in seq_square(x, batch["loss_mask"], episode_shares(batch))]
+    [5.0, 1.0]
+    """
+    aggregate.__dict__["by_episode"] = True
+    return aggregate
 
 
 def logprobs_at(column: str) -> str:

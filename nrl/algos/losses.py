@@ -5,7 +5,7 @@ import math
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos._reductions import token_max
+from nrl.algos._reductions import aggregated, token_max
 from nrl.algos.aggregate import Aggregate, seq_mean, seq_sum, token_mean
 from nrl.algos.corrections import Correction, truncate
 from nrl.algos.divergences import Penalty, k3
@@ -110,7 +110,7 @@ def policy_loss(
             cost = penalty(logprobs, batch)
             loss = loss + cost
             metrics["penalty"] = token_mean(cost.detach(), mask)
-        return aggregate(loss, mask), metrics
+        return aggregated(aggregate, loss, batch), metrics
 
     return policy_loss
 

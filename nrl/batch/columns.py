@@ -116,6 +116,13 @@ COLUMNS: dict[str, Column] = {
         torch.int64,
         "Add it with assign(batch, episode_ids=...) where several rows are one episode; absent, every row is one.",
     ),
+    "episode_shares": Column(
+        "row",
+        torch.float32,
+        "A training step computes it, where an episode has several rows; for parts of a batch that you make, "
+        "assign(batch, episode_shares=nrl.algos.episode_shares(batch)).",
+        1.0,
+    ),
     "version": Column("row", torch.int64, "rollout writes it."),
     "versions": Column(
         "token", torch.int64, "rollout writes it, with a sampler that streams; -1 where not sampled.", padding=-1

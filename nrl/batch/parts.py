@@ -234,17 +234,34 @@ def rows_of_microbatches(widths: Sequence[int], max_tokens: int) -> list[list[in
 def minibatches(batch: TensorDict, n: int, seed: int) -> list[Batch]:
     """Split the rows at random into ``n`` batches for several updates on one batch; sizes differ by at most one row.
 
+    The rows of an episode that forked (``episode_ids``) stay together, so that it counts once in an epoch. Then the
+    numbers of episodes differ by at most one.
+
     Raises:
-        BatchError: ``n`` is not between 1 and the number of rows.
+        BatchError: ``n`` is not between 1 and the number of rows, or of episodes.
 
     >>> batch = Batch({"input_ids": torch.arange(6).view(3, 2)}, batch_size=[3])
     >>> [len(part) for part in minibatches(batch, 2, seed=0)]
     [2, 1]
     """
-    if not 1 <= n <= len(batch):
-        raise BatchError(f"minibatches: n is {n}; it must be between 1 and the number of rows, {len(batch)}")
-    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
-    return list(Parts(batch, order.tensor_split(n)))
+    episode = _episodes(batch)
+    counts = torch.bincount(episode)
+    if not 1 <= n <= len(counts):
+        what = "rows" if len(counts) == len(batch) else "episodes"
+        raise BatchError(f"minibatches: n is {n}; it must be between 1 and the number of {what}, {len(counts)}")
+    order = torch.randperm(len(counts), generator=torch.Generator().manual_seed(seed))
+    rows = order.argsort()[episode].argsort(stable=True)
+    return list(Parts(batch, rows.split([int(part.sum()) for part in counts[order].tensor_split(n)])))
+
+
+def _episodes(batch: TensorDict) -> Tensor:
+    """Which episode each row is of, numbered in the order of their first rows: ``[B]`` int64."""
+    places = torch.arange(len(batch))
+    if batch.ndim > 1 or "episode_ids" not in batch.keys():
+        return places
+    found, episode = batch["episode_ids"].unique(return_inverse=True)
+    first = places.new_full((len(found),), len(batch)).scatter_reduce(0, episode, places, "amin")
+    return first.argsort().argsort()[episode]
 
 
 def pad(batch: TensorDict, width: int) -> Batch:

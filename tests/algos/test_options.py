@@ -27,6 +27,7 @@ DATA = {
 """Arguments that are no options."""
 
 ELSEWHERE = {
+    "by_episode",
     "masked",
     "masked_column",
     "name_of",
@@ -235,6 +236,7 @@ CASES: dict[str, Case] = {
     "adaptive_kl": Case(
         of_controller, {"init": 0.1, "target": 1.0, "horizon": 1000}, {"init": 0.2, "target": 1.1, "horizon": 2000}
     ),
+    "seq_mean": Case(of_numbers, {}, {"shares": torch.arange(16) / 16}, (ROWS["token_rewards"], ROWS["loss_mask"])),
     "seq_sum": Case(of_aggregate, {"norm": 5}, {"norm": 6}),
     # distillation
     "jsd": Case(of_distance, {"beta": 0.5}, {"beta": 0.4}),

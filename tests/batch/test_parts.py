@@ -341,6 +341,47 @@ def test_minibatches_keep_pairs_whole() -> None:
     assert sorted(part.batch_size for part in parts) == [(1, 2), (2, 2)]
 
 
+@quick
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.data())
+def test_minibatches_keep_episodes_whole(episodes: list[int], data: st.DataObject) -> None:
+    batch = assign(of_lengths([1] * len(episodes)), episode_ids=7 * torch.tensor(episodes))
+    n = data.draw(st.integers(1, len(set(episodes))))
+    parts = minibatches(batch, n, seed=data.draw(st.integers(0, 5)))
+    assert sorted(number for part in parts for number in rows_of(part)) == list(range(len(episodes)))
+    sets = [set(part["episode_ids"].tolist()) for part in parts]
+    assert sum(map(len, sets)) == len(set(episodes))
+    assert max(map(len, sets)) - min(map(len, sets)) <= 1
+
+
+def test_minibatches_of_episodes_of_one_row_are_those_of_rows() -> None:
+    batch = of_lengths([1] * 12)
+    numbered = assign(batch, episode_ids=torch.arange(12).flip(0))
+    for seed in range(3):
+        plain = [rows_of(part) for part in minibatches(batch, 5, seed)]
+        assert [rows_of(part) for part in minibatches(numbered, 5, seed)] == plain
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(seed)).tolist()
+        assert [number for part in plain for number in part] == order
+
+
+def test_episodes_take_any_place_among_minibatches() -> None:
+    """However many rows an episode has: it would come first too often if its first row decided."""
+    batch = assign(of_lengths([1] * 8), episode_ids=torch.tensor([3, 3, 3, 3, 3, 3, 3, 1]))
+    sizes = [len(minibatches(batch, 2, seed)[0]) for seed in range(40)]
+    assert 10 <= sizes.count(7) <= 30
+    assert sizes.count(7) + sizes.count(1) == 40
+
+
+def test_pairs_are_no_episodes() -> None:
+    pairs = assign(of_pairs([(1, 2), (3, 4)]), episode_ids=torch.tensor([[1, 1], [1, 1]]))
+    assert len(minibatches(pairs, 2, seed=0)) == 2
+
+
+def test_there_are_at_most_as_many_minibatches_as_episodes() -> None:
+    batch = assign(of_lengths([1, 2, 3]), episode_ids=torch.tensor([5, 6, 5]))
+    with pytest.raises(BatchError, match="minibatches: n is 3; it must be between 1 and the number of episodes, 2"):
+        minibatches(batch, 3, seed=0)
+
+
 @pytest.mark.parametrize("n", [0, -1, 4])
 def test_there_are_at_most_as_many_minibatches_as_rows(n: int) -> None:
     message = f"minibatches: n is {n}; it must be between 1 and the number of rows, 3"

@@ -23,6 +23,7 @@ __all__ = [
     "TINY",
     "Layout",
     "batches",
+    "forked",
     "hidden_rows",
     "layouts",
     "make_batch",
@@ -249,6 +250,17 @@ def taken(batch: Batch, rows: Sequence[int]) -> Batch:
     """Some rows of a batch, in this order."""
     part: Batch = batch[torch.tensor(rows, dtype=torch.int64)].lock_()
     return part
+
+
+def forked(batch: Batch, seed: int = 0) -> Batch:
+    """Each episode in up to three rows, in any order: the same tokens, of which each row trains every third."""
+    copies = [row for row in range(len(batch)) for _ in range(1 + row % 3)]
+    place = torch.tensor([at for row in range(len(batch)) for at in range(1 + row % 3)])
+    count = torch.tensor([1 + row % 3 for row in copies])
+    whole = nrl.assign(taken(batch, copies), episode_ids=torch.tensor(copies))
+    turn = whole["loss_mask"].cumsum(-1) % count.unsqueeze(-1)
+    parts = nrl.assign(whole, loss_mask=whole["loss_mask"] & (turn == place.unsqueeze(-1)))
+    return taken(parts, torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
 def hidden_rows(batch: Batch, n: int) -> Batch:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from nrl.algos import Loss, output_kind
+from nrl.algos import Loss, episode_shares, output_kind
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch, assign
 from nrl.batch.handles import handle_of
@@ -15,12 +15,26 @@ from nrl.errors import MissingColumn, MissingOutput, NotFinite
 from nrl.reduce import Mean, Metrics
 from nrl.runtime import Future
 
-__all__ = ["check_finite", "check_needs", "lag", "told_of_no_advantages", "with_columns"]
+__all__ = ["check_finite", "check_needs", "lag", "told_of_no_advantages", "with_columns", "with_shares"]
 
 
 def with_columns(batch: Batch, columns: Mapping[str, Tensor | Future[Tensor]]) -> Batch:
     """Add columns to a batch. Of those that other processes compute it has a handle, heavy or not."""
     return assign(batch, **{name: handle_of(value) for name, value in columns.items()}) if columns else batch
+
+
+def with_shares(batch: Batch) -> Batch:
+    """Add ``episode_shares`` to a batch in which an episode has several rows, which shards and micro-batches part.
+
+    They are computed anew in each step, since tokens or rows may have been left out meanwhile. Other batches go without
+    the column, and are what they were.
+    """
+    if "episode_shares" in batch.keys():
+        batch = batch.exclude("episode_shares").lock_()
+    if not {"episode_ids", "loss_mask"} <= set(batch.keys()):
+        return batch
+    ids = batch["episode_ids"].flatten()
+    return batch if len(ids.unique()) == len(ids) else assign(batch, episode_shares=episode_shares(batch))
 
 
 def check_needs(who: str, needs: Collection[str], provides: Collection[str], name: str) -> None:

@@ -16,7 +16,14 @@ from nrl.backends.base import Bucket
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.engines import TrainEngine
 from nrl.backends.training import on_ranks, reading, shared_folders
-from nrl.backends.training.before_step import check_finite, check_needs, lag, told_of_no_advantages, with_columns
+from nrl.backends.training.before_step import (
+    check_finite,
+    check_needs,
+    lag,
+    told_of_no_advantages,
+    with_columns,
+    with_shares,
+)
 from nrl.backends.training.law import check_law
 from nrl.backends.training.states import Params, TrainState
 from nrl.backends.training.terms import LOGPROBS, global_weights
@@ -243,7 +250,7 @@ class Trainer:
             state: TrainState, batch: Batch, **columns: Tensor | Future[Tensor]
         ) -> tuple[TrainState, Future[Metrics]]:
             nonlocal checked, told
-            batch = with_columns(batch, columns)
+            batch = with_shares(with_columns(batch, columns))
             here, whole = without_handles(batch), stand_ins(batch)
             if not isinstance(state, TrainState):
                 raise TypeError(f"{who}: expected a train state (trainer.init()), found {type(state).__name__}")

@@ -36,6 +36,7 @@ from nrl.backends.fsdp.torch_state import TorchState
 from nrl.backends.models import loading, lora, named_weights
 from nrl.backends.training import on_ranks
 from nrl.backends.training.agreement import HeldError, Peers, pickled
+from nrl.backends.training.before_step import with_shares
 from nrl.backends.training.reading import whole_weights
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch
@@ -56,6 +57,7 @@ from tests.backends.fsdp.test_torch_engine import CONFIGS, MIXED, QWEN3, batch_o
 from tests.backends.processes import Processes
 from tests.disks import small_disk_at, transferred
 from tests.metrics import assert_same_steps
+from tests.properties.strategies import forked
 from tests.weights import assert_close, assert_equal, bucket_of
 
 pytestmark = pytest.mark.timeout(600)
@@ -312,6 +314,23 @@ def test_three_steps_give_the_numbers_of_one_process(pool: Processes, loss: str,
         assert_same_steps(others, numbers, relative)
         assert_equal(parts, found[0][1])
         assert_close(parts, weights, relative)
+
+
+def of_episodes(mesh: DeviceMesh | None) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """A step on episodes that forked, whose rows lie in different processes; in one process, on a row each."""
+    made = engine(mesh, Model(CONFIGS["phi, a head with a bias"], dtype="float64"))
+    batch, loss = batch_of([*MIXED, 3]), algos.dr_grpo_loss(16)
+    batch = with_shares(batch if mesh is None else forked(batch))
+    state, metrics = made.train(made.init(), loss, mine(mesh, batch), global_weights(loss, batch))
+    return finalize(metrics), whole(made, state.module)
+
+
+@both
+def test_an_episode_whose_rows_lie_in_several_processes_counts_once(pool: Processes) -> None:
+    numbers, weights = of_episodes(None)
+    for found, theirs in pool(of_episodes):
+        assert_same_steps([found], [numbers | {"tokens": found["tokens"]}], 1e-6)
+        assert_close(theirs, weights, 1e-6)
 
 
 def tokens_of(mesh: DeviceMesh | None, assigned: list[list[list[int]]]) -> list[float]:

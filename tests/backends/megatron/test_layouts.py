@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import nrl
 from nrl import algos
+from nrl.backends.training.before_step import with_shares
 from nrl.backends.training.reading import whole_weights
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch
@@ -18,6 +19,7 @@ from tests.backends.megatron.test_experts import MIXTRAL, QWEN
 from tests.backends.megatron.test_megatron_engine import MODEL, ROUTED, cut, engine, rows, same, torch_engine
 from tests.backends.processes import Processes
 from tests.metrics import assert_same_steps
+from tests.properties.strategies import forked
 from tests.weights import assert_close
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
@@ -62,6 +64,8 @@ def test_every_layout_replays_routes(two: Processes, four: Processes, kind: str)
 
 
 def changed(batch: Batch, how: str) -> Batch:
+    if how == "forked":
+        return with_shares(forked(batch))
     if how == "in another order":
         return batch[torch.tensor([3, 0, 7, 4, 1, 6, 2, 5])]
     return nrl.pad(batch, 24) if how == "padded" else batch
@@ -86,4 +90,12 @@ def test_order_padding_and_packing_cannot_be_seen(two: Processes, layout: Layout
     packing = nrl.Sequences if how == "as sequences" or layout.cp > 1 else nrl.Rectangles
     for found, tensors in two(in_process, layout, how, packing):
         assert_same_steps([found], [metrics], 1e-5)
+        assert_close(tensors, weights, 1e-5)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout(dp=2)], ids=str)
+def test_a_forked_episode_counts_once(two: Processes, layout: Layout) -> None:
+    metrics, weights = in_process(None, Layout(), "", None)
+    for found, tensors in two(in_process, layout, "forked", None):
+        assert_same_steps([found], [metrics | {"tokens": found["tokens"]}], 1e-5)
         assert_close(tensors, weights, 1e-5)
