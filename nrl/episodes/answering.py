@@ -42,9 +42,14 @@ class Answers:
         """The number of an answer."""
         return next(self._numbers)
 
-    async def ask(self, asked: Asked) -> tuple[list[Turn], int]:
+    async def ask(self, asked: Asked, left: "asyncio.Future[Any]") -> tuple[list[Turn], int] | None:
         """The turns that answer a request, and 0: no turn comes before them."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ask(asked), self._loop)), 0
+        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ask(asked), self._loop))
+        await asyncio.wait([answer, left], return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result(), 0
+        answer.cancel()
+        return None
 
     def tokenize(self, body: Any) -> dict[str, Any]:
         """The tokens of a ``"prompt"`` or of ``"messages"``, as vLLM tells them.

@@ -14,8 +14,10 @@ from nrl.envs.endpoint.asked import Asked, Unusable, said_by
 from nrl.envs.gym.application import Application, Receive, Send
 from nrl.envs.gym_config.defaults import LARGEST
 
-__all__ = ["Answering", "application"]
+__all__ = ["SESSION", "Answering", "application"]
 
+SESSION = "nrl_session"
+"""The key of a request's ``metadata`` that names its session, where neither the path nor the API key does."""
 _PATH = re.compile(r"(?:/s/([^/]+))?(?:/v1)?/(chat/completions|responses|models|tokenize)")
 _APIS: Mapping[str, Any] = {"chat/completions": chat_completions, "responses": responses}
 
@@ -33,8 +35,11 @@ class Answering(Protocol):
         """The number of an answer."""
         ...
 
-    async def ask(self, asked: Asked) -> tuple[list[Turn], int]:
-        """The turns that answer a request, and the number of the first of them; raises `Unusable`."""
+    async def ask(self, asked: Asked, left: "asyncio.Future[Any]") -> tuple[list[Turn], int] | None:
+        """The turns that answer a request, and the number of the first of them; raises `Unusable`.
+
+        ``left`` is done when the client leaves; then there is no answer.
+        """
         ...
 
     def tokenize(self, body: Any) -> dict[str, Any]:
@@ -46,7 +51,8 @@ def application(find: Callable[[str], Answering | None], model: str) -> Applicat
     """An ASGI application.
 
     Args:
-        find: the session of a name, which stands in the path (``/s/NAME/v1/...``) or is the API key.
+        find: the session of a name, which stands in the path (``/s/NAME/v1/...``), is the API key, or stands in the
+            request's ``metadata`` under `SESSION`.
         model: the name that the endpoint gives it.
     """
     listed = {"id": model, "object": "model", "created": 0, "owned_by": "nrl"}
@@ -67,15 +73,15 @@ def application(find: Callable[[str], Answering | None], model: str) -> Applicat
         found = _PATH.fullmatch(path)
         if found is None:
             raise Unusable(f"there is no {path:.80}; ask /v1/chat/completions, /v1/responses or /v1/models", status=404)
-        session = find(found[1] or _key(scope["headers"]))
-        if session is None:
-            raise Unusable("there is no such session; use the address or the API key of this episode", status=401)
         if method != ("GET" if found[2] == "models" else "POST"):
             raise Unusable(f"{path:.80} does not take {method:.20}", status=405)
+        body = None if method == "GET" else await _body(receive)
+        session = find(found[1] or _key(scope["headers"])) or find(_named(body))
+        if session is None:
+            raise Unusable("there is no such session; use the address or the API key of this episode", status=401)
         if found[2] == "models":
             await _send(send, msgspec.json.encode({"object": "list", "data": [listed]}))
             return
-        body = await _body(receive)
         if found[2] == "tokenize":
             await _send(send, msgspec.json.encode(session.tokenize(body)))
         else:
@@ -87,7 +93,11 @@ def application(find: Callable[[str], Answering | None], model: str) -> Applicat
             raise Unusable(f"previous_response_id: there is no response {earlier!r:.80} in this session", status=404)
         asked: Asked = api.read(body, session.responses[earlier]) if earlier is not None else api.read(body)
         asked = attrs.evolve(asked, ids=asked.ids or session.ids)
-        found = await _unless_left(session.ask(asked), receive)
+        left = asyncio.ensure_future(receive())  # which comes when the client leaves
+        try:
+            found = await session.ask(asked, left)
+        finally:
+            left.cancel()
         if found is None:
             return
         turns, first = found
@@ -104,17 +114,6 @@ def application(find: Callable[[str], Answering | None], model: str) -> Applicat
             await _send(send, msgspec.json.encode(api.answer(asked, turns, first, name)))
 
     return serve
-
-
-async def _unless_left(asking: Any, receive: Receive) -> Any:
-    """An answer; None if the client leaves before."""
-    answer, left = asyncio.ensure_future(asking), asyncio.ensure_future(receive())
-    try:
-        await asyncio.wait([answer, left], return_when=asyncio.FIRST_COMPLETED)
-        return answer.result() if answer.done() else None
-    finally:
-        left.cancel()
-        answer.cancel()
 
 
 async def _body(receive: Receive) -> Any:
@@ -137,6 +136,12 @@ def _key(headers: Any) -> str:
         if name == b"authorization":
             return str(value.decode("latin-1")).partition(" ")[2].strip()
     return ""
+
+
+def _named(body: Any) -> str:
+    """The session that a request names in its metadata, as where an agent has one address for all of its episodes."""
+    metadata = body.get("metadata") if isinstance(body, Mapping) else None
+    return str(metadata.get(SESSION, "")) if isinstance(metadata, Mapping) else ""
 
 
 def _type(kind: bytes) -> tuple[bytes, bytes]:

@@ -61,6 +61,7 @@ def driven(
     verifier: Verifier | None = None,
     timeout: float | Callable[[Task], float | None] | None = TIMEOUT,
     host: str = "127.0.0.1",
+    port: int = 0,
     ids: bool = False,
 ) -> Environment:
     """The environment whose episodes are driven by an agent from outside.
@@ -84,6 +85,8 @@ def driven(
             the last answer to its end; or a function from the task to these; None: no limit.
         host: where the endpoint listens, in the process where the environment is; by default no other machine can
             reach it. Give the address of a network interface for agents on other machines.
+        port: of the endpoint, for agents that are told one address before they start, and name their episode in
+            ``metadata``, as ``nrl_session``; 0: any that is free.
         ids: whether all answers have ``prompt_token_ids``, ``generation_token_ids`` and ``generation_log_probs``, as
             those of NeMo Gym's model servers do; otherwise those to requests with vLLM's ``return_token_ids``.
 
@@ -109,7 +112,7 @@ def driven(
     """
 
     async def reset(task: Task) -> Any:
-        state = _running(host).begin(start, task, ids)
+        state = _running(host, port).begin(start, task, ids)
         try:
             first = await state.on_loop(state.session.next())
             if isinstance(first, asyncio.Future):
@@ -213,9 +216,9 @@ def _called(start: Start, task: Task, endpoint: Endpoint) -> Any:
 class _Running:
     """The endpoint of this process at one host: a thread that answers HTTP, and one for agents that are coroutines."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, port: int) -> None:
         self.sessions: dict[str, Session] = {}
-        self._on = listening(host, 0, "driven")
+        self._on = listening(host, port, "driven")
         self._url = address(host, self._on.getsockname()[1])
         self.loop, self.agents = uvloop.new_event_loop(), asyncio.new_event_loop()
         self.threads = Daemons(_THREADS, "agent")
@@ -245,14 +248,14 @@ class _Running:
         session.ended(outcome)
 
 
-_RUNNING: dict[tuple[int, str], _Running] = {}
+_RUNNING: dict[tuple[int, str, int], _Running] = {}
 _GUARD = threading.Lock()
 
 
-def _running(host: str) -> _Running:
+def _running(host: str, port: int) -> _Running:
     """The endpoint of this process, which a fork does not inherit."""
-    key = os.getpid(), host
+    key = os.getpid(), host, port
     with _GUARD:
         if key not in _RUNNING:
-            _RUNNING[key] = _Running(host)
+            _RUNNING[key] = _Running(host, port)
         return _RUNNING[key]

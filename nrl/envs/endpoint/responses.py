@@ -9,7 +9,7 @@ from nrl.envs.contract import Turn
 from nrl.envs.endpoint.asked import Asked, Unusable, arguments_of, call_id, chat_tools, content_of, content_text
 from nrl.envs.endpoint.chat_completions import sampling_of
 
-__all__ = ["answer", "events", "messages_of", "read"]
+__all__ = ["answer", "events", "messages_of", "output_of", "read"]
 
 _UNMET = ("parallel_tool_calls", "reasoning", "text", "top_logprobs", "truncation")
 _OWN = ("reasoning", "message", "function_call")  # what a turn of the model is made of, in this order
@@ -143,7 +143,7 @@ def answer(asked: Asked, turns: Sequence[Turn], first: int, name: str) -> dict[s
         "instructions": None,
         "metadata": {},
         "model": asked.model,
-        "output": _items(asked, turn, first, name),
+        "output": output_of(asked, turn, first, name),
         "parallel_tool_calls": True,
         "temperature": asked.sampling.get("temperature"),
         "tool_choice": "auto",
@@ -159,7 +159,8 @@ def answer(asked: Asked, turns: Sequence[Turn], first: int, name: str) -> dict[s
     }
 
 
-def _items(asked: Asked, turn: Turn, number: int, name: str) -> list[dict[str, Any]]:
+def output_of(asked: Asked, turn: Turn, number: int, name: str) -> list[dict[str, Any]]:
+    """The items of a turn; arguments as of `answer`."""
     found = list[dict[str, Any]]()
     if turn.reasoning:
         thought = [{"type": "summary_text", "text": turn.reasoning}]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -10,6 +11,8 @@ from nrl.envs.contract import Turn
 from nrl.envs.endpoint.asked import Asked, Unusable, as_request, said_by
 
 __all__ = ["Exchange", "Session"]
+
+_SEEN = 0.25  # seconds until it is seen that a client has left
 
 
 @attrs.define(eq=False)
@@ -21,14 +24,14 @@ class Exchange:
         answer: of as many turns as it asks for, and the number of the first of them.
         turns: those that there are.
         first: the number of the first.
-        left: whether the agent has left before it was answered. One that asks the same again gets this answer.
+        left: set when the agent has left before it was answered. One that asks the same again gets this answer.
     """
 
     asked: Asked
     answer: "asyncio.Future[tuple[list[Turn], int]]"
     turns: list[Turn] = attrs.field(factory=list)
     first: int = 0
-    left: bool = False
+    left: asyncio.Event = attrs.field(factory=asyncio.Event)
 
 
 class Session:
@@ -45,7 +48,8 @@ class Session:
         self._said: list[Mapping[str, Any]] = []
         self._waiting: asyncio.Queue[Exchange | asyncio.Future[Any]] = asyncio.Queue()
         self._current: Exchange | None = None
-        self._left: list[Exchange] = []
+        self._left: list[Exchange] = []  # whose agent has left
+        self._asked: list[Exchange] = []  # whose agent waits
         self._closed = ""
         self._numbers = 0
 
@@ -54,27 +58,41 @@ class Session:
         self._numbers += 1
         return self._numbers
 
-    async def ask(self, asked: Asked) -> tuple[list[Turn], int]:
-        """The turns that answer a request, and the number of the first of them.
+    async def ask(self, asked: Asked, left: "asyncio.Future[Any]") -> tuple[list[Turn], int] | None:
+        """The turns that answer a request, and the number of the first of them; None: its client has left.
+
+        Args:
+            asked: the request.
+            left: done when its client leaves.
 
         Raises:
             Unusable: the episode is over, or the request does not fit into the context.
         """
         if self._closed:
             raise Unusable(self._closed, "session_closed", 410)
+        # Who asks again may be heard before it is seen that it has left
+        for other in [each for each in self._asked if each.asked == asked]:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(other.left.wait(), _SEEN)
         exchange = next((each for each in self._left if each.asked == asked), None)
         if exchange is None:
             exchange = Exchange(asked, asyncio.get_running_loop().create_future())
             self._waiting.put_nowait(exchange)
         else:
             self._left.remove(exchange)
-            exchange.left = False
+            exchange.left.clear()
+        self._asked.append(exchange)
         try:
-            return await asyncio.shield(exchange.answer)
-        except asyncio.CancelledError:
-            exchange.left = True
+            await asyncio.wait([exchange.answer, left], return_when=asyncio.FIRST_COMPLETED)
+            for _ in range(3):  # turns of the loop, in which it sees what has come
+                await asyncio.sleep(0)
+            if not left.done():
+                return exchange.answer.result()
+            exchange.left.set()
             self._left.append(exchange)
-            raise
+            return None
+        finally:
+            self._asked.remove(exchange)
 
     def tokenize(self, body: Any) -> dict[str, Any]:
         """Refuse: the tokens are where the policy is."""
@@ -93,7 +111,7 @@ class Session:
             found = await self._waiting.get()
             if isinstance(found, asyncio.Future):
                 return found
-            if not found.left:
+            if not found.left.is_set():
                 self._current, found.first = found, len(self._said)
                 return as_request(found.asked, self._said)
             self._left.remove(found)
