@@ -177,6 +177,9 @@ def computes(task, trace):
     terms = [int(each) for each in parts] if plain else []
     return float(sum(terms) == int(task["answer"]))
 
+def divides(task, trace):
+    return float(trace.text in ("1/0", r"\frac{1}{0}") or number(task, trace).reward)
+
 @extracts(lambda response: response.strip().lower().lstrip("-") or None)
 def unsigned(task, trace):
     return float(trace.text.strip().lstrip("-") == task["answer"])
@@ -230,7 +233,7 @@ def test_a_good_verifier_passes(here: Path, capsys: pytest.CaptureFixture[str], 
     kinds = {each["kind"] for each in tried}
     assert kinds == {
         "gold", "form", "mutated", "other", "candidates", "repeated", "injected", "question", "operands",
-        "empty", "huge",
+        "undefined", "empty", "huge",
     }  # fmt: skip
     gold = [each for each in tried if each["kind"] == "gold"]
     assert [each["reward"] for each in gold] == [1.0] * 3
@@ -244,8 +247,9 @@ def test_a_good_verifier_passes(here: Path, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize(
     ("name", "faults"),
     [
-        ("everything", "mutated other candidates repeated injected question operands empty huge"),
+        ("everything", "mutated other candidates repeated injected question operands undefined empty huge"),
         ("computes", "operands"),
+        ("divides", "undefined"),
         ("contains", "mutated candidates"),
         ("nothing", "gold"),
         ("lenient", "empty"),
@@ -701,6 +705,19 @@ def test_sums_and_products_are_written_in_another_way(asked: str, gold: str, tex
     way, *_ = ways({}, [gold])
     every = hostile(way, [gold], [], asked, Random(0))
     assert [each.text for each in every if each.kind == "operands"] == texts
+
+
+@pytest.mark.parametrize(
+    ("gold", "texts"),
+    [
+        (r"So \boxed{0}.", [r"So \boxed{1/0}.", r"So \boxed{0^0}.", r"So \boxed{\frac{1}{0}}."]),
+        ("1/0", ["0^0", r"\frac{1}{0}"]),  # a task may ask for what has no value
+        ("```python\nx = 1\n```", []),
+    ],
+)
+def test_what_has_no_value_is_an_answer(gold: str, texts: list[str]) -> None:
+    way, *_ = ways({}, [gold])
+    assert [each.text for each in hostile(way, [gold], [], "", Random(0)) if each.kind == "undefined"] == texts
 
 
 @settings(max_examples=25)
