@@ -241,6 +241,7 @@ def written(page: str, **parts: str) -> str:
 
 async def _all(names: Sequence[str], rows: int, workers: int) -> list[Finding]:
     verifier = reasoning_gym(workers=workers)
+    patient = reasoning_gym(workers=1, timeout=20.0)  # for what the machine had no time for, as a timeout says
     worker: Any = answer_requests
     gym = executable("gym")  # as that of the tasks, in other processes
     scorer: Any = nrl.pooled(
@@ -252,7 +253,7 @@ async def _all(names: Sequence[str], rows: int, workers: int) -> list[Finding]:
 
     async def one(name: str) -> Finding:
         async with free:
-            return await _audited(name, rows, verifier, scorer)
+            return await _audited(name, rows, (verifier, patient), scorer)
 
     return list(await asyncio.gather(*map(one, names)))
 
@@ -292,7 +293,7 @@ def _below(reward: float) -> str:
     return f"{min(reward, 0.99) if reward < 1 else reward:.2g}"
 
 
-async def _audited(name: str, rows: int, verifier: Any, scorer: Any) -> Finding:
+async def _audited(name: str, rows: int, verifiers: Sequence[Any], scorer: Any) -> Finding:
     tasks = [task(index // 2, index, dataset=name) for index in range(rows)]
     failures: dict[str, None] = {}
     passed: dict[str, None] = {}
@@ -300,9 +301,12 @@ async def _audited(name: str, rows: int, verifier: Any, scorer: Any) -> Finding:
 
     async def reward(kind: str, each: Task, answer: str) -> float:
         nonlocal slowest
-        began = time.monotonic()
         try:
-            score = await verifier(each, Trace(each["prompt"], [answer]))
+            for verifier in verifiers:
+                began = time.monotonic()
+                score = await verifier(each, Trace(each["prompt"], [answer]))
+                if score.status != "timeout":
+                    break
         except Exception as error:
             failures[f"{kind} ({type(error).__name__})"] = None
             return 0.0

@@ -396,7 +396,7 @@ def test_errors_of_the_class_itself_are_told() -> None:
         "pair.a: ZeroDivisionError: integer division or modulo by zero; from the command line"
     ]
     assert problems(Outer, "pair={a: 1, b: 7}") == ["pair: b is seven; from the command line"]
-    assert problems(Pair, "a=1", "b=7") == ["Pair: b is seven"]
+    assert problems(Pair, "a=1", "b=7") == ["b is seven"]
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,15 @@ with suppress(SystemExit):
     assert loaded_by(program, HEAVY | TORCH) == {}
 
 
+@pytest.mark.parametrize("arguments", [["eval", "model=m", "env=numbr"], ["gym", "test", "numbr"]])
+def test_a_name_that_is_not_there_is_told_before_torch_is_imported(arguments: list[str]) -> None:
+    program = f"""
+from nrl.command.cli import main
+assert main({arguments}) == 2
+"""
+    assert loaded_by(program, HEAVY | TORCH) == {}
+
+
 @pytest.mark.parametrize("given", ["nothing", "a tensor"])
 def test_a_worker_of_a_pool_loads_torch_with_its_first_tensor(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the call for which it is, so that these seconds are not the call's."""

@@ -53,6 +53,7 @@ ON_THEIR_OWN = {f"nrl.backends.megatron.{name}": "megatron" for name in _MEGATRO
 LIGHT = (
     *(
         "nrl.command.cli",
+        "nrl.command.evaluation_settings",
         "nrl.command.gym",
         "nrl.config",
         "nrl.envs",
@@ -63,8 +64,7 @@ LIGHT = (
     ),
     *("nrl.runtime.executables", "nrl.runtime.node", "nrl.runtime.preemption", "nrl.runtime.threads"),
 )
-_AUDIT = ("audit", "calls", "playing", "records", "verifying")  # which plays episodes
-NOT_LIGHT = ("nrl.envs.pools.meshes", "nrl.envs.scoring", *(f"nrl.command.gym.{name}" for name in _AUDIT))
+NOT_LIGHT = ("nrl.command.gym.playing", "nrl.envs.pools.meshes", "nrl.envs.scoring")
 """What starts in a fraction of a second: an environment, a worker of a pool, the command; torch takes seconds."""
 OUTSIDE = frozenset({"benchmarks", "examples", "tests"})
 

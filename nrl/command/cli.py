@@ -79,13 +79,17 @@ def _report(given: argparse.Namespace) -> None:
 
 def _evaluate(given: argparse.Namespace) -> None:
     from nrl import config
-    from nrl.command import evaluation
+    from nrl.command.evaluation_settings import Evaluation, resolved
 
     settings = [_setting(argument) for argument in given.settings]
     tasks = [setting.removeprefix("tasks=") for setting in settings if setting.startswith("tasks=")]
     if len(tasks) > 1 and not any(setting.startswith("-") for setting in settings):
         raise ConfigError(f"eval: found {' and '.join(tasks)}; give one file of tasks, and all else as key=value")
-    evaluation.main(config.load(evaluation.Evaluation, settings, program="nrl eval TASKS"))
+    cfg = config.load(Evaluation, settings, program="nrl eval TASKS", caller="eval")
+    envs = resolved(cfg)
+    from nrl.command import evaluation  # which imports torch: a name that is not there is told before
+
+    evaluation.main(cfg, envs)
 
 
 def _serve(given: argparse.Namespace) -> None:
@@ -94,7 +98,7 @@ def _serve(given: argparse.Namespace) -> None:
 
     named = [f"model={each}" if not ("=" in each or each.startswith("-") or each.endswith(_FILES)) else each
              for each in given.settings]  # fmt: skip
-    serving.main(config.load(serving.Serving, named, program="nrl serve MODEL"))
+    serving.main(config.load(serving.Serving, named, program="nrl serve MODEL", caller="serve"))
 
 
 def _audit(given: argparse.Namespace) -> int:
@@ -113,7 +117,7 @@ def _audit(given: argparse.Namespace) -> int:
     targets = [each.removeprefix("target=") for each in settings if each.startswith("target=")]
     if len(targets) > 1 and not any(each.startswith("-") for each in settings):
         raise ConfigError(f"gym test: found {' and '.join(targets)}; give one target, and all else as key=value")
-    return audit.main(config.load(audit.Audit, settings, program="nrl gym test FILE.py:NAME"))
+    return audit.main(config.load(audit.Audit, settings, program="nrl gym test FILE.py:NAME", caller="gym test"))
 
 
 def _is_gym(file: str) -> bool:

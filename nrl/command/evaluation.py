@@ -8,12 +8,13 @@ is killed and started again ends with the same results.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import yaml
@@ -25,129 +26,43 @@ from nrl import checkpoint, data
 from nrl.backends import SAMPLERS, Model, Sampler, Sampling, load_tokenizer, openai
 from nrl.command import evaluation_folder, evaluation_report, rescoring
 from nrl.command.evaluation_folder import MARK, config_of, digest, digest_of_files
-from nrl.data import FORMATS, Format
-from nrl.data.task_streams import GENERATED
-from nrl.envs import VERIFIERS, Task, Trace, Verifier
-from nrl.envs.shipped import Environments, environments
+from nrl.command.evaluation_settings import OF_SAMPLING, Evaluation
+from nrl.envs import Task
+from nrl.envs.shipped import Environments
 from nrl.episodes.grades import Graded, grade, measure
-from nrl.errors import ConfigError, DataError, EnvError, ModelError, NrlError
+from nrl.errors import ConfigError, EnvError, ModelError, NrlError
 from nrl.log import JsonLines, Progress
 from nrl.reduce import Mean, Metrics, finalize, merge, over_something, prefixed
 from nrl.runs import config_file, folder
 from nrl.runtime import cluster
 
-__all__ = ["Evaluation", "exported", "main", "sampler_of"]
+__all__ = ["exported", "main", "sampler_of"]
 
 
-def _reachable(cfg: Any, field: Any, k: Sequence[int]) -> None:
-    for each in k if cfg.rescore is None else ():  # which `measure` sees
-        if not 1 <= each <= cfg.n:
-            raise ValueError(f"{each} of n={cfg.n} samples cannot be drawn; give k from 1 to n, or a larger n")
-
-
-def _varied(cfg: Any, field: Any, temperature: float) -> None:
-    if temperature == 0 and cfg.n > 1:
-        raise ValueError(f"0 gives the same answer n={cfg.n} times; give n=1, or a temperature")
-
-
-def _addressed(cfg: Any, field: Any, url: str | None) -> None:
-    if cfg.sampler == "openai" and url is None:
-        raise ValueError("sampler=openai needs url=, the address of a server, such as http://localhost:8000/v1")
-    if cfg.sampler != "openai" and url is not None:
-        raise ValueError(f"sampler={cfg.sampler} takes no url; leave it out, or give sampler=openai")
-
-
-def _modelled(cfg: Any, field: Any, model: str | None) -> None:
-    if model is None and cfg.rescore is None:
-        raise ValueError("give a folder, a hub name or a run as model=; only rescore=FILE needs none")
-
-
-_OF_SAMPLING = (
-    *("model", "n", "max_new_tokens", "top_p", "top_k", "stop"),
-    *("sampler", "url", "engine", "dtype", "cluster", "samplers"),
-)
-
-
-def _not_sampled(cfg: Any, field: Any, rescore: str | None) -> None:
-    if rescore is None:
-        return
-    defaults: dict[str, Any] = {
-        key: {} if key == "engine" else field.default for key, field in attrs.fields_dict(type(cfg)).items()
-    }
-    asked = [key for key in _OF_SAMPLING if getattr(cfg, key) != defaults[key]]
-    asked += ["temperature"] if cfg.n == 1 and cfg.temperature != 0 else []
-    if asked:
-        raise ValueError(f"nothing is sampled, so {', '.join(asked)} would not be read; leave that out")
-
-
-_positive = attrs.validators.ge(1)
-
-
-@attrs.frozen
-class Evaluation:
-    """Sample answers to tasks, or play an environment, and say how often they are right: pass@k, the mean reward."""
-
-    model: str | None = attrs.field(default=None, validator=_modelled)  # a folder, a hub name, or the folder of a run
-    tasks: str | dict[str, Any] | None = None  # a file or a dataset that env reads; none: its own
-    n: int = attrs.field(default=1, validator=_positive)  # samples a task
-    k: tuple[int, ...] = attrs.field(default=(1,), validator=_reachable)  # pass@k for these, such as k=1,4,8
-    temperature: float = attrs.field(
-        default=attrs.Factory(lambda cfg: 0.0 if cfg.n == 1 else 1.0, takes_self=True), validator=_varied
-    )  # 0, the most probable answer, if n is 1; else 1
-    max_new_tokens: int = attrs.field(default=512, validator=_positive)  # of a sample
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    stop: tuple[str, ...] = ()  # texts that end a sample
-    env: str | dict[str, Any] = "number"  # a verifier or an environment; options: env.math.timeout=2; see docs/eval.md
-    passing: float = 1.0  # a sample passes where its reward is at least this
-    sampler: Literal["hf", "vllm", "vllm-cpu", "openai"] = "hf"  # openai: a server that runs already
-    url: str | None = attrs.field(default=None, validator=_addressed)  # of the server, for sampler=openai
-    engine: dict[str, Any] = attrs.field(factory=dict)  # more arguments of the sampler: engine.max_model_len=2048
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    trust_remote_code: bool = False  # let Python files that lie with the model run
-    cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
-    samplers: int = attrs.field(default=1, validator=_positive)  # processes that sample
-    format: str | None = None  # from the rows of a well-known dataset
-    chat: bool = True  # false: prompts that are texts stay texts, as base models need them
-    limit: int | None = attrs.field(default=None, validator=attrs.validators.optional(_positive))  # so many tasks
-    shuffle: bool = False  # false: the tasks in the order of the file
-    seed: int = 0  # of the noise, and of the order
-    rows: int = attrs.field(default=256, validator=_positive)  # samples that are drawn together
-    rescore: str | None = attrs.field(default=None, validator=_not_sampled)  # results.jsonl, to verify it again
-    out: str | None = None  # none: a new folder under runs/; that of an earlier evaluation: go on with it
-
-    def __attrs_post_init__(self) -> None:
-        _ = self.sampling  # refuses numbers out of range
-
-    @property
-    def sampling(self) -> Sampling:
-        """The sampling parameters."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, stop=self.stop)
-
-
-def main(cfg: Evaluation) -> Metrics:
+def main(cfg: Evaluation, envs: Environments) -> Metrics:
     """Evaluate, from where an earlier attempt in the same folder was, and print a table.
 
     Args:
         cfg: the configuration.
+        envs: what its ``env`` and ``tasks`` say, from `resolved`.
 
     Returns:
         The metrics of `nrl.measure`; ``metrics.json`` holds them as numbers.
 
     Raises:
-        ConfigError: the folder holds something else, another process is in it, or the environment, an option of it or
-            an argument of the sampler is unknown.
+        ConfigError: the folder holds something else, another process is in it, or an argument of the sampler is
+            unknown.
         DataError: a task cannot be read, or the verifier cannot work with its answer (it names the row); or the results
             of an earlier attempt were changed.
         ModelError: no such model; a run's folder without an exported one.
         EnvError: every sample failed.
     """
-    envs = environments(cfg.env, cfg.tasks, format=_format(cfg), chat=cfg.chat, shuffle=cfg.shuffle)
     again, model = None, None
     if cfg.rescore is not None:
         again = rescoring.opened(cfg.rescore, cfg.env, envs.each, None if cfg.tasks is None else _tasks(cfg, envs))
         tasks, n = list(again.tasks), again.samples
     else:
+        _sampling(cfg)  # refuses numbers out of range
         model = Model(exported(str(cfg.model)), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         tasks, n = _tasks(cfg, envs), cfg.n
         if cfg.out is None:
@@ -159,7 +74,7 @@ def main(cfg: Evaluation) -> Metrics:
         digests: dict[str, Any] = {MARK: digest(tasks)}
         digests |= {"digest_of_results": digest([attrs.asdict(each) for each in again.graded])} if again else {}
         digests |= {"digest_of_model": digest_of_files(str(model.source))} if model else {}
-        evaluation_folder.write_config(out, cfg, digests)
+        evaluation_folder.write_config(out, cfg, digests, OF_SAMPLING if again else ())
         done = evaluation_folder.read(results, len(tasks), together)
         evaluation_folder.write_failures(out, done)
         print(
@@ -167,7 +82,8 @@ def main(cfg: Evaluation) -> Metrics:
             flush=True,
         )
         if len(done) < len(tasks):
-            sampler, so_far = sampler_of(cfg, model, stack) if model else None, measure(done)
+            sampler = sampler_of("eval", cfg, model, _sampling(cfg), stack) if model else None
+            so_far = measure(done)
             lines, progress = stack.enter_context(JsonLines(results)), stack.enter_context(Progress())
             for start in range(len(done), len(tasks), together):
                 began, some = monotonic(), tasks[start : start + together]
@@ -194,8 +110,12 @@ def main(cfg: Evaluation) -> Metrics:
     Console().print(_table(metrics, cfg))
     invalid = int(metrics["eval/invalid"].total)  # type: ignore[union-attr]
     if invalid and invalid == sum(len(each.rewards) for each in every):
-        where = f"{out}/failures.jsonl says" if again else "the warnings above say"
-        raise EnvError(f"eval: all {invalid} samples failed, so nothing was measured; mend what {where}")
+        errors = Counter(each["error"] or each["status"] for each in evaluation_folder.failures(every, 0))
+        ((error, count),) = errors.most_common(1)
+        raise EnvError(
+            f"eval: all {invalid} samples failed, {count} of them with: {error}. So nothing was measured; mend it; "
+            f"{out}/failures.jsonl says what each failed with"
+        )
     return metrics
 
 
@@ -250,32 +170,14 @@ def _tasks(cfg: Evaluation, envs: Environments) -> list[Task]:
     return data.epoch(made, cfg.limit)
 
 
-def _format(cfg: Evaluation) -> str | Format | None:
-    """The format of the rows, in which a verifier known by name checks that it can work with their answers."""
-    known = VERIFIERS.get(str(cfg.env))
-    if known is None or not isinstance(cfg.tasks, str) or cfg.tasks in GENERATED:
-        return cfg.format
-    if cfg.format is not None and cfg.format not in FORMATS:
-        return cfg.format
-    return _answered(known, FORMATS.get(str(cfg.format), lambda row: row))
+def _sampling(cfg: Evaluation) -> Sampling:
+    try:
+        return Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.max_new_tokens, stop=cfg.stop)
+    except ValueError as error:
+        raise ConfigError(f"eval: {error.args[0]}") from error  # those of attrs carry more than their message
 
 
-def _answered(verifier: Verifier, format: Format) -> Format:
-    """Let the verifier check each answer as part of the format, so that errors name the row."""
-
-    def checked(row: Mapping[str, Any]) -> Any:
-        found = format(row)
-        for each in [found] if isinstance(found, Mapping) else found or ():
-            try:
-                verifier(each, Trace())
-            except EnvError as error:
-                raise DataError(str(error)) from error
-        return found
-
-    return checked
-
-
-def sampler_of(cfg: Any, model: Model, stack: ExitStack, who: str = "eval") -> Sampler:
+def sampler_of(who: str, cfg: Any, model: Model, sampling: Sampling, stack: ExitStack) -> Sampler:
     """The sampler of a configuration, which has ``sampler``, ``url``, ``engine``, ``cluster`` and ``samplers``.
 
     Raises:
@@ -288,7 +190,7 @@ def sampler_of(cfg: Any, model: Model, stack: ExitStack, who: str = "eval") -> S
         slots = stack.enter_context(cluster(cfg.cluster)).reserve(cfg.samplers)
         make = partial(SAMPLERS[cfg.sampler], slots)
     try:
-        return make(model, cfg.sampling, **cfg.engine)
+        return make(model, sampling, **cfg.engine)
     except (TypeError, ValueError) as error:
         if isinstance(error, NrlError):
             raise

@@ -54,18 +54,20 @@ def config_of(out: Path) -> Mapping[str, Any]:
     return config_file.read(out / "config.yaml") or {}
 
 
-def write_config(out: Path, cfg: Any, digests: Mapping[str, Any]) -> None:
+def write_config(out: Path, cfg: Any, digests: Mapping[str, Any], unread: Sequence[str] = ()) -> None:
     """Write ``config.yaml``, unless the folder holds an evaluation of something else.
 
     Args:
         out: the folder.
         cfg: the configuration.
         digests: of the tasks, under `MARK`, and of the model.
+        unread: settings that have no part in the evaluation, and are left out.
 
     Raises:
         ConfigError: it does.
     """
-    text = config.dump(cfg, redacted) + yaml.safe_dump(dict(digests))
+    shown = config.dump(cfg, lambda all: redacted({key: all[key] for key in all if key not in unread}))
+    text = shown + yaml.safe_dump(dict(digests))
     old, new = config_of(out), yaml.safe_load(text)
     changed = [key for key in old | new if old.get(key) != new.get(key) and key not in _MAY_CHANGE]
     if old and changed:

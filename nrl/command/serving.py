@@ -74,7 +74,7 @@ def main(cfg: Serving, ready: Callable[[str], Any] = print) -> None:
     with ExitStack() as stack:
         on = stack.enter_context(listening(cfg.host, cfg.port, "serve"))
         model = Model(exported(cfg.model), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
-        answers = Answers(sampler_of(cfg, model, stack, "serve"), ids=cfg.ids)
+        answers = Answers(sampler_of("serve", cfg, model, cfg.sampling, stack), ids=cfg.ids)
         name, url = cfg.name or cfg.model, address(cfg.host, on.getsockname()[1])
         if cfg.token is None and cfg.auth == "none":
             warnings.warn(f"serve: {url} takes requests from every machine that reaches it", stacklevel=2)

@@ -82,7 +82,9 @@ def derived(
     return attrs.field(default=made, validator=validator, metadata={"help": help} if help else {})
 
 
-def load[T](cls: type[T], args: Sequence[str] | None = None, *, program: str | None = None) -> T:
+def load[T](
+    cls: type[T], args: Sequence[str] | None = None, *, program: str | None = None, caller: str | None = None
+) -> T:
     """Make an instance of ``cls`` from files and ``key=value`` arguments; the module's docstring has the rules.
 
     Args:
@@ -92,6 +94,7 @@ def load[T](cls: type[T], args: Sequence[str] | None = None, *, program: str | N
             field ``config``). Arguments of the form ``key=value`` win over files wherever they stand. With ``-h`` or
             ``--help``, every key is printed and the program exits with 0. Default: the program's own arguments.
         program: how ``--help`` names the program. Default: by the file that was started.
+        caller: how errors name what reads the configuration. Default: ``load(CLASS)``.
 
     Returns:
         The instance.
@@ -135,7 +138,7 @@ def load[T](cls: type[T], args: Sequence[str] | None = None, *, program: str | N
         else:
             return made
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    raise ConfigError("\n  ".join([f"load({cls.__name__}): {count}", *problems]))
+    raise ConfigError("\n  ".join([f"{caller or f'load({cls.__name__})'}: {count}", *problems]))
 
 
 def dump(config: Any, mask: Callable[[Any], Any] | None = None) -> str:

@@ -63,7 +63,7 @@ def explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[Layer]
         hint = f"did you mean '{near[0]}'?" if near else f"the keys here are {', '.join(text.siblings)}"
         text = f"{text}; {hint}"
     origin = next(filter(None, (_origin(path, layer) for layer in reversed(layers))), "")
-    return f"{dotted or cls.__name__}: {text}{origin}"
+    return f"{dotted}: {text}{origin}" if dotted else text
 
 
 def _origin(path: tuple[Any, ...], layer: Layer) -> str:

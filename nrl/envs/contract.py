@@ -18,6 +18,7 @@ from nrl.log import error_text
 __all__ = [
     "STATUSES",
     "TIMEOUT",
+    "TRAINED",
     "Env",
     "Environment",
     "FailedScore",
@@ -66,10 +67,13 @@ type Task = Mapping[str, Any]
 
 type Status = Literal["ok", "parse_fail", "timeout", "infra_error", "skipped"]
 """What became of a verdict: it was found, or the answer could not be read, which is the model's doing; or it took too
-long, something else broke, or it was not asked for. Only of the first two a row is trained on."""
+long, something else broke, or it was not asked for."""
 
 STATUSES: tuple[Status, ...] = get_args(Status.__value__)
 """In the order in which the column ``status`` numbers them."""
+
+TRAINED: tuple[Status, ...] = ("ok", "parse_fail")
+"""Those whose rows are trained on."""
 
 
 class Score(NamedTuple):

@@ -220,7 +220,7 @@ def _expected(answer: Any) -> Fraction | None:
 
 
 def _final(response: str) -> Fraction | None:
-    return next(itertools.chain(marked_number(response), _boxed(response), _last(_without_markup(response))), None)
+    return next(itertools.chain(marked_number(response), _boxed(response), _last(response)), None)
 
 
 # --- Where an answer may stand: each yields a number, or None for no number; or nothing if it is not there.
@@ -285,8 +285,9 @@ def _boxed(text: str) -> Iterator[Fraction | None]:
         yield None if box is None else only_number(box[2])
 
 
-def _last(plain: str) -> Iterator[Fraction | None]:
-    *_, last = [None, *_numerals(plain)]
+def _last(text: str) -> Iterator[Fraction | None]:
+    # Markup of a text without digits, such as a megabyte of dollars, takes the longest
+    *_, last = [None, *_numerals(_without_markup(text))] if _HAS_NUMBER.search(text) else [None]
     if last is not None:
         yield _value(last)
 

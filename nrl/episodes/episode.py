@@ -18,7 +18,18 @@ from torch import Tensor
 from nrl.backends.base import Completion
 from nrl.data import render
 from nrl.envs import Env, Step, Task
-from nrl.envs.contract import FailedScore, Prompt, Request, Status, Trace, Turn, Verdict, judges_group, score_of
+from nrl.envs.contract import (
+    TRAINED,
+    FailedScore,
+    Prompt,
+    Request,
+    Status,
+    Trace,
+    Turn,
+    Verdict,
+    judges_group,
+    score_of,
+)
 from nrl.envs.user_code.calls import Caller, calling
 from nrl.envs.user_code.errors import Failed
 from nrl.episodes.bridges import Fork
@@ -26,15 +37,12 @@ from nrl.episodes.conversations import Conversation, is_prompt
 from nrl.errors import EnvError, ExecutableError, LostRequest
 from nrl.log import error_text
 
-__all__ = ["TRAINED", "Episode", "Generate", "failed", "play", "run_episode"]
+__all__ = ["Episode", "Generate", "failed", "play", "run_episode"]
 
 type Generate = Callable[[list[int]], Awaitable[Completion]]
 """Asks the policy to continue token ids."""
 
 _LARGEST = torch.finfo(torch.float32).max
-
-TRAINED: tuple[Status, ...] = ("ok", "parse_fail")
-"""The statuses of verdicts that are trained on."""
 
 
 @attrs.define

@@ -21,7 +21,8 @@ from nrl.backends import Sampling, adamw, fsdp, hf
 from nrl.checkpoint import Checkpoints
 from nrl.command import evaluation
 from nrl.command.cli import main
-from nrl.command.evaluation import Evaluation, exported
+from nrl.command.evaluation import exported
+from nrl.command.evaluation_settings import Evaluation
 from nrl.errors import ModelError
 from nrl.runs.folder import claim
 from tests.backends.openai.test_openai import Served, serving
@@ -176,7 +177,7 @@ def test_the_options_of_an_environment_are_not_in_the_title() -> None:
 
 def test_how_tokens_are_drawn() -> None:
     asked = Evaluation("t", "m", n=2, temperature=0.7, top_k=3, top_p=0.9, max_new_tokens=7, stop=("END",))
-    assert asked.sampling == Sampling(0.7, top_k=3, top_p=0.9, max_new_tokens=7, stop=("END",))
+    assert evaluation._sampling(asked) == Sampling(0.7, top_k=3, top_p=0.9, max_new_tokens=7, stop=("END",))
 
 
 def test_rows_go_through_a_format(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -480,10 +481,13 @@ def test_a_verifier_that_fails_is_counted(here: Path, model: str, capsys: pytest
 def test_where_nothing_could_be_measured_a_number_is_null(
     here: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "away.py").write_text("async def judge(task, trace):\n    raise OSError('away')\n")
+    (here / "away.py").write_text(
+        "async def judge(task, trace):\n    raise (ValueError if task['answer'] == 5 else OSError)('away')\n"
+    )
     with pytest.warns(UserWarning, match="3 of 3 episodes failed"):
         shown = said(capsys, "tasks.jsonl", f"model={model}", "env=away.py:judge", *SMALL, status=2)
-    assert "eval: all 3 samples failed, so nothing was measured; mend what the warnings above say" in shown
+    assert "eval: all 3 samples failed, 2 of them with: OSError: away. So nothing was measured; mend it; " in shown
+    assert "out/failures.jsonl says what each failed with" in shown
     assert json.loads((here / "out" / "metrics.json").read_text())["metrics"]["eval/reward"] is None
 
 
@@ -543,9 +547,9 @@ def test_two_at_once_are_refused(here: Path, model: str, capsys: pytest.CaptureF
         (["tasks.jsonl", "n=4", "k=1,8"], "k: 8 of n=4 samples cannot be drawn; give k from 1 to n, or a larger n"),
         (["tasks.jsonl", "k=0"], "k: 0 of n=1 samples cannot be drawn"),
         (["tasks.jsonl", "k=2.5"], "k.0: expected int, found 2.5"),
-        (["tasks.jsonl", "n=0"], "n: 'n' must be >= 1: 0"),
+        (["tasks.jsonl", "n=0"], "nrl: eval: 1 problem n: 'n' must be >= 1: 0"),
         (["tasks.jsonl", "n=4", "temperature=0"], "temperature: 0 gives the same answer n=4 times; give n=1, or a"),
-        (["tasks.jsonl", "top_p=3"], "'top_p' must be <= 1: 3.0"),
+        (["tasks.jsonl", "top_p=3"], "nrl: eval: 'top_p' must be <= 1: 3.0"),
         (
             ["tasks.jsonl", "env=numbr"],
             "nrl: env=numbr: there is no such environment; did you mean 'number'? Or give one of your own as FILE.py:",

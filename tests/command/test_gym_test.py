@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -177,6 +178,9 @@ def computes(task, trace):
     terms = [int(each) for each in parts] if plain else []
     return float(sum(terms) == int(task["answer"]))
 
+def divides(task, trace):
+    return float(trace.text in ("1/0", r"\frac{1}{0}") or number(task, trace).reward)
+
 @extracts(lambda response: response.strip().lower().lstrip("-") or None)
 def unsigned(task, trace):
     return float(trace.text.strip().lstrip("-") == task["answer"])
@@ -230,7 +234,7 @@ def test_a_good_verifier_passes(here: Path, capsys: pytest.CaptureFixture[str], 
     kinds = {each["kind"] for each in tried}
     assert kinds == {
         "gold", "form", "mutated", "other", "candidates", "repeated", "injected", "question", "operands",
-        "empty", "huge",
+        "undefined", "empty", "huge",
     }  # fmt: skip
     gold = [each for each in tried if each["kind"] == "gold"]
     assert [each["reward"] for each in gold] == [1.0] * 3
@@ -244,8 +248,9 @@ def test_a_good_verifier_passes(here: Path, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize(
     ("name", "faults"),
     [
-        ("everything", "mutated other candidates repeated injected question operands empty huge"),
+        ("everything", "mutated other candidates repeated injected question operands undefined empty huge"),
         ("computes", "operands"),
+        ("divides", "undefined"),
         ("contains", "mutated candidates"),
         ("nothing", "gold"),
         ("lenient", "empty"),
@@ -703,6 +708,19 @@ def test_sums_and_products_are_written_in_another_way(asked: str, gold: str, tex
     assert [each.text for each in every if each.kind == "operands"] == texts
 
 
+@pytest.mark.parametrize(
+    ("gold", "texts"),
+    [
+        (r"So \boxed{0}.", [r"So \boxed{1/0}.", r"So \boxed{0^0}.", r"So \boxed{\frac{1}{0}}."]),
+        ("1/0", ["0^0", r"\frac{1}{0}"]),  # a task may ask for what has no value
+        ("```python\nx = 1\n```", []),
+    ],
+)
+def test_what_has_no_value_is_an_answer(gold: str, texts: list[str]) -> None:
+    way, *_ = ways({}, [gold])
+    assert [each.text for each in hostile(way, [gold], [], "", Random(0)) if each.kind == "undefined"] == texts
+
+
 @settings(max_examples=25)
 @given(st.integers(-2000, 2000), st.lists(st.integers(-50, 50).map(str), max_size=4))
 def test_no_hostile_response_says_the_right_number(value: int, others: list[str]) -> None:
@@ -768,6 +786,9 @@ def test_what_fills_once_does_not_leak() -> None:
 # --- what ships
 
 
+LONG = ("code", "fhaviary", "python")
+"""Those of which a session takes a tenth of a second, since it starts a process or plays a hundred turns."""
+
 SHIPPED = {
     "number": ["number", f"data={DATA / 'gsm8k_sample.jsonl'}"],
     "number, of answers alone": ["number", f"data={DATA / 'gsm8k_sample.jsonl'}", "format=gsm8k"],
@@ -799,7 +820,7 @@ def test_nothing_is_wrong_with_what_ships(here: Path, capsys: pytest.CaptureFixt
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SHIPPED)
 def test_nothing_is_wrong_with_all_that_ships(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    sessions = 1000 if name == "code" else 10_000
+    sessions = 1000 if name in LONG else 10_000
     print(said(capsys, *SHIPPED[name], f"sessions={sessions}", "slow=10"))
 
 
@@ -833,7 +854,7 @@ def elsewhere(request: pytest.FixtureRequest, here: Path) -> Iterator[list[str]]
         if request.param == "reward_model":
             tiny.save(tiny.model(head="reward"), here / "rewarding")
         if request.param == "judge":
-            url = stack.enter_context(serving(replying(reply, [])))
+            url = stack.enter_context(serving(replying(reply, deque(maxlen=1))))  # one that grew would be its leak
             words = [word.replace("URL", url) for word in words]
         yield words
 
@@ -849,8 +870,8 @@ def test_nothing_is_wrong_with_what_runs_elsewhere(elsewhere: list[str], capsys:
 def test_nothing_is_wrong_with_all_that_runs_elsewhere(
     elsewhere: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    limit, sessions = ("limit=20", "sessions=1000") if elsewhere[0] == "judge" else ("limit=10", "sessions=200")
-    shown = said(capsys, *elsewhere, limit, sessions, "slow=30")
+    limit, sessions = 20 if elsewhere[0] == "judge" else 10, 1000 if elsewhere[0] in LONG else 10_000
+    shown = said(capsys, *elsewhere, f"limit={limit}", f"sessions={sessions}", "slow=30")
     assert f"nothing is wrong with {elsewhere[0]}" in shown
     print(shown)
 

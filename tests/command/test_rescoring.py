@@ -76,7 +76,7 @@ def test_a_verifier_of_groups_has_all_samples_of_a_task(here: Path, capsys: pyte
     said(capsys, "rescore=old", "env=judges.py:longest", "out=out")
     assert [each["rewards"] for each in lines(here / "out" / "results.jsonl")] == [[0.0, 1.0], [0.0, 1.0]]
     shown = said(capsys, "rescore=old", "env=judges.py:few", "out=few", status=2)
-    assert "all 4 samples failed, so nothing was measured; mend what few/failures.jsonl says" in shown
+    assert "all 4 samples failed, 4 of them with: EnvError: " in shown
     assert "gave 1 verdicts for 2 episodes" in lines(here / "few" / "failures.jsonl")[0]["error"]
 
 
@@ -144,14 +144,20 @@ def test_the_same_verifier_gives_the_same(env: str, here: Path, capsys: pytest.C
     said(capsys, "rescore=first", f"env={env}", "out=second")
     assert lines(here / "second" / "results.jsonl") == lines(here / "first" / "results.jsonl")
     assert (here / "second" / "metrics.json").read_text() == (here / "first" / "metrics.json").read_text()
-    assert yaml.safe_load((here / "second" / "config.yaml").read_text())["rescore"] == "first"
+    written = yaml.safe_load((here / "second" / "config.yaml").read_text())
+    assert written["rescore"] == "first"
+    assert not {"model", "n", "temperature", "max_new_tokens", "sampler", "dtype"} & written.keys()  # had no part in it
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["env=exact"], "Evaluation: give a folder, a hub name or a run as model=; only rescore=FILE needs none"),
+        (
+            ["env=exact"],
+            "nrl: eval: 1 problem give a folder, a hub name or a run as model=; only rescore=FILE",
+        ),
         (["rescore=old", "model=m", "n=2"], "rescore: nothing is sampled, so model, n would not be read; leave that"),
+        (["rescore=old", "model=m"], "rescore: nothing is sampled, so model would not be read; leave that"),
         (["rescore=old", "temperature=1"], "nothing is sampled, so temperature would not be read"),
         (["rescore=gone"], "eval: rescore=gone: there is no gone; give results.jsonl of an evaluation"),
         (["rescore=empty.jsonl"], "eval: rescore=empty.jsonl: empty.jsonl has no results; give those of an evaluation"),

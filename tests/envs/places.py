@@ -10,6 +10,7 @@ from typing import Any
 
 from nrl.envs import Environment, Score, Step, Trace, Turn, judged, of_group, tools
 from nrl.envs.contract import mapped
+from nrl.errors import ExecutableError
 
 __all__ = ["ENVIRONMENTS", "EVERYTHING", "FAILURES", "TEXTS", "VERIFIERS", "Refusal", "failing"]
 
@@ -130,6 +131,8 @@ def failing(task: Any, trace: Trace) -> Any:
             raise KeyboardInterrupt("no hand")
         case "cancel":
             raise asyncio.CancelledError("nobody")
+        case "need":
+            raise ExecutableError("no lock")
         case "status":
             return Score(1.0, "bogus")  # type: ignore[arg-type]
         case "sleep":

@@ -17,7 +17,7 @@ import pytest
 
 import nrl
 from nrl.envs import Environment, Step, Trace, Turn, number, score_of, single_turn, weighted
-from nrl.errors import EnvError, ShippingError
+from nrl.errors import EnvError, ExecutableError, ShippingError
 from nrl.runtime import Cluster, process
 from tests.envs.places import EVERYTHING, FAILURES, TEXTS, VERIFIERS, compared, failing
 from tests.episodes.scripted import TASKS, Scripted
@@ -258,6 +258,15 @@ def test_an_interrupt_elsewhere_is_a_row_that_fails(place: tuple[str, Transform]
     with pytest.warns(UserWarning, match="2 of 3 episodes failed"):
         batch = nrl.rollout(Scripted(["3", "3", "3"]), single_turn(place[1](failing)), tasks)
     assert batch["valid"].tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_an_executable_that_is_not_there_ends_the_rollout(apart: Environment, judged: bool) -> None:
+    """No row is to blame, and none would be better."""
+    verifier: Any = apart.verifier
+    tasks = [{"prompt": "?", "answer": "3", "kind": "game", "verifier": "failing", "does": x} for x in (None, "need")]
+    with pytest.raises(ExecutableError, match="^no lock$"):
+        nrl.rollout(Scripted(["3"] * 6), apart if judged else single_turn(verifier), tasks)
 
 
 def test_late_is_a_timeout_and_said_so(place: tuple[str, Transform], apart: Environment) -> None:

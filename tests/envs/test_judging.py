@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableSequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from tests.backends.openai.test_openai import serving
 from tests.episodes.scripted import TASKS, Scripted
 
 
-def replying(reply: Callable[[Mapping[str, Any]], Any], asked: list[Mapping[str, Any]]) -> Any:
+def replying(reply: Callable[[Mapping[str, Any]], Any], asked: MutableSequence[Mapping[str, Any]]) -> Any:
     def respond(path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]) -> Any:
         if path == "/v1/models":
             return 200, {"data": [{"id": "referee"}]}

@@ -16,7 +16,7 @@ import pytest
 import nrl
 from benchmarks.verifiers import HOSTILE, pairs
 from nrl.envs import Score, Trace, extractor, number, single_turn
-from nrl.envs.mathematics.answers import LONGEST, final_answer
+from nrl.envs.mathematics.answers import LONGEST, final_answer, repeats
 from nrl.envs.mathematics.worker import compare
 from nrl.errors import EnvError
 from tests.episodes.scripted import TASKS, Scripted
@@ -197,6 +197,22 @@ def test_equal_answers_are_right(verify: Any, reference: Any, answer: str) -> No
 )
 def test_other_answers_are_wrong(verify: Any, reference: str, answer: str) -> None:
     assert ask(verify, reference, rf"So it is $\boxed{{{answer}}}$.") == WRONG
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [
+        ("6*7", True),
+        ("Is 6*7, or more", True),
+        ("What is 16*7+1?", False),  # of which it is no part that stands alone
+        ("What is 6*7^2?", False),
+        ("What is 6*75, and 16*7?", False),
+        ("What is 16*7, and 6*7?", True),
+        ("a(6*7)", False),
+    ],
+)
+def test_a_part_of_a_question_has_to_stand_alone(prompt: str, found: bool) -> None:
+    assert repeats("6*7", prompt, "42") is found
 
 
 def test_a_question_is_no_answer_to_itself(verify: Any) -> None:

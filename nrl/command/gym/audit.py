@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nrl import data
-from nrl.command.gym import playing, verifying
+from nrl.command.gym import verifying
 from nrl.command.gym.golds import form_of
 from nrl.command.gym.records import FAULTS, Fault, Tried, check_allowed, faults, shortened
 from nrl.command.gym.usage import Growth, Usage, usage
@@ -91,6 +90,8 @@ def main(cfg: Audit) -> int:
             progress.show("gym test", place, len(tasks), {})
 
         if is_env(tested):
+            from nrl.command.gym import playing  # which imports torch
+
             played = asyncio.run(
                 playing.tried(
                     tested, tasks, gold=cfg.gold, turns=cfg.turns, passing=cfg.passing, seed=cfg.seed,
@@ -117,6 +118,8 @@ def main(cfg: Audit) -> int:
 
 
 def _tasks(cfg: Audit, made: Environments) -> list[Task]:
+    from nrl import data  # which imports torch: a target that is not there is told before
+
     some = data.epoch(made.tasks(cfg.seed), cfg.limit)
     return [{"seed": cfg.seed + place, **task} for place, task in enumerate(some)]
 

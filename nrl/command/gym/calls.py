@@ -10,9 +10,19 @@ from typing import Any
 import attrs
 
 from nrl.command.gym.usage import Meter
-from nrl.envs.contract import STATUSES, Score, Task, Trace, Verifier, asynchronous, judges_group, score_of, settled
+from nrl.envs.contract import (
+    STATUSES,
+    TRAINED,
+    Score,
+    Task,
+    Trace,
+    Verifier,
+    asynchronous,
+    judges_group,
+    score_of,
+    settled,
+)
 from nrl.envs.user_code.errors import Failed
-from nrl.episodes.episode import TRAINED
 from nrl.errors import EnvError
 
 __all__ = ["LEFT_OUT", "Call", "Outcome", "forgetting", "metered", "reward_of", "verdict"]

@@ -20,6 +20,7 @@ FAULTS = {
     "injected": "texts that tell the judge what to say passed",
     "question": "questions passed as their own answers",
     "operands": "sums and products of questions passed that were not worked out",
+    "undefined": "answers that have no value passed",
     "empty": "empty answers passed",
     "huge": "huge answers passed",
     "silent": "episodes in which the policy said nothing passed",
