@@ -63,11 +63,11 @@ class Config:
     layout: Layout = config.derived(lambda cfg: Layout(cfg.dp))  # all axes of the trainer's mesh; dp is the short form
     samplers: int = attrs.field(default=1, validator=ge(0))  # processes that sample; 0: on the trainer's slots
     prompts: int = attrs.field(default=32, validator=ge(1))  # a step
-    group_size: int = attrs.field(default=8, validator=ge(1))  # episodes a prompt
+    group_size: int = attrs.field(default=16, validator=ge(1))  # episodes a prompt
     lag: int = attrs.field(default=0, validator=ge(0))  # publishes that a rollout may be early
     max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0, validator=gt(0))  # mismatch/kl at most
     max_tokens: int = attrs.field(default=16_384, validator=ge(1))  # of a micro-batch
-    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 1e-3, betas=(0.9, 0.95)))
+    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 5e-4, betas=(0.9, 0.95)))
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 2))  # of a turn
     warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40, validator=ge(0))  # supervised, of the tiny model
 

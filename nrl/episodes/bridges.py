@@ -326,7 +326,8 @@ def _holds(before: str, own: str, turn: list[int], message: Mapping[str, Any], t
     calls = message.get("tool_calls") or []
     if not calls:
         read = tokenizer.decode(encode(own, tokenizer), skip_special_tokens=True)
-        return _squeezed(tokenizer.decode(turn, skip_special_tokens=True)) in _squeezed(read)
+        said = _squeezed(tokenizer.decode(turn, skip_special_tokens=True))
+        return said in _squeezed(read) or said in _squeezed(own)  # it may have spelled a special token
     # The template writes calls in its own way, of which only the names can be told. A content may begin with what the
     # generation prompt has begun, such as the opening of the reasoning.
     texts = [*_texts(message), *(str((call.get("function") or call).get("name", "")) for call in calls)]

@@ -194,9 +194,11 @@ def _format(tokenizer: Any, schemas: Any) -> str:
         return tool_format(tokenizer.get_chat_template(tools=schemas))
     except (ModelError, ValueError) as error:
         found = str(error).partition("!")[0].partition(";")[0]
+        name = f" {tokenizer.name_or_path!r}" if tokenizer.name_or_path else ""
         raise ModelError(
-            "rollout: the environment has tools, and the chat template of the model's tokenizer does not say how to "
-            f"call them ({found}); take a model whose template does, or tiny.model(tokenizer=tiny.bpe([...]))"
+            f"rollout: the environment has tools, and the chat template of the model's tokenizer{name} does "
+            f"not say how to call them ({found}); take a model whose template does, set tokenizer.chat_template, or, "
+            "of the tiny model, tiny.model(tokenizer=tiny.bpe([...]))"
         ) from error
 
 

@@ -34,7 +34,7 @@ from nrl.envs.user_code.calls import Caller, calling
 from nrl.envs.user_code.errors import Failed
 from nrl.episodes.bridges import Fork
 from nrl.episodes.conversations import Conversation, is_prompt
-from nrl.errors import EnvError, ExecutableError, LostRequest
+from nrl.errors import EnvError, ExecutableError, LostRequest, ModelError
 from nrl.log import error_text
 
 __all__ = ["Episode", "Generate", "failed", "play", "run_episode"]
@@ -210,6 +210,7 @@ async def run_episode(generate: Generate, env: Env, task: Task, *, tokenizer: An
         context_length: the most tokens that an episode may have.
 
     Raises:
+        ModelError: the prompt is a chat, or there are tools, and the tokenizer's chat template does not write them.
         Exception: whatever ``generate`` raises.
 
     >>> import asyncio
@@ -366,8 +367,11 @@ async def _guarded[T](work: Awaitable[T], episode: Episode) -> T | None:
 
 
 def failed(error: Exception, episode: Episode) -> None:
-    """Note what a call of an environment's function raised; what no row is to blame for is raised again."""
-    if isinstance(error, ExecutableError):
+    """Note what a call of an environment's function raised; what no row is to blame for is raised again.
+
+    A ModelError is nrl's own, as of a chat template that has no place for tools; one of user code is `Failed` by now.
+    """
+    if isinstance(error, ExecutableError | ModelError):
         raise error
     text = str(error) if isinstance(error, Failed) else error_text(error)
     episode.fail(text, "timeout" if text.startswith("TimeoutError") else "infra_error")

@@ -12,7 +12,9 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +24,7 @@ from nrl.log import redact
 __all__ = ["exit_status", "launch"]
 
 _MISTAKE, _INTERRUPTED = 2, 130  # exit statuses; Python's own is 1, for a bug
+_NOBODYS = (str(Path(__file__).parents[1]), sysconfig.get_path("scripts"), "<")  # where no line of a user's can be
 _LIBRARIES = (str(Path(__file__).parents[1]), *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")))
 
 
@@ -63,6 +66,8 @@ def launch[C](program: Callable[[C], object], cls: type[C], args: Sequence[str] 
 def exit_status(program: Callable[[], int | None], name: str) -> int:
     """Call a program, print a mistake on stderr, and return the exit status.
 
+    Meanwhile a warning that no line of the user's is to blame for is one line, too, without the place in the command.
+
     Args:
         program: to be called.
         name: of the program; the printed lines begin with it.
@@ -71,7 +76,8 @@ def exit_status(program: Callable[[], int | None], name: str) -> int:
         The program's own status (None is 0); 2 after a mistake, 130 after Ctrl-C.
     """
     try:
-        return program() or 0
+        with _warnings_named(name):
+            return program() or 0
     except (Exception, KeyboardInterrupt) as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         lines = ["interrupted"] if interrupted else _lines_of(error)
@@ -84,6 +90,24 @@ def exit_status(program: Callable[[], int | None], name: str) -> int:
         sys.stdout.flush()
         print(_coloured(name, redact("\n".join(lines))), file=sys.stderr, flush=True)
         return _INTERRUPTED if interrupted else _MISTAKE
+
+
+@contextmanager
+def _warnings_named(name: str) -> Iterator[None]:
+    before = warnings.formatwarning
+
+    def formatted(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if filename.startswith(_NOBODYS):
+            return f"{name}: {category.__name__}: {redact(str(message))}\n"
+        return before(message, category, filename, lineno, line)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _lines_of(error: BaseException) -> list[str] | None:

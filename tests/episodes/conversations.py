@@ -32,6 +32,7 @@ WORDS = [
     *("né", "ne\u0301", "日本", "עברית", "👩‍👩‍👧", "\u200b", "\ufeff", "\u2028", "\xa0", "ﬁ", "\x00", "\x1b[0m"),
     *("{", "}", '"', "\\", "'", "{{ x }}", "{% if %}", "```json", "<tool_call", "</a>", "<b>", "[LIST]", "&amp;", "|>"),
 ]
+SPELLED = ["[INST]", "[/INST]", "</s>", "<|im_end|>", "<|im_start|>", "<|eot_id|>", "[TOOL_CALLS]", "<|end|>"]
 SPACES = [" ", " ", " ", "", "\n", "\n\n", "  ", "\t", "\r\n", " \n "]
 
 
@@ -59,7 +60,7 @@ class Family(NamedTuple):
         ends: the token that ends a turn that is no call, and one that is.
         other: a token that ends a turn, too, and that the template does not write.
         write: the text of a turn, as sampled, and whether the template writes the same, of reasoning, content, calls.
-        forks: whether the template writes history in another way, of the history, the last answer and what is new.
+        forks: whether the template writes history in another way, of it, the last answer, what is new, and tools.
         roles: of messages that an environment may send after an answer that is no call.
         calls: how many calls an answer may have.
         reasoning: the name of the field for reasoning; None: the template reads none.
@@ -68,7 +69,7 @@ class Family(NamedTuple):
     ends: tuple[str, str]
     other: str
     write: Callable[[str, str, list[Message], bool], tuple[str, bool]]
-    forks: Callable[[list[Message], Answer, list[Message]], bool]
+    forks: Callable[[list[Message], Answer, list[Message], Any], bool]
     roles: tuple[str, ...] = ("user", "user+user", "system+user")
     calls: tuple[int, ...] = (1,)
     reasoning: str | None = None
@@ -130,6 +131,22 @@ def mistral(reasoning: str, content: str, calls: list[Message], after_tool: bool
     return said, True
 
 
+def mistral_v11(reasoning: str, content: str, calls: list[Message], after_tool: bool) -> tuple[str, bool]:
+    said = think(reasoning, "\n\n") + content
+    for call in calls:
+        function = call["function"]
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        said += f"[TOOL_CALLS]{function['name']}[CALL_ID]{call['id']}[ARGS]{arguments}"
+    return said, True
+
+
+def mistral_v3(reasoning: str, content: str, calls: list[Message], after_tool: bool) -> tuple[str, bool]:
+    if calls:
+        made = [{**call["function"], "id": call["id"]} for call in calls]
+        return f"[TOOL_CALLS] {json.dumps(made, ensure_ascii=False)}", True
+    return think(reasoning, "\n\n") + content, False  # the template writes a space before it
+
+
 def gpt(reasoning: str, content: str, calls: list[Message], after_tool: bool) -> tuple[str, bool]:
     said = f"<|channel|>analysis<|message|>{reasoning}<|end|><|start|>assistant" if reasoning else ""
     if calls:
@@ -152,8 +169,19 @@ def hermes(calls: list[Message], first: str) -> str:
     return first + "\n".join(texts) if texts else ""
 
 
-def never(history: list[Message], answer: Answer, new: list[Message]) -> bool:
+def never(history: list[Message], answer: Answer, new: list[Message], tools: Any) -> bool:
     return False
+
+
+def tools_move(history: list[Message], answer: Answer, new: list[Message], tools: Any) -> bool:
+    """The templates of Mistral before version 13 write the tools before the last message of the user."""
+    return bool(tools) and any(message["role"] == "user" for message in new)
+
+
+def tools_and_system_move(history: list[Message], answer: Answer, new: list[Message], tools: Any) -> bool:
+    """That of version 3 writes the words of the system there, too."""
+    system = any(message["role"] == "system" and message["content"] for message in history)
+    return tools_move(history, answer, new, tools or system)
 
 
 def thought(message: Message) -> str:
@@ -169,14 +197,14 @@ def since_the_last_user(history: list[Message]) -> list[Message]:
     return [message for message in history[last + 1 :] if message["role"] == "assistant"]
 
 
-def user_ends_thinking(history: list[Message], answer: Answer, new: list[Message]) -> bool:
+def user_ends_thinking(history: list[Message], answer: Answer, new: list[Message], tools: Any) -> bool:
     content = history[-1].get("content") or ""
     if "</think>" in content and content.split("</think>")[0].rpartition("<think>")[0].split():
         return True  # words before the reasoning are left out
     return any(message["role"] == "user" for message in new) and any(map(thought, since_the_last_user(history)))
 
 
-def only_after_tools(history: list[Message], answer: Answer, new: list[Message]) -> bool:
+def only_after_tools(history: list[Message], answer: Answer, new: list[Message], tools: Any) -> bool:
     """DeepSeek V3's template keeps an answer to a tool, and a first call whose reasoning is in its content."""
     systems = [message["content"] for message in [*history, *new] if message["role"] == "system"]
     if new[0]["role"] == "system" and (len(systems) > 1 or systems[0]):
@@ -187,7 +215,7 @@ def only_after_tools(history: list[Message], answer: Answer, new: list[Message])
     return not (calls == [history[-1]] and history[-1]["content"].startswith("<think>\n"))
 
 
-def only_before_tools(history: list[Message], answer: Answer, new: list[Message]) -> bool:
+def only_before_tools(history: list[Message], answer: Answer, new: list[Message], tools: Any) -> bool:
     """gpt-oss' template keeps the reasoning before a call until there is an answer, and ends an answer in two ways."""
     if "tool_calls" in history[-1]:
         return False
@@ -211,6 +239,8 @@ FAMILIES = {
     "qwen3": Family(IM_END, "<|endoftext|>", qwen3, user_ends_thinking, calls=(1, 1, 2), reasoning="reasoning_content"),
     "llama3_1": Family(EOT, "<|start_header_id|>", llama, never),
     "deepseekv3": Family(EOS, "<｜tool▁sep｜>", deepseek, only_after_tools),
+    "mistral_v3": Family(("</s>", "</s>"), "<s>", mistral_v3, tools_and_system_move, roles=ROLES, calls=(1, 1, 2)),
+    "mistral_v11": Family(("</s>", "</s>"), "<s>", mistral_v11, tools_move, roles=ROLES, calls=(1, 1, 2)),
     "mistral_v13": Family(("</s>", "</s>"), "<s>", mistral, never, roles=ROLES, calls=(1, 1, 2)),
     "gemma3": Family(TURN, "<eos>", gemma, never, roles=("user",), calls=(0,)),
     "glm4moe": Family(
@@ -259,7 +289,7 @@ def answer(rng: random.Random, name: str, history: list[Message]) -> Answer:
     after_tool = history[-1]["role"] == "tool"
     reasoning = (text(rng) + "Hmm" + text(rng, 1)) if rng.random() < 0.5 else ""
     calls = [call(rng, name, at) for at in range(rng.choice(family.calls))] if rng.random() < 0.5 else []
-    content = "" if calls and name in ("llama3_1", "gptoss") else text(rng)
+    content = "" if calls and name in ("llama3_1", "gptoss", "mistral_v3") else text(rng)
     said, exact = family.write(reasoning, content, calls, after_tool)
     ids = encoded(rng, said, name)
     how = rng.choices(["whole", "cut", "otherwise", "noise"], [12, 3, 1, 2])[0]
@@ -267,13 +297,15 @@ def answer(rng: random.Random, name: str, history: list[Message]) -> Answer:
         ids = ids[: rng.randrange(len(ids) + 1)]
     if how == "noise":
         for _ in range(rng.randint(1, 4)):
-            ids.insert(rng.randrange(len(ids) + 1), rng.choice(rng.choice([special, plain])))
+            at, token = rng.randrange(len(ids) + 1), rng.choice(SPELLED)
+            spelled = [part for letter in token for part in of.encode(letter, add_special_tokens=False)]
+            ids[at:at] = rng.choice([[rng.choice(special)], [rng.choice(plain)], spelled])
     read: Message = {"role": "assistant", "content": of.decode(ids, skip_special_tokens=True)}
     if how in ("whole", "otherwise") and (calls or (family.reasoning and rng.random() < 0.7)):
         read = {"role": "assistant", "content": content}
         if family.reasoning and reasoning:
             read[family.reasoning] = reasoning
-        if name in ("qwen2_5", "mistral_v13"):
+        if name in ("qwen2_5", "mistral_v11", "mistral_v13"):
             read["content"] = think(reasoning, "\n\n") + content
         if name == "deepseekv3" and reasoning and not after_tool and rng.random() < 0.8:
             read["content"] = f"<think>\n{reasoning}\n</think>{content}"
@@ -290,7 +322,7 @@ def call(rng: random.Random, name: str, at: int) -> Message:
     if name != "glm4moe":
         arguments["n"] = rng.choice([1, 2.5, True, None, ["a", {}]])
     function = {"name": rng.choice(TOOLS)["function"]["name"], "arguments": arguments}
-    return {"id": f"call_{at}", "type": "function", "function": function}
+    return {"id": f"call{at:05}", "type": "function", "function": function}
 
 
 def observation(rng: random.Random, name: str, last: Answer) -> list[Message]:

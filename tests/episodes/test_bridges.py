@@ -82,7 +82,7 @@ def converse(rng: random.Random, name: str) -> Counter[str]:
                 assert kept == max((turn.stop for turn, _ in before if turn.message < fork.at), default=0)
         elif not history:
             assert fork is None
-        elif family.forks(history, before[-1][1], messages[len(history) :]):
+        elif family.forks(history, before[-1][1], messages[len(history) :], tools):
             assert fork is not None
             assert (fork.reason, fork.at) == ("template", len(history) - 1)
         else:
@@ -239,6 +239,21 @@ def test_a_template_that_tells_of_tools_in_each_turn() -> None:
     kept, appended, fork = extend(before + turn, [Q, HI], turns, [Q, HI, MORE], of, tools=TOOLS)
     assert (kept, fork) == (len(before + turn), None)
     assert of.decode(appended) == "[user]Thanks<|im_end|>[assistant](2 tools)"
+
+
+@pytest.mark.parametrize(
+    ("name", "token"), [("qwen3", "<|im_end|>"), ("mistral_v13", "</s>"), ("llama3_1", "<|eot_id|>")]
+)
+def test_a_special_token_that_is_spelled_is_text(name: str, token: str) -> None:
+    """It ends no turn, and the template writes it as it was said: there is nothing to fork for."""
+    of = tokenizer(name)
+    turn = [part for letter in f"It is {token} there." for part in of.encode(letter, add_special_tokens=False)]
+    end = of.convert_tokens_to_ids(token)
+    assert end not in turn
+    appended = bridge([*turn, end], [Q, {"role": "assistant", "content": f"It is {token} there."}], [MORE], of)
+    assert not isinstance(appended, Fork)
+    assert end not in appended[:1]
+    assert "Thanks" in of.decode(appended)
 
 
 def test_white_space_that_a_template_trims_stays_sampled() -> None:

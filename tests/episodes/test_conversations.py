@@ -1,6 +1,7 @@
 """Episodes that are chats: messages as observations, and tools; what was sampled stays as it was."""
 
 import contextlib
+import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -505,6 +506,29 @@ def test_tools_need_a_chat() -> None:
         rollout(Chatty("qwen3", []), env, [{}])
     with pytest.warns(UserWarning, match=r"tool_use: the task has no 'prompt', only 'seed'"):
         rollout(Chatty("qwen3", []), tool_use([tool(add)], right), [{}])
+
+
+def test_a_model_that_cannot_be_told_of_tools_is_refused_before_it_is_asked() -> None:
+    """No episode is to blame, so none fails: the rollout raises, with the model's name."""
+    message = "rollout: the environment has tools, .* tokenizer 'some/{}' does not say how to call them .*; take"
+    for name in ("gemma3", "glm4moe", "base"):
+        sampler = Chatty("gemma3" if name == "base" else name, ["5"])
+        sampler.tokenizer = copy.deepcopy(sampler.tokenizer)
+        sampler.tokenizer.name_or_path = f"some/{name}"
+        if name == "base":
+            sampler.tokenizer.chat_template = None
+        with pytest.raises(ModelError, match=message.format(name)):
+            rollout(sampler, tool_use([tool(add)], right), [TASK, TASK], n=2)
+        assert sampler.asked == []
+
+
+def test_a_chat_with_a_model_without_a_chat_template_is_refused() -> None:
+    sampler = Chatty("qwen3", ["5"])
+    sampler.tokenizer = copy.deepcopy(sampler.tokenizer)
+    sampler.tokenizer.chat_template = None
+    with pytest.raises(ModelError, match="the prompt is a chat, and the tokenizer has no chat template"):
+        rollout(sampler, two_turns(), [TASK])
+    assert sampler.asked == []
 
 
 def test_an_environment_of_several_keeps_its_tools() -> None:

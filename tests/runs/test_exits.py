@@ -4,6 +4,8 @@ import errno
 import os
 import pty
 import sys
+import sysconfig
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,28 @@ def test_a_bug_keeps_its_traceback(error: BaseException, capsys: pytest.CaptureF
 def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(raising(KeyboardInterrupt()), "it.py") == 130
     assert capsys.readouterr().err == "it.py: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        (sysconfig.get_path("scripts") + "/nrl", "nrl: UserWarning: 3 failed, with a key ***\n"),
+        (nrl.__file__, "nrl: UserWarning: 3 failed, with a key ***\n"),
+        ("<frozen runpy>", "nrl: UserWarning: 3 failed, with a key ***\n"),
+        ("/home/me/guess.py", "/home/me/guess.py:10: UserWarning: 3 failed, with a key hf_abcdefghijklmnopqrst\n  x\n"),
+    ],
+)
+def test_a_warning_names_a_line_of_the_user_s_or_none(file: str, told: str) -> None:
+    found: list[str] = []
+
+    def program() -> None:
+        said = "3 failed, with a key hf_abcdefghijklmnopqrst"
+        found.append(warnings.formatwarning(said, UserWarning, file, 10, "x"))
+
+    before = warnings.formatwarning
+    assert exit_status(program, "nrl") == 0
+    assert warnings.formatwarning is before
+    assert found == [told]
 
 
 def test_the_traceback_is_shown_where_it_is_asked_for(

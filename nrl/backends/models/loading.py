@@ -31,7 +31,6 @@ __all__ = [
     "unread",
 ]
 
-
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
 _WANTED, _UNWANTED = ["*.json", "*.safetensors"], ["original/*", "consolidated*"]  # files on the hub
 
@@ -71,7 +70,7 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
         else:
             with _quiet(model.head != "lm"), _counting(f"loading the weights of {model.source}"):
                 module, info = auto.from_pretrained(
-                    model.source,
+                    _here(model.source),
                     dtype=dtype,
                     output_loading_info=True,
                     trust_remote_code=model.trust_remote_code,  # with None it would ask on stdin
@@ -137,6 +136,27 @@ def files(model: Model) -> Path | None:
         return Path(model.source)
     wanted = [*_WANTED, "*.py"] if model.trust_remote_code else _WANTED
     return Path(snapshot_download(str(model.source), allow_patterns=wanted, ignore_patterns=_UNWANTED))
+
+
+def _here(source: str | Path) -> str:
+    """Where transformers reads: a folder; a name of the hub; or, while that cannot be reached, what it gave before.
+
+    One question: transformers itself repeats one for each file, for a minute and longer.
+    """
+    from huggingface_hub import constants, get_session, snapshot_download
+
+    if Path(source).exists():
+        return str(source)
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        return str(source)
+    except Exception as unreachable:  # of whatever HTTP client it has
+        with contextlib.suppress(Exception):
+            return snapshot_download(str(source), local_files_only=True)
+        raise OSError(
+            f"it cannot be reached ({unreachable}), and nothing of this name was fetched before; give a folder that is "
+            "there, or a hub name where there is a network"
+        ) from unreachable
 
 
 def skeleton(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
@@ -321,9 +341,10 @@ def load_config(model: Model) -> tuple[Any, Any]:
             fields = dict(model.source)
             config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
             return config.get_text_config(), transformers.GenerationConfig.from_model_config(config)
-        config = transformers.AutoConfig.from_pretrained(model.source, trust_remote_code=model.trust_remote_code)
+        source = _here(model.source)
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
         try:
-            generation = transformers.GenerationConfig.from_pretrained(model.source)
+            generation = transformers.GenerationConfig.from_pretrained(source)
         except OSError:  # many models have none
             generation = transformers.GenerationConfig.from_model_config(config)
     except Exception as error:  # transformers, and libraries that it reads files with, raise all kinds
@@ -352,7 +373,7 @@ def load_tokenizer(model: Model) -> Any:
     try:
         if Path(source).is_dir() and not any(file for kind in _TOKENIZERS for file in Path(source).glob(kind)):
             raise ValueError("it has no tokenizer files; save a tokenizer into it, or give Model(..., tokenizer=...)")
-        return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+        return transformers.AutoTokenizer.from_pretrained(_here(source), trust_remote_code=model.trust_remote_code)
     except Exception as error:
         raise ModelError(f"Model: the tokenizer of '{source}': {_reason(source, error, 'tokenizer')}") from error
 

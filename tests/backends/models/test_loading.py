@@ -2,7 +2,10 @@
 
 import json
 import re
-from collections.abc import Mapping
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +183,66 @@ def test_a_folder_with_a_weight_missing(tmp_path: Path) -> None:
 def test_a_name_that_the_hub_does_not_give() -> None:
     with pytest.raises(ModelError, match="'nobody/nothing'.*neither a folder here nor a .*hub"):
         loading.build(Model("nobody/nothing"))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How often a hub was asked that hangs up on everybody."""
+    from huggingface_hub import constants
+
+    found = [0]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            while True:
+                try:
+                    asking, _ = server.accept()
+                except OSError:  # the test is over
+                    return
+                found[0] += 1
+                asking.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield found
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+READERS: list[Callable[[Model], object]] = [loading.build, loading.load_config, loading.load_tokenizer]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_hub_that_cannot_be_reached_is_asked_once(read: Callable[[Model], object], asked: list[int]) -> None:
+    """transformers by itself asks six times for each file, for half a minute."""
+    message = (
+        "neither a folder here nor a .* hub gives: it cannot be reached .*fetched before; give a folder that is there"
+    )
+    with pytest.raises(ModelError, match=message):
+        read(Model("nobody/nothing"))
+    assert asked == [1]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_what_was_fetched_before_needs_no_hub(
+    read: Callable[[Model], object], asked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    kept = tmp_path / "models--some--tiny"
+    tiny.save(tiny.model(num_hidden_layers=1), tmp_path / "saved")
+    shutil.move(tmp_path / "saved", kept / "snapshots" / ("0" * 40))
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0" * 40)
+    read(Model("some/tiny"))
+    assert asked == [1]
 
 
 def test_a_config_without_a_model_type() -> None:
