@@ -96,6 +96,16 @@ def test_an_episode_over_http(server: Server) -> None:
     assert ask(server, "/close", {"session": "one"}).json() == {"session": "one"}
 
 
+def test_a_call_of_verify_is_repeated_with_what_it_asked_alone() -> None:
+    four = {"call": "c", "task": {"answer": "4"}, "trace": {"prompt": "2+2=", "turns": ["4"]}}
+    with nrl.serve(exact) as server:
+        assert ask(server, "/verify", four).json() == ask(server, "/verify", four).json()
+        for other in ({**four, "task": {"answer": "5"}}, {**four, "trace": {"prompt": "2+2=", "turns": ["5"]}}):
+            told = "verify: the call c was made already, with another request; choose another name"
+            assert failure(ask(server, "/verify", other)) == (409, "consumed", told)
+        assert ask(server, "/verify", {**four, "call": "d", "task": {"answer": "5"}}).json()["verdict"]["reward"] == 0.0
+
+
 def test_what_a_server_says_of_itself(server: Server) -> None:
     assert ask(server, "/health").json() == ask(server, "/ready").json() == {}
     info = ask(server, "/info").json()

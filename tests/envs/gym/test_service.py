@@ -343,7 +343,7 @@ def test_abandoned_sessions_are_all_closed_and_leave_nothing(
 
 
 def verify(it: Service, text: str = "4", call: str | None = None, **task: Any) -> Awaitable[bytes]:
-    return it.verify(records.Verify(task, records.Transcript("?", [text]), None, call))
+    return it.verify(records.Verify(task, records.Transcript("?", [text]), None, call), hash(text))
 
 
 def test_a_verdict_that_is_asked_for_again_is_given_once() -> None:
@@ -459,14 +459,14 @@ def test_groups_tasks_and_what_is_read_in_an_answer() -> None:
         info = it.info()
         assert (info.kind, info.of_group, info.tasks, info.extracts) == ("verifier", True, True, True)
         traces = [records.Transcript("?", [text]) for text in ("a", "bb")]
-        found = await it.verify(records.Verify({}, None, traces))
+        found = await it.verify(records.Verify({}, None, traces), 0)
         assert json.loads(found)["verdicts"] == [{"reward": 1.0}, {"reward": 2.0}]
         assert json.loads(await it.group(records.Grouping({}))) == {"of_group": True}
         assert json.loads(await it.task(records.At(3, 4))) == {"task": {"prompt": "3/4"}}
         assert json.loads(await it.extract(records.Extracting("x"))) == {"found": {"$nrl": "tuple", "value": ["x", 1]}}
         assert json.loads(await it.extract(records.Extracting("nothing"))) == {"found": None}
         for both in (None, traces[0]):
-            error = await refused(it.verify(records.Verify({}, both, traces if both else None)))
+            error = await refused(it.verify(records.Verify({}, both, traces if both else None), 0))
             assert (error.status, str(error)) == (400, "verify: give either a trace or traces")
 
     served(compared, scenario)
@@ -635,7 +635,7 @@ def test_other_answers_that_cannot_be_sent() -> None:
 
     async def scenario(it: Service) -> None:
         for asked in (
-            it.verify(records.Verify({}, None, [records.Transcript()])),
+            it.verify(records.Verify({}, None, [records.Transcript()]), 0),
             it.task(records.At(0, 0)),
             it.extract(records.Extracting("")),
         ):
