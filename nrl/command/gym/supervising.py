@@ -181,7 +181,7 @@ class Supervisor:
                     raise
                 status, why = 1, f"cannot be started: {error}"
             else:
-                why = fate(status)
+                why = replica.hung or fate(status)
             lived, came_up = time.time() - replica.since, replica.was_ready
             replica.was_ready = ready_before or came_up
             if self.stopping.is_set():
