@@ -31,6 +31,7 @@ __all__ = ["Asked", "Places", "unreached"]
 _SOONEST, _LATEST = 0.05, 2.0  # seconds between two attempts
 _CONNECT = 5.0  # seconds that a connection may take
 _MAKING = 256  # connections to a server that are made at a time; of thousands at once most would be late
+_LOOKS = 5.0  # seconds between two questions whether a server lives, while calls without a limit wait for it
 _MORE = 30.0  # seconds beyond the time limit of a call in which its answer has to come
 _BUSIEST = 10  # times the patience: the longest that a call is told to come again before it fails
 _LONGEST = 30.0  # seconds that a server may ask for before it is asked again
@@ -99,6 +100,10 @@ class Asked(Exception):
         return EnvError(f"{kind}: {message}")
 
 
+class _Silent(Exception):
+    """A server answers nothing any more, though its connections are open."""
+
+
 @attrs.define
 class _Place:
     """A server, as far as it is known."""
@@ -108,6 +113,8 @@ class _Place:
     failures: int = 0  # since it last answered
     until: float = 0.0  # before which others are asked
     sessions: set[str] = attrs.field(factory=set)
+    heard: float = 0.0  # when it last answered anything
+    looking: "asyncio.Task[None] | None" = None  # whether it lives
 
 
 class Places:
@@ -181,7 +188,8 @@ class Places:
                 async with self._room:
                     began = min(began, now())
                     left = None if limit is None else max(began + _BUSIEST * patience + limit - now(), _SOONEST)
-                    status, found, after = await self._once(here.url + path, body, _headers(left), limit, left)
+                    asking = self._once(here.url + path, body, _headers(left), limit, left)
+                    status, found, after = await (asking if limit else self._while_it_lives(here, asking, patience))
                 if status != _BUSY and status not in _GONE:
                     here.failures, here.until = 0, 0.0
                     if status != 200:
@@ -193,6 +201,8 @@ class Places:
             except _NOT_SENT as error:
                 status, self.trouble, place = 0, unreached(error), place if at else None
                 tried.discard(here.url)
+            except _Silent:
+                status, self.trouble, place, since = 0, "/health, neither", here, -math.inf  # long enough
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 # It may have acted, and is asked again, so that it acts once
                 status, self.trouble, place = 0, f"{type(error).__name__}: {error}", here
@@ -232,6 +242,35 @@ class Places:
         async with request as response:
             found = await response.read()
             return response.status, found, _after(response)
+
+    async def _while_it_lives[T](self, here: _Place, asking: Coroutine[Any, Any, T], patience: float) -> T:
+        """An answer that may take any time, as long as its server answers something.
+
+        Raises:
+            _Silent: it has not for the time of the patience.
+        """
+        now, asked = asyncio.get_running_loop().time, asyncio.ensure_future(asking)
+        began = now()
+        try:
+            while not (await asyncio.wait([asked], timeout=min(_LOOKS, patience)))[0]:
+                if here.looking is None or here.looking.done():  # one asks for all that wait
+                    here.looking = asyncio.ensure_future(self._look(here))
+                await asyncio.wait([asked, here.looking], return_when=asyncio.FIRST_COMPLETED)
+                if not asked.done() and now() - max(here.heard, began) > patience:
+                    raise _Silent
+            return asked.result()
+        finally:
+            asked.cancel()
+
+    async def _look(self, here: _Place) -> None:
+        """Ask a server whether it lives; also where all connections are in use."""
+        now = asyncio.get_running_loop().time
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            status, _, _ = await self._once(f"{here.url}/health", None, {}, _CONNECT)
+            if status not in _GONE:
+                here.heard, here.failures, here.until = now(), 0, 0.0
+                return
+        here.failures, here.until = here.failures + 1, now() + _LATEST  # others are asked meanwhile
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
