@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from nrl.envs.gym.application import Application, routed
+from nrl.envs.gym.application import FINE, Application, Health, routed
 from nrl.envs.gym.listening import Listener
 from nrl.envs.gym.once import Refused
 from nrl.envs.gym.openapi import Route
 
-__all__ = ["Health", "ReplicaShown", "ServerShown", "Servers", "application", "serving"]
+__all__ = ["ReplicaShown", "ServerShown", "Servers", "application", "serving"]
 
 _GRACE = 1.0  # seconds for answers that are under way at the end
 
@@ -48,12 +48,6 @@ class Servers(Struct):
     servers: list[ServerShown]
 
 
-class Health(Struct):
-    """It is there; of ``/ready``: all servers are ready."""
-
-    status: Literal["ok"]
-
-
 def application(
     servers: Callable[[], list[dict[str, Any]]], is_ready: Callable[[], bool], token: str | None
 ) -> Application:
@@ -71,10 +65,10 @@ def application(
     async def ready(_: Any) -> bytes:
         if not is_ready():
             raise Refused(503, "unready", "some servers are not ready; /servers says which")
-        return b'{"status": "ok"}'
+        return FINE
 
     async def health(_: Any) -> bytes:
-        return b'{"status": "ok"}'
+        return FINE
 
     routes = {
         "/servers": Route("GET", "Say which servers there are, and how they are.", shown, None, Servers),

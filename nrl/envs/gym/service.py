@@ -47,7 +47,7 @@ class Service:
         f: the verifier or environment.
         name: as it is told.
         lease: seconds for which an episode is kept that nobody asks for.
-        most: calls under way, and open episodes, beyond which others are told to come again.
+        most: calls under way, of any kind, and open episodes, beyond which others are told to come again.
         timeout: seconds of a call instead of those of ``f``; ...: those of ``f``.
     """
 
@@ -306,13 +306,16 @@ class Service:
 
     async def group(self, asked: records.Grouping) -> bytes:
         """Whether the answers to a task are judged together."""
-        return _encode(records.Grouped(users(judges_group, self.verifier, asked.task)))
+        self._check_room()
+        of_group = self._call(judges_group, self.verifier, asked.task)
+        return _encode(records.Grouped(await self._made(of_group)))
 
     async def task(self, asked: records.At) -> bytes:
         """A task of an environment that brings some."""
         tasks = getattr(self.f, "tasks", None)
         if tasks is None:
             raise Refused(404, "unknown", f"task: {self.name} brings no tasks")
+        self._check_room()
         found = await self._made(self._call(tasks, asked.seed, asked.index))
         return _encode(records.TaskFound(users(lambda: sendable(dict(found), "the task"))))
 
@@ -320,6 +323,7 @@ class Service:
         """What a verifier reads in an answer."""
         if not hasattr(self.verifier, "extract"):
             raise Refused(404, "unknown", f"extract: {self.name} does not say what it reads in an answer")
+        self._check_room()
         found = await self._made(self._call(self.verifier.extract, asked.text))
         return _encode(records.Extracted(users(sendable, found, "what was read")))
 

@@ -853,7 +853,7 @@ def test_a_long_call_without_a_limit_is_waited_for_while_its_server_lives(monkey
     monkeypatch.setattr(asking.Places, "_look", counted)
 
     async def many(verify: Any) -> list[float]:
-        return await asyncio.gather(*(verify({}, Trace()) for _ in range(50)))
+        return list(await asyncio.gather(*(verify({}, Trace()) for _ in range(50))))
 
     with nrl.serve(slow, timeout=None) as server:
         assert run(many(nrl.remote(server, patience=0.5))) == [1.0] * 50

@@ -691,6 +691,64 @@ def test_who_comes_beyond_the_limit_is_told_when_to_come_again(env: Counting) ->
     served(env, scenario, most=2)
 
 
+def test_no_path_takes_calls_beyond_the_limit_or_holds_up_the_others() -> None:
+    """Whatever user code a path calls, it is in a thread, and is given up after its time."""
+    go, waiting = threading.Event(), threading.Semaphore(0)
+
+    def waits(*_: Any) -> Any:
+        waiting.release()
+        assert go.wait(60)
+        return {"found": True}
+
+    def judge(task: Any, trace: Any) -> float:
+        return 1.0
+
+    made: Any = judge
+    made.tasks = made.extract = made.of_group = waits
+
+    async def scenario(it: Service) -> None:
+        asks: list[Callable[[], Awaitable[bytes]]] = [
+            lambda: it.task(records.At(0, 0)),
+            lambda: it.extract(records.Extracting("")),
+            lambda: it.group(records.Grouping({})),
+        ]
+        for ask in asks:
+            go.clear()
+            first = asyncio.ensure_future(ask())
+            await until(lambda: waiting.acquire(blocking=False))
+            for other in asks:
+                assert (await refused(other())).status == 429
+            go.set()
+            await first
+        it.refuse()
+        for ask in asks:
+            assert (await refused(ask())).status == 503
+
+    served(judge, scenario, most=1)
+
+
+def test_whether_answers_are_judged_together_is_said_in_time(clock: Clock) -> None:
+    go, waiting = threading.Event(), threading.Event()
+
+    def together(task: Any) -> bool:
+        waiting.set()
+        return go.wait(60)
+
+    def judge(task: Any, trace: Any) -> float:
+        return 1.0
+
+    made: Any = judge
+    made.of_group = together
+
+    async def scenario(it: Service) -> None:
+        with clock.passes(120, waiting.is_set):
+            error = await refused(it.group(records.Grouping({})))
+        assert (error.status, error.kind) == (422, "TimeoutError")
+        go.set()
+
+    served(judge, scenario)
+
+
 def test_calls_beyond_the_limit_are_refused_too() -> None:
     slow = Slow()
 
