@@ -173,7 +173,7 @@ def test_workers_are_processes_that_may_die_alone(folder: Path) -> None:
     def drive(place: Place) -> None:
         assert httpx2.get(f"{place.url}/servers", trust_env=False).status_code == 200
         found = resolve(["gym.yaml"])
-        assert found["exact"].token is None
+        assert found["exact"].token == ""
         assert found["own"].token
         url, pid = found["own"].urls[0], the(place, "own")["pid"]
         assert get(f"{url}/info").status_code == 401

@@ -11,7 +11,7 @@ import socket
 import threading
 from ast import literal_eval
 from collections import defaultdict
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 from weakref import WeakSet
@@ -24,7 +24,7 @@ import uvloop
 import nrl.errors
 from nrl.envs.gym import records
 from nrl.envs.gym.listening import many_files
-from nrl.errors import EnvError
+from nrl.errors import EnvError, ForeignState
 
 __all__ = ["Asked", "Places", "unreached"]
 
@@ -115,20 +115,22 @@ class _Place:
     sessions: set[str] = attrs.field(factory=set)
     heard: float = 0.0  # when it last answered anything
     looking: "asyncio.Task[None] | None" = None  # whether it lives
+    looked: float = -math.inf  # when that began
 
 
 class Places:
     """Servers of the same, each known by its address.
 
     Args:
-        urls: of the servers.
-        token: that each asks for; None: they ask for none.
+        tokens: by the address of each server, what it asks for; None: nothing. No token is shown to another one.
         patience: seconds for which a server is asked that does not answer.
         connections: to all of them.
     """
 
-    def __init__(self, urls: Sequence[str], token: str | None, patience: float, connections: int) -> None:
-        self._urls, self._token, self._patience = urls, token, patience
+    def __init__(self, tokens: Mapping[str, str | None], patience: float, connections: int) -> None:
+        self._urls, self._patience = tuple(tokens), patience
+        self._bearers = {url: {} if token is None else {"authorization": f"Bearer {token}"} for url, token in
+                         tokens.items()}  # fmt: skip
         self._most = min(connections, many_files() // 2)
         self.info: records.Info | None = None
         """What they serve, once one has said it."""
@@ -188,7 +190,7 @@ class Places:
                 async with self._room:
                     began = min(began, now())
                     left = None if limit is None else max(began + _BUSIEST * patience + limit - now(), _SOONEST)
-                    asking = self._once(here.url + path, body, _headers(left), limit, left)
+                    asking = self._once(here.url, path, body, _headers(left), limit, left)
                     status, found, after = await (asking if limit else self._while_it_lives(here, asking, patience))
                 if status != _BUSY and status not in _GONE:
                     here.failures, here.until = 0, 0.0
@@ -230,14 +232,15 @@ class Places:
             pause = min(_LATEST, 2 * pause)
 
     async def _once(
-        self, url: str, body: bytes | None, headers: dict[str, str], *limits: float | None
+        self, at: str, path: str, body: bytes | None, headers: dict[str, str], *limits: float | None
     ) -> tuple[int, bytes, float]:
+        headers = headers | self._bearers[at]
         total = min((each for each in limits if each is not None), default=None)
         timeout = aiohttp.ClientTimeout(total=total, sock_connect=_CONNECT)
         method = "GET" if body is None else "POST"
         data = io.BytesIO(body) if body is not None and len(body) > 2**16 else body  # which is sent part by part
         request = self._opened().request(
-            method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
+            method, at + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
         )
         async with request as response:
             found = await response.read()
@@ -250,11 +253,11 @@ class Places:
             _Silent: it has not for the time of the patience.
         """
         now, asked = asyncio.get_running_loop().time, asyncio.ensure_future(asking)
-        began = now()
+        began, every = now(), min(_LOOKS, patience)
         try:
-            while not (await asyncio.wait([asked], timeout=min(_LOOKS, patience)))[0]:
-                if here.looking is None or here.looking.done():  # one asks for all that wait
-                    here.looking = asyncio.ensure_future(self._look(here))
+            while not (await asyncio.wait([asked], timeout=every))[0]:
+                if here.looking is None or (here.looking.done() and now() - here.looked > every / 2):
+                    here.looked, here.looking = now(), asyncio.ensure_future(self._look(here))  # for all that wait
                 await asyncio.wait([asked, here.looking], return_when=asyncio.FIRST_COMPLETED)
                 if not asked.done() and now() - max(here.heard, began) > patience:
                     raise _Silent
@@ -266,7 +269,7 @@ class Places:
         """Ask a server whether it lives; also where all connections are in use."""
         now = asyncio.get_running_loop().time
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            status, _, _ = await self._once(f"{here.url}/health", None, {}, _CONNECT)
+            status, _, _ = await self._once(here.url, "/health", None, {}, _CONNECT)
             if status not in _GONE:
                 here.heard, here.failures, here.until = now(), 0, 0.0
                 return
@@ -274,9 +277,8 @@ class Places:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            bearer = {} if self._token is None else {"authorization": f"Bearer {self._token}"}
             connector = _Connector(limit=0, keepalive_timeout=30.0, socket_factory=_lasting)
-            self._session = aiohttp.ClientSession(connector=connector, headers=bearer, auto_decompress=False)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         return self._session
 
     def _choose(self) -> _Place:
@@ -291,7 +293,12 @@ class Places:
         return found
 
     def _place(self, url: str) -> _Place:
-        return self._places.setdefault(url, _Place(url))  # of a state that another client has made
+        if url not in self._places:  # of a state that another client has made
+            raise ForeignState(
+                f"remote: the episode is one of {url}, and this client has {', '.join(self._urls)}; go on with the "
+                "environment that began it"
+            )
+        return self._places[url]
 
     # --- Open episodes, which are asked for as long as this process lives
 
@@ -320,7 +327,7 @@ class Places:
     async def _tell(self, url: str, path: str, what: Any) -> None:
         """Ask once, also where all connections are in use, whatever comes of it."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            await self._once(url + path, msgspec.json.encode(what), {}, _CONNECT)
+            await self._once(url, path, msgspec.json.encode(what), {}, _CONNECT)
 
     def close(self) -> None:
         """Close all connections; from any thread."""

@@ -336,7 +336,10 @@ LEFT = """
 import time, nrl
 from nrl.envs import Environment, Step, Turn
 
-env = Environment(lambda task: (0, "?"), lambda state, turn: Step(state, 0.0), lambda state: print("closed", flush=True))
+def close(state):
+    print("closed", flush=True)
+
+env = Environment(lambda task: (0, "?"), lambda state, turn: Step(state, 0.0), close)
 there = nrl.remote(nrl.serve(env))
 import asyncio
 for _ in range(2):
@@ -355,7 +358,7 @@ def test_the_end_of_the_program_does_not_wait_for_ever(waits: Waits, monkeypatch
     ends = list[Any]()
     monkeypatch.setattr("atexit.register", lambda *end: ends.append(end))
     monkeypatch.setattr(serving, "_EXIT", 0.2)
-    waits.close = lambda state: waits.go.wait(60)  # type: ignore[method-assign]
+    waits.close = lambda state: waits.go.wait(60)  # type: ignore[method-assign,assignment]
     server = nrl.serve(waits)
     ask(server, "/reset", {"session": "a", "task": {}})
     ((stop, *most),) = ends

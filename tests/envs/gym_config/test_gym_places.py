@@ -121,8 +121,8 @@ def test_a_client_finds_servers(folder: Path, port: int | None) -> None:
         assert shown == ["Bearer abc"]
     assert found == {
         "math": Replicas("environment", ("http://127.0.0.1:41", "http://127.0.0.1"), "abc"),
-        "open": Replicas("environment", ("http://10.0.0.5:42",)),
-        "far": Replicas("endpoint", ("http://b:9000",)),
+        "open": Replicas("environment", ("http://10.0.0.5:42",), ""),  # not None, for which `remote` takes another's
+        "far": Replicas("endpoint", ("http://b:9000",), ""),
         "judge": Replicas("model", ("http://judge/v1",)),
     }
     assert "abc" not in repr(found)
