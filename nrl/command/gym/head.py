@@ -31,10 +31,11 @@ class ReplicaShown(Struct):
 
 
 class ServerShown(Struct):
-    """A server of the configuration."""
+    """A server of the configuration. ``serves`` says of an ``environment`` that is ready which one it is."""
 
     name: str
     kind: str
+    serves: Literal["environment", "verifier"] | None
     executable: str | None
     auth: Literal["none", "token"] | None
     state: str

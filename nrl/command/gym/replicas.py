@@ -59,6 +59,7 @@ class Replica:
     since: float = attrs.field(factory=time.time)
     restarts: int = 0
     pid: int | None = None
+    serves: str | None = None
     was_ready: bool = False
     mistake: str = ""
     heard: float = 0.0
@@ -159,7 +160,7 @@ async def live(
         if "pid" in told and replica.pid is None:
             replica.pid = told["pid"]
         elif "url" in told and isinstance(server, EnvironmentServer):
-            replica.url = told["url"]
+            replica.url, replica.serves = told["url"], told.get("serves")
             replica.port = urlsplit(replica.url).port or 0  # where clients look for it after a restart
         else:
             written(line)

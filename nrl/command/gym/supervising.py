@@ -107,6 +107,7 @@ class Supervisor:
             found.append({
                 "name": name,
                 "kind": server.kind,
+                "serves": next((each.serves for each in of_it if each.serves), None),
                 "executable": executable_of(server).name if runs else None,
                 "auth": self._auth(server),
                 "state": next((each.state for each in of_it if each.state != "ready"), "ready"),

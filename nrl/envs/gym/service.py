@@ -198,7 +198,7 @@ class Service:
 
     def renew(self, asked: records.Renewal) -> bytes:
         """Keep episodes for another lease."""
-        found = [(name, self._sessions[name]) for name in asked.sessions if name in self._sessions]
+        found = [(name, self._sessions[name]) for name in dict.fromkeys(asked.sessions) if name in self._sessions]
         for name, session in found:
             self._touch(name, session)
         return _encode(records.Renewed(len(found)))

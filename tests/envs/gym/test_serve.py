@@ -92,7 +92,7 @@ def test_an_episode_over_http(server: Server) -> None:
     assert begun.headers["content-type"] == "application/json"
     taken = ask(server, "/step", {"session": "one", "turn": 0, "action": "4"})
     assert taken.json() == {"verdict": {"reward": 1.0}, "done": True, "observation": None, "info": {}}
-    assert ask(server, "/renew", {"sessions": ["one", "two"]}).json() == {"sessions": 1}
+    assert ask(server, "/renew", {"sessions": ["one", "two", "one"]}).json() == {"sessions": 1}
     assert ask(server, "/close", {"session": "one"}).json() == {"session": "one"}
 
 
