@@ -1,6 +1,7 @@
 """Long waits and slow blocks that report themselves, after a while and then less and less often."""
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from nrl.log.terminal import duration
 __all__ = ["SILENCE", "wait_until", "waiting"]
 
 SILENCE = 10.0
-"""Seconds before a wait prints its first line."""
+"""Seconds before a wait writes its first line."""
 
 _LONGEST = 600.0  # seconds between two lines
 
@@ -19,19 +20,21 @@ _LONGEST = 600.0  # seconds between two lines
 def wait_until(
     ready: Callable[[float], bool], limit: float, told: Callable[[float], str], silence: float = SILENCE
 ) -> bool:
-    """Wait until something is ready, and print a line after a while, and then less and less often.
+    """Wait until something is ready, and write a line to standard error after a while, and then less and less often.
 
     Args:
         ready: waits for at most the given seconds, and returns whether it is ready.
         limit: seconds.
-        told: from the seconds so far to the line to print.
+        told: from the seconds so far to the line to write.
         silence: seconds before the first line; each further wait takes twice as long as the one before.
 
     Returns:
         Whether it was ready in time.
 
     >>> from threading import Event
-    >>> wait_until(Event().wait, 0.08, lambda seconds: "waiting for Godot", silence=0.02)
+    >>> from contextlib import redirect_stderr
+    >>> with redirect_stderr(sys.stdout):
+    ...     wait_until(Event().wait, 0.08, lambda seconds: "waiting for Godot", silence=0.02)
     waiting for Godot
     waiting for Godot
     False
@@ -40,14 +43,15 @@ def wait_until(
     while (left := limit - (time.monotonic() - started)) > silence:
         if ready(silence):
             return True
-        print(told(time.monotonic() - started), flush=True)  # noqa: T201
+        # Where programs print their results there may be JSON
+        print(told(time.monotonic() - started), file=sys.stderr, flush=True)  # noqa: T201
         silence = min(2 * silence, _LONGEST)
     return bool(ready(max(0.0, left)))
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Print what the block does and how far it is, if it takes long; as often as `wait_until`.
+    """Write what the block does and how far it is to standard error, if it takes long; as often as `wait_until`.
 
     Args:
         what: the beginning of the line, such as ``"loading the weights of X"``.

@@ -61,7 +61,7 @@ def played(folder: Path, acts: str, *words: str, enter: tuple[str, ...] = ()) ->
     env = os.environ | {"ACTS": str(folder / acts), "NRL_GYM_TOKEN": "a-token-that-both-know"}
     command = [*enter, sys.executable, str(folder / "played.py"), *words]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
-    found: list[list[float]] = json.loads(done.stdout.splitlines()[-1])  # behind what it says while it waits
+    found: list[list[float]] = json.loads(done.stdout)
     return found
 
 

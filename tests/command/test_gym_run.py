@@ -46,7 +46,8 @@ if "never" in mode:
     time.sleep(1000)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
+        busy = "is busy" in mode and os.path.exists("busy")
+        self.send_response(503 if busy else 200 if self.path == "/health" else 404)
         self.end_headers()
     def log_message(self, *_): pass
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
@@ -410,6 +411,45 @@ def test_a_server_that_does_not_answer_any_more(
 
     played(wrote(folder, program()), drive)
     assert "gym: agent does not answer any more: http://127.0.0.1:" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["program", "environment"])
+def test_a_server_that_hangs_is_started_again(
+    kind: str, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_LOOKS", 0.05)
+    monkeypatch.setattr(replicas, "_PATIENCE", 0.2)
+    one = program(more=", silence: 1")
+    servers = {"program": one, "environment": "  agent: {environment: exact, silence: 1}\n"}[kind]
+
+    def drive(place: Place) -> None:
+        before = the(place)
+        os.kill(before["pid"], signal.SIGSTOP)
+        until(lambda: (now := the(place))["restarts"] == 1 and now["state"] == "ready")
+        assert the(place)["pid"] != before["pid"]
+        assert the(place)["url"] == before["url"]
+        assert not lives(before["pid"])
+
+    assert played(wrote(folder, servers), drive) == 143
+    told = "gym: agent has not answered for 1 s (silence), and was killed; it starts again now (restart 1)"
+    assert told in capfd.readouterr().out
+
+
+def test_a_server_may_be_silent_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that answers that it is not ready is not silent."""
+    monkeypatch.setattr(replicas, "_LOOKS", 0.05)
+    monkeypatch.setattr(replicas, "_PATIENCE", 0.2)
+
+    def drive(place: Place) -> None:
+        os.kill(the(place)["pid"], signal.SIGSTOP)
+        (folder / "busy").touch()
+        until(lambda: the(place)["state"] == the(place, "busy")["state"] == "silent")
+        time.sleep(1.0)
+        assert the(place)["restarts"] == the(place, "busy")["restarts"] == 0
+        os.kill(the(place)["pid"], signal.SIGCONT)
+
+    servers = program(more=", silence: null") + program("busy", "is busy", ", silence: 0.5")
+    assert played(wrote(folder, servers), drive) == 143
 
 
 def test_servers_elsewhere_are_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

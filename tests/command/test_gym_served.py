@@ -62,12 +62,13 @@ def test_environments_are_served_until_the_gym_is_stopped(folder: Path, capfd: p
             "exact": ("environment", 2),
             "own": ("environment", 1),
         }
-        assert (found["exact"].token, found["own"].token) == (place.token, None)
+        assert (found["exact"].token, found["own"].token) == (place.token, "")
         for url in found["exact"].urls:
             assert get(f"{url}/info").status_code == 401
             assert get(f"{url}/info", place.token).status_code == 200
             assert get(f"{url}/health").status_code == 200
         assert get(f"{found['own'].urls[0]}/info").status_code == 200
+        assert main(["gym", "status"]) == 0
         before = {number: the(place, "exact", number) for number in (0, 1)}
         os.kill(before[0]["pid"], signal.SIGKILL)
         after: dict[str, Any] = until(
@@ -80,6 +81,7 @@ def test_environments_are_served_until_the_gym_is_stopped(folder: Path, capfd: p
 
     assert played(wrote(folder, servers), drive) == 143
     out, err = capfd.readouterr()
+    assert out.count("│ verifier") == 3
     assert "own | the key is ***" in err
     assert not any(secret in text for text in (out, err, *texts))
 
@@ -173,7 +175,7 @@ def test_workers_are_processes_that_may_die_alone(folder: Path) -> None:
     def drive(place: Place) -> None:
         assert httpx2.get(f"{place.url}/servers", trust_env=False).status_code == 200
         found = resolve(["gym.yaml"])
-        assert found["exact"].token is None
+        assert found["exact"].token == ""
         assert found["own"].token
         url, pid = found["own"].urls[0], the(place, "own")["pid"]
         assert get(f"{url}/info").status_code == 401

@@ -147,7 +147,7 @@ def test_a_source_that_is_long_in_coming_is_said_and_leaves_no_bars(
     monkeypatch.setattr("nrl.log.waits.SILENCE", 0.3)  # as no line was to come until now
 
     said = io.StringIO()
-    monkeypatch.setattr("sys.stdout", said)  # reading capfd while a thread writes may lose what it writes
+    monkeypatch.setattr("sys.stderr", said)  # reading capfd while a thread writes may lose what it writes
 
     def slow(source: str) -> Any:
         while not said.getvalue().endswith("\n"):  # or the time limit of a test

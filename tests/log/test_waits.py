@@ -21,7 +21,7 @@ def test_a_short_block_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_long_block_says_what_it_does_and_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nrl.log.waits.SILENCE", 0.01)
     said = io.StringIO()
-    monkeypatch.setattr("sys.stdout", said)  # reading capsys while a thread writes may lose what it writes
+    monkeypatch.setattr("sys.stderr", said)  # reading capsys while a thread writes may lose what it writes
 
     def until(line: str) -> None:
         while not re.search(line, said.getvalue(), re.MULTILINE):  # or the time limit of a test
@@ -47,7 +47,7 @@ def test_lines_come_less_and_less_often(capsys: pytest.CaptureFixture[str]) -> N
 
     assert wait_until(ready, 10.0, lambda seconds: f"waiting for {seconds:.2f}", silence=0.02)
     assert asked == [0.02, 0.04, 0.08, 0.16]
-    said = [float(line.removeprefix("waiting for ")) for line in capsys.readouterr().out.splitlines()]
+    said = [float(line.removeprefix("waiting for ")) for line in capsys.readouterr().err.splitlines()]
     assert all(at >= wanted for at, wanted in zip(said, (0.02, 0.06, 0.14), strict=True))
 
 
@@ -64,4 +64,4 @@ def test_a_wait_is_silent_where_it_is_short_and_ends_with_its_time(
     assert not wait_until(ready, 5.0, lambda seconds: "waiting", silence=10.0)
     assert not wait_until(ready, 0.0, lambda seconds: "waiting")
     assert asked == [5.0, 0.0]
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", "")

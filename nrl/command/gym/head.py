@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from nrl.envs.gym.application import Application, routed
+from nrl.envs.gym.application import FINE, Application, Health, routed
 from nrl.envs.gym.listening import Listener
 from nrl.envs.gym.once import Refused
 from nrl.envs.gym.openapi import Route
 
-__all__ = ["Health", "ReplicaShown", "ServerShown", "Servers", "application", "serving"]
+__all__ = ["ReplicaShown", "ServerShown", "Servers", "application", "serving"]
 
 _GRACE = 1.0  # seconds for answers that are under way at the end
 
@@ -31,10 +31,11 @@ class ReplicaShown(Struct):
 
 
 class ServerShown(Struct):
-    """A server of the configuration."""
+    """A server of the configuration. ``serves`` says of an ``environment`` that is ready which one it is."""
 
     name: str
     kind: str
+    serves: Literal["environment", "verifier"] | None
     executable: str | None
     auth: Literal["none", "token"] | None
     state: str
@@ -46,12 +47,6 @@ class Servers(Struct):
 
     ready: bool
     servers: list[ServerShown]
-
-
-class Health(Struct):
-    """It is there; of ``/ready``: all servers are ready."""
-
-    status: Literal["ok"]
 
 
 def application(
@@ -71,10 +66,10 @@ def application(
     async def ready(_: Any) -> bytes:
         if not is_ready():
             raise Refused(503, "unready", "some servers are not ready; /servers says which")
-        return b'{"status": "ok"}'
+        return FINE
 
     async def health(_: Any) -> bytes:
-        return b'{"status": "ok"}'
+        return FINE
 
     routes = {
         "/servers": Route("GET", "Say which servers there are, and how they are.", shown, None, Servers),

@@ -44,7 +44,8 @@ class Interpreter:
 class Replica:
     """A replica of a server, and what is known of it now.
 
-    ``since`` are seconds since 1970 in its state; ``note`` says why it is not ready.
+    ``since`` are seconds since 1970 in its state; ``note`` says why it is not ready; ``heard`` is when it last answered
+    anything, on the monotonic clock, and ``hung`` says that it was ended since it did not for too long.
     """
 
     name: str
@@ -58,8 +59,11 @@ class Replica:
     since: float = attrs.field(factory=time.time)
     restarts: int = 0
     pid: int | None = None
+    serves: str | None = None
     was_ready: bool = False
     mistake: str = ""
+    heard: float = 0.0
+    hung: str = ""
     ending: bool = False
     process: "asyncio.subprocess.Process | None" = None
     tail: deque[str] = attrs.field(factory=lambda: deque(maxlen=_LINES))
@@ -81,6 +85,10 @@ class Replica:
     def tell(self, word: str) -> None:
         """Tell its keeper to ``stop`` or to ``kill``, now or as soon as there is one."""
         self.ending = True
+        self.send(word)
+
+    def send(self, word: str) -> None:
+        """Send its keeper a word, if there is one."""
         if self.process is not None and self.process.stdin is not None:
             with suppress(OSError, RuntimeError):  # it has ended
                 self.process.stdin.write(f"{word}\n".encode())
@@ -130,7 +138,7 @@ async def live(
     server = replica.server
     assert isinstance(server, EnvironmentServer | Program)
     replica.tail.clear()
-    replica.pid = None
+    replica.pid, replica.hung = None, ""
     replica.become("starting", "it has not answered yet")
     order = {**_order(replica, server, interpreter, token, cluster, grace), "folder": str(folder), "grace": grace}
     replica.process = process = await asyncio.create_subprocess_exec(
@@ -152,7 +160,7 @@ async def live(
         if "pid" in told and replica.pid is None:
             replica.pid = told["pid"]
         elif "url" in told and isinstance(server, EnvironmentServer):
-            replica.url = told["url"]
+            replica.url, replica.serves = told["url"], told.get("serves")
             replica.port = urlsplit(replica.url).port or 0  # where clients look for it after a restart
         else:
             written(line)
@@ -244,10 +252,22 @@ async def watch(replica: Replica, token: str | None) -> None:
                 replica.note = note
             elif missed >= _MISSED:
                 replica.become("silent", note)
+            if here and replica.state == "silent" and _hangs(replica):
+                return
             if replica.state in ("ready", "silent"):
                 await asyncio.sleep(_LOOKS if here else _LOOKS_ELSEWHERE)
             else:
                 await asyncio.sleep(_FIRST_LOOKS if here else _LOOKS)
+
+
+def _hangs(replica: Replica) -> bool:
+    """Whether it has answered nothing for too long, and so is ended; who has started it sees its end."""
+    limit = getattr(replica.server, "silence", None)
+    if limit is None or time.monotonic() - replica.heard < limit:
+        return False
+    replica.hung = f"has not answered for {limit:g} s (silence), and was killed"
+    replica.send("kill")
+    return True
 
 
 async def probe(client: aiohttp.ClientSession, replica: Replica, token: str | None) -> str:
@@ -266,6 +286,7 @@ async def probe(client: aiohttp.ClientSession, replica: Replica, token: str | No
     for url in urls:
         try:
             async with client.get(url, headers=headers, allow_redirects=False) as reply:
+                replica.heard = time.monotonic()
                 status, text = reply.status, await reply.text(errors="replace") if reply.status == 200 else ""
         except (aiohttp.ClientError, TimeoutError) as error:
             return f"{url}: {redact(unreached(error))}"

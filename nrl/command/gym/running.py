@@ -30,7 +30,8 @@ Start the servers of a gym, wait until all are ready, start again those that die
                                   largest: bytes of a request (2^26); auth: none, if it asks for no token;
                                   workers: processes that make its calls, on the Ray cluster if there is one
     command: [WORD, ...]          any program that serves HTTP; {host} and {port} are put in; ready: its path (/health)
-      both take                     replicas: 1, host, port: 0 (any), executable: system, env: a mapping
+      both take                     replicas: 1, host, port: 0 (any), executable: system, env: a mapping; silence: 60,
+                                    seconds without an answer after which it is killed and started again
     model: URL                    a model elsewhere; api_key, name
     url: URL                      a served environment elsewhere, or a list of its replicas; token
   default_host: 127.0.0.1       where servers listen

@@ -64,6 +64,13 @@ def _table(servers: Sequence[Any]) -> Table:
             if each["note"]:
                 state.append(f": {each['note']}", style="dim")
             since = duration(max(0.0, time.time() - each["since"]))
-            row = [name, server["kind"], state, since, str(each["restarts"]), str(each["pid"] or "-")]
+            row = [
+                name,
+                server["serves"] or server["kind"],
+                state,
+                since,
+                str(each["restarts"]),
+                str(each["pid"] or "-"),
+            ]
             table.add_row(*row, server["executable"] or "-", each["url"] or "-")
     return table

@@ -107,6 +107,7 @@ class Supervisor:
             found.append({
                 "name": name,
                 "kind": server.kind,
+                "serves": next((each.serves for each in of_it if each.serves), None),
                 "executable": executable_of(server).name if runs else None,
                 "auth": self._auth(server),
                 "state": next((each.state for each in of_it if each.state != "ready"), "ready"),
@@ -181,7 +182,7 @@ class Supervisor:
                     raise
                 status, why = 1, f"cannot be started: {error}"
             else:
-                why = fate(status)
+                why = replica.hung or fate(status)
             lived, came_up = time.time() - replica.since, replica.was_ready
             replica.was_ready = ready_before or came_up
             if self.stopping.is_set():

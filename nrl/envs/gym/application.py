@@ -5,11 +5,12 @@ import hmac
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec.json import Decoder
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from xxhash import xxh3_64_intdigest
 
 from nrl.envs.gym import listening, records
 from nrl.envs.gym.numbers import Numbers
@@ -17,14 +18,23 @@ from nrl.envs.gym.once import Refused
 from nrl.envs.gym.openapi import Route, openapi
 from nrl.envs.gym.service import Service
 
-__all__ = ["Application", "Receive", "Send", "application", "routed"]
+__all__ = ["FINE", "Application", "Health", "Receive", "Send", "application", "routed"]
 
 _SHORT = 2**15  # bytes of a body that a connection may read and forget
 _HELD = 16  # requests of the largest size that may be in memory at a time
 
+FINE = b'{"status":"ok"}'
+"""A `Health`."""
+
 type Receive = Callable[[], Awaitable[dict[str, Any]]]
 type Send = Callable[[dict[str, Any]], Awaitable[None]]
 type Application = Callable[[Any, Receive, Send], Awaitable[None]]
+
+
+class Health(msgspec.Struct):
+    """A server is there; of ``/ready``: it is ready."""
+
+    status: Literal["ok"]
 
 
 def application(service: Service, *, token: str | None, largest: int) -> Application:
@@ -61,7 +71,7 @@ def routed(
     described = msgspec.json.encode(openapi(name, routes, secured=token is not None))
     known = {**routes, "/openapi.json": Route("GET", "Describe all paths.", _saying(described), open=tells)}
     decoders = {path: Decoder(route.asked) for path, route in known.items() if route.asked is not None}
-    bearer = None if token is None else f"Bearer {token}".encode()
+    bearer = None if token is None else token.encode()
     bodies = _Bodies(largest)
 
     async def answered(route: Route | None, scope: Any, asked: "_Headers", receive: Receive) -> bytes:
@@ -86,8 +96,10 @@ def routed(
                 record = records.read(body, decoders[path])
             except ValueError as error:
                 raise Refused(400, "invalid", f"{path}: {error}") from None
+            # Of what was sent: to write the record again would take as long as all else
+            digest = (xxh3_64_intdigest(body),) if route.digested else ()
             del body
-            return await _within(timeout, route.answer(record), path)
+            return await _within(timeout, route.answer(record, *digest), path)
         except RecursionError:  # it could be read, and no more
             raise Refused(400, "invalid", f"{path}: it is nested too deeply") from None
         finally:
@@ -116,7 +128,7 @@ def _routes(service: Service, numbers: Numbers) -> dict[str, Route]:
     async def ready() -> bytes:
         if service.stopping:
             raise _stopping(service.name)
-        return b"{}"
+        return FINE
 
     async def renew(asked: records.Renewal) -> bytes:
         return service.renew(asked)
@@ -130,13 +142,13 @@ def _routes(service: Service, numbers: Numbers) -> dict[str, Route]:
         "/step": Route("POST", "Take a turn.", service.step, records.Step, records.Stepped),
         "/close": Route("POST", "End an episode.", service.close, records.Closing, records.Closed),
         "/renew": Route("POST", "Keep episodes for another lease.", renew, records.Renewal, records.Renewed),
-        "/verify": Route("POST", "Judge an answer.", service.verify, records.Verify, records.Said),
+        "/verify": Route("POST", "Judge an answer.", service.verify, records.Verify, records.Said, digested=True),
         "/group": Route("POST", "Are answers judged together?", service.group, records.Grouping, records.Grouped),
         "/task": Route("POST", "Give a task.", service.task, records.At, records.TaskFound),
         "/extract": Route("POST", "Read an answer.", service.extract, records.Extracting, records.Extracted),
         "/info": Route("GET", "Say what is served.", info, None, records.Info),
-        "/health": Route("GET", "Be there.", _saying(b"{}"), open=True),
-        "/ready": Route("GET", "Be ready for episodes.", lambda _: ready(), open=True),
+        "/health": Route("GET", "Be there.", _saying(FINE), None, Health, open=True),
+        "/ready": Route("GET", "Be ready for episodes.", lambda _: ready(), None, Health, open=True),
         "/metrics": Route("GET", "Numbers.", measured, kind=CONTENT_TYPE_LATEST.encode()),
     }
 
@@ -185,7 +197,7 @@ def _headers(error: Refused, route: Route | None) -> list[tuple[bytes, bytes]]:
         found.append((b"www-authenticate", b"Bearer"))
     if error.status == 405 and route is not None:
         found.append((b"allow", b"GET, HEAD" if route.method == "GET" else route.method.encode()))
-    return found if error.after is None else [*found, (b"retry-after", b"%.2f" % error.after)]
+    return found if error.after is None else [*found, (b"retry-after", b"%d" % math.ceil(error.after))]
 
 
 class _Headers:
@@ -196,7 +208,8 @@ class _Headers:
         self._chunked = False
         for name, value in headers:
             if name == b"authorization":
-                self.bearer = value
+                scheme, _, shown = value.partition(b" ")
+                self.bearer = shown.strip() if scheme.lower() == b"bearer" else b""
             elif name == b"content-length":
                 length = value
             elif name == b"transfer-encoding":

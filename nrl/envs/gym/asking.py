@@ -11,7 +11,7 @@ import socket
 import threading
 from ast import literal_eval
 from collections import defaultdict
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 from weakref import WeakSet
@@ -24,13 +24,14 @@ import uvloop
 import nrl.errors
 from nrl.envs.gym import records
 from nrl.envs.gym.listening import many_files
-from nrl.errors import EnvError
+from nrl.errors import EnvError, ForeignState
 
 __all__ = ["Asked", "Places", "unreached"]
 
 _SOONEST, _LATEST = 0.05, 2.0  # seconds between two attempts
 _CONNECT = 5.0  # seconds that a connection may take
 _MAKING = 256  # connections to a server that are made at a time; of thousands at once most would be late
+_LOOKS = 5.0  # seconds between two questions whether a server lives, while calls without a limit wait for it
 _MORE = 30.0  # seconds beyond the time limit of a call in which its answer has to come
 _BUSIEST = 10  # times the patience: the longest that a call is told to come again before it fails
 _LONGEST = 30.0  # seconds that a server may ask for before it is asked again
@@ -99,6 +100,10 @@ class Asked(Exception):
         return EnvError(f"{kind}: {message}")
 
 
+class _Silent(Exception):
+    """A server answers nothing any more, though its connections are open."""
+
+
 @attrs.define
 class _Place:
     """A server, as far as it is known."""
@@ -108,20 +113,24 @@ class _Place:
     failures: int = 0  # since it last answered
     until: float = 0.0  # before which others are asked
     sessions: set[str] = attrs.field(factory=set)
+    heard: float = 0.0  # when it last answered anything
+    looking: "asyncio.Task[None] | None" = None  # whether it lives
+    looked: float = -math.inf  # when that began
 
 
 class Places:
     """Servers of the same, each known by its address.
 
     Args:
-        urls: of the servers.
-        token: that each asks for; None: they ask for none.
+        tokens: by the address of each server, what it asks for; None: nothing. No token is shown to another one.
         patience: seconds for which a server is asked that does not answer.
         connections: to all of them.
     """
 
-    def __init__(self, urls: Sequence[str], token: str | None, patience: float, connections: int) -> None:
-        self._urls, self._token, self._patience = urls, token, patience
+    def __init__(self, tokens: Mapping[str, str | None], patience: float, connections: int) -> None:
+        self._urls, self._patience = tuple(tokens), patience
+        self._bearers = {url: {} if token is None else {"authorization": f"Bearer {token}"} for url, token in
+                         tokens.items()}  # fmt: skip
         self._most = min(connections, many_files() // 2)
         self.info: records.Info | None = None
         """What they serve, once one has said it."""
@@ -181,7 +190,8 @@ class Places:
                 async with self._room:
                     began = min(began, now())
                     left = None if limit is None else max(began + _BUSIEST * patience + limit - now(), _SOONEST)
-                    status, found, after = await self._once(here.url + path, body, _headers(left), limit, left)
+                    asking = self._once(here.url, path, body, _headers(left), limit, left)
+                    status, found, after = await (asking if limit else self._while_it_lives(here, asking, patience))
                 if status != _BUSY and status not in _GONE:
                     here.failures, here.until = 0, 0.0
                     if status != 200:
@@ -193,6 +203,8 @@ class Places:
             except _NOT_SENT as error:
                 status, self.trouble, place = 0, unreached(error), place if at else None
                 tried.discard(here.url)
+            except _Silent:
+                status, self.trouble, place, since = 0, "/health, neither", here, -math.inf  # long enough
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 # It may have acted, and is asked again, so that it acts once
                 status, self.trouble, place = 0, f"{type(error).__name__}: {error}", here
@@ -220,24 +232,53 @@ class Places:
             pause = min(_LATEST, 2 * pause)
 
     async def _once(
-        self, url: str, body: bytes | None, headers: dict[str, str], *limits: float | None
+        self, at: str, path: str, body: bytes | None, headers: dict[str, str], *limits: float | None
     ) -> tuple[int, bytes, float]:
+        headers = headers | self._bearers[at]
         total = min((each for each in limits if each is not None), default=None)
         timeout = aiohttp.ClientTimeout(total=total, sock_connect=_CONNECT)
         method = "GET" if body is None else "POST"
         data = io.BytesIO(body) if body is not None and len(body) > 2**16 else body  # which is sent part by part
         request = self._opened().request(
-            method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
+            method, at + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
         )
         async with request as response:
             found = await response.read()
             return response.status, found, _after(response)
 
+    async def _while_it_lives[T](self, here: _Place, asking: Coroutine[Any, Any, T], patience: float) -> T:
+        """An answer that may take any time, as long as its server answers something.
+
+        Raises:
+            _Silent: it has not for the time of the patience.
+        """
+        now, asked = asyncio.get_running_loop().time, asyncio.ensure_future(asking)
+        began, every = now(), min(_LOOKS, patience)
+        try:
+            while not (await asyncio.wait([asked], timeout=every))[0]:
+                if here.looking is None or (here.looking.done() and now() - here.looked > every / 2):
+                    here.looked, here.looking = now(), asyncio.ensure_future(self._look(here))  # for all that wait
+                await asyncio.wait([asked, here.looking], return_when=asyncio.FIRST_COMPLETED)
+                if not asked.done() and now() - max(here.heard, began) > patience:
+                    raise _Silent
+            return asked.result()
+        finally:
+            asked.cancel()
+
+    async def _look(self, here: _Place) -> None:
+        """Ask a server whether it lives; also where all connections are in use."""
+        now = asyncio.get_running_loop().time
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            status, _, _ = await self._once(here.url, "/health", None, {}, _CONNECT)
+            if status not in _GONE:
+                here.heard, here.failures, here.until = now(), 0, 0.0
+                return
+        here.failures, here.until = here.failures + 1, now() + _LATEST  # others are asked meanwhile
+
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            bearer = {} if self._token is None else {"authorization": f"Bearer {self._token}"}
             connector = _Connector(limit=0, keepalive_timeout=30.0, socket_factory=_lasting)
-            self._session = aiohttp.ClientSession(connector=connector, headers=bearer, auto_decompress=False)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         return self._session
 
     def _choose(self) -> _Place:
@@ -252,7 +293,12 @@ class Places:
         return found
 
     def _place(self, url: str) -> _Place:
-        return self._places.setdefault(url, _Place(url))  # of a state that another client has made
+        if url not in self._places:  # of a state that another client has made
+            raise ForeignState(
+                f"remote: the episode is one of {url}, and this client has {', '.join(self._urls)}; go on with the "
+                "environment that began it"
+            )
+        return self._places[url]
 
     # --- Open episodes, which are asked for as long as this process lives
 
@@ -281,7 +327,7 @@ class Places:
     async def _tell(self, url: str, path: str, what: Any) -> None:
         """Ask once, also where all connections are in use, whatever comes of it."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            await self._once(url + path, msgspec.json.encode(what), {}, _CONNECT)
+            await self._once(url, path, msgspec.json.encode(what), {}, _CONNECT)
 
     def close(self) -> None:
         """Close all connections; from any thread."""

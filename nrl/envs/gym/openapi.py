@@ -35,15 +35,17 @@ class Route(NamedTuple):
         answered: the record of the answer; None: of no certain form.
         kind: the media type of the answer.
         open: whether it needs no token.
+        digested: whether ``answer`` is given a digest of the body, too: requests that have the same are the same.
     """
 
     method: str
     does: str
-    answer: Callable[[Any], Awaitable[bytes]]
+    answer: Callable[..., Awaitable[bytes]]
     asked: Any = None
     answered: Any = None
     kind: bytes = b"application/json"
     open: bool = False
+    digested: bool = False
 
 
 def openapi(name: str, routes: Mapping[str, Route], *, secured: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A process that serves one environment: ``python -m nrl.envs.gym.process``.
 
-It reads one line of JSON from its standard input, a `Served`, and writes ``{"url": ...}`` to what was its standard
-output when it is ready. What user code prints goes to its standard error. When its standard input ends, which it does
+It reads one line of JSON from its standard input, a `Served`, and writes ``{"url": ..., "serves": ...}`` to what was its
+standard output when it is ready. What user code prints goes to its standard error. When its standard input ends, which it does
 with the program that has started it, and at SIGTERM, it answers what is under way, closes all episodes, and ends.
 """
 
@@ -78,7 +78,8 @@ def main() -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, listener.stop)
         loop.add_reader(0, functools.partial(_read, loop, listener))
-        print(msgspec.json.encode({"url": url}).decode(), file=answers, flush=True)
+        told = {"url": url, "serves": "environment" if is_env(found) else "verifier"}
+        print(msgspec.json.encode(told).decode(), file=answers, flush=True)
 
     uvloop.run(answering(found, asked.name or asked.environment, on, settings, ready))
     return 0

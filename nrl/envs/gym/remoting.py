@@ -72,7 +72,8 @@ def remote(
     Args:
         server: its address, such as ``"http://10.0.0.5:8000"``, or what `nrl.serve` returned; or several of the same
             kind: an episode begins where there is least to do, and stays there.
-        token: that the server asks for; None: that of the server, or of the environment variable ``NRL_GYM_TOKEN``.
+        token: that each server asks for; None: that which a `nrl.serve` returned with it, or for an address alone that
+            of the environment variable ``NRL_GYM_TOKEN``; empty: none. It is shown to these addresses only.
         patience: seconds for which a server is asked that does not answer at all, this call included. One that is
             there, and says that it has too much to do, is asked for ten times as long.
         connections: calls that may be under way at a time.
@@ -101,8 +102,10 @@ def remote(
     if not patience > 0 or connections < 1:
         raise ValueError(f"remote: patience is {patience} and connections {connections}; both must be positive")
     urls = tuple(_url(each) for each in servers)
-    own = [each.token for each in servers if isinstance(each, Server) and each.token]
-    client = _Client(urls, token or (own[0] if own else os.environ.get("NRL_GYM_TOKEN")), patience, connections)
+    known = os.environ.get("NRL_GYM_TOKEN")
+    own = (each.token if isinstance(each, Server) else known for each in servers)
+    tokens = {url: (shown if token is None else token) or None for url, shown in zip(urls, own, strict=True)}
+    client = _Client(tokens, patience, connections)
     return client.environment() if client.info.kind == "environment" else client.verifier()
 
 
@@ -120,9 +123,9 @@ def _url(server: str | Server) -> str:
 class _Client:
     """Asks servers. In another process it is made anew, with connections of its own."""
 
-    def __init__(self, urls: tuple[str, ...], token: str | None, patience: float, connections: int) -> None:
-        self._given = urls, token, patience, connections
-        self.places = Places(urls, token, patience, connections)
+    def __init__(self, tokens: dict[str, str | None], patience: float, connections: int) -> None:
+        urls, self._given = tuple(tokens), (tokens, patience, connections)
+        self.places = Places(tokens, patience, connections)
         weakref.finalize(self, self.places.close)
         try:
             coming = self.places.ask("/info", None)
@@ -145,7 +148,7 @@ class _Client:
         return _Client, self._given
 
     def _told(self, seconds: float) -> str:
-        urls, _, patience, _ = self._given
+        urls, patience, _ = self._given
         return (
             f"remote: waiting for {' or '.join(urls)} to answer, {seconds:.0f} s of {patience:g} so far "
             f"({self.places.trouble or 'it is connected'})"

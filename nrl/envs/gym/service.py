@@ -47,7 +47,7 @@ class Service:
         f: the verifier or environment.
         name: as it is told.
         lease: seconds for which an episode is kept that nobody asks for.
-        most: calls under way, and open episodes, beyond which others are told to come again.
+        most: calls under way, of any kind, and open episodes, beyond which others are told to come again.
         timeout: seconds of a call instead of those of ``f``; ...: those of ``f``.
     """
 
@@ -60,7 +60,7 @@ class Service:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # who was asked for longest ago first
         self._closed: OrderedDict[str, Act] = OrderedDict()
         self._left: set[str] = set()  # of these, whose lease was over
-        self._verdicts: OrderedDict[str, asyncio.Future[bytes]] = OrderedDict()
+        self._verdicts: OrderedDict[str, tuple[int, asyncio.Future[bytes]]] = OrderedDict()  # with digests
         self._judging: dict[str, asyncio.Task[Any]] = {}
         self._loop = asyncio.get_running_loop()
         self._calls = Calls()
@@ -198,7 +198,7 @@ class Service:
 
     def renew(self, asked: records.Renewal) -> bytes:
         """Keep episodes for another lease."""
-        found = [(name, self._sessions[name]) for name in asked.sessions if name in self._sessions]
+        found = [(name, self._sessions[name]) for name in dict.fromkeys(asked.sessions) if name in self._sessions]
         for name, session in found:
             self._touch(name, session)
         return _encode(records.Renewed(len(found)))
@@ -243,8 +243,13 @@ class Service:
 
     # --- Verdicts, and what else a verifier or an environment may have
 
-    async def verify(self, asked: records.Verify) -> bytes:
-        """Judge an answer, or all answers to a task."""
+    async def verify(self, asked: records.Verify, digest: int) -> bytes:
+        """Judge an answer, or all answers to a task.
+
+        Args:
+            asked: what is judged, perhaps under a name.
+            digest: of the whole request, which is another one under the same name if this differs.
+        """
         if self.verifier is None:
             raise Refused(404, "unknown", f"verify: {self.name} has no verifier; its steps give the rewards")
         if (asked.trace is None) == (asked.traces is None):
@@ -252,17 +257,21 @@ class Service:
         if asked.call is None:
             self._check_room()
             return await self._verify(asked)
-        known = self._verdicts.get(asked.call)
-        if known is not None:
+        if asked.call in self._verdicts:
+            first, known = self._verdicts[asked.call]
+            if digest != first:
+                found = f"verify: the call {asked.call} was made already, with another request; choose another name"
+                raise Refused(409, "consumed", found, "ConsumedState")
             self.replayed += 1
             try:
                 return await asyncio.shield(known)
             except asyncio.CancelledError:
                 if known.cancelled():  # the first client had no more time
-                    return await self.verify(asked)
+                    return await self.verify(asked, digest)
                 raise
         self._check_room()
-        known = self._verdicts[asked.call] = self._loop.create_future()  # a task would cost as much as the rest
+        known = self._loop.create_future()  # a task would cost as much as the rest
+        self._verdicts[asked.call] = digest, known
         task: Any = asyncio.current_task()
         self._judging[asked.call] = task
         try:
@@ -281,7 +290,7 @@ class Service:
         finally:
             self._judging.pop(asked.call, None)
         known.set_result(answer)
-        while len(self._verdicts) > _RECENT and next(iter(self._verdicts.values())).done():
+        while len(self._verdicts) > _RECENT and next(iter(self._verdicts.values()))[1].done():
             self._verdicts.popitem(last=False)
         return answer
 
@@ -297,13 +306,16 @@ class Service:
 
     async def group(self, asked: records.Grouping) -> bytes:
         """Whether the answers to a task are judged together."""
-        return _encode(records.Grouped(users(judges_group, self.verifier, asked.task)))
+        self._check_room()
+        of_group = self._call(judges_group, self.verifier, asked.task)
+        return _encode(records.Grouped(await self._made(of_group)))
 
     async def task(self, asked: records.At) -> bytes:
         """A task of an environment that brings some."""
         tasks = getattr(self.f, "tasks", None)
         if tasks is None:
             raise Refused(404, "unknown", f"task: {self.name} brings no tasks")
+        self._check_room()
         found = await self._made(self._call(tasks, asked.seed, asked.index))
         return _encode(records.TaskFound(users(lambda: sendable(dict(found), "the task"))))
 
@@ -311,6 +323,7 @@ class Service:
         """What a verifier reads in an answer."""
         if not hasattr(self.verifier, "extract"):
             raise Refused(404, "unknown", f"extract: {self.name} does not say what it reads in an answer")
+        self._check_room()
         found = await self._made(self._call(self.verifier.extract, asked.text))
         return _encode(records.Extracted(users(sendable, found, "what was read")))
 

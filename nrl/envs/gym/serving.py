@@ -1,5 +1,6 @@
 """`serve`: a verifier or an environment behind HTTP, in a thread of this process."""
 
+import atexit
 import contextlib
 import ipaddress
 import socket
@@ -21,6 +22,9 @@ from nrl.envs.gym_config.defaults import LARGEST, LEASE, MOST
 from nrl.errors import EnvError
 
 __all__ = ["Server", "Settings", "address", "answering", "check_reach", "serve"]
+
+
+_EXIT = 60.0  # seconds for which the end of a program waits for episodes to be closed
 
 
 class Server:
@@ -66,7 +70,8 @@ def serve(
     """Serve a verifier or an environment over HTTP; `nrl.remote` makes the same one again of its address.
 
     A call is made as in a rollout: plain functions run in threads, with their time limit. ``serve(pooled(f))`` makes
-    the calls in processes, where an overrun can be killed. The server ends with this program.
+    the calls in processes, where an overrun can be killed. The server ends with this program,
+    which waits until all episodes are closed, for a minute at most.
 
     Every call is made once: what is repeated, because its answer was lost, is answered from memory. An episode that
     nobody asks for during its lease is closed. Where there is too much to do, the server says after how long to ask
@@ -184,6 +189,7 @@ class _Thread:
         )
         self._thread.start()
         self._listener.result()
+        atexit.register(self.stop, _EXIT)  # daemon threads just vanish
 
     def _run(self, f: Any, name: str, on: socket.socket, settings: Settings) -> None:
         try:
@@ -193,6 +199,8 @@ class _Thread:
                 raise
             self._listener.set_exception(error)
 
-    def stop(self) -> None:
+    def stop(self, most: float | None = None) -> None:
+        """Stop, and wait until all has ended; for so many seconds at most."""
         self._listener.result().stop()
-        self._thread.join()
+        self._thread.join(most)
+        atexit.unregister(self.stop)

@@ -2,9 +2,11 @@
 
 import json
 import os
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import quote
 
 import attrs
 
@@ -13,6 +15,13 @@ __all__ = ["Place", "places", "told"]
 
 def _texts(given: Iterable[str]) -> tuple[str, ...]:
     return tuple(given)
+
+
+def _boot() -> str:
+    """What is another one after a restart of this machine, which gives process numbers anew; empty: it is not known."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
 
 
 @attrs.frozen
@@ -24,12 +33,16 @@ class Place:
         token: that its servers ask for; None: they ask for none.
         pid: of the process that supervises it.
         files: its configurations, as absolute paths.
+        host: where this process is; hosts may share the folder.
+        boot: since which start of that host.
     """
 
     url: str
     token: str | None = attrs.field(repr=False)
     pid: int
     files: tuple[str, ...] = attrs.field(converter=_texts)
+    host: str = attrs.field(factory=socket.gethostname)
+    boot: str = attrs.field(factory=_boot)
 
 
 def _folder() -> Path:
@@ -46,7 +59,7 @@ def told(place: Place) -> Iterator[Path]:
     """
     folder = _folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = folder / f"{place.pid}.json"
+    path = folder / f"{quote(place.host, '')}-{place.pid}.json"
     with suppress(FileNotFoundError):
         path.unlink()  # of an earlier process of this number, and so that the new file is ours alone
     fresh = path.with_suffix(".new")
@@ -63,12 +76,14 @@ def told(place: Place) -> Iterator[Path]:
 
 
 def places() -> list[Place]:
-    """The gyms of this user that run on this machine; files of those that were killed are removed."""
-    found = []
+    """The gyms of this user that run on this machine; files of those that were killed here are removed."""
+    found, host, boot = [], socket.gethostname(), _boot()
     for path in sorted(_folder().glob("*.json")):
         with suppress(OSError, ValueError, TypeError):
             place = Place(**json.loads(path.read_text()))
-            if _lives(place.pid):
+            if place.host != host:  # whose processes cannot be seen here
+                continue
+            if place.boot == boot and _lives(place.pid):
                 found.append(place)
             else:
                 path.unlink()

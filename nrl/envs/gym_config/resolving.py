@@ -23,8 +23,8 @@ class Replicas:
     Args:
         kind: environment, program, model or endpoint.
         urls: of its replicas that have been started, ready or not.
-        token: to be shown as ``Authorization: Bearer``; None: none. That of a model is its ``api_key``, which is for
-            servers alone and left out.
+        token: as `nrl.remote` takes it; empty: the gym has none for this one. None: it is for other clients; that of a
+            model is its ``api_key``, which is for servers alone.
     """
 
     kind: str
@@ -51,9 +51,11 @@ def resolve(args: Sequence[str]) -> dict[str, Replicas]:
     found = {}
     for server in ask(place)["servers"]:
         urls = tuple(_reached(each["url"], place.url) for each in server["replicas"] if each["url"])
-        token = place.token if server["kind"] == "environment" and server["auth"] == "token" else None
-        if server["kind"] == "endpoint":
-            token = token_of(args, server["name"])
+        token = "" if server["kind"] in ("environment", "endpoint") else None  # no other's, such as NRL_GYM_TOKEN
+        if server["kind"] == "environment" and server["auth"] == "token":
+            token = place.token
+        elif server["kind"] == "endpoint":
+            token = token_of(args, server["name"]) or ""
         found[server["name"]] = Replicas(server["kind"], urls, token)
     return found
 

@@ -82,6 +82,7 @@ class _Process:
     port: int = attrs.field(default=0, validator=_is_port)  # of the first replica, then the next ones; 0: any
     executable: str | dict[str, Any] = "system"  # the Python environment, by name, or the fields of a new one
     env: dict[str, str] = attrs.field(factory=dict, repr=False)  # environment variables
+    silence: float | None = attrs.field(default=60.0, validator=_is_positive)  # seconds; then it is started again
 
 
 @attrs.frozen(kw_only=True)

@@ -123,8 +123,10 @@ def test_loading_leaves_no_bars_and_says_what_takes_long(
     monkeypatch.setattr("nrl.log.waits.SILENCE", 0.0)
     loading.build(Model(str(tmp_path)))
     said = capfd.readouterr()
-    assert said.err == ""
-    assert re.search(rf"^loading the weights of {tmp_path}, \d+ of \d+, 0:00 so far$", said.out, re.MULTILINE)
+    assert said.out == ""
+    line = rf"loading the weights of {re.escape(str(tmp_path))}(, \d+ of \d+)?, 0:00 so far\n"
+    assert re.fullmatch(f"({line})+", said.err)
+    assert re.search(r", \d+ of \d+, 0:00 so far$", said.err, re.MULTILINE)
     assert logging.is_progress_bar_enabled()
 
 

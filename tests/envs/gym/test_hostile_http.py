@@ -97,7 +97,14 @@ class Served(NamedTuple):
 def a_head(ready: bool = True) -> Iterator[str]:
     """A head server, in a thread."""
     replica = {"number": 0, "url": "http://127.0.0.1:1", "state": "ready", "note": "", "since": 1.5, "restarts": 0}
-    server = {"name": "a", "kind": "environment", "executable": "system", "auth": "token", "state": "ready"}
+    server = {
+        "name": "a",
+        "kind": "environment",
+        "serves": "verifier",
+        "executable": "system",
+        "auth": "token",
+        "state": "ready",
+    }
     shown = [{**server, "replicas": [{**replica, "pid": 7}, {**replica, "pid": None, "url": None}]}]
     app = head.application(lambda: shown, lambda: ready, None)
     loop, stopped = asyncio.new_event_loop(), asyncio.Event()
@@ -133,8 +140,10 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 # --- What its description allows, and what it does not
 
 
-def explore(served: Served, examples: int) -> None:
-    schema = schemathesis.openapi.from_dict(served.get("/openapi.json").json())
+def explore(served: Served, examples: int, token: str = "") -> set[int]:
+    """Ask for all that a description allows, with the token if there is one; the statuses of the answers."""
+    shown, statuses = {"Authorization": f"Bearer {token}"} if token else {}, set[int]()
+    schema = schemathesis.openapi.from_dict(served.get("/openapi.json", headers=shown).json())
     with requests.Session() as session:
         session.trust_env = False
         for found in schema.get_all_operations():
@@ -155,16 +164,32 @@ def explore(served: Served, examples: int) -> None:
             def check(case: Any, known: bool) -> None:
                 if known and isinstance(case.body, dict) and "session" in case.body:
                     case.body = {**case.body, "session": "known"}
-                case.call_and_validate(base_url=served.url, session=session, checks=CHECKS, timeout=60)
+                case.headers.update(shown)
+                found = case.call_and_validate(base_url=served.url, session=session, checks=CHECKS, timeout=60)
+                statuses.add(found.status_code)
 
             if served.kind == "environment":
-                session.post(f"{served.url}/reset", json={"session": "known", "task": {}}, timeout=60)
+                known = {"session": "known", "task": {}}
+                session.post(f"{served.url}/reset", json=known, timeout=60, headers=shown)
             check()
     served.check()
+    return statuses
 
 
 def test_answers_are_as_described(served: Served) -> None:
     explore(served, FEW)
+
+
+def test_answers_to_who_has_the_token_and_who_has_not_are_as_described() -> None:
+    with nrl.serve(Echo(), largest=2**24, token="a-secret") as server:
+        served = Served("environment", server.url, [])
+        assert {200, 400, 401, 404} <= explore(served, FEW, "a-secret")  # it leaves out the token at times
+        described = served.get("/openapi.json", headers={"authorization": "Bearer a-secret"}).json()
+        for path, operations in described["paths"].items():
+            for method, operation in operations.items():
+                found = httpx2.request(method, server.url + path, trust_env=False)
+                assert (found.status_code == 401) == (operation["security"] == [{"bearer": []}])
+                schemathesis.openapi.from_dict(described)[path][method.upper()].validate_response(found)
 
 
 @slow

@@ -6,12 +6,14 @@ import gc
 import json
 import pickle
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, cast
 
 import aiohttp
@@ -19,7 +21,7 @@ import pytest
 
 import nrl
 import nrl.errors
-from nrl.envs import Environment, Step, Trace, Turn, exact, of_group, single_turn
+from nrl.envs import STATUSES, Environment, Step, Trace, Turn, exact, of_group, single_turn
 from nrl.envs.gym import asking, remoting
 from nrl.envs.gym.remoting import RemoteState
 from nrl.envs.gym.serving import Server
@@ -417,6 +419,38 @@ def test_a_wrong_token_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run(nrl.remote(server.url, token="right")({"answer": "4"}, Trace("", ["4"]))) == 1.0
 
 
+def test_a_token_goes_where_it_was_given_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each server's own to it; that of the environment to addresses; none through a redirect, or with a state."""
+    monkeypatch.setenv("NRL_GYM_TOKEN", "of-all")
+
+    def shown(says: Says) -> set[bytes]:
+        return {each for asked in says.asked for each in re.findall(rb"[Aa]uthorization: Bearer (\S+)", asked)}
+
+    env = {**INFO, "kind": "environment"}
+    with saying(env) as elsewhere, saying((307, b"", {"location": f"{elsewhere.url}/info"})) as moved:
+        with pytest.raises(EnvError, match="answered with the status 307"):
+            nrl.remote(moved.url)
+        assert (shown(moved), elsewhere.asked) == ({b"of-all"}, [])
+    with saying({**env, "prompt": "?"}) as one, saying({**env, "prompt": "?"}) as other:
+        there = nrl.remote([Server(one.url, "own", None), other.url])
+        run(_resets_only(there, 8))
+        assert (shown(one), shown(other)) == ({b"own"}, {b"of-all"})
+    with saying(env) as one, saying(env) as open_, saying(env) as given:
+        there = nrl.remote(one.url, token="")
+        nrl.remote(Server(open_.url, None, None))
+        assert (shown(one), shown(open_)) == (set(), set())
+        nrl.remote([given.url], token="given")
+        assert shown(given) == {b"given"}
+        for call in (there.step(RemoteState(given.url, "s", 0), Turn("")), there.close(RemoteState(given.url, "s", 0))):
+            with pytest.raises(ForeignState, match=f"one of {given.url}, and this client has {one.url}; go on with"):
+                run(call)
+        assert len(given.asked) == 1
+
+
+async def _resets_only(there: Any, n: int) -> None:
+    await asyncio.gather(*(there.reset({}) for _ in range(n)))
+
+
 @pytest.mark.parametrize(
     ("server", "options", "error", "message"),
     [
@@ -446,8 +480,9 @@ def test_a_server_that_is_not_there_is_waited_for_and_then_told(
     url = nobody()
     with pytest.raises(EnvError, match=f"remote: {url} has not answered /info for 0.5 s .*; see whether the server"):
         nrl.remote(url, patience=0.5)
-    assert f"remote: waiting for {url} to answer, 0 s of 0.5 so far " in (out := capsys.readouterr().out)
-    assert f"(cannot connect to {url.removeprefix('http://')}: Connection refused)" in out
+    assert f"remote: waiting for {url} to answer, 0 s of 0.5 so far " in (said := capsys.readouterr()).err
+    assert f"(cannot connect to {url.removeprefix('http://')}: Connection refused)" in said.err
+    assert said.out == ""  # where a program may print JSON
 
 
 def test_a_host_that_does_not_exist_is_told() -> None:
@@ -583,10 +618,13 @@ def test_episodes_stay_where_they_began_and_are_spread() -> None:
         assert {each.calls.count(f"step {i}") for i in range(30)} <= {0, 3}
 
 
-def program(port: int = 0) -> tuple["subprocess.Popen[str]", str]:
+def program(port: int = 0, more: str = "") -> tuple["subprocess.Popen[str]", str]:
     """A server in a process of its own, and its address."""
     made = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(port)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", PROGRAM.replace("MORE", more), str(port)],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert made.stdout is not None
     return made, made.stdout.readline().strip()
@@ -596,7 +634,7 @@ PROGRAM = """
 import sys, nrl
 from nrl.envs import Environment, Step
 env = Environment(lambda task: (0, "?"), lambda n, turn: Step(n + 1, reward=1.0, done=n == 2, observation="?"))
-server = nrl.serve(env, port=int(sys.argv[1]))
+server = nrl.serve(env, port=int(sys.argv[1]), MORE)
 print(server.url, flush=True)
 sys.stdin.read()
 """
@@ -762,6 +800,98 @@ def test_an_environment_brings_its_verifier_and_its_tasks(env: Counting) -> None
         assert there.verifier is not None
     with nrl.serve(single_turn(exact)) as server:
         assert nrl.remote(server).verifier is None
+
+
+@pytest.fixture
+def hanging() -> Iterator[tuple[str, Any]]:
+    """A server without a limit, in a process of its own, which may be stopped."""
+    made, url = program(0, "timeout=None")
+    yield url, made
+    made.kill()
+    made.communicate()
+
+
+def test_a_server_without_a_limit_that_hangs_fails_the_call(
+    hanging: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "_LOOKS", 0.1)
+    monkeypatch.setattr(asking, "_CONNECT", 0.3)
+    url, server = hanging
+    there = nrl.remote(url, patience=1.0)
+    state, _ = run(there.reset({}))
+    server.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    for call in (there.step(state, Turn("x")), there.reset({})):
+        with pytest.raises(EnvError, match=rf"{url} has not answered /\w+ for 1 s \(/health, neither\); see whether"):
+            run(call)
+    assert time.monotonic() - began < 30
+    server.send_signal(signal.SIGCONT)
+    assert run(there.step(state, Turn("x"))).reward == 1.0  # the turn was taken, once
+    env = there._replace(step=_stopping(server, there))
+    with pytest.warns(match="of 2 episodes failed and are not trained on"):
+        batch = nrl.rollout(Always(["x"]), env, [{"prompt": "?"}] * 2)
+    assert [STATUSES[int(each)] for each in batch["status"]] == ["infra_error"] * 2
+
+
+def _stopping(server: Any, there: Any) -> Any:
+    async def step(state: Any, turn: Turn) -> Any:
+        server.send_signal(signal.SIGSTOP)
+        return await there.step(state, turn)
+
+    return step
+
+
+def test_calls_go_elsewhere_while_a_server_without_a_limit_hangs(
+    hanging: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "_LOOKS", 0.1)
+    monkeypatch.setattr(asking, "_CONNECT", 0.3)
+    url, stopped = hanging
+    other, second = program(0, "timeout=None")
+    try:
+        there = nrl.remote([url, second], patience=30.0)
+        stopped.send_signal(signal.SIGSTOP)
+
+        async def play() -> list[str]:
+            begun = [asyncio.ensure_future(there.reset({})) for _ in range(2)]  # one goes to each
+            await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+            monkeypatch.setattr(asking, "_CONNECT", 1000.0)  # no call sees whether it is back
+            await asyncio.sleep(1.0)
+            found = [(await there.reset({}))[0].url for _ in range(8)]
+            stopped.send_signal(signal.SIGCONT)
+            await asyncio.gather(*begun)  # the one that hung goes on
+            return found
+
+        assert run(play()) == [second] * 8
+        assert set(run(_resets(there, 8))) == {url, second}
+    finally:
+        other.kill()
+        other.communicate()
+
+
+def test_a_long_call_without_a_limit_is_waited_for_while_its_server_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes; many calls that wait ask for it together."""
+    monkeypatch.setattr(asking, "_LOOKS", 0.05)
+
+    async def slow(task: Any, trace: Trace) -> float:
+        await asyncio.sleep(1.5)
+        return 1.0
+
+    looks, look = list[float](), asking.Places._look
+
+    async def counted(places: Any, here: Any) -> None:
+        looks.append(time.monotonic())
+        await look(places, here)
+
+    monkeypatch.setattr(asking.Places, "_look", counted)
+
+    async def many(verify: Any) -> list[float]:
+        return list(await asyncio.gather(*(verify({}, Trace()) for _ in range(50))))
+
+    with nrl.serve(slow, timeout=None) as server:
+        assert run(many(nrl.remote(server, patience=0.5))) == [1.0] * 50
+    assert len(looks) > 2
+    assert all(then - now > 0.025 for now, then in pairwise(looks))  # of 50 calls, each of which could look by itself
 
 
 def test_a_call_without_a_limit_is_asked_without_one() -> None:

@@ -92,12 +92,22 @@ def test_an_episode_over_http(server: Server) -> None:
     assert begun.headers["content-type"] == "application/json"
     taken = ask(server, "/step", {"session": "one", "turn": 0, "action": "4"})
     assert taken.json() == {"verdict": {"reward": 1.0}, "done": True, "observation": None, "info": {}}
-    assert ask(server, "/renew", {"sessions": ["one", "two"]}).json() == {"sessions": 1}
+    assert ask(server, "/renew", {"sessions": ["one", "two", "one"]}).json() == {"sessions": 1}
     assert ask(server, "/close", {"session": "one"}).json() == {"session": "one"}
 
 
+def test_a_call_of_verify_is_repeated_with_what_it_asked_alone() -> None:
+    four = {"call": "c", "task": {"answer": "4"}, "trace": {"prompt": "2+2=", "turns": ["4"]}}
+    with nrl.serve(exact) as server:
+        assert ask(server, "/verify", four).json() == ask(server, "/verify", four).json()
+        for other in ({**four, "task": {"answer": "5"}}, {**four, "trace": {"prompt": "2+2=", "turns": ["5"]}}):
+            told = "verify: the call c was made already, with another request; choose another name"
+            assert failure(ask(server, "/verify", other)) == (409, "consumed", told)
+        assert ask(server, "/verify", {**four, "call": "d", "task": {"answer": "5"}}).json()["verdict"]["reward"] == 0.0
+
+
 def test_what_a_server_says_of_itself(server: Server) -> None:
-    assert ask(server, "/health").json() == ask(server, "/ready").json() == {}
+    assert ask(server, "/health").json() == ask(server, "/ready").json() == {"status": "ok"}
     info = ask(server, "/info").json()
     assert info == {
         "protocol": 1, "name": "exactly", "kind": "environment", "verifies": False, "of_group": False, "tasks": False,
@@ -214,6 +224,10 @@ def test_without_the_token_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> 
                     "the token is missing or wrong; send 'Authorization: Bearer TOKEN'",
                 )
                 assert found.headers["www-authenticate"] == "Bearer"
+        for given in ("Basic a secret", "a secret", "Bearera secret", ""):
+            assert failure(ask(server, "/info", authorization=given))[0] == 401
+        for given in ("bearer a secret", "BEARER a secret", "Bearer  a secret"):  # RFC 9110, 11.1
+            assert ask(server, "/info", authorization=given).status_code == 200
         asked = len(compared)
         assert ask(server, "/info", token="a secret").status_code == 200
         assert len(compared) == asked + 1  # in constant time
@@ -304,12 +318,53 @@ def test_options_reach_the_server(waits: Waits) -> None:
         assert ask(server, "/reset", {"session": "a", "task": {}}).status_code == 200
         busy = ask(server, "/reset", {"session": "b", "task": {}})
         assert failure(busy)[:2] == (429, "busy")
-        assert 0 < float(busy.headers["retry-after"]) <= 30
+        assert busy.headers["retry-after"] == "1"
         assert failure(ask(server, "/reset", {"session": "b", "task": {"x": "y" * 200}}))[0] == 413
     with nrl.serve(waits, timeout=0.01) as server:
         ask(server, "/reset", {"session": "a", "task": {}})
         found = failure(ask(server, "/step", {"session": "a", "turn": 0, "action": "wait"}))
         assert found[:2] == (422, "failed")
+
+
+def test_the_time_to_come_again_is_in_whole_seconds(waits: Waits) -> None:
+    with nrl.serve(waits, lease=1.0, most=1) as server:  # which looks four times in it, and says as much
+        ask(server, "/reset", {"session": "a", "task": {}})
+        assert ask(server, "/reset", {"session": "b", "task": {}}).headers["retry-after"] == "1"
+
+
+LEFT = """
+import time, nrl
+from nrl.envs import Environment, Step, Turn
+
+def close(state):
+    print("closed", flush=True)
+
+env = Environment(lambda task: (0, "?"), lambda state, turn: Step(state, 0.0), close)
+there = nrl.remote(nrl.serve(env))
+import asyncio
+for _ in range(2):
+    asyncio.run(there.reset({}))
+"""
+
+
+@pytest.mark.parametrize(("more", "status"), [("", 0), ("raise SystemExit(3)", 3)])
+def test_the_end_of_the_program_closes_all(more: str, status: int) -> None:
+    done = subprocess.run([sys.executable, "-c", LEFT + more], stdout=subprocess.PIPE, timeout=120)
+    assert (done.stdout.decode().split(), done.returncode) == (["closed"] * 2, status)
+
+
+def test_the_end_of_the_program_does_not_wait_for_ever(waits: Waits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a `close` that hangs."""
+    ends = list[Any]()
+    monkeypatch.setattr("atexit.register", lambda *end: ends.append(end))
+    monkeypatch.setattr(serving, "_EXIT", 0.2)
+    waits.close = lambda state: waits.go.wait(60)  # type: ignore[method-assign,assignment]
+    server = nrl.serve(waits)
+    ask(server, "/reset", {"session": "a", "task": {}})
+    ((stop, *most),) = ends
+    stop(*most)
+    waits.go.set()
+    server.stop()
 
 
 def test_the_end_answers_what_is_under_way_and_closes_all(waits: Waits) -> None:
@@ -393,7 +448,7 @@ def test_a_server_that_stops_is_not_ready_and_begins_nothing(waits: Waits) -> No
 
     sent = asyncio.run(main())
     assert [message["status"] for message in sent[::2]] == [200, 503, 503]
-    assert (b"retry-after", b"1.00") in sent[2]["headers"]
+    assert (b"retry-after", b"1") in sent[2]["headers"]
     assert json.loads(sent[3]["body"])["error"]["message"] == "it is stopping; ask another server"
 
 
@@ -495,7 +550,7 @@ def test_large_bodies_that_come_together_are_told_to_come_again(monkeypatch: pyt
         while (found := ask(server, "/reset", body)).status_code == 400 and time.monotonic() < deadline:
             pass  # not both are there yet
         assert failure(found) == (429, "busy", "requests of 2000 bytes are under way; ask again")
-        assert found.headers["retry-after"] == "1.00"
+        assert found.headers["retry-after"] == "1"
         waits.go.set()
         for each in threads:
             each.join()

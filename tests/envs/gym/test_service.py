@@ -343,7 +343,7 @@ def test_abandoned_sessions_are_all_closed_and_leave_nothing(
 
 
 def verify(it: Service, text: str = "4", call: str | None = None, **task: Any) -> Awaitable[bytes]:
-    return it.verify(records.Verify(task, records.Transcript("?", [text]), None, call))
+    return it.verify(records.Verify(task, records.Transcript("?", [text]), None, call), hash(text))
 
 
 def test_a_verdict_that_is_asked_for_again_is_given_once() -> None:
@@ -459,14 +459,14 @@ def test_groups_tasks_and_what_is_read_in_an_answer() -> None:
         info = it.info()
         assert (info.kind, info.of_group, info.tasks, info.extracts) == ("verifier", True, True, True)
         traces = [records.Transcript("?", [text]) for text in ("a", "bb")]
-        found = await it.verify(records.Verify({}, None, traces))
+        found = await it.verify(records.Verify({}, None, traces), 0)
         assert json.loads(found)["verdicts"] == [{"reward": 1.0}, {"reward": 2.0}]
         assert json.loads(await it.group(records.Grouping({}))) == {"of_group": True}
         assert json.loads(await it.task(records.At(3, 4))) == {"task": {"prompt": "3/4"}}
         assert json.loads(await it.extract(records.Extracting("x"))) == {"found": {"$nrl": "tuple", "value": ["x", 1]}}
         assert json.loads(await it.extract(records.Extracting("nothing"))) == {"found": None}
         for both in (None, traces[0]):
-            error = await refused(it.verify(records.Verify({}, both, traces if both else None)))
+            error = await refused(it.verify(records.Verify({}, both, traces if both else None), 0))
             assert (error.status, str(error)) == (400, "verify: give either a trace or traces")
 
     served(compared, scenario)
@@ -635,7 +635,7 @@ def test_other_answers_that_cannot_be_sent() -> None:
 
     async def scenario(it: Service) -> None:
         for asked in (
-            it.verify(records.Verify({}, None, [records.Transcript()])),
+            it.verify(records.Verify({}, None, [records.Transcript()]), 0),
             it.task(records.At(0, 0)),
             it.extract(records.Extracting("")),
         ):
@@ -689,6 +689,64 @@ def test_who_comes_beyond_the_limit_is_told_when_to_come_again(env: Counting) ->
         await begin(it, "c")
 
     served(env, scenario, most=2)
+
+
+def test_no_path_takes_calls_beyond_the_limit_or_holds_up_the_others() -> None:
+    """Whatever user code a path calls, it is in a thread, and is given up after its time."""
+    go, waiting = threading.Event(), threading.Semaphore(0)
+
+    def waits(*_: Any) -> Any:
+        waiting.release()
+        assert go.wait(60)
+        return {"found": True}
+
+    def judge(task: Any, trace: Any) -> float:
+        return 1.0
+
+    made: Any = judge
+    made.tasks = made.extract = made.of_group = waits
+
+    async def scenario(it: Service) -> None:
+        asks: list[Callable[[], Awaitable[bytes]]] = [
+            lambda: it.task(records.At(0, 0)),
+            lambda: it.extract(records.Extracting("")),
+            lambda: it.group(records.Grouping({})),
+        ]
+        for ask in asks:
+            go.clear()
+            first = asyncio.ensure_future(ask())
+            await until(lambda: waiting.acquire(blocking=False))
+            for other in asks:
+                assert (await refused(other())).status == 429
+            go.set()
+            await first
+        it.refuse()
+        for ask in asks:
+            assert (await refused(ask())).status == 503
+
+    served(judge, scenario, most=1)
+
+
+def test_whether_answers_are_judged_together_is_said_in_time(clock: Clock) -> None:
+    go, waiting = threading.Event(), threading.Event()
+
+    def together(task: Any) -> bool:
+        waiting.set()
+        return go.wait(60)
+
+    def judge(task: Any, trace: Any) -> float:
+        return 1.0
+
+    made: Any = judge
+    made.of_group = together
+
+    async def scenario(it: Service) -> None:
+        with clock.passes(120, waiting.is_set):
+            error = await refused(it.group(records.Grouping({})))
+        assert (error.status, error.kind) == (422, "TimeoutError")
+        go.set()
+
+    served(judge, scenario)
 
 
 def test_calls_beyond_the_limit_are_refused_too() -> None:

@@ -65,6 +65,23 @@ def place(folder: Path, port: int, token: str | None = None) -> Place:
     return Place(f"http://127.0.0.1:{port}", token, os.getpid(), (str(folder.parent / "gym.yaml"),))
 
 
+def test_the_gyms_of_another_host_that_shares_the_folder_are_left_alone(folder: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    far = [attrs.evolve(place(folder, 9), pid=pid, host="node/7") for pid in (os.getpid(), dead.pid)]
+    with told(far[0]), told(far[1]), told(place(folder, 8)):
+        assert places() == [place(folder, 8)]
+        assert len(list(folder.iterdir())) == 3
+    assert not list(folder.iterdir())
+
+
+def test_gyms_from_before_the_machine_started_again_are_forgotten(folder: Path) -> None:
+    """Though another process has the number now."""
+    with told(attrs.evolve(place(folder, 9), boot="another")) as path:
+        assert places() == []
+        assert not path.exists()
+
+
 def test_only_its_user_reads_the_file_of_a_gym(folder: Path) -> None:
     here = place(folder, 9, "token-of-the-gym")
     with told(here) as path:
@@ -104,8 +121,8 @@ def test_a_client_finds_servers(folder: Path, port: int | None) -> None:
         assert shown == ["Bearer abc"]
     assert found == {
         "math": Replicas("environment", ("http://127.0.0.1:41", "http://127.0.0.1"), "abc"),
-        "open": Replicas("environment", ("http://10.0.0.5:42",)),
-        "far": Replicas("endpoint", ("http://b:9000",)),
+        "open": Replicas("environment", ("http://10.0.0.5:42",), ""),  # not None, for which `remote` takes another's
+        "far": Replicas("endpoint", ("http://b:9000",), ""),
         "judge": Replicas("model", ("http://judge/v1",)),
     }
     assert "abc" not in repr(found)

@@ -146,13 +146,14 @@ def test_what_processes_write_is_said_once(tmp_path: Path) -> None:
     program = driver(talks, tmp_path)
     program.process.join(200)
     assert program.process.exitcode == 0, program.err()
-    assert [re.sub("[01]", "*", line) for line in program.err().splitlines()] == ["(trainer[*]) a warning"] * 2
+    waits = r"mesh 'trainer': waiting for . of . processes to start \(system, \d+ s\)"  # on a machine that is busy
+    said = [re.sub("[01]", "*", line) for line in program.err().splitlines() if not re.match(waits, line)]
+    assert said == ["(trainer[*]) a warning"] * 2
     lines = program.out().splitlines()
     assert sorted(line.partition(") ")[2] for line in lines if line.startswith("(trainer[")) == sorted(
         ["alike", "rank 0", "rank 1"] * 2 + ["about to die", "last words"]
     )
-    waits = r"mesh 'trainer': waiting for . of . processes to start \(system, \d+ s\)"  # on a machine that is busy
-    assert [line for line in lines if not re.match(rf"\(trainer\[|{waits}", line)] == ["lost rank 1"]
+    assert [line for line in lines if not line.startswith("(trainer[")] == ["lost rank 1"]
     for rank in (0, 1):
         assert lines.count(f"(trainer[{rank}]) rank {rank}") == 2
     assert program.left() == {}

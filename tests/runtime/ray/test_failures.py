@@ -191,11 +191,11 @@ def test_long_waits_say_what_they_are_for(
 
     mesh = slots.mesh(executable="system", name="late")
     on(mesh, naps).result()
-    start, *more = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("(")]
+    start, *more = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("(")]
     assert start == "mesh 'late': waiting for 2 of 2 processes to start (system, 0 s)"
     assert re.fullmatch(r"mesh 'late': waiting for shard_map\(naps\) in 1 of 2 processes \(\d+ s\)", more[-1])
     on(mesh, naps).result()  # which takes as long as it always does
-    assert "waiting" not in capsys.readouterr().out
+    assert "waiting" not in "".join(capsys.readouterr())
 
 
 def test_a_call_has_a_deadline(slots: Slots) -> None:
