@@ -169,8 +169,8 @@ def explore(served: Served, examples: int, token: str = "") -> set[int]:
                 statuses.add(found.status_code)
 
             if served.kind == "environment":
-                known = {"session": "known", "task": {}}
-                session.post(f"{served.url}/reset", json=known, timeout=60, headers=shown)
+                asked: Any = {"session": "known", "task": {}}
+                session.post(f"{served.url}/reset", json=asked, timeout=60, headers=shown)
             check()
     served.check()
     return statuses
