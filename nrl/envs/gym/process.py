@@ -1,8 +1,9 @@
 """A process that serves one environment: ``python -m nrl.envs.gym.process``.
 
-It reads one line of JSON from its standard input, a `Served`, and writes ``{"url": ..., "serves": ...}`` to what was its
-standard output when it is ready. What user code prints goes to its standard error. When its standard input ends, which it does
-with the program that has started it, and at SIGTERM, it answers what is under way, closes all episodes, and ends.
+It reads one line of JSON from its standard input, a `Served`, and writes ``{"url": ..., "serves": ...}`` to what was
+its standard output when it is ready. What user code prints goes to its standard error. When its standard input ends,
+which it does with the program that has started it, and at SIGTERM, it answers what is under way, closes all episodes,
+and ends.
 """
 
 import asyncio

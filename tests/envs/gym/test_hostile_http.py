@@ -169,7 +169,7 @@ def explore(served: Served, examples: int, token: str = "") -> set[int]:
                 statuses.add(found.status_code)
 
             if served.kind == "environment":
-                known = {"session": "known", "task": {}}
+                known: Any = {"session": "known", "task": {}}
                 session.post(f"{served.url}/reset", json=known, timeout=60, headers=shown)
             check()
     served.check()
