@@ -24,6 +24,7 @@ from nrl.envs.interpreter import Interpreter, python
 from nrl.envs.judging import judge
 from nrl.envs.mathematics.verifying import math_verifier
 from nrl.envs.naming import named
+from nrl.envs.nemo_servers import nemo_gym, nemo_gym_agent
 from nrl.envs.pools.pool import on
 from nrl.envs.programs import code
 from nrl.envs.reasoning.tasks import reasoning_gym
@@ -128,6 +129,8 @@ ENVIRONMENTS: dict[str, Any] = {
     "fhaviary": fhaviary,
     "judge": judge,
     "math": math_verifier,
+    "nemo_gym": nemo_gym,
+    "nemo_gym_agent": nemo_gym_agent,
     "python": _with_python,
     "reasoning_gym": reasoning_gym,
     "reward_model": _reward_model,

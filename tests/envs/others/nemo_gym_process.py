@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Servers of NeMo Gym in one process, without Ray or a head server; run by a Python that has nemo-gym 0.4.0.
 
     python nemo_gym_process.py '[["resources_servers", "mcqa", "its name", 8001, {}], ...]'
