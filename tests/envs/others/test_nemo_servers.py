@@ -98,7 +98,8 @@ def scripts(name: str, row: dict[str, Any]) -> list[list[str]]:
     """What the model says in each turn: nothing useful, and what might be right."""
     answer = str(row.get("expected_answer") or row.get("answer") or (row.get("outputs") or ["A"])[0])
     if name == "blackjack":
-        return [[turn("qwen3", "<action>stand</action>")], [turn("qwen3", "<action>hit</action>")] * 9]
+        hit, stand = (turn("qwen3", f"<action>{each}</action>") for each in ("hit", "stand"))
+        return [[*[hit] * hits, stand] for hits in range(4)]
     if name == "example_session_state_mgmt":
         counted = [turn("qwen3", "", ("increment_counter", {"count": each})) for each in (1, 2)]
         return [[turn("qwen3", "3")], [*counted, turn("qwen3", "", ("get_counter_value", {})), turn("qwen3", "6")]]
@@ -144,7 +145,7 @@ def test_rewards_are_those_of_its_own_agents(nemo: Nemo) -> None:
     for name in nemo.urls.keys() & set(SERVERS):
         own = nemo_gym(nemo.urls[name])
         theirs = nemo_gym_agent(nemo.urls[f"{name}_agent"], port=nemo.model)
-        tried = [] if name == "blackjack" else list(stored(nemo.rows / name))[:3]
+        tried = [] if name == "blackjack" else list(stored(nemo.rows / name))[:5]
         for row in nemo_gym_rows(nemo.rows / name / "data" / "example.jsonl")[:3]:
             tried += [(row, texts) for texts in scripts(name, row)]
         for row, texts in tried:
