@@ -47,13 +47,14 @@ class Answering(Protocol):
         ...
 
 
-def application(find: Callable[[str], Answering | None], model: str) -> Application:
+def application(find: Callable[[str], Answering | None], model: str, *, by_metadata: bool = False) -> Application:
     """An ASGI application.
 
     Args:
-        find: the session of a name, which stands in the path (``/s/NAME/v1/...``), is the API key, or stands in the
-            request's ``metadata`` under `SESSION`.
+        find: the session of a name, which stands in the path (``/s/NAME/v1/...``) or is the API key.
         model: the name that the endpoint gives it.
+        by_metadata: whether it may stand in a request's ``metadata`` instead, under `SESSION`. Then the requests of
+            strangers are read.
     """
     listed = {"id": model, "object": "model", "created": 0, "owned_by": "nrl"}
 
@@ -75,10 +76,13 @@ def application(find: Callable[[str], Answering | None], model: str) -> Applicat
             raise Unusable(f"there is no {path:.80}; ask /v1/chat/completions, /v1/responses or /v1/models", status=404)
         if method != ("GET" if found[2] == "models" else "POST"):
             raise Unusable(f"{path:.80} does not take {method:.20}", status=405)
+        session = find(found[1] or _key(scope["headers"]))
+        if session is None and not (by_metadata and method == "POST"):
+            raise _unknown()
         body = None if method == "GET" else await _body(receive)
-        session = find(found[1] or _key(scope["headers"])) or find(_named(body))
+        session = session or find(_named(body))
         if session is None:
-            raise Unusable("there is no such session; use the address or the API key of this episode", status=401)
+            raise _unknown()
         if found[2] == "models":
             await _send(send, msgspec.json.encode({"object": "list", "data": [listed]}))
             return
@@ -88,11 +92,7 @@ def application(find: Callable[[str], Answering | None], model: str) -> Applicat
             await asked(_APIS[found[2]], session, body, receive, send)
 
     async def asked(api: Any, session: Answering, body: Any, receive: Receive, send: Send) -> None:
-        earlier = body.get("previous_response_id") if isinstance(body, Mapping) and api is responses else None
-        if earlier is not None and earlier not in session.responses:
-            raise Unusable(f"previous_response_id: there is no response {earlier!r:.80} in this session", status=404)
-        asked: Asked = api.read(body, session.responses[earlier]) if earlier is not None else api.read(body)
-        asked = attrs.evolve(asked, ids=asked.ids or session.ids)
+        asked = attrs.evolve(read := _read(api, body, session), ids=read.ids or session.ids)
         left = asyncio.ensure_future(receive())  # which comes when the client leaves
         try:
             found = await session.ask(asked, left)
@@ -114,6 +114,21 @@ def application(find: Callable[[str], Answering | None], model: str) -> Applicat
             await _send(send, msgspec.json.encode(api.answer(asked, turns, first, name)))
 
     return serve
+
+
+def _read(api: Any, body: Any, session: Answering) -> Asked:
+    earlier = body.get("previous_response_id") if isinstance(body, Mapping) and api is responses else None
+    if earlier is not None and str(earlier) not in session.responses:
+        raise Unusable(f"previous_response_id: there is no response {earlier!r:.80} in this session", status=404)
+    try:
+        found: Asked = api.read(body) if earlier is None else api.read(body, session.responses[str(earlier)])
+    except (AttributeError, TypeError) as error:  # a field of another type than it has to have
+        raise Unusable(f"a field of the request is of the wrong type: {error}") from None
+    return found
+
+
+def _unknown() -> Unusable:
+    return Unusable("there is no such session; use the address or the API key of this episode", status=401)
 
 
 async def _body(receive: Receive) -> Any:

@@ -227,7 +227,7 @@ class _Running:
             threading.Thread(target=run, name=name, daemon=True).start()
 
     def _serve(self) -> None:
-        listener = Listener(application(self.sessions.get, _MODEL), grace=1.0)
+        listener = Listener(application(self.sessions.get, _MODEL, by_metadata=True), grace=1.0)
         self.loop.run_until_complete(listener.answer(self._on, lambda: None))
 
     def begin(self, start: Start, task: Task, ids: bool) -> _Driven:

@@ -12,18 +12,32 @@ from typing import Any
 import openai
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import nrl
 from nrl import tiny
 from nrl.backends import Completion, Sampling, fsdp, hf
-from nrl.envs import Trace
+from nrl.envs import Trace, Turn
+from nrl.envs.endpoint import chat_completions, responses
+from nrl.envs.endpoint.application import _read
+from nrl.envs.endpoint.asked import Unusable, as_request
 from nrl.envs.endpoint.driven import Endpoint
+from nrl.envs.endpoint.sessions import Session
 from nrl.envs.limits import limited
 from nrl.envs.tools import ToolCall
 from nrl.episodes.bridges import FORKS
 from tests.chat_tokenizers import tokenizer as chat_tokenizer
 from tests.envs.tool_texts import written
 
+KEYS = st.sampled_from(
+    [
+        *("messages", "input", "role", "content", "type", "text", "tools", "tool_calls", "tool_call_id", "function"),
+        *("name", "arguments", "n", "stream", "stream_options", "stop", "temperature", "max_tokens", "logprobs"),
+        *("tool_choice", "include", "instructions", "previous_response_id", "call_id", "output", "summary", "id"),
+        *("reasoning_content", "return_token_ids", "metadata"),
+    ]
+)
 SCHEMA: dict[str, Any] = {
     "name": "add",
     "description": "Add two numbers.",
@@ -508,3 +522,25 @@ def test_what_cannot_be_answered_is_refused(path: str, body: Any, status: int, s
         played(Says("qwen2_5", []), agent)
     assert found[0][0] == status
     assert said in found[0][1]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(api=st.sampled_from([chat_completions, responses]), body=st.dictionaries(KEYS, JSON, max_size=8))
+def test_whatever_is_sent_is_read_or_refused(api: Any, body: Any) -> None:
+    given = {"messages": [{"role": "user", "content": "Hi"}], "input": "Hi", **body}
+    try:
+        asked = _read(api, given, Session("a", ids=False))
+    except Unusable:
+        return
+    request = as_request(asked, [])
+    assert {each["role"] for each in request["messages"]} <= {"system", "user", "assistant", "tool"}
+    said = [Turn("4", [7, 2], "stop", [ToolCall("add", {"a": 2})], (), "Hm", 3, [1, 2, 3], [-0.5, -0.5])]
+    assert json.dumps(api.answer(asked, said, 0, "1"))
+    assert list(api.events(asked, said, 0, "1"))
