@@ -225,7 +225,7 @@ def test_who_trusts_the_network_is_served_without_a_token(folder: Path, capfd: p
     more = "default_host: 0.0.0.0\nauth: none\nhead_server: {port: 0}"
     assert played(wrote(folder, "  judge: {environment: exact}\n", more), drive) == 143
     assert (seen["info"].status_code, seen["info"].json()["name"]) == (200, "judge")
-    assert (seen["urls"].token, seen["urls"].urls[0].rpartition(":")[0]) == (None, "http://127.0.0.1")
+    assert (seen["urls"].token, seen["urls"].urls[0].rpartition(":")[0]) == ("", "http://127.0.0.1")
     out, err = capfd.readouterr()
     assert out.count("servers.judge listens on 0.0.0.0 with auth: none: whoever reaches it may use it") == 1
     assert (err, "every machine" in out) == ("", False)

@@ -102,7 +102,7 @@ def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (sysconfig.get_path("scripts") + "/nrl", "nrl: UserWarning: 3 failed, with a key ***\n"),
         (nrl.__file__, "nrl: UserWarning: 3 failed, with a key ***\n"),
         ("<frozen runpy>", "nrl: UserWarning: 3 failed, with a key ***\n"),
-        ("/home/me/guess.py", "/home/me/guess.py:10: UserWarning: 3 failed, with a key hf_abcdefghijklmnopqrst\n  x\n"),
+        ("/srv/guess.py", "/srv/guess.py:10: UserWarning: 3 failed, with a key hf_abcdefghijklmnopqrst\n  x\n"),
     ],
 )
 def test_a_warning_names_a_line_of_the_user_s_or_none(file: str, told: str) -> None:
