@@ -185,3 +185,20 @@ def test_what_starts_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
     helped, ready, _ = capsys.readouterr().out.splitlines()
     assert helped.startswith("nrl --help: ")
     assert ready.startswith("a server is ready: ")
+
+
+@pytest.mark.slow
+def test_servers_hold_what_is_asked_of_them() -> None:
+    """Each call and each episode is answered, and 1,000 rollouts a second go over HTTP; on a machine of two cores."""
+    found = gym.main(gym.options(["burst", "sessions", "rollouts"]))
+    assert found["burst"]["calls"] == 16_000
+    assert found["sessions"]["episodes"] == 2_048
+    assert found["rollouts"]["a_second"] >= 1_000
+
+
+@pytest.mark.slow
+def test_a_verify_costs_a_fifteenth_of_nemo_gyms() -> None:
+    found = gym.main(gym.options(["verify", "--other", "new"]))["verify"]
+    for name, each in found.items():
+        ratios = sorted(theirs / ours for ours, theirs in each["microseconds"])
+        assert ratios[len(ratios) // 2] >= 15, (name, ratios)

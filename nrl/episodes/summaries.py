@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from nrl.backends.training.before_step import check_sampled
 from nrl.batch import Batch, require
 from nrl.batch.columns import DROPPED_TOKENS
 from nrl.envs import STATUSES
@@ -120,12 +121,7 @@ def _ledger(batch: Batch, valid: Tensor) -> Metrics:
     """What became of the tokens that were sampled: each is counted once."""
     require(batch, "turns", reader="summary")
     sampled, trained, own = batch["sampled"], batch["loss_mask"].sum(-1), (batch["turns"] >= 0).sum(-1)
-    if bool((strange := batch["loss_mask"] & (batch["turns"] < 0)).any()):
-        row, place = strange.flatten(0, -2).nonzero()[0].tolist()
-        raise BatchError(
-            f"summary: row {row} is trained on its token {place}, which the policy did not sample; loss_mask may leave "
-            "tokens out, and not add any"
-        )
+    check_sampled("summary", batch)
     beyond = sampled - own
     ended = batch["truncated"] if "truncated" in batch.keys() else torch.zeros_like(valid)
     if bool((lost := valid & ((beyond < 0) | (beyond > 0) & ~ended)).any()):

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-__all__ = ["error_text", "keep_secret", "redact", "redacted", "secret_texts"]
+__all__ = ["error_text", "keep_secret", "kept_secrets", "redact", "redacted", "secret_texts"]
 
 _MASK = "***"
 _LONGEST = 1000  # characters of an error's message
@@ -69,6 +69,16 @@ def keep_secret(texts: Iterable[str]) -> None:
     for text in map(str.strip, texts):
         forms = {text, json.dumps(text)[1:-1], *map(str.strip, text.splitlines())}  # as others may write it
         _told.update(each for each in forms if len(each) >= _SHORTEST_TOLD)
+
+
+def kept_secrets() -> list[str]:
+    """All texts that `keep_secret` was told, for a process that is to mask them, too.
+
+    >>> keep_secret(["open sesame"])
+    >>> "open sesame" in kept_secrets()
+    True
+    """
+    return sorted(_told)
 
 
 def secret_texts(value: Any) -> set[str]:

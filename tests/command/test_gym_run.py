@@ -190,6 +190,25 @@ def test_no_secret_is_written_anywhere(
         assert token not in text
 
 
+def test_no_secret_is_in_what_a_served_verifier_raises(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "open-sesame-and-nothing-else"
+    (folder / "env.yaml").write_text(f"key_of_agents: {secret}\n")
+    code = "def leaks(task, trace, *, key):\n    raise ValueError(f'bad key {key}')\n"
+    (folder / "leaks.py").write_text(code)
+    monkeypatch.chdir(folder)
+    found = list[str]()
+
+    def drive(place: Place) -> None:
+        verify: Any = nrl.remote(the(place, "leak")["url"], token=place.token)
+        with pytest.raises(ValueError, match="bad key") as error:
+            asyncio.run(verify({"answer": "4"}, Trace("2+2=", ["4"])))
+        found.append(str(error.value))
+
+    options = "{environment: 'leaks.py:leaks', options: {key: '${key_of_agents}'}}"
+    played(wrote(folder, f"  leak: {options}\n", "head_server: {port: 0}"), drive)
+    assert found == ["bad key ***"]
+
+
 def test_what_the_head_answers(folder: Path) -> None:
     def drive(place: Place) -> None:
         def get(path: str, method: str = "GET", **headers: str) -> httpx2.Response:

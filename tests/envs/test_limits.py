@@ -157,11 +157,11 @@ def test_tools() -> None:
         return asyncio.run(run())
 
     use = tool_use([tool(add)], lambda task, trace: 1.0, turns=3)
-    assert play(use) == [(False, 0.0, 1.0), (False, 0.0, 1.0), (True, 1.0, 1.0)]
+    assert play(use) == [(False, 0.0, 1.0), (False, 0.0, 2.0), (True, 1.0, 3.0)]
     assert acts == [0, 1, 2]
-    assert play(limited(use, turns=2)) == [(False, 0.0, 1.0), (True, 1.0, 1.0)]
+    assert play(limited(use, turns=2)) == [(False, 0.0, 1.0), (True, 1.0, 2.0)]
     assert acts == [0, 1]
-    assert play(limited(use, turns=9)) == [(False, 0.0, 1.0), (False, 0.0, 1.0), (True, 1.0, 1.0)]
+    assert play(limited(use, turns=9)) == [(False, 0.0, 1.0), (False, 0.0, 2.0), (True, 1.0, 3.0)]
     state, *_ = use.reset({"prompt": "p"})
     answered: Any = asyncio.run(use.step(state, Turn("4", [1])))  # type: ignore[arg-type]
     assert (answered.done, answered.info) == (True, {"limits/turns": 0.0})

@@ -552,3 +552,12 @@ def test_reasoning_that_the_prompt_opens_is_no_call() -> None:
     (turn,) = seen[0].turns
     assert (turn.calls, turn.malformed, turn.text) == ((), (), "")
     assert turn.reasoning.startswith("I could")
+
+
+def test_the_calls_of_all_turns_are_counted() -> None:
+    wrong = "<tool_call>\nadd(2, 3)\n</tool_call><|im_end|>"
+    texts = [wrong, wrong, f"{called('add', a=2, b=3)}<|im_end|>", "It is 5<|im_end|>"]
+    batch = rollout(Chatty("qwen3", texts), tool_use([tool(add)], right), [TASK])
+    assert batch["env/tools/calls"].tolist() == [3.0]
+    assert batch["env/tools/malformed"].tolist() == [2.0]
+    assert nrl.finalize(nrl.summary(batch))["env/tools/malformed"] == 2.0

@@ -10,7 +10,8 @@ import torch
 
 import nrl
 from nrl import Batch, data, tiny
-from nrl.backends import hf
+from nrl.algos import reinforce_loss
+from nrl.backends import fsdp, hf
 from nrl.envs import Environment, Step, Trace, exact, single_turn
 from nrl.episodes.sample_records import samples
 from nrl.episodes.summaries import summary
@@ -390,6 +391,11 @@ def test_a_row_cannot_be_trained_on_more_than_was_sampled() -> None:
     batch = nrl.assign(batch, loss_mask=batch["attention_mask"])
     with pytest.raises(BatchError, match="row 0 is trained on its token 0, which the policy did not sample"):
         nrl.summary(batch)
+    with nrl.cluster("local") as cluster:
+        trainer = fsdp.trainer(cluster.reserve(1), tiny.model(), nrl.adamw(lr=1e-3))
+        batch = nrl.assign(batch, advantages=torch.ones(batch["input_ids"].shape))
+        with pytest.raises(BatchError, match=r"^train_step\(reinforce_loss\): row 0 is trained on its token 0, which"):
+            trainer.train_step(reinforce_loss)(trainer.init(), batch)
     batch = nrl.Batch({name: value for name, value in batch.items() if name != "turns"}, batch_size=[1])
     with pytest.raises(MissingColumn, match="turns"):
         summary(batch)

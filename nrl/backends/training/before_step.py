@@ -11,11 +11,19 @@ from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch, assign
 from nrl.batch.handles import handle_of
 from nrl.batch.values import remembered
-from nrl.errors import MissingColumn, MissingOutput, NotFinite
+from nrl.errors import BatchError, MissingColumn, MissingOutput, NotFinite
 from nrl.reduce import Mean, Metrics
 from nrl.runtime import Future
 
-__all__ = ["check_finite", "check_needs", "lag", "told_of_no_advantages", "with_columns", "with_shares"]
+__all__ = [
+    "check_finite",
+    "check_needs",
+    "check_sampled",
+    "lag",
+    "told_of_no_advantages",
+    "with_columns",
+    "with_shares",
+]
 
 
 def with_columns(batch: Batch, columns: Mapping[str, Tensor | Future[Tensor]]) -> Batch:
@@ -59,6 +67,26 @@ def check_needs(who: str, needs: Collection[str], provides: Collection[str], nam
         raise MissingOutput(
             f"{who}: it needs {', '.join(missing)}, and {name} provides {', '.join(sorted(provides))}; another "
             "Model(..., head=...) computes other things"
+        )
+
+
+def check_sampled(who: str, batch: Batch) -> None:
+    """Check that of a rollout no token is trained on that the policy did not sample.
+
+    Args:
+        who: how errors name the caller.
+        batch: with ``turns`` and ``loss_mask``; others are no rollouts.
+
+    Raises:
+        BatchError: one is.
+    """
+    if not {"turns", "loss_mask"} <= set(batch.keys()):
+        return
+    if bool((strange := batch["loss_mask"] & (batch["turns"] < 0)).any()):
+        row, place = strange.flatten(0, -2).nonzero()[0].tolist()
+        raise BatchError(
+            f"{who}: row {row} is trained on its token {place}, which the policy did not sample; loss_mask may leave "
+            "tokens out, and not add any"
         )
 
 

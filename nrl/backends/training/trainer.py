@@ -19,6 +19,7 @@ from nrl.backends.training import on_ranks, reading, shared_folders
 from nrl.backends.training.before_step import (
     check_finite,
     check_needs,
+    check_sampled,
     lag,
     told_of_no_advantages,
     with_columns,
@@ -255,6 +256,7 @@ class Trainer:
             if not isinstance(state, TrainState):
                 raise TypeError(f"{who}: expected a train state (trainer.init()), found {type(state).__name__}")
             values, params = state.handle.borrow(self, who), state.params
+            check_sampled(who, here)
             weights = global_weights(loss, whole, always=always)
             checked = checked or check_law(loss, whole, weights, always)
             metrics = lag(state.version, here)

@@ -19,7 +19,7 @@ from nrl.command.gym import keeper
 from nrl.envs.gym.asking import unreached
 from nrl.envs.gym_config.servers import Endpoint, EnvironmentServer, ModelServer, Program, Server
 from nrl.log import duration
-from nrl.log.redaction import redact
+from nrl.log.redaction import kept_secrets, redact
 
 __all__ = ["Interpreter", "Replica", "environment_of", "fate", "live", "probe", "seconds", "watch"]
 
@@ -204,6 +204,7 @@ def _order(
         "name": replica.name, "token": token, "grace": grace,
         "workers": server.workers, "cluster": cluster,
         "lease": server.lease, "most": server.most, "largest": server.largest,
+        "secrets": kept_secrets(),
         "auth": "none" if token is None else "token",  # the supervisor has judged whether that may be
     }  # fmt: skip
     argv = [interpreter.python, "-m", "nrl.envs.gym.process"]

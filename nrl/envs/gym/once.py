@@ -10,6 +10,7 @@ import msgspec
 
 from nrl.envs.gym import records
 from nrl.log import error_text
+from nrl.log.redaction import redact
 
 __all__ = ["Act", "Refused", "answered", "failed", "once", "users"]
 
@@ -45,7 +46,8 @@ class Refused(Exception):
     def body(self) -> bytes:
         """As it is sent."""
         # A message may quote lone surrogates, which no JSON has
-        kind, message = (text.encode("utf-8", "backslashreplace").decode() for text in (self.kind, str(self)))
+        told = self.kind, redact(str(self))  # which may be what user code has raised
+        kind, message = (text.encode("utf-8", "backslashreplace").decode() for text in told)
         return _encode(records.Error(records.Failure(self.code, kind, message)))
 
 

@@ -24,6 +24,7 @@ from nrl.envs.naming import named
 from nrl.envs.pools.pool import pooled
 from nrl.envs.shipped import ENVIRONMENTS, OWN_TASKS
 from nrl.errors import NrlError
+from nrl.log.redaction import keep_secret
 
 __all__ = ["Served", "main"]
 
@@ -38,6 +39,7 @@ class Served(msgspec.Struct, forbid_unknown_fields=True):
         workers: processes that make the calls (`nrl.pooled`); None: threads do.
         cluster: the address of the Ray cluster that has them; None: that of ``RAY_ADDRESS``, else they are here.
         grace: seconds that calls under way have when it stops.
+        secrets: texts that stand in no answer: what user code raises may have them.
     """
 
     environment: str
@@ -53,6 +55,7 @@ class Served(msgspec.Struct, forbid_unknown_fields=True):
     most: int = MOST
     largest: int = LARGEST
     grace: float = 10.0
+    secrets: list[str] = []
 
 
 def main() -> int:
@@ -61,6 +64,7 @@ def main() -> int:
     os.dup2(2, 1)  # what user code prints
     try:
         asked = msgspec.json.decode(sys.stdin.buffer.readline(), type=Served)
+        keep_secret(asked.secrets)
         check_reach("gym", asked.host, asked.token, asked.auth)
         found: Any = named(asked.environment, asked.options, ENVIRONMENTS, at="environment")
         if getattr(found, "tasks", None) is None and asked.environment in OWN_TASKS:

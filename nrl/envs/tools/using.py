@@ -1,6 +1,6 @@
 """An environment in which the model calls tools until it answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nrl.envs.contract import Environment, Step, Task, Turn, Verifier
@@ -12,11 +12,12 @@ __all__ = ["tool_use"]
 
 
 class _Play(NamedTuple):
-    """What is left of the limits, and the state of the tools."""
+    """What is left of the limits, the state of the tools, and the numbers of calls so far."""
 
     turns: int
     calls: int
     state: Any
+    counted: Mapping[str, float] = {}
 
 
 def tool_use(
@@ -32,8 +33,9 @@ def tool_use(
     """The environment that asks a task's prompt, makes the calls of each turn, and verifies what comes of it.
 
     It ends with the first turn that calls nothing, at a limit, or when ``done`` says so. A call that could not be read,
-    or does not fit its tool, is answered with what was wrong. The numbers of calls are reported as ``env/tools/...``,
-    and whether ``turns`` ended it as ``env/limits/turns``. `nrl.envs.limited` limits tokens and time.
+    or does not fit its tool, is answered with what was wrong. The numbers of calls in the episode are reported as
+    ``env/tools/...``, and whether ``turns`` ended it as ``env/limits/turns``. `nrl.envs.limited` limits tokens, and
+    time.
 
     Args:
         tools: of `nrl.envs.tools.tool`.
@@ -71,9 +73,10 @@ def tool_use(
         if not asked:
             return Step(play, info={"limits/turns": 0.0})
         results, after = await call(tools, asked, play.state, most=play.calls)
-        left = _Play(play.turns - 1, max(0, play.calls - len(asked)), after)
+        counted = {name: play.counted.get(name, 0.0) + count for name, count in count_calls(results).items()}
+        left = _Play(play.turns - 1, max(0, play.calls - len(asked)), after, counted)
         over = done is not None and bool(done(after))
-        info = count_calls(results) | {"limits/turns": float(not over and left.turns < 1)}
+        info = counted | {"limits/turns": float(not over and left.turns < 1)}
         said = [each.message for each in results]
         return Step(left, done=over or left.turns < 1, observation=said, info=info)
 
