@@ -18,7 +18,7 @@ from benchmarks.verifiers import HOSTILE, pairs
 from nrl.envs import Score, Trace, extractor, number, single_turn
 from nrl.envs.mathematics.answers import LONGEST, final_answer, repeats
 from nrl.envs.mathematics.worker import compare
-from nrl.errors import EnvError
+from nrl.errors import EnvError, PlacementError
 from tests.episodes.scripted import TASKS, Scripted
 from tests.processes import alive, settled
 
@@ -415,11 +415,10 @@ def test_what_is_missing_is_said() -> None:
         nrl.math_verifier(timeout=0)
     with pytest.raises(ValueError, match=r"^pooled: workers is 0; it must be positive"):
         nrl.math_verifier(workers=0)
-    here: Any = nrl.math_verifier(workers=1, executable="system")
     with pytest.raises(
-        EnvError, match=r"has no math-verify \(No module named 'math_verify'\); use executable='gym', or"
+        PlacementError, match=r"^math_verifier: the executable 'system' is .*, which has no math_verify"
     ):
-        ask(here, "x", r"\boxed{y+1}")
+        nrl.math_verifier(workers=1, executable="system")
 
 
 # --- beside others

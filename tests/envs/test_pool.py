@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import gc
+import importlib.util
 import os
 import signal
 import subprocess
@@ -17,12 +18,12 @@ import pytest
 
 import nrl
 from nrl import pooled
-from nrl.envs import Environment, Step, Trace, Turn, judged, single_turn
+from nrl.envs import Environment, Step, Trace, Turn, exact, judged, single_turn
 from nrl.envs.pools import processes
 from nrl.envs.pools.calls import NoRoom, Pool
 from nrl.envs.pools.pool import _elsewhere
 from nrl.envs.pools.processes import Process, Python, here
-from nrl.errors import EnvError, ExecutableError, ShippingError
+from nrl.errors import EnvError, ExecutableError, PlacementError, ShippingError
 from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.ray.pickling import deserialized, serialized
 from tests.episodes.scripted import TASKS, Scripted
@@ -282,6 +283,47 @@ def test_what_a_late_call_has_started_is_gone(tmp_path: Path) -> None:
     pids = [int(each) for each in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 3
     assert not settled(lambda: [pid for pid in pids if alive(pid)], 60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize("late", [True, False])
+def test_a_daemon_is_gone_with_its_process(late: bool, tmp_path: Path) -> None:
+    """One that has left its session and whose parent has ended; of a call that is late, and of one that returned."""
+
+    def begin(task: Any, trace: Trace) -> float:
+        file = task["file"]
+        inner = f"import subprocess; open({file!r}, 'w').write(str(subprocess.Popen(['sleep', '47']).pid))"
+        subprocess.run([sys.executable, "-c", inner], start_new_session=True, check=True)
+        time.sleep(47 * task["late"])
+        return 1.0
+
+    verify: Any = pooled(begin, workers=1, timeout=6.0)
+    task = {"file": str(tmp_path / "pid"), "late": late}
+    if late:
+        with pytest.raises(TimeoutError):
+            asyncio.run(verify(task, Trace()))
+    else:
+        assert asyncio.run(verify(task, Trace())) == 1.0
+    pid = int((tmp_path / "pid").read_text())
+    assert late or alive(pid)
+    del verify
+    gc.collect()
+    assert not settled(lambda: alive(pid), 60)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda name: pooled(exact, executable=name), lambda name: nrl.math_verifier(executable=name)]
+)
+def test_an_executable_that_there_is_not_is_an_error_at_once(make: Any) -> None:
+    with pytest.raises(PlacementError, match="there is none named 'gim'; did you mean 'gym'"):
+        make("gim")
+
+
+def test_this_programs_own_interpreter_has_to_have_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "math_verify" else found(name))
+    with pytest.raises(PlacementError, match="math_verifier: the executable 'system' is .*, which has no math_verify"):
+        nrl.math_verifier(executable="system")
 
 
 def test_only_the_episodes_of_a_process_fail_with_it() -> None:

@@ -11,7 +11,7 @@ from nrl.envs.mathematics.worker import Outcome, compare
 from nrl.envs.pools.pool import pooled
 from nrl.envs.verifiers import answer_of, boxes, extracts
 from nrl.errors import EnvError
-from nrl.runtime.executables.registry import Executable
+from nrl.runtime.executables.registry import Executable, check_has
 
 __all__ = ["math_verifier"]
 
@@ -62,6 +62,7 @@ def math_verifier(
     if not timeout > 0:
         raise ValueError(f"math_verifier: timeout is {timeout}; it must be positive")
     worker: Any = compare  # it has the arguments of a verifier only in number
+    check_has("math_verifier", executable, "math_verify")
     ask: Any = pooled(worker, workers=workers, executable=executable, timeout=_START + timeout)
     outcomes: dict[tuple[str, str], Outcome] = {}
 

@@ -14,6 +14,7 @@ from nrl.envs.pools.calls import Pool, Worker
 from nrl.envs.pools.processes import Child, Process, Python, here
 from nrl.errors import EnvError
 from nrl.runtime.executables.registry import Executable
+from nrl.runtime.executables.registry import executable as registered
 from nrl.runtime.threads import cores
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def pooled(
         ValueError: ``workers``, ``timeout`` or ``memory`` is not positive.
         EnvError: ``f`` is neither; or, when called, the process ended, or could not start. The message has what it
             wrote last.
+        PlacementError: no executable has this name.
         ExecutableError: (when called, or sent to a mesh) the Python environment cannot be made. It ends a rollout.
         TimeoutError: (when called) it took too long.
         RuntimeError: (when called) ``f`` raised what would end this program or a task of it, such as KeyboardInterrupt.
@@ -94,7 +96,7 @@ def pooled(
     1.0
     """
     _check("pooled", f, workers=workers, timeout=timeout, memory=memory)
-    python = Python(executable)
+    python = Python(registered(executable))
     return _elsewhere(f, functools.partial(_processes, f, workers or cores(), python, timeout, memory, cluster))
 
 

@@ -147,9 +147,13 @@ def main() -> None:
 
 
 def _die_with_the_parent() -> None:
-    """Let the kernel kill this process when the thread ends that started it, which lives as long as the program."""
+    """Let the kernel kill this process when the thread ends that started it, which lives as long as the program.
+
+    What user code starts and leaves behind stays below this process, so that it is found where this one is killed.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's
 
 

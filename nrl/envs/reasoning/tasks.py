@@ -20,7 +20,7 @@ from nrl.envs.reasoning.worker import LONGEST, Source, answer_requests
 from nrl.envs.seeds import generator
 from nrl.envs.verifiers import extracts
 from nrl.errors import EnvError
-from nrl.runtime.executables.registry import Executable
+from nrl.runtime.executables.registry import Executable, check_has
 from nrl.runtime.executables.registry import executable as registered
 
 __all__ = ["ReasoningVerifier", "datasets", "reasoning_gym", "stated_answer", "task"]
@@ -102,6 +102,7 @@ def reasoning_gym(
         )
     _weights(dataset)
     worker: Any = answer_requests  # it has the arguments of a verifier only in number
+    check_has("reasoning_gym", executable, "reasoning_gym")
     ask: Any = pooled(worker, workers=workers, executable=_seeded(executable), timeout=_START + timeout)
     outcomes: dict[tuple[Source, int, str], Score] = {}
 

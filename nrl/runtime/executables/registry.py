@@ -13,7 +13,7 @@ import attrs
 
 from nrl.errors import PlacementError
 
-__all__ = ["EXECUTABLES", "Executable", "check_importable", "executable", "register"]
+__all__ = ["EXECUTABLES", "Executable", "check_has", "check_importable", "executable", "register"]
 
 
 def _names(value: Iterable[str]) -> tuple[str, ...]:
@@ -152,4 +152,17 @@ def check_importable(name: str | Executable) -> None:
         raise PlacementError(
             f"mesh: executable '{wanted.name}' needs the package '{wanted.package}', which this process cannot import, "
             f"and the local cluster runs everything in this process; install it with {install}"
+        )
+
+
+def check_has(who: str, name: str | Executable, package: str) -> None:
+    """Check that the program's own interpreter has a package, where that is the executable.
+
+    Raises:
+        PlacementError: it has not, or no executable has this name.
+    """
+    if executable(name).name == "system" and importlib.util.find_spec(package) is None:
+        raise PlacementError(
+            f"{who}: the executable 'system' is this program's own interpreter, which has no {package}; install it, or "
+            "leave executable out"
         )
