@@ -17,7 +17,7 @@ import nrl
 from benchmarks.verifiers import HOSTILE, pairs
 from nrl.envs import Score, Trace, extractor, number, single_turn
 from nrl.envs.mathematics.answers import LONGEST, final_answer, repeats
-from nrl.envs.mathematics.worker import compare
+from nrl.envs.mathematics.worker import _fork, compare
 from nrl.errors import EnvError, PlacementError
 from tests.episodes.scripted import TASKS, Scripted
 from tests.processes import alive, settled
@@ -416,9 +416,13 @@ def test_what_is_missing_is_said() -> None:
     with pytest.raises(ValueError, match=r"^pooled: workers is 0; it must be positive"):
         nrl.math_verifier(workers=0)
     with pytest.raises(
-        PlacementError, match=r"^math_verifier: the executable 'system' is .*, which has no math_verify"
+        PlacementError, match=r"^math_verifier: the executable 'system' is .* has no math_verify; install"
     ):
         nrl.math_verifier(workers=1, executable="system")
+    with pytest.raises(
+        EnvError, match=r"has no math-verify \(No module named 'math_verify'\); use executable='gym', or"
+    ):
+        _fork()  # of another executable
 
 
 # --- beside others
