@@ -35,7 +35,7 @@ from tests.jsonlines import lines
 
 DATA = Path(__file__).parents[1] / "data"
 VERIFIERS = r"""
-import os, random, threading, time
+import mmap, os, random, threading, time
 import nrl
 from nrl.envs import Score, extracts, number, of_group
 
@@ -161,7 +161,8 @@ def threads(task, trace):
 kept = []
 
 def memory(task, trace):
-    kept.append(bytearray(b"x" * 200_000))
+    kept.append(mmap.mmap(-1, 2_000_000))  # what earlier tests gave back to the heap does not serve
+    kept[-1].write(b"x" * 2_000_000)
     return number(task, trace)
 
 def sleeps(task, trace):
