@@ -26,8 +26,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "envs.endpoint",
         "envs.fh_aviary",
-        "envs.nemo_servers",
         "envs.mathematics.verifying",
+        "envs.mcp_servers",
+        "envs.nemo_servers",
+        "envs.open_env",
         "envs.reasoning.tasks",
         "envs.text_arena",
     ),

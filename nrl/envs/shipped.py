@@ -25,6 +25,7 @@ from nrl.envs.judging import judge
 from nrl.envs.mathematics.verifying import math_verifier
 from nrl.envs.naming import named
 from nrl.envs.nemo_servers import nemo_gym, nemo_gym_agent
+from nrl.envs.open_env import openenv
 from nrl.envs.pools.pool import on
 from nrl.envs.programs import code
 from nrl.envs.reasoning.tasks import reasoning_gym
@@ -131,6 +132,7 @@ ENVIRONMENTS: dict[str, Any] = {
     "math": math_verifier,
     "nemo_gym": nemo_gym,
     "nemo_gym_agent": nemo_gym_agent,
+    "openenv": openenv,
     "python": _with_python,
     "reasoning_gym": reasoning_gym,
     "reward_model": _reward_model,

@@ -22,7 +22,7 @@ from nrl.runtime.executables.registry import executable as registered
 from nrl.runtime.node.building import provide
 from nrl.runtime.node.environments import sources
 
-__all__ = ["program"]
+__all__ = ["program", "provided"]
 
 _SHOWN = 4000  # bytes of what a program wrote last, which are read
 
@@ -57,10 +57,10 @@ def program(
     made = registered(executable)
     own = command[0] == "python"
     if own:
-        _provided(made)  # so that no episode waits for it, but on other machines
+        provided(made)  # so that no episode waits for it, but on other machines
 
     async def start(task: Task, endpoint: Endpoint) -> Verdict | None:
-        python, variables = await asyncio.to_thread(_provided, made) if own else ("", made.env)
+        python, variables = await asyncio.to_thread(provided, made) if own else ("", made.env)
         # Files, since pipes are open for as long as anything that the program has left behind holds them
         with TemporaryFile() as asked, TemporaryFile() as said, TemporaryFile() as complained:
             asked.write(json.dumps(sendable(dict(task), "the task")).encode())
@@ -88,8 +88,12 @@ def program(
 
 
 @functools.cache
-def _provided(of: Executable) -> tuple[str, Mapping[str, str]]:
-    """The Python of an executable, which is built if it is not there, and the variables of its processes."""
+def provided(of: Executable) -> tuple[str, Mapping[str, str]]:
+    """The Python of an executable, which is built if it is not there, and the variables of its processes.
+
+    Raises:
+        ExecutableError: it cannot be built.
+    """
     known = recipe(of)
     python = provide(known, say=lambda text: print(text, file=sys.stderr, flush=True))  # noqa: T201
     path = os.pathsep.join(sources(known, Path(python)))
