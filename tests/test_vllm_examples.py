@@ -37,7 +37,7 @@ def test_episodes_of_several_turns_are_bridged_as_they_are_locally(on_ray: Clust
     engine = {"max_num_seqs": 64, "kv_cache_memory_bytes": 2**27}
     options = {"cluster": "ray", "sampler": "vllm-cpu", "engine": engine, "optimizer": adamw(lr=1e-3)}
     found, seen = played(module, name, model, tmp_path / "run", **options)
-    assert len(seen) == 3 * 4 * 8
+    assert len(seen) == 3 * 4 * module.Config().group_size
     assert sum(len(each.turns) > 2 for each in seen) > len(seen) // 5
     for each in seen:
         assert_replayed(module.env, each, load_tokenizer(Model(str(model))))
