@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime.ray", "runtime.transfer"),
     ("envs.pools.child", "envs.pools.frames", "envs.pools.worker", "envs.user_code"),
     ("envs.pools.meshes", "envs.pools.on_ray", "envs.pools.processes"),
-    ("envs.gym", "envs.pools.pool"),
+    ("envs.connections", "envs.gym", "envs.pools.pool"),
     (
         "envs.endpoint",
         "envs.fh_aviary",

@@ -10,6 +10,7 @@ from typing import Any
 
 from nrl.envs.contract import FailedScore, Score, Task, Trace
 from nrl.errors import EnvError
+from nrl.runtime.threads import beside
 
 __all__ = ["RUBRIC", "judge"]
 
@@ -75,7 +76,7 @@ def judge(
     ValueError: judge: the url is 'localhost:8000'; give one such as 'http://localhost:8000/v1'
     >>> verify = judge("http://localhost:8000/v1", rubric="Good answers rhyme.")
     """
-    from nrl.backends.openai.client import beside, connected, excerpt  # which import torch
+    from nrl.backends.openai.client import connected, excerpt  # which import torch
     from nrl.backends.openai.endpoint import served
 
     if not low < high:

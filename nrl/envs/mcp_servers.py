@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from nrl.envs.tools import Tool, ToolError
 from nrl.errors import EnvError
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.executables.registry import executable as registered
+from nrl.runtime.threads import beside
 
 __all__ = ["mcp_tools"]
 
@@ -97,7 +97,7 @@ class _Call:
 
     async def __call__(self, **arguments: Any) -> str:
         asked = {"name": self.__name__, "arguments": arguments}
-        coming = asyncio.run_coroutine_threadsafe(_server(self._spec).ask("tools/call", asked), _loop())
+        coming = beside(_server(self._spec).ask("tools/call", asked))
         said = await asyncio.wrap_future(coming)
         parts = [part["text"] if part.get("type") == "text" else json.dumps(part) for part in said["content"]]
         text = "\n".join(parts)
@@ -236,15 +236,8 @@ def _server(spec: _Spec) -> _Server:
     async def made() -> _Server:
         return _Server(spec)
 
-    return asyncio.run_coroutine_threadsafe(made(), _loop()).result()
+    return beside(made()).result()
 
 
 def _now(coming: Any) -> Any:
-    return asyncio.run_coroutine_threadsafe(coming, _loop()).result()
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="mcp", daemon=True).start()
-    return loop
+    return beside(coming).result()

@@ -4,11 +4,9 @@ What they are sent is what its own agents send, so a server that NeMo Gym has st
 """
 
 import asyncio
-import atexit
 import functools
 import json
 import random
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
+from nrl.envs.connections import connections
 from nrl.envs.contract import Environment, Step, Task, Turn
 from nrl.envs.endpoint import responses
 from nrl.envs.endpoint.application import SESSION
@@ -23,6 +22,7 @@ from nrl.envs.endpoint.asked import Asked, Unusable, as_request, call_id
 from nrl.envs.endpoint.driven import Endpoint, driven
 from nrl.errors import EnvError
 from nrl.log import error_text
+from nrl.runtime.threads import beside
 
 __all__ = ["nemo_gym", "nemo_gym_agent", "nemo_gym_rows"]
 
@@ -256,7 +256,7 @@ async def _post(
     server: str, path: str, body: Any, cookies: Mapping[str, str], timeout: float
 ) -> tuple[int, str, Mapping[str, str]]:
     """The status, the text and the cookies of an answer, from any event loop; without a body, of a GET."""
-    coming = asyncio.run_coroutine_threadsafe(_sent(server + path, body, cookies, timeout), _loop())
+    coming = beside(_sent(server + path, body, cookies, timeout))
     try:
         return await asyncio.wrap_future(coming)
     except (aiohttp.ClientError, OSError) as error:
@@ -264,7 +264,7 @@ async def _post(
 
 
 async def _sent(url: str, body: Any, cookies: Mapping[str, str], timeout: float) -> tuple[int, str, Mapping[str, str]]:
-    session = _session()
+    session = connections()
     how: Any = {"cookies": dict(cookies), "timeout": aiohttp.ClientTimeout(timeout)}
     if body is None:
         asking = session.get(url, **how)
@@ -274,18 +274,3 @@ async def _sent(url: str, body: Any, cookies: Mapping[str, str], timeout: float)
     async with asking as answer:
         text = (await answer.read()).decode(errors="replace")
         return answer.status, text, {**cookies, **{name: each.value for name, each in answer.cookies.items()}}
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="nemo_gym", daemon=True).start()
-    return loop
-
-
-@functools.cache
-def _session() -> aiohttp.ClientSession:
-    """Connections, which keep no cookies: each episode has its own."""
-    made = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), connector=aiohttp.TCPConnector(limit=0))
-    atexit.register(lambda: asyncio.run_coroutine_threadsafe(made.close(), _loop()).result(5))
-    return made

@@ -1,18 +1,17 @@
 """Environments of OpenEnv: a server that is asked over a WebSocket, one for each episode."""
 
 import asyncio
-import atexit
-import functools
 import json
-import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple
 
 import aiohttp
 
+from nrl.envs.connections import connections
 from nrl.envs.contract import Environment, Step, Task, Turn
 from nrl.errors import EnvError
 from nrl.log import error_text
+from nrl.runtime.threads import beside
 
 __all__ = ["openenv"]
 
@@ -115,7 +114,8 @@ def _text(observation: Mapping[str, Any]) -> str:
 
 async def _begin(server: str, task: Task, timeout: float) -> tuple[_Episode, Mapping[str, Any]]:
     """Connect, and reset."""
-    socket = await _session().ws_connect(f"{server}/ws", max_msg_size=0, timeout=aiohttp.ClientWSTimeout(ws_close=5.0))
+    limit = aiohttp.ClientWSTimeout(ws_close=5.0)
+    socket = await connections().ws_connect(f"{server}/ws", max_msg_size=0, timeout=limit)
     try:
         data = {"seed": task.get("seed"), **task.get("reset", {})}
         kind, seen = await _exchanged(socket, {"type": "reset", "data": data}, timeout)
@@ -134,7 +134,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {}
 async def _fields(server: str, timeout: float) -> tuple[str, ...]:
     """The names of an action's fields."""
     if server not in _FIELDS:
-        async with _session().get(f"{server}/schema", timeout=aiohttp.ClientTimeout(timeout)) as answer:
+        async with connections().get(f"{server}/schema", timeout=aiohttp.ClientTimeout(timeout)) as answer:
             found = await answer.json() if answer.status == 200 else {}
         known = found.get("action", {}).get("properties", {})
         _FIELDS[server] = tuple(name for name in known if name != "metadata")
@@ -159,22 +159,8 @@ async def _exchanged(
 async def _there[T](coming: Coroutine[Any, Any, T], server: str) -> T:
     """Run on the loop of the connections."""
     try:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coming, _loop()))
+        return await asyncio.wrap_future(beside(coming))
     except (aiohttp.ClientError, OSError) as error:
         if isinstance(error, TimeoutError):
             raise
         raise EnvError(f"openenv: {server} does not answer: {error_text(error)}") from None
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="openenv", daemon=True).start()
-    return loop
-
-
-@functools.cache
-def _session() -> aiohttp.ClientSession:
-    made = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-    atexit.register(lambda: asyncio.run_coroutine_threadsafe(made.close(), _loop()).result(5))
-    return made

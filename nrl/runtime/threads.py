@@ -1,13 +1,15 @@
-"""Threads that nothing waits for, not even the end of the process, and how many may run at once."""
+"""Threads that nothing waits for, not even the end of the process: for calls, and for an event loop."""
 
+import asyncio
+import functools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent import futures
 from typing import Any
 
-__all__ = ["Daemons", "cores"]
+__all__ = ["Daemons", "beside", "cores"]
 
 
 def cores() -> int:
@@ -17,6 +19,25 @@ def cores() -> int:
     True
     """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def beside[T](work: Coroutine[Any, Any, T]) -> futures.Future[T]:
+    """Run a coroutine in a thread beside the program; cancelling the future cancels the coroutine.
+
+    >>> async def answer() -> int:
+    ...     return 42
+    >>> beside(answer()).result()
+    42
+    """
+    return asyncio.run_coroutine_threadsafe(work, _loop())
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of what asks others, in a thread that does not keep the program from ending."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="asking", daemon=True).start()
+    return loop
 
 
 class Daemons(futures.ThreadPoolExecutor):

@@ -12,12 +12,13 @@ import attrs
 
 from nrl.backends.base import Bucket, Chunks, Completion, Model, Sampling
 from nrl.backends.models.loading import end_tokens, load_config, load_tokenizer
-from nrl.backends.openai.client import beside, connected
+from nrl.backends.openai.client import connected
 from nrl.backends.openai.endpoint import Endpoint, Meaning, probe, served
 from nrl.backends.samplers import Capabilities, Inflight
 from nrl.backends.sampling.request_checks import check_prompts, truncates, warn_of_truncation
 from nrl.errors import GenerationError
 from nrl.runtime.mesh.futures import Future, gathered
+from nrl.runtime.threads import beside
 
 __all__ = ["EndpointSampler", "sampler"]
 

@@ -5,10 +5,8 @@ import functools
 import ipaddress
 import os
 import random
-import threading
 import warnings
-from collections.abc import Coroutine, Mapping
-from concurrent import futures
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -16,7 +14,7 @@ import attrs
 
 from nrl.errors import ClusterError, DeadlineExceeded, GenerationError
 
-__all__ = ["Answer", "Server", "beside", "connected", "excerpt", "is_private"]
+__all__ = ["Answer", "Server", "connected", "excerpt", "is_private"]
 
 _LATER = frozenset({429, 500, 502, 503, 504})  # worth another attempt; other refusals would only repeat
 _ATTEMPTS = 6
@@ -80,7 +78,7 @@ class Server:
         self._room = asyncio.Semaphore(self.in_flight)
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """Get a path, or post a body to it as JSON; `beside` runs this.
+        """Get a path, or post a body to it as JSON; `nrl.runtime.threads.beside` runs this.
 
         It tries again, a few times and ever later, where a connection fails or the server is busy or fails.
 
@@ -183,25 +181,6 @@ def _of_environment(who: str, url: str) -> str | None:
         stacklevel=4,
     )
     return None
-
-
-def beside[T](work: Coroutine[Any, Any, T]) -> futures.Future[T]:
-    """Run a coroutine in a thread beside the program; cancelling the future cancels the coroutine.
-
-    >>> async def answer() -> int:
-    ...     return 42
-    >>> beside(answer()).result()
-    42
-    """
-    return asyncio.run_coroutine_threadsafe(work, _loop())
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all servers, in a thread that does not keep the program from ending."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="asking", daemon=True).start()
-    return loop
 
 
 def is_private(url: str) -> bool:

@@ -9,9 +9,10 @@ import attrs
 import torch
 
 from nrl.backends.base import Completion, Sampling
-from nrl.backends.openai.client import Server, beside, excerpt
+from nrl.backends.openai.client import Server, excerpt
 from nrl.errors import ClusterError, GenerationError, LostRequest
 from nrl.runtime.mesh.futures import gathered
+from nrl.runtime.threads import beside
 
 __all__ = ["Endpoint", "Meaning", "probe", "served"]
 

@@ -28,6 +28,7 @@ from nrl.backends.openai import EndpointSampler, client
 from nrl.data import tasks
 from nrl.envs import Environment, Step, Task, exact, single_turn
 from nrl.errors import ClusterError, GenerationError, LostRequest, ModelError
+from nrl.runtime.threads import beside
 from tests.backends.sampling import test_samplers as contract
 from tests.backends.sampling.test_samplers import PROMPTS, Made, ids, model
 from tests.processes import settled
@@ -456,7 +457,7 @@ def test_a_password_in_the_address_is_sent_and_said_nowhere(local: Any, monkeypa
                 call()
             said.append(str(it.value))
     with pytest.raises(ClusterError) as gone:
-        client.beside(attrs.evolve(sampler.endpoint.server, url=url).ask("/models")).result()
+        beside(attrs.evolve(sampler.endpoint.server, url=url).ask("/models")).result()
     with pytest.raises(ValueError, match="the url is 'localhost'") as wrong:
         openai.sampler("me:hunter@2@localhost", model())
     assert logins == {"Basic " + base64.b64encode(b"me:hunter@2").decode()}
