@@ -19,7 +19,7 @@ from nrl.data.rendering import encode, templated
 from nrl.episodes.forms import REASONING, as_taken
 from nrl.errors import DataError
 
-__all__ = ["FORKS", "Extension", "Fork", "Reason", "Sampled", "bridge", "continues", "extend"]
+__all__ = ["FORKS", "Extension", "Fork", "Reason", "Sampled", "bridge", "continues", "extend", "in_common"]
 
 type Reason = Literal["rewritten", "retried", "template"]
 """Why a trace forks; see `Fork`."""
@@ -100,12 +100,25 @@ def continues(history: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[s
     >>> continues(history, [history[0], {"role": "assistant", "content": "3"}]).reason
     'rewritten'
     """
-    for at, known in enumerate(history):
-        if at == len(messages):
-            return Fork("retried", at, f"the messages are the first {at} of the history's {len(history)}")
-        if differing := sorted(_differing(known, messages[at])):
-            return Fork("rewritten", at, f"message {at} has another {', '.join(differing)} than the history's")
-    return len(history)
+    at = in_common(history, messages)
+    if at == len(history):
+        return at
+    if at == len(messages):
+        return Fork("retried", at, f"the messages are the first {at} of the history's {len(history)}")
+    differing = ", ".join(sorted(_differing(history[at], messages[at])))
+    return Fork("rewritten", at, f"message {at} has another {differing} than the history's")
+
+
+def in_common(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> int:
+    """With how many messages that say the same two conversations begin.
+
+    >>> ask = {"role": "user", "content": "1+1="}
+    >>> in_common([ask, ask], [ask, {"role": "assistant", "content": "2"}])
+    1
+    """
+    pairs = enumerate(zip(one, other, strict=False))
+    differs = (at for at, (a, b) in pairs if a != b and any(True for _ in _differing(a, b)))
+    return next(differs, min(len(one), len(other)))
 
 
 def bridge(

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from nrl.backends.base import Completion
 from nrl.data.rendering import encode, templated
 from nrl.envs.contract import Prompt, Request, Turn
 from nrl.envs.tools import Tool, parse, tool_format
-from nrl.episodes.bridges import Extension, Fork, Sampled, extend
+from nrl.episodes.bridges import Extension, Fork, Sampled, extend, in_common
 from nrl.episodes.forms import Form, as_taken, form
 from nrl.errors import EnvError, ModelError
 
@@ -34,6 +35,23 @@ def is_prompt(given: Any) -> bool:
     return len(kinds) < 2 and str not in kinds
 
 
+@attrs.frozen
+class _Row:
+    """A row of an episode as messages.
+
+    Args:
+        messages: what it says; only of a chat.
+        turns: those that it has as they were sampled.
+        schemas: of the tools that the policy has.
+        chat: whether the messages are all that it says.
+    """
+
+    messages: list[Any]
+    turns: list[Sampled]
+    schemas: list[Any] | None
+    chat: bool
+
+
 class Conversation:
     """An episode as messages, beside its tokens.
 
@@ -54,20 +72,20 @@ class Conversation:
         self._apart = len(tools) > 0  # whether turns are taken apart
         self._ids = False  # whether they have the ids that they are made of
         self._said: list[Mapping[str, Any]] = []  # in each turn
-        self._turns: list[Sampled] = []  # those that the row has as they were sampled
+        self._rows: list[_Row] = []  # the last is the one that goes on
         self._opened = ""  # what the prompt has begun reasoning with, as some templates do
         if isinstance(prompt, Mapping):
             if tools:
                 raise EnvError("the environment's prompt is a request, and there are tools besides; put them into it")
-            self._chat, self._messages = True, self._asked(prompt)
+            self._rows = [_Row(self._asked(prompt), [], self._schemas, chat=True)]
             return
         if tools and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        self._chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        if tools and not self._chat:
+        chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if tools and not chat:
             raise EnvError("the environment has tools, and its prompt is token ids; give text or messages")
-        self._messages = list(prompt) if self._chat else []
         self._offer([tool.schema for tool in tools] or None)
+        self._rows = [_Row(list(prompt) if chat else [], [], self._schemas, chat)]
 
     def _offer(self, schemas: list[Any] | None) -> None:
         """Let the policy have these tools from here on."""
@@ -97,7 +115,7 @@ class Conversation:
         """The token ids of the prompt; ``render`` those of one without tools."""
         if not self._apart:
             return render(self._prompt, self._tokenizer)
-        asking = as_taken(self._messages, self._tokenizer, self._schemas)
+        asking = as_taken(self._rows[-1].messages, self._tokenizer, self._schemas)
         ids = encode(templated(asking, self._tokenizer, asking=True, tools=self._schemas), self._tokenizer)
         self._opened = self._opening(ids)
         return ids
@@ -122,16 +140,22 @@ class Conversation:
             turn = Turn(text, tokens, reason, prompt_tokens=prompt)
         calling = _calling(turn, self._form, self._opened, whole) if turn.calls else None
         self._said.append(calling or {"role": "assistant", "content": text})
-        if self._chat:
-            self._turns.append(Sampled(len(self._messages), prompt, len(row)))
-            self._messages.append(self._said[-1])
+        if (of_row := self._rows[-1]).chat:
+            of_row.turns.append(Sampled(len(of_row.messages), prompt, len(row)))
+            of_row.messages.append(self._said[-1])
         return turn
 
-    def observed(self, observation: Any, tokens: Sequence[int]) -> Extension:
-        """How many tokens of the row the policy sees when it goes on, and the ids of what the environment answers.
+    def observed(self, observation: Any, rows: Sequence[Sequence[int]]) -> tuple[int, Extension]:
+        """Which row the policy sees when it goes on, and how much of it, and the ids of what the environment answers.
 
-        They are fewer where the environment changes what came before, or the chat template writes it in another way:
-        then the episode forks.
+        The row is another than the last one where a whole conversation goes on with what an earlier one says, as where
+        agents take turns. Fewer tokens than all of it are kept where the environment changes what came before, or the
+        chat template writes it in another way: then the episode forks. From here on the row is the last, and behind it
+        the fork.
+
+        Args:
+            observation: of the environment.
+            rows: the tokens of each row of the episode; the last is the one to which the policy added.
 
         Raises:
             EnvError: the observation is nothing that can be appended.
@@ -141,38 +165,55 @@ class Conversation:
                 "the step is not done, and it has no observation; return Step(..., done=True) or an observation"
             )
         self.is_request = False
+        row = self._rows[-1]
         if isinstance(observation, str):
-            self._chat = False  # the messages do not say it
-            return Extension(len(tokens), list(self._tokenizer.encode(observation, add_special_tokens=False)), None)
+            return self._appended(rows, list(self._tokenizer.encode(observation, add_special_tokens=False)))
         if isinstance(observation, Mapping):
-            before, messages = self._schemas, _whole(observation)
+            messages = _whole(observation)
             if "tools" in observation:
-                return self._goes_on(self._asked(observation), tokens, offered=self._schemas == before)
-            return self._goes_on([self._as_said(each) for each in messages], tokens)
+                return self._goes_on(self._asked(observation), rows)
+            return self._goes_on([self._as_said(each) for each in messages], rows)
         if not is_prompt(observation):
             raise EnvError(f"the observation is {observation!r:.200}; return text, messages or token ids")
         if not any(isinstance(part, Mapping) for part in observation):
-            self._chat = False
-            return Extension(len(tokens), [int(token) for token in observation], None)
-        if not self._chat:
+            return self._appended(rows, [int(token) for token in observation])
+        if not row.chat:
             raise EnvError(
                 "the observation is messages, and the episode is no chat: its prompt or an observation before is text "
                 "or token ids; give messages from the beginning, or text"
             )
-        return self._goes_on([*self._messages, *observation], tokens)
+        return self._goes_on([*row.messages, *observation], rows, of=len(rows) - 1)
 
-    def _goes_on(self, every: list[Any], tokens: Sequence[int], *, offered: bool = True) -> Extension:
-        """Go on with a whole conversation, of which the row may have the beginning, if the same tools were offered."""
-        if self._chat and offered:
-            found = extend(tokens, self._messages, self._turns, every, self._tokenizer, tools=self._schemas)
+    def _appended(self, rows: Sequence[Sequence[int]], tokens: list[int]) -> tuple[int, Extension]:
+        """Go on with tokens, which no message says."""
+        self._rows = [*self._rows[:-1], attrs.evolve(self._rows[-1], chat=False)]
+        return len(rows) - 1, Extension(len(rows[-1]), tokens, None)
+
+    def _goes_on(self, every: list[Any], rows: Sequence[Sequence[int]], of: int | None = None) -> tuple[int, Extension]:
+        """Go on with a whole conversation: with a row that has the beginning, if the same tools were offered."""
+        at = self._begins(every) if of is None else of
+        row = self._rows[at]
+        if row.chat and row.schemas == self._schemas:
+            found = extend(rows[at], row.messages, row.turns, every, self._tokenizer, tools=self._schemas)
         else:
             found = extend([], [], [], every, self._tokenizer, tools=self._schemas)
-            why = "other tools were offered" if self._chat else "what came before is no chat"
+            why = "other tools were offered" if row.chat else "what came before is no chat"
             found = found._replace(fork=Fork("rewritten", 0, why))
-        self._chat, self._messages = True, every
-        self._turns = [turn for turn in self._turns if turn.stop <= found.kept]
+        turns = [turn for turn in row.turns if turn.stop <= found.kept]
+        others = [each for each in self._rows if each is not row]
+        self._rows = [*others, *([row] if found.fork else []), _Row(every, turns, self._schemas, chat=True)]
         self._opened = self._opening(found.appended)
-        return found
+        return at, found
+
+    def _begins(self, every: list[Any]) -> int:
+        """The row that a conversation goes on with; else the one with which it has the most in common; the newest."""
+        best, at = (False, -1), len(self._rows) - 1
+        for place, row in enumerate(self._rows):
+            same = in_common(row.messages, every)
+            found = same == len(row.messages), same
+            if row.chat and row.schemas == self._schemas and found >= best:
+                best, at = found, place
+        return at
 
 
 def _whole(observation: Mapping[str, Any]) -> list[Any]:

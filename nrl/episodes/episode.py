@@ -42,6 +42,10 @@ __all__ = ["Episode", "Generate", "failed", "play", "run_episode"]
 type Generate = Callable[[list[int]], Awaitable[Completion]]
 """Asks the policy to continue token ids."""
 
+_OF_A_ROW = (
+    *("token_ids", "sampled", "turn_of", "logprobs", "versions", "turn_rewards"),
+    *("drawn", "version", "again", "forked", "routes"),
+)
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -57,8 +61,8 @@ class Episode:
         reward: the sum over turns; several, if the environment gives several.
         turn_rewards: each turn's reward, and the place of the last token that the policy sampled until then.
         drawn: how many of the tokens were sampled, those beyond the context too.
-        earlier: rows that it had before it forked, of which nothing but tokens is up to date.
-        forked: why its last row began; None: it is the first.
+        earlier: its other rows, of which nothing but tokens is up to date.
+        forked: why this row began; None: it is the first.
         turn_components: what the rewards of each turn, by its number, are made of, by name, where the environment says
             so.
         status: what became of the verdict.
@@ -179,19 +183,29 @@ class Episode:
         self.turn_rewards, self.drawn, self.version, self.again, self.forked = [], 0, None, 0, why
         self.append(appended)
 
+    def resume(self, row: int) -> None:
+        """Go on with the row at this place, the earlier ones and then the last; that is the last from here on."""
+        if row == len(self.earlier):
+            return
+        found = self.earlier.pop(row)
+        self.earlier.append(attrs.evolve(self, earlier=[]))
+        for name in _OF_A_ROW:
+            setattr(self, name, getattr(found, name))
+
     def rows(self) -> list["Episode"]:
-        """Its rows, those that it forked from first; each says what became of the whole."""
+        """Its rows, in the order in which they began; each says what became of the whole."""
         told = ("reward", "turn_components", "turns", "status", "cut", "truncated", "failure", "info")
         return [attrs.evolve(row, **{name: getattr(self, name) for name in told}) for row in self._parts()]
 
     @property
     def last(self) -> "Episode":
-        """The last of its rows, itself or an earlier one."""
-        return self._parts()[-1]
+        """Of its rows, itself or an earlier one, that which has the last turn."""
+        return max(self._parts(), key=lambda row: next((turn for turn in reversed(row.turn_of) if turn >= 0), -1))
 
     def _parts(self) -> list["Episode"]:
         """The parts between its forks in which something was sampled; the whole, where nothing was."""
-        return [row for row in (*self.earlier, self) if any(row.sampled)] or [self]
+        rows = [row for row in (*self.earlier, self) if any(row.sampled)]
+        return sorted(rows, key=lambda row: row.turn_of[row.sampled.index(True)]) or [self]
 
 
 async def run_episode(generate: Generate, env: Env, task: Task, *, tokenizer: Any, context_length: int) -> Episode:
@@ -294,9 +308,11 @@ async def play(
         episode.info.append(_numbers(taken.info))
         while not taken.done:
             before = copy.copy(chat)
-            kept, appended, fork = chat.observed(taken.observation, episode.token_ids)
+            rows = [each.token_ids for each in (*episode.earlier, episode)]
+            row, (kept, appended, fork) = chat.observed(taken.observation, rows)
             if not chat.is_request or kept + len(appended) < context_length:
                 episode.observations.append(taken.observation)
+                episode.resume(row)
                 if fork is None:
                     episode.append(appended)
                 else:

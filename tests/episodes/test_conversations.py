@@ -439,7 +439,7 @@ def test_where_no_field_is_read_reasoning_is_in_the_content(template: str) -> No
     turn = chat_tokenizer(template).encode(says(template, "", call, thought="I should add."), add_special_tokens=False)
     sampled = Completion(torch.tensor(turn), torch.zeros(len(turn)), truncated=False, version=0)
     conversation.said(sampled, prompt + turn)
-    message = conversation._messages[-1]
+    message = conversation._rows[-1].messages[-1]
     assert "I should add." in message["content"]
     assert "reasoning_content" not in message
 

@@ -14,7 +14,7 @@ import nrl
 from nrl.envs.mcp_servers import mcp_tools
 from nrl.envs.tools import Tool, ToolCall, call, tool_use
 from nrl.errors import EnvError
-from tests.envs.endpoint.test_driven import Says, turn
+from tests.envs.endpoint.driving import Says, turn
 from tests.processes import alive, settled
 
 SERVER = """

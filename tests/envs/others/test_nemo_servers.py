@@ -21,7 +21,7 @@ from nrl.backends import fsdp, hf
 from nrl.envs import Environment
 from nrl.envs.nemo_servers import nemo_gym, nemo_gym_agent, nemo_gym_rows
 from nrl.errors import EnvError
-from tests.envs.endpoint.test_driven import Says, turn
+from tests.envs.endpoint.driving import Says, turn
 
 PROCESS = Path(__file__).with_name("nemo_gym_process.py")
 SERVERS = [

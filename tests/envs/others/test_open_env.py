@@ -17,7 +17,7 @@ from aiohttp import web
 import nrl
 from benchmarks._nemo_gym import free_port
 from nrl.envs.open_env import openenv
-from tests.envs.endpoint.test_driven import Says, turn
+from tests.envs.endpoint.driving import Says, turn
 
 SERVER = """
 import sys, uvicorn
