@@ -125,7 +125,10 @@ COLUMNS: dict[str, Column] = {
     ),
     "version": Column("row", torch.int64, "rollout writes it."),
     "versions": Column(
-        "token", torch.int64, "rollout writes it, with a sampler that streams; -1 where not sampled.", padding=-1
+        "token",
+        torch.int64,
+        "rollout writes it, where weights may change in an episode; -1 where not sampled.",
+        padding=-1,
     ),
     "turns": Column(
         "token",

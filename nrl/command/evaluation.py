@@ -185,7 +185,7 @@ def sampler_of(who: str, cfg: Any, model: Model, sampling: Sampling, stack: Exit
     """
     make: Callable[..., Sampler]
     if cfg.sampler == "openai":
-        make = partial(openai.sampler, cfg.url or "")
+        make = partial(openai.sampler, (cfg.url or "").split(","))
     else:
         slots = stack.enter_context(cluster(cfg.cluster)).reserve(cfg.samplers)
         make = partial(SAMPLERS[cfg.sampler], slots)

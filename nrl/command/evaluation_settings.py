@@ -76,7 +76,7 @@ class Evaluation:
     env: str | dict[str, Any] = "number"  # a verifier or an environment; options: env.math.timeout=2; see docs/eval.md
     passing: float = 1.0  # a sample passes where its reward is at least this
     sampler: Literal["hf", "vllm", "vllm-cpu", "openai"] = "hf"  # openai: a server that runs already
-    url: str | None = attrs.field(default=None, validator=_addressed)  # of the server, for sampler=openai
+    url: str | None = attrs.field(default=None, validator=_addressed)  # of servers, for sampler=openai: URL or URL,URL
     engine: dict[str, Any] = attrs.field(factory=dict)  # more arguments of the sampler: engine.max_model_len=2048
     dtype: Literal["float32", "bfloat16"] = "float32"
     trust_remote_code: bool = False  # let Python files that lie with the model run

@@ -42,7 +42,7 @@ class Serving:
     top_k: int = 0  # 0: all
     max_new_tokens: int = attrs.field(default=512, validator=_positive)  # of an answer
     sampler: Literal["hf", "vllm", "vllm-cpu", "openai"] = "hf"  # openai: servers that run already, such as vllm serve
-    url: str | None = None  # of the server, for sampler=openai
+    url: str | None = None  # of servers, for sampler=openai: URL or URL,URL
     engine: dict[str, Any] = attrs.field(factory=dict)  # more arguments of the sampler: engine.max_model_len=2048
     dtype: Literal["float32", "bfloat16"] = "float32"
     trust_remote_code: bool = False  # let Python files that lie with the model run

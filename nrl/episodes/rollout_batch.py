@@ -49,8 +49,9 @@ def rollout(
         sampled), ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``,
         ``truncated``, ``sampled`` (how many tokens were sampled for a row, those beyond the context too), ``status``
         (its place among `nrl.envs.STATUSES`), where a reward is one number ``token_rewards`` (of each turn, at its last
-        token), with ``source`` where tasks have one, and of a sampler that streams ``versions`` (of each token; -1
-        where it was not sampled) and ``asked_again``, and of one that records them ``routes``. ``reward/<name>`` are
+        token), with ``source`` where tasks have one, of a sampler that streams ``asked_again``, of one that streams or
+        a schedule that carries episodes on ``versions`` (of each token; -1 where it was not sampled), and of one that
+        records them ``routes``. ``reward/<name>`` are
         components of rewards, and ``("components", <name>)``, which is ragged, has those of every turn, NaN where it
         has none. Of the environment's own numbers ``env/<name>`` is the last that an episode reported;
         ``("info", <name>)`` is ragged and has those of every step, NaN where it reported none.

@@ -35,8 +35,10 @@ def rows_of(groups: Sequence[Group], sampler: Sampler, sampling: Sampling | None
     batch = _rows(flat, sampler.version, (sampling or sampler.sampling).temperature)
     places = torch.tensor([place for _, place, _ in every])
     columns: dict[str, Tensor] = {"group_ids": numbers, "episode_ids": (numbers << _PLACES) + places}
-    if capabilities(sampler).streams:
-        columns |= _streamed(flat, batch)
+    if capabilities(sampler).streams:  # whose engines may die one by one
+        columns["asked_again"] = torch.tensor([row.again for row in flat])
+    if capabilities(sampler).streams or schedule.extra:  # weights may change in an episode
+        columns["versions"] = _versions(flat, batch)
     if (routes := capabilities(sampler).routes) is not None:
         columns["routes"] = _routed(flat, batch, routes)
     if any("source" in group.task for group in groups):
@@ -146,12 +148,12 @@ def _reported(episodes: Sequence[Episode]) -> dict[str, Any]:
     return {**last, "info": Batch(every, batch_size=[len(episodes)])} if names else {}
 
 
-def _streamed(episodes: Sequence[Episode], batch: Batch) -> dict[str, Tensor]:
-    """The columns of samplers whose engines get weights while they decode, and may die one by one."""
-    versions = torch.full_like(batch["input_ids"], -1)
+def _versions(episodes: Sequence[Episode], batch: Batch) -> Tensor:
+    """The version of the weights that sampled each token; -1 for what was not sampled."""
+    found = torch.full_like(batch["input_ids"], -1)
     for row, episode in enumerate(episodes):
-        versions[row, : len(episode.versions)] = torch.tensor(episode.versions, dtype=torch.int64)
-    return {"versions": versions, "asked_again": torch.tensor([episode.again for episode in episodes])}
+        found[row, : len(episode.versions)] = torch.tensor(episode.versions, dtype=torch.int64)
+    return found
 
 
 def _routed(episodes: Sequence[Episode], batch: Batch, shape: tuple[int, int]) -> Tensor:

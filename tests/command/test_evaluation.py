@@ -220,10 +220,14 @@ def server() -> Iterator[str]:
 
 # The sampler behind the server warns once, when it is probed
 @pytest.mark.filterwarnings("ignore:.*truncated distribution")
-def test_a_server_gives_what_the_same_model_here_gives(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("urls", ["{0}", "{0},{0}/v1"])
+def test_a_server_gives_what_the_same_model_here_gives(
+    urls: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny.save(served_model(), here / "model")
     with server() as url:
-        said(capsys, "tasks.jsonl", "model=model", "n=4", "sampler=openai", f"url={url}", "engine.in_flight=4", *SMALL)
+        at = f"url={urls.format(url)}"
+        said(capsys, "tasks.jsonl", "model=model", "n=4", "sampler=openai", at, "engine.in_flight=4", *SMALL)
     said(capsys, "tasks.jsonl", "model=model", "n=4", *SMALL[:2], "out=local")
     results = [lines(here / name / "results.jsonl") for name in ("out", "local")]
     assert results[0] == results[1]

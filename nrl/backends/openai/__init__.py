@@ -14,6 +14,7 @@ from nrl.backends.base import Bucket, Chunks, Completion, Model, Sampling
 from nrl.backends.models.loading import end_tokens, load_config, load_tokenizer
 from nrl.backends.openai.client import connected
 from nrl.backends.openai.endpoint import Endpoint, Meaning, probe, served
+from nrl.backends.openai.several import Servers
 from nrl.backends.samplers import Capabilities, Inflight
 from nrl.backends.sampling.request_checks import check_prompts, truncates, warn_of_truncation
 from nrl.errors import GenerationError
@@ -26,7 +27,7 @@ _WHO = "openai.sampler"
 
 
 def sampler(
-    url: str,
+    url: str | Sequence[str],
     model: Model,
     sampling: Sampling | None = None,
     *,
@@ -42,21 +43,23 @@ def sampler(
     log-probabilities of another distribution than the one that it samples from.
 
     Args:
-        url: of the server, with or without ``/v1``.
+        url: of the server, with or without ``/v1``; or of several servers of the same model. A request goes to the one
+            that has read the beginning of its prompt, as where an episode goes on, unless that one is too busy; and to
+            another, if it fails.
         model: that the server runs; the sampler takes its tokenizer, vocabulary and stop tokens, and loads no weights.
         sampling: for calls that do not say; None: ``Sampling()``.
         name: of the model, as the server lists it; None: the only one that it lists.
         api_key: sent as the bearer token, wherever the server is; None: the environment variable ``OPENAI_API_KEY``, if
             it is set and ``url`` is https or on this machine. (``http://`` carries it in clear.)
         timeout: seconds for the server to answer a request, all attempts together.
-        in_flight: how many requests may be under way at once; each is for one completion.
+        in_flight: how many requests may be under way at once at each server; each is for one completion.
 
     Returns:
         The sampler, at version 0, where it stays.
 
     Raises:
         GenerationError: the server refuses, gives no token ids, gives the same tokens whatever the seed, or
-            log-probabilities that ``sampling`` cannot be used with.
+            log-probabilities that ``sampling`` cannot be used with; or several servers do not serve the same.
         ClusterError: the server cannot be reached.
         DeadlineExceeded: it does not answer in time.
         ModelError: the model's config or tokenizer cannot be loaded.
@@ -69,29 +72,43 @@ def sampler(
     ValueError: openai.sampler: the url is 'localhost:8000'; give one such as 'http://localhost:8000/v1'
     >>> policy = openai.sampler("http://localhost:8000/v1", tiny.model())  # doctest: +SKIP
     """
-    server = connected(_WHO, url, api_key, timeout, in_flight)
+    servers = [connected(_WHO, each, api_key, timeout, in_flight) for each in ([url] if isinstance(url, str) else url)]
+    if not servers:
+        raise ValueError(f"{_WHO}: url is empty; give the address of a server, or several")
     tokenizer = load_tokenizer(model)
     config, generation = load_config(model)
-    name, limit = served(server, name)
-    limits = limit or getattr(config, "max_position_embeddings", None), tokenizer.model_max_length
-    endpoint = Endpoint(
-        server,
-        name,
+    found = [served(server, name) for server in servers]
+    if len({name for name, _ in found}) > 1:
+        named = ", ".join(f"{server.url} serves {name!r}" for server, (name, _) in zip(servers, found, strict=True))
+        raise GenerationError(f"{_WHO}: {named}; give servers of one model, under one name")
+    own = getattr(config, "max_position_embeddings", None)
+    limits = [*(limit or own for _, limit in found), tokenizer.model_max_length]
+    first = Endpoint(
+        servers[0],
+        found[0][0],
         context_length=min(int(each) for each in limits if each is not None),
         vocabulary=int(config.vocab_size),
         stops=end_tokens(generation, tokenizer),
     )
-    made = EndpointSampler(endpoint, probe(endpoint), tokenizer, sampling or Sampling())
+    endpoints = [attrs.evolve(first, server=server) for server in servers]
+    meanings = [probe(endpoint) for endpoint in endpoints]
+    if len(set(meanings)) > 1:
+        other = next(at for at, each in enumerate(meanings) if each != meanings[0])
+        raise GenerationError(
+            f"{_WHO}: {servers[0].url} and {servers[other].url} give log-probabilities of different distributions; "
+            "start all servers with the same options"
+        )
+    made = EndpointSampler(Servers(endpoints), meanings[0], tokenizer, sampling or Sampling())
     made.check(made.sampling)
     return made
 
 
 @attrs.frozen(eq=False)
 class EndpointSampler:
-    """A `nrl.backends.Sampler` whose tokens a server draws; `sampler` makes one.
+    """A `nrl.backends.Sampler` whose tokens servers draw; `sampler` makes one.
 
     Args:
-        endpoint: the model at the server.
+        servers: of the model.
         meaning: of its log-probabilities.
         tokenizer: the transformers tokenizer of the model.
         sampling: for calls that do not say.
@@ -99,12 +116,17 @@ class EndpointSampler:
         capabilities: it streams, and decodes elsewhere.
     """
 
-    endpoint: Endpoint
+    servers: Servers = attrs.field(repr=lambda servers: repr(servers.endpoints))
     meaning: Meaning
     tokenizer: Any = attrs.field(repr=False)
     sampling: Sampling
     version: int = 0
     capabilities: Capabilities = Capabilities(streams=True, remote=True)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The model at the first of them."""
+        return self.servers.endpoints[0]
 
     @property
     def context_length(self) -> int:
@@ -143,7 +165,8 @@ class EndpointSampler:
         warn_of_truncation(_WHO, chosen, self.endpoint.vocabulary)
         tokens = cast(Sequence[Sequence[int]], prompts)
         bodies = [self.endpoint.request(*each, chosen) for each in zip(tokens, seeds, strict=True)]
-        return [beside(self.endpoint.complete(body)) for body in bodies]
+        places = self.servers.place(tokens)
+        return [beside(self.servers.complete(*each)) for each in zip(bodies, places, strict=True)]
 
     def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:
         """Refuse weights: the interface has no way to put them into the server.

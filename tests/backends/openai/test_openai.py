@@ -317,6 +317,92 @@ def test_a_row_that_the_server_fails_is_lost(local: Any, monkeypatch: pytest.Mon
     assert batch["asked_again"].tolist() == [0, 0, 2]
 
 
+@contextmanager
+def several(local: Any, *responders: Responder, **options: Any) -> Iterator[EndpointSampler]:
+    with ExitStack() as stack:
+        urls = [stack.enter_context(serving(each)) for each in responders]
+        yield openai.sampler(urls, model(), Sampling(max_new_tokens=2), **options)
+
+
+def turns_asked(served: Served) -> dict[int, int]:
+    """How many turns of each episode a server was asked for, by the episode's first token."""
+    return Counter(body["prompt"][0] for body in served.asked if body["prompt"][1] == 9)
+
+
+def three_turns() -> Environment:
+    """Episodes of three turns, whose prompts begin with a token of their own."""
+    return Environment(
+        lambda task: (0, task["prompt"]), lambda at, text: Step(at + 1, 1.0, done=at == 2, observation=[9] * 64)
+    )
+
+
+def test_several_servers_share_episodes_and_each_keeps_its_own(local: Any) -> None:
+    one, two = Served(local[0]), Served(local[0])
+    tasks: list[Task] = [{"prompt": [token] + [9] * 63} for token in range(10, 18)]
+    with several(local, one, two) as sampler:
+        batch = nrl.rollout(sampler, three_turns(), tasks)
+    assert batch["rewards"].tolist() == [3.0] * 8
+    asked = [turns_asked(each) for each in (one, two)]
+    assert not set(asked[0]) & set(asked[1])
+    assert {*asked[0].values(), *asked[1].values()} == {3}
+    assert sorted(map(len, asked)) == [4, 4]
+
+
+def test_where_one_of_several_servers_fails_the_others_are_asked(local: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_WAIT", 0.01)
+    one, two, broken = Served(local[0]), Served(local[0]), list[str]()
+
+    def fails(path: str, body: Any, headers: Mapping[str, str]) -> Answer:
+        if body is not None and len(one.asked) >= 8:  # five of the probe, and three more
+            broken.append(path)
+            return 503, "overloaded"
+        return one(path, body, headers)
+
+    tasks: list[Task] = [{"prompt": [token] + [9] * 63} for token in range(10, 18)]
+    with several(local, fails, two) as sampler:
+        batch = nrl.rollout(sampler, three_turns(), tasks)
+        assert batch["valid"].all()
+        assert int(batch["asked_again"].sum()) >= 1
+        tried = len(broken)
+        assert nrl.rollout(sampler, three_turns(), tasks)["asked_again"].sum() == 0  # it is left alone for a while
+        assert len(broken) == tried
+
+
+def test_where_all_servers_fail_the_row_is_lost(local: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_WAIT", 0.01)
+    served, tries = Served(local[0]), Counter[str]()
+
+    def fails(at: str) -> Responder:
+        def respond(path: str, body: Any, headers: Mapping[str, str]) -> Answer:
+            if body is not None and body["prompt"] == [6, 6]:
+                tries[at] += 1
+                return 503, "overloaded"
+            return served(path, body, headers)
+
+        return respond
+
+    with several(local, fails("one"), fails("two")) as sampler:
+        (row,) = sampler.stream([[6, 6]], [0])
+        with pytest.raises(LostRequest, match="overloaded"):
+            row.result(60)
+        assert len(sampler.generate([[7, 7]]).result(60)) == 1
+    assert tries == {"one": 6, "two": 6}
+
+
+def test_several_servers_have_to_serve_the_same(local: Any) -> None:
+    served, raw = Served(local[0]), Served(local[0], "raw")
+
+    def named(path: str, body: Any, headers: Mapping[str, str]) -> Answer:
+        return (200, {"data": [{"id": "other"}]}) if body is None else served(path, body, headers)
+
+    with pytest.raises(GenerationError, match=r"serves 'tiny', .* serves 'other'; give servers of one model"):
+        several(local, served, named).__enter__()
+    with pytest.raises(GenerationError, match="log-probabilities of different distributions; start all servers"):
+        several(local, served, raw).__enter__()
+    with pytest.raises(ValueError, match="url is empty; give the address of a server, or several"):
+        openai.sampler([], model())
+
+
 def test_calls_that_are_cancelled_leave_the_server_alone(local: Any) -> None:
     """What has not been asked is not asked, and nothing is said; all calls together have so many under way."""
     served, slow = Served(local[0]), threading.Event()
