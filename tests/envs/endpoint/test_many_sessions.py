@@ -164,5 +164,26 @@ def test_weights_are_published_while_vllm_answers_agents(on_ray: Cluster, sessio
     end(*sampler.meshes, trainer.mesh)
 
 
+@pytest.mark.ray
+@pytest.mark.parametrize("where", ["on a mesh", "in processes of a pool"])
+def test_agents_on_other_nodes_of_ray_make_the_same_rows(where: str, on_ray: Cluster) -> None:
+    """The endpoint is where the agents are, and the sampler on a mesh of its own."""
+    env, tasks = talking(4), [{"index": at} for at in range(3)]
+    sampler = hf.sampler(
+        on_ray.reserve(1).mesh(executable="system", name="talks: sampler"), model(4), Sampling(max_new_tokens=4)
+    )
+    here = nrl.rollout(sampler, env, tasks, n=2)
+    if where == "on a mesh":
+        agents = on_ray.reserve(2).mesh(executable="system", name="talks: agents")
+        there = nrl.rollout(sampler, nrl.on(agents)(env), tasks, n=2)
+        end(agents)
+    else:
+        there = nrl.rollout(sampler, nrl.pooled(env, workers=2, cluster="auto"), tasks, n=2)
+    end(*sampler.meshes)
+    assert here["turns"].amax(1).tolist() == [3, 3, 2, 2, 1, 1]
+    for name in ("input_ids", "loss_mask", "rewards", "rollout_logprobs", "turns"):
+        assert torch.equal(here[name], there[name]), name
+
+
 def steps_of(out: Path) -> int:
     return len(lines(out / "metrics.jsonl")) if (out / "metrics.jsonl").exists() else 0
