@@ -80,7 +80,9 @@ def sampler(
     found = [served(server, name) for server in servers]
     if len({name for name, _ in found}) > 1:
         named = ", ".join(f"{server.url} serves {name!r}" for server, (name, _) in zip(servers, found, strict=True))
-        raise GenerationError(f"{_WHO}: {named}; give servers of one model, under one name")
+        raise GenerationError(
+            f"{_WHO}: {named}; give servers of one model, under one name, as vLLM's --served-model-name gives it"
+        )
     own = getattr(config, "max_position_embeddings", None)
     limits = [*(limit or own for _, limit in found), tokenizer.model_max_length]
     first = Endpoint(

@@ -19,10 +19,14 @@ import torch
 
 import nrl
 from nrl.backends import Sampling, adamw, fsdp, openai
+from nrl.backends.base import Model
 from nrl.backends.openai import EndpointSampler
+from nrl.backends.openai.several import Servers
 from nrl.errors import GenerationError
 from tests.backends.openai.test_openai import LAWS
 from tests.backends.sampling.test_samplers import PROMPTS, Made, by_the_trainer, model
+from tests.envs.endpoint.test_many_sessions import model as talker
+from tests.envs.endpoint.test_many_sessions import talking
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -51,9 +55,9 @@ def python() -> str:
 
 
 @contextmanager
-def serving(python: str, folder: Path, mode: str) -> Iterator[Real]:
+def serving(python: str, folder: Path, mode: str, *more: str, of: Model | None = None) -> Iterator[Real]:
     with nrl.cluster("local") as cluster, socket.socket() as free:
-        trainer = fsdp.trainer(cluster.reserve(1), model(), adamw(lr=1e-3))
+        trainer = fsdp.trainer(cluster.reserve(1), of or model(), adamw(lr=1e-3))
         state = trainer.init()
         trainer.export(state.params, folder / "model")
         defaults = folder / "model" / "generation_config.json"  # which the server takes for what a request leaves out
@@ -64,7 +68,7 @@ def serving(python: str, folder: Path, mode: str) -> Iterator[Real]:
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model"), *OPTIONS]
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(
-                [*command, "--port", port, "--logprobs-mode", mode],
+                [*command, "--port", port, "--logprobs-mode", mode, *more],
                 env={**os.environ, **SETTINGS},
                 stdout=log,
                 stderr=log,
@@ -119,9 +123,39 @@ def test_what_vllm_refuses(real: Real) -> None:
     with pytest.raises(GenerationError, match="status 401: .*; give the server's key"):
         openai.sampler(real.url, model(), api_key="wrong")
     sampler = real.sampler()
-    wrong = attrs.evolve(sampler, endpoint=attrs.evolve(sampler.endpoint, name="huge"))
+    wrong = attrs.evolve(sampler, servers=Servers([attrs.evolve(sampler.endpoint, name="huge")]))
     with pytest.raises(GenerationError, match=r"status 404: .*`huge` does not exist.*; look whether the address"):
         wrong.generate([[5]]).result(300)
+
+
+def requests_to(url: str) -> float:
+    """How many a server has answered."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        found = [line.split() for line in answer.read().decode().splitlines() if "request_success_total{" in line]
+    return sum(float(value) for *_, value in found)
+
+
+def test_agents_behind_several_servers_that_read_reasoning_themselves(python: str, tmp_path: Path) -> None:
+    """They are asked for tokens, so what they make of texts does not matter; each token is as the trainer sees it."""
+    of, tasks = talker(3), [{"index": at} for at in range(4)]
+    options = ["--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    options += ["--served-model-name", "tiny"]
+    with (
+        serving(python, tmp_path / "one", "processed_logprobs", *options, of=of) as one,
+        serving(python, tmp_path / "two", "processed_logprobs", *options, of=of) as two,
+    ):
+        sampler = openai.sampler([one.url, two.url], of, Sampling(max_new_tokens=8), api_key="secret")
+        before = [requests_to(each.url) for each in (one, two)]
+        batch = nrl.rollout(sampler, talking(3), tasks, n=4)
+        after = [requests_to(each.url) for each in (one, two)]
+        own = one.params.trainer.logprobs(one.params, batch).result()
+    assert batch["valid"].all()
+    assert batch["forked"].tolist() == [0] * 16
+    at = batch["loss_mask"]
+    torch.testing.assert_close(own[at], batch["rollout_logprobs"][at], atol=1e-4, rtol=0)
+    new = [int(late - early) for late, early in zip(after, before, strict=True)]
+    assert sum(new) == sum(int(row) + 1 for row in batch["turns"].amax(1))
+    assert min(new) > sum(new) // 4
 
 
 def test_raw_logprobs_are_found_out(python: str, tmp_path: Path) -> None:
