@@ -41,8 +41,8 @@ def trainer(
             moments stay in float32 and it computes in bfloat16.
         optimizer: `adamw` with its schedule and clipping.
         max_tokens: bound on the tokens of a micro-batch, padding counted; a longer row is an error.
-        packing: how rows are laid out flat: as `nrl.Rectangles`, or as `nrl.Sequences`, which have no padding at all;
-            None: the model's own padded forward.
+        packing: how rows are laid out flat: as `nrl.Rectangles`, or as `nrl.Sequences`, which have no padding at all,
+            and which a GPU takes in bfloat16 whichever is asked for; None: the model's own padded forward.
         checkpointing: recompute activations in the backward pass, which saves memory.
         compile: compile the layers with ``torch.compile``; the first step takes longer.
         device: ``"cpu"``, ``"cuda"``; None: a GPU if there is one.
@@ -94,7 +94,9 @@ def _make_engine(
     import torch
 
     from nrl.backends.fsdp.torch_engine import TorchEngine
+    from nrl.backends.training.packed_attention import packing_on
     from nrl.runtime import process
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    packing = packing_on(where, packing, model.dtype, "fsdp.trainer")
     return TorchEngine(model, optimizer, packing, checkpointing, compile, where, process().device_mesh)

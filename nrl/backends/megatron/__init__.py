@@ -92,14 +92,14 @@ def _make_engine(
     _quiet()
     from nrl.backends.megatron.megatron_engine import MegatronEngine
     from nrl.backends.megatron.options import options as sorted_options
+    from nrl.backends.training.packed_attention import packing_on
     from nrl.runtime import process
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     here = process().device_mesh
     if here is None:  # this process stands for all
         layout = Layout()
-    if layout.cp > 1:
-        packing = Sequences
+    packing = Sequences if layout.cp > 1 else packing_on(where, packing, model.dtype, "megatron.trainer") or packing
     return MegatronEngine(model, optimizer, packing, sorted_options(options), where, layout, here)
 
 

@@ -3,13 +3,16 @@
 Each form of packed rows has its own: `OverRectangles` calls a kernel for each block, `OverSequences` for each row.
 """
 
+import warnings
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nrl.batch.packed_rows import Block, Rectangles, Sequences
+from nrl.backends.training.varlen import attention
+from nrl.batch.packed_rows import Block, Packing, Rectangles, Sequences
 
-__all__ = ["OverRectangles", "OverSequences", "over"]
+__all__ = ["OverRectangles", "OverSequences", "over", "packing_on"]
 
 _SMALL = 8192
 """Up to so many scores for a row and key-value head, two plain products are faster on a CPU than the fused kernel."""
@@ -100,10 +103,9 @@ class OverRectangles:
 
 
 class OverSequences:
-    """Attention over sequences: what a varlen kernel does, by a call for each row.
+    """Attention over sequences: by torch's varlen kernel where there is one, else by a call for each row.
 
-    On a GPU, ``varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window_size=(left, 0))``
-    belongs in the place of the loop, where ``left`` is the window less one, or -1 without a window.
+    There is one on a GPU, for 16-bit numbers. It is the same on a CPU and in float32, and slower.
 
     Args:
         rows: from `nrl.batch.packing.pack`, on the CPU.
@@ -111,8 +113,8 @@ class OverSequences:
     """
 
     def __init__(self, rows: Sequences, device: torch.device) -> None:
-        self.device = device
-        self.keys = None if rows.keys is None else rows.keys.to(device)
+        self.device, self.rows = device, rows.to(device)
+        self.keys = self.rows.keys
         self.own: list[int] = rows.cu_seqlens_q.diff().tolist()
         self.all: list[int] = rows.cu_seqlens_k.diff().tolist()
         self._biases: dict[tuple[object, ...], Tensor] = {}
@@ -120,6 +122,10 @@ class OverSequences:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None) -> Tensor:
         """``query`` ``[H, N, D]``, ``key`` and ``value`` ``[h, N, D]``; returns ``[N, H, D]``."""
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # tokens first, as varlen kernels have them
+        if self.device.type == "cuda":
+            low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else q.dtype
+            if low.itemsize == 2:
+                return attention(self.rows, q.to(low), k.to(low), v.to(low), window, scaling)
         if self.keys is not None:
             k, v = (x.index_select(0, self.keys) for x in (k, v))
         outputs = []
@@ -149,6 +155,34 @@ class OverSequences:
             bias = torch.zeros(own, seen, dtype=dtype, device=self.device)
             self._biases[window, dtype] = bias.masked_fill_(hidden, -torch.inf)
         return self._biases[window, dtype]
+
+
+def packing_on(device: torch.device, packing: Packing | None, dtype: str, who: str) -> Packing | None:
+    """The form in which rows lie on a device: on a GPU, what its kernel for 16-bit numbers takes.
+
+    Args:
+        device: of the model.
+        packing: that was asked for.
+        dtype: of the model.
+        who: asks, for a warning.
+
+    >>> packing_on(torch.device("cpu"), Rectangles, "bfloat16", "me").__name__
+    'Rectangles'
+    >>> packing_on(torch.device("cuda"), Rectangles, "bfloat16", "me").__name__
+    'Sequences'
+    """
+    if device.type != "cuda" or packing is None:
+        return packing
+    if dtype == "bfloat16":
+        return Sequences
+    warnings.warn(
+        f"{who}: the model is in {dtype}, and attention has a fast kernel on a GPU for 16-bit numbers alone. In {dtype} "
+        "one runs for each block of rows, and where rows share a beginning, or a layer has a window, it holds all "
+        "scores, of rows x heads x tokens x tokens. Train with Model(..., dtype='bfloat16')",
+        UserWarning,
+        stacklevel=2,
+    )
+    return packing
 
 
 def over(rows: Rectangles | Sequences, device: torch.device) -> OverRectangles | OverSequences:
