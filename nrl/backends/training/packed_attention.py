@@ -176,8 +176,8 @@ def packing_on(device: torch.device, packing: Packing | None, dtype: str, who: s
     if dtype == "bfloat16":
         return Sequences
     warnings.warn(
-        f"{who}: the model is in {dtype}, and attention has a fast kernel on a GPU for 16-bit numbers alone. In {dtype} "
-        "one runs for each block of rows, and where rows share a beginning, or a layer has a window, it holds all "
+        f"{who}: the model is in {dtype}, and attention has a fast kernel on a GPU for 16-bit numbers alone. "
+        "Without it one runs for each block, and where rows share a beginning, or a layer has a window, it holds all "
         "scores, of rows x heads x tokens x tokens. Train with Model(..., dtype='bfloat16')",
         UserWarning,
         stacklevel=2,
