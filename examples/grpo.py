@@ -51,7 +51,7 @@ class Config:
     aggregate: Literal["seq_mean", "token_mean"] = "seq_mean"  # the mean of the loss: over answers, or over tokens
     max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0, validator=gt(0))  # mismatch/kl at most
     max_tokens: int = attrs.field(default=16_384, validator=ge(1))  # of a micro-batch
-    checkpointing: bool = False  # recompute activations, which takes time and saves memory
+    checkpointing: bool | Literal["selective"] = False  # recompute activations: takes time, saves memory
     optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6) if cfg.model else EMBEDDED)
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
     warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40, validator=ge(0))  # steps on rows with a "response"

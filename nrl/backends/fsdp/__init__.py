@@ -2,7 +2,7 @@
 
 import itertools
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from nrl.backends.base import Model
 from nrl.backends.engines import TrainEngine
@@ -26,7 +26,7 @@ def trainer(
     *,
     max_tokens: int = 16_384,
     packing: Packing | None = Rectangles,
-    checkpointing: bool = False,
+    checkpointing: bool | Literal["selective"] = False,
     compile: bool = False,
     device: str | None = None,
     layout: Layout | None = None,
@@ -43,7 +43,8 @@ def trainer(
         max_tokens: bound on the tokens of a micro-batch, padding counted; a longer row is an error.
         packing: how rows are laid out flat: as `nrl.Rectangles`, or as `nrl.Sequences`, which have no padding at all,
             and which a GPU takes in bfloat16 whichever is asked for; None: the model's own padded forward.
-        checkpointing: recompute activations in the backward pass, which saves memory.
+        checkpointing: recompute activations in the backward pass, layer by layer, which saves memory: all of a layer
+            but its input; or ``"selective"``: all but its input, its attention and its narrow products.
         compile: compile the layers with ``torch.compile``; the first step takes longer.
         device: ``"cpu"``, ``"cuda"``; None: a GPU if there is one.
         layout: of the mesh that slots become; on processes dp is all that this backend knows.
@@ -86,7 +87,7 @@ def _make_engine(
     model: Model,
     optimizer: Optimizer,
     packing: Packing | None,
-    checkpointing: bool,
+    checkpointing: bool | Literal["selective"],
     compile: bool,
     device: str | None,
 ) -> TrainEngine[Any, Any]:

@@ -34,6 +34,7 @@ from nrl.backends.training.heads import PROVIDES
 from nrl.backends.training.optimizers import Optimizer, set_learning_rate
 from nrl.backends.training.plans import Outputs, Plan, plan, read_by, with_outputs
 from nrl.backends.training.reading import written_whole
+from nrl.backends.training.recomputing import Checkpointing, options_of
 from nrl.backends.training.routes import where_routed
 from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
 from nrl.batch import Batch
@@ -65,7 +66,7 @@ class TorchEngine:
     model: Model
     optimizer: Optimizer
     packing: Packing | None
-    checkpointing: bool
+    checkpointing: Checkpointing
     compile: bool
     device: torch.device
     mesh: DeviceMesh | None = None
@@ -286,7 +287,8 @@ class TorchEngine:
             module.set_attn_implementation(attention.register_attention())
         if self.checkpointing:
             # In versions of transformers with the new name, the old one warns
-            getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)()
+            enable = getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)
+            enable(options_of(self.checkpointing))
         if self.compile:
             module.base_model.compile(dynamic=True)
         ready: nn.Module = module

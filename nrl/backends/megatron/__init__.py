@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 from nrl.backends.base import Model
 from nrl.backends.engines import TrainEngine
@@ -29,7 +29,7 @@ def trainer(
     *,
     max_tokens: int = 16_384,
     packing: Packing = Rectangles,
-    checkpointing: bool = False,
+    checkpointing: bool | Literal["selective"] = False,
     device: str | None = None,
     layout: Layout | None = None,
     **options: Any,
@@ -47,8 +47,8 @@ def trainer(
         optimizer: `adamw` with its schedule and clipping.
         max_tokens: bound on the tokens of a micro-batch, padding counted; a longer row is an error.
         packing: how rows are laid out flat, as for `nrl.backends.fsdp.trainer`; along cp it is `nrl.Sequences`.
-        checkpointing: recompute every layer in the backward pass, which saves memory; Megatron's ``recompute_...``
-            options have finer ways.
+        checkpointing: recompute every layer in the backward pass, which saves memory; or ``"selective"``: attention
+            alone, as Megatron does. Its ``recompute_...`` options have finer ways.
         device: ``"cpu"``, ``"cuda"``; None: a GPU if there is one.
         layout: of the mesh that slots become.
         **options: Megatron's own, by name, such as ``recompute_granularity="selective"``: fields of its
@@ -64,7 +64,9 @@ def trainer(
         PlacementError: the slots cannot make the mesh.
     """
     name = f"megatron.trainer {next(_NUMBERS)}"
-    if checkpointing:
+    if checkpointing == "selective":
+        options = {"recompute_granularity": "selective"} | options
+    elif checkpointing:
         options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} | options
     mesh = as_mesh(place, "mcore", "trainer", layout)
     if not mesh.cluster.remote and find_spec("megatron") is None:

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -414,17 +415,21 @@ def test_bfloat16_accumulates_small_steps(slots: Slots) -> None:
     assert 5e-6 < moved.max() < 3e-5
 
 
+CHECKPOINTING: tuple[Any, ...] = (False, "selective", True)
+
+
 @pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
 def test_checkpointing_gives_the_same_step(slots: Slots, packing: Packing | None) -> None:
     batch = batch_of(MIXED)
     found = []
-    for checkpointing in (False, True):
+    for checkpointing in CHECKPOINTING:
         trainer = make(slots, checkpointing=checkpointing, packing=packing, max_tokens=40)
         state, metrics = trainer.train_step(algos.grpo_loss)(trainer.init(), batch)
         found.append((weights(state), finalize(metrics.result())))
-    for name, x in found[0][0].items():
-        close(found[1][0][name], x, atol=1e-6)
-    assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
+    for other in found[1:]:
+        for name, x in found[0][0].items():
+            close(other[0][name], x, atol=1e-6)
+        assert other[1] == pytest.approx(found[0][1], rel=1e-5)
 
 
 class Peak(TorchDispatchMode):
@@ -450,16 +455,23 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("packing", [nrl.Rectangles, nrl.Sequences, None])
 def test_checkpointing_holds_fewer_bytes(slots: Slots, packing: Packing | None) -> None:
-    """Of eight layers one is held at a time, and what goes into each."""
-    peaks = []
-    for checkpointing in (False, True):
+    """Of eight layers one is held at a time, and what goes into each; with "selective", what was narrow, too."""
+    peaks, products = [], []
+    for checkpointing in CHECKPOINTING:
         trainer = make(slots, Model(QWEN3 | {"num_hidden_layers": 8}), checkpointing=checkpointing, packing=packing)
         state = trainer.init()
         with Peak() as peak:
             state, metrics = trainer.train_step(algos.grpo_loss)(state, batch_of([40] * 8))
             metrics.result()
         peaks.append(peak.bytes)
-    assert peaks[1] < peaks[0] / 2
+        with FlopCounterMode(display=False) as flops:
+            trainer.train_step(algos.grpo_loss)(state, batch_of([40] * 8))[1].result()
+        products.append(flops.get_total_flops())
+    none, selective, full = peaks
+    assert full < none / 2
+    assert full < selective < 0.8 * none
+    none, selective, full = products
+    assert none < selective < full
 
 
 @pytest.mark.slow
