@@ -2,7 +2,9 @@
 
 import asyncio
 import hmac
+import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -21,6 +23,7 @@ from nrl.errors import ConfigError
 
 __all__ = ["Serving", "main"]
 
+_GRACE = 10.0  # seconds for what is under way when it stops
 _positive = attrs.validators.ge(1)
 
 
@@ -82,14 +85,22 @@ def main(cfg: Serving, ready: Callable[[str], Any] = print) -> None:
         def known(key: str) -> Answers | None:
             return answers if cfg.token is None or hmac.compare_digest(key.encode(), cfg.token.encode()) else None
 
+        def stop(listener: Listener) -> None:
+            listener.stop()
+            asyncio.get_running_loop().call_later(_GRACE / 2, answers.close)  # who still waits is told so
+
         async def serve() -> None:
-            listener = Listener(application(known, name), grace=10.0)
+            listener = Listener(application(known, name), grace=_GRACE)
             for each in (signal.SIGINT, signal.SIGTERM):
                 with suppress(ValueError, NotImplementedError, RuntimeError):  # in another thread than the main one
-                    asyncio.get_running_loop().add_signal_handler(each, listener.stop)
+                    asyncio.get_running_loop().add_signal_handler(each, stop, listener)
             key = "any" if cfg.token is None else "..."
             said = f"serve: {name} is ready: OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key} OPENAI_MODEL={name}"
             await listener.answer(on, lambda: ready(said))
 
         many_files()
         uvloop.run(serve())
+        if answers.busy:  # a thread that decodes cannot be ended, and torch aborts a process that ends around it
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)

@@ -54,7 +54,8 @@ type Message = dict[str, str]
 
 type Request = Mapping[str, Any]
 """A whole conversation as somebody else sends it: ``"messages"``; and where it is an agent's, the JSON schemas of its
-``"tools"``, and whether the turn is to have the ``"ids"`` that it is made of; see `Step`."""
+``"tools"``, whether the turn is to have the ``"ids"`` that it is made of, texts that ``"stop"`` it, and at how many
+tokens at most (``"max_new_tokens"``); see `Step`."""
 
 type Prompt = str | Sequence[Message] | Sequence[int]
 """The question to a model: text, a chat, or token ids that are used as they are."""
@@ -146,7 +147,8 @@ class Turn(str):
     Args:
         text: without special tokens.
         token_ids: what was sampled, with the token that ended it; decode them where special tokens mean something.
-        stop_reason: ``"stop"``, a token or text that ends a turn; ``"length"``, a limit.
+        stop_reason: ``"stop"``, a token or text that ends a turn; ``"length"``, a limit; ``"refused"``, there is no
+            turn, since a `Request` cannot be answered, and the text says why.
         calls: of tools, in their order, where the environment has some (`nrl.envs.tools.ToolCall`).
         malformed: what began like a call and could not be read (`nrl.envs.tools.MalformedCall`).
         reasoning: what stood between its markers, where the environment has tools; then it is not in the text.
@@ -160,7 +162,7 @@ class Turn(str):
     """
 
     token_ids: tuple[int, ...]
-    stop_reason: Literal["stop", "length"]
+    stop_reason: Literal["stop", "length", "refused"]
     calls: tuple[Any, ...]
     malformed: tuple[Any, ...]
     reasoning: str
@@ -172,7 +174,7 @@ class Turn(str):
         cls,
         text: str = "",
         token_ids: Sequence[int] = (),
-        stop_reason: Literal["stop", "length"] = "stop",
+        stop_reason: Literal["stop", "length", "refused"] = "stop",
         calls: Sequence[Any] = (),
         malformed: Sequence[Any] = (),
         reasoning: str = "",
@@ -246,8 +248,9 @@ class Step(NamedTuple):
             chat; or ``{"messages": [...]}``, the whole conversation from here on, as where an environment leaves out
             or shortens what came before. Where it does not begin with what was said, the episode forks. In it
             ``{"role": "assistant", "turn": n}`` stands for what the model said in its n-th turn, from 0. With
-            ``"tools"`` (JSON schemas; there may be none) it is an agent's request: the turn is taken apart, and where
-            the request does not fit into the context, `step` is given an empty turn with the stop reason "length".
+            ``"tools"`` (JSON schemas; there may be none) it is an agent's request: the turn is taken apart; and where
+            the request does not fit into the context, or the chat template does not take it, `step` is given a turn
+            without tokens, with the stop reason "length" or "refused".
         info: numbers to report, by name. Those of every step are kept.
 
     >>> Step(state=None, reward=1.0)

@@ -14,6 +14,7 @@ from nrl.envs.contract import Prompt, Request, Turn
 from nrl.envs.tools import Tool, parse, tool_format
 from nrl.episodes.bridges import Extension, Fork, Sampled, extend, in_common
 from nrl.episodes.forms import Form, as_taken, form
+from nrl.episodes.requests import NO_LIMITS, Limits
 from nrl.errors import EnvError, ModelError
 
 __all__ = ["Conversation", "is_prompt"]
@@ -68,7 +69,9 @@ class Conversation:
                 "a function, by nrl.envs.tools.tool"
             )
         self._prompt, self._tokenizer = prompt, tokenizer
-        self.is_request = False  # whether what was asked last is an agent's
+        self.is_request = isinstance(prompt, Mapping)  # whether what was asked last is an agent's
+        self.limits = NO_LIMITS
+        """Of the turn that is asked for."""
         self._apart = len(tools) > 0  # whether turns are taken apart
         self._ids = False  # whether they have the ids that they are made of
         self._said: list[Mapping[str, Any]] = []  # in each turn
@@ -77,7 +80,7 @@ class Conversation:
         if isinstance(prompt, Mapping):
             if tools:
                 raise EnvError("the environment's prompt is a request, and there are tools besides; put them into it")
-            self._rows = [_Row(self._asked(prompt), [], self._schemas, chat=True)]
+            self._rows = [_Row([], [], None, chat=True)]
             return
         if tools and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
@@ -98,6 +101,7 @@ class Conversation:
         self._offer(list(request["tools"]) or None)
         self.is_request = self._apart = True
         self._ids = bool(request.get("ids"))
+        self.limits = Limits(tuple(request.get("stop", ())), request.get("max_new_tokens"))
         return [self._as_said(each) for each in request["messages"]]
 
     def _as_said(self, message: Any) -> Any:
@@ -112,7 +116,13 @@ class Conversation:
         return self._said[turn]
 
     def asked(self, render: Callable[[Any, Any], list[int]]) -> list[int]:
-        """The token ids of the prompt; ``render`` those of one without tools."""
+        """The token ids of the prompt; ``render`` those of one without tools.
+
+        Raises:
+            DataError: the chat template does not take it.
+        """
+        if isinstance(self._prompt, Mapping):
+            return self._goes_on(self._asked(self._prompt), [[]])[1].appended
         if not self._apart:
             return render(self._prompt, self._tokenizer)
         asking = as_taken(self._rows[-1].messages, self._tokenizer, self._schemas)
@@ -159,12 +169,13 @@ class Conversation:
 
         Raises:
             EnvError: the observation is nothing that can be appended.
+            DataError: the chat template does not take it.
         """
         if observation is None:
             raise EnvError(
                 "the step is not done, and it has no observation; return Step(..., done=True) or an observation"
             )
-        self.is_request = False
+        self.is_request, self.limits = False, NO_LIMITS
         row = self._rows[-1]
         if isinstance(observation, str):
             return self._appended(rows, list(self._tokenizer.encode(observation, add_special_tokens=False)))
@@ -193,7 +204,7 @@ class Conversation:
         """Go on with a whole conversation: with a row that has the beginning, if the same tools were offered."""
         at = self._begins(every) if of is None else of
         row = self._rows[at]
-        if row.chat and row.schemas == self._schemas:
+        if row.chat and (row.schemas == self._schemas or not row.messages):
             found = extend(rows[at], row.messages, row.turns, every, self._tokenizer, tools=self._schemas)
         else:
             found = extend([], [], [], every, self._tokenizer, tools=self._schemas)
@@ -221,7 +232,7 @@ def _whole(observation: Mapping[str, Any]) -> list[Any]:
     if "role" in observation:
         raise EnvError("the observation is one message; return a list of messages")
     messages = observation.get("messages")
-    known = {"messages", "tools", "ids"} if "tools" in observation else {"messages"}
+    known = {"messages", "tools", "ids", "stop", "max_new_tokens"} if "tools" in observation else {"messages"}
     if not set(observation) <= known or not isinstance(messages, Sequence) or isinstance(messages, str):
         raise EnvError(
             f"the observation is {observation!r:.200}; return {{'messages': [...]}} with the whole conversation "

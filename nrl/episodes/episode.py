@@ -34,13 +34,13 @@ from nrl.envs.user_code.calls import Caller, calling
 from nrl.envs.user_code.errors import Failed
 from nrl.episodes.bridges import Fork
 from nrl.episodes.conversations import Conversation, is_prompt
-from nrl.errors import EnvError, ExecutableError, LostRequest, ModelError
+from nrl.errors import DataError, EnvError, ExecutableError, LostRequest, ModelError
 from nrl.log import error_text
 
 __all__ = ["Episode", "Generate", "failed", "play", "run_episode"]
 
-type Generate = Callable[[list[int]], Awaitable[Completion]]
-"""Asks the policy to continue token ids."""
+type Generate = Callable[..., Awaitable[Completion]]
+"""Asks the policy to continue token ids; a second argument are `nrl.episodes.requests.Limits`, if there are some."""
 
 _OF_A_ROW = (
     *("token_ids", "sampled", "turn_of", "logprobs", "versions", "turn_rewards"),
@@ -272,7 +272,8 @@ async def play(
             if future.done() and not future.cancelled() and future.exception() is None:
                 held[:] = state_of(future.result()) or held
 
-    async def reset() -> None:
+    async def reset() -> bool:
+        """Begin; whether the episode is over, since its only requests were refused."""
         nonlocal chat
         found = await holding(call.reset(env.reset, task), lambda found: found[:1] if _is_reset(found) else ())
         if not _is_reset(found):
@@ -287,12 +288,18 @@ async def play(
             )
         episode.prompt = prompt
         chat = Conversation(prompt, tools[0] if tools else (), tokenizer)
-        episode.append(chat.asked(render))
+        try:
+            episode.append(chat.asked(render))
+        except DataError as error:
+            if not chat.is_request:
+                raise
+            return (await answered(await act(Turn(str(error), stop_reason="refused")))).done
         if len(episode.token_ids) >= context_length:
             episode.fail(
                 f"DataError: the prompt has {len(episode.token_ids)} tokens and fills the context of {context_length}",
                 "skipped",
             )
+        return False
 
     async def act(turn: Turn) -> Step:
         coming = call(env.step, held[0], turn)
@@ -303,13 +310,24 @@ async def play(
         return taken
 
     async def step(turn: Turn) -> Step:
-        nonlocal chat
         taken = await act(turn)
         episode.info.append(_numbers(taken.info))
+        return await answered(taken)
+
+    async def answered(taken: Step) -> Step:
+        """Append what the environment answers; an agent may shorten what it asked, or ask something else, or end."""
+        nonlocal chat
         while not taken.done:
             before = copy.copy(chat)
             rows = [each.token_ids for each in (*episode.earlier, episode)]
-            row, (kept, appended, fork) = chat.observed(taken.observation, rows)
+            try:
+                row, (kept, appended, fork) = chat.observed(taken.observation, rows)
+            except DataError as error:
+                if not chat.is_request:
+                    raise
+                chat = before
+                taken = await act(Turn(str(error), stop_reason="refused"))
+                continue
             if not chat.is_request or kept + len(appended) < context_length:
                 episode.observations.append(taken.observation)
                 episode.resume(row)
@@ -318,7 +336,7 @@ async def play(
                 else:
                     episode.fork(kept, appended, fork)
                 return taken
-            chat = before  # an agent may shorten what it asked, or end
+            chat = before
             taken = await act(Turn(stop_reason="length", prompt_tokens=kept + len(appended)))
         if taken.observation is not None:
             episode.observations.append(taken.observation)
@@ -329,10 +347,10 @@ async def play(
 
     # The environment is the user's code, so it may fail without ending the run. The sampler's errors are passed on
     try:
-        await _guarded(reset(), episode)
-        while episode.failure is None:
+        over = await _guarded(reset(), episode)
+        while episode.failure is None and not over:
             try:
-                completion = await generate(episode.token_ids)
+                completion = await generate(episode.token_ids, *([chat.limits] if any(chat.limits) else []))
             except LostRequest as error:
                 episode.fail(error_text(error))
                 break

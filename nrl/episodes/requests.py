@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import attrs
 
@@ -17,12 +17,36 @@ from nrl.backends.samplers import Sampler, Streams, capabilities
 from nrl.errors import GenerationError, LostRequest
 from nrl.runtime.mesh.futures import done
 
-__all__ = ["Key", "Requests", "requests_to"]
+__all__ = ["NO_LIMITS", "Key", "Limits", "Requests", "requests_to"]
 
 type Key = tuple[int, int]
 """An episode: its group, and its place there."""
 
 _SLOW = 1.0  # seconds in which no request comes, until those that have come wait no longer for the others
+
+
+class Limits(NamedTuple):
+    """Where a turn ends, beside where the sampling ends it. A limit changes no probability.
+
+    Args:
+        stop: texts.
+        max_new_tokens: the most tokens; None: as many as the sampling allows.
+
+    >>> Limits(("END",), 9).of(Sampling(max_new_tokens=8, stop="."))
+    Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=8, stop_token_ids=(), stop=('.', 'END'))
+    """
+
+    stop: tuple[str, ...] = ()
+    max_new_tokens: int | None = None
+
+    def of(self, sampling: Sampling) -> Sampling:
+        """The sampling with these limits, too."""
+        most = sampling.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
+        stop = dict.fromkeys([*sampling.stop, *self.stop])
+        return attrs.evolve(sampling, stop=tuple(stop), max_new_tokens=min(most, sampling.max_new_tokens))
+
+
+NO_LIMITS = Limits()
 
 
 @attrs.define(eq=False)
@@ -32,11 +56,26 @@ class _Request:
     tokens: list[int]
     seed: int
     answer: "asyncio.Future[Completion]"
+    limits: Limits = NO_LIMITS
     promised: "futures.Future[Completion] | None" = None
 
     def give(self, completion: Completion) -> None:
         if not self.answer.done():  # it has been cancelled
-            self.answer.set_result(completion)
+            self.answer.set_result(self._cut(completion))
+
+    def _cut(self, completion: Completion) -> Completion:
+        """As many tokens as were asked for, of a sampler that was asked for more with others."""
+        most = self.limits.max_new_tokens
+        if most is None or len(completion.token_ids) <= most:
+            return completion
+        versions, routes = completion.versions, completion.routes
+        return completion._replace(
+            token_ids=completion.token_ids[:most],
+            logprobs=completion.logprobs[:most],
+            truncated=True,
+            versions=None if versions is None else versions[:most],
+            routes=None if routes is None else routes[: len(self.tokens) + most - 1],
+        )
 
     def fail(self, error: BaseException) -> None:
         if not self.answer.done():
@@ -86,9 +125,13 @@ class Requests(ABC):
         """Ask for nothing more."""
         self._over = True
 
-    async def generate(self, key: Key, seed: int, tokens: list[int]) -> Completion:
+    def _sampled(self, limits: Limits) -> Sampling | None:
+        """How requests with limits are sampled; None: as the sampler says."""
+        return limits.of(self._sampling or self._sampler.sampling) if any(limits) else self._sampling
+
+    async def generate(self, key: Key, seed: int, tokens: list[int], limits: Limits = NO_LIMITS) -> Completion:
         """Continue the tokens of an episode."""
-        request = _Request(list(tokens), seed, self._loop.create_future())
+        request = _Request(list(tokens), seed, self._loop.create_future(), limits)
         self._add(key, request)
         try:
             completion = await request.answer
@@ -166,8 +209,7 @@ class _Together(Requests):
         self._ask_once_all_wait()
 
     def _ask(self) -> None:
-        asked = [request for _, request in sorted(self._waiting.items()) if not request.answer.done()]
-        self._waiting = {}
+        asked = self._alike()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -175,7 +217,9 @@ class _Together(Requests):
             return
         try:
             prompts, seeds = [each.tokens for each in asked], [each.seed for each in asked]
-            coming = self._sampler.generate(prompts, seeds=seeds, sampling=self._sampling)
+            stop, lengths = asked[0].limits.stop, [each.limits.max_new_tokens for each in asked]
+            most = None if None in lengths else max(cast(list[int], lengths))
+            coming = self._sampler.generate(prompts, seeds=seeds, sampling=self._sampled(Limits(stop, most)))
             found = coming if isinstance(coming, futures.Future) else done(coming.result())
         except Exception as error:
             found = futures.Future()
@@ -185,6 +229,14 @@ class _Together(Requests):
         else:
             self._coming = found
             found.add_done_callback(lambda found: self._soon(partial(self._answered, asked, found)))
+
+    def _alike(self) -> list[_Request]:
+        """Requests that wait and end at the same texts, those of who waits longest; the others wait on."""
+        waiting = {key: each for key, each in self._waiting.items() if not each.answer.done()}
+        stop = next((each.limits.stop for each in waiting.values()), ())
+        asked = [each for _, each in sorted(waiting.items()) if each.limits.stop == stop]
+        self._waiting = {key: each for key, each in waiting.items() if each.limits.stop != stop}
+        return asked
 
     def _answered(self, asked: Sequence[_Request], found: "futures.Future[list[Completion]]") -> None:
         self._coming = None
@@ -230,9 +282,13 @@ class _AsTheyCome(Requests):
         asked, self._new = [each for each in self._new if not each.answer.done()], []
         if not asked or self._over:
             return
+        for limits in dict.fromkeys(each.limits for each in asked):
+            self._stream([each for each in asked if each.limits == limits], self._sampled(limits))
+
+    def _stream(self, asked: Sequence[_Request], sampling: Sampling | None) -> None:
         prompts, seeds = [each.tokens for each in asked], [each.seed for each in asked]
         try:
-            promised = cast(Streams, self._sampler).stream(prompts, seeds, self._sampling)
+            promised = cast(Streams, self._sampler).stream(prompts, seeds, sampling)
             _check_count(promised, asked)
         except Exception as error:
             for each in asked:

@@ -22,7 +22,7 @@ from nrl.envs.contract import is_env, judges_group
 from nrl.envs.user_code.calls import Caller, calling
 from nrl.episodes.episode import Episode, play
 from nrl.episodes.groups import Group
-from nrl.episodes.requests import Requests, requests_to
+from nrl.episodes.requests import NO_LIMITS, Limits, Requests, requests_to
 from nrl.errors import BatchError, DataError, EnvError
 from nrl.runtime.threads import Daemons
 
@@ -173,11 +173,11 @@ class Running:
         key, episode, sampler = (group.number, place), group.episodes[place], self._sampler
         requests = self._requests
 
-        async def generate(tokens: list[int]) -> Completion:
+        async def generate(tokens: list[int], limits: Limits = NO_LIMITS) -> Completion:
             # Each turn has noise of its own: else an engine that counts from a request's beginning draws what it drew
             # in the turn before, and a question that is asked again has the same answer again
             turn = [len(episode.turns)] if episode.turns else []
-            return await requests.generate(key, hashed(self._seed, *key, *turn), tokens)
+            return await requests.generate(key, hashed(self._seed, *key, *turn), tokens, limits)
 
         try:
             if (entry := places[place]) is not None:

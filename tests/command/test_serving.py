@@ -4,6 +4,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,8 +116,15 @@ def test_models_and_tokens(served: Running, client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"temperature": -1}, "'temperature' must be >= 0"),
+        ({"temperature": -1}, "temperature is -1; give a number from 0 to 100"),
         ({"temperature": "hot"}, "temperature is 'hot'; give a number"),
+        ({"temperature": 2**65}, "give a number from 0 to 100"),
+        ({"max_tokens": 2**63}, "max_tokens is 9223372036854775808; give a whole number from 1 to 2147483647"),
+        ({"max_tokens": 1e308}, "give a whole number from 1"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens is 0; give a whole number from 1"),
+        ({"extra_body": {"top_k": 1.5}}, "top_k is 1.5; give a whole number from -1"),
+        ({"seed": 2**64}, "seed is 18446744073709551616"),
+        ({"stop": [1]}, "stop is [1]; give texts"),
         ({"messages": [{"role": "user", "content": "2+2= " * 2000}]}, "ask something shorter"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "this model reads text alone"),
     ],
@@ -148,3 +157,34 @@ def test_what_is_missing_or_unknown_is_named(capsys: pytest.CaptureFixture[str])
     assert "model" in capsys.readouterr().err
     assert main(["serve", "small", "prot=1"]) == 2
     assert "did you mean 'port'" in capsys.readouterr().err
+
+
+def test_a_server_that_is_ended_while_it_decodes_says_so(tmp_path: Path) -> None:
+    """Its client reads why, and it ends as it does when nobody waits."""
+    long = tmp_path / "long"
+    tiny.save(
+        tiny.model(tokenizer=tiny.bpe(["user assistant 2+2= 4"]), max_position_embeddings=4096, num_hidden_layers=32),
+        long,
+    )
+    url, process = started(str(long), "max_new_tokens=4000")
+    try:
+        said = list[Any]()
+
+        def ask() -> None:
+            with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
+                try:
+                    client.chat.completions.create(model="long", messages=ASK, n=128)
+                except openai.APIStatusError as error:
+                    said.append((error.status_code, error.body))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        time.sleep(2.0)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        asking.join(10)
+        assert said[0][0] == 503
+        assert "the server ends" in said[0][1]["message"]
+    finally:
+        process.kill()
+        process.stdout.close()  # type: ignore[union-attr]

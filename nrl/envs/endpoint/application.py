@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ import msgspec
 
 from nrl.envs.contract import Turn
 from nrl.envs.endpoint import chat_completions, responses
-from nrl.envs.endpoint.asked import Asked, Unusable, said_by
+from nrl.envs.endpoint.asked import Asked, Unusable, said_by, wrong_type
 from nrl.envs.gym.application import Application, Receive, Send
 from nrl.envs.gym_config.defaults import LARGEST
 
@@ -18,7 +19,8 @@ __all__ = ["SESSION", "Answering", "application"]
 
 SESSION = "nrl_session"
 """The key of a request's ``metadata`` that names its session, where neither the path nor the API key does."""
-_PATH = re.compile(r"(?:/s/([^/]+))?(?:/v1)?/(chat/completions|responses|models|tokenize)")
+_PATH = re.compile(r"(?:/s/([^/]+))?(?:/v1)?/(chat/completions|responses|models|tokenize)(/.+)?")
+_KEPT = 10_000  # responses of a session
 _APIS: Mapping[str, Any] = {"chat/completions": chat_completions, "responses": responses}
 
 
@@ -26,14 +28,10 @@ class Answering(Protocol):
     """Who answers the requests of a session."""
 
     responses: dict[str, list[Mapping[str, Any]]]
-    """Conversations that a later request may go on with, by the id of the response at their end."""
+    """Conversations that a later request may go on with, by the id of the response at their end; the newest."""
 
     ids: bool
     """Whether all answers have the tokens that they are made of."""
-
-    def number(self) -> int:
-        """The number of an answer."""
-        ...
 
     async def ask(self, asked: Asked, left: "asyncio.Future[Any]") -> tuple[list[Turn], int] | None:
         """The turns that answer a request, and the number of the first of them; raises `Unusable`.
@@ -43,7 +41,7 @@ class Answering(Protocol):
         ...
 
     def tokenize(self, body: Any) -> dict[str, Any]:
-        """The tokens of a prompt, as vLLM tells them; raises `Unusable`."""
+        """The tokens of a prompt, as vLLM tells them; in any thread; raises `Unusable`."""
         ...
 
 
@@ -62,9 +60,10 @@ def application(find: Callable[[str], Answering | None], model: str, *, by_metad
         try:
             await answered(scope, receive, send)
         except Unusable as error:
-            kind = "invalid_request_error" if error.status < 500 else "server_error"
-            said = {"message": str(error), "type": kind, "param": None, "code": error.code}
-            await _send(send, msgspec.json.encode({"error": said}), status=error.status)
+            await _refuse(send, str(error), error.code, error.status)
+        except Exception as error:  # whatever it is, a client of OpenAI's reads it
+            await _refuse(send, f"{type(error).__name__}: {error}", None, 500)
+            raise
 
     async def answered(scope: Any, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
@@ -74,6 +73,8 @@ def application(find: Callable[[str], Answering | None], model: str, *, by_metad
         found = _PATH.fullmatch(path)
         if found is None:
             raise Unusable(f"there is no {path:.80}; ask /v1/chat/completions, /v1/responses or /v1/models", status=404)
+        if found[3] and found[2] != "models":
+            raise Unusable(f"there is no {path:.80}; nothing is kept but what previous_response_id names", status=404)
         if method != ("GET" if found[2] == "models" else "POST"):
             raise Unusable(f"{path:.80} does not take {method:.20}", status=405)
         session = find(found[1] or _key(scope["headers"]))
@@ -84,15 +85,18 @@ def application(find: Callable[[str], Answering | None], model: str, *, by_metad
         if session is None:
             raise _unknown()
         if found[2] == "models":
-            await _send(send, msgspec.json.encode({"object": "list", "data": [listed]}))
+            if found[3] not in (None, f"/{model}"):
+                raise Unusable(f"there is no model {found[3][1:]!r:.80}; it is {model!r}", "model_not_found", 404)
+            await _send(send, msgspec.json.encode(listed if found[3] else {"object": "list", "data": [listed]}))
             return
         if found[2] == "tokenize":
-            await _send(send, msgspec.json.encode(session.tokenize(body)))
+            await _send(send, msgspec.json.encode(await asyncio.to_thread(session.tokenize, body)))
         else:
             await asked(_APIS[found[2]], session, body, receive, send)
 
     async def asked(api: Any, session: Answering, body: Any, receive: Receive, send: Send) -> None:
-        asked = attrs.evolve(read := _read(api, body, session), ids=read.ids or session.ids)
+        read = _read(api, body, session)
+        asked = attrs.evolve(read, ids=read.ids or session.ids, model=read.model or model)
         left = asyncio.ensure_future(receive())  # which comes when the client leaves
         try:
             found = await session.ask(asked, left)
@@ -101,10 +105,12 @@ def application(find: Callable[[str], Answering | None], model: str, *, by_metad
         if found is None:
             return
         turns, first = found
-        name = str(session.number())
-        if api is responses:
+        name = secrets.token_hex(16)  # which nobody else can guess
+        if api is responses and asked.stored:
             told = asked.messages[bool(body.get("instructions")) :]  # which hold for one request
             session.responses[f"resp_{name}"] = [*told, said_by(turns[0], first)]
+            while len(session.responses) > _KEPT:
+                del session.responses[next(iter(session.responses))]
         if asked.stream:
             await send({"type": "http.response.start", "status": 200, "headers": [_type(b"text/event-stream")]})
             for event in api.events(asked, turns, first, name):
@@ -123,12 +129,14 @@ def _read(api: Any, body: Any, session: Answering) -> Asked:
     try:
         found: Asked = api.read(body) if earlier is None else api.read(body, session.responses[str(earlier)])
     except (AttributeError, TypeError) as error:  # a field of another type than it has to have
-        raise Unusable(f"a field of the request is of the wrong type: {error}") from None
+        raise wrong_type(error) from None
     return found
 
 
 def _unknown() -> Unusable:
-    return Unusable("there is no such session; use the address or the API key of this episode", status=401)
+    return Unusable(
+        "the address or the API key is wrong: it is that of no session here; use what this one was given", status=401
+    )
 
 
 async def _body(receive: Receive) -> Any:
@@ -161,6 +169,12 @@ def _named(body: Any) -> str:
 
 def _type(kind: bytes) -> tuple[bytes, bytes]:
     return b"content-type", kind
+
+
+async def _refuse(send: Send, why: str, code: str | None, status: int) -> None:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    said = {"message": why, "type": kind, "param": None, "code": code}
+    await _send(send, msgspec.json.encode({"error": said}), status=status)
 
 
 async def _send(send: Send, body: bytes, status: int = 200) -> None:

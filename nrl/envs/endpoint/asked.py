@@ -17,7 +17,9 @@ __all__ = [
     "chat_tools",
     "content_of",
     "content_text",
+    "cut",
     "said_by",
+    "wrong_type",
 ]
 
 
@@ -35,6 +37,11 @@ class Unusable(ValueError):
         self.code, self.status = code, status
 
 
+def wrong_type(error: Exception) -> Unusable:
+    """What to say where a field of a request is of another type than it has to be."""
+    return Unusable(f"a field of the request is of the wrong type: {error}")
+
+
 @attrs.frozen
 class Asked:
     """A request.
@@ -47,6 +54,7 @@ class Asked:
         n: how many answers.
         stream: whether the answer comes as server-sent events.
         stream_usage: whether the last of these counts tokens.
+        stored: whether a later request may go on with the answer.
         logprobs: whether each token's log-probability is asked for.
         ids: whether the tokens themselves are.
         model: the name that the client gave.
@@ -60,6 +68,7 @@ class Asked:
     n: int = 1
     stream: bool = False
     stream_usage: bool = False
+    stored: bool = True
     logprobs: bool = False
     ids: bool = False
     model: str = ""
@@ -138,6 +147,19 @@ def call_id(turn: int, place: int) -> str:
     return f"call_{turn}_{place}"
 
 
+def cut(turn: Turn, stop: Sequence[str]) -> Turn:
+    """A turn as who asked for an end before some texts is told it: without the first of them, and what follows.
+
+    >>> cut(Turn("Add 2.\nObservation: 4", token_ids=[3, 4, 5]), ["\nObservation:"])
+    'Add 2.'
+    """
+    at = min((place for each in stop if (place := turn.text.find(each)) >= 0), default=None)
+    if at is None:
+        return turn
+    own = (turn.calls, turn.malformed, turn.reasoning, turn.prompt_tokens, turn.prompt_ids, turn.logprobs)
+    return Turn(turn.text[:at], turn.token_ids, turn.stop_reason, *own)
+
+
 def content_of(turn: Turn) -> str:
     """The text of a turn, and behind it what began like a call and could not be read."""
     return "\n".join(filter(None, [turn.text, *(each.text for each in turn.malformed)]))
@@ -167,7 +189,7 @@ def _meaning(message: Mapping[str, Any]) -> Any:
 
 
 def as_request(asked: Asked, said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A `nrl.envs.contract.Request` of what is asked.
+    """A `nrl.envs.contract.Request` of what is asked, with how long an answer may be.
 
     Args:
         asked: by a client.
@@ -184,7 +206,8 @@ def as_request(asked: Asked, said: Sequence[Mapping[str, Any]]) -> dict[str, Any
     own, at, run = set[str](), 0, list[dict[str, Any]]()  # results of one message's calls, which come in any order
 
     def end_run() -> None:
-        found.extend(sorted(run, key=lambda each: order.get(each["tool_call_id"], len(order))))
+        ordered = sorted(run, key=lambda each: order.get(each["tool_call_id"], len(order)))
+        found.extend(_result(each, names, own) for each in ordered)
         run.clear()
 
     for message in asked.messages:
@@ -209,9 +232,10 @@ def as_request(asked: Asked, said: Sequence[Mapping[str, Any]]) -> dict[str, Any
             found.append(_foreign(message))
     end_run()
     return {
-        "messages": [_result(each, names, own) if each["role"] == "tool" else each for each in found],
+        "messages": found,
         "tools": asked.tools,
         "ids": asked.ids or asked.logprobs,
+        **{name: asked.sampling[name] for name in ("stop", "max_new_tokens") if asked.sampling.get(name)},
     }
 
 

@@ -13,8 +13,16 @@ __all__ = ["answer", "events", "read", "sampling_of"]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _UNMET = (
     *("frequency_penalty", "function_call", "functions", "logit_bias", "presence_penalty", "response_format"),
-    *("parallel_tool_calls", "top_logprobs", "min_p", "repetition_penalty", "guided_json"),
+    *("top_logprobs", "min_p", "repetition_penalty", "guided_json", "structured_outputs", "chat_template_kwargs"),
+    "reasoning_effort",
 )
+_RANGES: Mapping[str, tuple[Any, float, float]] = {
+    "temperature": (int | float, 0, 100),
+    "top_p": (int | float, 0, 1),
+    "top_k": (int, -1, 2**31 - 1),
+    "seed": (int, -(2**63), 2**63 - 1),
+    "max_new_tokens": (int, 1, 2**31 - 1),
+}
 
 
 def read(body: Any) -> Asked:
@@ -38,7 +46,8 @@ def read(body: Any) -> Asked:
     if not isinstance(n, int) or not 1 <= n <= 128:
         raise Unusable(f"n is {n!r:.80}; give how many answers, from 1 to 128")
     choice = body.get("tool_choice")
-    unmet = [name for name in _UNMET if body.get(name)]
+    unmet = [name for name in _UNMET if body.get(name) not in (None, 0, "", [], {}, {"type": "text"})]
+    unmet += ["parallel_tool_calls"] if body.get("parallel_tool_calls") is False else []
     if choice not in (None, "auto", "none"):
         unmet.append("tool_choice")
     return Asked(
@@ -59,17 +68,22 @@ def sampling_of(body: Mapping[str, Any], *lengths: str) -> dict[str, Any]:
     """How a request wants to be sampled; of ``lengths``, the names of the most tokens, the first that it has counts.
 
     Raises:
-        Unusable: a value that is no number, or no text.
+        Unusable: a value that is no number of its range, or no text.
 
     >>> sampling_of({"temperature": 0, "max_tokens": 5, "user": "me"}, "max_tokens")
     {'temperature': 0, 'max_new_tokens': 5}
     """
     given = {name: body[name] for name in ("temperature", "top_p", "top_k", "seed") if body.get(name) is not None}
-    length = next((body[name] for name in lengths if body.get(name) is not None), None)
-    given |= {} if length is None else {"max_new_tokens": length}
+    length = next((name for name in lengths if body.get(name) is not None), "")
+    given |= {"max_new_tokens": body[length]} if length else {}
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise Unusable(f"{name} is {value!r:.80}; give a number")
+        kind, least, most = _RANGES[name]
+        if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+            of = "a whole number" if kind is int else "a number"
+            name = length if name == "max_new_tokens" else name
+            raise Unusable(f"{name} is {value!r:.80}; give {of} from {least} to {most}")
+    if given.get("top_k") == -1:  # vLLM's word for all
+        given["top_k"] = 0
     stop = body.get("stop")
     if stop is not None:
         given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -154,8 +168,13 @@ def events(asked: Asked, turns: Sequence[Turn], first: int, name: str) -> Iterat
         parts += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
         parts += [{"tool_calls": [each]} for each in calls]
         for at, delta in enumerate(parts):
-            logprobs = choice["logprobs"] if at == len(parts) - 1 else None
-            yield chunk([{"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs}])
+            last = at == len(parts) - 1
+            own = {"token_ids": choice["token_ids"]} if asked.ids and last else {}
+            prompt = {"prompt_token_ids": whole["prompt_token_ids"]} if asked.ids and at == 0 else {}
+            logprobs = choice["logprobs"] if last else None
+            yield chunk(
+                [{"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs, **own}], **prompt
+            )
         yield chunk([{"index": index, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}])
     if asked.stream_usage:
         yield chunk([], usage=whole["usage"])

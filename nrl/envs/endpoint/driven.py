@@ -70,11 +70,13 @@ def driven(
     with an address of its own. Each of its requests is a turn of the policy: the messages are what the policy sees, and
     what it says is the answer. Messages that come back as they were are the same tokens as before; where an agent
     changes or leaves out something, the episode forks (`nrl.rollout`). Requests of one episode are answered one after
-    the other. How tokens are drawn is the rollout's business, so ``temperature``, ``max_tokens`` and the like are not
-    looked at.
+    the other. How tokens are drawn is the rollout's business, so ``temperature`` and the like are not looked at;
+    ``stop`` and ``max_tokens`` end a turn. What an agent wishes besides, as a format of the answer, nothing meets; the
+    metrics ``env/unmet/...`` say how many episodes had such a wish.
 
     An agent whose request does not fit into the context is told so, as OpenAI's API does, and may ask something shorter
-    or end. If an episode ends before its agent does, the agent is cancelled, and what it asks is refused.
+    or end; likewise where the chat template does not take its messages. If an episode ends before its agent does, the
+    agent is cancelled, and what it asks is refused.
 
     Args:
         start: lets an agent work on a task, and returns its reward as a verifier does; None: that is the verifier's
@@ -83,8 +85,8 @@ def driven(
         verifier: has the last word, of the whole `nrl.envs.Trace`.
         timeout: seconds in which the agent has to ask for the first time, from one answer to the next request, and from
             the last answer to its end; or a function from the task to these; None: no limit.
-        host: where the endpoint listens, in the process where the environment is; by default no other machine can
-            reach it. Give the address of a network interface for agents on other machines.
+        host: where the endpoint listens, in the process where the environment is, and which agents are told; by
+            default no other machine can reach it. Give the address of a network interface for agents on other machines.
         port: of the endpoint, for agents that are told one address before they start, and name their episode in
             ``metadata``, as ``nrl_session``; 0: any that is free.
         ids: whether all answers have ``prompt_token_ids``, ``generation_token_ids`` and ``generation_log_probs``, as
@@ -92,6 +94,9 @@ def driven(
 
     Returns:
         An environment, ``async``, like any other: it may be `nrl.pooled`, on a mesh, or served.
+
+    Raises:
+        ValueError: ``host`` is an address at which nobody can be found.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -110,6 +115,10 @@ def driven(
     >>> batch["valid"].tolist(), batch["loss_mask"].any(1).tolist()
     ([True, True, True, True], [True, True, True, True])
     """
+    if host in ("", "0.0.0.0", "::"):
+        raise ValueError(
+            f"driven: host is {host!r}, at which no agent finds the endpoint; give the address of a network interface"
+        )
 
     async def reset(task: Task) -> Any:
         state = _running(host, port).begin(start, task, ids)
@@ -147,19 +156,26 @@ class _Driven:
 
     async def step(self, turn: Turn) -> Step:
         """Answer the agent, and wait for what it does next."""
-        self._refused = self._refused + 1 if not turn.token_ids and turn.stop_reason == "length" else 0
+        refused = turn.stop_reason == "refused" or (turn.stop_reason == "length" and not turn.token_ids)
+        self._refused = self._refused + 1 if refused else 0
         if self._refused > _REFUSALS:
             raise EnvError(
-                f"driven: the agent asked {self._refused} times in a row for more than fits into the context; let it "
-                "shorten its messages, or end, when it reads context_length_exceeded"
+                f"driven: the agent asked {self._refused} times in a row for "
+                + (
+                    f"what cannot be answered ({turn.text}); let it end when it reads that"
+                    if turn.stop_reason == "refused"
+                    else "more than fits into the context; let it shorten its messages, or end, when it reads "
+                    "context_length_exceeded"
+                )
             )
+        unmet = {f"unmet/{name}": 1.0 for name in self.session.unmet}
         found = self.session.take(turn)
         if found is None:
             found = await self.session.next()
         if not isinstance(found, asyncio.Future):
-            return Step(self, done=False, observation=found)
+            return Step(self, done=False, observation=found, info=unmet)
         verdict = found.result()
-        return Step(self, 0.0 if verdict is None else verdict)
+        return Step(self, 0.0 if verdict is None else verdict, info=unmet)
 
     async def end(self) -> None:
         """Refuse what the agent asks from now on, and cancel it, if it has not ended."""

@@ -11,7 +11,7 @@ from nrl.envs.endpoint.chat_completions import sampling_of
 
 __all__ = ["answer", "events", "messages_of", "output_of", "read"]
 
-_UNMET = ("parallel_tool_calls", "reasoning", "text", "top_logprobs", "truncation")
+_UNMET = ("background", "conversation", "prompt", "reasoning", "text", "top_logprobs", "truncation")
 _OWN = ("reasoning", "message", "function_call")  # what a turn of the model is made of, in this order
 _BEFORE = len(_OWN)  # no turn of the model
 _ROLES = ("system", "developer", "user", "assistant")
@@ -43,12 +43,14 @@ def read(body: Any, earlier: Sequence[Mapping[str, Any]] = ()) -> Asked:
         raise Unusable("input: the last item is the assistant's, which leaves nothing to answer")
     choice, include = body.get("tool_choice"), body.get("include") or ()
     unmet = [name for name in _UNMET if _wishes(body.get(name))]
+    unmet += ["parallel_tool_calls"] if body.get("parallel_tool_calls") is False else []
     if choice not in (None, "auto", "none"):
         unmet.append("tool_choice")
     return Asked(
         messages=found,
         tools=[] if choice == "none" else chat_tools(body.get("tools")),
         stream=bool(body.get("stream")),
+        stored=body.get("store") is not False,
         logprobs="message.output_text.logprobs" in include,
         ids=bool(body.get("return_token_ids")),
         model=str(body.get("model") or ""),
@@ -59,7 +61,7 @@ def read(body: Any, earlier: Sequence[Mapping[str, Any]] = ()) -> Asked:
 
 def _wishes(value: Any) -> bool:
     """Whether a field says more than what is done anyway."""
-    return value not in (None, True, False, "disabled", {}, {"format": {"type": "text"}})
+    return value not in (None, True, 0, "disabled", {}, {"format": {"type": "text"}})
 
 
 def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:

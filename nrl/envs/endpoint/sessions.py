@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from nrl.envs.contract import Turn
-from nrl.envs.endpoint.asked import Asked, Unusable, as_request, said_by
+from nrl.envs.endpoint.asked import Asked, Unusable, as_request, cut, said_by
 
 __all__ = ["Exchange", "Session"]
 
@@ -44,19 +44,13 @@ class Session:
 
     def __init__(self, name: str, ids: bool) -> None:
         self.name, self.ids = name, ids
-        self.responses: dict[str, list[Mapping[str, Any]]] = {}  # conversations, by the id of the response at their end
+        self.responses: dict[str, list[Mapping[str, Any]]] = {}
         self._said: list[Mapping[str, Any]] = []
         self._waiting: asyncio.Queue[Exchange | asyncio.Future[Any]] = asyncio.Queue()
         self._current: Exchange | None = None
         self._left: list[Exchange] = []  # whose agent has left
         self._asked: list[Exchange] = []  # whose agent waits
         self._closed = ""
-        self._numbers = 0
-
-    def number(self) -> int:
-        """The number of an answer."""
-        self._numbers += 1
-        return self._numbers
 
     async def ask(self, asked: Asked, left: "asyncio.Future[Any]") -> tuple[list[Turn], int] | None:
         """The turns that answer a request, and the number of the first of them; None: its client has left.
@@ -94,6 +88,11 @@ class Session:
         finally:
             self._asked.remove(exchange)
 
+    @property
+    def unmet(self) -> tuple[str, ...]:
+        """What the request that is answered wishes besides, and nothing meets."""
+        return () if self._current is None else self._current.asked.unmet
+
     def tokenize(self, body: Any) -> dict[str, Any]:
         """Refuse: the tokens are where the policy is."""
         raise Unusable("an episode's endpoint has no tokenizer; ask for return_token_ids with a request", status=404)
@@ -121,16 +120,11 @@ class Session:
         """Take a turn of the policy. What is still to be answered, if more are asked for; None: that was the last."""
         exchange = self._current
         assert exchange is not None
-        if not turn.token_ids and turn.stop_reason == "length":
+        if turn.stop_reason in ("length", "refused") and not turn.token_ids:
             self._answered(exchange)
-            exchange.answer.set_exception(
-                Unusable(
-                    f"the request has {turn.prompt_tokens} tokens, which leaves no room for an answer in the context "
-                    "of this model; ask something shorter",
-                    "context_length_exceeded",
-                )
-            )
+            exchange.answer.set_exception(_why(turn))
             return None
+        turn = cut(turn, exchange.asked.sampling.get("stop", ()))
         exchange.turns.append(turn)
         self._said.append(said_by(turn, len(self._said)))
         if len(exchange.turns) < exchange.asked.n:
@@ -154,3 +148,14 @@ class Session:
             if not exchange.answer.done():
                 self._answered(exchange)
                 exchange.answer.set_exception(Unusable(why, "session_closed", 410))
+
+
+def _why(turn: Turn) -> Unusable:
+    """Why a request is not answered."""
+    if turn.stop_reason == "refused":
+        return Unusable(turn.text)
+    return Unusable(
+        f"the request has {turn.prompt_tokens} tokens, which leaves no room for an answer in the context of this "
+        "model; ask something shorter",
+        "context_length_exceeded",
+    )

@@ -80,7 +80,7 @@ class Action(Struct, omit_defaults=True):
 
     text: Text = ""
     token_ids: list[int] = []
-    stop_reason: Literal["stop", "length"] = "stop"
+    stop_reason: Literal["stop", "length", "refused"] = "stop"
     calls: list[Called] = []
     malformed: list[Unread] = []
     reasoning: Text = ""

@@ -23,10 +23,12 @@ class Says:
 
     def __init__(self, template: str, texts: Sequence[str], context_length: int = 4096) -> None:
         self.tokenizer, self.texts, self.asked = chat_tokenizer(template), list(texts), list[list[int]]()
+        self.sampled = list[Sampling | None]()
         self.version, self.context_length, self.sampling = 1, context_length, Sampling()
 
     def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
         self.asked += prompts
+        self.sampled.append(sampling)
         ids = [self.tokenizer.encode(self.texts.pop(0), add_special_tokens=False) for _ in prompts]
         logprobs = [-torch.arange(1.0, len(each) + 1) / 8 for each in ids]
         found = [Completion(torch.tensor(x), y, False, 1) for x, y in zip(ids, logprobs, strict=True)]

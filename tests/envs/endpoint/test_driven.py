@@ -341,7 +341,7 @@ def test_when_a_limit_ends_an_episode_its_agent_is_cancelled_and_refused() -> No
     assert batch["valid"].all()
     assert came[0] == "cancelled"
     assert came[1][0] == 401
-    assert "no such session" in came[1][1]
+    assert "that of no session here" in came[1][1]
 
 
 def test_a_request_whose_connection_broke_is_answered_once() -> None:

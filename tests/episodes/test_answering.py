@@ -1,0 +1,117 @@
+"""A sampler behind OpenAI's APIs: what each request is told, and that others do not wait for it."""
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import nrl
+from nrl.envs.endpoint.asked import Asked, Unusable, call_id, said_by
+from nrl.episodes.answering import Answers
+from tests.envs.endpoint.driving import Says, turn
+
+SAY: Any = {"role": "user", "content": "Say"}
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def asked(answers: Answers, *requests: Asked) -> list[Any]:
+    """What requests of one moment are answered; or the error."""
+
+    async def all_of_them() -> list[Any]:
+        never = asyncio.get_running_loop().create_future()
+        return list(await asyncio.gather(*(answers.ask(each, never) for each in requests), return_exceptions=True))
+
+    return asyncio.run(all_of_them())
+
+
+def test_each_call_has_an_id_of_its_own() -> None:
+    """As clients want it that keep a conversation of several requests."""
+    calling = turn("qwen2_5", "", ("add", {"a": 2, "b": 3}))
+    answers = Answers(Says("qwen2_5", [calling] * 4))
+    found = [each for _ in range(2) for each in asked(answers, Asked([SAY], [ADD], n=2))]
+    firsts = [first for _, first in found]
+    ids = [call_id(first + place, 0) for first in firsts for place in range(2)]
+    assert len(set(ids)) == 4
+    (turns, first), *_ = found
+    assert said_by(turns[0], first)["tool_calls"][0]["name"] == "add"
+
+
+def test_requests_of_different_lengths_are_decoded_together() -> None:
+    policy = Says("qwen2_5", ["Hi more<|im_end|>"] * 3)
+    answers = Answers(policy)
+    lengths = [{"max_new_tokens": 1}, {"max_new_tokens": 2}, {}]
+    found = asked(answers, *(Asked([SAY], sampling=each) for each in lengths))
+    assert len(policy.sampled) == 1
+    counts = [len(turns[0].token_ids) for turns, _ in found]
+    assert counts[:2] == [1, 2]
+    assert counts[2] > 2
+    assert [turns[0].stop_reason for turns, _ in found] == ["length", "length", "stop"]
+
+
+class Slow(Says):
+    """It decodes as long as it is let."""
+
+    def __init__(self) -> None:
+        super().__init__("qwen2_5", ["Hi<|im_end|>"] * 9)
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
+        self.began.set()
+        assert self.go_on.wait(30)
+        return super().generate(prompts, seeds=seeds, sampling=sampling)
+
+
+def test_while_it_decodes_other_requests_are_looked_after() -> None:
+    """One is refused, one leaves; and when the server ends, who waits is told so."""
+    policy = Slow()
+    answers = Answers(policy)
+
+    async def requests() -> None:
+        loop = asyncio.get_running_loop()
+        never, left = loop.create_future(), loop.create_future()
+        waits = asyncio.create_task(answers.ask(Asked([SAY]), never))
+        assert await asyncio.to_thread(policy.began.wait, 10)
+        assert answers.busy
+        began = time.monotonic()
+        long = Asked([{"role": "user", "content": "Hi " * 40_000_000}])
+        with pytest.raises(Unusable, match="120000000 characters, which do not fit into the 4096 tokens"):
+            await answers.ask(long, never)
+        leaves = asyncio.create_task(answers.ask(Asked([SAY]), left))
+        await asyncio.sleep(0.05)
+        left.set_result(None)
+        assert await leaves is None
+        assert time.monotonic() - began < 5
+        answers.close()
+        with pytest.raises(Unusable, match="the server ends; ask another one") as ended:
+            await waits
+        assert ended.value.status == 503
+
+    asyncio.run(requests())
+    policy.go_on.set()
+    end = time.monotonic() + 10
+    while answers.busy and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not answers.busy
+
+
+def test_what_nothing_meets_is_said_once() -> None:
+    answers = Answers(Says("qwen2_5", ["Hi<|im_end|>"] * 3))
+    wishing = Asked([SAY], unmet=("response_format",))
+    with pytest.warns(UserWarning, match="serve: a request asks for response_format, which nothing here meets") as said:
+        asked(answers, wishing, wishing)
+    assert len([each for each in said if "response_format" in str(each.message)]) == 1
+
+
+def test_tokens_of_what_is_no_request() -> None:
+    answers = Answers(Says("qwen2_5", []))
+    for body, why in (
+        ({"messages": [SAY], "tools": 5}, "a field of the request is of the wrong type"),
+        ({"prompt": "Hi " * 4_000_000}, "12000000 characters, which do not fit"),
+        ({}, "messages: there are none"),
+    ):
+        with pytest.raises(Unusable, match=why):
+            answers.tokenize(body)
+    assert answers.tokenize({"prompt": "Hi"})["count"] == len(answers.tokenize({"prompt": "Hi"})["tokens"])
+    assert nrl.Sampling().max_new_tokens > 2
