@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 import aiohttp
 import attrs
 
-from nrl.command.gym import keeper
 from nrl.envs.gym.asking import unreached
 from nrl.envs.gym_config.servers import Endpoint, EnvironmentServer, ModelServer, Program, Server
 from nrl.log import duration
 from nrl.log.redaction import kept_secrets, redact
+from nrl.runtime.node import keeper
 
 __all__ = ["Interpreter", "Replica", "environment_of", "fate", "live", "probe", "seconds", "watch"]
 
@@ -141,6 +141,7 @@ async def live(
     replica.pid, replica.hung = None, ""
     replica.become("starting", "it has not answered yet")
     order = {**_order(replica, server, interpreter, token, cluster, grace), "folder": str(folder), "grace": grace}
+    order["open"] = order["line"] is not None
     replica.process = process = await asyncio.create_subprocess_exec(
         sys.executable, "-I", "-S", str(keeper.__file__),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,

@@ -4,10 +4,9 @@ import asyncio
 import functools
 import json
 import os
-import signal
+import shutil
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -19,6 +18,7 @@ from nrl.errors import EnvError
 from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.executables.registry import executable as registered
+from nrl.runtime.node import keeper
 from nrl.runtime.node.building import provide
 from nrl.runtime.node.environments import sources
 
@@ -35,7 +35,8 @@ def program(
     It finds the model by the environment variables ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``, and
     reads the task as JSON on its standard input. The last line that it prints is its verdict, as JSON: a number, an
     object of components, or ``null`` for none, as where it prints nothing. If it exits with a status other than 0, its
-    row is invalid. When its episode ends, it is killed, with all processes that are in its group.
+    row is invalid. When its episode ends, or this process does, however that is, it is killed with all that it has
+    started; on other systems than Linux, with its own process.
 
     Args:
         *command: the program and its arguments; ``python`` is the Python of the executable.
@@ -43,7 +44,7 @@ def program(
         env: more environment variables.
 
     Raises:
-        ValueError: there is no command.
+        ValueError: there is no command, or no such program here.
         PlacementError: no executable has this name.
         ExecutableError: it cannot be built.
 
@@ -56,28 +57,36 @@ def program(
         raise ValueError("program: there is no command; give a program and its arguments")
     made = registered(executable)
     own = command[0] == "python"
+    if not own and made.name == "system" and shutil.which(command[0]) is None:
+        raise ValueError(f"program: there is no program {command[0]!r} here; give its path, or 'python' and a file")
     if own:
         provided(made)  # so that no episode waits for it, but on other machines
 
     async def start(task: Task, endpoint: Endpoint) -> Verdict | None:
         python, variables = await asyncio.to_thread(provided, made) if own else ("", made.env)
+        order = {
+            "argv": [python, *command[1:]] if own else command,
+            "env": {**os.environ, **variables, **(env or {}), **endpoint.environ},
+            "folder": str(Path.cwd()),
+            "line": json.dumps(sendable(dict(task), "the task")),
+            "open": False,
+            "grace": 0.0,
+        }
         # Files, since pipes are open for as long as anything that the program has left behind holds them
-        with TemporaryFile() as asked, TemporaryFile() as said, TemporaryFile() as complained:
-            asked.write(json.dumps(sendable(dict(task), "the task")).encode())
-            asked.seek(0)
+        with TemporaryFile() as said, TemporaryFile() as complained:
             process = await asyncio.create_subprocess_exec(
-                *((python, *command[1:]) if own else command),
-                stdin=asked,
+                *(sys.executable, "-I", "-S", str(keeper.__file__)),
+                stdin=asyncio.subprocess.PIPE,
                 stdout=said,
                 stderr=complained,
-                env={**os.environ, **variables, **(env or {}), **endpoint.environ},
                 start_new_session=True,
             )
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(order).encode() + b"\n")
             try:
                 await process.wait()
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                process.stdin.close()  # at which it kills the program, if that has not ended
                 await process.wait()
             found, last = (_end(each) for each in (said, complained))
         if process.returncode:
@@ -108,6 +117,8 @@ def _end(of: IO[bytes]) -> str:
 
 def _verdict(said: str, command: Sequence[str]) -> Verdict | None:
     lines = said.splitlines()
+    if lines and lines[0].startswith('{"pid":'):  # of who looks after it
+        del lines[0]
     try:
         found: Verdict | None = json.loads(lines[-1]) if lines else None
         return found

@@ -1,5 +1,6 @@
 """Agents that are programs: what they are told, what they say, and what becomes of them."""
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from nrl import tiny
 from nrl.backends import hf
 from nrl.envs.endpoint import program
 from nrl.envs.limits import limited
-from tests.processes import alive
+from tests.processes import alive, settled
 
 ASKS = """
 import json, os, sys, urllib.request
@@ -75,7 +76,7 @@ def test_what_a_program_leaves_behind_is_not_waited_for(sampler: Any, tmp_path: 
 def test_when_its_episode_ends_a_program_is_killed_with_what_it_started(sampler: Any, tmp_path: Path) -> None:
     code = (
         "import subprocess, time\n"
-        f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
         f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
         "urllib.request.urlopen(asked)\n"
         "urllib.request.urlopen(asked)\n"
@@ -88,6 +89,42 @@ def test_when_its_episode_ends_a_program_is_killed_with_what_it_started(sampler:
     assert time.monotonic() - began < 20
     for pid in (tmp_path / "pids").read_text().split():
         assert not alive(int(pid))
+
+
+RUN = """
+import sys
+import nrl
+from nrl import tiny
+from nrl.backends import hf
+from nrl.envs.endpoint import program
+
+with nrl.cluster("local") as cluster:
+    model = tiny.model(tokenizer=tiny.bpe(["user assistant Hi more"]))
+    sampler = hf.sampler(cluster.reserve(1), model, nrl.Sampling(max_new_tokens=4))
+    nrl.rollout(sampler, nrl.driven(program(sys.executable, sys.argv[1])), [{"prompt": "Hi"}])
+"""
+
+
+def test_no_program_outlives_the_run_that_started_it(tmp_path: Path) -> None:
+    """However the run ends: here it is killed."""
+    code = (
+        "import subprocess, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+        f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
+        "time.sleep(60)\n"
+    )
+    (tmp_path / "agent.py").write_text(ASKS + code)
+    run = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path / "agent.py")])
+    pids = tmp_path / "pids"
+    assert not settled(lambda: not pids.exists() or not pids.read_text(), 60)
+    run.kill()
+    run.wait()
+    assert not settled(lambda: any(alive(int(pid)) for pid in pids.read_text().split()), 10)
+
+
+def test_a_program_that_there_is_not_is_an_error_at_once() -> None:
+    with pytest.raises(ValueError, match=r"there is no program '/nowhere/agent' here; give its path, or 'python'"):
+        program("/nowhere/agent", "fast")
 
 
 def test_there_has_to_be_a_command() -> None:

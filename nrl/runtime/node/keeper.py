@@ -1,10 +1,11 @@
 """A process between the supervisor and a server, so that nothing of the server outlives the supervisor.
 
 It runs as a file, in any Python, and imports nothing of nrl. On its stdin it gets one line of JSON, ``{"argv", "env",
-"folder", "line", "grace"}``. Then it starts the server, whose first line of output is ``{"pid": ...}``; ``line`` is
-written to the server's stdin, which then stays open. When the supervisor writes ``stop``, or its end of stdin closes
-for whatever reason, the server gets SIGTERM and ``grace`` seconds; after ``kill`` it gets none. In the end all that
-descends from the server is killed, whatever session it is in; on Linux also what has lost its parent.
+"folder", "line", "open", "grace"}``. Then it starts the server, whose first line of output is ``{"pid": ...}``;
+``line`` is written to the server's stdin, which then stays open if ``open`` says so. When the supervisor writes
+``stop``, or its end of stdin closes for whatever reason, the server gets SIGTERM and ``grace`` seconds; after ``kill``
+it gets none. In the end all that descends from the server is killed, whatever session it is in; on Linux also what has
+lost its parent.
 """
 
 import ctypes
@@ -39,11 +40,11 @@ def main() -> int:
         sys.stderr.write(f"{error.filename or order['argv'][0]}: {error.strerror}\n")
         return 127
     assert child.stdin is not None
-    if order["line"] is None:
-        child.stdin.close()
-    else:
-        with suppress(BrokenPipeError):
+    with suppress(BrokenPipeError):
+        if order["line"] is not None:
             child.stdin.write(order["line"].encode() + b"\n")
+        if not order["open"]:
+            child.stdin.close()
     threading.Thread(target=_listen, args=(events,), daemon=True).start()
     waiter = threading.Thread(target=_wait, args=(child.pid, events), daemon=True)
     waiter.start()
