@@ -34,7 +34,9 @@ async def agent(task: Task, endpoint: Endpoint) -> Verdict:  # called in a proce
     async def compute(_: Any, arguments: str) -> str:
         return add(**json.loads(arguments))
 
-    known, quiet = of.FunctionTool(*SCHEMA["function"].values(), compute, False), of.RunConfig(tracing_disabled=True)
+    about = SCHEMA["function"]
+    known = of.FunctionTool(about["name"], about["description"], about["parameters"], compute, strict_json_schema=False)
+    quiet = of.RunConfig(tracing_disabled=True)
     async with of.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
         helper = of.Agent("it", instructions=TOLD, tools=[known], model=of.OpenAIResponsesModel(endpoint.model, client))
         try:
