@@ -34,9 +34,8 @@ async def agent(task: Task, endpoint: Endpoint) -> Verdict:  # called in a proce
     async def compute(_: Any, arguments: str) -> str:
         return add(**json.loads(arguments))
 
-    about = SCHEMA["function"]
+    about, quiet = SCHEMA["function"], of.RunConfig(tracing_disabled=True)
     known = of.FunctionTool(about["name"], about["description"], about["parameters"], compute, strict_json_schema=False)
-    quiet = of.RunConfig(tracing_disabled=True)
     async with of.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
         helper = of.Agent("it", instructions=TOLD, tools=[known], model=of.OpenAIResponsesModel(endpoint.model, client))
         try:
@@ -95,9 +94,8 @@ def main(cfg: Config) -> None:
         groups, step = nrl.rollouts(sampler, env, tasks, n=cfg.group_size, seed=cfg.seed), trainer.train_step(grpo_loss)
         policy: Trainer | TrainState = trainer
         if cfg.warmup:
-            collate = partial(data.supervised, tokenizer=words)
+            collate, warm = partial(data.supervised, tokenizer=words), make(trainer.mesh, model, adamw(lr=2e-3))
             taught = nrl.batched(data.tasks(sums(cfg.seed + 1, lessons=True)), 64, collate=collate)
-            warm = make(trainer.mesh, model, adamw(lr=2e-3))
             policy = trainer.init(nrl.fit(run, "warmup", warm, sft_loss, taught, cfg.warmup).params)
         state, stream = run.restore(policy=policy, stream=nrl.batched(groups, cfg.prompts))
         nrl.publish(state.params, sampler)
