@@ -18,8 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     ``nrl report OUT`` writes the report of a run or an evaluation, ``nrl eval TASKS`` evaluates a model, ``nrl serve
-    MODEL`` serves one, ``nrl gym test FILE.py:NAME`` audits a verifier or an environment, ``nrl venvs`` builds and
-    explains environments.
+    MODEL`` serves one, ``nrl export RUN`` writes one of a checkpoint, ``nrl gym test FILE.py:NAME`` audits a verifier
+    or an environment, ``nrl venvs`` builds and explains environments.
 
     Args:
         argv: the arguments; None: the program's own.
@@ -42,6 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("serve", help="serve a model over HTTP, as OpenAI's APIs do", add_help=False)
     command.add_argument("settings", metavar="MODEL", nargs="*", help="MODEL key=value ...")
     command.set_defaults(do=_serve)
+    command = commands.add_parser(
+        "export", help="write a checkpoint as a folder that transformers loads", add_help=False
+    )
+    command.add_argument("settings", metavar="RUN", nargs="*", help="RUN key=value ...")
+    command.set_defaults(do=_export)
     of_gym = commands.add_parser("gym", help="serve environments, and try them out").add_subparsers(
         required=True, metavar="COMMAND"
     )
@@ -60,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.set_defaults(do=_audit)
     _add_venvs(commands.add_parser("venvs", help="the virtual environments of executables"))
     given, more = parser.parse_known_args(argv)
-    if given.do in (_evaluate, _audit, _gym, _serve):
+    if given.do in (_evaluate, _export, _audit, _gym, _serve):
         given.settings += more  # load explains that options are written key=value
     elif more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
@@ -96,9 +101,22 @@ def _serve(given: argparse.Namespace) -> None:
     from nrl import config
     from nrl.command import serving
 
-    named = [f"model={each}" if not ("=" in each or each.startswith("-") or each.endswith(_FILES)) else each
-             for each in given.settings]  # fmt: skip
+    named = _named("model", given.settings)
     serving.main(config.load(serving.Serving, named, program="nrl serve MODEL", caller="serve"))
+
+
+def _export(given: argparse.Namespace) -> None:
+    from nrl import config
+    from nrl.command import exporting
+
+    cfg = config.load(exporting.Export, _named("run", given.settings), program="nrl export RUN", caller="export")
+    print(exporting.main(cfg))
+
+
+def _named(name: str, settings: Sequence[str]) -> list[str]:
+    """Settings, of which the one without a key has this one."""
+    return [each if "=" in each or each.startswith("-") or each.endswith(_FILES) else f"{name}={each}"
+            for each in settings]  # fmt: skip
 
 
 def _audit(given: argparse.Namespace) -> int:

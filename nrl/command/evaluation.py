@@ -8,6 +8,7 @@ is killed and started again ends with the same results.
 
 import json
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -36,7 +37,7 @@ from nrl.reduce import Mean, Metrics, finalize, merge, over_something, prefixed
 from nrl.runs import config_file, folder
 from nrl.runtime import cluster
 
-__all__ = ["exported", "main", "sampler_of"]
+__all__ = ["exported", "kept", "main", "sampler_of"]
 
 
 def main(cfg: Evaluation, envs: Environments) -> Metrics:
@@ -144,16 +145,15 @@ def exported(model: str) -> str:
     missing = f"eval: the run {root} has exported no model (looked for model/config.json and best/config.json)"
     if not found:
         raise ModelError(f"{missing}, and has no checkpoints; let it run to its end")
-    champion = checkpoint.best(found, _kept(root))
+    champion = checkpoint.best(found, kept(root))
     best = f", the best of them {champion.folder.name}" if champion else ""
-    source, target = (champion or found[-1]).folder / "policy", root / "best"
     raise ModelError(
         f"{missing}; its checkpoints are {', '.join(each.folder.name for each in found)}{best}. Let it run to its end, "
-        f"by the same command, or export one: trainer.export(trainer.restore({str(source)!r}).params, {str(target)!r})"
+        f"by the same command, or export one: nrl export {shlex.quote(str(root))}"
     )
 
 
-def _kept(root: Path) -> checkpoint.Checkpoints:
+def kept(root: Path) -> checkpoint.Checkpoints:
     """The run's own definition of its best checkpoint."""
     try:
         asked = yaml.safe_load((root / "config.yaml").read_text(encoding="utf-8"))["checkpoints"]

@@ -73,7 +73,7 @@ def trainer(
         name=name,
         max_tokens=max_tokens,
         parts_of=parts_of,
-        adapter=model.adapter,
+        model=model,
     )
 
 

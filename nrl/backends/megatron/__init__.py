@@ -76,7 +76,7 @@ def trainer(
         )
     make_engine = partial(_make_engine, model, optimizer, packing, options, device, mesh.layout)
     return make_trainer(
-        mesh, make_engine, name=name, max_tokens=max_tokens, parts_of=microbatches_by_prefix, adapter=model.adapter
+        mesh, make_engine, name=name, max_tokens=max_tokens, parts_of=microbatches_by_prefix, model=model
     )
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "end_tokens",
     "files",
     "load_config",
+    "load_configs",
     "load_tokenizer",
     "save_model",
     "skeleton",
@@ -334,13 +335,19 @@ def load_config(model: Model) -> tuple[Any, Any]:
     >>> config.vocab_size, generation.eos_token_id
     (32, 3)
     """
+    config, generation = load_configs(model)
+    return config.get_text_config(), generation
+
+
+def load_configs(model: Model) -> tuple[Any, Any]:
+    """As `load_config`, with the config of the whole model, which may read more than text."""
     import transformers
 
     try:
         if isinstance(model.source, Mapping):
             fields = dict(model.source)
             config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-            return config.get_text_config(), transformers.GenerationConfig.from_model_config(config)
+            return config, transformers.GenerationConfig.from_model_config(config)
         source = _here(model.source)
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
         try:
@@ -351,7 +358,7 @@ def load_config(model: Model) -> tuple[Any, Any]:
         raise ModelError(
             f"Model(source={_name(model)}): {_reason(model.source, error, 'causal language model')}"
         ) from error
-    return config.get_text_config(), generation
+    return config, generation
 
 
 def load_tokenizer(model: Model) -> Any:

@@ -16,16 +16,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack
 from pathlib import Path
 
+import attrs
+from torch import Tensor
+
 from nrl.backends.base import Piece
 from nrl.backends.models import safetensors
 from nrl.backends.models.named_weights import SAME, a_few, check_weight
-from nrl.backends.models.pieces import apart, fill
+from nrl.backends.models.pieces import Joining, apart, fill
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.errors import CheckpointError, ModelError
 from nrl.files import Buffer, Written, flush
 from nrl.files import write as write_file
 
-__all__ = ["KEYS", "MODEL", "MOMENTS", "read", "write"]
+__all__ = ["KEYS", "MODEL", "MOMENTS", "read", "weights", "write"]
 
 MODEL, MOMENTS = "model.", "optimizer."
 KEYS = ("step", "exp_avg", "exp_avg_sq")
@@ -96,6 +99,22 @@ def read(
             for piece in own:
                 fill({piece.name: piece}, there[piece.name], who="restore")
         held.meet("restore")
+
+
+def weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The whole weights of the model that `write` has written, one after the other, by the names that files have.
+
+    Args:
+        folder: with the files of all processes that wrote.
+
+    Raises:
+        CheckpointError: a part is missing, or a file is not one of `write`.
+    """
+    with ExitStack() as files:
+        for name, found in _pieces(folder, files).items():
+            if name.startswith(MODEL):
+                read = [attrs.evolve(each, name=name.removeprefix(MODEL), tensor=each.tensor[:]) for each in found]
+                yield from Joining().add(read)
 
 
 def _safetensors(pieces: Sequence[Piece]) -> Iterator[Buffer]:

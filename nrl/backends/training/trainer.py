@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed
-from nrl.backends.base import Bucket
+from nrl.backends.base import Bucket, Model
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.engines import TrainEngine
+from nrl.backends.models.describing import DESCRIPTION, description
 from nrl.backends.training import on_ranks, reading, shared_folders
 from nrl.backends.training.before_step import (
     check_finite,
@@ -32,6 +33,7 @@ from nrl.batch import Batch, deal, microbatches, restore
 from nrl.batch.handles import stand_ins, without_handles
 from nrl.errors import CheckpointError
 from nrl.files import MANIFEST, Saved, Written, check_sizes, flush, saved_in, write_manifest
+from nrl.files import write as write_file
 from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Future, Handle, Mesh, done
 from nrl.runtime.mesh.calling import Each, call, from_all, from_first, method
@@ -52,7 +54,7 @@ def make_trainer(
     name: str,
     max_tokens: int,
     parts_of: Callable[..., Sequence[Batch]] = microbatches,
-    adapter: Any = None,
+    model: Model | None = None,
 ) -> "Trainer":
     """Map an engine onto a mesh.
 
@@ -66,10 +68,10 @@ def make_trainer(
         name: how errors speak of the trainer.
         max_tokens: bound on the tokens of a micro-batch, padding counted.
         parts_of: how a shard is split; called as ``parts_of(batch, max_tokens=...)``.
-        adapter: `Model.adapter` of what it trains.
+        model: that it trains; None: one that only the engine knows.
     """
     engines = Each(call(mesh, name, make_engine))
-    return Trainer(mesh, name, adapter, engines, partial(parts_of, max_tokens=max_tokens))
+    return Trainer(mesh, name, model, engines, partial(parts_of, max_tokens=max_tokens))
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -81,7 +83,7 @@ class Trainer:
     Args:
         mesh: where it runs.
         name: how errors speak of it.
-        adapter: `Model.adapter` of what it trains.
+        model: that it trains; None: one that only the engine knows.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -95,14 +97,20 @@ class Trainer:
 
     mesh: Mesh
     name: str
-    adapter: Any
+    model: Model | None
     _engines: Each
     _split: Callable[[Batch], Sequence[Batch]]
     _stepping: threading.Lock = attrs.field(factory=threading.Lock, init=False)
     """A step is asked for and consumes its state in one."""
+    _described: dict[str, bytes] = attrs.field(factory=dict, init=False)
 
     def __repr__(self) -> str:
         return self.name
+
+    @property
+    def adapter(self) -> Any:
+        """`Model.adapter` of what it trains."""
+        return None if self.model is None else self.model.adapter
 
     # --- states and params
 
@@ -298,7 +306,7 @@ class Trainer:
         folder = Path(folder).absolute()
         params = value._params if isinstance(value, TrainState) else value
         alone = params.adapter_of is not None
-        record = {"version": params.version, "published": params.published, "adapter": alone}
+        record: dict[str, Any] = {"version": params.version, "published": params.published, "adapter": alone}
         kept = params.adapter if alone else params
         fn, values = self._method_of(kept, "save_params", "save")
         if isinstance(value, TrainState):
@@ -309,8 +317,21 @@ class Trainer:
         self.check_folder(folder, "save")
         each: list[Saved] = from_all(self.mesh, "save", fn, self._engines, values, folder)
         files = shared_folders.arrived(self.name, folder, [saved.files for saved in each])
+        if self.model is not None:
+            record["model"] = {"head": self.model.head, "dtype": self.model.dtype}
+            files = {**files, **self._describe(self.model, folder)}
         flush(folder)
         return Saved(files, record | {"engine": each[0].record})
+
+    def _describe(self, model: Model, folder: Path) -> dict[str, Written]:
+        """Write all that a folder of the model has beside its weights, with which anybody can export them."""
+        if not self._described:
+            self._described.update(description(model))
+        (folder / DESCRIPTION).mkdir(exist_ok=True)
+        found = {f"{DESCRIPTION}/{name}": content for name, content in self._described.items()}
+        written = {name: write_file(folder / name, [content]) for name, content in found.items()}
+        flush(folder / DESCRIPTION)
+        return written
 
     def restore(self, folder: str | Path) -> Any:
         """The train state, or the params, that were saved there, if all of it is there.

@@ -1,0 +1,78 @@
+"""The command ``nrl export``: a folder that transformers and vLLM load, from the checkpoint of a run."""
+
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import torch
+
+from nrl import checkpoint
+from nrl.backends.base import Model
+from nrl.backends.models.describing import DESCRIPTION
+from nrl.backends.models.exporting import export_weights
+from nrl.backends.models.loading import skeleton
+from nrl.backends.training.storage import weights
+from nrl.command.evaluation import kept
+from nrl.errors import CheckpointError
+from nrl.files import check_sizes, saved_in
+
+__all__ = ["Export", "main"]
+
+
+@attrs.frozen
+class Export:
+    """Write the weights of a checkpoint as a folder that transformers and vLLM load. One weight is held at a time."""
+
+    run: str  # the folder of a run, or of one checkpoint of it
+    to: str | None = None  # the folder to write; none: the run's "model"
+    checkpoint: str = "best"  # or "newest", or a step, such as 000050; best: the newest, where the run has no best
+    value: str = "policy"  # of what run.save was given, by its name there
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # none: as trainer.export has it
+
+
+def main(cfg: Export) -> Path:
+    """Export, and return the folder that was written.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or no such value in it, or what it has cannot be exported so.
+    """
+    root, found = _checkpoint(Path(cfg.run), cfg.checkpoint)
+    folder, target = found / cfg.value, Path(cfg.to) if cfg.to is not None else root / "model"
+    saved = saved_in(folder) if folder.is_dir() else None
+    if saved is None:
+        there = ", ".join(sorted(each.name for each in found.iterdir() if each.is_dir())) or "no weights"
+        raise CheckpointError(f"export: {found} has no weights of the name {cfg.value!r}; it has {there}: give value=")
+    files, record = saved
+    check_sizes(folder, files)
+    about: Any = record.get("model")
+    if record["adapter"] or about is None:
+        what = "an adapter alone" if record["adapter"] else "the weights of a model that only its program knows"
+        there = f"trainer.export(trainer.restore({str(folder)!r}).params, {str(target)!r})"
+        raise CheckpointError(f"export: {folder} has {what}; export in the program: {there}")
+    model = Model(str(folder / DESCRIPTION), head=about["head"])
+    dtype = getattr(torch, cfg.dtype or about["dtype"])
+    target.mkdir(parents=True, exist_ok=True)
+    export_weights(weights(folder), skeleton(model, dtype=dtype), target)
+    for each in (folder / DESCRIPTION).iterdir():  # the tokenizer; configs have been written with the weights
+        if each.name not in ("config.json", "generation_config.json"):
+            shutil.copyfile(each, target / each.name)
+    return target
+
+
+def _checkpoint(run: Path, which: str) -> tuple[Path, Path]:
+    """The folder of a run, and that of the checkpoint."""
+    if run.parent.parent.name == "checkpoints" and run.is_dir():
+        return run.parents[2], run
+    found = checkpoint.checkpoints(run / "checkpoints" / "train")
+    if not found:
+        raise CheckpointError(f"export: {run} has no checkpoints, which a run has in checkpoints/train")
+    if which == "newest":
+        return run, found[-1].folder
+    if which == "best":
+        return run, (checkpoint.best(found, kept(run)) or found[-1]).folder
+    for each in found:
+        if each.folder.name.lstrip("0") == which.lstrip("0"):
+            return run, each.folder
+    names = ", ".join(each.folder.name for each in found)
+    raise CheckpointError(f"export: {run} has no checkpoint {which!r}; it has {names}")
