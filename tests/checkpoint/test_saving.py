@@ -792,7 +792,7 @@ def test_a_state_has_no_manifest_of_its_own(slots: Slots, tmp_path: Path) -> Non
     trainer = make(slots)
     state = trainer.init()
     made = save(tmp_path / "000001", 0, {"policy": state, "count": 1})
-    assert [path.name for path in tmp_path.rglob("*.json")] == ["manifest.json"]
+    assert [path.parent for path in tmp_path.rglob("manifest.json")] == [tmp_path / "000001"]
     again = trainer.restore(made.folder / "policy")
     assert same(dict(again.params.tensors()), dict(state.params.tensors()))
     with pytest.raises(FileNotFoundError, match="restore: nothing that a trainer saved is in .*/count"):
