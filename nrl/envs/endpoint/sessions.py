@@ -125,8 +125,8 @@ class Session:
             self._answered(exchange)
             exchange.answer.set_exception(
                 Unusable(
-                    f"the request has {turn.prompt_tokens} tokens, which leaves no room for an answer in the context "
-                    "of this model; ask something shorter",
+                    f"the request has {turn.prompt_tokens} tokens, which leaves no room for an answer in this "
+                    "model's maximum context length; ask something shorter",  # words that agents look for
                     "context_length_exceeded",
                 )
             )
