@@ -126,6 +126,7 @@ async def _run(address: str, asked: Mapping[str, Any]) -> tuple[Mapping[str, Any
         raise
     finally:
         socket.disable_monitor()
+        events.close(0)
         socket.close(linger)
 
 
