@@ -37,6 +37,8 @@ class RpcProgram:
         command: Callable[[], Awaitable[tuple[Sequence[str], Mapping[str, str]]]],
         greet: "Callable[[RpcProgram], Awaitable[None]]",
     ) -> None:
+        self.waiting = 0
+        """How many wait for an answer."""
         self._name, self._command, self._greet, self._ids = name, command, greet, itertools.count()
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._last = deque[str](maxlen=_LINES)
@@ -55,10 +57,14 @@ class RpcProgram:
         Raises:
             EnvError: there is none; the message has what the program wrote last.
         """
-        async with self._starting:
-            if self._process is None or self._process.returncode is not None:
-                await self._start()
-        return await self.asked(method, params, timeout)
+        self.waiting += 1
+        try:
+            async with self._starting:
+                if self._process is None or self._process.returncode is not None:
+                    await self._start()
+            return await self.asked(method, params, timeout)
+        finally:
+            self.waiting -= 1
 
     async def _start(self) -> None:
         command, variables = await self._command()

@@ -31,6 +31,7 @@ def verifiers(
     requirements: Sequence[str] = ("verifiers==0.1.14",),
     python: str | None = None,
     split: Literal["train", "eval"] = "train",
+    workers: int = 1,
     timeout: float = 600.0,
 ) -> Environment:
     """The environment that one of verifiers 0.1 is.
@@ -44,30 +45,36 @@ def verifiers(
     with the rubric's reward. A prompt that does not fit into the context ends the rollout, which is scored.
 
     Args:
-        name: of the module whose ``load_environment`` makes it, such as ``"gsm8k"``; it lies in a process beside this
-            program, one for all episodes. Or an environment of verifiers itself, which stays in this process.
+        name: of the module whose ``load_environment`` makes it, such as ``"gsm8k"``; it lies in processes beside this
+            program, each of which plays many episodes at once. Or an environment of verifiers itself, which stays in
+            this process.
         arguments: for ``load_environment``.
         requirements: packages that the process has, as in a requirements file; uv installs them in an environment of
             their own, apart from nrl's lock.
         python: the Python of the process, which has the packages already; None: uv makes one.
         split: whose rows the environment brings as tasks: of its ``get_dataset``, or its ``get_eval_dataset``.
+        workers: how many processes; more where reward functions compute, as one process has one thread for them.
         timeout: seconds of the environment between two requests, and until the last of them is scored.
 
     Returns:
         An environment, ``async``, with tasks. A task is a row of its dataset: ``prompt``, ``answer``, ``info``.
 
     Raises:
-        EnvError: (when called) the process does not start, or ends, or the environment cannot be loaded.
+        ValueError: ``workers`` is not positive.
+        EnvError: (when called) a process does not start, or ends, or the environment cannot be loaded.
 
     Source: verifiers 0.1.14, ``verifiers/envs/environment.py``.
 
     >>> verifiers("gsm8k").verifier is None
     True
     """
+    if workers < 1:
+        raise ValueError(f"verifiers: workers is {workers}; give a positive number of processes")
     if isinstance(name, str):
-        spec = _Spec(name, json.dumps(dict(arguments or {}), sort_keys=True), tuple(requirements), python)
-        play: Callable[..., Awaitable[Mapping[str, Any]]] = functools.partial(_played_there, spec)
-        rows: Callable[[], Sequence[Task]] = functools.partial(_rows_there, spec, split)
+        given = json.dumps(dict(arguments or {}), sort_keys=True)
+        specs = [_Spec(name, given, tuple(requirements), python, number) for number in range(workers)]
+        play: Callable[..., Awaitable[Mapping[str, Any]]] = functools.partial(_played_there, specs)
+        rows: Callable[[], Sequence[Task]] = functools.partial(_rows_there, specs[0], split)
     else:
         play, rows = functools.partial(worker.play, name), functools.partial(_rows_here, name, split)
     made = driven(functools.partial(_start, play), timeout=timeout)
@@ -81,6 +88,7 @@ class _Spec(NamedTuple):
     arguments: str
     requirements: tuple[str, ...]
     python: str | None
+    number: int = 0
 
 
 async def _start(play: Callable[..., Awaitable[Mapping[str, Any]]], task: Task, endpoint: Endpoint) -> Score:
@@ -125,8 +133,12 @@ def _all_rows(block: Callable[[int], tuple[int, Sequence[Task]]]) -> list[Task]:
     return every
 
 
-async def _played_there(spec: _Spec, **how: Any) -> Mapping[str, Any]:
-    return await asyncio.wrap_future(beside(_program(spec).ask("play", how)))
+async def _played_there(specs: Sequence[_Spec], **how: Any) -> Mapping[str, Any]:
+    async def ask() -> Mapping[str, Any]:
+        return await min(programs, key=lambda each: each.waiting).ask("play", how)
+
+    programs = [_program(spec) for spec in specs]
+    return await asyncio.wrap_future(beside(ask()))
 
 
 @functools.cache

@@ -217,6 +217,17 @@ def test_a_process_that_is_killed_loses_its_episodes_alone(python: str, made: An
     assert played(env, ["3", "4"])["rewards"].tolist() == [1.125]
 
 
+def test_episodes_are_shared_among_processes(python: str, made: Any) -> None:
+    env, arguments = made("twice", workers=2), json.dumps({"count": 3, "kind": "twice"})
+    batch = nrl.rollout(Says("qwen3", [written("4")] * 16), env, [TASK], n=8)
+    assert batch["rewards"].tolist() == [1.125] * 8
+    second = _Spec("verifiers_0_1", arguments, (PACKAGE,), python, 1)
+    assert next(_program(second)._ids) > 3  # it was asked to load, and for some of the episodes
+    killed(second)
+    with pytest.raises(ValueError, match="verifiers: workers is 0; give a positive number of processes"):
+        made("twice", workers=0)
+
+
 def test_an_episode_that_a_limit_ends_is_cancelled(made: Any) -> None:
     env = made("twice")
     cut = played(limited(env, turns=1), ["3"])
