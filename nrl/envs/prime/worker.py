@@ -6,6 +6,7 @@ requests of JSON-RPC 2.0 on its standard input, a message a line, and answers on
 
 import asyncio
 import contextvars
+import functools
 import json
 import logging
 import os
@@ -73,7 +74,6 @@ async def play(environment: Any, row: Mapping[str, Any], base_url: str, api_key:
     Raises:
         ValueError: the environment scores groups of episodes.
     """
-    import openai
     import verifiers
 
     if environment.requires_group_rollouts:
@@ -83,9 +83,8 @@ async def play(environment: Any, row: Mapping[str, Any], base_url: str, api_key:
     logger = logging.getLogger("verifiers.rubrics")
     if _HANDLER not in logger.handlers:
         logger.addHandler(_HANDLER)
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=None) as asked:
-        client = verifiers.OpenAIChatCompletionsClient(asked)
-        found = await environment.run_rollout(dict(row), client, model, {})
+    asked = _connections(asyncio.get_running_loop()).with_options(base_url=base_url, api_key=api_key)
+    found = await environment.run_rollout(dict(row), verifiers.OpenAIChatCompletionsClient(asked), model, {})
     error = found.get("error") or {}
     return {
         "reward": found["reward"],
@@ -94,6 +93,17 @@ async def play(environment: Any, row: Mapping[str, Any], base_url: str, api_key:
         "why": error.get("error_chain_repr"),
         "raised": raised,
     }
+
+
+@functools.cache
+def _connections(loop: asyncio.AbstractEventLoop) -> Any:
+    """OpenAI's client, whose connections all episodes of an event loop share: to make one takes 30 ms."""
+    import openai
+
+    # All episodes may wait for an answer at once, so a limit on their number would be a deadlock
+    limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=256)
+    inner = openai.DefaultAsyncHttpxClient(limits=limits)
+    return openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", timeout=None, http_client=inner)
 
 
 class _Server:
