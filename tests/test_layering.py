@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "envs.mcp_servers",
         "envs.nemo_servers",
         "envs.open_env",
+        "envs.prime",
         "envs.reasoning.tasks",
         "envs.text_arena",
     ),

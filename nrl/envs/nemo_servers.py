@@ -4,9 +4,7 @@ What they are sent is what its own agents send, so a server that NeMo Gym has st
 """
 
 import asyncio
-import functools
 import json
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +18,7 @@ from nrl.envs.endpoint import responses
 from nrl.envs.endpoint.application import SESSION
 from nrl.envs.endpoint.asked import Asked, Unusable, as_request, call_id
 from nrl.envs.endpoint.driven import Endpoint, driven
+from nrl.envs.seeds import shuffled
 from nrl.errors import EnvError
 from nrl.log import error_text
 from nrl.runtime.threads import beside
@@ -190,19 +189,9 @@ def nemo_gym_rows(file: str | Path) -> list[dict[str, Any]]:
 
 
 def _drawn(file: str) -> Any:
-    """Tasks of a file, in a new order for each seed and epoch."""
+    """Tasks of a file, which is read here and now."""
     rows = nemo_gym_rows(file)
-
-    @functools.lru_cache(4)
-    def order(seed: int, epoch: int) -> list[int]:
-        found = list(range(len(rows)))
-        random.Random(f"{seed} {epoch}").shuffle(found)
-        return found
-
-    def task(seed: int, index: int) -> Task:
-        return rows[order(seed, index // len(rows))[index % len(rows)]]
-
-    return task
+    return shuffled(lambda: rows)
 
 
 def _asked(row: Mapping[str, Any]) -> Asked:

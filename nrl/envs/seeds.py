@@ -1,5 +1,8 @@
 """What every task that is a function of a seed and an index checks, and draws from."""
 
+import functools
+import random
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nrl.errors import DataError
@@ -7,7 +10,9 @@ from nrl.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["check_not_negative", "generator"]
+    from nrl.envs.contract import Task
+
+__all__ = ["check_not_negative", "generator", "shuffled"]
 
 
 def check_not_negative(who: str, **numbers: object) -> None:
@@ -34,3 +39,31 @@ def generator(*numbers: int) -> "np.random.Generator":
     import numpy as np  # an environment that draws no task needs none
 
     return np.random.default_rng(numbers)
+
+
+def shuffled(rows: "Callable[[], Sequence[Task]]") -> "Callable[[int, int], Task]":
+    """Tasks that are rows, in a new order for each seed and epoch.
+
+    Args:
+        rows: gives all of them; called once, when the first task is asked for.
+
+    >>> task = shuffled(lambda: [{"prompt": text} for text in "abc"])
+    >>> [task(0, index)["prompt"] for index in range(6)]
+    ['a', 'c', 'b', 'b', 'c', 'a']
+    """
+    kept = list["Sequence[Task]"]()
+
+    def task(seed: int, index: int) -> "Task":
+        if not kept:
+            kept.append(rows())
+        every = kept[0]
+        return every[_order(seed, index // len(every), len(every))[index % len(every)]]
+
+    return task
+
+
+@functools.lru_cache(16)
+def _order(seed: int, epoch: int, count: int) -> list[int]:
+    found = list(range(count))
+    random.Random(f"{seed} {epoch}").shuffle(found)
+    return found

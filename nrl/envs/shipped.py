@@ -27,6 +27,7 @@ from nrl.envs.naming import named
 from nrl.envs.nemo_servers import nemo_gym, nemo_gym_agent
 from nrl.envs.open_env import openenv
 from nrl.envs.pools.pool import on
+from nrl.envs.prime import verifiers, verifiers_server
 from nrl.envs.programs import code
 from nrl.envs.reasoning.tasks import reasoning_gym
 from nrl.envs.retrieval.searches import searching
@@ -141,6 +142,8 @@ ENVIRONMENTS: dict[str, Any] = {
     "sliding_puzzle": sliding_puzzle,
     "textarena": textarena,
     "tic_tac_toe": tic_tac_toe,
+    "verifiers": verifiers,
+    "verifiers_server": verifiers_server,
 }
 """What ``env=`` knows by name: verifiers, and functions that make a verifier or an environment from options."""
 

@@ -155,7 +155,7 @@ def _why(turn: Turn) -> Unusable:
     if turn.stop_reason == "refused":
         return Unusable(turn.text)
     return Unusable(
-        f"the request has {turn.prompt_tokens} tokens, which leaves no room for an answer in the context of this "
-        "model; ask something shorter",
+        f"the request has {turn.prompt_tokens} tokens, which leaves no room for an answer in this model's maximum "
+        "context length; ask something shorter",  # words that agents look for
         "context_length_exceeded",
     )
