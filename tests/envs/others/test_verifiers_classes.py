@@ -22,7 +22,7 @@ from nrl.envs.prime import verifiers
 from nrl.envs.prime.environments import _program, _score, _Spec
 from nrl.errors import EnvError
 from nrl.runtime.threads import beside
-from tests.envs.endpoint.test_driven import Says, turn
+from tests.envs.endpoint.driving import Says, turn
 
 pytestmark = pytest.mark.timeout(600)  # a package has to be installed
 HERE = Path(__file__).parent

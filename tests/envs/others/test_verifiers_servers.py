@@ -21,7 +21,7 @@ from nrl.envs.limits import limited
 from nrl.envs.prime import verifiers_server
 from nrl.envs.prime.servers import _score
 from nrl.errors import EnvError
-from tests.envs.endpoint.test_driven import Says
+from tests.envs.endpoint.driving import Says
 from tests.envs.others.test_verifiers_classes import Model, components, played, python_with, trained, written
 
 pytestmark = pytest.mark.timeout(600)
