@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import nrl
-from benchmarks._nemo_gym import free_port, installed
+from benchmarks._nemo_gym import free_port
 from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import fsdp, hf
@@ -30,7 +29,6 @@ SERVERS = [
     *("swe_pivot", "workplace_assistant", "blackjack"),
 ]
 QUICK = ("example_session_state_mgmt", "blackjack")
-MORE = ["reasoning-gym>=0.1.19", "openapi-schema-validator==0.6.3", "tomli-w==1.2.0", "xmltodict==1.0.2"]
 
 
 class Nemo(NamedTuple):
@@ -67,13 +65,6 @@ def running(python: Path, names: Sequence[str], model: int) -> "tuple[Nemo, subp
     assert any(line.strip() == "ready" for line in process.stdout)
     rows = next((python.parent.parent / "lib").glob("python3*/site-packages/resources_servers"))
     return Nemo({name: f"http://127.0.0.1:{port}" for name, port in (ports | agents).items()}, rows, model), process
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = installed(tmp_path_factory.mktemp("nemo") / "env")
-    subprocess.run([sys.executable, "-m", "uv", "pip", "install", "-q", "-p", str(found), *MORE], check=True)
-    return found
 
 
 @pytest.fixture(scope="module", params=[pytest.param("all", marks=pytest.mark.slow), "quick"])
