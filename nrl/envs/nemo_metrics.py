@@ -1,12 +1,19 @@
 """Numbers of many verdicts, as NeMo Gym's ``/aggregate_metrics`` has them."""
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-__all__ = ["aggregated"]
+from nrl.envs.nemo_asking import json_of
+from nrl.errors import EnvError
+from nrl.runtime.threads import beside
 
-_TASK, _ROLLOUT = "_ng_task_index", "_ng_rollout_index"
+__all__ = ["ROLLOUT", "TASK", "aggregated", "nemo_gym_metrics"]
+
+TASK, ROLLOUT = "_ng_task_index", "_ng_rollout_index"
+"""Fields of an answer: which rows answer one task, and which of them this is."""
 
 
 def aggregated(answers: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
@@ -28,10 +35,10 @@ def aggregated(answers: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
     for answer in answers or ():
         numbers = {**answer, **((answer.get("response") or {}).get("usage") or {})}
         found = {name: float(value) for name, value in numbers.items() if isinstance(value, bool | int | float)}
-        tasks.setdefault(int(found.pop(_TASK, 0)), []).append(found)
+        tasks.setdefault(int(found.pop(TASK, 0)), []).append(found)
     every = [row for rows in tasks.values() for row in rows]
     stated = _described(every)
-    groups = [{**_described(rows), _TASK: task, "num_rollouts": len(rows)} for task, rows in sorted(tasks.items())]
+    groups = [{**_described(rows), TASK: task, "num_rollouts": len(rows)} for task, rows in sorted(tasks.items())]
     key = {name: value for name, value in stated.items() if name.startswith("mean/")}
     return {"group_level_metrics": groups, "agent_metrics": stated, "key_metrics": key}
 
@@ -40,7 +47,7 @@ def _described(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     columns: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
-            if name != _ROLLOUT:
+            if name != ROLLOUT:
                 columns.setdefault(name, []).append(value)
     found: dict[str, float] = {}
     for name, values in columns.items():
@@ -48,4 +55,32 @@ def _described(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
         found[f"median/{name}"] = statistics.median(values)
         if len(values) > 1 or len(rows) == 1:
             found[f"std/{name}"] = statistics.stdev(values) if len(values) > 1 else 0.0
+    return found
+
+
+def nemo_gym_metrics(url: str, answers: str | Path, *, timeout: float = 60.0) -> dict[str, Any]:
+    """What a server makes of the answers that `nemo_gym` has noted: its ``/aggregate_metrics``.
+
+    Args:
+        url: of the resources server, or of an agent.
+        answers: the file. Answers to one row have their task in common.
+        timeout: seconds for the answer.
+
+    Returns:
+        ``"key_metrics"``, ``"agent_metrics"``, by name, and ``"group_level_metrics"``, of each task.
+
+    Raises:
+        EnvError: the file cannot be read, or the server does not answer.
+
+    Source: NeMo Gym 0.4.0, ``nemo_gym/base_resources_server.py``, ``aggregate_metrics``.
+    """
+    try:
+        noted = [json.loads(line) for line in Path(answers).expanduser().read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise EnvError(f"nemo_gym_metrics: {answers} cannot be read: {error}") from None
+    seen: dict[Any, int] = {}
+    for each in noted:
+        each[ROLLOUT] = seen[each.get(TASK)] = seen.get(each.get(TASK), -1) + 1
+    server = url.rstrip("/")
+    found, _ = beside(json_of(server, "/aggregate_metrics", {"verify_responses": noted}, {}, timeout)).result()
     return found

@@ -1,15 +1,24 @@
-"""Tasks of an environment as rows of NeMo Gym's data."""
+"""Rows of NeMo Gym's data: as they are read, and as tasks of an environment are written."""
 
+import functools
 import inspect
+import json
+import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from nrl.envs.contract import Environment, Task, Verifier, is_env, text_of
+from nrl.envs.endpoint import responses
+from nrl.envs.endpoint.asked import Asked, Unusable
 from nrl.envs.gym.values import sendable
 from nrl.errors import EnvError
 from nrl.runtime.threads import beside
 
-__all__ = ["nemo_gym_row"]
+__all__ = ["ROW", "asked_of", "drawn", "nemo_gym_row", "nemo_gym_rows"]
+
+ROW = "responses_create_params"
+"""The field of a row that says what the model is asked."""
 
 
 def nemo_gym_row(task: Task, f: Environment | Verifier, *, agent: str = "simple_agent") -> dict[str, Any]:
@@ -40,8 +49,8 @@ def nemo_gym_row(task: Task, f: Environment | Verifier, *, agent: str = "simple_
     if is_env(f):
         state, prompt, *more = _now(f.reset(task))
         tools = more[0] if more else ()
-        if f.close is not None:
-            _now(f.close(state))
+        if (close := getattr(f, "close", None)) is not None:
+            _now(close(state))
     elif "prompt" in task:
         prompt = task["prompt"]
     else:
@@ -56,7 +65,66 @@ def nemo_gym_row(task: Task, f: Environment | Verifier, *, agent: str = "simple_
     if tools:
         asked["tools"] = [{"type": "function", "strict": False, **each.schema["function"]} for each in tools]
     row = sendable(dict(task), "the task")
-    return {**row, "responses_create_params": asked, "agent_ref": {"type": "responses_api_agents", "name": agent}}
+    return {**row, ROW: asked, "agent_ref": {"type": "responses_api_agents", "name": agent}}
+
+
+def nemo_gym_rows(file: str | Path) -> list[dict[str, Any]]:
+    """The rows of a file of NeMo Gym's data (JSON Lines).
+
+    Raises:
+        EnvError: there is no such file, or a line is no row.
+
+    >>> nemo_gym_rows("nowhere.jsonl")
+    Traceback (most recent call last):
+    nrl.errors.EnvError: nemo_gym: nowhere.jsonl cannot be read: No such file or directory
+    """
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise EnvError(f"nemo_gym: {file} cannot be read: {error.strerror}") from None
+    rows = list[dict[str, Any]]()
+    for at, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            asked_of(row)
+        except (ValueError, EnvError) as error:
+            raise EnvError(f"nemo_gym: {file}, line {at}: {error}") from None
+        rows.append(row)
+    if not rows:
+        raise EnvError(f"nemo_gym: {file} has no rows")
+    return rows
+
+
+def drawn(file: str) -> Any:
+    """Tasks of a file, in a new order for each seed and epoch."""
+    rows = nemo_gym_rows(file)
+
+    @functools.lru_cache(4)
+    def order(seed: int, epoch: int) -> list[int]:
+        found = list(range(len(rows)))
+        random.Random(f"{seed} {epoch}").shuffle(found)
+        return found
+
+    def task(seed: int, index: int) -> Task:
+        return rows[order(seed, index // len(rows))[index % len(rows)]]
+
+    return task
+
+
+def asked_of(row: Mapping[str, Any]) -> Asked:
+    """What a row asks the model."""
+    params = row.get(ROW) if isinstance(row, Mapping) else None
+    if not isinstance(params, Mapping):
+        raise EnvError(f"nemo_gym: the task has no '{ROW}'; give rows of NeMo Gym's data")
+    if not params.get("input"):  # as where a game says all
+        told = params.get("instructions")
+        return Asked([{"role": "system", "content": told}] if told else [])
+    try:
+        return responses.read(params)
+    except Unusable as error:
+        raise EnvError(f"nemo_gym: {ROW}: {error}") from None
 
 
 def _now(found: Any) -> Any:

@@ -22,13 +22,14 @@ from nrl.envs.gym.once import Refused, failed
 from nrl.envs.gym.service import Service
 from nrl.envs.gym.values import value_of
 from nrl.envs.nemo_metrics import aggregated
+from nrl.envs.nemo_rows import ROW
 
 __all__ = ["nemo_gym_protocol"]
 
 _COOKIE = "nrl_gym_session"
 _SILENCE = 3600.0  # seconds; its agents ask for nothing while a model thinks
 _RECENT = 20_000  # verdicts that are remembered, for a request that is repeated
-_OF_NEMO = ("responses_create_params", "response", "agent_ref")  # fields of a row that are no part of the task
+_OF_NEMO = (ROW, "response", "agent_ref")  # fields of a row that are no part of the task
 
 _begun, _stepped, _said = Decoder(records.Begun), Decoder(records.Stepped), Decoder(records.Said)
 
@@ -161,9 +162,9 @@ class _Episodes:
 
     async def begin(self, row: Mapping[str, Any]) -> _Episode:
         """An episode of a row."""
-        asked = row.get(_OF_NEMO[0])
+        asked = row.get(ROW)
         if not isinstance(asked, Mapping):
-            raise Refused(400, "invalid", f"the row has no '{_OF_NEMO[0]}'; send rows of NeMo Gym's data")
+            raise Refused(400, "invalid", f"the row has no '{ROW}'; send rows of NeMo Gym's data")
         self._forget()
         task = value_of({key: row[key] for key in row if key not in _OF_NEMO and not key.startswith("_ng_")})
         name = uuid4().hex
@@ -215,7 +216,7 @@ class _Episodes:
         if not self.plays:
             raise Refused(404, "unknown", f"reset: {self.service.name} is a verifier: it has no episodes")
         episode = await self.begin(row)
-        has = row[_OF_NEMO[0]].get("input")
+        has = row[ROW].get("input")
         return msgspec.json.encode({"observation": None if has else _text(episode.prompt), "info": {}}), episode.name
 
     async def step(self, episode: _Episode, asked: dict[str, Any]) -> bytes:

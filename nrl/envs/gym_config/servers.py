@@ -94,6 +94,7 @@ class EnvironmentServer(_Process):
     options: dict[str, Any] = attrs.field(factory=dict, repr=False)
     workers: int | None = attrs.field(default=None, validator=_is_positive)  # processes that make its calls
     auth: Literal["token", "none"] | None = None  # default: that of the gym
+    protocol: Literal["nrl", "nemo_gym"] = "nrl"  # nemo_gym: for its agents, which send no token
     lease: float = attrs.field(default=LEASE, validator=_is_positive)  # seconds that a session may be silent
     most: int = attrs.field(default=MOST, validator=_is_positive)  # calls under way, and sessions, of each replica
     largest: int = attrs.field(default=LARGEST, validator=_is_positive)  # bytes of a request

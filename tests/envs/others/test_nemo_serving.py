@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +12,9 @@ import pytest
 
 import nrl
 from benchmarks._nemo_gym import free_port
-from nrl.envs import Environment, Score, Step, Trace, exact
-from nrl.envs.nemo_metrics import aggregated
+from nrl.envs import Environment, Step, Trace, exact
 from nrl.envs.nemo_rows import nemo_gym_row
-from nrl.envs.nemo_servers import nemo_gym, nemo_gym_agent
+from nrl.envs.nemo_servers import nemo_gym_agent
 from nrl.envs.nemo_serving import nemo_gym_protocol
 from nrl.envs.tools import NewState, State, tool, tool_use
 from tests.envs.endpoint.test_driven import Says, turn
