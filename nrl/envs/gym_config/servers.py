@@ -306,6 +306,11 @@ def _conflicts(made: Gym) -> list[str]:
             ports.setdefault(port, f"servers.{name}")
         if isinstance(server, EnvironmentServer):
             hosts.append((f"servers.{name}", made.host(server), made.is_open(server)))
+            if server.protocol == "nemo_gym" and not made.is_open(server):
+                found.append(
+                    f"servers.{name}.protocol: NeMo Gym's agents send no token, so it has to be open; give "
+                    f"servers.{name}.auth: none"
+                )
         try:
             executable_of(server)
         except Exception as error:  # of the class, or that there is none of this name
