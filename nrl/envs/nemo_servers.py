@@ -19,12 +19,12 @@ from nrl.envs.endpoint.asked import Asked, as_request, call_id
 from nrl.envs.endpoint.driven import Endpoint, driven
 from nrl.envs.mcp_servers import result_text
 from nrl.envs.nemo_asking import Mcp, asked_by_mcp, json_of, mcp_of, posted
-from nrl.envs.nemo_metrics import TASK, nemo_gym_metrics
+from nrl.envs.nemo_metrics import TASK
 from nrl.envs.nemo_processes import NemoServer, NemoServers, nemo_gym_servers
-from nrl.envs.nemo_rows import ROW, asked_of, drawn, nemo_gym_rows
+from nrl.envs.nemo_rows import ROW, asked_of, drawn
 from nrl.errors import EnvError
 
-__all__ = ["nemo_gym", "nemo_gym_agent", "nemo_gym_metrics", "nemo_gym_rows"]
+__all__ = ["nemo_gym", "nemo_gym_agent"]
 
 
 class _Episode(NamedTuple):
@@ -86,7 +86,7 @@ def nemo_gym(
             rows of the package.
         turns: of the model, at most, until the server verifies; None: as many as it takes (``gymnasium``: 10).
         answers: a file to which what the server answers to ``/verify`` is added, without what was said, for
-            `nemo_gym_metrics`.
+            `nrl.envs.nemo_metrics.nemo_gym_metrics`.
         timeout: seconds for an answer.
 
     Returns:

@@ -16,9 +16,10 @@ from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import fsdp, hf
 from nrl.envs import Environment
-from nrl.envs.nemo_metrics import aggregated
+from nrl.envs.nemo_metrics import aggregated, nemo_gym_metrics
 from nrl.envs.nemo_processes import NemoServer, NemoServers, nemo_gym_servers
-from nrl.envs.nemo_servers import nemo_gym, nemo_gym_agent, nemo_gym_metrics, nemo_gym_rows
+from nrl.envs.nemo_rows import nemo_gym_rows
+from nrl.envs.nemo_servers import nemo_gym, nemo_gym_agent
 from nrl.errors import EnvError
 from tests.envs.endpoint.test_driven import Says, turn
 
