@@ -14,7 +14,7 @@ from nrl.runtime.executables.registry import Executable
 from nrl.runtime.executables.registry import executable as registered
 from nrl.runtime.threads import beside
 
-__all__ = ["mcp_tools"]
+__all__ = ["mcp_tools", "result_text"]
 
 _VERSION = "2025-06-18"
 
@@ -56,6 +56,15 @@ def mcp_tools(
             return [_tool(spec, each) for each in found]
 
 
+def result_text(said: Mapping[str, Any]) -> str:
+    """The result of a call, as the model reads it: texts as they are, all else as JSON.
+
+    >>> result_text({"content": [{"type": "text", "text": "4"}, {"type": "image", "data": ""}]})
+    '4\\n{"type": "image", "data": ""}'
+    """
+    return "\n".join(part["text"] if part.get("type") == "text" else json.dumps(part) for part in said["content"])
+
+
 class _Spec(NamedTuple):
     """What is started."""
 
@@ -91,8 +100,7 @@ class _Call:
         asked = {"name": self.__name__, "arguments": arguments}
         coming = beside(_server(self._spec).ask("tools/call", asked, self._spec.timeout))
         said = await asyncio.wrap_future(coming)
-        parts = [part["text"] if part.get("type") == "text" else json.dumps(part) for part in said["content"]]
-        text = "\n".join(parts)
+        text = result_text(said)
         if said.get("isError"):
             raise ToolError(text)
         return text

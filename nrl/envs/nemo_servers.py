@@ -3,29 +3,28 @@
 What they are sent is what its own agents send, so a server that NeMo Gym has started serves nrl as it is.
 """
 
-import asyncio
+import functools
 import json
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import aiohttp
 import msgspec
 
-from nrl.envs.connections import connections
 from nrl.envs.contract import Environment, Step, Task, Turn
 from nrl.envs.endpoint import responses
 from nrl.envs.endpoint.application import SESSION
-from nrl.envs.endpoint.asked import Asked, Unusable, as_request, call_id
+from nrl.envs.endpoint.asked import Asked, as_request, call_id
 from nrl.envs.endpoint.driven import Endpoint, driven
-from nrl.envs.seeds import shuffled
+from nrl.envs.mcp_servers import result_text
+from nrl.envs.nemo_asking import Mcp, asked_by_mcp, json_of, mcp_of, posted
+from nrl.envs.nemo_metrics import TASK
+from nrl.envs.nemo_processes import NemoServer, NemoServers, nemo_gym_servers
+from nrl.envs.nemo_rows import ROW, asked_of, drawn
 from nrl.errors import EnvError
-from nrl.log import error_text
-from nrl.runtime.threads import beside
 
-__all__ = ["nemo_gym", "nemo_gym_agent", "nemo_gym_rows"]
-
-_ROW = "responses_create_params"  # the field of a row that says what the model is asked
+__all__ = ["nemo_gym", "nemo_gym_agent"]
 
 
 class _Episode(NamedTuple):
@@ -36,56 +35,96 @@ class _Episode(NamedTuple):
         cookies: that the server gave; they name its session.
         items: what the model and the tools have said, as items of Responses.
         turns: that were taken.
+        reward: of these.
+        mcp: tools that are not among those of the row; None: there are none.
     """
 
     row: Mapping[str, Any]
     cookies: Mapping[str, str]
     items: tuple[Mapping[str, Any], ...] = ()
     turns: int = 0
+    reward: float = 0.0
+    mcp: Mcp | None = None
+
+    @property
+    def asked(self) -> Asked:
+        """What the model is asked."""
+        found = asked_of(self.row)
+        found.tools.extend(map(dict, self.mcp.tools if self.mcp else ()))
+        return found
 
 
-def nemo_gym(url: str, *, tasks: str | None = None, turns: int | None = None, timeout: float = 60.0) -> Environment:
-    """The environment that a resources server of NeMo Gym is.
+def nemo_gym(
+    url: str | None = None,
+    *,
+    server: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    requirements: Sequence[str] = (),
+    tasks: str | None = None,
+    turns: int | None = None,
+    answers: str | None = None,
+    timeout: float = 60.0,
+) -> Environment:
+    """The environment that a resources server of NeMo Gym is, which runs already or is started here.
 
     A task is a row of NeMo Gym's data: ``responses_create_params`` is what the model is asked, and the whole row goes
-    to the server. Calls of tools are made there, and their texts go back to the model as they are. After the last turn
-    the server verifies. A server of the kind ``gymnasium`` is asked for each observation, and gives each turn a reward.
+    to the server. Calls of tools are made there, and their texts go back to the model as they are; tools that the
+    server offers over MCP are offered to the model, too. After the last turn the server verifies, and what it says in
+    numbers is reported as ``env/...``. A server of the kind ``gymnasium`` is asked for each observation, and gives each
+    turn a reward.
 
     What a server answers with a status other than 200 makes the row invalid; a tool's is told to the model, as NeMo
     Gym's ``simple_agent`` does.
 
     Args:
         url: of the server, such as ``"http://127.0.0.1:8001"``.
-        tasks: a file with rows, which the environment brings along; None: they come from elsewhere.
+        server: one of the package nemo-gym in place of a ``url``, such as ``"mcqa"``; it is started by
+            `nrl.envs.nemo_processes.nemo_gym_servers`, and ends with this program.
+        options: of its configuration, by name.
+        requirements: more packages that it needs.
+        tasks: a file with rows, which the environment brings along. None: they come from elsewhere, or are the example
+            rows of the package.
         turns: of the model, at most, until the server verifies; None: as many as it takes (``gymnasium``: 10).
+        answers: a file to which what the server answers to ``/verify`` is added, without what was said, for
+            `nrl.envs.nemo_metrics.nemo_gym_metrics`.
         timeout: seconds for an answer.
 
     Returns:
         An environment, ``async``. `nrl.envs.limited`, ``pooled`` and the like hold for it.
 
     Raises:
-        EnvError: the file of tasks cannot be read.
+        EnvError: the file of tasks cannot be read, the server does not start, or there are a ``url`` and a ``server``.
 
     Source: NeMo Gym 0.4.0, ``responses_api_agents/simple_agent/app.py`` and ``gymnasium_agent/app.py``.
 
     >>> nemo_gym("http://127.0.0.1:8001").verifier is None
     True
     """
-    server = url.rstrip("/")
+    if (url is None) == (server is None) or (server is None and (options or requirements)):
+        raise EnvError("nemo_gym: give either the url of a server that runs, or the name of a server and its options")
+    if server is not None:
+        running = _started(server, json.dumps(options or {}), tuple(requirements))
+        url, tasks = running.urls[server], tasks or str(running.folders[server] / "data" / "example.jsonl")
+    assert url is not None
+    return _resources(url.rstrip("/"), tasks, turns, answers, timeout)
 
+
+def _resources(server: str, tasks: str | None, turns: int | None, answers: str | None, timeout: float) -> Environment:
     async def reset(task: Task) -> Any:
-        row = dict(task)
-        asked = _asked(row)
+        state = _Episode(dict(task), {})
+        asked, seen = state.asked, None
         if await _is_gymnasium(server):
-            found, cookies = await _json(server, "/reset", row, {}, timeout)
+            found, cookies = await json_of(server, "/reset", state.row, {}, timeout)
             if seen := found.get("observation"):
                 asked.messages.append({"role": "user", "content": str(seen)})
         else:
-            _, cookies = await _json(server, "/seed_session", row, {}, timeout)
-        return _Episode(row, cookies), as_request(asked, [])
+            found, cookies = await json_of(server, "/seed_session", state.row, {}, timeout)
+            state = state._replace(mcp=await mcp_of(server, found.get("mcp"), timeout))
+            asked = state.asked
+        return state._replace(cookies=cookies), as_request(asked, [])
 
     async def step(state: _Episode, turn: Turn) -> Step:
-        said = responses.answer(_asked(state.row), [turn], state.turns, str(state.turns))
+        said = responses.answer(state.asked, [turn], state.turns, str(state.turns))
         state = state._replace(items=(*state.items, *said["output"]), turns=state.turns + 1)
         if await _is_gymnasium(server):
             return await played(state, turn, said)
@@ -93,28 +132,46 @@ def nemo_gym(url: str, *, tasks: str | None = None, turns: int | None = None, ti
             state, told = await called(state, turn)
             if turns is None or state.turns < turns:
                 return Step(state, done=False, observation=told)
-        found, _ = await _json(
+        found, _ = await json_of(
             server, "/verify", {**state.row, "response": {**said, "output": state.items}}, state.cookies, timeout
         )
-        return Step(state, _reward(found, server))
+        note(state, found)
+        numbers = {key: each for key, each in found.items() if key not in state.row and key != "reward"}
+        return Step(state, _reward(found, server), info=_numbers(numbers))
+
+    def note(state: _Episode, found: Mapping[str, Any]) -> None:
+        """Add an answer to the file of these, in one write, since episodes do it at the same time."""
+        if answers is not None:
+            task = {key: each for key, each in state.row.items() if key != "seed"}  # which is nrl's, and no number
+            row = {**found, TASK: task.get(TASK, zlib.crc32(msgspec.json.encode(task)))}
+            usage = (found.get("response") or {}).get("usage")
+            kept = {key: row[key] for key in row if key not in (ROW, "response", "seed")}
+            with Path(answers).expanduser().open("ab", buffering=0) as file:
+                file.write(msgspec.json.encode(kept | ({"response": {"usage": usage}} if usage else {})) + b"\n")
 
     async def called(state: _Episode, turn: Turn) -> tuple[_Episode, list[dict[str, Any]]]:
         """Make the calls of a turn, one after the other, and tell their results."""
         told = list[dict[str, Any]]()
         for at, call in enumerate(turn.calls):
-            _, text, cookies = await _post(server, f"/{call.name}", call.arguments, state.cookies, timeout)
+            if state.mcp and any(call.name == each["function"]["name"] for each in state.mcp.tools):
+                asked = {"name": call.name, "arguments": call.arguments}
+                text = result_text(await asked_by_mcp(server, state.mcp, "tools/call", asked, timeout))
+            else:
+                _, text, cookies = await posted(server, f"/{call.name}", call.arguments, state.cookies, timeout)
+                state = state._replace(cookies=cookies)
             item = {"type": "function_call_output", "call_id": call_id(state.turns - 1, at), "output": text}
-            state = state._replace(cookies=cookies, items=(*state.items, item))
+            state = state._replace(items=(*state.items, item))
             told.append({"role": "tool", "name": call.name, "content": text})
         return state, told
 
     async def played(state: _Episode, turn: Turn, said: Mapping[str, Any]) -> Step:
         """A turn of a game."""
-        found, cookies = await _json(server, "/step", {**state.row, "response": said}, state.cookies, timeout)
-        state, reward = state._replace(cookies=cookies), _reward(found, server)
-        info = found.get("info") or {}
+        found, cookies = await json_of(server, "/step", {**state.row, "response": said}, state.cookies, timeout)
+        reward, info = _reward(found, server), found.get("info") or {}
+        state = state._replace(cookies=cookies, reward=state.reward + reward)
         if found.get("terminated") or found.get("truncated") or state.turns >= (turns or 10):
-            return Step(state, reward)
+            note(state, {**state.row, "reward": state.reward})
+            return Step(state, reward, info=_numbers(info))
         outputs = {each["call_id"]: str(each["output"]) for each in info.get("tool_outputs", ())}
         told = [
             {"role": "tool", "name": call.name, "content": outputs.get(call_id(state.turns - 1, at), "")}
@@ -126,7 +183,7 @@ def nemo_gym(url: str, *, tasks: str | None = None, turns: int | None = None, ti
             raise EnvError(f"nemo_gym: {server}/step goes on, and gives neither an observation nor a tool's output")
         return Step(state, reward, done=False, observation=told)
 
-    return Environment(reset, step, None, None, None, None if tasks is None else _drawn(tasks))
+    return Environment(reset, step, None, None, None, None if tasks is None else drawn(tasks))
 
 
 def nemo_gym_agent(
@@ -149,63 +206,14 @@ def nemo_gym_agent(
     server = url.rstrip("/")
 
     async def start(task: Task, endpoint: Endpoint) -> float:
-        asked = dict(task[_ROW])
+        asked = dict(task[ROW])
         metadata = {**(asked.get("metadata") or {}), SESSION: endpoint.api_key}
-        row = {**task, _ROW: {**asked, "metadata": metadata}}
-        found, _ = await _json(server, "/run", row, {}, timeout)
+        row = {**task, ROW: {**asked, "metadata": metadata}}
+        found, _ = await json_of(server, "/run", row, {}, timeout)
         return _reward(found, server)
 
     made = driven(start, host=host, port=port, timeout=timeout)
-    return made._replace(tasks=None if tasks is None else _drawn(tasks))
-
-
-def nemo_gym_rows(file: str | Path) -> list[dict[str, Any]]:
-    """The rows of a file of NeMo Gym's data (JSON Lines).
-
-    Raises:
-        EnvError: there is no such file, or a line is no row.
-
-    >>> nemo_gym_rows("nowhere.jsonl")
-    Traceback (most recent call last):
-    nrl.errors.EnvError: nemo_gym: nowhere.jsonl cannot be read: No such file or directory
-    """
-    try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise EnvError(f"nemo_gym: {file} cannot be read: {error.strerror}") from None
-    rows = list[dict[str, Any]]()
-    for at, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            _asked(row)
-        except (ValueError, EnvError) as error:
-            raise EnvError(f"nemo_gym: {file}, line {at}: {error}") from None
-        rows.append(row)
-    if not rows:
-        raise EnvError(f"nemo_gym: {file} has no rows")
-    return rows
-
-
-def _drawn(file: str) -> Any:
-    """Tasks of a file, which is read here and now."""
-    rows = nemo_gym_rows(file)
-    return shuffled(lambda: rows)
-
-
-def _asked(row: Mapping[str, Any]) -> Asked:
-    """What a row asks the model."""
-    params = row.get(_ROW) if isinstance(row, Mapping) else None
-    if not isinstance(params, Mapping):
-        raise EnvError(f"nemo_gym: the task has no '{_ROW}'; give rows of NeMo Gym's data")
-    if not params.get("input"):  # as where a game says all
-        told = params.get("instructions")
-        return Asked([{"role": "system", "content": told}] if told else [])
-    try:
-        return responses.read(params)
-    except Unusable as error:
-        raise EnvError(f"nemo_gym: {_ROW}: {error}") from None
+    return made._replace(tasks=None if tasks is None else drawn(tasks))
 
 
 def _reward(found: Mapping[str, Any], server: str) -> float:
@@ -215,51 +223,22 @@ def _reward(found: Mapping[str, Any], server: str) -> float:
         raise EnvError(f"nemo_gym: {server} gives no reward; it says {json.dumps(found)[:300]}") from None
 
 
+def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in found.items() if isinstance(value, bool | int | float)}
+
+
+@functools.cache
+def _started(server: str, options: str, requirements: tuple[str, ...]) -> NemoServers:
+    return nemo_gym_servers({server: NemoServer(server, json.loads(options))}, requirements=requirements)
+
+
 _GYMNASIUM: dict[str, bool] = {}
 
 
 async def _is_gymnasium(server: str) -> bool:
     """Whether a server has `/reset` and `/step` in place of `/seed_session` and `/verify`."""
     if server not in _GYMNASIUM:
-        status, text, _ = await _post(server, "/openapi.json", None, {}, 60.0)
+        status, text, _ = await posted(server, "/openapi.json", None, {}, 60.0)
         paths = json.loads(text)["paths"] if status == 200 else {}
         _GYMNASIUM[server] = "/reset" in paths and "/seed_session" not in paths
     return _GYMNASIUM[server]
-
-
-async def _json(
-    server: str, path: str, body: Any, cookies: Mapping[str, str], timeout: float
-) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """An answer that is an object, and the cookies from then on."""
-    status, text, cookies = await _post(server, path, body, cookies, timeout)
-    try:
-        found = json.loads(text) if status == 200 else None
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise EnvError(f"nemo_gym: {server}{path} answers with {status}: {text[:500]}")
-    return found, cookies
-
-
-async def _post(
-    server: str, path: str, body: Any, cookies: Mapping[str, str], timeout: float
-) -> tuple[int, str, Mapping[str, str]]:
-    """The status, the text and the cookies of an answer, from any event loop; without a body, of a GET."""
-    coming = beside(_sent(server + path, body, cookies, timeout))
-    try:
-        return await asyncio.wrap_future(coming)
-    except (aiohttp.ClientError, OSError) as error:
-        raise EnvError(f"nemo_gym: {server}{path} does not answer: {error_text(error)}") from None
-
-
-async def _sent(url: str, body: Any, cookies: Mapping[str, str], timeout: float) -> tuple[int, str, Mapping[str, str]]:
-    session = connections()
-    how: Any = {"cookies": dict(cookies), "timeout": aiohttp.ClientTimeout(timeout)}
-    if body is None:
-        asking = session.get(url, **how)
-    else:
-        how["headers"] = {"content-type": "application/json"}
-        asking = session.post(url, data=msgspec.json.encode(body), **how)
-    async with asking as answer:
-        text = (await answer.read()).decode(errors="replace")
-        return answer.status, text, {**cookies, **{name: each.value for name, each in answer.cookies.items()}}

@@ -118,12 +118,16 @@ def test_limits_reach_the_servers(folder: Path) -> None:
         for name in ("one", "two"):
             url, headers = found[name].urls[0], {"Authorization": f"Bearer {place.token}"}
             seen[name] = httpx2.post(f"{url}/verify", content=b"x" * 1001, headers=headers, trust_env=False)
+        row = {"responses_create_params": {"input": "1+1="}}
+        seen["nemo"] = httpx2.post(f"{found['nemo'].urls[0]}/seed_session", json=row, trust_env=False)
         seen["default"] = get(f"{found['two'].urls[0]}/info", place.token)
 
-    servers = "  one: {environment: exact, lease: 7, most: 3, largest: 1000}\n  two: {environment: exact}"
+    servers = "  one: {environment: exact, lease: 7, most: 3, largest: 1000}\n  two: {environment: exact}\n"
+    servers += "  nemo: {environment: exact, protocol: nemo_gym, auth: none}"
     assert played(wrote(folder, servers), drive) == 143
     assert (seen["info"].json()["lease"], seen["one"].status_code) == (7.0, 413)
     assert (seen["default"].json()["lease"], seen["two"].status_code) == (60.0, 400)
+    assert (seen["nemo"].status_code, list(seen["nemo"].cookies)) == (200, ["nrl_gym_session"])
     one = gym(["gym.yaml"]).servers["one"]
     sent = replicas._order(Replica("one", 0, one), one, Interpreter("python", {}), None, None, 1.0)
     assert json.loads(sent["line"])["most"] == 3

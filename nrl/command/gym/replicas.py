@@ -204,7 +204,7 @@ def _order(
         "environment": server.environment, "options": server.options, "host": replica.host, "port": replica.port,
         "name": replica.name, "token": token, "grace": grace,
         "workers": server.workers, "cluster": cluster,
-        "lease": server.lease, "most": server.most, "largest": server.largest,
+        "lease": server.lease, "most": server.most, "largest": server.largest, "protocol": server.protocol,
         "secrets": kept_secrets(),
         "auth": "none" if token is None else "token",  # the supervisor has judged whether that may be
     }  # fmt: skip

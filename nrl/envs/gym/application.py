@@ -18,7 +18,7 @@ from nrl.envs.gym.once import Refused
 from nrl.envs.gym.openapi import Route, openapi
 from nrl.envs.gym.service import Service
 
-__all__ = ["FINE", "Application", "Health", "Receive", "Send", "application", "routed"]
+__all__ = ["FINE", "Application", "Bodies", "Health", "Receive", "Send", "application", "routed", "routes"]
 
 _SHORT = 2**15  # bytes of a body that a connection may read and forget
 _HELD = 16  # requests of the largest size that may be in memory at a time
@@ -46,7 +46,7 @@ def application(service: Service, *, token: str | None, largest: int) -> Applica
         largest: bytes that a request may have.
     """
     numbers = Numbers(service)
-    return routed(service.name, _routes(service, numbers), token=token, largest=largest, note=numbers.note)
+    return routed(service.name, routes(service, numbers), token=token, largest=largest, note=numbers.note)
 
 
 def routed(
@@ -72,7 +72,7 @@ def routed(
     known = {**routes, "/openapi.json": Route("GET", "Describe all paths.", _saying(described), open=tells)}
     decoders = {path: Decoder(route.asked) for path, route in known.items() if route.asked is not None}
     bearer = None if token is None else token.encode()
-    bodies = _Bodies(largest)
+    bodies = Bodies(largest)
 
     async def answered(route: Route | None, scope: Any, asked: "_Headers", receive: Receive) -> bytes:
         path, method = scope["path"], scope["method"]
@@ -124,7 +124,9 @@ def routed(
     return serve
 
 
-def _routes(service: Service, numbers: Numbers) -> dict[str, Route]:
+def routes(service: Service, numbers: Numbers) -> dict[str, Route]:
+    """What is answered at which path."""
+
     async def ready() -> bytes:
         if service.stopping:
             raise _stopping(service.name)
@@ -228,7 +230,7 @@ class _Headers:
         return self._chunked or self.length > _SHORT
 
 
-class _Bodies:
+class Bodies:
     """Requests in memory."""
 
     def __init__(self, largest: int) -> None:

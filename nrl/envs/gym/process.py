@@ -11,16 +11,18 @@ import functools
 import os
 import signal
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import uvloop
 
 from nrl.envs.contract import is_env
+from nrl.envs.gym.application import application
 from nrl.envs.gym.listening import Listener, listening
 from nrl.envs.gym.serving import Settings, address, answering, check_reach
 from nrl.envs.gym_config.defaults import LARGEST, LEASE, MOST
 from nrl.envs.naming import named
+from nrl.envs.nemo_serving import nemo_gym_protocol
 from nrl.envs.pools.pool import pooled
 from nrl.envs.shipped import ENVIRONMENTS, OWN_TASKS
 from nrl.errors import NrlError
@@ -39,6 +41,7 @@ class Served(msgspec.Struct, forbid_unknown_fields=True):
         workers: processes that make the calls (`nrl.pooled`); None: threads do.
         cluster: the address of the Ray cluster that has them; None: that of ``RAY_ADDRESS``, else they are here.
         grace: seconds that calls under way have when it stops.
+        protocol: ``"nemo_gym"`` is `nrl.envs.nemo_serving.nemo_gym_protocol`.
         secrets: texts that stand in no answer: what user code raises may have them.
     """
 
@@ -55,6 +58,7 @@ class Served(msgspec.Struct, forbid_unknown_fields=True):
     most: int = MOST
     largest: int = LARGEST
     grace: float = 10.0
+    protocol: Literal["nrl", "nemo_gym"] = "nrl"
     secrets: list[str] = []
 
 
@@ -76,7 +80,8 @@ def main() -> int:
         print(f"gym: {error}", file=sys.stderr)  # noqa: T201
         return 2
     url = address(asked.host, on.getsockname()[1])
-    settings = Settings(asked.token, ..., asked.lease, asked.most, asked.largest, asked.grace)
+    protocol = nemo_gym_protocol if asked.protocol == "nemo_gym" else application
+    settings = Settings(asked.token, ..., asked.lease, asked.most, asked.largest, asked.grace, protocol)
 
     def ready(listener: Listener) -> None:
         loop = asyncio.get_running_loop()

@@ -73,6 +73,10 @@ class Service:
         """How many episodes are open."""
         return len(self._sessions)
 
+    def has(self, session: str) -> bool:
+        """Whether an episode is open."""
+        return session in self._sessions
+
     def info(self) -> records.Info:
         """What it has."""
         of_group = getattr(self.verifier, "of_group", False)

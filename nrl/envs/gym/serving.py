@@ -15,7 +15,7 @@ import attrs
 import uvloop
 
 from nrl.envs.contract import Env, Verifier, is_env
-from nrl.envs.gym.application import application
+from nrl.envs.gym.application import Application, application
 from nrl.envs.gym.listening import Listener, listening, many_files
 from nrl.envs.gym.service import Service
 from nrl.envs.gym_config.defaults import LARGEST, LEASE, MOST
@@ -66,6 +66,7 @@ def serve(
     most: int = MOST,
     largest: int = LARGEST,
     name: str | None = None,
+    protocol: Callable[..., Application] = application,
 ) -> Server:
     """Serve a verifier or an environment over HTTP; `nrl.remote` makes the same one again of its address.
 
@@ -88,6 +89,7 @@ def serve(
         most: calls under way, and open episodes; what comes beyond is told to come again.
         largest: bytes of a request.
         name: of what is served; left out, its own.
+        protocol: what it answers to which path; `nrl.envs.nemo_serving.nemo_gym_protocol`, for NeMo Gym's agents.
 
     Returns:
         A server with a ``url``, a ``token`` and a ``stop``, which is a context, too.
@@ -116,7 +118,7 @@ def serve(
     url = address(host, on.getsockname()[1])
     if token is None and not _loopback(host):
         warnings.warn(f"serve: {url} takes calls from every machine that reaches it", stacklevel=2)
-    thread = _Thread(f, name or _name(f), on, Settings(token, timeout, lease, most, largest))
+    thread = _Thread(f, name or _name(f), on, Settings(token, timeout, lease, most, largest, protocol=protocol))
     return Server(url, token, thread.stop)
 
 
@@ -164,13 +166,14 @@ class Settings:
     most: int = MOST
     largest: int = LARGEST
     grace: float = 10.0
+    protocol: Callable[..., Application] = application
 
 
 async def answering(f: Any, name: str, on: socket.socket, settings: Settings, ready: Callable[[Listener], Any]) -> None:
     """Serve on a socket until the listener, which ``ready`` is given, is stopped; then end all episodes."""
     with on:
         service = Service(f, name, lease=settings.lease, most=settings.most, timeout=settings.timeout)
-        app = application(service, token=settings.token, largest=settings.largest)
+        app = settings.protocol(service, token=settings.token, largest=settings.largest)
         listener = Listener(app, settings.grace, service.refuse)
         many_files()
         try:

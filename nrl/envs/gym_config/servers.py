@@ -94,6 +94,7 @@ class EnvironmentServer(_Process):
     options: dict[str, Any] = attrs.field(factory=dict, repr=False)
     workers: int | None = attrs.field(default=None, validator=_is_positive)  # processes that make its calls
     auth: Literal["token", "none"] | None = None  # default: that of the gym
+    protocol: Literal["nrl", "nemo_gym"] = "nrl"  # nemo_gym: for its agents, which send no token
     lease: float = attrs.field(default=LEASE, validator=_is_positive)  # seconds that a session may be silent
     most: int = attrs.field(default=MOST, validator=_is_positive)  # calls under way, and sessions, of each replica
     largest: int = attrs.field(default=LARGEST, validator=_is_positive)  # bytes of a request
@@ -305,6 +306,11 @@ def _conflicts(made: Gym) -> list[str]:
             ports.setdefault(port, f"servers.{name}")
         if isinstance(server, EnvironmentServer):
             hosts.append((f"servers.{name}", made.host(server), made.is_open(server)))
+            if server.protocol == "nemo_gym" and not made.is_open(server):
+                found.append(
+                    f"servers.{name}.protocol: NeMo Gym's agents send no token, so it has to be open; give "
+                    f"servers.{name}.auth: none"
+                )
         try:
             executable_of(server)
         except Exception as error:  # of the class, or that there is none of this name

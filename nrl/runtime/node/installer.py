@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EVERY", "failure", "uv"]
+__all__ = ["EVERY", "failure", "find_uv", "uv"]
 
 EVERY = 15.0
 """Seconds between two lines of progress."""
@@ -59,7 +59,7 @@ def uv(
         inp.write(stdin or "")
         inp.seek(0)
         # The process that becomes uv first asks Linux to end it together with this one, so that no orphan builds on
-        command = [sys.executable, "-IS", "-c", _BOUND, *_find_uv(), *arguments]
+        command = [sys.executable, "-IS", "-c", _BOUND, *find_uv(), *arguments]
         process = subprocess.Popen(command, cwd=cwd, env=variables, stdin=inp, stdout=out, stderr=err)
         started = time.monotonic()
         until = started + 1800.0 if until is None else until
@@ -87,7 +87,12 @@ def uv(
         return out.read()
 
 
-def _find_uv() -> list[str]:
+def find_uv() -> list[str]:
+    """The words of a command that runs uv.
+
+    Raises:
+        ExecutableError: there is none. (RuntimeError on a node without nrl.)
+    """
     candidates = []
     with contextlib.suppress(ImportError, FileNotFoundError):
         from uv import find_uv_bin

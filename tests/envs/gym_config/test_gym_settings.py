@@ -154,6 +154,16 @@ def test_a_host_that_others_reach_asks_for_a_token(write: Callable[..., str], mo
     assert gym([file, "default_host=node-7", "head_server.host=::1", "servers.math.auth=none"]).warnings != ()
 
 
+def test_what_nemo_gyms_agents_ask_is_open(write: Callable[..., str]) -> None:
+    file = write("servers: {math: {environment: math, protocol: nemo_gym}}")
+    assert told(file) == (
+        "gym.yaml: 1 problem\n  servers.math.protocol: NeMo Gym's agents send no token, so it has to be open; give "
+        "servers.math.auth: none"
+    )
+    assert gym([file, "servers.math.auth=none"]).servers["math"].protocol == "nemo_gym"
+    assert "servers.math.protocol" in told(file, "servers.math.protocol=nemo")
+
+
 def test_a_client_needs_no_secret_of_servers(write: Callable[..., str]) -> None:
     file = write()
     assert head_of([file, "head_server.port=7000"]).head_server.port == 7000

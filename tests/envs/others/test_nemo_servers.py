@@ -1,9 +1,6 @@
 """NeMo Gym's own servers and agents, unmodified: the same rewards through nrl as through its own agents."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,23 +11,25 @@ from typing import Any, NamedTuple
 import pytest
 
 import nrl
-from benchmarks._nemo_gym import free_port, installed
+from benchmarks._nemo_gym import free_port
 from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import fsdp, hf
 from nrl.envs import Environment
-from nrl.envs.nemo_servers import nemo_gym, nemo_gym_agent, nemo_gym_rows
+from nrl.envs.nemo_metrics import aggregated, nemo_gym_metrics
+from nrl.envs.nemo_processes import NemoServer, NemoServers, nemo_gym_servers
+from nrl.envs.nemo_rows import nemo_gym_rows
+from nrl.envs.nemo_servers import nemo_gym, nemo_gym_agent
 from nrl.errors import EnvError
 from tests.envs.endpoint.driving import Says, turn
 
-PROCESS = Path(__file__).with_name("nemo_gym_process.py")
 SERVERS = [
     *("arc_agi", "calendar", "example_multi_step", "example_session_state_mgmt", "example_single_tool_call"),
     *("format_verification", "gpqa_diamond", "graphwalks", "mcqa", "reasoning_gym", "ruler", "structured_outputs"),
     *("swe_pivot", "workplace_assistant", "blackjack"),
 ]
-QUICK = ("example_session_state_mgmt", "blackjack")
-MORE = ["reasoning-gym>=0.1.19", "openapi-schema-validator==0.6.3", "tomli-w==1.2.0", "xmltodict==1.0.2"]
+WEATHER = "example_mcp_weather"  # whose tools its own agents do not see
+QUICK = ("example_session_state_mgmt", WEATHER, "blackjack")
 
 
 class Nemo(NamedTuple):
@@ -47,42 +46,30 @@ class Nemo(NamedTuple):
     model: int
 
 
-def running(python: Path, names: Sequence[str], model: int) -> "tuple[Nemo, subprocess.Popen[str]]":
-    ports = {name: free_port() for name in names}
-    agents = {f"{name}_agent": free_port() for name in names}
-    spec: list[Any] = [["resources_servers", name, name, port, {}] for name, port in ports.items()]
-    for name, port in agents.items():
-        of = name.removesuffix("_agent")
+def app_of(name: str) -> NemoServer:
+    """The resources server; of blackjack, one with the same cards in each episode."""
+    return NemoServer("others.fixed_blackjack" if name == "blackjack" else name)
+
+
+def running(names: Sequence[str], model: int) -> NemoServers:
+    """Resources servers, each with its agent, whose model is asked at a port."""
+    asked = {name: app_of(name) for name in names}
+    for name in names:
         refs = {
-            "resources_server": {"type": "resources_servers", "name": of},
+            "resources_server": {"type": "resources_servers", "name": name},
             "model_server": {"type": "responses_api_models", "name": "policy"},
         }
-        kind = "gymnasium_agent" if of == "blackjack" else "simple_agent"
-        spec.append(["responses_api_agents", kind, name, port, refs])
-    spec.append(["responses_api_models", "policy", "policy", model, None])
-    process = subprocess.Popen(
-        [str(python), str(PROCESS), json.dumps(spec)], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    assert any(line.strip() == "ready" for line in process.stdout)
-    rows = next((python.parent.parent / "lib").glob("python3*/site-packages/resources_servers"))
-    return Nemo({name: f"http://127.0.0.1:{port}" for name, port in (ports | agents).items()}, rows, model), process
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = installed(tmp_path_factory.mktemp("nemo") / "env")
-    subprocess.run([sys.executable, "-m", "uv", "pip", "install", "-q", "-p", str(found), *MORE], check=True)
-    return found
+        kind = "gymnasium_agent" if name == "blackjack" else "simple_agent"
+        asked[f"{name}_agent"] = NemoServer(kind, refs, "responses_api_agents")
+    asked["policy"] = NemoServer("policy", kind="responses_api_models", port=model)
+    return nemo_gym_servers(asked, env={"PYTHONPATH": str(Path(__file__).parents[1])})
 
 
 @pytest.fixture(scope="module", params=[pytest.param("all", marks=pytest.mark.slow), "quick"])
-def nemo(python: Path, request: pytest.FixtureRequest) -> Iterator[Nemo]:
-    found, process = running(python, SERVERS if request.param == "all" else QUICK, free_port())
-    yield found
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()  # type: ignore[union-attr]
+def nemo(request: pytest.FixtureRequest) -> Iterator[Nemo]:
+    model = free_port()
+    with running([*SERVERS, WEATHER] if request.param == "all" else QUICK, model) as found:
+        yield Nemo(found.urls, found.folders["example_session_state_mgmt"].parent, model)
 
 
 def called(row: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -158,14 +145,106 @@ def test_rewards_are_those_of_its_own_agents(nemo: Nemo) -> None:
     assert len(several) >= (11 if len(seen) == len(SERVERS) else 1)
 
 
+TOKYO = turn("qwen3", "The weather in Tokyo is sunny and 72 F.")
+
+
+def weather_in_tokyo(city: str, last: str) -> list[str]:
+    return [turn("qwen3", "", ("get_weather", {"city": city})), last]
+
+
+def test_tools_that_a_server_offers_over_mcp_are_the_models(nemo: Nemo, tmp_path: Path) -> None:
+    """They are offered, called in the episode's own session, and what came of them is judged there."""
+    noted, row = tmp_path / "answers.jsonl", nemo_gym_rows(nemo.rows / WEATHER / "data" / "example.jsonl")[1]
+    assert row["verifier_metadata"] == {"expected_city": "Tokyo"}
+    env = nemo_gym(nemo.urls[WEATHER], answers=str(noted))
+    seen = []
+    for texts in (weather_in_tokyo("Tokyo", TOKYO), weather_in_tokyo("Rome", TOKYO), [TOKYO]):
+        policy = Says("qwen3", texts, context_length=10**6)
+        batch = nrl.rollout(policy, env, [row])
+        seen.append([float(batch[key][0]) for key in ("rewards", "env/tool_call_seen")])
+        shown = policy.tokenizer.decode(policy.asked[-1])
+        assert '"description": "Get a deterministic weather report for a city."' in shown
+        assert "session_id" not in shown
+        assert ("The weather in Rome is sunny" in shown) == ("Rome" in texts[0])
+    assert seen == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+
+    found = nemo_gym_metrics(nemo.urls[WEATHER], noted)
+    wanted = {"mean/reward": 1 / 3, "mean/tool_call_seen": 1 / 3, "mean/final_response_mentions_weather": 1.0}
+    assert {key: found["key_metrics"][key] for key in wanted} == pytest.approx(wanted)
+    (group,) = found["group_level_metrics"]
+    assert [each["_ng_rollout_index"] for each in group["rollout_infos"]] == [0, 1, 2]
+    ours = aggregated([json.loads(line) for line in noted.read_text().splitlines()])
+    assert ours["agent_metrics"] == pytest.approx(found["agent_metrics"])
+    assert ours["key_metrics"] == pytest.approx(found["key_metrics"])
+    assert ours["group_level_metrics"] == [{key: pytest.approx(group[key]) for key in ours["group_level_metrics"][0]}]
+
+
+def test_answers_of_a_game_are_noted_with_all_of_its_reward(nemo: Nemo, tmp_path: Path) -> None:
+    noted, row = tmp_path / "answers.jsonl", nemo_gym_rows(nemo.rows / "blackjack" / "data" / "example.jsonl")[0]
+    env = nemo_gym(nemo.urls["blackjack"], answers=str(noted))
+    rewards = [reward(env, row, texts) for texts in scripts("blackjack", row)]
+    assert len(set(rewards)) > 1
+    assert [json.loads(line)["reward"] for line in noted.read_text().splitlines()] == rewards
+    agent = nemo.urls["blackjack_agent"]  # which passes it on
+    found = nemo_gym_metrics(agent, noted)["key_metrics"]["mean/reward"]
+    assert found == pytest.approx(sum(rewards) / len(rewards))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("of", QUICK)
-def test_its_agents_train_a_model(python: Path, of: str) -> None:
+def test_a_server_of_the_package_is_started_with_its_requirements_and_brings_tasks() -> None:
+    env = nemo_gym(server="reasoning_gym", turns=1)
+    assert env.tasks is not None
+    row = env.tasks(0, 0)
+    right, wrong = (turn("qwen3", f"<answer>{each}</answer>") for each in (row["answer"], "what?"))
+    assert reward(env, dict(row), [right]) == 1.0
+    assert reward(env, dict(row), [wrong]) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, "give either the url of a server that runs, or the name of a server"),
+        ({"url": "http://127.0.0.1:1", "server": "mcqa"}, "give either the url"),
+        ({"url": "http://127.0.0.1:1", "options": {"a": 1}}, "give either the url"),
+    ],
+)
+def test_what_is_started_is_said_once(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(EnvError, match=why):
+        nemo_gym(**given)
+
+
+def test_servers_that_do_not_start_say_why(tmp_path: Path) -> None:
+    with pytest.raises(EnvError, match=r"mcqa: ended with 1; the last words: (.|\n)*No module named"):
+        nemo_gym_servers({"mcqa": NemoServer("mcqa")}, python=sys.executable)
+    with pytest.raises(EnvError, match="nowhere: No such file"):
+        nemo_gym_servers({"mcqa": NemoServer("mcqa")}, python="nowhere")
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\necho busy\nsleep 60\n")
+    slow.chmod(0o755)
+    with pytest.raises(EnvError, match=r"mcqa: not ready in 0.5 s; the last words: busy"):
+        nemo_gym_servers({"mcqa": NemoServer("mcqa")}, python=slow, timeout=0.5)
+    with pytest.raises(EnvError, match=r"nemo-gym==0.4.0 cannot be installed: (.|\n)*nemo-gym"):
+        nemo_gym_servers({"mcqa": NemoServer("mcqa")}, requirements=["nemo-gym==0.1"])
+
+
+def test_answers_that_cannot_be_read_are_named(tmp_path: Path, broken: Any) -> None:
+    url, answers = broken
+    with pytest.raises(EnvError, match=r"nemo_gym_metrics: .*none.jsonl cannot be read: .*No such file"):
+        nemo_gym_metrics(url, tmp_path / "none.jsonl")
+    (tmp_path / "answers.jsonl").write_text('{"reward": 1}\n')
+    answers["/aggregate_metrics"] = Broken(500, "oh")
+    with pytest.raises(EnvError, match="/aggregate_metrics answers with 500: oh"):
+        nemo_gym_metrics(url, tmp_path / "answers.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["example_session_state_mgmt", "blackjack"])
+def test_its_agents_train_a_model(of: str) -> None:
     """Twenty steps, of which every sampled token is accounted for; the agents are NeMo Gym's own."""
-    found, process = running(python, [of], free_port())
-    try:
-        rows = str(found.rows / of / "data" / "example.jsonl")
-        env = nemo_gym_agent(found.urls[f"{of}_agent"], port=found.model, tasks=rows)
+    model_port = free_port()
+    with running(QUICK, model_port) as found:
+        rows = str(found.folders["example_session_state_mgmt"].parent / of / "data" / "example.jsonl")
+        env = nemo_gym_agent(found.urls[f"{of}_agent"], port=model_port, tasks=rows)
         with nrl.cluster("local") as cluster:
             model = tiny.model(tokenizer=tiny.bpe([tiny.CHATML, Path(rows).read_text()]))
             slots = cluster.reserve(1)
@@ -182,10 +261,6 @@ def test_its_agents_train_a_model(python: Path, of: str) -> None:
                 state, _ = step(state, batch)
                 nrl.publish(state.params, sampler)
             assert state.step == 20
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()  # type: ignore[union-attr]
 
 
 class Broken(NamedTuple):
@@ -229,6 +304,7 @@ ROW = {"responses_create_params": {"input": "Hi"}}
     [
         ("/seed_session", Broken(500, "oh"), ROW, "/seed_session answers with 500: oh"),
         ("/seed_session", Broken(200, "[]"), ROW, r"/seed_session answers with 200: \[\]"),
+        ("/mcp", Broken(200, '{"error": {"code": 1}}'), ROW, '/mcp refuses tools/list: {"code": 1}'),
         ("/verify", Broken(200, '{"reward": null}'), ROW, 'gives no reward; it says {"reward": null}'),
         ("/none", Broken(200, "{}"), {"prompt": "Hi"}, "the task has no 'responses_create_params'"),
         ("/none", Broken(200, "{}"), {"responses_create_params": {"input": 3}}, "input: there is none"),
@@ -236,7 +312,8 @@ ROW = {"responses_create_params": {"input": "Hi"}}
 )
 def test_what_a_server_or_a_row_lacks_is_named(broken: Any, path: str, answer: Broken, row: Any, why: str) -> None:
     url, answers = broken
-    answers |= {"/seed_session": Broken(200, "{}"), "/verify": Broken(200, '{"reward": 1}'), path: answer}
+    offered = '{"mcp": {"url_path": "mcp"}}' if path == "/mcp" else "{}"
+    answers |= {"/seed_session": Broken(200, offered), "/verify": Broken(200, '{"reward": 1}'), path: answer}
     with pytest.warns(UserWarning, match=why):
         batch = nrl.rollout(Says("qwen3", [turn("qwen3", "Hi")]), nemo_gym(url), [row])
     assert batch["valid"].tolist() == [False]
