@@ -152,7 +152,7 @@ def _try(make: Callable[[Any], Any]) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ModelError(
-            f"own: make gave a {name}; it has to make a torch.optim.Optimizer of the parameters that it gets"
+            f"own: make gave a {name}; it has to give a torch.optim.Optimizer of the parameters that it gets"
         )
 
     def settings() -> list[dict[str, str]]:
@@ -177,7 +177,7 @@ def _try(make: Callable[[Any], Any]) -> None:
     for key, x in optimizer.state[parameter].items():
         tensor = isinstance(x, Tensor) and tuple(x.shape) in ((), (2, 3))
         if not (tensor or x is None or isinstance(x, bool | int | float)) or "." in key:
-            what = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            what = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"
             raise ModelError(
                 f"own: {name} keeps '{key}', {what}, of a parameter of shape [2, 3]; a checkpoint has tensors of the "
                 "parameter's shape, and numbers, by names without dots"

@@ -85,8 +85,8 @@ def fresh_state(module: nn.Module, optimizer: TorchOptimizer, there: Mapping[str
             known = stored if group.get("keeps") is None else group["keeps"]
             if others := sorted(set(stored) - set(known)):
                 raise CheckpointError(
-                    f"restore: of the optimizer's state of '{names[parameter]}' the checkpoint has {a_few(others)}, and "
-                    f"here it is {a_few(known)}; leave the weight to the optimizer that it had"
+                    f"restore: of the optimizer's state of '{names[parameter]}' the checkpoint has {a_few(others)}, "
+                    f"and here it is {a_few(known)}; leave the weight to the optimizer that it had"
                 )
             like = {key: there.get(f"{weight}.{key}", torch.empty(())) for key in known}  # the reader says what is lost
             optimizer.state[parameter] = {key: _zeros(key, x, parameter, group) for key, x in like.items()}
