@@ -18,7 +18,7 @@ from nrl.errors import PlacementError
 
 __all__ = ["Muon", "newton_schulz"]
 
-type Matrices = Callable[[Tensor, Tensor], Sequence[Tensor]]
+type _Matrices = Callable[[Tensor, Tensor], Sequence[Tensor]]
 
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
 _SCALES: dict[str, Callable[[int, int], float]] = {
@@ -88,7 +88,7 @@ class Muon(torch.optim.Optimizer):
         scale: str = "match_rms_adamw",
         precision: str = "float32",
         weight_decay: float = 0.0,
-        matrices: Matrices = lambda _, whole: [whole],
+        matrices: _Matrices = lambda _, whole: [whole],
     ) -> None:
         self._matrices, self._scale = matrices, _SCALES[scale]
         self._dtype: torch.dtype = getattr(torch, precision)

@@ -11,7 +11,6 @@ from nrl.backends.training.rates import Schedule, fraction
 __all__ = [
     "Group",
     "Optimizer",
-    "Schedule",
     "adamw",
     "learning_rate",
     "muon",
