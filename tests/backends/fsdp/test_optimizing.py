@@ -114,8 +114,16 @@ def numbers_of(made: TorchEngine, state: TorchState) -> dict[str, Tensor]:
     return everything(made, state)
 
 
-@pytest.mark.parametrize("config", [DENSE, TINY_PARTS | {"tie_word_embeddings": False}, MIXTURE])
-@pytest.mark.parametrize("name", ["sgd with momentum", "muon", "counting"])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("muon", DENSE),
+        ("muon", TINY_PARTS | {"tie_word_embeddings": False}),
+        ("muon", MIXTURE),
+        ("sgd with momentum", MIXTURE),
+        ("counting", TINY_PARTS),
+    ],
+)
 def test_any_number_of_processes_gives_the_same_steps(
     two: Processes, three: Processes, name: str, config: dict[str, Any]
 ) -> None:
@@ -426,7 +434,7 @@ def alike(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         assert not isinstance(x, Tensor) or found[key].dtype == x.dtype, key
 
 
-@pytest.mark.parametrize("name", ["sgd", "sgd with momentum", "muon", "counting"])
+@pytest.mark.parametrize("name", ["sgd with momentum", "muon", "counting"])
 def test_a_checkpoint_goes_on_bitwise_and_on_any_number_of_processes(
     two: Processes, three: Processes, name: str, tmp_path: Path
 ) -> None:
