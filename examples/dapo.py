@@ -8,7 +8,7 @@ from attrs.validators import ge, gt
 import nrl
 from nrl import Layout, config, tiny
 from nrl.algos import advantages, check_mismatch, dapo_loss, overlong_penalty, sft_loss
-from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw
+from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw
 from nrl.checkpoint import Checkpoints
 
 
@@ -39,7 +39,9 @@ class Config:
     updates: int = attrs.field(default=2, validator=ge(1))  # optimizer steps a batch, each on a part of it
     max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0, validator=gt(0))  # mismatch/kl at most
     max_tokens: int = attrs.field(default=16_384, validator=ge(1))  # of a micro-batch
-    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4))
+    optimizer: Optimizer = config.derived(
+        lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4, schedule=Schedule(steps=cfg.steps * cfg.updates))
+    )
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
     buffer: int = config.derived(lambda cfg: cfg.sampling.max_new_tokens // 4, validator=ge(0))  # penalised tokens
     warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40, validator=ge(0))  # supervised, of the tiny model

@@ -40,7 +40,9 @@ class Config:
     top_k: int = attrs.field(default=16, validator=ge(0))  # likeliest tokens of the teacher; 0: the sampled one
     max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0, validator=gt(0))  # mismatch/kl at most
     max_tokens: int = attrs.field(default=16_384, validator=ge(1))  # of a micro-batch
-    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6) if cfg.model else EMBEDDED)
+    optimizer: Optimizer = config.derived(
+        lambda cfg: adamw(lr=1e-6, schedule=Schedule(steps=cfg.steps)) if cfg.model else EMBEDDED
+    )
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
     warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40, validator=ge(0))  # supervised, of the tiny student
     teaching: int = config.derived(lambda cfg: 0 if cfg.teacher else 200, validator=ge(0))  # supervised, of its teacher

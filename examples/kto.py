@@ -9,7 +9,7 @@ from attrs.validators import ge, gt
 import nrl
 from nrl import Layout, config, data, tiny
 from nrl.algos import kto_loss, mismatched, reference_point
-from nrl.backends import TRAINERS, Optimizer, Params, adamw, load_tokenizer
+from nrl.backends import TRAINERS, Optimizer, Params, Schedule, adamw, load_tokenizer
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 
@@ -40,7 +40,9 @@ class Config:
     max_tokens: int = attrs.field(default=16_384, validator=ge(1))  # of a micro-batch
     evaluate_every: int = attrs.field(default=10, validator=ge(1))  # steps
     evaluate_rows: int = attrs.field(default=256, validator=ge(1))
-    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=5e-7 if cfg.model else 1e-3))
+    optimizer: Optimizer = config.derived(
+        lambda cfg: adamw(lr=5e-7 if cfg.model else 1e-3, schedule=Schedule(steps=cfg.steps))
+    )
 
 
 def main(cfg: Config) -> None:

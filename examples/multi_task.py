@@ -9,7 +9,7 @@ from attrs.validators import ge, gt
 import nrl
 from nrl import Layout, config, data, tiny
 from nrl.algos import advantages, check_mismatch, grpo_loss, sft_loss
-from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw
+from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw
 from nrl.checkpoint import Checkpoints
 
 
@@ -37,7 +37,9 @@ class Config:
     group_size: int = attrs.field(default=8, validator=ge(1))  # samples a prompt
     max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0, validator=gt(0))  # mismatch/kl at most
     max_tokens: int = attrs.field(default=16_384, validator=ge(1))  # of a micro-batch
-    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4))
+    optimizer: Optimizer = config.derived(
+        lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4, schedule=Schedule(steps=cfg.steps))
+    )
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 5))
     warmup: int = config.derived(lambda cfg: 0 if cfg.model else 60, validator=ge(0))  # supervised, of the tiny model
 

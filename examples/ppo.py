@@ -7,7 +7,7 @@ from attrs.validators import ge, gt, le
 
 import nrl
 from nrl import Layout, algos, config, tiny
-from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw
+from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw
 from nrl.checkpoint import Checkpoints
 
 
@@ -41,8 +41,12 @@ class Config:
     lam: float = attrs.field(default=0.95, validator=[ge(0), le(1)])
     max_mismatch: float = config.derived(lambda cfg: 0.1 if cfg.model else 2.0, validator=gt(0))  # mismatch/kl at most
     max_tokens: int = attrs.field(default=16_384, validator=ge(1))  # of a micro-batch
-    optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4))
-    critic_optimizer: Optimizer = config.derived(lambda cfg: adamw(lr=1e-5 if cfg.model else 2e-3))
+    optimizer: Optimizer = config.derived(
+        lambda cfg: adamw(lr=1e-6 if cfg.model else 7e-4, schedule=Schedule(steps=cfg.steps * cfg.updates))
+    )
+    critic_optimizer: Optimizer = config.derived(
+        lambda cfg: adamw(lr=1e-5 if cfg.model else 2e-3, schedule=Schedule(steps=cfg.steps * cfg.updates))
+    )
     sampling: Sampling = config.derived(lambda cfg: Sampling(max_new_tokens=512 if cfg.model else 4))
     warmup: int = config.derived(lambda cfg: 0 if cfg.model else 40, validator=ge(0))  # supervised, of the tiny model
 

@@ -10,7 +10,8 @@ from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.publishing import publish
 from nrl.backends.samplers import Capabilities, Sampler
 from nrl.backends.training.measurement import evaluate
-from nrl.backends.training.optimizers import Optimizer, Schedule, adamw, learning_rate
+from nrl.backends.training.optimizers import Group, Optimizer, adamw, learning_rate, muon, own, sgd
+from nrl.backends.training.rates import Schedule
 from nrl.backends.training.states import Params, TrainState
 from nrl.backends.training.trainer import Trainer, TrainStep
 
@@ -19,6 +20,7 @@ __all__ = [
     "TRAINERS",
     "Capabilities",
     "Completion",
+    "Group",
     "Media",
     "Model",
     "Optimizer",
@@ -35,7 +37,10 @@ __all__ = [
     "evaluate",
     "learning_rate",
     "load_tokenizer",
+    "muon",
+    "own",
     "publish",
+    "sgd",
 ]
 
 TRAINERS: dict[str, Callable[..., Trainer]] = {"fsdp": fsdp.trainer, "megatron": megatron.trainer}

@@ -67,7 +67,12 @@ def name(kind: Any) -> str:
 
     >>> name(dict[str, float | None]), name(Literal["adamw", "muon"])
     ('dict[str, float | None]', "'adamw' or 'muon'")
+    >>> from collections.abc import Callable
+    >>> name(Callable[[int], float])
+    'Callable[[int], float]'
     """
+    if isinstance(kind, list):  # the arguments of a function
+        return f"[{', '.join(map(name, kind))}]"
     kind = _bare(kind)
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:

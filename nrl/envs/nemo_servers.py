@@ -124,6 +124,8 @@ def _resources(server: str, tasks: str | None, turns: int | None, answers: str |
         return state._replace(cookies=cookies), as_request(asked, [])
 
     async def step(state: _Episode, turn: Turn) -> Step:
+        if turn.stop_reason == "refused":
+            raise EnvError(f"nemo_gym: what a row asks cannot be said to the model: {turn.text}")
         said = responses.answer(state.asked, [turn], state.turns, str(state.turns))
         state = state._replace(items=(*state.items, *said["output"]), turns=state.turns + 1)
         if await _is_gymnasium(server):
@@ -239,6 +241,8 @@ async def _is_gymnasium(server: str) -> bool:
     """Whether a server has `/reset` and `/step` in place of `/seed_session` and `/verify`."""
     if server not in _GYMNASIUM:
         status, text, _ = await posted(server, "/openapi.json", None, {}, 60.0)
+        if status >= 500:  # it may say more the next time
+            raise EnvError(f"nemo_gym: {server}/openapi.json answers {status}: {text[:200]}")
         paths = json.loads(text)["paths"] if status == 200 else {}
         _GYMNASIUM[server] = "/reset" in paths and "/seed_session" not in paths
     return _GYMNASIUM[server]

@@ -39,7 +39,7 @@ def trainer(
         place: a mesh, or slots, which become a mesh with all of them along dp.
         model: what to train: its weights, or its adapter if it has ``lora``. Under ``dtype="bfloat16"`` weights and
             moments stay in float32 and it computes in bfloat16.
-        optimizer: `adamw` with its schedule and clipping.
+        optimizer: `adamw`, `sgd`, `muon` or one's `own`, with its schedule, clipping and groups.
         max_tokens: bound on the tokens of a micro-batch, padding counted; a longer row is an error.
         packing: how rows are laid out flat: as `nrl.Rectangles`, or as `nrl.Sequences`, which have no padding at all,
             and which a GPU takes in bfloat16 whichever is asked for; None: the model's own padded forward.
@@ -53,7 +53,8 @@ def trainer(
         A `Trainer`.
 
     Raises:
-        ModelError: the model cannot be loaded, or computes something that packed rows cannot (on ``init`` or ``load``).
+        ModelError: the model cannot be loaded, or computes something that packed rows cannot (on ``init`` or ``load``);
+            or a group of the optimizer fits no weight, or one's own optimizer cannot be used (on ``init``).
         PlacementError: the slots cannot make the mesh, or its layout has other axes than dp.
 
     >>> import nrl

@@ -1,6 +1,8 @@
 """What the torch engine stores of a model and its optimizer, by the names of `nrl.backends.training.storage`."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import attrs
 import torch
@@ -8,23 +10,25 @@ from torch import Tensor, nn
 
 from nrl.backends.base import Piece
 from nrl.backends.fsdp import sharding
+from nrl.backends.fsdp.optimizing import TorchOptimizer
 from nrl.backends.models import splitting
-from nrl.backends.models.named_weights import named_tensors, weight_name
+from nrl.backends.models.named_weights import a_few, named_tensors, weight_name
 from nrl.backends.models.pieces import whole
-from nrl.backends.training.storage import KEYS, MODEL, MOMENTS
+from nrl.backends.training.storage import MODEL, MOMENTS, NUMBER
+from nrl.errors import CheckpointError
 
-__all__ = ["fresh_moments", "pieces", "shapes"]
+__all__ = ["fresh_state", "pieces", "shapes", "with_numbers"]
 
 type _Wanted = Callable[[str], bool] | None
 
 
 def pieces(
     module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: TorchOptimizer | None,
     piece: Callable[[str, Tensor], Piece],
     wanted: _Wanted = None,
 ) -> Iterator[Piece]:
-    """A model's tensors, tied weights once, and an optimizer's moments, by the names that files have.
+    """A model's tensors, tied weights once, and an optimizer's state, by the names that files have.
 
     Args:
         module: the model.
@@ -42,11 +46,12 @@ def pieces(
         yield from cut(MODEL, name, tensor)
     for name, parameter in _parameters(module) if optimizer is not None else ():
         assert optimizer is not None
-        if state := optimizer.state.get(parameter):
-            for key in KEYS[1:]:
-                yield from cut(MOMENTS, name, state[key], f".{key}")
-            for part in _files(found, name):
-                yield piece(f"{MOMENTS}{part}.step", state["step"])
+        for key, x in _tensors(optimizer.state.get(parameter, {})):
+            if x.ndim:
+                yield from cut(MOMENTS, name, x, f".{key}")
+            else:
+                for part in _files(found, name):
+                    yield piece(f"{MOMENTS}{part}.{key}", x)
 
 
 def shapes(module: nn.Module, wanted: _Wanted = None) -> dict[str, tuple[int, ...]]:
@@ -55,14 +60,58 @@ def shapes(module: nn.Module, wanted: _Wanted = None) -> dict[str, tuple[int, ..
     return {name: piece.shape for name, piece in splitting.in_files(tensors, sharding.parts(module)).items()}
 
 
-def fresh_moments(module: nn.Module, optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
-    """Moments of zeros for the parameters that have some among the stored names."""
-    found = sharding.parts(module)
-    for name, parameter in _parameters(module):
-        if f"{MOMENTS}{_files(found, name)[0]}.step" in names:
-            zeros = {key: torch.zeros_like(parameter) for key in KEYS[1:]}
-            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            optimizer.state[parameter] = {"step": step, **zeros}
+def fresh_state(module: nn.Module, optimizer: TorchOptimizer, there: Mapping[str, Tensor]) -> None:
+    """State of zeros for the parameters of which something is stored, to be filled; then comes `with_numbers`.
+
+    Args:
+        module: the model.
+        optimizer: of its parameters.
+        there: what is stored, without memory, by name.
+
+    Raises:
+        CheckpointError: it is of another optimizer.
+    """
+    keys, found = defaultdict[str, list[str]](list), sharding.parts(module)
+    for name in there:
+        if name.startswith(MOMENTS):
+            weight, _, key = name.rpartition(".")
+            keys[weight].append(key)
+    names = {parameter: name for name, parameter in _parameters(module)}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            weight = f"{MOMENTS}{_files(found, names[parameter])[0]}"
+            if not (stored := keys.get(weight)):
+                continue
+            known = stored if group.get("keeps") is None else group["keeps"]
+            if others := sorted(set(stored) - set(known)):
+                raise CheckpointError(
+                    f"restore: of the optimizer's state of '{names[parameter]}' the checkpoint has {a_few(others)}, "
+                    f"and here it is {a_few(known)}; leave the weight to the optimizer that it had"
+                )
+            like = {key: there.get(f"{weight}.{key}", torch.empty(())) for key in known}  # the reader says what is lost
+            optimizer.state[parameter] = {key: _zeros(key, x, parameter, group) for key, x in like.items()}
+
+
+def with_numbers(optimizer: TorchOptimizer) -> None:
+    """Let what was stored as a number be one again."""
+    for state in optimizer.state.values():
+        for key in [key for key in state if key.endswith(NUMBER)]:
+            state[key.removesuffix(NUMBER)] = state.pop(key).item()
+
+
+def _zeros(key: str, stored: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+    if stored.ndim or (not parameter.ndim and key != "step"):
+        return torch.zeros_like(parameter, dtype=stored.dtype, requires_grad=False)
+    there = group.get("fused") or group.get("capturable")  # as torch itself loads them
+    return torch.zeros((), dtype=stored.dtype, device=parameter.device if there else "cpu")
+
+
+def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for key, x in state.items():
+        if isinstance(x, Tensor):
+            yield key, x
+        elif x is not None:
+            yield key + NUMBER, torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
 
 
 def _files(found: splitting.Parts, name: str) -> list[str]:

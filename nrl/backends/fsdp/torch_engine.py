@@ -5,7 +5,7 @@ every call together. A finding in the numbers of one is known to all before any 
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.algos import Loss, name_of, needed
 from nrl.backends.base import Model, Piece
-from nrl.backends.fsdp import attention, probe, sharding, stored
+from nrl.backends.fsdp import attention, optimizing, probe, sharding, stored
 from nrl.backends.fsdp.loads import Loads, counting
+from nrl.backends.fsdp.optimizing import TorchOptimizer
 from nrl.backends.fsdp.outputs import compute
 from nrl.backends.fsdp.torch_state import FROZEN, TorchParams, TorchState
 from nrl.backends.models import loading, lora, splitting
@@ -85,7 +86,7 @@ class TorchEngine:
     def init(self) -> TorchState:
         """A fresh train state."""
         module = self._make(self.model)
-        return TorchState(module, self._optimizer(module), 0)
+        return TorchState(module, optimizing.made(self.optimizer, module), 0)
 
     def receive(self, state: TorchState) -> lora.Receiving:
         """Replace the weights of a fresh train state."""
@@ -299,15 +300,6 @@ class TorchEngine:
         """The dtype in which layers are gathered; autocast rounds their matrices to it anyway."""
         return torch.bfloat16 if self.model.dtype == "bfloat16" else None
 
-    def _optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        spec = self.optimizer
-        trained = [p for p in module.parameters() if p.requires_grad]
-        matrices = [p for p in trained if p.ndim > 1]
-        others = [p for p in trained if p.ndim <= 1]
-        groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
-        return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
-
     def save(self, state: TorchState, params: TorchParams, folder: Path) -> Saved:
         """Write module and optimizer."""
         return self._write(folder, params, state.optimizer, state.step)
@@ -315,6 +307,7 @@ class TorchEngine:
     def restore(self, folder: Path, record: Mapping[str, Any]) -> TorchState:
         """Read files of `save`, which any number of processes wrote."""
         state = self.init()  # the optimizer's settings come from the configuration
+        storage.check_optimizer(record, optimizing.kind(self.optimizer, state.optimizer))
         self._read(folder, state.module, state.optimizer, record["base"])
         return state._replace(step=record["step"])
 
@@ -328,30 +321,35 @@ class TorchEngine:
         self._read(folder, module, None, record["base"])
         return module
 
-    def _write(self, folder: Path, params: TorchParams, optimizer: torch.optim.Optimizer | None, step: int) -> Saved:
+    def _write(self, folder: Path, params: TorchParams, optimizer: TorchOptimizer | None, step: int) -> Saved:
         module, adapter = params_of(params), isinstance(params, Adapter)
 
         spoken = partial(sharding.spoken, self._peers)
         pieces = partial(stored.pieces, module, optimizer, spoken, lora.trained if adapter else None)
         written = storage.write(folder, pieces, self._peers)
         base = lora.signature(module, sharding.whole) if adapter else None
-        return Saved(written, {"step": step, "lora": bool(lora.layers(module)), "base": base})
+        record: dict[str, Any] = {"step": step, "lora": bool(lora.layers(module)), "base": base}
+        if optimizer is not None:
+            record |= storage.written_by(optimizing.kind(self.optimizer, optimizer))
+        return Saved(written, record)
 
     def _read(
         self,
         folder: Path,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: TorchOptimizer | None,
         base: Mapping[str, float] | None,
     ) -> None:
         wanted = None if base is None else lora.trained
 
-        def pieces(there: Collection[str]) -> Iterator[Piece]:
+        def pieces(there: Mapping[str, Tensor]) -> Iterator[Piece]:
             if optimizer is not None:
-                stored.fresh_moments(module, optimizer, there)
+                stored.fresh_state(module, optimizer, there)
             return stored.pieces(module, optimizer, sharding.piece, wanted)
 
         storage.read(folder, stored.shapes(module, wanted), pieces, self._peers)
+        if optimizer is not None:
+            stored.with_numbers(optimizer)
         if base is not None:
             lora.check_base(lora.signature(module, sharding.whole), base)
 

@@ -6,6 +6,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from nrl.backends.fsdp.optimizing import TorchOptimizer
 from nrl.backends.training.adapters import Adapter
 from nrl.runtime.mesh.current_process import rest, wake
 
@@ -19,7 +20,7 @@ class TorchState(NamedTuple):
     """A model in training, its optimizer, and how many steps it has taken."""
 
     module: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: TorchOptimizer
     step: int
 
     def rest(self) -> None:
@@ -34,7 +35,8 @@ class TorchState(NamedTuple):
 
     def _move_moments(self, device: torch.device) -> None:
         for moments in self.optimizer.state.values():
-            moments |= {key: x.to(device) for key, x in moments.items() if isinstance(x, Tensor)}
+            # Single numbers stay: where they have to be is up to the optimizer
+            moments |= {key: x.to(device) for key, x in moments.items() if isinstance(x, Tensor) and x.ndim}
 
 
 type TorchParams = nn.Module | Adapter[nn.Module]

@@ -14,7 +14,7 @@ from nrl.backends.training.optimizers import Optimizer
 from nrl.backends.training.trainer import Trainer, make_trainer
 from nrl.batch.packed_rows import Packing, Rectangles, Sequences
 from nrl.batch.prefixes import microbatches_by_prefix
-from nrl.errors import ExecutableError
+from nrl.errors import ConfigError, ExecutableError
 from nrl.runtime import Layout, Mesh, Slots, as_mesh
 
 __all__ = ["trainer"]
@@ -44,7 +44,7 @@ def trainer(
         place: a mesh, or slots, which become a mesh in the executable ``mcore``.
         model: what to train; with ``lora=`` that is an adapter, and a value or reward head. Under ``dtype="bfloat16"``
             it computes in bfloat16, and its optimizer has weights and moments in float32.
-        optimizer: `adamw` with its schedule and clipping.
+        optimizer: `adamw` with its schedule and clipping, without groups.
         max_tokens: bound on the tokens of a micro-batch, padding counted; a longer row is an error.
         packing: how rows are laid out flat, as for `nrl.backends.fsdp.trainer`; along cp it is `nrl.Sequences`.
         checkpointing: recompute every layer in the backward pass, which saves memory; or ``"selective"``: attention
@@ -59,11 +59,16 @@ def trainer(
 
     Raises:
         ModelError: the model is of another family, or cannot be split so (on ``init`` or ``load``).
-        ConfigError: Megatron has no such option, or nrl decides it.
+        ConfigError: Megatron has no such option, or nrl decides it; or another optimizer.
         ExecutableError: on the local cluster, where trainers run in this process: Megatron Core is not installed here.
         PlacementError: the slots cannot make the mesh.
     """
     name = f"megatron.trainer {next(_NUMBERS)}"
+    if optimizer.kind != "adamw" or optimizer.groups:
+        raise ConfigError(
+            f"{name}: found the optimizer '{optimizer.kind}' with {len(optimizer.groups)} groups; on Megatron there is "
+            "'adamw' alone, without groups; use fsdp.trainer, or adamw(lr=...)"
+        )
     if checkpointing == "selective":
         options = {"recompute_granularity": "selective"} | options
     elif checkpointing:

@@ -315,6 +315,7 @@ class MegatronEngine:
 
     def restore(self, folder: Path, record: Mapping[str, Any]) -> MegatronState:
         """Read files of `save`, which any number of processes wrote, of this engine or another one."""
+        storage.check_optimizer(record, self.optimizer.kind)
         copies, optimizer, _ = state = self.init()  # the optimizer's settings come from the configuration
 
         def pieces(there: Collection[str], wanted: Callable[[str], bool]) -> Iterator[Piece]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nrl.batch.raw import flat_bytes
 
-__all__ = ["content", "header"]
+__all__ = ["DTYPES", "content", "header"]
 
 _DTYPES = {
     torch.float64: "F64",
@@ -28,6 +28,8 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+"""By the names that files have."""
 
 
 def header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], about: Mapping[str, str]) -> bytes:

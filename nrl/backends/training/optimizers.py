@@ -1,79 +1,106 @@
-"""Optimizers and their schedules as frozen data, which each engine realises with its own library."""
+"""Optimizers as frozen data, which each engine realises with its own library."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import attrs
 
-__all__ = ["Optimizer", "Schedule", "adamw", "learning_rate", "set_learning_rate"]
+from nrl.backends.training.rates import Schedule, fraction
+
+__all__ = [
+    "Group",
+    "Optimizer",
+    "adamw",
+    "learning_rate",
+    "muon",
+    "own",
+    "set_learning_rate",
+    "sgd",
+]
+
+_ge, _gt, _lt = attrs.validators.ge, attrs.validators.gt, attrs.validators.lt
+_fraction = attrs.validators.and_(_ge(0), _lt(1))
 
 
 @attrs.frozen
-class Schedule:
-    """A schedule of the learning rate: linear warm-up, then constant, or a decay to ``floor``.
-
-    ``linear`` and ``cosine`` decay from the end of the warm-up on. ``wsd`` (warm-up, stable, decay) stays at the full
-    rate, and decays linearly in its last ``decay`` steps: a run can go on from before those, with a later end.
+class Group:
+    """What is particular to some weights; where several groups fit a weight, the first one counts.
 
     Args:
-        kind: the shape.
-        warmup: optimizer steps of linear warm-up; the first has ``1 / (warmup + 1)`` of the full rate.
-        steps: the optimizer step at which the decay ends. Needed for all but constant.
-        floor: the rate at the end of the decay and afterwards, as a fraction of the full one.
-        decay: optimizer steps that the decay of ``wsd`` lasts; for no other kind.
+        names: which weights, by a pattern for their Hugging Face names: ``*`` is any text, ``[ab]`` one of two letters.
+        factor: their learning rate, as a multiple of that of the others.
+        weight_decay: theirs, whatever their shape; None: as it would be without the group.
+        muon: whether Muon may update them, if it updates weights of their kind; else AdamW does.
 
     Raises:
-        ValueError: a decay without ``steps`` after the warm-up, a ``wsd`` without ``decay`` or room for it, or
-            ``decay`` where it would do nothing.
+        ValueError: a number is negative.
 
-    Sources: WSD, Hu et al., 2024 (2404.06395), section 4; its linear decay, Hägele et al., 2024 (2405.18392).
-
-    >>> Schedule("cosine", warmup=10, steps=100).floor
-    0.0
+    >>> Group("*.embed_tokens.weight", factor=0.1, weight_decay=0.0).factor
+    0.1
     """
 
-    kind: Literal["constant", "linear", "cosine", "wsd"] = attrs.field(
-        default="constant", validator=attrs.validators.in_(["constant", "linear", "cosine", "wsd"])
-    )
-    warmup: int = attrs.field(default=0, validator=attrs.validators.ge(0))
-    steps: int = attrs.field(default=0, validator=attrs.validators.ge(0))
-    floor: float = attrs.field(default=0.0, validator=[attrs.validators.ge(0), attrs.validators.le(1)])
-    decay: int = attrs.field(default=0, validator=attrs.validators.ge(0))
-
-    def __attrs_post_init__(self) -> None:
-        if self.kind != "constant" and self.steps <= self.warmup:
-            raise ValueError(
-                f"Schedule: a {self.kind} decay needs steps > warmup; found steps={self.steps}, warmup={self.warmup}"
-            )
-        if self.kind != "wsd" and self.decay:
-            raise ValueError(f"Schedule: decay={self.decay} is for the kind 'wsd' alone; found '{self.kind}'")
-        if self.kind == "wsd" and not 0 < self.decay <= self.steps - self.warmup:
-            raise ValueError(
-                f"Schedule: wsd needs a decay of 1 to {self.steps - self.warmup} steps, which is steps - warmup; found "
-                f"decay={self.decay}"
-            )
-
-
-_ge, _lt = attrs.validators.ge, attrs.validators.lt
+    names: str
+    factor: float = attrs.field(default=1.0, validator=_ge(0))
+    weight_decay: float | None = attrs.field(default=None, validator=attrs.validators.optional(_ge(0)))
+    muon: bool = True
 
 
 @attrs.frozen
 class Optimizer:
-    """An optimizer as data; made by `adamw`.
+    """An optimizer as data; made by `adamw`, `sgd`, `muon` and `own`, which say what the fields mean.
+
+    In a configuration, ``optimizer.kind=muon`` replaces AdamW. Fields that are None have the defaults of the kind.
+
+    Raises:
+        ValueError: a number out of its range, an option where it would do nothing, or ``own`` without ``make``.
 
     >>> adamw(lr=1e-3).lr
     0.001
     """
 
-    lr: float = attrs.field(default=1e-6, validator=attrs.validators.ge(0))
-    betas: tuple[float, float] = attrs.field(
-        default=(0.9, 0.999), validator=attrs.validators.deep_iterable(attrs.validators.and_(_ge(0), _lt(1)))
+    lr: float = attrs.field(default=1e-6, validator=_ge(0))
+    betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), validator=attrs.validators.deep_iterable(_fraction))
+    eps: float = attrs.field(default=1e-8, validator=_gt(0))
+    weight_decay: float = attrs.field(default=0.0, validator=_ge(0))
+    clip: float = attrs.field(default=1.0, validator=_gt(0))
+    schedule: Schedule | Callable[[int], float] = Schedule()
+    kind: Literal["adamw", "sgd", "muon", "own"] = attrs.field(
+        default="adamw", validator=attrs.validators.in_(["adamw", "sgd", "muon", "own"])
     )
-    eps: float = attrs.field(default=1e-8, validator=attrs.validators.gt(0))
-    weight_decay: float = attrs.field(default=0.0, validator=attrs.validators.ge(0))
-    clip: float = attrs.field(default=1.0, validator=attrs.validators.gt(0))
-    schedule: Schedule = Schedule()
+    momentum: float | None = attrs.field(default=None, validator=attrs.validators.optional(_fraction))
+    nesterov: bool | None = None
+    scale: Literal["match_rms_adamw", "original"] | None = attrs.field(
+        default=None, validator=attrs.validators.in_([None, "match_rms_adamw", "original"])
+    )
+    precision: Literal["float32", "bfloat16"] | None = attrs.field(
+        default=None, validator=attrs.validators.in_([None, "float32", "bfloat16"])
+    )
+    groups: tuple[Group, ...] = attrs.field(default=())
+    make: Callable[[Any], Any] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        reads = {"sgd": ("momentum", "nesterov"), "muon": ("momentum", "nesterov", "scale", "precision")}
+        for name in ("momentum", "nesterov", "scale", "precision"):
+            if getattr(self, name) is not None and name not in reads.get(self.kind, ()):
+                kinds = " and ".join(f"'{kind}'" for kind, names in reads.items() if name in names)
+                raise ValueError(
+                    f"Optimizer: {name} is for {kinds} alone; found {getattr(self, name)!r} of '{self.kind}'"
+                )
+        if self.kind == "sgd" and self.nesterov and not self.momentum:
+            raise ValueError("Optimizer: nesterov needs a momentum, and there is none; give one above 0")
+        if (self.kind == "own") != (self.make is not None):
+            raise ValueError(
+                f"Optimizer: the kind 'own' and nothing else has make, a function; found '{self.kind}' and "
+                f"make={self.make!r}; use own(make, lr=...)"
+            )
+        if self.kind == "own" and self.weight_decay:
+            raise ValueError(
+                f"Optimizer: weight_decay={self.weight_decay} would do nothing; have make pass it to its optimizer"
+            )
+        for group in self.groups:
+            if not group.muon and self.kind != "muon":
+                raise ValueError(f"Optimizer: {group} keeps Muon away; found '{self.kind}', which has none")
 
 
 def adamw(
@@ -83,7 +110,8 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     clip: float = 1.0,
-    schedule: Schedule | None = None,
+    schedule: Schedule | Callable[[int], float] | None = None,
+    groups: Iterable[Group] = (),
 ) -> Optimizer:
     """AdamW, with clipping by the global norm of the gradient.
 
@@ -93,18 +121,152 @@ def adamw(
         eps: added to the root of the second moment.
         weight_decay: decoupled; multiplied by the learning rate. Matrices only: norms and biases are left out.
         clip: the largest global norm of the gradient; infinity (``.inf`` in a configuration) for none.
-        schedule: of the learning rate; None: constant.
+        schedule: of the learning rate, or a function of the optimizer step, which counts from 0: the rate as a multiple
+            of ``lr``. None: constant.
+        groups: what is particular to some weights.
 
     Source: Loshchilov and Hutter, 2017 (1711.05101), algorithm 2.
 
     >>> adamw(lr=1e-6, schedule=Schedule("linear", steps=100)).schedule.kind
     'linear'
+    >>> learning_rate(adamw(lr=1.0, schedule=lambda step: (step + 1) ** -0.5), 3)
+    0.5
     """
-    return Optimizer(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, clip=clip, schedule=schedule or Schedule())
+    return Optimizer(lr, betas, eps, weight_decay, clip, schedule or Schedule(), groups=tuple(groups))
+
+
+def sgd(
+    lr: float,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    clip: float = 1.0,
+    schedule: Schedule | Callable[[int], float] | None = None,
+    groups: Iterable[Group] = (),
+) -> Optimizer:
+    """Stochastic gradient descent, torch's: ``b = momentum b + g``, then ``w -= lr b``, where g is the gradient.
+
+    Args:
+        lr: the full learning rate.
+        momentum: mu; without one there is no state. The first step has ``b = g``.
+        nesterov: whether a step is ``g + momentum b`` instead of b.
+        weight_decay: of matrices, added to the gradient: ``g + weight_decay w``.
+        clip: as of `adamw`, before weight decay.
+        schedule: as of `adamw`.
+        groups: as of `adamw`.
+
+    Source: Sutskever et al., 2013 (On the importance of initialization and momentum in deep learning), with the
+    learning rate outside of the momentum.
+
+    >>> sgd(lr=0.1, momentum=0.9).momentum
+    0.9
+    """
+    return Optimizer(
+        lr,
+        weight_decay=weight_decay,
+        clip=clip,
+        schedule=schedule or Schedule(),
+        kind="sgd",
+        momentum=momentum,
+        nesterov=nesterov,
+        groups=tuple(groups),
+    )
+
+
+def muon(
+    lr: float,
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+    precision: Literal["float32", "bfloat16"] = "float32",
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    clip: float = 1.0,
+    schedule: Schedule | Callable[[int], float] | None = None,
+    groups: Iterable[Group] = (),
+) -> Optimizer:
+    """Muon for the matrices of hidden layers, AdamW for all else: embeddings, the head, norms and biases.
+
+    A matrix G of m rows and n columns has the momentum ``b = momentum b + g``. A step is
+    ``w -= lr (scale(m, n) O + weight_decay w)``, where O is `nrl.backends.training.muon.newton_schulz` of b, or of
+    ``g + momentum b``. A matrix is what files have as one: each expert is, of each projection, also where a model keeps
+    them in one tensor. LoRA's A and B are matrices like others.
+
+    Args:
+        lr: the full learning rate, of both optimizers; ``groups`` can give weights another one.
+        momentum: mu, of Muon.
+        nesterov: whether a step looks ahead by ``g + momentum b``.
+        scale: ``0.2 sqrt(max(m, n))``, with which updates are as large as AdamW's usually are, so that both can have
+            one learning rate; or the original ``sqrt(max(1, m / n))``.
+        precision: of Newton-Schulz; of a float64 model, float32 means float64.
+        betas: of AdamW.
+        eps: of AdamW.
+        weight_decay: decoupled, of both; matrices only.
+        clip: as of `adamw`.
+        schedule: as of `adamw`.
+        groups: as of `adamw`.
+
+    Sources: Jordan et al., 2024 (Muon: an optimizer for hidden layers in neural networks, kellerjordan.github.io); the
+    scale and weight decay, Liu et al., 2025 (2502.16982), equation 4.
+
+    >>> muon(lr=1e-5, groups=[Group("*.mlp.gate.weight", muon=False)]).momentum
+    0.95
+    """
+    return Optimizer(
+        lr,
+        betas,
+        eps,
+        weight_decay,
+        clip,
+        schedule or Schedule(),
+        kind="muon",
+        momentum=momentum,
+        nesterov=nesterov,
+        scale=scale,
+        precision=precision,
+        groups=tuple(groups),
+    )
+
+
+def own(
+    make: Callable[[Any], Any],
+    *,
+    lr: float,
+    clip: float = 1.0,
+    schedule: Schedule | Callable[[int], float] | None = None,
+    groups: Iterable[Group] = (),
+) -> Optimizer:
+    """One's own optimizer of torch.
+
+    Its state of a parameter has to be tensors of the parameter's shape, and numbers, with nothing in
+    ``param_groups`` that a step changes: that is what checkpoints have. Over several processes, parameters and
+    gradients are DTensors, of which each holds rows. What is computed number by number is right as it is; what looks at
+    a whole matrix is right if it is made of operators that DTensor knows.
+
+    Args:
+        make: from parameters to a ``torch.optim.Optimizer``. It gets groups as torch has them, dicts with ``params``
+            and, where a `Group` has it, ``weight_decay``; all other weights have the weight decay that ``make`` says.
+        lr: the full learning rate, which every step sets.
+        clip: as of `adamw`.
+        schedule: as of `adamw`.
+        groups: as of `adamw`.
+
+    >>> from functools import partial
+    >>> import torch
+    >>> own(partial(torch.optim.Adagrad, lr_decay=0.1), lr=1e-2, clip=math.inf).kind
+    'own'
+    """
+    return Optimizer(lr, clip=clip, schedule=schedule or Schedule(), kind="own", groups=tuple(groups), make=make)
 
 
 def learning_rate(optimizer: Optimizer, step: int) -> float:
     """The learning rate of optimizer step ``step``, which counts from 0.
+
+    Raises:
+        ValueError: one's own schedule gives a negative number, or one that is not finite.
 
     >>> [
     ...     round(learning_rate(adamw(lr=1.0, schedule=Schedule("linear", warmup=1, steps=5)), step), 3)
@@ -113,19 +275,22 @@ def learning_rate(optimizer: Optimizer, step: int) -> float:
     [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
     schedule = optimizer.schedule
-    if step < schedule.warmup:
-        return optimizer.lr * (step + 1) / (schedule.warmup + 1)
-    if schedule.kind == "constant":
-        return optimizer.lr
-    begin = schedule.steps - schedule.decay if schedule.kind == "wsd" else schedule.warmup
-    progress = min(1.0, max(0, step - begin) / (schedule.steps - begin))
-    left = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
-    return optimizer.lr * (schedule.floor + (1 - schedule.floor) * left)
+    if isinstance(schedule, Schedule):
+        return optimizer.lr * fraction(schedule, step)
+    rate = optimizer.lr * float(schedule(step))
+    if not (math.isfinite(rate) and rate >= 0):
+        raise ValueError(
+            f"learning_rate: the schedule gives {rate} at optimizer step {step}; give a finite rate of 0 or more"
+        )
+    return rate
 
 
 def set_learning_rate(groups: Iterable[dict[str, Any]], optimizer: Optimizer, step: int) -> float:
-    """Let the groups of parameters of a torch optimizer have the rate of a step, and return it."""
+    """Let the groups of parameters of a torch optimizer have the rate of a step, and return it.
+
+    A group with a ``factor`` has a multiple of it.
+    """
     rate = learning_rate(optimizer, step)
     for group in groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("factor", 1.0)
     return rate

@@ -4,19 +4,21 @@ The files are safetensors, one a process, in the form of torch.distributed.check
 piece in its whole tensor. DCP's own writer copies all pieces in memory, and does not compute checksums, so this module
 writes the files. See docs/decisions/0024-checksums-are-computed-by-the-writer.md.
 
-The weights of a model are ``model.`` and their Hugging Face name; the moments of an optimizer ``optimizer.``, that
-name, and one of `KEYS`. So any engine reads what any other has written.
+The weights of a model are ``model.`` and their Hugging Face name; the state of an optimizer ``optimizer.``, that
+name, and what the optimizer calls it, such as one of `KEYS`. So any engine reads what any other has written.
 """
 
 import json
 import math
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from nrl.backends.base import Piece
@@ -28,11 +30,13 @@ from nrl.errors import CheckpointError, ModelError
 from nrl.files import Buffer, Written, flush
 from nrl.files import write as write_file
 
-__all__ = ["KEYS", "MODEL", "MOMENTS", "read", "weights", "write"]
+__all__ = ["KEYS", "MODEL", "MOMENTS", "NUMBER", "check_optimizer", "read", "weights", "write", "written_by"]
 
 MODEL, MOMENTS = "model.", "optimizer."
 KEYS = ("step", "exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter."""
+NUMBER = ":number"
+"""What follows a name of an optimizer's state that is a number of Python, and no tensor."""
 
 _SHARDS = "DCP_SHARDING_INFO"
 """The field with DCP's offsets in the header of a file; nrl adds the whole shapes, and names where they differ."""
@@ -70,7 +74,7 @@ def write(folder: Path, pieces: Callable[[], Iterable[Piece]], peers: Peers) -> 
 def read(
     folder: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    pieces: Callable[[Collection[str]], Iterable[Piece]],
+    pieces: Callable[[Mapping[str, Tensor]], Iterable[Piece]],
     peers: Peers,
 ) -> None:
     """Fill pieces with what `write` has written; a collective.
@@ -78,7 +82,7 @@ def read(
     Args:
         folder: with the files of all processes that wrote.
         shapes: of the weights of the model, by name, tied ones once.
-        pieces: gives those of this process, for the names of all tensors that are there.
+        pieces: gives those of this process, for all tensors that are there, by name; they take no memory.
         peers: the processes.
 
     Raises:
@@ -93,7 +97,7 @@ def read(
             _check({name.removeprefix(MODEL): x for name, x in whole.items() if name.startswith(MODEL)}, shapes)
         held.meet("restore")
         with held.back():
-            own = list(pieces(there.keys()))
+            own = list(pieces({name: _empty(several[0]) for name, several in there.items()}))
             if lost := sorted({piece.name for piece in own} - there.keys()):
                 raise CheckpointError(f"restore: {folder} has nothing of {a_few(lost)}; use another checkpoint")
             for piece in own:
@@ -115,6 +119,33 @@ def weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
             if name.startswith(MODEL):
                 read = [attrs.evolve(each, name=name.removeprefix(MODEL), tensor=each.tensor[:]) for each in found]
                 yield from Joining().add(read)
+
+
+def written_by(optimizer: str) -> dict[str, str]:
+    """What the record of a checkpoint says of the optimizer whose state it has; of AdamW nothing.
+
+    >>> written_by("adamw"), written_by("sgd")
+    ({}, {'optimizer': 'sgd'})
+    """
+    return {} if optimizer == "adamw" else {"optimizer": optimizer}
+
+
+def check_optimizer(record: Mapping[str, Any], optimizer: str) -> None:
+    """Check that the state in a checkpoint is of this optimizer.
+
+    Raises:
+        CheckpointError: it is of another one.
+    """
+    if (there := record.get("optimizer", "adamw")) != optimizer:
+        raise CheckpointError(
+            f"restore: the checkpoint is of the optimizer '{there}', and here it is '{optimizer}', which keeps another "
+            "state; go on with the same optimizer, or begin another run with the model as trainer.export writes it"
+        )
+
+
+def _empty(piece: Piece) -> Tensor:
+    dtype = safetensors.DTYPES[piece.tensor.get_dtype()]  # type: ignore[attr-defined]  # it is still in its file
+    return torch.empty(piece.shape, dtype=dtype, device="meta")
 
 
 def _safetensors(pieces: Sequence[Piece]) -> Iterator[Buffer]:

@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 import nrl
 from nrl import algos
 from nrl.algos import Loss, sft_loss, value_loss
-from nrl.backends import Model, Optimizer, Schedule, adamw
+from nrl.backends import Group, Model, Optimizer, Schedule, adamw, megatron, muon, sgd
 from nrl.backends.base import top_k
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading
 from nrl.backends.training.reading import whole_weights
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch, deal
-from nrl.errors import BatchError, ConfigError, ModelError, NotFinite, PlacementError, WeightError
+from nrl.errors import BatchError, CheckpointError, ConfigError, ModelError, NotFinite, PlacementError, WeightError
 from nrl.reduce import finalize
 from nrl.runtime import Layout
 from tests.backends.fsdp.test_sharding import Raises, everywhere, missing, not_finite, value_error, weight_by_output
@@ -491,6 +491,25 @@ def test_options_are_megatrons_own(two: Processes, options: dict[str, Any], text
     for error, said in two(construction, Layout(tp=2), CONFIG, options):
         assert error is ConfigError
         assert text in said
+
+
+@pytest.mark.parametrize("optimizer", [sgd(0.1), muon(0.1), adamw(0.1, groups=[Group("*norm*", factor=0.1)])])
+def test_other_optimizers_are_refused(optimizer: Optimizer) -> None:
+    message = f"found the optimizer '{optimizer.kind}' with {len(optimizer.groups)} groups; on Megatron there is"
+    with nrl.cluster("local") as cluster, pytest.raises(ConfigError, match=message):
+        megatron.trainer(cluster.reserve(1), MODEL, optimizer)
+
+
+def not_restored(mesh: DeviceMesh, folder: Path) -> str:
+    record = {"optimizer": "muon", "step": 1, "lora": False, "base": None}
+    with pytest.raises(CheckpointError) as caught:
+        engine(mesh, Layout(dp=2), MODEL).restore(folder, record)
+    return str(caught.value)
+
+
+def test_the_state_of_another_optimizer_is_not_restored(two: Processes, tmp_path: Path) -> None:
+    for said in two(not_restored, tmp_path):
+        assert "the checkpoint is of the optimizer 'muon', and here it is 'adamw'" in said
 
 
 def test_layers_have_to_divide_into_stages(two: Processes) -> None:
