@@ -189,7 +189,12 @@ def _resources(server: str, tasks: str | None, turns: int | None, answers: str |
 
 
 def nemo_gym_agent(
-    url: str, *, host: str = "127.0.0.1", port: int, tasks: str | None = None, timeout: float = 600.0
+    url: str | Mapping[str, str],
+    *,
+    host: str = "127.0.0.1",
+    port: int,
+    tasks: str | None = None,
+    timeout: float = 600.0,
 ) -> Environment:
     """The environment whose episodes an agent server of NeMo Gym leads (``/run``), unmodified.
 
@@ -197,7 +202,8 @@ def nemo_gym_agent(
     ``policy_base_url=http://HOST:PORT/v1``. The agent asks its resources server itself, and says the reward.
 
     Args:
-        url: of the agent server.
+        url: of the agent server; or those of several by their names, of which a row's ``agent_ref`` names one, as where
+            the rows of several environments lie in one file.
         host: where the endpoint listens.
         port: there.
         tasks: a file with rows, which the environment brings along; None: they come from elsewhere.
@@ -205,10 +211,9 @@ def nemo_gym_agent(
 
     Source: NeMo Gym 0.4.0, ``nemo_gym/base_responses_api_agent.py``.
     """
-    server = url.rstrip("/")
 
     async def start(task: Task, endpoint: Endpoint) -> float:
-        asked = dict(task[ROW])
+        asked, server = dict(task[ROW]), _agent_of(task, url).rstrip("/")
         metadata = {**(asked.get("metadata") or {}), SESSION: endpoint.api_key}
         row = {**task, ROW: {**asked, "metadata": metadata}}
         found, _ = await json_of(server, "/run", row, {}, timeout)
@@ -216,6 +221,18 @@ def nemo_gym_agent(
 
     made = driven(start, host=host, port=port, timeout=timeout)
     return made._replace(tasks=None if tasks is None else drawn(tasks))
+
+
+def _agent_of(task: Task, url: str | Mapping[str, str]) -> str:
+    if isinstance(url, str):
+        return url
+    name = str((task.get("agent_ref") or {}).get("name"))
+    if name not in url:
+        raise EnvError(
+            f"nemo_gym_agent: the row's agent_ref names {name!r}, and url has {', '.join(map(repr, url))}; give the "
+            "address of each agent by its name"
+        )
+    return url[name]
 
 
 def _reward(found: Mapping[str, Any], server: str) -> float:

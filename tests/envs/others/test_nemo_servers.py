@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import pytest
 import nrl
 from benchmarks._nemo_gym import free_port
 from nrl import data, tiny
-from nrl.algos import advantages, grpo_loss
+from nrl.algos import advantages, grpo_loss, sft_loss
 from nrl.backends import fsdp, hf
 from nrl.envs import Environment
 from nrl.envs.nemo_metrics import aggregated, nemo_gym_metrics
@@ -90,9 +91,12 @@ def scripts(name: str, row: dict[str, Any]) -> list[list[str]]:
     if name == "example_session_state_mgmt":
         counted = [turn("qwen3", "", ("increment_counter", {"count": each})) for each in (1, 2)]
         return [[turn("qwen3", "3")], [*counted, turn("qwen3", "", ("get_counter_value", {})), turn("qwen3", "6")]]
+    if "ground_truth" in row:  # what has to be called
+        calls = [(each["name"], json.loads(each["arguments"])) for each in row["ground_truth"]]
+        return [[turn("qwen3", "I do not know.")], [turn("qwen3", "", *calls), turn("qwen3", "Done.")]]
     calls = called(row)
     first = [turn("qwen3", "", *calls)] if calls else []
-    said = f"{answer} \\boxed{{{answer}}} <answer>{answer}</answer>"
+    said = f"{answer} \\boxed{{{answer}}} <answer>{answer}</answer>\nFinal Answer: {answer.replace(chr(34), '')}"
     return [[turn("qwen3", "I do not know.")], [*first, turn("qwen3", said)]]
 
 
@@ -237,30 +241,72 @@ def test_answers_that_cannot_be_read_are_named(tmp_path: Path, broken: Any) -> N
         nemo_gym_metrics(url, tmp_path / "answers.jsonl")
 
 
+def counting_rows(example: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows that want a counter at a number, and lessons that call the right tool with any number."""
+    tools = [{"type": "function", "function": tool} for tool in example["responses_create_params"]["tools"]]
+    known = [{"type": "function", "function": {k: each["function"][k] for k in FIELDS}} for each in tools]
+    rows, lessons = [], list[dict[str, Any]]()
+    for asks in ("add two", "two more"):
+        asked = {**example["responses_create_params"], "input": asks}
+        rows.append({"responses_create_params": asked, "initial_count": 0, "expected_count": 2})
+        for count in range(1, 5):
+            call = {"function": {"name": "increment_counter", "arguments": {"count": count}}}
+            said = [
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": '{"success":true}'},
+                {"role": "assistant", "content": "done"},
+            ]
+            lessons.append({"prompt": [{"role": "user", "content": asks}], "response": said, "tools": known})
+    return rows, lessons
+
+
+FIELDS = ("name", "description", "parameters")
+
+
+def playing_rows(example: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The game, whose cards are the same each time, and lessons that hit or stand."""
+    seen = "Your hand: [2, 3] = 5\nDealer shows: 9\nRespond with <action>hit</action> or <action>stand</action>."
+    prompt = [*example["responses_create_params"]["input"], {"role": "user", "content": seen}]
+    return [example], [{"prompt": prompt, "response": f"<action>{each}</action>"} for each in ("hit", "stand")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("of", ["example_session_state_mgmt", "blackjack"])
-def test_its_agents_train_a_model(of: str) -> None:
-    """Twenty steps, of which every sampled token is accounted for; the agents are NeMo Gym's own."""
-    model_port = free_port()
-    with running(QUICK, model_port) as found:
-        rows = str(found.folders["example_session_state_mgmt"].parent / of / "data" / "example.jsonl")
-        env = nemo_gym_agent(found.urls[f"{of}_agent"], port=model_port, tasks=rows)
-        with nrl.cluster("local") as cluster:
-            model = tiny.model(tokenizer=tiny.bpe([tiny.CHATML, Path(rows).read_text()]))
-            slots = cluster.reserve(1)
-            trainer = fsdp.trainer(slots, model, nrl.adamw(lr=1e-3))
-            sampler = hf.sampler(slots, model, nrl.Sampling(max_new_tokens=8))
-            assert env.tasks is not None
-            stream = nrl.batched(nrl.rollouts(sampler, env, data.tasks(env.tasks), n=4), 2)
-            state, step = trainer.init(), trainer.train_step(grpo_loss)
-            for _ in range(20):
-                (batch,) = stream.take(1)
-                batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
-                assert batch["valid"].all()
-                assert batch["sampled"].sum() == batch["loss_mask"].sum()
-                state, _ = step(state, batch)
-                nrl.publish(state.params, sampler)
-            assert state.step == 20
+@pytest.mark.parametrize(
+    ("of", "made", "turns"), [("example_session_state_mgmt", counting_rows, 2), ("blackjack", playing_rows, 1)]
+)
+def test_its_agents_train_a_model(of: str, made: Any, turns: int, tmp_path: Path) -> None:
+    """Twenty steps, by which it is rewarded more; the agents are NeMo Gym's own, and no token is lost."""
+    port = free_port()
+    with running(QUICK, port) as found, nrl.cluster("local") as cluster:
+        folder = found.folders["example_session_state_mgmt"].parent / of / "data"
+        rows, lessons = made(nemo_gym_rows(folder / "example.jsonl")[0])
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        env = nemo_gym_agent(found.urls[f"{of}_agent"], port=port, tasks=str(tmp_path / "rows.jsonl"))
+        words = tiny.bpe([tiny.CHATML, json.dumps(lessons), (folder / "example.jsonl").read_text()])
+        model, slots = tiny.model(tokenizer=words, max_position_embeddings=2048), cluster.reserve(1)
+        warm = fsdp.trainer(slots, model, nrl.adamw(lr=3e-3))
+        state, step = warm.init(), warm.train_step(sft_loss)
+        taught = nrl.batched(data.tasks(lessons), 16, collate=partial(data.supervised, tokenizer=words))
+        for batch in taught.take(120):
+            state, _ = step(state, batch)
+        trainer = fsdp.trainer(slots, model, nrl.adamw(lr=2e-3))
+        sampler = hf.sampler(slots, model, nrl.Sampling(max_new_tokens=48))
+        policy, step = trainer.init(state.params), trainer.train_step(grpo_loss)
+        nrl.publish(policy.params, sampler)
+        assert env.tasks is not None
+        stream, rewards = nrl.batched(nrl.rollouts(sampler, env, data.tasks(env.tasks), n=16), len(rows)), list[float]()
+        for _ in range(20):
+            (batch,) = stream.take(1)
+            batch = nrl.assign(advantages(batch), old_logprobs=batch["rollout_logprobs"])
+            assert batch["valid"].all()
+            assert batch["sampled"].sum() == batch["loss_mask"].sum()
+            rewards.append(float(batch["rewards"].mean()))
+            policy, _ = step(policy, batch)
+            nrl.publish(policy.params, sampler)
+        print(of, rewards, int(batch["turns"].max()) + 1)
+        assert policy.step == 20
+        assert int(batch["turns"].max()) + 1 >= turns
+    assert sum(rewards[-4:]) / 4 > rewards[0] + 0.3
 
 
 class Broken(NamedTuple):
@@ -317,6 +363,36 @@ def test_what_a_server_or_a_row_lacks_is_named(broken: Any, path: str, answer: B
     with pytest.warns(UserWarning, match=why):
         batch = nrl.rollout(Says("qwen3", [turn("qwen3", "Hi")]), nemo_gym(url), [row])
     assert batch["valid"].tolist() == [False]
+
+
+def test_a_server_that_is_busy_is_asked_again_what_it_is(broken: Any) -> None:
+    url, answers = broken
+    answers |= {"/seed_session": Broken(200, "{}"), "/verify": Broken(200, '{"reward": 1}')}
+    answers["/openapi.json"] = Broken(503, "busy")
+    with pytest.warns(UserWarning, match="/openapi.json answers 503: busy"):
+        nrl.rollout(Says("qwen3", []), nemo_gym(url), [ROW])
+    del answers["/openapi.json"]
+    assert reward(nemo_gym(url), ROW, [turn("qwen3", "Hi")]) == 1.0
+
+
+def test_a_row_that_the_template_does_not_take_has_no_reward(broken: Any) -> None:
+    url, answers = broken
+    answers["/seed_session"] = Broken(200, "{}")
+    said = [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Say"}]
+    with pytest.warns(UserWarning, match="what a row asks cannot be said to the model: .*roles"):
+        batch = nrl.rollout(Says("mistral_v13", []), nemo_gym(url), [{"responses_create_params": {"input": said}}])
+    assert batch["valid"].tolist() == [False]
+
+
+def test_a_row_s_agent_is_asked(broken: Any) -> None:
+    """Where several are there; this one asks no model."""
+    url, answers = broken
+    answers["/one/run"] = Broken(200, '{"reward": 1}')
+    agents = {"one": f"{url}/one/", "two": "http://127.0.0.1:1"}
+    env = nemo_gym_agent(agents, port=free_port())
+    for named, why in (("one", "had not asked the model"), ("three", "names 'three', and url has 'one', 'two'; give")):
+        with pytest.warns(UserWarning, match=why):
+            nrl.rollout(Says("qwen3", []), env, [{**ROW, "agent_ref": {"name": named}}])
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
