@@ -193,10 +193,10 @@ def _rows(file: str) -> list[Task]:
 
 def _zmq() -> Any:
     try:
-        import zmq.asyncio  # type: ignore[import-not-found]
+        import zmq.asyncio
     except ImportError:
         raise EnvError(
-            "verifiers_server: this Python has no pyzmq, by which the server is asked; install it: uv pip install "
+            "verifiers_server: this Python has no pyzmq, by which the server is asked; install nrl[verifiers], or "
             "'pyzmq>=26'"
         ) from None
     return zmq

@@ -177,6 +177,7 @@ def test_a_rollout_that_fails_has_no_reward(made: Any, kind: str, said: list[str
     assert batch["valid"].tolist() == [False]
 
 
+@pytest.mark.slow
 def test_an_empty_answer_is_the_models_doing(made: Any) -> None:
     batch = played(made("once"), [""])
     assert batch["valid"].tolist() == [True]
@@ -184,6 +185,7 @@ def test_an_empty_answer_is_the_models_doing(made: Any) -> None:
     assert batch["rewards"].tolist() == [0.5]  # of `short`, as its rubric says
 
 
+@pytest.mark.slow
 def test_a_prompt_that_does_not_fit_ends_the_rollout(made: Any) -> None:
     long = Says("qwen3", [written("3 " * 40)], context_length=100)
     batch = nrl.rollout(long, made("twice"), [TASK])
@@ -191,6 +193,7 @@ def test_a_prompt_that_does_not_fit_ends_the_rollout(made: Any) -> None:
     assert components(batch)["num_turns"] == 1.0
 
 
+@pytest.mark.slow
 def test_tasks_are_the_rows_of_its_datasets(made: Any) -> None:
     every = made("once", 600)
     found = [every.tasks(0, index) for index in range(600)]
@@ -202,6 +205,7 @@ def test_tasks_are_the_rows_of_its_datasets(made: Any) -> None:
         made("once", 0).tasks(0, 0)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_loses_its_episodes_alone(python: str, made: Any) -> None:
     env = made("twice")
     spec = _Spec("verifiers_0_1", json.dumps({"count": 3, "kind": "twice"}), (PACKAGE,), python)
@@ -217,6 +221,7 @@ def test_a_process_that_is_killed_loses_its_episodes_alone(python: str, made: An
     assert played(env, ["3", "4"])["rewards"].tolist() == [1.125]
 
 
+@pytest.mark.slow
 def test_episodes_are_shared_among_processes(python: str, made: Any) -> None:
     env, arguments = made("twice", workers=2), json.dumps({"count": 3, "kind": "twice"})
     batch = nrl.rollout(Says("qwen3", [written("4")] * 16), env, [TASK], n=8)
@@ -327,6 +332,7 @@ print(environments._program(spec)._process.pid)
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_this_one(python: str) -> None:
     """Nothing is left behind: its group is killed."""
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])

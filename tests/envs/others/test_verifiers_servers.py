@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 import nrl
 from benchmarks._nemo_gym import free_port
@@ -46,18 +47,6 @@ asyncio.run(main())
 
 
 @pytest.fixture(scope="module")
-def zmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """pyzmq, which nrl does not need otherwise."""
-    folder = str(tmp_path_factory.mktemp("zmq"))
-    subprocess.run([sys.executable, "-m", "uv", "pip", "install", "-q", "--target", folder, "pyzmq>=26"], check=True)
-    sys.path.append(folder)
-    import zmq  # type: ignore[import-not-found]
-
-    yield zmq
-    sys.path.remove(folder)
-
-
-@pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return python_with(tmp_path_factory.mktemp("verifiers") / "env", "verifiers==0.4.0")
 
@@ -76,14 +65,14 @@ def ended(process: "subprocess.Popen[bytes]") -> None:
 
 
 @pytest.fixture(scope="module", params=[1, 2])  # a server, and a broker before workers
-def server(python: str, zmq: Any, request: pytest.FixtureRequest) -> Iterator[str]:
+def server(python: str, request: pytest.FixtureRequest) -> Iterator[str]:
     address, process = serving(python, request.param)
-    asked_until_it_answers(address, zmq)
+    asked_until_it_answers(address)
     yield address
     ended(process)
 
 
-def asked_until_it_answers(address: str, zmq: Any) -> None:
+def asked_until_it_answers(address: str) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
@@ -127,9 +116,9 @@ def test_an_episode_that_fails_there_has_no_reward(server: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_in_an_episode(python: str, zmq: Any) -> None:
+def test_a_server_that_is_killed_in_an_episode(python: str) -> None:
     address, process = serving(python)
-    asked_until_it_answers(address, zmq)
+    asked_until_it_answers(address)
 
     class Kills(Says):
         def generate(self, prompts: Any, **how: Any) -> Any:
@@ -154,7 +143,7 @@ type Answers = Callable[[dict[str, Any]], list[tuple[bytes, bytes]]]
 
 
 @pytest.fixture
-def router(zmq: Any) -> Iterator[tuple[str, list[Answers], list[tuple[bytes, Any]]]]:
+def router() -> Iterator[tuple[str, list[Answers], list[tuple[bytes, Any]]]]:
     """A server that answers as a test says, and what it was asked, by method."""
     context, asked, told, stop = zmq.Context(), list[tuple[bytes, Any]](), list[Answers](), threading.Event()
     socket = context.socket(zmq.ROUTER)
@@ -268,7 +257,7 @@ def test_what_has_failed_has_no_score() -> None:
             _score({**reply, "head": head}, traces)
 
 
-def test_a_server_that_is_not_there_is_named(zmq: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nrl.envs.prime.servers._CONNECTING", 1.0)
     with pytest.warns(UserWarning, match="verifiers_server: tcp://127.0.0.1:.* does not answer; is the server there"):
         played(verifiers_server(f"tcp://127.0.0.1:{free_port()}"), [], TASK)
@@ -279,7 +268,9 @@ def test_a_server_that_is_not_there_is_named(zmq: Any, monkeypatch: pytest.Monke
 def test_a_python_without_pyzmq_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     monkeypatch.setitem(sys.modules, "zmq.asyncio", None)
-    with pytest.warns(UserWarning, match="verifiers_server: this Python has no pyzmq, .* uv pip install 'pyzmq>=26'"):
+    with pytest.warns(
+        UserWarning, match="verifiers_server: this Python has no pyzmq, .* install nrl.verifiers., or 'pyzmq>=26'"
+    ):
         played(verifiers_server("tcp://127.0.0.1:1"), [], TASK)
 
 
