@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -136,12 +137,13 @@ def _here(step: Step) -> dict[str, Any]:
     # The sums of weights that come from the device are ones, from each process
     weights = dict.fromkeys(global_weights(loss, batch), float(step.dp))
     parts = list(microbatches_by_prefix(batch, max_tokens=step.max_tokens))
-    kernels = fake_cuda.Attention(step.capability)
-    with counting, kernels:
+    kernels = Counter[str]()
+    fake_cuda.choose_attention(step.capability, kernels)
+    with counting:
         state = engine.init()
         for _ in range(2):
             counting.forget()
-            kernels.kernels.clear()
+            kernels.clear()
             state, _ = engine.train(state, loss, parts, weights)
         parameters = list(state.module.parameters())
         held = _bytes(parameters)
@@ -157,7 +159,7 @@ def _here(step: Step) -> dict[str, Any]:
         "flops": dict(counting.flops),
         "float32_products": dict(counting.products),
         "waits": [[kind, line, count] for (kind, line), count in counting.waits.items()],
-        "attention": dict(kernels.kernels),
+        "attention": dict(kernels),
         "microbatches": len(parts),
         "count": sum(x.numel() for x in parameters),
     }

@@ -20,13 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nrl.errors import ConfigError
 
-__all__ = ["SLOTS", "Attention", "Counting", "check_torch", "install"]
+__all__ = ["SLOTS", "Counting", "check_torch", "choose_attention", "install"]
 
 SLOTS = {"2.13": 4}
 """By version of torch with which this file was tested: the slot of ``CUDAHooks::hasPrimaryContext`` in its table."""
@@ -307,42 +306,37 @@ class Counting(TorchDispatchMode):
             self.flops["attention"] += 2 * scores * (times[1] * query.shape[3] + times[0] * value.shape[3])
 
 
-class Attention(TorchFunctionMode):
-    """Calls the kernel that a GPU would take, which torch does not choose without a driver, and counts its calls.
+def choose_attention(capability: tuple[int, int], kernels: Counter[str]) -> None:
+    """Call the attention kernel that a GPU would take, which torch does not choose without a driver.
 
     Args:
         capability: of the device.
+        kernels: gets the number of calls of each.
     """
 
-    def __init__(self, capability: tuple[int, int]) -> None:
-        super().__init__()
-        self.capability, self.kernels = capability, Counter[str]()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is not torch.nn.functional.scaled_dot_product_attention or args[0].device.type != "cuda":
-            return func(*args, **kwargs)
-        return self._kernel(*args, **kwargs)
-
-    def _kernel(
-        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        if torch.is_autocast_enabled("cuda"):  # which casts the mask too
-            low = torch.get_autocast_dtype("cuda")
-            q, k, v, attn_mask = (x if x is None else x.to(low) for x in (q, k, v, attn_mask))
         half = q.dtype in (torch.bfloat16, torch.float16)
-        if half and self.capability >= (9, 0):
-            self.kernels["cudnn" if attn_mask is None else "cudnn with a dense mask"] += 1
+        found: Any
+        if half and capability >= (9, 0):
+            kernels["cudnn" if attn_mask is None else "cudnn with a dense mask"] += 1
             op = aten._scaled_dot_product_cudnn_attention
-            return op(q, k, v, attn_mask, True, 0.0, is_causal, False, scale=scale)[0]
-        if half and attn_mask is None:
-            self.kernels["flash"] += 1
-            return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
-        if not enable_gqa:
-            self.kernels["memory-efficient"] += 1
+            found = op(q, k, v, attn_mask, True, 0.0, is_causal, False, scale=scale)
+        elif half and attn_mask is None:
+            kernels["flash"] += 1
+            found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+        elif not enable_gqa:
+            kernels["memory-efficient"] += 1
             op = aten._scaled_dot_product_efficient_attention
-            return op(q, k, v, attn_mask, True, 0.0, is_causal, scale=scale)[0]
-        self.kernels["math, which keeps all scores"] += 1
-        op = aten._scaled_dot_product_attention_math
-        return op(q, k, v, attn_mask, 0.0, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
+            found = op(q, k, v, attn_mask, True, 0.0, is_causal, scale=scale)
+        else:
+            kernels["math, which keeps all scores"] += 1
+            op = aten._scaled_dot_product_attention_math
+            found = op(q, k, v, attn_mask, 0.0, is_causal, None, scale=scale, enable_gqa=enable_gqa)
+        return found[0]  # type: ignore[no-any-return]
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", attend, "AutogradCUDA")
+    _KEPT.append(library)

@@ -86,3 +86,11 @@ def test_a_torch_that_was_not_tested() -> None:
 def test_a_step_that_fails_says_why() -> None:
     with pytest.raises(ConfigError, match="failed on fake tensors(.|\n)*max_tokens"):
         drive(attrs.evolve(STEP, max_tokens=8))
+
+
+def test_checkpointing_computes_layers_again(counted: dict[str, Any]) -> None:
+    found = drive(attrs.evolve(STEP, checkpointing=True))
+    # A forward more, without each layer's last product, of which backward needs nothing
+    assert found["flops"]["bfloat16"] == counted["flops"]["bfloat16"] * 8 / 6 - 2 * (2 * 64 * 128) * 510
+    assert found["attention"] == {"cudnn": 4}
+    assert found["peak"] < counted["peak"]
