@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -53,7 +53,7 @@ class Step:
     shared: int = 0
     max_tokens: int = 16384
     loss: str = "grpo"
-    dtype: str = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     checkpointing: bool = False
     capability: tuple[int, int] = (9, 0)
 
@@ -95,7 +95,8 @@ def rows(step: Step) -> Batch:
         "rollout_logprobs": -torch.rand(shape), "old_logprobs": -torch.rand(shape), "advantages": torch.randn(shape),
         "group_ids": torch.zeros(step.rows, dtype=torch.int64),
     }  # fmt: skip
-    return Batch(columns, batch_size=[step.rows]).lock_()
+    made: Batch = Batch(columns, batch_size=[step.rows]).lock_()
+    return made
 
 
 class _Unfilled(TorchEngine):

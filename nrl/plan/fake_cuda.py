@@ -72,7 +72,7 @@ def install(capability: tuple[int, int], waited: Callable[[str], None], world: i
     """
     _no_primary_context(check_torch())
     torch.autograd.set_multithreading_enabled(False)
-    torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
+    torch._C._ensureCUDADeviceGuardSet()
     _stub(capability, waited)
     _fully_shard_makes_new_parameters()
     if world > 1:
@@ -84,7 +84,7 @@ def install(capability: tuple[int, int], waited: Callable[[str], None], world: i
         def gather(found: list[Any], value: Any, group: Any = None) -> None:
             found[:] = [value] * len(found)
 
-        dist.all_gather_object = gather
+        dist.all_gather_object = gather  # type: ignore[assignment]
         dist.broadcast_object_list = lambda *args, **kwargs: None
 
 
@@ -152,9 +152,9 @@ def _stub(capability: tuple[int, int], waited: Callable[[str], None]) -> None:
     }
     for name, stub in stubs.items():
         setattr(torch.cuda, name, stub)
-    torch.cuda.amp.common.amp_definitely_not_available = lambda: False  # type: ignore[attr-defined]
-    torch.accelerator.current_stream = lambda device=None: the  # type: ignore[assignment,misc,return-value]
-    Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment,misc]
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    torch.accelerator.current_stream = lambda device=None: the  # type: ignore[assignment,return-value]
+    Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
 
 
 def _fully_shard_makes_new_parameters() -> None:
@@ -177,7 +177,7 @@ def _fully_shard_makes_new_parameters() -> None:
                     states[name] = made[id(old)]  # type: ignore[assignment]
         return managed(modules, *args)
 
-    init._get_managed_states = moved
+    init._get_managed_states = moved  # type: ignore[assignment]
 
 
 class Counting(TorchDispatchMode):
@@ -192,7 +192,7 @@ class Counting(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fake = FakeTensorMode(allow_non_fake_inputs=False)
         self.live: dict[int, int] = {}
         self.now = self.peak = 0
