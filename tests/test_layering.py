@@ -46,7 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backends.publishing", "backends.sampling", "backends.training"),
     ("backends.fsdp", "backends.hf", "backends.openai", "backends.vllm"),
     ("backends",),
-    ("checkpoint", "data", "envs.judging", "envs.scoring", "episodes", "stream", "tiny"),
+    ("checkpoint", "data", "envs.judging", "envs.scoring", "episodes", "plan", "stream", "tiny"),
     ("envs.shipped",),
     ("envs.gym.process",),
     ("runs",),

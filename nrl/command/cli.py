@@ -18,8 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     ``nrl report OUT`` writes the report of a run or an evaluation, ``nrl eval TASKS`` evaluates a model, ``nrl serve
-    MODEL`` serves one, ``nrl export RUN`` writes one of a checkpoint, ``nrl gym test FILE.py:NAME`` audits a verifier
-    or an environment, ``nrl venvs`` builds and explains environments.
+    MODEL`` serves one, ``nrl export RUN`` writes one of a checkpoint, ``nrl plan MODEL`` plans a step on a GPU, ``nrl
+    gym test FILE.py:NAME`` audits a verifier or an environment, ``nrl venvs`` builds and explains environments.
 
     Args:
         argv: the arguments; None: the program's own.
@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     command.add_argument("settings", metavar="RUN", nargs="*", help="RUN key=value ...")
     command.set_defaults(do=_export)
+    command = commands.add_parser("plan", help="what a training step needs on a GPU, without one", add_help=False)
+    command.add_argument("settings", metavar="MODEL", nargs="*", help="MODEL key=value ...")
+    command.set_defaults(do=_plan)
     of_gym = commands.add_parser("gym", help="serve environments, and try them out").add_subparsers(
         required=True, metavar="COMMAND"
     )
@@ -65,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.set_defaults(do=_audit)
     _add_venvs(commands.add_parser("venvs", help="the virtual environments of executables"))
     given, more = parser.parse_known_args(argv)
-    if given.do in (_evaluate, _export, _audit, _gym, _serve):
+    if given.do in (_evaluate, _export, _audit, _gym, _plan, _serve):
         given.settings += more  # load explains that options are written key=value
     elif more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
@@ -117,6 +120,14 @@ def _named(name: str, settings: Sequence[str]) -> list[str]:
     """Settings, of which the one without a key has this one."""
     return [each if "=" in each or each.startswith("-") or each.endswith(_FILES) else f"{name}={each}"
             for each in settings]  # fmt: skip
+
+
+def _plan(given: argparse.Namespace) -> None:
+    from nrl import config
+    from nrl.command import planning
+
+    named = _named("model", given.settings)
+    planning.main(config.load(planning.Planning, named, program="nrl plan MODEL", caller="plan"))
 
 
 def _audit(given: argparse.Namespace) -> int:
