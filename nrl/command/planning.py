@@ -43,7 +43,7 @@ class Planning:
     max_tokens: int = attrs.field(default=16384, validator=_positive)
     loss: Literal["grpo", "sft"] = "grpo"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    checkpointing: bool = False
+    checkpointing: bool | Literal["selective"] = False
     driven: bool = True
     allowance: float = 6.0
 

@@ -17,6 +17,7 @@ from nrl.backends.base import Model
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import lora
 from nrl.backends.training.optimizers import adamw
+from nrl.backends.training.packed_attention import packing_on
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Rectangles
@@ -42,7 +43,7 @@ class Step:
         max_tokens: of a micro-batch.
         loss: a name of `LOSSES`.
         dtype: in which the model computes.
-        checkpointing: recompute activations.
+        checkpointing: of activations, as `nrl.backends.fsdp.trainer` has it.
         capability: of the device.
     """
 
@@ -54,7 +55,7 @@ class Step:
     max_tokens: int = 16384
     loss: str = "grpo"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    checkpointing: bool = False
+    checkpointing: bool | Literal["selective"] = False
     capability: tuple[int, int] = (9, 0)
 
 
@@ -133,7 +134,9 @@ def _here(step: Step) -> dict[str, Any]:
     if step.dp > 1:
         mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (step.dp,), mesh_dim_names=("dp",))
     model = Model(dict(step.model), dtype=step.dtype)
-    engine = _Unfilled(model, adamw(lr=1e-6), Rectangles, step.checkpointing, False, torch.device("cuda:0"), mesh)
+    device = torch.device("cuda:0")
+    packing = packing_on(device, Rectangles, step.dtype, "plan")
+    engine = _Unfilled(model, adamw(lr=1e-6), packing, step.checkpointing, False, device, mesh)
     batch, loss = rows(step), LOSSES[step.loss]
     # The sums of weights that come from the device are ones, from each process
     weights = dict.fromkeys(global_weights(loss, batch), float(step.dp))
@@ -160,7 +163,7 @@ def _here(step: Step) -> dict[str, Any]:
         "flops": dict(counting.flops),
         "float32_products": dict(counting.products),
         "waits": [[kind, line, count] for (kind, line), count in counting.waits.items()],
-        "attention": dict(kernels),
+        "attention": dict(kernels + counting.attention),
         "microbatches": len(parts),
         "count": sum(x.numel() for x in parameters),
     }

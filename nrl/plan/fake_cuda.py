@@ -188,6 +188,7 @@ class Counting(TorchDispatchMode):
         waits: waits for the device and copies between it and the host, by (kind, line).
         flops: of products of matrices, by dtype of the operands; attention is under "attention".
         products: the flops of products of float32 matrices, by line.
+        attention: calls of torch's varlen kernel; its scores are counted as if all rows had the keys of the longest.
         sent: bytes of the largest tensor of each collective, by name, which is the whole that it gathers or reduces.
     """
 
@@ -210,7 +211,7 @@ class Counting(TorchDispatchMode):
     def forget(self) -> None:
         """Count from here on."""
         self.waits, self.sent = Counter[tuple[str, str]](), Counter[str]()
-        self.flops, self.products = Counter[str](), Counter[str]()
+        self.flops, self.products, self.attention = Counter[str](), Counter[str](), Counter[str]()
         self.peak, self.at = self.now, ""
 
     def waited(self, kind: str) -> None:
@@ -299,6 +300,11 @@ class Counting(TorchDispatchMode):
             self.flops[str(one.dtype).removeprefix("torch.")] += flops
             if one.dtype == torch.float32:
                 self.products[where()] += flops
+        elif kind in ("_varlen_attn", "_varlen_attn_backward"):
+            forward = kind == "_varlen_attn"
+            numbers, longest = (args[0].numel(), args[6]) if forward else (args[1].numel(), args[9])
+            self.attention["varlen"] += forward
+            self.flops["attention"] += 2 * (2 if forward else 5) * numbers * longest
         elif "attention" in kind:
             query, key, value = ([x for x in fakes if x.ndim == 4][1:] if "backward" in kind else fakes)[:3]
             scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]

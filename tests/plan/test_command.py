@@ -26,7 +26,7 @@ def test_closed_forms_alone(folder: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_of_one_process(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", folder, "width=64", "gpu=a100", "loss=sft"]) == 0
     said = capsys.readouterr().out
-    for part in ("peak", "with 6 GiB more it fits in 80 GB", "TFLOP bfloat16", "2 calls flash", "wait or copy"):
+    for part in ("peak", "with 6 GiB more it fits in 80 GB", "TFLOP bfloat16", "2 calls varlen", "wait or copy"):
         assert part in said
     assert "estimate, not measured:" in said
     assert "from 312 TFLOP/s bfloat16, 19.5 float32, 2.039 TB/s of memory, 300 GB/s of NVLink" in said

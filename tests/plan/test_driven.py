@@ -31,12 +31,12 @@ def test_what_a_process_holds(counted: dict[str, Any]) -> None:
 
 
 def test_products_are_those_of_the_closed_form(counted: dict[str, Any]) -> None:
-    tokens, outputs = 2 * 255, 255 + 218  # a row's last token predicts nothing; the shorter row is padded
+    tokens = outputs = 255 + 218  # a row's last token predicts nothing
     flops = counted["flops"]
     assert flops["bfloat16"] + flops["float32"] == closed_flops(SMALL, tokens, outputs)
-    # 2 layers, 2 rows of 4 heads of size 16: 2 products forward and 5 backward, whole squares
-    assert flops["attention"] == 2 * 7 * 2 * (2 * 4) * 255**2 * 16
-    assert counted["attention"] == {"cudnn": 2}
+    # 2 layers, 4 heads of size 16: 2 products forward and 5 backward, of each token with as many as the longest row has
+    assert flops["attention"] == 2 * 7 * 2 * 4 * tokens * 255 * 16
+    assert counted["attention"] == {"varlen": 2}  # one call a layer, whatever the rows
 
 
 def test_only_the_head_is_float32(counted: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ def test_waits_and_copies(counted: dict[str, Any]) -> None:
         found[kind, line.split(":")[0].rpartition("/")[2]] += count
     assert found == {
         ("copy to the device, blocking", "outputs.py"): 4,
-        ("copy to the device, blocking", "packed_rows.py"): 1,
+        ("copy to the device, blocking", "packed_attention.py"): 1,
         ("copy to the device, blocking", "heads.py"): 1,
         ("copy to the device, blocking", "torch_engine.py"): 1,
         ("copy to the device", "torch_engine.py"): 7,
@@ -89,8 +89,11 @@ def test_a_step_that_fails_says_why() -> None:
 
 
 def test_checkpointing_computes_layers_again(counted: dict[str, Any]) -> None:
-    found = drive(attrs.evolve(STEP, checkpointing=True))
+    found, some = (drive(attrs.evolve(STEP, checkpointing=each)) for each in (True, "selective"))
     # A forward more, without each layer's last product, of which backward needs nothing
-    assert found["flops"]["bfloat16"] == counted["flops"]["bfloat16"] * 8 / 6 - 2 * (2 * 64 * 128) * 510
-    assert found["attention"] == {"cudnn": 4}
-    assert found["peak"] < counted["peak"]
+    assert found["flops"]["bfloat16"] == counted["flops"]["bfloat16"] * 8 / 6 - 2 * (2 * 64 * 128) * 473
+    assert found["attention"] == {"varlen": 4}
+    assert found["peak"] < some["peak"] < counted["peak"]
+    # Of each layer the two products into the MLP are computed again
+    assert some["flops"]["bfloat16"] == counted["flops"]["bfloat16"] + 2 * 2 * (2 * 64 * 128) * 473
+    assert some["attention"] == {"varlen": 2}

@@ -113,8 +113,10 @@ class OverSequences:
     """
 
     def __init__(self, rows: Sequences, device: torch.device) -> None:
-        self.device, self.rows = device, rows.to(device)
-        self.keys = self.rows.keys
+        self.device, self.keys = device, None if rows.keys is None else rows.keys.to(device)
+        queries = rows.cu_seqlens_q.to(device)
+        keys = queries if rows.keys is None else rows.cu_seqlens_k.to(device)
+        self.rows = rows._replace(cu_seqlens_q=queries, cu_seqlens_k=keys, keys=self.keys)
         self.own: list[int] = rows.cu_seqlens_q.diff().tolist()
         self.all: list[int] = rows.cu_seqlens_k.diff().tolist()
         self._biases: dict[tuple[object, ...], Tensor] = {}

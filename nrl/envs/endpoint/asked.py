@@ -150,7 +150,7 @@ def call_id(turn: int, place: int) -> str:
 def cut(turn: Turn, stop: Sequence[str]) -> Turn:
     """A turn as who asked for an end before some texts is told it: without the first of them, and what follows.
 
-    >>> cut(Turn("Add 2.\nObservation: 4", token_ids=[3, 4, 5]), ["\nObservation:"])
+    >>> cut(Turn("Add 2. Observation: 4", token_ids=[3, 4, 5]), [" Observation:"])
     'Add 2.'
     """
     at = min((place for each in stop if (place := turn.text.find(each)) >= 0), default=None)

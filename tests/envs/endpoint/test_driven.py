@@ -422,8 +422,10 @@ def test_it_is_an_environment_like_any_other(where: str, sampler: Any) -> None:
     else:
         with nrl.serve(env) as server:
             there = nrl.rollout(sampler, nrl.remote(server), tasks, n=2)
-    for name in ("input_ids", "loss_mask", "rewards", "rollout_logprobs", "turns"):
+    for name in ("input_ids", "loss_mask", "rewards", "turns"):
         assert torch.equal(here[name], there[name]), name
+    # What is decoded together depends on who asks in time, and rounding on that
+    torch.testing.assert_close(here["rollout_logprobs"], there["rollout_logprobs"], atol=1e-5, rtol=0)
 
 
 def test_what_the_sampler_said_is_what_the_trainer_says(sampler: Any) -> None:

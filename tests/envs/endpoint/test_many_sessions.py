@@ -184,8 +184,10 @@ def test_agents_on_other_nodes_of_ray_make_the_same_rows(where: str, on_ray: Clu
         there = nrl.rollout(sampler, nrl.pooled(env, workers=2, cluster="auto"), tasks, n=2)
     end(*sampler.meshes)
     assert here["turns"].amax(1).tolist() == [3, 3, 2, 2, 1, 1]
-    for name in ("input_ids", "loss_mask", "rewards", "rollout_logprobs", "turns"):
+    for name in ("input_ids", "loss_mask", "rewards", "turns"):
         assert torch.equal(here[name], there[name]), name
+    # What is decoded together depends on who asks in time, and rounding on that
+    torch.testing.assert_close(here["rollout_logprobs"], there["rollout_logprobs"], atol=1e-5, rtol=0)
 
 
 def steps_of(out: Path) -> int:
