@@ -25,13 +25,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nrl.errors import ConfigError
 
-__all__ = ["SLOTS", "Counting", "check_torch", "choose_attention", "install"]
+__all__ = ["SLOTS", "Counting", "check_torch", "choose_attention", "install", "where"]
 
 SLOTS = {"2.13": 4}
 """By version of torch with which this file was tested: the slot of ``CUDAHooks::hasPrimaryContext`` in its table."""
 _NRL, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 _KEPT: list[Any] = []
-aten: Any = torch.ops.aten
+_ATEN: Any = torch.ops.aten
 
 
 def check_torch(version: str = torch.__version__) -> int:
@@ -264,19 +264,19 @@ class Counting(TorchDispatchMode):
         self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor], fakes: list[FakeTensor], to: Any
     ) -> Any:
         """What the host gets, which is ones; None: it gets nothing."""
-        copies = func is aten._to_copy.default
-        if func in (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default):
+        copies = func is _ATEN._to_copy.default
+        if func in (_ATEN._local_scalar_dense.default, _ATEN.equal.default, _ATEN.is_nonzero.default):
             self.waited(name)
             dtype = fakes[0].dtype
             return True if dtype == torch.bool or "equal" in name else 1.0 if dtype.is_floating_point else 1
-        if func in (aten.nonzero.default, aten.masked_select.default):
+        if func in (_ATEN.nonzero.default, _ATEN.masked_select.default):
             self.waited(name)
         if copies and fakes and to == "cpu":
             self.waited("copy to the host")
             return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         if copies and not fakes:
             self.waited("copy to the device" + ("" if kwargs.get("non_blocking") else ", blocking"))
-        if func is aten.copy_.default:
+        if func is _ATEN.copy_.default:
             if not isinstance(args[0], FakeTensor):
                 self.waited("copy to the host")
                 return args[0].fill_(1)
@@ -328,18 +328,18 @@ def choose_attention(capability: tuple[int, int], kernels: Counter[str]) -> None
         found: Any
         if half and capability >= (9, 0):
             kernels["cudnn" if attn_mask is None else "cudnn with a dense mask"] += 1
-            op = aten._scaled_dot_product_cudnn_attention
+            op = _ATEN._scaled_dot_product_cudnn_attention
             found = op(q, k, v, attn_mask, True, 0.0, is_causal, False, scale=scale)
         elif half and attn_mask is None:
             kernels["flash"] += 1
-            found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+            found = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
         elif not enable_gqa:
             kernels["memory-efficient"] += 1
-            op = aten._scaled_dot_product_efficient_attention
+            op = _ATEN._scaled_dot_product_efficient_attention
             found = op(q, k, v, attn_mask, True, 0.0, is_causal, scale=scale)
         else:
             kernels["math, which keeps all scores"] += 1
-            op = aten._scaled_dot_product_attention_math
+            op = _ATEN._scaled_dot_product_attention_math
             found = op(q, k, v, attn_mask, 0.0, is_causal, None, scale=scale, enable_gqa=enable_gqa)
         return found[0]  # type: ignore[no-any-return]
 
