@@ -37,7 +37,7 @@ from nemo_gym import server_utils
 from nemo_gym.config_types import BaseServerConfig
 from omegaconf import OmegaConf
 
-asked, world, sockets, places = json.loads(sys.argv[1]), dict(), dict(), dict()
+asked, world, sockets, places = json.loads(sys.stdin.readline()), dict(), dict(), dict()
 for name, each in asked.items():
     host, port = "127.0.0.1", each["port"]
     if each["port"] is None:
@@ -68,7 +68,9 @@ async def main():
     server_utils.set_global_aiohttp_client(server_utils.GlobalAIOHTTPAsyncClientConfig())
     made = dict((name, served(name, **asked[name])) for name in sockets)
     serving = asyncio.gather(*(each.serve(sockets=[sockets[name]]) for name, each in made.items()))
-    while not all(each.started for each in made.values()) and not serving.done():
+    while not all(each.started for each in made.values()):
+        if any(each.should_exit for each in made.values()) or serving.done():
+            os._exit(1)  # one of them cannot begin, and has said why
         await asyncio.sleep(0.05)
     print("{_READY}" + json.dumps(places), flush=True)
     await serving
@@ -176,12 +178,16 @@ def nemo_gym_servers(
         base = [NEMO_GYM, *requirements]
         told = _ran(_command(base, _NEEDS, asked), variables, until)
         more = [line.strip() for line in told.splitlines() if line.strip() and not line.lstrip().startswith(("-", "#"))]
-        command = _command([*base, *dict.fromkeys(more)], _PROGRAM, wanted)
+        command = _command([*base, *dict.fromkeys(more)], _PROGRAM)
     else:
-        command = [str(python), "-c", _PROGRAM, json.dumps(wanted)]
+        command = [str(python), "-c", _PROGRAM]
     with TemporaryFile() as said:
         process = _begun(command, variables, said)
+        assert process.stdin is not None
         try:
+            with suppress(BrokenPipeError):  # options may be secrets, which arguments would show to everybody here
+                process.stdin.write(json.dumps(wanted).encode() + b"\n")
+                process.stdin.flush()
             while time.monotonic() < until and process.poll() is None:
                 for line in _words(said, 0).splitlines():
                     if line.startswith(_READY):
@@ -194,11 +200,11 @@ def nemo_gym_servers(
             raise
 
 
-def _command(requirements: Sequence[str], program: str, asked: Any) -> list[str]:
+def _command(requirements: Sequence[str], program: str, *asked: Any) -> list[str]:
     """What runs a program in an environment that uv makes, and keeps."""
     each = [word for line in requirements for word in ("--with", line)]
     run = ["run", "--quiet", "--no-project", "--no-config", "--isolated", "--python", sys.executable]
-    return [*find_uv(), *run, *each, "python", "-c", program, json.dumps(asked)]
+    return [*find_uv(), *run, *each, "python", "-c", program, *map(json.dumps, asked)]
 
 
 def _begun(command: Sequence[str], variables: Mapping[str, str], said: Any) -> "subprocess.Popen[bytes]":

@@ -124,8 +124,10 @@ def _resources(server: str, tasks: str | None, turns: int | None, answers: str |
         return state._replace(cookies=cookies), as_request(asked, [])
 
     async def step(state: _Episode, turn: Turn) -> Step:
-        if turn.stop_reason == "refused":
+        if not turn.token_ids and turn.stop_reason == "refused":
             raise EnvError(f"nemo_gym: what a row asks cannot be said to the model: {turn.text}")
+        if not turn.token_ids and turn.stop_reason == "length" and not state.turns:
+            raise EnvError(f"nemo_gym: what a row asks has {turn.prompt_tokens} tokens, and fills the context")
         said = responses.answer(state.asked, [turn], state.turns, str(state.turns))
         state = state._replace(items=(*state.items, *said["output"]), turns=state.turns + 1)
         if await _is_gymnasium(server):

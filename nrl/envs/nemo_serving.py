@@ -70,7 +70,7 @@ def nemo_gym_protocol(service: Service, *, token: str | None, largest: int) -> A
     shown = {path: route for path, route in routes(service, numbers).items() if route.method == "GET"}
     others = routed(service.name, shown, token=None, largest=largest, note=numbers.note)
 
-    async def answered(scope: Any, receive: Receive) -> tuple[bytes, str | None]:
+    async def answered(scope: Any, receive: Receive, given: str) -> tuple[bytes, str | None]:
         headers, held = dict(scope["headers"]), 0
         length = headers.get(b"content-length", b"")
         try:
@@ -79,7 +79,7 @@ def nemo_gym_protocol(service: Service, *, token: str | None, largest: int) -> A
                 asked = msgspec.json.decode(body)
             except (ValueError, RecursionError) as error:
                 raise Refused(400, "invalid", f"{scope['path']:.80}: {error}") from None
-            return await episodes.answer(scope["path"], asked, _session(headers.get(b"cookie", b"")))
+            return await episodes.answer(scope["path"], asked, given)
         except Unusable as error:
             raise Refused(400, "invalid", f"{scope['path']:.80}: {error}") from None
         finally:
@@ -90,9 +90,12 @@ def nemo_gym_protocol(service: Service, *, token: str | None, largest: int) -> A
             if scope["path"] != "/":
                 return await others(scope, receive, send)
             return await _send(send, 200, FINE, None)
-        began, status, session = time.perf_counter(), 200, None
+        began, status, given = time.perf_counter(), 200, _session(dict(scope["headers"]).get(b"cookie", b""))
+        session: str | None = (
+            given or None
+        )  # told with a refusal, too: agents keep the cookies of the last answer alone
         try:
-            body, session = await answered(scope, receive)
+            body, session = await answered(scope, receive, given)
         except Refused as error:
             status, body = error.status, error.body
         numbers.note(scope["path"] if scope["path"] in _PATHS else "", status, time.perf_counter() - began)
@@ -127,6 +130,7 @@ class _Episode:
     one: asyncio.Lock = attrs.field(factory=asyncio.Lock)
     said: list[records.Action] = attrs.field(factory=list)  # where each turn is given as it is
     seen: list[Any] = attrs.field(factory=list)
+    told: tuple[list[records.Action], list[Any]] | None = None  # what is judged, once the last turn has been taken
 
 
 class _Episodes:
@@ -143,6 +147,8 @@ class _Episodes:
             raise Refused(400, "invalid", f"{path:.80}: it is {type(asked).__name__}; send an object")
         if path == "/aggregate_metrics":
             return msgspec.json.encode(aggregated(asked.get("verify_responses"))), None
+        if path in ("/seed_session", "/reset") and session in self._open:  # as where a model calls a tool of this name
+            raise Refused(409, "consumed", f"{path}: this session has an episode; end it first")
         if path == "/seed_session":
             return b"{}", (await self.begin(asked)).name
         if path == "/reset":
@@ -154,6 +160,8 @@ class _Episodes:
             begin = "/reset" if path == "/step" else "/seed_session"
             raise Refused(404, "unknown", f"{path:.80}: there is no such episode; send the cookie of {begin}")
         async with episode.one:
+            if path == "/verify" and session in self._judged:  # meanwhile
+                return msgspec.json.encode(asked | self._judged[session]), session
             if path == "/verify":
                 return await self.verify(episode, asked), session
             if path == "/step":
@@ -166,8 +174,7 @@ class _Episodes:
         if not isinstance(asked, Mapping):
             raise Refused(400, "invalid", f"the row has no '{ROW}'; send rows of NeMo Gym's data")
         self._forget()
-        task = value_of({key: row[key] for key in row if key not in _OF_NEMO and not key.startswith("_ng_")})
-        name = uuid4().hex
+        task, name = _task_of(row), uuid4().hex
         if self.plays:
             begun = records.read(await self.service.reset(records.Reset(name, task)), _begun)
             episode = _Episode(name, task, begun.prompt, bool(begun.tools))
@@ -196,19 +203,23 @@ class _Episodes:
         return _text(seen).encode()
 
     async def verify(self, episode: _Episode, asked: dict[str, Any]) -> bytes:
-        """The last turn, the verdict, and the end."""
-        turns, seen, left = _said_in(asked)
-        if self.plays and left and not episode.over:
-            final = await self._take(episode, msgspec.structs.replace(turns[-1], calls=[]))
-            seen += [] if final is None else [final]
-        elif episode.over:  # what the model wrote after it does not count
-            made = 0
-            for at, turn in enumerate(turns, 1):
-                made += len(turn.calls)
-                if made >= episode.calls:
-                    turns, seen = turns[:at], seen[:at]
-                    break
-        found = await self._judge(episode, turns, seen)
+        """The last turn, the verdict, and the end. If the verdict fails, it may be asked for again."""
+        if _task_of(asked) != episode.task:  # as where a model calls a tool of this name
+            raise Refused(400, "invalid", "/verify: the row is not the one that the episode was begun with")
+        if episode.told is None:
+            turns, seen, left = _said_in(asked)
+            if self.plays and left and not episode.over:
+                final = await self._take(episode, msgspec.structs.replace(turns[-1], calls=[]))
+                seen += [] if final is None else [final]
+            elif episode.over:  # what the model wrote after it does not count
+                made = 0
+                for at, turn in enumerate(turns, 1):
+                    made += len(turn.calls)
+                    if made >= episode.calls:
+                        turns, seen = turns[:at], seen[:at]
+                        break
+            episode.told = turns, seen
+        found = await self._judge(episode, *episode.told)
         return msgspec.json.encode(asked | found)
 
     async def reset(self, row: dict[str, Any]) -> tuple[bytes, str]:
@@ -275,6 +286,11 @@ class _Episodes:
         while len(self._judged) > _RECENT:
             self._judged.popitem(last=False)
         return found
+
+
+def _task_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = value_of({k: row[k] for k in row if k not in _OF_NEMO and not k.startswith("_ng_")})
+    return found
 
 
 _PATHS = ("/seed_session", "/verify", "/aggregate_metrics", "/reset", "/step")

@@ -17,6 +17,7 @@ __all__ = ["RpcProgram"]
 
 _LINES = 20  # of what a program wrote last, for an error
 _LONGEST = 2**26  # bytes of a message
+_LAST = 1.0  # seconds for what a program that has ended wrote last
 
 
 class RpcProgram:
@@ -40,11 +41,11 @@ class RpcProgram:
         self.waiting = 0
         """How many wait for an answer."""
         self._name, self._command, self._greet, self._ids = name, command, greet, itertools.count()
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}  # of the process that was started last
         self._last = deque[str](maxlen=_LINES)
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Future[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._reading: list[asyncio.Future[None]] = []
+        self._watching: asyncio.Future[None] | None = None
 
     async def ask(self, method: str, params: Mapping[str, Any], timeout: float | None = None) -> dict[str, Any]:
         """The result of a request; one that is cancelled is cancelled there, too.
@@ -59,17 +60,23 @@ class RpcProgram:
         """
         self.waiting += 1
         try:
-            async with self._starting:
-                if self._process is None or self._process.returncode is not None:
-                    await self._start()
+            starting = self._starting
+            if starting is None or (starting.done() and self._ended(starting)):
+                starting = self._starting = asyncio.ensure_future(self._start())
+                starting.add_done_callback(lambda done: done.cancelled() or done.exception())  # if nobody waits for it
+            await asyncio.shield(starting)  # who asked first may be cancelled; the others go on
             return await self.asked(method, params, timeout)
         finally:
             self.waiting -= 1
 
+    def _ended(self, starting: "asyncio.Future[None]") -> bool:
+        failed = starting.cancelled() or starting.exception() is not None
+        return failed or self._process is None or self._process.returncode is not None
+
     async def _start(self) -> None:
         command, variables = await self._command()
         try:
-            self._process = await asyncio.create_subprocess_exec(
+            process = self._process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -80,18 +87,20 @@ class RpcProgram:
             )
         except OSError as error:
             raise EnvError(f"{self._name}: {error.strerror}") from None
-        atexit.register(self._kill)
-        self._reading = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._note())]
+        self._answers = {}
+        atexit.register(_kill, process)
+        self._watching = asyncio.ensure_future(self._watch(process, self._answers))
         try:
             await self._greet(self)
         except BaseException:
-            self._kill()
+            _kill(process)
+            await process.wait()
             raise
 
     async def asked(self, method: str, params: Mapping[str, Any], timeout: float | None = None) -> dict[str, Any]:
         """As `ask`, of a program that runs."""
-        number = next(self._ids)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        number, answers = next(self._ids), self._answers
+        answer = answers[number] = asyncio.get_running_loop().create_future()
         try:
             self.send({"jsonrpc": "2.0", "id": number, "method": method, "params": params})
             said = await asyncio.wait_for(answer, timeout)
@@ -102,7 +111,7 @@ class RpcProgram:
                 self.send({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": number}})
             raise
         finally:
-            del self._answers[number]
+            del answers[number]
         if "result" not in said:
             raise EnvError(f"{self._name} refuses {method}: {json.dumps(said.get('error'))[:500]}")
         found: dict[str, Any] = said["result"]
@@ -116,28 +125,37 @@ class RpcProgram:
             raise EnvError(self._gone())
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
-    async def _read(self) -> None:
-        """Give answers to who waits, until the program ends."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        with suppress(ValueError):  # a line that is too long
-            async for line in self._process.stdout:
+    async def _watch(
+        self, process: asyncio.subprocess.Process, answers: "dict[int, asyncio.Future[dict[str, Any]]]"
+    ) -> None:
+        """Give answers to who waits, until the program ends; what it has left behind may still hold its output."""
+        reading = [asyncio.ensure_future(self._read(process, answers)), asyncio.ensure_future(self._note(process))]
+        reading[0].add_done_callback(lambda _: _kill(process))  # it says no more that can be read
+        await process.wait()
+        await asyncio.wait(reading, timeout=_LAST)
+        _kill(process)
+        for answer in answers.values():
+            if not answer.done():
+                answer.set_exception(EnvError(f"{self._name} has ended with {process.returncode}{self._words()}"))
+
+    async def _read(
+        self, process: asyncio.subprocess.Process, answers: "dict[int, asyncio.Future[dict[str, Any]]]"
+    ) -> None:
+        assert process.stdout is not None
+        try:
+            async for line in process.stdout:
                 with suppress(ValueError, AttributeError):  # what is no message is a line that it prints
                     said = json.loads(line)
-                    answer = self._answers.get(said.get("id"))
+                    answer = answers.get(said.get("id"))
                     if answer is not None and not answer.done():
                         answer.set_result(said)
-        self._kill()
-        await self._process.wait()
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(EnvError(self._gone()))
+        except ValueError:
+            self._last.append(f"(a message of more than {_LONGEST} bytes, which is not read)")
 
-    async def _note(self) -> None:
-        assert self._process is not None
-        assert self._process.stderr is not None
+    async def _note(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None
         with suppress(ValueError):
-            async for line in self._process.stderr:
+            async for line in process.stderr:
                 self._last.append(line.decode(errors="replace").rstrip())
 
     def _gone(self) -> str:
@@ -147,7 +165,7 @@ class RpcProgram:
     def _words(self) -> str:
         return f"; its last words: {' / '.join(self._last)}" if self._last else ""
 
-    def _kill(self) -> None:
-        assert self._process is not None
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -288,12 +288,18 @@ async def play(
             )
         episode.prompt = prompt
         chat = Conversation(prompt, tools[0] if tools else (), tokenizer)
+        before = copy.copy(chat)
         try:
-            episode.append(chat.asked(render))
+            tokens = chat.asked(render)
         except DataError as error:
             if not chat.is_request:
                 raise
-            return (await answered(await act(Turn(str(error), stop_reason="refused")))).done
+            refused = Turn(str(error), stop_reason="refused")
+            return (await answered(await act(refused))).done
+        if chat.is_request and len(tokens) >= context_length:  # an agent may shorten what it asked, or end
+            chat = before
+            return (await answered(await act(Turn(stop_reason="length", prompt_tokens=len(tokens))))).done
+        episode.append(tokens)
         if len(episode.token_ids) >= context_length:
             episode.fail(
                 f"DataError: the prompt has {len(episode.token_ids)} tokens and fills the context of {context_length}",

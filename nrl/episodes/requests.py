@@ -283,11 +283,12 @@ class _AsTheyCome(Requests):
         if not asked or self._over:
             return
         for limits in dict.fromkeys(each.limits for each in asked):
-            self._stream([each for each in asked if each.limits == limits], self._sampled(limits))
+            self._stream([each for each in asked if each.limits == limits], limits)
 
-    def _stream(self, asked: Sequence[_Request], sampling: Sampling | None) -> None:
+    def _stream(self, asked: Sequence[_Request], limits: Limits) -> None:
         prompts, seeds = [each.tokens for each in asked], [each.seed for each in asked]
         try:
+            sampling = self._sampled(limits)
             promised = cast(Streams, self._sampler).stream(prompts, seeds, sampling)
             _check_count(promised, asked)
         except Exception as error:

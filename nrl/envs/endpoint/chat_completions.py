@@ -86,9 +86,10 @@ def sampling_of(body: Mapping[str, Any], *lengths: str) -> dict[str, Any]:
         given["top_k"] = 0
     stop = body.get("stop")
     if stop is not None:
-        given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(isinstance(each, str) for each in given["stop"]):
+        texts = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(each, str) for each in texts):
             raise Unusable(f"stop is {stop!r:.80}; give texts")
+        given["stop"] = tuple(filter(None, texts))  # an empty one stops nothing
     return given
 
 

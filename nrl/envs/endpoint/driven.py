@@ -71,8 +71,8 @@ def driven(
     what it says is the answer. Messages that come back as they were are the same tokens as before; where an agent
     changes or leaves out something, the episode forks (`nrl.rollout`). Requests of one episode are answered one after
     the other. How tokens are drawn is the rollout's business, so ``temperature`` and the like are not looked at;
-    ``stop`` and ``max_tokens`` end a turn. What an agent wishes besides, as a format of the answer, nothing meets; the
-    metrics ``env/unmet/...`` say how many episodes had such a wish.
+    ``stop`` and ``max_tokens`` end a turn. What an agent wishes besides, as a format of the answer, nothing meets;
+    the metrics have ``env/unmet/...`` where there was such a wish.
 
     An agent whose request does not fit into the context is told so, as OpenAI's API does, and may ask something shorter
     or end; likewise where the chat template does not take its messages. If an episode ends before its agent does, the

@@ -102,12 +102,12 @@ def _score(found: Mapping[str, Any]) -> Score:
     Raises:
         EnvError: it has failed.
     """
-    if found["error"] == _EMPTY:
-        return Score(found["reward"], "parse_fail", found["metrics"])
-    if found["error"] is not None:
+    if found["error"] not in (None, _EMPTY):
         raise EnvError(f"verifiers: the rollout ended with an error: {found['why']}")
     if found["raised"]:
         raise EnvError(f"verifiers: {'; '.join(found['raised'])}")
+    if found["error"] == _EMPTY:
+        return Score(found["reward"], "parse_fail", found["metrics"])
     return Score(float(found["reward"]), "ok", found["metrics"])
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 __all__ = ["load", "play", "rows"]
 
-_BLOCK = 512  # rows of an answer
+_BLOCK = 64  # rows of an answer
 _RAISED: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("_RAISED", default=None)
 
 

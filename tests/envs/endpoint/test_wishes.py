@@ -144,11 +144,30 @@ def test_what_nothing_meets_is_counted() -> None:
 
     batch = nrl.rollout(policy, nrl.driven(agent), [{"prompt": "", "wishes": each} for each in (True, False)])
     found = nrl.finalize(nrl.summary(batch))
-    assert {name for name in found if name.startswith("env/unmet/")} == {
-        "env/unmet/response_format",
-        "env/unmet/parallel_tool_calls",
-        "env/unmet/tool_choice",
-    }
+    wishes = ("response_format", "parallel_tool_calls", "tool_choice")
+    assert {name for name in found if name.startswith("env/unmet/")} == {f"env/unmet/{name}" for name in wishes}
+    wishing = [nrl.finalize(nrl.summary(batch[batch["group_ids"] == group])) for group in (0, 1)]
+    assert [sum(each.get(f"env/unmet/{name}") == 1.0 for name in wishes) for each in wishing] == [3, 0]
+
+
+def test_a_first_request_that_does_not_fit_is_told_so_and_a_stop_that_is_empty_stops_nothing() -> None:
+    policy, refused = Says("qwen2_5", ["Hi<|im_end|>"], context_length=64), list[Any]()
+
+    @asks
+    async def agent(client: openai.AsyncOpenAI) -> float:
+        long: Any = [{"role": "user", "content": "Hi " * 64}]
+        try:
+            await client.chat.completions.create(model="policy", messages=long)
+        except openai.BadRequestError as error:
+            refused.append(error.code)
+        answer = await client.chat.completions.create(model="policy", messages=[SAY], stop="")
+        return float(answer.choices[0].message.content == "Hi")
+
+    batch = played(policy, agent)
+    assert refused == ["context_length_exceeded"]
+    assert batch["rewards"].tolist() == [1.0]
+    assert batch["forked"].tolist() == [0]
+    assert turns_of(policy, batch) == ["Hi<|im_end|>"]
 
 
 def test_a_stream_has_its_tokens() -> None:

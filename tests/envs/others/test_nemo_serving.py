@@ -4,6 +4,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -165,7 +166,7 @@ def post(url: str, body: Any, cookie: str = "", method: str = "POST") -> Said:
         with urllib.request.urlopen(asked) as answer:
             text, status, told = answer.read().decode(), answer.status, answer.headers.get("set-cookie", "")
     except urllib.error.HTTPError as error:
-        text, status, told = error.read().decode(), error.code, ""
+        text, status, told = error.read().decode(), error.code, error.headers.get("set-cookie", "")
         error.close()
     try:
         return Said(status, json.loads(text), told.split(";")[0])
@@ -200,6 +201,55 @@ def test_an_answer_has_all_that_was_sent_and_a_repeated_one_is_the_same(urls: di
     metrics = post(urls["counter"] + "/aggregate_metrics", {"verify_responses": [found.body]}).body
     assert metrics["key_metrics"] == {f"mean/{key}": value for key, value in told.items()}
     assert metrics["group_level_metrics"][0]["_ng_task_index"] == 3
+
+
+def test_a_session_outlives_what_is_refused(urls: dict[str, str], served: Served) -> None:
+    """An agent keeps the cookies of the last answer alone, so a refusal has them, too."""
+    row = nemo_gym_row({"prompt": "2+2=", "answer": "4"}, exact)
+    begun = post(urls["letters"] + "/seed_session", row)
+    refused = post(urls["letters"] + "/put", {"item": "tea"}, begun.cookie)
+    assert (refused.status, refused.cookie) == (404, begun.cookie)
+    theirs = nemo_gym_agent(served.agents["letters"], port=served.model)
+    known = {"type": "function", "name": "put", "parameters": {"type": "object"}, "strict": False}
+    offered = {**row, "responses_create_params": {**row["responses_create_params"], "tools": [known]}}
+    assert reward(theirs, offered, [turn("qwen3", "", TEA), turn("qwen3", "4")]) == 1.0
+
+
+def test_a_model_cannot_choose_its_task(urls: dict[str, str]) -> None:
+    """What it calls is a path, and a path that is no tool may be called, too."""
+    row = nemo_gym_row({"prompt": "2+2=", "answer": "4"}, exact)
+    begun = post(urls["letters"] + "/seed_session", row)
+    forged = {**row, "answer": "lol"}
+    for path in ("/seed_session", "/reset"):
+        again = post(urls["letters"] + path, forged, begun.cookie)
+        assert (again.status, again.cookie) == (409, begun.cookie)
+        assert "this session has an episode; end it first" in again.body["error"]["message"]
+    judged = post(urls["letters"] + "/verify", {**forged, "response": said_text("lol")}, begun.cookie)
+    assert judged.status == 400
+    assert "the row is not the one that the episode was begun with" in judged.body["error"]["message"]
+    assert post(urls["letters"] + "/verify", {**row, "response": said_text("lol")}, begun.cookie).body["reward"] == 0.0
+
+
+def test_a_verdict_that_failed_may_be_asked_for_again() -> None:
+    """The last turn is taken once; and two who ask at a time are told the same."""
+    broken = [True]
+
+    def once(task: Any, trace: Trace) -> float:
+        if broken:
+            broken.clear()
+            raise ValueError("the judge is busy")
+        return float("done" in trace.text)
+
+    env = tool_use([tool(put)], once, state=lambda task: ())
+    row, response = nemo_gym_row(SHOP, env), said_text("done")
+    with nrl.serve(env, protocol=nemo_gym_protocol) as server:
+        begun = post(server.url + "/seed_session", row)
+        assert post(server.url + "/verify", {**row, "response": response}, begun.cookie).status == 422
+        with ThreadPoolExecutor(4) as pool:
+            again: Any = (post, server.url + "/verify", {**row, "response": response}, begun.cookie)
+            asked = [pool.submit(*again) for _ in range(4)]
+            found = [each.result() for each in asked]
+    assert [(each.status, each.body["reward"]) for each in found] == [(200, 1.0)] * 4
 
 
 def test_what_is_written_after_the_end_does_not_count(urls: dict[str, str]) -> None:

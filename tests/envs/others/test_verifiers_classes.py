@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -132,8 +134,10 @@ def made(python: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def killed(spec: _Spec) -> None:
     async def kill() -> None:
         process = _program(spec)._process
-        _program(spec)._kill()
-        await process.wait()  # type: ignore[union-attr]
+        assert process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
     if _program(spec)._process is not None:
         beside(kill()).result()
@@ -249,8 +253,10 @@ def test_a_python_that_is_not_there_is_named() -> None:
 def test_verdicts() -> None:
     found = {"reward": 2, "metrics": {"right": 1.0}, "error": None, "why": None, "raised": []}
     assert _score(found) == Score(2.0, "ok", {"right": 1.0})
-    empty = {**found, "error": "EmptyModelResponseError", "raised": ["of nothing"]}
+    empty = {**found, "error": "EmptyModelResponseError"}
     assert _score(empty) == Score(2.0, "parse_fail", {"right": 1.0})
+    with pytest.raises(EnvError, match="verifiers: of nothing"):
+        _score({**empty, "raised": ["of nothing"]})
     with pytest.raises(EnvError, match="verifiers: a; b"):
         _score({**found, "raised": ["a", "b"]})
     with pytest.raises(EnvError, match="verifiers: the rollout ended with an error: SandboxError"):
