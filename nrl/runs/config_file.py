@@ -13,7 +13,7 @@ from nrl.errors import ConfigError
 __all__ = ["read", "replace", "write"]
 
 _WIDEST = 80  # characters of a value in a message
-_MAY_CHANGE = frozenset({"out", "steps", "checkpoints", "sinks", "cluster", "optimizer"})
+_MAY_CHANGE = ("out", "steps", "checkpoints", "sinks", "cluster", "optimizer", "critic_optimizer")
 
 
 def write(out: Path, text: str) -> None:
