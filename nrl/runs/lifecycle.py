@@ -347,7 +347,7 @@ def run(cfg: Any) -> Iterator[Run]:
 
     Raises:
         ConfigError: ``out`` is a file; it holds a run without checkpoints, or one of another configuration (``out``,
-            ``steps``, ``checkpoints``, ``sinks``, ``cluster`` and ``optimizer`` may change); another process is in it;
+            ``steps``, ``checkpoints``, ``sinks``, ``cluster`` and optimizers may change); another process is in it;
             or ``steps`` is negative.
 
     >>> import attrs, tempfile
