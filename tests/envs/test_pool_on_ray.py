@@ -63,7 +63,7 @@ def step(state, turn):
 async def main(kind, address, gcs):
     if kind == "scarce":  # two CPUs for six workers
         verify = nrl.pooled(right, workers=6, cluster=address)
-        found = await asyncio.gather(*(verify({"answer": "4"}, Trace("2+2=", ["4"])) for _ in range(120)))
+        found = await asyncio.gather(*(verify({"answer": "4"}, Trace("2+2=", ["4"])) for _ in range(400)))
         assert {each["right"] for each in found} == {1.0}
         print(len({each["pid"] for each in found}), "processes")
         try:
