@@ -164,9 +164,9 @@ def nemo_gym_servers(
 
     Source: NeMo Gym 0.4.0, ``nemo_gym/server_utils.py``, ``SimpleServer.run_webserver``, which needs Ray and a head.
 
-    >>> servers = nemo_gym_servers({"mcqa": NemoServer("mcqa")})  # doctest: +SKIP
-    >>> servers.urls  # doctest: +SKIP
-    {'mcqa': 'http://127.0.0.1:40123'}
+    >>> nemo_gym_servers({"mcqa": NemoServer("mcqa")}, python="nowhere")
+    Traceback (most recent call last):
+    nrl.errors.EnvError: nemo_gym_servers: nowhere: No such file or directory
     """
     wanted = {name: attrs.asdict(each) for name, each in servers.items()}
     hidden = ("VIRTUAL_ENV", "PYTHONHOME", "UV_PROJECT_ENVIRONMENT")
