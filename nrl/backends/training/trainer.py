@@ -1,6 +1,7 @@
 """The driver's half of training: a trainer, which maps an engine onto a mesh, and its verbs."""
 
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from operator import attrgetter
@@ -102,7 +103,6 @@ class Trainer:
     _split: Callable[[Batch], Sequence[Batch]]
     _stepping: threading.Lock = attrs.field(factory=threading.Lock, init=False)
     """A step is asked for and consumes its state in one."""
-    _described: dict[str, bytes] = attrs.field(factory=dict, init=False)
 
     def __repr__(self) -> str:
         return self.name
@@ -317,21 +317,34 @@ class Trainer:
         self.check_folder(folder, "save")
         each: list[Saved] = from_all(self.mesh, "save", fn, self._engines, values, folder)
         files = shared_folders.arrived(self.name, folder, [saved.files for saved in each])
-        if self.model is not None:
+        if self.model is not None and self._description:
             record["model"] = {"head": self.model.head, "dtype": self.model.dtype}
-            files = {**files, **self._describe(self.model, folder)}
+            files = {**files, **self._describe(folder / DESCRIPTION)}
         flush(folder)
         return Saved(files, record | {"engine": each[0].record})
 
-    def _describe(self, model: Model, folder: Path) -> dict[str, Written]:
-        """Write all that a folder of the model has beside its weights, with which anybody can export them."""
-        if not self._described:
-            self._described.update(description(model))
-        (folder / DESCRIPTION).mkdir(exist_ok=True)
-        found = {f"{DESCRIPTION}/{name}": content for name, content in self._described.items()}
-        written = {name: write_file(folder / name, [content]) for name, content in found.items()}
-        flush(folder / DESCRIPTION)
-        return written
+    @cached_property
+    def _description(self) -> dict[str, bytes]:
+        """All that a folder of the model has beside its weights; nothing, where that cannot be found out here."""
+        try:
+            return {} if self.model is None else description(self.model)
+        except Exception as error:  # transformers raises all kinds, and no checkpoint is lost for it
+            warnings.warn(
+                f"save: {self.name}: the config and the tokenizer of its model cannot be written here ({error}); its "
+                "checkpoints have the weights alone, of which nrl export makes nothing",
+                UserWarning,
+                stacklevel=3,
+            )
+            return {}
+
+    def _describe(self, folder: Path) -> dict[str, Written]:
+        """Write that, with which anybody can export the weights."""
+        folder.mkdir(exist_ok=True)
+        found = {
+            f"{folder.name}/{name}": write_file(folder / name, [content]) for name, content in self._description.items()
+        }
+        flush(folder)
+        return found
 
     def restore(self, folder: str | Path) -> Any:
         """The train state, or the params, that were saved there, if all of it is there.
